@@ -1,0 +1,24 @@
+"""petra: train deep networks split over a line of workers with PETRA, and with the methods it is compared with."""
+
+from petra.errors import ConfigError, DataError, ModelError, PetraError, ScheduleError
+from petra.method import METHODS, Keep, Method, Weights
+from petra.model import BlockSpec, Model
+from petra.pipeline import Pipeline, Result
+from petra.streams import TensorSpec
+
+__all__ = [
+    "METHODS",
+    "BlockSpec",
+    "ConfigError",
+    "DataError",
+    "Keep",
+    "Method",
+    "Model",
+    "ModelError",
+    "PetraError",
+    "Pipeline",
+    "Result",
+    "ScheduleError",
+    "TensorSpec",
+    "Weights",
+]

@@ -1,0 +1,97 @@
+"""The switches that tell one training method from another (delay, keep, weights, flush), and the methods by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from petra.errors import ConfigError
+
+
+class Keep(StrEnum):
+    """What a block holds of a microbatch between its forward and its backward."""
+
+    GRAPH = "graph"
+    """Its autograd graph: no second evaluation (3 units of compute)."""
+    INPUT = "input"
+    """Its input: evaluated again in the backward pass (4 units)."""
+    NOTHING = "nothing"
+    """Nothing: its input is reconstructed from its output (4 units); only reversible blocks can, others hold their input."""
+
+
+class Weights(StrEnum):
+    """Which weights the backward pass differentiates."""
+
+    CURRENT = "current"
+    """Those of the moment of the backward pass."""
+    STASHED = "stashed"
+    """Those that the forward pass of the same microbatch used."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One point in the space of pipeline methods.
+
+    Attributes:
+        delay: boundary delay d: τ_j − τ_(j+1), one for all boundaries or a tuple with one for each.
+        fill: every stage forwards all k microbatches of an update before its first backward (GPipe); needs ``flush``.
+        flush: the pipeline is drained before each update, so that gradients are exact.
+    """
+
+    name: str
+    delay: int | tuple[int, ...]
+    keep: Keep
+    weights: Weights = Weights.CURRENT
+    flush: bool = False
+    fill: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.boundary_delays(0)) < 0:
+            raise ConfigError(f"method.delay: found {self.delay}, accepted are integers >= 0, one or one per boundary")
+        if self.fill and not self.flush:
+            raise ConfigError("method.fill: found true with method.flush=false; forwarding all k microbatches first needs a flush")
+
+    def boundary_delays(self, boundaries: int) -> tuple[int, ...]:
+        """d_j for each boundary (all that are given, for ``boundaries`` = 0)."""
+        if isinstance(self.delay, int):
+            return (self.delay,) * max(boundaries, 1)
+        return self.delay or (0,)
+
+    def delays(self, stages: int, k: int) -> tuple[int, ...]:
+        """τ_j for each stage: the microbatches that it forwards between a microbatch's forward and its backward.
+
+        PETRA: d = 2 at every boundary, so τ_j = 2(J − j) (PETRA, section 3.2).
+        """
+        if self.fill:
+            return (k - 1,) * stages
+        if isinstance(self.delay, tuple) and len(self.delay) != stages - 1:
+            raise ConfigError(
+                f"method.delay: found {len(self.delay)} delays, accepted are one, or {stages - 1} for {stages} stages"
+            )
+        between = self.boundary_delays(stages - 1)
+        return tuple(sum(between[j : stages - 1]) for j in range(stages))
+
+    def keep_of(self, reversible: Sequence[bool], *, last: bool) -> tuple[Keep, ...]:
+        """What each block of a stage keeps: a block that can't be inverted holds its input instead of nothing.
+
+        Args:
+            reversible: for each block of the stage, whether it can be inverted.
+            last: the stage ends the pipeline and its backward follows its forward at once (τ = 0). The blocks behind its last
+                reversible one then keep their graph: it lives no longer than the recomputation's would, and saves a forward.
+        """
+        kept = [Keep.INPUT if self.keep is Keep.NOTHING and not r else self.keep for r in reversible]
+        if last:
+            tail = max((i + 1 for i, r in enumerate(reversible) if r), default=0)
+            kept[tail:] = [Keep.GRAPH] * (len(kept) - tail)
+        return tuple(kept)
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method("petra", delay=2, keep=Keep.NOTHING),
+        Method("backprop", delay=0, keep=Keep.GRAPH),
+        Method("reversible", delay=0, keep=Keep.NOTHING),
+    )
+}

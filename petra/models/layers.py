@@ -1,0 +1,86 @@
+"""Pieces that the residual networks share: initialised convolutions, stems, the head, the table of residual blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from petra.errors import ConfigError
+
+STEMS = ("cifar", "imagenet")
+
+
+def conv(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+    """A bias-free convolution that keeps the image size at stride 1.
+
+    Weights are normal with variance 2 / fan_out (He et al. 2015, "Delving deep into rectifiers", section 2.2).
+    """
+    layer = nn.Conv2d(in_channels, out_channels, kernel, stride, padding=kernel // 2, bias=False)
+    nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+    return layer
+
+
+def conv_bn(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> nn.Sequential:
+    """Convolution and batch normalisation."""
+    return nn.Sequential(conv(in_channels, out_channels, kernel, stride), nn.BatchNorm2d(out_channels))
+
+
+def conv_bn_relu(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> nn.Sequential:
+    """Convolution, batch normalisation and ReLU; in place, on the normalisation's own result."""
+    return nn.Sequential(*conv_bn(in_channels, out_channels, kernel, stride), nn.ReLU(inplace=True))
+
+
+def stem(kind: str, channels: int) -> nn.Sequential:
+    """From an image (B, 3, H, W) to (B, channels, H, W) for ``cifar`` or (B, channels, H/4, W/4) for ``imagenet``."""
+    if kind == "cifar":
+        return conv_bn_relu(3, channels, 3)
+    return nn.Sequential(*conv_bn_relu(3, channels, 7, stride=2), nn.MaxPool2d(3, stride=2, padding=1))
+
+
+class Head(nn.Module):
+    """Averages every stream (B, C, H, W) over its positions and maps all the averages to (B, classes)."""
+
+    def __init__(self, features: int, classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(features, classes)
+
+    def forward(self, *streams: Tensor) -> Tensor:
+        logits: Tensor = self.linear(torch.cat([x.mean((2, 3)) for x in streams], dim=1))
+        return logits
+
+
+class Residual(NamedTuple):
+    """One row of a network's table of residual blocks."""
+
+    name: str
+    in_channels: int
+    channels: int
+    stride: int
+
+
+def residuals(repeats: Sequence[int], channels: int) -> Iterator[Residual]:
+    """The residual blocks of a network: channels double, and the image is halved, at each layer after the first."""
+    in_channels = channels
+    for layer, repeat in enumerate(repeats):
+        out_channels = channels << layer
+        for i in range(repeat):
+            yield Residual(f"layer{layer + 1}_{i}", in_channels, out_channels, stride=2 if layer and not i else 1)
+            in_channels = out_channels
+
+
+def checked_channels(classes: int, width: float, stem: str) -> int:
+    """Channels of the first layer, 64 * width; raises :class:`ConfigError` for arguments that make no network."""
+    if classes < 1:
+        raise ConfigError(f"model.classes: found {classes}, accepted are whole numbers from 1 on")
+    if stem not in STEMS:
+        raise ConfigError(f"model.stem: found {stem!r}, accepted are {', '.join(STEMS)}")
+    channels = 64 * float(width)
+    if not (channels >= 1 and channels.is_integer()):
+        raise ConfigError(
+            f"model.width: found {width}, which makes {channels:g} channels in the first layer; "
+            "accepted are multiples of 1/64 from 1/64 on (0.25, 0.5, 1, 2, ...)"
+        )
+    return int(channels)

@@ -1,0 +1,292 @@
+"""Builds the workers of this process from model, method and placement, and runs them: train, drain, evaluate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from petra.ends import Loss, Metric, Objective, Source, Stream, correct
+from petra.errors import ConfigError, ModelError
+from petra.method import METHODS, Keep, Method
+from petra.model import Model
+from petra.partition import Layout
+from petra.schedule import Op, Step, evaluation_order, timetable, training_order
+from petra.stage import Stage
+from petra.streams import TensorSpec
+from petra.transport import EdgeTransport, LockstepTransport, MessageSpec, Packing, Port, local_boundary
+from petra.worker import Worker
+
+TransportName = Literal["auto", "local", "lockstep", "edge"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Means over the targets of one run of the pipeline."""
+
+    targets: int
+    loss: float
+    metrics: dict[str, float]
+
+
+class Pipeline:
+    """A model split over stages and trained by one of the methods; the same code in one process and in many.
+
+    In many processes (``torch.distributed`` initialised) each builds only its own stages, and every process makes the same calls.
+
+    Args:
+        model: the blocks.
+        inputs: form of one microbatch of data.
+        method: a name from :data:`petra.method.METHODS`, or one's own switches.
+        k: microbatches per update; gradients are averaged.
+        stages: how many; None for one for each block; or the number of blocks in each.
+        optimizer: from a stage's blocks to its optimizer.
+        learning_rate: from microbatches done to the learning rate; None leaves the optimizer's own.
+        loss: mean loss of (output, targets).
+        metrics: named sums over samples.
+        seed: of the weights and of random numbers inside blocks.
+        autocast: bf16 or fp16 compute with float32 streams, or none.
+        transport: ``auto`` takes ``local`` in one process, ``lockstep`` where d = 2 at every boundary, ``edge`` elsewhere.
+
+    Raises:
+        ConfigError, ModelError: a set-up that can't work, before anything is built.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        inputs: TensorSpec,
+        *,
+        method: str | Method = "petra",
+        k: int = 1,
+        stages: int | Sequence[int] | None = None,
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        learning_rate: Callable[[int], float] | None = None,
+        loss: Loss = F.cross_entropy,
+        metrics: Mapping[str, Metric] | None = None,
+        seed: int = 0,
+        autocast: torch.dtype | None = None,
+        channels_last: bool = False,
+        device: torch.device | str = "cpu",
+        transport: TransportName = "auto",
+    ) -> None:
+        if k < 1:
+            raise ConfigError(f"k: found {k}, accepted are integers >= 1")
+        if isinstance(method, str):
+            if method not in METHODS:
+                raise ConfigError(f"method: found {method!r}, accepted are {', '.join(METHODS)}")
+            method = METHODS[method]
+        distributed = dist.is_available() and dist.is_initialized()
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+        self.layout = Layout.plan(model, inputs, stages, self.world)
+        self.model, self.method, self.k, self.device = model, method, k, torch.device(device)
+        self.metrics = {"accuracy": correct} if metrics is None else dict(metrics)
+        self.clock = 0
+        """Microbatches trained on since the start."""
+        count = len(self.layout.stages)
+        self.delays = method.delays(count, k)
+        self.boundary_delays = method.boundary_delays(count - 1)[: count - 1]
+        self.transport_name = self._choose(transport)
+        self._learning_rate, self._optimizer = learning_rate, optimizer
+        self._source = Source(self.device, channels_last, self._report)
+        self._objective = Objective(self.device, loss, self.metrics)
+        self._totals = torch.zeros(2 + len(self.metrics), dtype=torch.float64, device=self.device)
+        self._on_microbatch: Callable[[Tensor], None] | None = None
+
+        keeps = [self._keeps(j) for j in range(count)]
+        specs = [self._boundary(j, keeps[j][-1], channels_last) for j in range(count - 1)]
+        if self.world > 1:
+            self._agree(specs)
+        self.stages = {
+            j: Stage(
+                [model.build_block(b, seed).to(self.device).train() for b in self.layout.stages[j]],
+                keeps[j],
+                weights=method.weights,
+                first_block=self.layout.stages[j].start,
+                k=k,
+                seed=seed,
+                autocast=autocast,
+                returns_input=j > 0 and keeps[j - 1][-1] is Keep.NOTHING,
+                channels_last=channels_last,
+            )
+            for j in self.layout.processes[self.rank]
+        }
+        if channels_last:
+            for stage in self.stages.values():
+                stage.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.workers = self._connect(specs)
+
+    # -- running ---------------------------------------------------------------------------------------------------------------
+
+    def train(self, stream: Stream, microbatches: int, on_microbatch: Callable[[Tensor], None] | None = None) -> Result:
+        """Trains on the next ``microbatches`` of the stream, drains the pipeline and returns the means, the same in every process.
+
+        Args:
+            on_microbatch: called in the process of the first stage as each microbatch completes, with its report, a tensor on the device: targets
+                that count, summed loss, summed metrics.
+        """
+        self._source.stream = self._objective.stream = stream
+        self._on_microbatch = on_microbatch
+        self._totals.zero_()
+        flush = self.k if self.method.flush else None
+        orders = [training_order(delay, self.clock, self.clock + microbatches, flush) for delay in self.delays]
+        for step in self._walk(orders, microbatches, (Op.FORWARD, Op.BACKWARD)):
+            self.workers[step.stage].do(step.op, step.microbatch)
+        self.clock += microbatches
+        return self._result(self._totals, source=0)
+
+    def evaluate(self, stream: Stream, microbatches: int) -> Result:
+        """Means over microbatches 0 … ``microbatches`` − 1 with running statistics; targets of −100 don't count."""
+        self._source.stream = self._objective.stream = stream
+        self._objective.totals.zero_()
+        for stage in self.stages.values():
+            stage.module.eval()
+        orders = [evaluation_order(0, microbatches) for _ in self.layout.stages]
+        for step in self._walk(orders, microbatches, (Op.FORWARD,)):
+            self.workers[step.stage].evaluate(step.microbatch)
+        for stage in self.stages.values():
+            stage.module.train()
+        last = next(r for r, stages in enumerate(self.layout.processes) if len(self.layout.stages) - 1 in stages)
+        return self._result(self._objective.totals, source=last)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers of this process's blocks, under the keys of :class:`petra.model.Chain`."""
+        return {
+            f"{self.model.blocks[b].name}.{key}": value
+            for j, stage in self.stages.items()
+            for b, block in zip(self.layout.stages[j], stage.module, strict=True)
+            for key, value in block.state_dict().items()
+        }
+
+    def _walk(self, orders: Sequence[Iterator[tuple[Op, int]]], microbatches: int, ops: Sequence[Op]) -> Iterator[Step]:
+        """This process's part of the timetable, with messages exchanged between rounds."""
+        transport = self._transport
+        if transport is not None:
+            transport.begin(microbatches, ops)
+        for _, steps in groupby(timetable(orders, self.boundary_delays), key=lambda step: step.round):
+            round_ = list(steps)
+            for step in round_:
+                if step.stage in self.stages:
+                    yield step
+            if transport is not None:
+                transport.exchange(round_)
+        if transport is not None:
+            transport.finish()
+
+    def _report(self, report: Tensor) -> None:
+        self._totals += report
+        if self._on_microbatch is not None:
+            self._on_microbatch(report)
+
+    def _result(self, totals: Tensor, source: int) -> Result:
+        """The means of one process's totals, in every process."""
+        totals = totals.cpu()
+        if self.world > 1:
+            dist.broadcast(totals, source)
+        targets, *sums = totals.tolist()
+        loss, *metrics = (s / max(targets, 1) for s in sums)
+        return Result(int(targets), loss, dict(zip(self.metrics, metrics, strict=True)))
+
+    # -- building --------------------------------------------------------------------------------------------------------------
+
+    def _choose(self, transport: TransportName) -> TransportName:
+        if self.world == 1:
+            if transport not in ("auto", "local"):
+                raise ConfigError(f"transport: found {transport} in one process, accepted are auto, local")
+            return "local"
+        if transport == "auto":
+            return "lockstep" if self.boundary_delays and set(self.boundary_delays) == {2} else "edge"
+        if transport == "local":
+            raise ConfigError(f"transport: found local in {self.world} processes, accepted are auto, lockstep, edge")
+        return transport
+
+    def _keeps(self, j: int) -> tuple[Keep, ...]:
+        blocks = [self.layout.profiles[b] for b in self.layout.stages[j]]
+        last = j == len(self.layout.stages) - 1 and self.delays[j] == 0
+        return self.method.keep_of([b.reversible for b in blocks], last=last)
+
+    def _boundary(self, j: int, keep: Keep, channels_last: bool) -> tuple[MessageSpec, MessageSpec]:
+        """Forward and backward message between stage j and the next."""
+        streams = tuple(
+            replace(spec, channels_last=channels_last and len(spec.shape) == 4)
+            for spec in self.layout.profiles[self.layout.stages[j][-1]].outputs
+        )
+        report = TensorSpec((2 + len(self.metrics),), torch.float64)
+        return (streams,), (streams if keep is Keep.NOTHING else (), streams, (report,))
+
+    def _agree(self, specs: list[tuple[MessageSpec, MessageSpec]]) -> None:
+        """Both ends of each boundary between processes must expect the same messages.
+
+        Raises:
+            ModelError: on every process, if any two don't; it names both stages.
+        """
+        views: list[list[tuple[MessageSpec, MessageSpec]]] = [[]] * self.world
+        dist.all_gather_object(views, specs)
+        for rank, (stages, after) in enumerate(pairwise(self.layout.processes)):
+            if not after:
+                return
+            j = stages[-1]
+            sent, expected = (view[j] if j < len(view) else None for view in views[rank : rank + 2])
+            if sent != expected:
+                raise ModelError(
+                    f"stage {j + 1} (process {rank}) and stage {j + 2} (process {rank + 1}) disagree on their messages: "
+                    f"{_text(sent)} against {_text(expected)}; do both run the same configuration?"
+                )
+
+    def _connect(self, specs: list[tuple[MessageSpec, MessageSpec]]) -> dict[int, Worker]:
+        """Joins this process's stages to each other, to the two ends and to the processes beside it."""
+        self._transport = self._open_transport(specs)
+        ports: dict[int, tuple[Port, Port]] = {}
+        upstream: Port | None = None
+        for j in self.stages:
+            if j == 0:
+                upstream = self._source
+            elif j - 1 not in self.stages:
+                assert self._transport is not None
+                upstream = self._transport.upstream
+            downstream: Port | None
+            following: Port | None = None
+            if j == len(self.layout.stages) - 1:
+                downstream = self._objective
+            elif j + 1 in self.stages:
+                downstream, following = local_boundary()
+            else:
+                assert self._transport is not None
+                downstream = self._transport.downstream
+            assert upstream is not None
+            assert downstream is not None
+            ports[j] = upstream, downstream
+            upstream = following
+        return {
+            j: Worker(
+                stage,
+                *ports[j],
+                self._optimizer(stage.module) if any(p.requires_grad for p in stage.module.parameters()) else None,
+                self._learning_rate,
+            )
+            for j, stage in self.stages.items()
+        }
+
+    def _open_transport(self, specs: list[tuple[MessageSpec, MessageSpec]]) -> EdgeTransport | LockstepTransport | None:
+        if self.world == 1:
+            return None
+        between = [stages[-1] for stages, after in pairwise(self.layout.processes) if after]
+        boundaries = [
+            (Packing(specs[j][0], self.device), Packing(specs[j][1], self.device), self.boundary_delays[j]) for j in between
+        ]
+        if self.transport_name == "lockstep":
+            return LockstepTransport(boundaries, self.layout.processes)
+        return EdgeTransport(boundaries)
+
+
+def _text(spec: tuple[MessageSpec, MessageSpec] | None) -> str:
+    if spec is None:
+        return "nothing"
+    forward, backward = (", ".join(str(t) for group in message for t in group) for message in spec)
+    return f"({forward}) forward and ({backward}) backward"

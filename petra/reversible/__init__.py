@@ -1,0 +1,16 @@
+"""Reversible blocks and backpropagation through them without stored activations; usable alone on one device."""
+
+from petra.reversible.coupling import Coupling, Gradients, ReversibleBlock, TwoFunctionCoupling
+from petra.reversible.replay import derive_seed, frozen_statistics, seeded
+from petra.reversible.sequence import ReversibleSequence
+
+__all__ = [
+    "Coupling",
+    "Gradients",
+    "ReversibleBlock",
+    "ReversibleSequence",
+    "TwoFunctionCoupling",
+    "derive_seed",
+    "frozen_statistics",
+    "seeded",
+]

@@ -1,0 +1,61 @@
+"""What makes F in the backward pass compute what it computed in the forward pass: random numbers and batch statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+_MASK = (1 << 64) - 1
+
+
+def derive_seed(*parts: int) -> int:
+    """One 63-bit seed from several integers, such as (run seed, block, microbatch).
+
+    SplitMix64's finaliser (Steele, Lea, Flood 2014) folded over the parts: different tuples give unrelated seeds, on every machine.
+    """
+    state = 0
+    for part in parts:
+        state = (state + (part & _MASK) + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+@contextmanager
+def seeded(seed: int | None, device: torch.device | None = None) -> Iterator[None]:
+    """Draws inside from generators seeded with ``seed`` and puts the global ones back afterwards; ``None`` changes nothing."""
+    if seed is None:
+        yield
+        return
+    generators = [torch.default_generator]
+    if device is not None and device.type == "cuda":
+        generators.append(torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index])
+    states = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+@contextmanager
+def frozen_statistics(module: nn.Module) -> Iterator[None]:
+    """Normalisation layers inside use batch statistics as in training but leave their running statistics alone.
+
+    For the forward pass of a block that is evaluated again in the backward pass: statistics then move once per microbatch.
+    """
+    layers = [m for m in module.modules() if isinstance(m, _NormBase) and m.training and m.track_running_stats]
+    for layer in layers:
+        layer.track_running_stats = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.track_running_stats = True

@@ -1,0 +1,146 @@
+"""The static order of forwards and backwards as plain data, and the timetable that executes and checks it.
+
+Four stages, d = 2 (PETRA), one column per tick, F before B in each; stage j runs τ_j = 2(4 − j) forwards ahead::
+
+    stage 1   F0  F1  F2  F3  F4  F5  F6 B0  F7 B1
+    stage 2       F0  F1  F2  F3  F4 B0  F5 B1  F6 B2
+    stage 3           F0  F1  F2 B0  F3 B1  F4 B2  F5 B3
+    stage 4               F0 B0  F1 B1  F2 B2  F3 B3  F4 B4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from enum import StrEnum
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from petra.errors import ScheduleError
+
+
+class Op(StrEnum):
+    FORWARD = "F"
+    BACKWARD = "B"
+
+
+class Step(NamedTuple):
+    """One piece of work of one stage, in the round (half a tick) in which the timetable puts it."""
+
+    round: int
+    stage: int
+    op: Op
+    microbatch: int
+
+
+def training_order(delay: int, start: int, stop: int, flush_every: int | None = None) -> Iterator[tuple[Op, int]]:
+    """One stage's order for microbatches start … stop − 1: ``delay`` forwards ahead, then F and B in turn, then the rest of the B's.
+
+    Args:
+        delay: τ of the stage.
+        flush_every: drain at every multiple of this many microbatches (k, for methods with exact gradients).
+    """
+    while start < stop:
+        end = stop if flush_every is None else min(stop, (start // flush_every + 1) * flush_every)
+        ahead = min(delay, end - start)
+        for m in range(start, start + ahead):
+            yield Op.FORWARD, m
+        for m in range(start + ahead, end):
+            yield Op.FORWARD, m
+            yield Op.BACKWARD, m - ahead
+        for m in range(end - ahead, end):
+            yield Op.BACKWARD, m
+        start = end
+
+
+def evaluation_order(start: int, stop: int) -> Iterator[tuple[Op, int]]:
+    """Forwards only."""
+    return ((Op.FORWARD, m) for m in range(start, stop))
+
+
+def timetable(orders: Sequence[Iterable[tuple[Op, int]]], boundary_delays: Sequence[int]) -> Iterator[Step]:
+    """All stages' work in one global order that respects every dependency, or an error if there is none.
+
+    A stage does at most one step a round. What it sends is taken in max(1, d) rounds later at the earliest, so that at d = 2 all
+    stages forward in the same rounds and a message has the other half of the tick to travel. At most d + 1 messages wait at a
+    boundary in each direction: what a transport has to hold, and what a sender may rely on. Any set of processes that each walk
+    their stages' part of this order can't deadlock, since the first step not done never waits for a later one.
+
+    Args:
+        orders: for each stage its steps in order.
+        boundary_delays: d for each boundary, len(orders) − 1 of them.
+
+    Yields:
+        Steps in the order of their rounds, stages ascending within a round.
+
+    Raises:
+        ScheduleError: the orders deadlock, or a backward comes before its forward; the text says what each stage waits for.
+    """
+    stages = len(orders)
+    pending = [iter(order) for order in orders]
+    heads = [next(order, None) for order in pending]
+    free_from = [0] * stages
+    forward_from = [0] * stages
+    in_flight: list[set[int]] = [set() for _ in range(stages)]
+    arrived: dict[tuple[Op, int, int], int] = {}  # (op, receiving stage, microbatch) -> first round it can be used in
+    waiting = {(op, j): 0 for op in Op for j in range(stages)}  # messages not yet taken in by stage j
+    queue: list[tuple[int, int]] = []
+    queued = [False] * stages
+
+    def receiver(op: Op, stage: int) -> int | None:
+        other = stage + 1 if op is Op.FORWARD else stage - 1
+        return other if 0 <= other < stages else None
+
+    def latency(stage: int, other: int) -> int:
+        return max(1, boundary_delays[min(stage, other)])
+
+    def enqueue(stage: int) -> None:
+        head = heads[stage]
+        if head is None or queued[stage]:
+            return
+        op, m = head
+        if op is Op.BACKWARD and m not in in_flight[stage]:
+            raise ScheduleError(f"stage {stage + 1}: backward of microbatch {m} comes before its forward")
+        from_outside = stage == 0 if op is Op.FORWARD else stage == stages - 1
+        if not from_outside and (op, stage, m) not in arrived:
+            return
+        other = receiver(op, stage)
+        if other is not None and waiting[op, other] > boundary_delays[min(stage, other)]:
+            return
+        earliest = max(free_from[stage], arrived.get((op, stage, m), 0), forward_from[stage] if op is Op.FORWARD else 0)
+        heappush(queue, (earliest, stage))
+        queued[stage] = True
+
+    for stage in range(stages):
+        enqueue(stage)
+    now = 0
+    while queue:
+        earliest, stage = heappop(queue)
+        queued[stage] = False
+        now = max(now, earliest)
+        op, m = heads[stage]  # type: ignore[misc]
+        yield Step(now, stage, op, m)
+        if arrived.pop((op, stage, m), None) is not None:
+            waiting[op, stage] -= 1
+        if op is Op.FORWARD:
+            in_flight[stage].add(m)
+            forward_from[stage] = now + 2
+        else:
+            in_flight[stage].remove(m)
+        other = receiver(op, stage)
+        if other is not None:
+            arrived[op, other, m] = now + latency(stage, other)
+            waiting[op, other] += 1
+        free_from[stage] = now + 1
+        heads[stage] = next(pending[stage], None)
+        for neighbour in (stage, stage - 1, stage + 1):
+            if 0 <= neighbour < stages:
+                enqueue(neighbour)
+    stuck = [f"stage {j + 1} waits to do {head[0]}{head[1]}" for j, head in enumerate(heads) if head is not None]
+    if stuck:
+        raise ScheduleError("the order deadlocks: " + ", ".join(stuck))
+
+
+def check(orders: Sequence[Iterable[tuple[Op, int]]], boundary_delays: Sequence[int]) -> None:
+    """Raises :class:`ScheduleError` unless every step of the orders can be done (see :func:`timetable`)."""
+    for _ in timetable(orders, boundary_delays):
+        pass

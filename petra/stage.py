@@ -1,0 +1,248 @@
+"""A stage: consecutive blocks that one worker owns, and how each of them gets through a forward and a later backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.func import functional_call
+
+from petra.method import Keep, Weights
+from petra.reversible import Gradients, ReversibleBlock, derive_seed, frozen_statistics, seeded
+from petra.streams import Streams, as_streams, detached
+
+Stash = dict[str, Tensor]
+
+
+@dataclass
+class Held:
+    """What a block holds of one microbatch between F and B."""
+
+    inputs: Streams = ()
+    outputs: Streams = ()
+    """With their graph; empty unless the graph is kept."""
+    weights: Stash | None = None
+
+    def bytes(self) -> int:
+        """Of the inputs held; what a graph holds besides is autograd's."""
+        return sum(t.nbytes for t in self.inputs)
+
+
+class BlockRunner:
+    """One block in a pipeline: forwards of many microbatches, then their backwards.
+
+    Args:
+        keep: what is held in between.
+        stashed: differentiate the weights that the forward used.
+        seed: of this block in this run; random numbers of microbatch m derive from it.
+        input_needs_gradient: false for the block that takes the data.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        keep: Keep,
+        *,
+        stashed: bool,
+        seed: int,
+        input_needs_gradient: bool,
+        autocast: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self.module, self.keep, self.stashed, self.seed = module, keep, stashed, seed
+        self.input_needs_gradient, self.autocast = input_needs_gradient, autocast
+        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.held: dict[int, Held] = {}
+        self._stash: Stash | None = None
+
+    def forward(self, m: int, x: Streams) -> Streams:
+        weights = self._stashed_weights()
+        if self.keep is Keep.GRAPH:
+            inputs = self._leaves(x)
+            with torch.enable_grad():
+                y = self._evaluate(m, inputs, weights)
+            self.held[m] = Held(inputs, y, weights)
+            return detached(y)
+        with torch.no_grad(), frozen_statistics(self.module):
+            y = self._evaluate(m, x, weights)
+        if self.keep is Keep.INPUT:
+            self.held[m] = Held(inputs=x, weights=weights)
+        elif weights is not None:
+            self.held[m] = Held(weights=weights)
+        return y
+
+    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
+        """The input (held or reconstructed), the gradient with respect to it, and those of the parameters.
+
+        Args:
+            y: the block's output, x̃ of the block behind it; used only if nothing is kept.
+        """
+        held = self.held.pop(m, Held())
+        if self.keep is Keep.NOTHING:
+            assert isinstance(self.module, ReversibleBlock)
+            with self.autocast():
+                if held.weights is None:
+                    return self.module.inverse_vjp((y[0], y[1]), (dy[0], dy[1]), seed=self._seed(m))
+                # PETRA's Table 4, fourth row: reconstruct with current weights, differentiate the stashed ones.
+                held.inputs = self.module.inverse(y[0], y[1], seed=self._seed(m))
+        if not held.outputs:
+            held.inputs = self._leaves(held.inputs)
+            with torch.enable_grad():
+                held.outputs = self._evaluate(m, held.inputs, held.weights)
+        return self._differentiate(held, dy)
+
+    @torch.no_grad()
+    def evaluate(self, x: Streams) -> Streams:
+        with self.autocast():
+            return self._in_full(as_streams(self.module(*x)))
+
+    def weights_changed(self) -> None:
+        self._stash = None
+
+    def _evaluate(self, m: int, x: Streams, weights: Stash | None) -> Streams:
+        reversible = isinstance(self.module, ReversibleBlock)
+        arguments = {"seed": self._seed(m)} if reversible else {}
+        with self.autocast(), nullcontext() if reversible else seeded(self._seed(m), x[0].device):
+            if weights is None:
+                return self._in_full(as_streams(self.module(*x, **arguments)))
+            return self._in_full(as_streams(functional_call(self.module, weights, x, arguments)))
+
+    def _differentiate(self, held: Held, dy: Streams) -> tuple[Streams, Streams, Gradients]:
+        wanted = [t for t in held.inputs if t.requires_grad]
+        leaves = list(self.parameters.values() if held.weights is None else (held.weights[name] for name in self.parameters))
+        connected = [(y, d) for y, d in zip(held.outputs, dy, strict=True) if y.requires_grad]
+        found = torch.autograd.grad([y for y, _ in connected], [*wanted, *leaves], [d for _, d in connected], allow_unused=True)
+        dx = tuple(torch.zeros_like(t) if d is None else d for t, d in zip(wanted, found, strict=False))
+        gradients = {p: g for p, g in zip(self.parameters.values(), found[len(wanted) :], strict=True) if g is not None}
+        return detached(held.inputs), dx, gradients
+
+    def _leaves(self, x: Streams) -> Streams:
+        return tuple(t.detach().requires_grad_(self.input_needs_gradient and t.is_floating_point()) for t in x)
+
+    def _stashed_weights(self) -> Stash | None:
+        """Real copies, one for all microbatches of the same version; they live until the last of those has gone backward."""
+        if self.stashed and self._stash is None:
+            self._stash = {name: p.detach().clone().requires_grad_() for name, p in self.parameters.items()}
+        return self._stash
+
+    def _seed(self, m: int) -> int:
+        return derive_seed(self.seed, m)
+
+    @staticmethod
+    def _in_full(streams: Streams) -> Streams:
+        """Streams stay in float32 under autocast: reconstruction subtracts what forward added."""
+        return tuple(t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in streams)
+
+
+class Stage:
+    """Consecutive blocks of a model with their gradients, independent of where messages come from.
+
+    Args:
+        blocks: modules on their device, in training mode.
+        keeps: for each block what it holds between F and B.
+        weights: which weights B differentiates.
+        first_block: index of the first block in the model; the run's seed, it and the microbatch give a block's random numbers, so
+            they don't depend on how the model is cut.
+        k: microbatches per update; gradients are accumulated as their average.
+        autocast: bf16 or fp16 compute, or none.
+        returns_input: whether the stage before needs x̃ to reconstruct.
+        channels_last: memory format of 4-d streams that leave the stage.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        keeps: Sequence[Keep],
+        *,
+        weights: Weights = Weights.CURRENT,
+        first_block: int = 0,
+        k: int = 1,
+        seed: int = 0,
+        autocast: torch.dtype | None = None,
+        returns_input: bool = True,
+        channels_last: bool = False,
+    ) -> None:
+        self.module = nn.ModuleList(blocks)
+        self.k, self.returns_input, self.channels_last = k, returns_input, channels_last
+        device = next((p.device.type for p in self.module.parameters()), "cpu")
+
+        def context() -> AbstractContextManager[object]:
+            return nullcontext() if autocast is None else torch.autocast(device, autocast, cache_enabled=False)
+
+        self.runners = [
+            BlockRunner(
+                block,
+                keep,
+                stashed=weights is Weights.STASHED,
+                seed=derive_seed(seed, first_block + i),
+                input_needs_gradient=first_block + i > 0,
+                autocast=context,
+            )
+            for i, (block, keep) in enumerate(zip(blocks, keeps, strict=True))
+        ]
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def forward(self, m: int, x: Streams) -> Streams:
+        """F of microbatch m: the stage's output, detached."""
+        for runner in self.runners:
+            x = runner.forward(m, x)
+        return self._contiguous(x)
+
+    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams]:
+        """B of microbatch m: adds 1/k of the parameters' gradients to ``.grad`` and returns (x̃, δ) of the stage's input.
+
+        Args:
+            y: the stage's output as the next stage holds or reconstructs it; empty if the last block keeps more than nothing.
+            dy: the loss's gradient with respect to it.
+        """
+        for runner in reversed(self.runners):
+            y, dy, gradients = runner.backward(m, y, dy)
+            if gradients:
+                torch._foreach_add_([p.grad for p in gradients], list(gradients.values()), alpha=1 / self.k)  # type: ignore[misc]
+        return self._contiguous(y) if self.returns_input else (), self._contiguous(dy)
+
+    def evaluate(self, x: Streams) -> Streams:
+        """A forward for evaluation: running statistics used, nothing held."""
+        for runner in self.runners:
+            x = runner.evaluate(x)
+        return self._contiguous(x)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around an optimizer step that zeroes the gradients after it.
+
+        Graphs that wait for their backward alias the weights; the step writes through them (activations old, weights new, as in
+        PipeMare), which autograd would refuse if it saw the version change.
+        """
+        parameters = tuple(self.module.parameters())
+        in_flight = any(held.outputs for runner in self.runners for held in runner.held.values())
+        with _unsafe_preserve_version_counter(parameters) if in_flight else nullcontext():
+            yield
+        for runner in self.runners:
+            runner.weights_changed()
+        torch._foreach_zero_([p.grad for p in parameters if p.grad is not None])
+
+    def held_bytes(self) -> int:
+        """Bytes of the inputs held between F and B, all microbatches in flight."""
+        return sum(held.bytes() for runner in self.runners for held in runner.held.values())
+
+    def _contiguous(self, streams: Streams) -> Streams:
+        """The same layout on every path, so that results don't depend on which process a stage runs in."""
+        return tuple(
+            t.contiguous(memory_format=torch.channels_last if self.channels_last and t.dim() == 4 else torch.contiguous_format)
+            for t in streams
+        )
+
+
+def loss_and_gradient(loss: Callable[[Tensor, Tensor], Tensor], output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of one microbatch and its gradient with respect to the last stage's output, both detached."""
+    output = output.detach().requires_grad_()
+    with torch.enable_grad():
+        value = loss(output, targets)
+    (gradient,) = torch.autograd.grad(value, output)
+    return value.detach(), gradient

@@ -1,0 +1,40 @@
+"""What travels between blocks and stages: tensors called streams, and their agreed form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Streams = tuple[Tensor, ...]
+"""One tensor, or the pair (x1, x2) of a reversible network."""
+
+Message = tuple[Streams, ...]
+"""What one stage sends another for a microbatch: ``(x,)`` forward; ``(x̃, δ, (report,))`` backward, x̃ empty if nobody needs it."""
+
+
+IGNORED = -100
+"""The target of a row that only fills up a microbatch; ``torch.nn.functional.cross_entropy`` skips it by default."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """The agreed form of one travelling tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    channels_last: bool = False
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+def as_streams(value: Tensor | Sequence[Tensor]) -> Streams:
+    """A block's result as a tuple of streams."""
+    return (value,) if isinstance(value, Tensor) else tuple(value)
+
+
+def detached(streams: Streams) -> Streams:
+    return tuple(t.detach() for t in streams)

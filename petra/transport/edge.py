@@ -1,0 +1,126 @@
+"""Transport over one two-rank communicator for each directed edge: nothing paces one edge by another. For any delay."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from petra.schedule import Op, Step
+from petra.streams import Message
+from petra.transport.packing import Packing
+
+_POSTED = 2  # receives posted ahead: one is filled while the stage still works on another
+
+
+@dataclass
+class _Sender:
+    packing: Packing
+    group: dist.ProcessGroup
+    peer: int
+    capacity: int
+    """Messages that may be under way; the timetable grants d + 1 of them."""
+    _pending: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
+
+    def send(self, message: Message) -> None:
+        if len(self._pending) == self.capacity:
+            self._pending.popleft()[0].wait()
+        buffer = self.packing.pack(message)
+        self._pending.append((_work(dist.isend(buffer, self.peer, group=self.group)), buffer))
+
+    def finish(self) -> None:
+        while self._pending:
+            self._pending.popleft()[0].wait()
+
+
+@dataclass
+class _Receiver:
+    packing: Packing
+    group: dist.ProcessGroup
+    peer: int
+    _posted: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
+    _unposted: int = 0
+
+    def expect(self, messages: int) -> None:
+        """Exactly as many receives are posted as messages will come: none is left over when the pipeline is drained."""
+        self._unposted = messages
+        for _ in range(_POSTED):
+            self._post()
+
+    def receive(self) -> Message:
+        work, buffer = self._posted.popleft()
+        work.wait()
+        self._post()
+        return self.packing.unpack(buffer)
+
+    def _post(self) -> None:
+        if self._unposted:
+            self._unposted -= 1
+            buffer = self.packing.buffer()
+            self._posted.append((_work(dist.irecv(buffer, self.peer, group=self.group)), buffer))
+
+
+@dataclass
+class EdgePort:
+    sender: _Sender
+    receiver: _Receiver
+
+    def send(self, m: int, message: Message) -> None:
+        self.sender.send(message)
+
+    def receive(self, m: int) -> Message:
+        return self.receiver.receive()
+
+
+class EdgeTransport:
+    """The ports of one process.
+
+    Args:
+        boundaries: for each boundary between neighbouring processes (rank r, rank r + 1) its forward packing, its backward packing
+            and its delay d; the same on every rank.
+    """
+
+    def __init__(self, boundaries: Sequence[tuple[Packing, Packing, int]]) -> None:
+        rank = dist.get_rank()
+        self.upstream: EdgePort | None = None
+        self.downstream: EdgePort | None = None
+        for r, (forward, backward, delay) in enumerate(boundaries):
+            # Every rank makes every group, in the same order, as torch.distributed asks.
+            down, up = dist.new_group([r, r + 1]), dist.new_group([r, r + 1])
+            if rank in (r, r + 1):
+                for group in (down, up):
+                    _warm_up(group, forward.device)
+            if rank == r:
+                self.downstream = EdgePort(_Sender(forward, down, r + 1, delay + 1), _Receiver(backward, up, r + 1))
+            if rank == r + 1:
+                self.upstream = EdgePort(_Sender(backward, up, r, delay + 1), _Receiver(forward, down, r))
+
+    def begin(self, microbatches: int, ops: Sequence[Op]) -> None:
+        """Posts the first receives of a run of ``microbatches`` whose stages do ``ops``."""
+        if self.upstream and Op.FORWARD in ops:
+            self.upstream.receiver.expect(microbatches)
+        if self.downstream and Op.BACKWARD in ops:
+            self.downstream.receiver.expect(microbatches)
+
+    def exchange(self, steps: Sequence[Step]) -> None:
+        """Nothing to do after a round: messages leave when they are sent."""
+
+    def finish(self) -> None:
+        """Waits until everything sent has arrived."""
+        for port in (self.upstream, self.downstream):
+            if port:
+                port.sender.finish()
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "only a rank outside the group gets no handle"
+    return work
+
+
+def _warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Opens the connection now: a first message must not have to wait for a partner that is busy elsewhere."""
+    dist.all_reduce(torch.zeros(1, device=device), group=group)

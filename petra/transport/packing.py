@@ -1,0 +1,47 @@
+"""A message as one contiguous buffer, in a form that both ends of a boundary agreed on at start."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from petra.streams import Message, TensorSpec
+
+_ALIGNMENT = 64  # bytes: kernels choose their path by alignment, and results must not depend on the transport
+
+MessageSpec = tuple[tuple[TensorSpec, ...], ...]
+
+
+class Packing:
+    """Packs messages of one fixed form into byte buffers and back; nothing is pickled, receivers get views."""
+
+    def __init__(self, spec: MessageSpec, device: torch.device) -> None:
+        self.spec, self.device = spec, device
+        sizes = [t.dtype.itemsize * torch.Size(t.shape).numel() for group in spec for t in group]
+        padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+        *starts, self.bytes = accumulate(padded, initial=0)
+        self._spans = [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+    def buffer(self) -> Tensor:
+        return torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
+
+    def pack(self, message: Message) -> Tensor:
+        buffer = self.buffer()
+        for part, source in zip(self.unpack(buffer), message, strict=True):
+            for target, tensor in zip(part, source, strict=True):
+                target.copy_(tensor)
+        return buffer
+
+    def unpack(self, buffer: Tensor) -> Message:
+        spans = iter(self._spans)
+        return tuple(tuple(_view(buffer[slice(*next(spans))], spec) for spec in group) for group in self.spec)
+
+
+def _view(part: Tensor, spec: TensorSpec) -> Tensor:
+    flat = part.view(spec.dtype)
+    if spec.channels_last:
+        n, c, h, w = spec.shape
+        return flat.view(n, h, w, c).permute(0, 3, 1, 2)
+    return flat.view(spec.shape)

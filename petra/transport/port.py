@@ -1,0 +1,17 @@
+"""A port: one stage's end of the boundary to a neighbour. Workers know nothing else of the outside."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from petra.streams import Message
+
+
+class Port(Protocol):
+    """Messages are sent and received in the order of their microbatches; both ends know that order before the run."""
+
+    def send(self, m: int, message: Message) -> None:
+        """Hands over the message of microbatch m and returns; its tensors may be used on, but not changed."""
+
+    def receive(self, m: int) -> Message:
+        """The neighbour's message for microbatch m, waiting for it if need be; its tensors are the receiver's."""

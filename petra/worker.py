@@ -1,0 +1,68 @@
+"""Algorithm 1 of PETRA: what one stage does with each microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from petra.ends import Objective
+from petra.schedule import Op
+from petra.stage import Stage
+from petra.transport import Port
+
+
+class Worker:
+    """One stage at work between its two neighbours.
+
+    Args:
+        upstream: sends x_(j−1) and takes (x̃_(j−1), δ_j) back; the data, for the first stage.
+        downstream: takes x_j and sends (x̃_j, δ_(j+1)) back; the loss, for the last stage.
+        optimizer: of the stage's parameters; none if it has none.
+        learning_rate: from the microbatches that this stage has done, those of the update included, to its learning rate.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        upstream: Port,
+        downstream: Port,
+        optimizer: torch.optim.Optimizer | None,
+        learning_rate: Callable[[int], float] | None,
+    ) -> None:
+        self.stage, self.upstream, self.downstream = stage, upstream, downstream
+        self.optimizer, self.learning_rate = optimizer, learning_rate
+        self.t = 0
+        """Microbatches gone backward: the stage's clock."""
+
+    def do(self, op: Op, m: int) -> None:
+        self.forward(m) if op is Op.FORWARD else self.backward(m)
+
+    def forward(self, m: int) -> None:
+        (x,) = self.upstream.receive(m)
+        self.downstream.send(m, (self.stage.forward(m, x),))
+
+    def backward(self, m: int) -> None:
+        y, delta, report = self.downstream.receive(m)
+        x, delta = self.stage.backward(m, y, delta)  # Δ ← Δ + gradient / k
+        self.upstream.send(m, (x, delta, report))
+        self.t += 1
+        if self.t % self.stage.k == 0:
+            self.update()
+
+    def update(self) -> None:
+        if self.optimizer is None:
+            return
+        if self.learning_rate is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.learning_rate(self.t)
+        with self.stage.updating():
+            self.optimizer.step()
+
+    def evaluate(self, m: int) -> None:
+        (x,) = self.upstream.receive(m)
+        y = self.stage.evaluate(x)
+        if isinstance(self.downstream, Objective):
+            self.downstream.evaluate(m, (y,))
+        else:
+            self.downstream.send(m, (y,))

@@ -1,0 +1,96 @@
+"""Small networks and data for tests, with every kind of block."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from petra import BlockSpec, Model, TensorSpec
+from petra.reversible import Coupling, TwoFunctionCoupling, derive_seed
+
+
+def branch(channels: int, dropout: float = 0.0) -> nn.Module:
+    layers = [nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.Tanh()]
+    return nn.Sequential(*layers, *([nn.Dropout(dropout)] if dropout else []))
+
+
+class Stem(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 2 * channels, 3, padding=1), nn.BatchNorm2d(2 * channels), nn.Tanh())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.layers(x).chunk(2, dim=1)
+
+
+class Down(nn.Module):
+    def __init__(self, channels: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1), nn.BatchNorm2d(2 * channels))
+        self.second = branch(2 * channels, dropout)
+        self.shortcut = nn.Conv2d(channels, 2 * channels, 1, stride=2)
+
+    def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.first(x2))
+        return h, self.shortcut(x1) + self.second(h)
+
+
+class Head(nn.Module):
+    def __init__(self, channels: int, classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2 * channels, classes)
+
+    def forward(self, x1: Tensor, x2: Tensor) -> Tensor:
+        return self.linear(torch.cat([x1, x2], 1).mean((2, 3)))
+
+
+def mixed_net(channels: int = 4, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> Model:
+    """Six blocks: stem, PETRA block, downsampling, two-function coupling, PETRA block, head."""
+
+    def of(build: partial[nn.Module]) -> partial[nn.Module]:
+        return partial(_converted, build, dtype)
+
+    wide = 2 * channels
+    return Model(
+        "mixed",
+        (
+            BlockSpec("stem", of(partial(Stem, channels))),
+            BlockSpec("block1", of(partial(_coupling, channels, dropout))),
+            BlockSpec("down", of(partial(Down, channels, dropout))),
+            BlockSpec("block2", of(partial(_two_functions, wide, dropout))),
+            BlockSpec("block3", of(partial(_coupling, wide, dropout))),
+            BlockSpec("head", of(partial(Head, wide, 5))),
+        ),
+    )
+
+
+def _converted(build: partial[nn.Module], dtype: torch.dtype) -> nn.Module:
+    return build().to(dtype)
+
+
+def _coupling(channels: int, dropout: float) -> Coupling:
+    return Coupling(branch(channels, dropout))
+
+
+def _two_functions(channels: int, dropout: float) -> TwoFunctionCoupling:
+    return TwoFunctionCoupling(branch(channels, dropout), branch(channels, dropout))
+
+
+class RandomStream:
+    """Microbatches drawn from their index alone."""
+
+    def __init__(self, batch: int = 4, size: int = 8, classes: int = 5, dtype: torch.dtype = torch.float64) -> None:
+        self.batch, self.size, self.classes, self.dtype = batch, size, classes, dtype
+        self.spec = TensorSpec((batch, 3, size, size), dtype)
+
+    def inputs(self, m: int) -> Tensor:
+        return torch.randn(self.spec.shape, generator=self._generator(m, 0), dtype=self.dtype)
+
+    def targets(self, m: int) -> Tensor:
+        return torch.randint(self.classes, (self.batch,), generator=self._generator(m, 1))
+
+    @staticmethod
+    def _generator(m: int, kind: int) -> torch.Generator:
+        return torch.Generator().manual_seed(derive_seed(99, kind, m))

@@ -1,0 +1,154 @@
+import pytest
+import torch
+from torch import nn
+
+from petra.errors import ConfigError
+from petra.model import as_streams
+from petra.models import MODELS, resnet18, revnet18
+from petra.reversible import ReversibleBlock
+
+NAMES = ("stem", *(f"layer{layer}_{i}" for layer in (1, 2, 3, 4) for i in (0, 1)), "head")
+SMALL = 1 / 16
+
+
+def walk(model, x, training=True):
+    """Every block of a model with the streams it gets and the ones it returns."""
+    streams = (x,)
+    for i, spec in enumerate(model.blocks):
+        block = model.build_block(i, seed=0).to(x.dtype).train(training)
+        given, streams = streams, as_streams(block(*streams))
+        yield spec.name, block, given, streams
+
+
+@pytest.mark.parametrize(
+    ("function", "parameters"),
+    # ResNet-18: torchvision's count. RevNet-18: 3·49·64 + 2·64 more in the stem and 512·1000 more in the head.
+    [(resnet18, 11_689_512), (revnet18, 11_689_512 + 3 * 49 * 64 + 2 * 64 + 512 * 1000)],
+)
+def test_parameter_count_with_imagenet_stem_and_head(function, parameters):
+    with torch.device("meta"):
+        chain = function(classes=1000, stem="imagenet").build(0)
+    assert sum(p.numel() for p in chain.parameters()) == parameters
+
+
+def test_revnet18_has_the_papers_parameter_count():
+    with torch.device("meta"):
+        chain = revnet18(classes=1000, stem="imagenet").build(0)
+    assert sum(p.numel() for p in chain.parameters()) == 12_211_048
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ten_blocks_named_after_their_layers(name):
+    model = MODELS[name]()
+    assert model.name == name
+    assert tuple(block.name for block in model.blocks) == NAMES
+
+
+def test_reversible_blocks_are_the_ones_that_keep_their_shape():
+    model = revnet18(width=SMALL)
+    reversible = [s.name for i, s in enumerate(model.blocks) if isinstance(model.build_block(i, 0), ReversibleBlock)]
+    assert reversible == ["layer1_0", "layer1_1", "layer2_1", "layer3_1", "layer4_1"]
+    model = resnet18(width=SMALL)
+    assert not any(isinstance(model.build_block(i, 0), ReversibleBlock) for i in range(10))
+
+
+@pytest.mark.parametrize(("name", "streams"), [("resnet18", 1), ("revnet18", 2)])
+@pytest.mark.parametrize(("stem", "pixels", "first"), [("cifar", 32, 32), ("imagenet", 64, 16)])
+def test_shapes_between_blocks(name, streams, stem, pixels, first):
+    model = MODELS[name](classes=7, width=SMALL, stem=stem)
+    shapes = {block: [tuple(y.shape) for y in out] for block, _, _, out in walk(model, torch.randn(2, 3, pixels, pixels))}
+    assert shapes.pop("head") == [(2, 7)]
+    assert shapes.pop("stem") == [(2, 4, first, first)] * streams
+    for block, shape in shapes.items():
+        layer = int(block[5]) - 1
+        assert shape == [(2, 4 << layer, first >> layer, first >> layer)] * streams
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_streams_are_dense(name):
+    for _, _, _, out in walk(MODELS[name](width=SMALL), torch.randn(2, 3, 32, 32)):
+        assert all(y.is_contiguous() for y in out)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_do_not_depend_on_the_cut(name):
+    model = MODELS[name](width=SMALL)
+    whole = model.build(seed=5).state_dict()
+    for i in reversed(range(len(model.blocks))):
+        for key, value in model.build_block(i, seed=5).state_dict().items():
+            assert torch.equal(value, whole[f"{model.blocks[i].name}.{key}"])
+    other = model.build(seed=6).state_dict()
+    assert not torch.equal(whole["head.linear.weight"], other["head.linear.weight"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_initial_weights(name):
+    convolutions = []
+    for layer in MODELS[name](width=0.5).build(0).modules():
+        if isinstance(layer, nn.Conv2d):
+            assert layer.bias is None
+            fan_out = layer.out_channels * layer.kernel_size[0] ** 2
+            convolutions.append(layer.weight.detach().flatten() * (fan_out / 2) ** 0.5)
+        if isinstance(layer, nn.BatchNorm2d):
+            assert (layer.weight == 1).all()
+            assert (layer.bias == 0).all()
+    assert torch.cat(convolutions).std().item() == pytest.approx(1, rel=0.01)
+
+
+def test_revnet_blocks_are_undone_by_subtraction():
+    checked = 0
+    for _, block, given, out in walk(revnet18(width=SMALL), torch.randn(2, 3, 32, 32, dtype=torch.float64)):
+        if isinstance(block, ReversibleBlock):
+            (x1, x2), (y1, y2) = given, out
+            assert torch.equal(y1, x2)
+            torch.testing.assert_close(y2 - block.f(y1), x1, rtol=1e-12, atol=1e-12)
+            assert (block.f(y1) >= 0).all()  # the branch ends with a ReLU
+            checked += 1
+    assert checked == 5
+
+
+def test_downsampling_passes_the_first_convolution_on():
+    block = revnet18(width=SMALL).build_block(3, 0)
+    x1, x2 = torch.randn(2, 2, 4, 8, 8).unbind(0)
+    y1, y2 = block(x1, x2)
+    assert torch.equal(y1, block.first(x2))
+    assert torch.equal(block(torch.zeros_like(x1), x2)[0], y1)
+    assert torch.equal(y2, block.shortcut(x1) + block.second(y1))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("stem", ["cifar", "imagenet"])
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_leave_tensors_of_the_caller_alone(name, stem, training):
+    model = MODELS[name](width=SMALL, stem=stem)
+    made = [torch.randn(2, 3, 32, 32)]
+    copies = [made[0].clone()]
+    for _, _, _, out in walk(model, made[0], training):
+        made += out
+        copies += [y.clone() for y in out]
+    assert all(torch.equal(a, b) for a, b in zip(made, copies, strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_parameter_gets_a_gradient(name):
+    chain = MODELS[name](width=SMALL).build(0)
+    chain(torch.randn(4, 3, 32, 32)).square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in chain.parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"width": 0.3}, "model.width: found 0.3"),
+        ({"width": 0}, "model.width: found 0"),
+        ({"width": -1}, "model.width: found -1"),
+        ({"width": float("nan")}, "model.width: found nan"),
+        ({"width": float("inf")}, "model.width: found inf"),
+        ({"stem": "tiny"}, "model.stem: found 'tiny', accepted are cifar, imagenet"),
+        ({"classes": 0}, "model.classes: found 0"),
+    ],
+)
+def test_bad_arguments(name, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        MODELS[name](**arguments)

@@ -1,0 +1,175 @@
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from petra import METHODS, BlockSpec, ConfigError, Keep, Method, Model, ModelError, Pipeline, TensorSpec, Weights
+from tests.nets import RandomStream, mixed_net
+
+
+def sgd(module: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
+
+
+def variants() -> dict[str, Method]:
+    """All switches crossed, beside the named methods."""
+    made = dict(METHODS)
+    for delay in (0, 1, 2, (3, 0, 1, 2, 1)):
+        for keep in Keep:
+            for weights in Weights:
+                made[f"d={delay} {keep} {weights}"] = Method("x", delay, keep, weights)
+    for keep in Keep:
+        made[f"flush {keep}"] = Method("x", 1, keep, flush=True)
+        made[f"fill {keep}"] = Method("x", 0, keep, flush=True, fill=True)
+    return made
+
+
+class Recorder(torch.optim.SGD):
+    """Changes nothing and remembers the gradients of its first step."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module.parameters(), lr=0.0)
+        self.gradients: list[torch.Tensor] = []
+
+    def step(self) -> None:  # type: ignore[override]
+        self.gradients = [p.grad.clone() for p in self.param_groups[0]["params"]]
+
+
+@pytest.mark.parametrize("name", variants())
+def test_frozen_weights_give_the_plain_gradient(name: str) -> None:
+    """Invariant 2."""
+    model, data, k = mixed_net(), RandomStream(), 7
+    pipeline = Pipeline(model, data.spec, method=variants()[name], k=k, optimizer=Recorder, seed=3)
+    pipeline.train(data, k)
+    found = [g for worker in pipeline.workers.values() for g in worker.optimizer.gradients]  # type: ignore[union-attr]
+    plain = model.build(3)
+    for m in range(k):
+        (F.cross_entropy(plain(data.inputs(m)), data.targets(m)) / k).backward()
+    for (key, p), g in zip(plain.named_parameters(), found, strict=True):
+        torch.testing.assert_close(g, p.grad, rtol=1e-9, atol=1e-11, msg=key)
+    state = pipeline.state_dict()
+    for key, buffer in plain.named_buffers():
+        torch.testing.assert_close(state[key], buffer, rtol=1e-9, atol=1e-11, msg=f"{key}: running statistics")
+
+
+EXACT = {name: method for name, method in variants().items() if method.delay == 0 or method.flush}
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("stages", [None, 2, 1])
+@pytest.mark.parametrize("k", [1, 3])
+def test_without_staleness_training_is_plain_training(name: str, stages: int | None, k: int) -> None:
+    """Invariant 3, over two calls that k does not divide: a partial accumulation is carried over."""
+    method = EXACT[name]
+    if stages is not None and isinstance(method.delay, tuple):
+        pytest.skip("delays are given for six stages")
+    model, data = mixed_net(), RandomStream()
+    pipeline = Pipeline(model, data.spec, method=method, k=k, stages=stages, optimizer=sgd, seed=3)
+    results = [pipeline.train(data, 4), pipeline.train(data, 7)]
+    assert [r.targets for r in results] == [16, 28]
+
+    plain = model.build(3)
+    optimizer, losses = sgd(plain), []
+    for m in range(11):
+        loss = F.cross_entropy(plain(data.inputs(m)), data.targets(m))
+        (loss / k).backward()
+        losses.append(loss.item())
+        if (m + 1) % k == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close([r.loss for r in results], [sum(losses[:4]) / 4, sum(losses[4:]) / 7], rtol=1e-9, atol=0)
+    for key, value in pipeline.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-8, atol=1e-10, msg=key)
+
+
+@pytest.mark.parametrize("delay", [1, 2])
+def test_one_stage_is_plain_training(delay: int) -> None:
+    model, data = mixed_net(), RandomStream()
+    pipeline = Pipeline(model, data.spec, method=Method("petra", delay, Keep.NOTHING), stages=1, optimizer=sgd, seed=1)
+    pipeline.train(data, 6)
+    plain = model.build(1)
+    optimizer = sgd(plain)
+    for m in range(6):
+        optimizer.zero_grad()
+        F.cross_entropy(plain(data.inputs(m)), data.targets(m)).backward()
+        optimizer.step()
+    for key, value in pipeline.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-8, atol=1e-10, msg=key)
+
+
+def test_evaluation_uses_running_statistics_and_ignores_filling_targets() -> None:
+    class Padded(RandomStream):
+        def targets(self, m: int) -> torch.Tensor:
+            targets = super().targets(m)
+            if m == 2:
+                targets[1:] = -100
+            return targets
+
+    model, data = mixed_net(), Padded()
+    pipeline = Pipeline(model, data.spec, optimizer=sgd, seed=1)
+    pipeline.train(data, 9)
+    before = {key: value.clone() for key, value in pipeline.state_dict().items()}
+    result = pipeline.evaluate(data, 3)
+    plain = model.build(1).eval()
+    plain.load_state_dict(before)
+    with torch.no_grad():
+        logits = torch.cat([plain(data.inputs(m)) for m in range(3)])
+    targets = torch.cat([data.targets(m) for m in range(3)])
+    assert result.targets == 9
+    assert result.loss == pytest.approx(F.cross_entropy(logits, targets).item(), rel=1e-9)
+    assert result.metrics["accuracy"] == pytest.approx((logits.argmax(1) == targets).sum().item() / 9)
+    assert all(torch.equal(before[key], value) for key, value in pipeline.state_dict().items())
+    assert all(stage.module.training for stage in pipeline.stages.values())
+
+
+def test_learning_rate_follows_each_stages_own_clock() -> None:
+    seen: dict[int, list[float]] = {}
+
+    class Spy(torch.optim.SGD):
+        def step(self) -> None:  # type: ignore[override]
+            seen.setdefault(id(self), []).append(self.param_groups[0]["lr"])
+
+    data = RandomStream()
+    pipeline = Pipeline(
+        mixed_net(), data.spec, k=3, optimizer=lambda m: Spy(m.parameters(), lr=9.0), learning_rate=lambda t: t / 100
+    )
+    pipeline.train(data, 4)
+    pipeline.train(data, 5)
+    assert list(seen.values()) == [[0.03, 0.06, 0.09]] * 6
+
+
+def test_a_stage_without_parameters_needs_no_optimizer() -> None:
+    model = Model(
+        "plain",
+        (
+            BlockSpec("first", lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 4))),
+            BlockSpec("middle", nn.Tanh),
+            BlockSpec("head", lambda: nn.Linear(4, 5)),
+        ),
+    )
+    data = RandomStream(size=2, dtype=torch.float32)
+    pipeline = Pipeline(model, data.spec, optimizer=sgd)
+    assert pipeline.train(data, 5).loss > 0
+    assert pipeline.workers[1].optimizer is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": 0}, "k: found 0"),
+        ({"stages": 7}, "stages: found 7, accepted are 1 to 6"),
+        ({"stages": [3, 2]}, "sum to 6"),
+        ({"method": "petri"}, "method: found 'petri', accepted are petra"),
+        ({"method": Method("x", (1, 2), Keep.NOTHING)}, "found 2 delays"),
+        ({"transport": "edge"}, "transport: found edge in one process"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Pipeline(mixed_net(), RandomStream().spec, optimizer=sgd, **change)  # type: ignore[arg-type]
+
+
+def test_blocks_that_do_not_fit_are_named() -> None:
+    model = Model("bad", (BlockSpec("stem", lambda: nn.Conv2d(3, 4, 3)), BlockSpec("head", lambda: nn.Conv2d(5, 2, 3))))
+    with pytest.raises(ModelError, match=r"block head can't take float32\[4, 4, 6, 6\] from block stem"):
+        Pipeline(model, TensorSpec((4, 3, 8, 8), torch.float32), optimizer=sgd)

@@ -1,0 +1,140 @@
+"""Many processes against one: the same weights bit for bit, and errors instead of hangs."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from petra import Keep, Method, Model, ModelError, Pipeline
+from petra.models import revnet18
+from petra.pipeline import TransportName
+from tests.nets import RandomStream, mixed_net
+from tests.processes import run_processes
+
+DELAYS, KS, MICROBATCHES = (1, 2), (1, 3), 61
+
+
+def sgd(module: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=0.02, momentum=0.9, nesterov=True, weight_decay=5e-4)
+
+
+def data() -> RandomStream:
+    return RandomStream(batch=2, size=16, classes=10, dtype=torch.float32)
+
+
+def trained(delay: int, k: int, transport: TransportName, microbatches: int = MICROBATCHES) -> tuple[dict[str, Tensor], object]:
+    """Ten stages of RevNet-18; a first stretch that k does not divide, an evaluation, a second stretch."""
+    pipeline = Pipeline(
+        revnet18(width=1 / 16),
+        data().spec,
+        method=Method("petra", delay, Keep.NOTHING),
+        k=k,
+        optimizer=sgd,
+        learning_rate=lambda t: 0.02 / (1 + t / 50),
+        transport=transport,
+        seed=6,
+    )
+    results = [pipeline.train(data(), 20), pipeline.evaluate(data(), 3), pipeline.train(data(), microbatches - 20)]
+    return {key: value.clone() for key, value in pipeline.state_dict().items()}, results
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[tuple[int, int], tuple[dict[str, Tensor], object]]:
+    torch.set_num_threads(1)
+    return {(d, k): trained(d, k, "local") for d, k in product(DELAYS, KS)}
+
+
+def train_all(rank: int) -> dict[tuple[int, int, str], tuple[dict[str, Tensor], object]]:
+    return {(d, k, t): trained(d, k, t) for d, k, t in product(DELAYS, KS, ("lockstep", "edge"))}
+
+
+@pytest.mark.parametrize("world", [2, 4, 10])
+def test_weights_do_not_depend_on_processes_or_transport(world: int, alone: dict, tmp_path: Path) -> None:
+    """Invariant 1."""
+    parts = run_processes(world, train_all, tmp_path)
+    for d, k, transport in parts[0]:
+        expected, results = alone[d, k]
+        weights = {key: value for part in parts for key, value in part[d, k, transport][0].items()}
+        assert sum(len(part[d, k, transport][0]) for part in parts) == len(expected)
+        for key, value in expected.items():
+            assert torch.equal(weights[key], value), f"d={d} k={k} {transport}: {key}"
+        assert all(part[d, k, transport][1] == results for part in parts)
+
+
+OTHERS = {
+    "turns": Method("reversible", 0, Keep.NOTHING),
+    "graph": Method("backprop", 0, Keep.GRAPH),
+    "unequal": Method("x", (3, 0, 1), Keep.INPUT),
+    "flush": Method("1f1b", 1, Keep.GRAPH, flush=True),
+    "fill": Method("gpipe", 0, Keep.GRAPH, flush=True, fill=True),
+}
+
+
+def train_others(rank: int | None) -> dict[tuple[str, str], dict[str, Tensor]]:
+    states = {}
+    stream = RandomStream()
+    for name, transport in product(OTHERS, ("local",) if rank is None else ("lockstep", "edge")):
+        pipeline = Pipeline(
+            mixed_net(), stream.spec, method=OTHERS[name], k=4, stages=[1, 2, 1, 2], optimizer=sgd, transport=transport
+        )
+        pipeline.train(stream, 14)
+        states[name, transport] = pipeline.state_dict()
+    return states
+
+
+@pytest.mark.parametrize("world", [3, 5])
+def test_other_methods_do_not_depend_on_processes(world: int, tmp_path: Path) -> None:
+    """Among them delays that differ and more processes (five) than stages (four)."""
+    expected = train_others(None)
+    parts = run_processes(world, train_others, tmp_path)
+    for name, transport in parts[0]:
+        weights = {key: value for part in parts for key, value in part[name, transport].items()}
+        for key, value in expected[name, "local"].items():
+            assert torch.equal(weights[key], value), f"{name} {transport}: {key}"
+
+
+def disagree(rank: int) -> str:
+    stream = RandomStream(batch=4 if rank == 0 else 8)
+    try:
+        Pipeline(mixed_net(), stream.spec, optimizer=sgd, stages=2)
+    except ModelError as error:
+        return str(error)
+    return "no error"
+
+
+def test_stages_that_disagree_are_named_in_both_processes(tmp_path: Path) -> None:
+    """Invariant 8."""
+    first, second = run_processes(2, disagree, tmp_path)
+    assert first == second
+    assert "stage 1 (process 0) and stage 2 (process 1) disagree" in first
+    assert "float64[4, 8, 4, 4]" in first
+    assert "float64[8, 8, 4, 4]" in first
+
+
+class OneStream(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1, dtype=torch.float64)
+
+    def forward(self, x1: Tensor, x2: Tensor) -> Tensor:
+        return self.conv(x1)
+
+
+def build_misfit(rank: int) -> str:
+    from petra import BlockSpec
+
+    good = mixed_net()
+    model = Model("bad", (*good.blocks[:3], BlockSpec("odd", OneStream), *good.blocks[4:]))
+    with pytest.raises(ModelError) as caught:
+        Pipeline(model, RandomStream().spec, optimizer=sgd)
+    return str(caught.value)
+
+
+def test_a_block_that_does_not_fit_the_next_is_an_error_everywhere(tmp_path: Path) -> None:
+    first, second = run_processes(2, build_misfit, tmp_path)
+    assert first == second
+    assert "block block3 can't take float64[4, 8, 4, 4] from block odd" in first
