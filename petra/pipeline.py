@@ -128,8 +128,8 @@ class Pipeline:
         """Trains on the next ``microbatches`` of the stream, drains the pipeline and returns the means, the same in every process.
 
         Args:
-            on_microbatch: called in the process of the first stage as each microbatch completes, with its report, a tensor on the device: targets
-                that count, summed loss, summed metrics.
+            on_microbatch: called in the process of the first stage as each microbatch completes, with its report, a tensor on the
+                device: targets that count, summed loss, summed metrics.
         """
         self._source.stream = self._objective.stream = stream
         self._on_microbatch = on_microbatch

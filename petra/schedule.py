@@ -33,7 +33,7 @@ class Step(NamedTuple):
 
 
 def training_order(delay: int, start: int, stop: int, flush_every: int | None = None) -> Iterator[tuple[Op, int]]:
-    """One stage's order for microbatches start … stop − 1: ``delay`` forwards ahead, then F and B in turn, then the rest of the B's.
+    """One stage's order for microbatches start … stop − 1: ``delay`` forwards ahead, then F and B in turn, then the last B's.
 
     Args:
         delay: τ of the stage.

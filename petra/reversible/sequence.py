@@ -22,8 +22,8 @@ class ReversibleSequence(nn.Module):
         y1, y2 = blocks(x1, x2)
         loss(y1, y2).backward()
 
-    Parameters get their gradients even if the input needs none. Running statistics move in the backward pass, once; dropout masks and
-    autocast are those of the forward pass. Gradients of gradients are not supported.
+    Parameters get their gradients even if the input needs none. Running statistics move in the backward pass, once; dropout masks
+    and autocast are those of the forward pass. Gradients of gradients are not supported.
     """
 
     def __init__(self, blocks: Iterable[ReversibleBlock]) -> None:

@@ -1,0 +1,64 @@
+"""What every benchmark shares: rounds of alternating contestants, their figures, the machine, JSON and a Markdown table."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def alternate(contestants: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each contestant, one after the other in each of ``rounds`` rounds, after one round that does not count."""
+    for run in contestants.values():
+        run()
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(rounds):
+        for name, run in contestants.items():
+            seconds[name].append(run())
+    return seconds
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {"min": min(values), "median": statistics.median(values), "max": max(values)}
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
+    """Round by round, so that a machine whose speed drifts does not count."""
+    return spread([a / b for a, b in zip(over, under, strict=True)])
+
+
+def table(rows: Mapping[str, Mapping[str, float]], unit: str) -> str:
+    lines = [f"| | min {unit} | median {unit} | max {unit} |", "|---|---|---|---|"]
+    lines += [f"| {name} | {row['min']:.4g} | {row['median']:.4g} | {row['max']:.4g} |" for name, row in rows.items()]
+    return "\n".join(lines)
+
+
+def machine() -> dict[str, Any]:
+    cpu = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.processor())
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit,
+    }
+
+
+def save(path: str | None, figures: dict[str, Any]) -> None:
+    if path is not None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []

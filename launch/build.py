@@ -1,0 +1,157 @@
+"""From a configuration to the objects that it describes; what can't work is refused here, before any process waits for another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from launch.config import Config
+from launch.processes import Place
+from petra.data import DATASETS, EvalStream, TrainStream, load_dataset
+from petra.errors import ConfigError
+from petra.method import Keep, Method, Weights
+from petra.model import Model
+from petra.models import MODELS
+from petra.partition import Layout
+from petra.pipeline import Pipeline, TransportName
+from petra.streams import TensorSpec
+from petra.training import Schedule, WandbLogger, peak_rate, sgd
+
+PRECISIONS = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A configuration that has been checked as far as that goes without data and without other processes."""
+
+    config: Config
+    model: Model
+    method: Method
+    inputs: TensorSpec
+    stages: int | list[int] | None
+    device: torch.device
+    autocast: torch.dtype | None
+
+    def data(self) -> tuple[TrainStream, EvalStream]:
+        """Loads the data set.
+
+        Raises:
+            ConfigError, DataError: as the data set does.
+        """
+        config = self.config.data
+        sizes = {} if config.images is None else {"images": config.images, "classes": config.classes}
+        dataset = load_dataset(config.name, config.root, **sizes)
+        if dataset.classes != config.classes:
+            raise ConfigError(f"data.classes: found {config.classes}, accepted is {dataset.classes} for {dataset.name}")
+        train = TrainStream(dataset, config.batch_size, self.config.seed, config.augment)
+        return train, EvalStream(dataset, config.batch_size)
+
+    def learning_rate(self, microbatches_per_epoch: int) -> Schedule:
+        """The rate of every stage, for updates of batch_size · k images."""
+        optim = self.config.optim
+        peak = peak_rate(optim.lr, self.config.data.batch_size, self.config.k)
+        return Schedule(peak, microbatches_per_epoch, optim.warmup_epochs, optim.milestones, optim.gamma)
+
+    def pipeline(self, learning_rate: Schedule) -> Pipeline:
+        """This process's part of the pipeline."""
+        optim, trainer = self.config.optim, self.config.trainer
+        return Pipeline(
+            self.model,
+            self.inputs,
+            method=self.method,
+            k=self.config.k,
+            stages=self.stages,
+            optimizer=partial(sgd, momentum=optim.momentum, nesterov=optim.nesterov, weight_decay=optim.weight_decay),
+            learning_rate=learning_rate,
+            seed=self.config.seed,
+            autocast=self.autocast,
+            channels_last=trainer.channels_last,
+            device=self.device,
+            transport=cast(TransportName, trainer.transport),
+        )
+
+
+def plan(config: Config, place: Place) -> Plan:
+    """Checks a configuration for the processes at hand.
+
+    Raises:
+        ConfigError, ModelError: the text names the key, what was found and what is accepted.
+    """
+    trainer = config.trainer
+    for key, found in (("k", config.k), ("trainer.epochs", trainer.epochs), ("trainer.threads", trainer.threads)):
+        _require(found >= 1, key, found, "integers >= 1")
+    _require(config.seed >= 0, "seed", config.seed, "integers >= 0")
+    _require(config.data.batch_size >= 1, "data.batch_size", config.data.batch_size, "integers >= 1")
+    _require(config.optim.momentum >= 0, "optim.momentum", config.optim.momentum, "numbers >= 0")
+    _require(not config.optim.nesterov or config.optim.momentum > 0, "optim.nesterov", True, "false where optim.momentum=0")
+    _require(config.optim.weight_decay >= 0, "optim.weight_decay", config.optim.weight_decay, "numbers >= 0")
+    _require(trainer.timeout > 0, "trainer.timeout", trainer.timeout, "numbers > 0")
+    _choice("model.name", config.model.name, MODELS)
+    _choice("data.name", config.data.name, DATASETS)
+    _choice("optim.name", config.optim.name, ("sgd",))
+    _choice("trainer.transport", trainer.transport, ("auto", "local", "lockstep", "edge"))
+    _choice("trainer.precision", trainer.precision, PRECISIONS)
+    _choice("logger.name", config.logger.name, ("jsonl", "wandb"))
+    _choice("logger.mode", config.logger.mode, ("offline", "online"))
+    if config.logger.name == "wandb":
+        WandbLogger.require()
+    if config.data.images is not None:
+        _require(config.data.name == "synthetic", "data.images", config.data.images, f"null for {config.data.name}")
+    result = Plan(
+        config=config,
+        model=MODELS[config.model.name](config.data.classes, config.model.width, config.model.stem),
+        method=_method(config),
+        inputs=TensorSpec((config.data.batch_size, 3, 32, 32), torch.float32),
+        stages=_stages(trainer.stages),
+        device=place.device(trainer.device),
+        autocast=PRECISIONS[trainer.precision],
+    )
+    layout = Layout.plan(result.model, result.inputs, result.stages, place.world)
+    result.method.delays(len(layout.stages), config.k)
+    result.learning_rate(microbatches_per_epoch=1)
+    return result
+
+
+def _method(config: Config) -> Method:
+    method = config.method
+    return Method(
+        method.name,
+        delay=tuple(method.delay) if _is_integers(method.delay) else _delay(method.delay),
+        keep=Keep(_choice("method.keep", method.keep, tuple(Keep))),
+        weights=Weights(_choice("method.weights", method.weights, tuple(Weights))),
+        flush=method.flush,
+        fill=method.fill,
+    )
+
+
+def _delay(found: Any) -> int:
+    _require(_is_integer(found), "method.delay", found, "integers >= 0, one or one per boundary")
+    return int(found)
+
+
+def _stages(found: Any) -> int | list[int] | None:
+    accepted = "null, an integer, or a list with the number of blocks in each stage"
+    _require(found is None or _is_integer(found) or bool(found and _is_integers(found)), "trainer.stages", found, accepted)
+    return cast("int | list[int] | None", found)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_integers(value: Any) -> bool:
+    return isinstance(value, list) and all(_is_integer(v) for v in value)
+
+
+def _choice(key: str, found: str, accepted: Iterable[str]) -> str:
+    _require(found in accepted, key, found, ", ".join(accepted))
+    return found
+
+
+def _require(right: bool, key: str, found: Any, accepted: str) -> None:
+    if not right:
+        raise ConfigError(f"{key}: found {found}, accepted are {accepted}")

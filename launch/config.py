@@ -1,0 +1,85 @@
+"""The form of a configuration: unknown keys and wrong types are refused. The files under conf/ say what each key means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+
+@dataclass
+class ModelConfig:
+    name: str = MISSING
+    width: float = MISSING
+    stem: str = MISSING
+
+
+@dataclass
+class DataConfig:
+    name: str = MISSING
+    root: str | None = None
+    batch_size: int = MISSING
+    augment: bool = MISSING
+    classes: int = MISSING
+    images: int | None = None
+
+
+@dataclass
+class MethodConfig:
+    name: str = MISSING
+    delay: Any = MISSING
+    keep: str = MISSING
+    weights: str = MISSING
+    flush: bool = MISSING
+    fill: bool = MISSING
+
+
+@dataclass
+class OptimConfig:
+    name: str = MISSING
+    lr: float = MISSING
+    momentum: float = MISSING
+    nesterov: bool = MISSING
+    weight_decay: float = MISSING
+    warmup_epochs: float = MISSING
+    milestones: list[int] = MISSING
+    gamma: float = MISSING
+
+
+@dataclass
+class TrainerConfig:
+    epochs: int = MISSING
+    stages: Any = None
+    transport: str = MISSING
+    precision: str = MISSING
+    channels_last: bool = MISSING
+    threads: int = MISSING
+    device: str = MISSING
+    timeout: float = MISSING
+
+
+@dataclass
+class LoggerConfig:
+    name: str = MISSING
+    project: str = "petra"
+    mode: str = "offline"
+
+
+@dataclass
+class Config:
+    k: int = MISSING
+    seed: int = MISSING
+    run_dir: str | None = None
+    model: ModelConfig = MISSING
+    data: DataConfig = MISSING
+    method: MethodConfig = MISSING
+    optim: OptimConfig = MISSING
+    trainer: TrainerConfig = MISSING
+    logger: LoggerConfig = MISSING
+
+
+def register() -> None:
+    """Makes the form known to Hydra as ``schema``, the first entry of conf/config.yaml's defaults."""
+    ConfigStore.instance().store("schema", Config)

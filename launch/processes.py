@@ -1,0 +1,129 @@
+"""One process among those that torchrun started: where it stands, how it joins the others, how they fail together."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from petra.errors import ConfigError, PetraError
+
+PATIENCE = 10.0
+"""Seconds for which a failing process lets the first one fail before it: torchrun stops all the others as soon as one has."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among all, as torchrun's environment variables say; alone without them."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+
+    @staticmethod
+    def from_environment() -> Place:
+        rank, world, local_rank, local_world = (
+            int(os.environ.get(name, default))
+            for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
+        )
+        return Place(rank, world, local_rank, local_world)
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process of the first stage, the one that keeps the records."""
+        return self.rank == 0
+
+    def device(self, name: str) -> torch.device:
+        """The device of this process: a GPU each, or the CPU.
+
+        Raises:
+            ConfigError: on all processes of a machine if it has too few GPUs, since NCCL refuses two processes on one.
+        """
+        if name not in ("auto", "cpu", "cuda"):
+            raise ConfigError(f"trainer.device: found {name}, accepted are auto, cpu, cuda")
+        if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+            return torch.device("cpu")
+        gpus = torch.cuda.device_count()
+        if gpus < self.local_world:
+            raise ConfigError(
+                f"trainer.device: found {name} for {self.local_world} process(es) and {gpus} GPU(s) on this machine, "
+                "accepted are a GPU for each process, or trainer.device=cpu"
+            )
+        return torch.device("cuda", self.local_rank)
+
+    @contextmanager
+    def joined(self, device: torch.device, timeout: float) -> Iterator[None]:
+        """Binds the device, then joins the process group, if there is more than one process.
+
+        Args:
+            timeout: seconds for which communication may stall before it fails.
+        """
+        on_gpu = device.type == "cuda"
+        if on_gpu:
+            torch.cuda.set_device(device)
+        if "WORLD_SIZE" not in os.environ:
+            yield
+            return
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout), device_id=device if on_gpu else None
+        )
+        yield
+        dist.destroy_process_group()
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Ends the process with status 2 on an error that its user can act on, told once for all processes."""
+        try:
+            yield
+        except PetraError as error:
+            if not self.first:
+                time.sleep(PATIENCE)
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            sys.exit(2)
+
+    @contextmanager
+    def composing(self) -> Iterator[None]:
+        """Lets only the first process tell what is wrong with a configuration, and fail first."""
+        if self.first:
+            yield
+            return
+        stderr = sys.stderr
+        try:
+            with open(os.devnull, "w", encoding="utf-8") as sys.stderr:
+                yield
+        except SystemExit:
+            time.sleep(PATIENCE)
+            raise
+        finally:
+            sys.stderr = stderr
+
+
+def gathered(value: Any) -> list[Any]:
+    """The values of all processes, in every process."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Ends in the same error in every process if the body raises one in any of them, so that none waits for one that failed."""
+    message = None
+    try:
+        yield
+    except PetraError as error:
+        message = str(error)
+    messages = dict.fromkeys(m for m in gathered(message) if m is not None)
+    if messages:
+        raise PetraError("\n".join(messages))

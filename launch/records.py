@@ -1,0 +1,95 @@
+"""The folder of a run: configuration, metrics, summary, curves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from statistics import harmonic_mean
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from launch.build import Plan
+from launch.config import Config
+from petra.analysis.plots import curves
+from petra.pipeline import Pipeline
+from petra.training import Epoch, JsonLines, Logger, WandbLogger, new_run_folder, write_json
+
+
+class Records:
+    """Opens the run's folder with its config.yaml and metrics.jsonl, and completes it at the end.
+
+    Raises:
+        ConfigError: the folder is in use or can't be made.
+    """
+
+    def __init__(self, config: Config) -> None:
+        name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{config.model.name}_{config.method.name}_{config.data.name}"
+        self.folder = new_run_folder(Path("runs", name) if config.run_dir is None else Path(config.run_dir))
+        OmegaConf.save(OmegaConf.structured(config), self.folder / "config.yaml")
+        self.loggers: list[Logger] = [JsonLines(self.folder / "metrics.jsonl")]
+        if config.logger.name == "wandb":
+            self.loggers.append(WandbLogger(self.folder, config.logger.project, config.logger.mode, asdict(config)))
+
+    def finish(self, summary: dict[str, Any], history: Sequence[Epoch]) -> None:
+        """Closes the logs, draws curves.png and writes summary.json last: where it stands, the run is complete."""
+        for logger in self.loggers:
+            logger.close()
+        title = f"{summary['model']}, {summary['method']} (d = {summary['delay']}), {summary['stages']} stages"
+        curves([asdict(row) for row in history], self.folder / "curves.png", title)
+        write_json(self.folder / "summary.json", summary)
+        print(
+            f"test accuracy {summary['test_accuracy']:.2%} after {summary['seconds']:.0f} s; records in {self.folder}", flush=True
+        )
+
+
+def headline(plan: Plan, pipeline: Pipeline) -> str:
+    """What is about to run, in a line."""
+    facts = _facts(plan, pipeline)
+    return (
+        f"{facts['model']} with {facts['parameters']:,} parameters by {facts['method']} (d = {facts['delay']}, k = {facts['k']}): "
+        f"{facts['stages']} stages in {facts['processes']} process(es) on {facts['device']}, transport {facts['transport']}"
+    )
+
+
+def summarise(plan: Plan, pipeline: Pipeline, history: Sequence[Epoch], memory: Sequence[int], seconds: float) -> dict[str, Any]:
+    """Content of summary.json: losses in nats, accuracies 0 … 1, speed over training alone, seconds of the whole run.
+
+    Args:
+        memory: peak of each process in bytes.
+    """
+    last = history[-1]
+    return _facts(plan, pipeline) | {
+        "epochs": len(history),
+        "microbatches": pipeline.clock,
+        "train_loss": last.train_loss,
+        "train_accuracy": last.train_accuracy,
+        "test_loss": last.test_loss,
+        "test_accuracy": last.test_accuracy,
+        "images_per_second": harmonic_mean([row.images_per_second for row in history]),
+        "peak_memory_bytes": list(memory),
+        "seconds": seconds,
+        "seed": plan.config.seed,
+        "torch": torch.__version__,
+    }
+
+
+def _facts(plan: Plan, pipeline: Pipeline) -> dict[str, Any]:
+    return {
+        "method": plan.method.name,
+        "delay": plan.method.delay,
+        "model": plan.model.name,
+        "width": plan.config.model.width,
+        "data": plan.config.data.name,
+        "parameters": sum(block.parameters for block in pipeline.layout.profiles),
+        "stages": len(pipeline.layout.stages),
+        "processes": pipeline.world,
+        "transport": pipeline.transport_name,
+        "device": plan.device.type,
+        "precision": plan.config.trainer.precision,
+        "k": pipeline.k,
+        "batch_size": plan.config.data.batch_size,
+    }

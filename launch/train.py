@@ -1,0 +1,83 @@
+"""Trains a model: ``python -m launch.train ...`` in one process, ``torchrun --nproc-per-node N -m launch.train ...`` in N."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import hydra
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+import conf
+from launch.build import plan
+from launch.config import Config, register
+from launch.processes import Place, gathered, together
+from launch.records import Records, headline, summarise
+from petra.training import Bar, Lines, Trainer, peak_memory
+
+CONF = str(Path(conf.__file__).parent)
+
+
+def main() -> None:
+    """Entry point: the command line is Hydra's."""
+    place = Place.from_environment()
+    torch.set_num_interop_threads(1)
+    with place.reporting():
+        with place.composing():
+            configs = compose()
+        for config in configs:
+            run(config, place)
+
+
+def compose() -> list[Config]:
+    """The configurations that the command line asks for: one, several with ``--multirun``, none with ``--help`` or ``--cfg``."""
+    register()
+    configs: list[Config] = []
+
+    @hydra.main(version_base="1.3", config_path=CONF, config_name="config")
+    def collect(composed: DictConfig) -> None:
+        configs.append(to_config(composed))
+
+    collect()
+    return configs
+
+
+def to_config(composed: DictConfig) -> Config:
+    """A composed configuration as an object of its schema."""
+    config = OmegaConf.to_object(composed)
+    assert isinstance(config, Config)
+    return config
+
+
+def run(config: Config, place: Place) -> None:
+    """Trains one configuration in this process and all others of its group, and leaves the records in the run's folder.
+
+    Raises:
+        PetraError: the configuration or its data can't be used; the same in every process.
+    """
+    checked = plan(config, place)
+    torch.set_num_threads(config.trainer.threads)
+    with place.joined(checked.device, config.trainer.timeout):
+        started = time.perf_counter()
+        with together():
+            train, test = checked.data()
+        learning_rate = checked.learning_rate(train.batches_per_epoch)
+        pipeline = checked.pipeline(learning_rate)
+        with together():
+            records = Records(config) if place.first else None
+        progress = None
+        if records is not None:
+            print(f"{headline(checked, pipeline)}; records in {records.folder}", flush=True)
+            display = Bar if sys.stdout.isatty() else Lines
+            progress = display(config.trainer.epochs, train.batches_per_epoch, learning_rate)
+        loggers = [] if records is None else records.loggers
+        history = Trainer(pipeline, train, test, learning_rate, loggers=loggers, progress=progress).fit(config.trainer.epochs)
+        memory = gathered(peak_memory(checked.device))
+        if records is not None:
+            records.finish(summarise(checked, pipeline, history, memory, time.perf_counter() - started), history)
+
+
+if __name__ == "__main__":
+    main()

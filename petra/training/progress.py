@@ -1,0 +1,95 @@
+"""How a run is going: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+from tqdm import tqdm
+
+
+class Progress(ABC):
+    """Sums the reports of the epoch under way (see :class:`petra.ends.Objective`) and shows their means now and then.
+
+    Args:
+        epochs, microbatches: of the run, of one epoch.
+        learning_rate: from microbatches done to the rate.
+    """
+
+    seconds: float
+    """Between two updates: reading a report's numbers waits for the device, so it is not done for each."""
+
+    def __init__(self, epochs: int, microbatches: int, learning_rate: Callable[[int], float]) -> None:
+        self.epochs, self.microbatches, self.learning_rate = epochs, microbatches, learning_rate
+        self.epoch = self.done = 0
+
+    def start(self, epoch: int, clock: int) -> None:
+        """An epoch begins, ``clock`` microbatches into the run."""
+        self.epoch, self.done, self._clock = epoch, 0, clock
+        self._totals: Tensor | None = None
+        self._started = time.perf_counter()
+        self._next = self._started + self.seconds
+
+    def microbatch(self, report: Tensor) -> None:
+        """A microbatch has come back to the first stage."""
+        self.done += 1
+        self._totals = report.clone() if self._totals is None else self._totals.add_(report)
+        now = time.perf_counter()
+        if now >= self._next:
+            self._next = now + self.seconds
+            images, loss, correct = self._totals.tolist()
+            speed, rate = images / (now - self._started), self.learning_rate(self._clock + self.done)
+            self.show(f"loss {loss / images:.4f}, accuracy {correct / images:.2%}, {speed:.0f} images/s, learning rate {rate:.4g}")
+
+    @abstractmethod
+    def show(self, means: str) -> None:
+        """Shows the means so far of the epoch under way."""
+
+    def end(self, row: Mapping[str, float]) -> None:
+        """Shows the numbers of an epoch that has ended."""
+        self._print(
+            f"epoch {row['epoch']}/{self.epochs}: loss {row['train_loss']:.4f}, accuracy {row['train_accuracy']:.2%}; "
+            f"test loss {row['test_loss']:.4f}, accuracy {row['test_accuracy']:.2%}; {row['images_per_second']:.0f} images/s, "
+            f"learning rate {row['learning_rate']:.4g}, {row['seconds']:.1f} s"
+        )
+
+    def _print(self, text: str) -> None:
+        print(text, flush=True)
+
+
+class Lines(Progress):
+    """A line for each epoch, and within long ones a line from time to time."""
+
+    seconds = 30.0
+
+    def show(self, means: str) -> None:
+        self._print(f"epoch {self.epoch}/{self.epochs}, {self.done}/{self.microbatches}: {means}")
+
+
+class Bar(Progress):
+    """A bar for the epoch under way below a line for each that has ended."""
+
+    seconds = 0.5
+
+    def start(self, epoch: int, clock: int) -> None:
+        super().start(epoch, clock)
+        self._bar = tqdm(
+            total=self.microbatches,
+            desc=f"epoch {epoch}/{self.epochs}",
+            leave=False,
+            dynamic_ncols=True,
+            file=sys.stdout,
+            bar_format="{desc} {bar} {n_fmt}/{total_fmt} {postfix}",
+        )
+
+    def show(self, means: str) -> None:
+        self._bar.set_postfix_str(means, refresh=False)
+        self._bar.update(self.done - self._bar.n)
+        self._bar.refresh()
+
+    def end(self, row: Mapping[str, float]) -> None:
+        self._bar.close()
+        super().end(row)

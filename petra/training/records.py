@@ -1,0 +1,85 @@
+"""What a run leaves behind: its folder, metrics as JSON lines, JSON files, and optionally Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from petra.errors import ConfigError
+
+
+class Logger(Protocol):
+    """Takes the numbers of each epoch."""
+
+    def log(self, row: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """One JSON object a line, readable while the run goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, row: Mapping[str, float]) -> None:
+        self._file.write(json.dumps(dict(row)) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class WandbLogger:
+    """Weights & Biases.
+
+    Args:
+        mode: ``offline`` writes to ``folder`` only, ``online`` sends to the server.
+
+    Raises:
+        ConfigError: the package isn't installed.
+    """
+
+    def __init__(self, folder: Path, project: str, mode: str, config: dict[str, Any]) -> None:
+        self.require()
+        import wandb
+
+        self._run: Any = wandb.init(project=project, mode=mode, name=folder.name, dir=folder, config=config)
+
+    @staticmethod
+    def require() -> None:
+        if find_spec("wandb") is None:
+            raise ConfigError("logger.name: found wandb, which is not installed; pip install 'petra[wandb]', or logger=jsonl")
+
+    def log(self, row: Mapping[str, float]) -> None:
+        self._run.log(dict(row), step=int(row["epoch"]))
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def new_run_folder(path: Path) -> Path:
+    """Makes the folder of a run.
+
+    Raises:
+        ConfigError: there are files in it already, or it can't be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        used = any(path.iterdir())
+    except OSError as error:
+        raise ConfigError(f"run_dir: {path} can't be made ({error.strerror})") from error
+    if used:
+        raise ConfigError(f"run_dir: found files in {path}, accepted is a folder that is empty or doesn't exist")
+    return path
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a file that is either complete or not there."""
+    draft = path.with_name(path.name + ".part")
+    draft.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(draft, path)
