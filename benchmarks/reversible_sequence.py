@@ -76,7 +76,9 @@ def main() -> None:
     shape = (options.channels, options.size, options.batch)
 
     sequence, x = build(16, *shape)
-    seconds = alternate({"reversible": partial(step, sequence, x, False), "plain": partial(step, sequence, x, True)}, options.rounds)
+    seconds = alternate(
+        {"reversible": partial(step, sequence, x, False), "plain": partial(step, sequence, x, True)}, options.rounds
+    )
     ratios = ratio(seconds["reversible"], seconds["plain"])
     print(f"16 blocks, {options.channels} channels, {options.size} pixels, batch {options.batch}, one thread\n")
     print(table({name: spread(values) for name, values in seconds.items()} | {"reversible / plain": ratios}, "s"))

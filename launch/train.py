@@ -9,12 +9,14 @@ from pathlib import Path
 import hydra
 import torch
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 import conf
 from launch.build import plan
 from launch.config import Config, register
 from launch.processes import Place, gathered, together
 from launch.records import Records, headline, summarise
+from petra.errors import ConfigError
 from petra.training import Bar, Lines, Trainer, peak_memory
 
 CONF = str(Path(conf.__file__).parent)
@@ -28,25 +30,27 @@ def main() -> None:
         with place.composing():
             configs = compose()
         for config in configs:
-            run(config, place)
+            run(to_config(config), place)
 
 
-def compose() -> list[Config]:
+def compose() -> list[DictConfig]:
     """The configurations that the command line asks for: one, several with ``--multirun``, none with ``--help`` or ``--cfg``."""
     register()
-    configs: list[Config] = []
-
-    @hydra.main(version_base="1.3", config_path=CONF, config_name="config")
-    def collect(composed: DictConfig) -> None:
-        configs.append(to_config(composed))
-
-    collect()
+    configs: list[DictConfig] = []
+    hydra.main(version_base="1.3", config_path=CONF, config_name="config")(configs.append)()
     return configs
 
 
 def to_config(composed: DictConfig) -> Config:
-    """A composed configuration as an object of its schema."""
-    config = OmegaConf.to_object(composed)
+    """A composed configuration as an object of its schema.
+
+    Raises:
+        ConfigError: a key that the schema doesn't have (Hydra lets ``+key=value`` add any), or one without a value.
+    """
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(composed, resolve=True)))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {(error.msg or str(error)).splitlines()[0]}") from error
     assert isinstance(config, Config)
     return config
 

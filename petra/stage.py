@@ -114,6 +114,8 @@ class BlockRunner:
         wanted = [t for t in held.inputs if t.requires_grad]
         leaves = list(self.parameters.values() if held.weights is None else (held.weights[name] for name in self.parameters))
         connected = [(y, d) for y, d in zip(held.outputs, dy, strict=True) if y.requires_grad]
+        if not connected:  # neither the data nor any weight needs a gradient
+            return detached(held.inputs), (), {}
         found = torch.autograd.grad([y for y, _ in connected], [*wanted, *leaves], [d for _, d in connected], allow_unused=True)
         dx = tuple(torch.zeros_like(t) if d is None else d for t, d in zip(wanted, found, strict=False))
         gradients = {p: g for p, g in zip(self.parameters.values(), found[len(wanted) :], strict=True) if g is not None}

@@ -138,19 +138,21 @@ def test_learning_rate_follows_each_stages_own_clock() -> None:
     assert list(seen.values()) == [[0.03, 0.06, 0.09]] * 6
 
 
-def test_a_stage_without_parameters_needs_no_optimizer() -> None:
+@pytest.mark.parametrize("method", ["petra", "backprop"])
+def test_stages_without_parameters_need_no_optimizer(method: str) -> None:
     model = Model(
         "plain",
         (
-            BlockSpec("first", lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 4))),
+            BlockSpec("flatten", nn.Flatten),
+            BlockSpec("first", lambda: nn.Linear(12, 4)),
             BlockSpec("middle", nn.Tanh),
             BlockSpec("head", lambda: nn.Linear(4, 5)),
         ),
     )
     data = RandomStream(size=2, dtype=torch.float32)
-    pipeline = Pipeline(model, data.spec, optimizer=sgd)
+    pipeline = Pipeline(model, data.spec, method=method, optimizer=sgd)
     assert pipeline.train(data, 5).loss > 0
-    assert pipeline.workers[1].optimizer is None
+    assert [worker.optimizer is None for worker in pipeline.workers.values()] == [True, False, True, False]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,160 @@
+"""Two balanced reversible stages in two processes: PETRA against the same processes taking turns, and pipeline efficiency.
+
+python -m benchmarks.two_stages --out runs/two_stages.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.report import machine, ratio, save, spread, table
+from benchmarks.reversible_sequence import branch
+from petra import BlockSpec, Keep, Method, Model, Pipeline, TensorSpec
+from petra.pipeline import TransportName
+from petra.reversible import Coupling
+
+METHODS: dict[str, tuple[Method, TransportName]] = {
+    "petra, d = 2, lockstep": (Method("petra", 2, Keep.NOTHING), "lockstep"),
+    "petra, d = 2, edge": (Method("petra", 2, Keep.NOTHING), "edge"),
+    "petra, d = 1, edge": (Method("petra", 1, Keep.NOTHING), "edge"),
+    "reversible, d = 0": (Method("reversible", 0, Keep.NOTHING), "edge"),
+}
+
+
+class Split(nn.Module):
+    """Data with twice the channels as two streams: a first block that costs next to nothing."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x1, x2 = x.chunk(2, dim=1)
+        return x1.contiguous(), x2.contiguous()
+
+
+class Head(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2 * channels, 10)
+
+    def forward(self, x1: Tensor, x2: Tensor) -> Tensor:
+        return self.linear(torch.cat([x1, x2], 1).mean((2, 3)))
+
+
+class Noise:
+    def __init__(self, spec: TensorSpec) -> None:
+        self._x, self._y = torch.randn(spec.shape), torch.randint(10, (spec.shape[0],))
+
+    def inputs(self, m: int) -> Tensor:
+        return self._x
+
+    def targets(self, m: int) -> Tensor:
+        return self._y
+
+
+def build(options: argparse.Namespace) -> tuple[Model, TensorSpec, list[int]]:
+    block = partial(_coupling, options.channels)
+    reversible = [BlockSpec(f"block{i}", block) for i in range(2 * options.blocks)]
+    model = Model("balanced", (BlockSpec("split", Split), *reversible, BlockSpec("head", partial(Head, options.channels))))
+    inputs = TensorSpec((options.batch, 2 * options.channels, options.size, options.size), torch.float32)
+    return model, inputs, [options.blocks + 1, options.blocks + 1]
+
+
+def _coupling(channels: int) -> Coupling:
+    return Coupling(branch(channels))
+
+
+def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
+    """One of the two processes: for each round and method the period, and between them the pure compute of its stage."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    model, inputs, stages = build(options)
+    stream = Noise(inputs)
+    pipelines = {
+        name: Pipeline(model, inputs, method=method, stages=stages, transport=transport, k=options.k, optimizer=sgd)
+        for name, (method, transport) in METHODS.items()
+    }
+    figures: dict[str, list[float]] = {name: [] for name in [*METHODS, "compute"]}
+    for round_ in range(options.rounds + 1):
+        row = {name: period(pipeline, stream, options.microbatches) for name, pipeline in pipelines.items()}
+        dist.barrier()
+        row["compute"] = compute(pipelines["petra, d = 2, lockstep"], stream, rank, options.microbatches)
+        if round_ > 0:
+            for name, seconds in row.items():
+                figures[name].append(seconds)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(figures))
+    dist.destroy_process_group()
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=1e-3, momentum=0.9, nesterov=True, fused=True)
+
+
+def period(pipeline: Pipeline, stream: Noise, microbatches: int) -> float:
+    """Seconds per microbatch between the first and the last that the first stage takes back while it still sends others forward."""
+    times: list[float] = []
+    pipeline.train(stream, microbatches, on_microbatch=lambda _: times.append(time.perf_counter()))
+    steady = times[: microbatches - pipeline.delays[0]]
+    return (steady[-1] - steady[0]) / (len(steady) - 1) if steady else 0.0
+
+
+def compute(pipeline: Pipeline, stream: Noise, rank: int, microbatches: int) -> float:
+    """Seconds per microbatch of this stage's forward, backward and share of the update in a bare loop, no messages.
+
+    Both processes do this at the same time, so that they share caches and memory as they do in the pipeline.
+    """
+    worker = pipeline.workers[rank]
+    stage, (x1, x2) = worker.stage, torch.randn(2, *_stream_shape(pipeline))
+    x = (stream.inputs(0),) if rank == 0 else (x1, x2)
+    start = time.perf_counter()
+    for m in range(microbatches):
+        y = stage.forward(m, x)
+        stage.backward(m, y, tuple(torch.ones_like(t) for t in y))
+        if (m + 1) % stage.k == 0:
+            worker.update()
+    return (time.perf_counter() - start) / microbatches
+
+
+def _stream_shape(pipeline: Pipeline) -> tuple[int, ...]:
+    return pipeline.layout.profiles[0].outputs[0].shape
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=8, help="reversible blocks of a stage")
+    parser.add_argument("--channels", type=int, default=64)
+    parser.add_argument("--size", type=int, default=16, help="pixels of a side")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--k", type=int, default=4, help="microbatches per update")
+    parser.add_argument("--microbatches", type=int, default=14, help="of one round of one method")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", help="JSON file to write")
+    options = parser.parse_args()
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(measure, (folder, options), nprocs=2)
+        figures = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(2)]
+
+    periods = {name: figures[0][name] for name in METHODS}
+    slower = [max(pair) for pair in zip(figures[0]["compute"], figures[1]["compute"], strict=True)]
+    speedups = {name: ratio(periods["reversible, d = 0"], periods[name]) for name in METHODS if name != "reversible, d = 0"}
+    efficiencies = {name: ratio(slower, periods[name]) for name in METHODS if name != "reversible, d = 0"}
+    print(f"Two stages of {options.blocks} blocks, {options.channels} channels, {options.size} pixels, batch {options.batch}\n")
+    rows = {name: spread(values) for name, values in periods.items()}
+    print(table(rows | {f"compute, stage {r + 1}": spread(figures[r]["compute"]) for r in range(2)}, "s per microbatch"))
+    print("\nTimes faster than taking turns:\n\n" + table(speedups, ""))
+    print("\nEfficiency (the slower stage's pure compute over the period):\n\n" + table(efficiencies, ""))
+    save(
+        options.out,
+        {"machine": machine(), "options": vars(options), "figures": figures, "speedup": speedups, "efficiency": efficiencies},
+    )
+
+
+if __name__ == "__main__":
+    main()

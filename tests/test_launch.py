@@ -1,0 +1,206 @@
+"""Configurations that work, those that are refused, and whole runs in one process and under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+
+from launch.build import Plan, plan
+from launch.config import register
+from launch.processes import Place, together
+from launch.train import CONF, to_config
+from petra import ConfigError, DataError, PetraError
+
+ROOT = Path(__file__).parents[1]
+ALONE = Place(rank=0, world=1, local_rank=0, local_world=1)
+TINY = ["data=synthetic", "data.images=64", "data.batch_size=8", "model.width=0.0625", "trainer.epochs=1", "trainer.device=cpu"]
+
+
+def planned(*overrides: str, place: Place = ALONE) -> Plan:
+    register()
+    with initialize_config_dir(CONF, version_base="1.3"):
+        return plan(to_config(compose("config", [*overrides])), place)
+
+
+def test_defaults_are_the_papers_recipe() -> None:
+    result = planned()
+    assert (result.method.delay, result.config.k, result.stages, result.autocast) == (2, 4, None, None)
+    rate = result.learning_rate(microbatches_per_epoch=100)
+    assert rate(500) == pytest.approx(0.1 * 64 * 4 / 256)
+    assert [rate(t) / rate(500) for t in (1, 15_001, 22_501)] == pytest.approx([1 / 500, 0.1, 0.01])
+
+
+@pytest.mark.parametrize("group", sorted(path.relative_to(CONF) for path in Path(CONF).glob("*/*.yaml")), ids=str)
+def test_every_file_of_every_group_works(group: Path) -> None:
+    if group.stem == "wandb":
+        with pytest.raises(ConfigError, match=r"pip install 'petra\[wandb\]'"):
+            planned("logger=wandb")
+    else:
+        planned(f"{group.parent}={group.stem}")
+
+
+@pytest.mark.parametrize("path", sorted(Path(CONF).rglob("*.yaml")), ids=lambda path: path.stem)
+def test_every_key_has_a_comment(path: Path) -> None:
+    if path.parent.name == "experiment":
+        return  # These repeat keys that are explained in their groups.
+    keys = path.read_text().partition("override hydra/job_logging: none")[2] or path.read_text()
+    bare = [line for line in keys.splitlines() if line and not line.startswith((" ", "#")) and "#" not in line]
+    assert not bare
+
+
+def test_switches_of_the_method() -> None:
+    method = planned("method.delay=[1,2,0,1,1,1,1,1,1]", "method.keep=input", "method.weights=stashed").method
+    assert (method.delay, method.keep, method.weights) == ((1, 2, 0, 1, 1, 1, 1, 1, 1), "input", "stashed")
+
+
+def test_precision_and_stages() -> None:
+    result = planned("trainer.precision=bf16", "trainer.stages=[4,6]")
+    assert (result.autocast, result.stages) == (torch.bfloat16, [4, 6])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("k=0", "k: found 0, accepted are integers >= 1"),
+        ("seed=-1", "seed: found -1"),
+        ("data.batch_size=0", "data.batch_size: found 0"),
+        ("data.images=100", "data.images: found 100, accepted are null for digits"),
+        ("model.name=revnet99", "model.name: found revnet99, accepted are resnet18, revnet18"),
+        ("model.width=0.3", "model.width: found 0.3"),
+        ("model.stem=big", "model.stem: found 'big'"),
+        ("method.delay=-1", "method.delay: found -1"),
+        ("method.delay=abc", "method.delay: found abc, accepted are integers >= 0"),
+        ("method.delay=[1,2]", "method.delay: found 2 delays, accepted are one, or 9 for 10 stages"),
+        ("method.keep=all", "method.keep: found all, accepted are graph, input, nothing"),
+        ("method.weights=old", "method.weights: found old, accepted are current, stashed"),
+        ("method.fill=true", "method.fill: found true with method.flush=false"),
+        ("optim.milestones=[3,2]", "optim.milestones: found"),
+        ("optim.momentum=0", "optim.nesterov: found True, accepted are false where optim.momentum=0"),
+        ("trainer.epochs=0", "trainer.epochs: found 0"),
+        ("trainer.stages=11", "stages: found 11, accepted are 1 to 10"),
+        ("trainer.stages=[5,4]", "stages: found .5, 4., accepted are positive numbers of blocks that sum to 10"),
+        ("trainer.stages=many", "trainer.stages: found many"),
+        ("trainer.transport=mail", "trainer.transport: found mail, accepted are auto, local, lockstep, edge"),
+        ("trainer.precision=fp8", "trainer.precision: found fp8, accepted are float32, bf16, fp16"),
+        ("trainer.device=tpu", "trainer.device: found tpu, accepted are auto, cpu, cuda"),
+        ("trainer.timeout=0", "trainer.timeout: found 0"),
+    ],
+)
+def test_values_that_are_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planned(override)
+
+
+@pytest.mark.parametrize("override", ["k=abc", "trainer.epoch=3", "model=revnet99", "trainer.epochs=1.5"])
+def test_composition_refuses(override: str) -> None:
+    with pytest.raises(HydraException, match=override.partition("=")[0].rpartition(".")[2]):
+        planned(override)
+
+
+def test_keys_that_hydra_would_add_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.epoch: Key 'epoch' not in 'TrainerConfig'"):
+        planned("+trainer.epoch=3")
+    with pytest.raises(ConfigError, match=r"k: .*mandatory value: k"):
+        planned("k=???")
+
+
+def test_more_processes_than_blocks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="processes: found 11, accepted are 1 to 10, since revnet18 has 10 blocks"):
+        planned(place=Place(rank=3, world=11, local_rank=3, local_world=11))
+
+
+def test_a_gpu_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    third = Place(rank=3, world=4, local_rank=1, local_world=2)
+    assert third.device("auto") == torch.device("cuda", 1)
+    assert third.device("cpu") == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"found auto for 3 process\(es\) and 2 GPU\(s\)"):
+        Place(rank=0, world=3, local_rank=0, local_world=3).device("auto")
+
+
+def test_data_that_does_not_fit() -> None:
+    with pytest.raises(ConfigError, match=r"data\.classes: found 7, accepted is 10 for digits"):
+        planned("data.classes=7").data()
+    with pytest.raises(DataError, match=r"data\.root: not given"):
+        planned("data=cifar10").data()
+
+
+def test_an_error_alone_is_the_error_of_all() -> None:
+    with pytest.raises(PetraError, match="file x"), together():
+        raise DataError("file x")
+
+
+def launched(processes: int, *overrides: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """One run of launch.train, by torchrun unless alone; its whole process group is gone afterwards."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
+    command = [sys.executable, *torchrun, "-m", "launch.train", *overrides]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    """What doesn't depend on the clock."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key not in ("seconds", "images_per_second")} for row in rows]
+
+
+def test_two_processes_give_the_numbers_of_one_and_leave_all_records(tmp_path: Path) -> None:
+    for processes in (1, 2):
+        done = launched(processes, *TINY, f"run_dir={tmp_path}/{processes}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("epoch 1/1: loss ") == 1
+    assert metrics(tmp_path / "1") == metrics(tmp_path / "2")
+    assert len(metrics(tmp_path / "1")) == 1
+
+    folder = tmp_path / "2"
+    assert {p.name for p in folder.iterdir()} == {"config.yaml", "metrics.jsonl", "summary.json", "curves.png"}
+    assert {p.name for p in tmp_path.iterdir()} == {"1", "2"}
+    summary = json.loads((folder / "summary.json").read_text())
+    found = {key: summary[key] for key in ("method", "delay", "model", "stages", "processes", "transport", "k", "epochs")}
+    assert found == dict(method="petra", delay=2, model="revnet18", stages=10, processes=2, transport="lockstep", k=4, epochs=1)
+    assert {"parameters", "microbatches", "train_loss", "test_accuracy", "images_per_second", "seconds"} <= summary.keys()
+    assert summary["microbatches"] == 8
+    assert len(summary["peak_memory_bytes"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["k=0"], "error: k: found 0, accepted are integers >= 1"),
+        (["model=revnet99"], "Could not find 'model/revnet99'"),
+        (["data=cifar10", "data.root=nowhere"], "data_batch_1: can't be read"),
+    ],
+    ids=["value", "composition", "data"],
+)
+def test_an_error_is_told_once_under_torchrun(overrides: list[str], message: str, tmp_path: Path) -> None:
+    failed = launched(2, *TINY, *overrides, cwd=tmp_path, timeout=60)
+    assert failed.returncode != 0
+    assert failed.stderr.count(message) == 1
+    assert "launch/" not in failed.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_alone_is_one_line_and_status_2(tmp_path: Path) -> None:
+    failed = launched(1, "k=0", cwd=tmp_path, timeout=60)
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert failed.stderr == "error: k: found 0, accepted are integers >= 1\n"

@@ -1,0 +1,134 @@
+"""Learning rate, optimizer, records, progress, and epochs over a small pipeline."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from petra import ConfigError, Pipeline, TensorSpec
+from petra.analysis.plots import curves
+from petra.data import EvalStream, TrainStream, load_dataset
+from petra.models import resnet18
+from petra.training import JsonLines, Lines, Schedule, Trainer, new_run_folder, peak_memory, peak_rate, sgd, write_json
+
+
+def test_peak_rate_of_the_paper() -> None:
+    assert peak_rate(0.1, batch_size=64, k=1) == 0.1 * 64 / 256
+    assert peak_rate(0.1, batch_size=64, k=32) == pytest.approx(0.8)
+
+
+def test_schedule_warms_up_linearly_then_steps_down() -> None:
+    rate = Schedule(peak=0.8, microbatches_per_epoch=10, warmup_epochs=2, milestones=[3, 5], gamma=0.1)
+    assert [rate(t) for t in (1, 5, 20)] == pytest.approx([0.8 / 20, 0.8 / 4, 0.8])
+    assert [rate(t) for t in (21, 30)] == [0.8, 0.8]
+    assert [rate(t) for t in (31, 50, 51, 500)] == pytest.approx([0.08, 0.08, 0.008, 0.008])
+
+
+def test_schedule_without_warmup_starts_at_the_peak() -> None:
+    assert Schedule(peak=0.5, microbatches_per_epoch=10)(1) == 0.5
+
+
+def test_a_milestone_within_the_warmup_scales_the_ramp() -> None:
+    rate = Schedule(peak=1.0, microbatches_per_epoch=10, warmup_epochs=4, milestones=[1])
+    assert [rate(10), rate(11), rate(40)] == pytest.approx([10 / 40, 0.1 * 11 / 40, 0.1])
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [({"peak": -1.0}, "lr"), ({"warmup_epochs": -1}, "warmup_epochs"), ({"gamma": 2.0}, "gamma")]
+    + [({"milestones": m}, "milestones") for m in ([3, 2], [2, 2], [0, 1])],
+)
+def test_schedule_refuses(values: dict[str, object], key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"optim\.{key}: found .*, accepted are"):
+        Schedule(**({"peak": 0.1, "microbatches_per_epoch": 10} | values))
+
+
+def test_sgd_decays_weights_only() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2))
+    decayed, plain = sgd(module, weight_decay=0.01).param_groups
+    assert [decayed["weight_decay"], plain["weight_decay"]] == [0.01, 0.0]
+    assert {p.dim() for p in decayed["params"]} == {4, 2}
+    assert {p.dim() for p in plain["params"]} == {1}
+    assert len(decayed["params"]) + len(plain["params"]) == len(list(module.parameters()))
+
+
+def test_sgd_of_a_module_without_biases_and_with_frozen_parameters() -> None:
+    module = nn.Linear(3, 2)
+    module.bias.requires_grad_(False)
+    (group,) = sgd(module).param_groups
+    assert group["params"][0] is module.weight
+
+
+def test_sgd_steps_as_the_plain_optimizer() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(4, 3, 3, 3).to(memory_format=torch.channels_last)
+    module = nn.Conv2d(3, 4, 3, bias=False).to(memory_format=torch.channels_last)
+    module.weight.data.copy_(weight)
+    expected = nn.Parameter(weight.contiguous())
+    plain = torch.optim.SGD([expected], lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4, foreach=False)
+    optimizer = sgd(module)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    for _ in range(3):
+        gradient = torch.randn_like(expected)
+        expected.grad, module.weight.grad = gradient, gradient.to(memory_format=torch.channels_last)
+        plain.step()
+        optimizer.step()
+    torch.testing.assert_close(module.weight, expected, rtol=0, atol=1e-6)
+
+
+def test_run_folder_is_new_or_empty(tmp_path: Path) -> None:
+    folder = new_run_folder(tmp_path / "runs" / "a")
+    assert new_run_folder(folder) == folder
+    write_json(folder / "summary.json", {"k": 1})
+    assert json.loads((folder / "summary.json").read_text()) == {"k": 1}
+    assert [path.name for path in folder.iterdir()] == ["summary.json"]
+    with pytest.raises(ConfigError, match="run_dir: found files in"):
+        new_run_folder(folder)
+    with pytest.raises(ConfigError, match="can't be made"):
+        new_run_folder(folder / "summary.json" / "below")
+
+
+def test_peak_memory_counts_what_was_held() -> None:
+    before = peak_memory(torch.device("cpu"))
+    size = before + 2**25
+    torch.ones(size, dtype=torch.uint8)
+    assert size <= peak_memory(torch.device("cpu")) < before + size + 2**28
+
+
+def test_trainer_records_every_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dataset = load_dataset("synthetic", images=40, classes=4)
+    train, test = TrainStream(dataset, 8, seed=0), EvalStream(dataset, 8)
+    rate = Schedule(peak=0.05, microbatches_per_epoch=train.batches_per_epoch, milestones=[1])
+    pipeline = Pipeline(
+        resnet18(classes=4, width=1 / 16),
+        TensorSpec((8, 3, 32, 32), torch.float32),
+        method="backprop",
+        k=2,
+        stages=2,
+        optimizer=partial(sgd, weight_decay=1e-4),
+        learning_rate=rate,
+    )
+    progress = Lines(2, train.batches_per_epoch, rate)
+    progress.seconds = 0.0
+    log = JsonLines(tmp_path / "metrics.jsonl")
+    history = Trainer(pipeline, train, test, rate, loggers=[log], progress=progress).fit(2)
+    log.close()
+
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [vars(row) for row in history]
+    assert [(row["epoch"], row["microbatches"]) for row in rows] == [(1, 5), (2, 10)]
+    assert [row["learning_rate"] for row in rows] == pytest.approx([0.05, 0.005])
+    assert all(0 <= row["test_accuracy"] <= 1 and row["seconds"] > 0 for row in rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 * (5 + 1)
+    assert lines[0].startswith("epoch 1/2, 1/5: loss ")
+    assert lines[-1].startswith("epoch 2/2: loss ")
+
+    curves(rows, tmp_path / "curves.png", "two epochs")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
