@@ -77,7 +77,9 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
     model, inputs, stages = build(options)
     stream = Noise(inputs)
     pipelines = {
-        name: Pipeline(model, inputs, method=method, stages=stages, transport=transport, k=options.k, optimizer=sgd)
+        name: Pipeline(
+            model, inputs, method=method, stages=stages, transport=transport, k=options.k, optimizer=sgd, channels_last=True
+        )
         for name, (method, transport) in METHODS.items()
     }
     figures: dict[str, list[float]] = {name: [] for name in [*METHODS, "compute"]}
@@ -110,7 +112,8 @@ def compute(pipeline: Pipeline, stream: Noise, rank: int, microbatches: int) -> 
     Both processes do this at the same time, so that they share caches and memory as they do in the pipeline.
     """
     worker = pipeline.workers[rank]
-    stage, (x1, x2) = worker.stage, torch.randn(2, *_stream_shape(pipeline))
+    stage = worker.stage
+    x1, x2 = (t.contiguous(memory_format=torch.channels_last) for t in torch.randn(2, *_stream_shape(pipeline)))
     x = (stream.inputs(0),) if rank == 0 else (x1, x2)
     start = time.perf_counter()
     for m in range(microbatches):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from petra.errors import ConfigError, PetraError
 
-PATIENCE = 10.0
+PATIENCE = 30.0
 """Seconds for which a failing process lets the first one fail before it: torchrun stops all the others as soon as one has."""
 
 

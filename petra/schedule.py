@@ -10,6 +10,7 @@ Four stages, d = 2 (PETRA), one column per tick, F before B in each; stage j run
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from heapq import heappop, heappush
@@ -81,32 +82,32 @@ def timetable(orders: Sequence[Iterable[tuple[Op, int]]], boundary_delays: Seque
     free_from = [0] * stages
     forward_from = [0] * stages
     in_flight: list[set[int]] = [set() for _ in range(stages)]
-    arrived: dict[tuple[Op, int, int], int] = {}  # (op, receiving stage, microbatch) -> first round it can be used in
-    waiting = {(op, j): 0 for op in Op for j in range(stages)}  # messages not yet taken in by stage j
+    # Per operation and receiving stage: the microbatches sent to it and not yet taken in, each with the first round for its use.
+    inbox: dict[Op, list[deque[tuple[int, int]]]] = {op: [deque() for _ in orders] for op in Op}
     queue: list[tuple[int, int]] = []
     queued = [False] * stages
 
-    def receiver(op: Op, stage: int) -> int | None:
-        other = stage + 1 if op is Op.FORWARD else stage - 1
-        return other if 0 <= other < stages else None
-
-    def latency(stage: int, other: int) -> int:
-        return max(1, boundary_delays[min(stage, other)])
-
     def enqueue(stage: int) -> None:
+        """Puts a stage's next step into the queue if its message is on the way and what it sends has room."""
         head = heads[stage]
         if head is None or queued[stage]:
             return
         op, m = head
-        if op is Op.BACKWARD and m not in in_flight[stage]:
-            raise ScheduleError(f"stage {stage + 1}: backward of microbatch {m} comes before its forward")
-        from_outside = stage == 0 if op is Op.FORWARD else stage == stages - 1
-        if not from_outside and (op, stage, m) not in arrived:
+        earliest = free_from[stage]
+        if op is Op.FORWARD:
+            from_outside, receiver = stage == 0, stage + 1
+            earliest = max(earliest, forward_from[stage])
+        else:
+            from_outside, receiver = stage == stages - 1, stage - 1
+            if m not in in_flight[stage]:
+                raise ScheduleError(f"stage {stage + 1}: backward of microbatch {m} comes before its forward")
+        if not from_outside:
+            messages = inbox[op][stage]
+            if not messages or messages[0][0] != m:
+                return
+            earliest = max(earliest, messages[0][1])
+        if 0 <= receiver < stages and len(inbox[op][receiver]) > boundary_delays[min(stage, receiver)]:
             return
-        other = receiver(op, stage)
-        if other is not None and waiting[op, other] > boundary_delays[min(stage, other)]:
-            return
-        earliest = max(free_from[stage], arrived.get((op, stage, m), 0), forward_from[stage] if op is Op.FORWARD else 0)
         heappush(queue, (earliest, stage))
         queued[stage] = True
 
@@ -119,17 +120,17 @@ def timetable(orders: Sequence[Iterable[tuple[Op, int]]], boundary_delays: Seque
         now = max(now, earliest)
         op, m = heads[stage]  # type: ignore[misc]
         yield Step(now, stage, op, m)
-        if arrived.pop((op, stage, m), None) is not None:
-            waiting[op, stage] -= 1
+        if inbox[op][stage]:
+            inbox[op][stage].popleft()
         if op is Op.FORWARD:
             in_flight[stage].add(m)
             forward_from[stage] = now + 2
+            receiver = stage + 1
         else:
             in_flight[stage].remove(m)
-        other = receiver(op, stage)
-        if other is not None:
-            arrived[op, other, m] = now + latency(stage, other)
-            waiting[op, other] += 1
+            receiver = stage - 1
+        if 0 <= receiver < stages:
+            inbox[op][receiver].append((m, now + max(1, boundary_delays[min(stage, receiver)])))
         free_from[stage] = now + 1
         heads[stage] = next(pending[stage], None)
         for neighbour in (stage, stage - 1, stage + 1):

@@ -193,7 +193,7 @@ def test_two_processes_give_the_numbers_of_one_and_leave_all_records(tmp_path: P
     ids=["value", "composition", "data"],
 )
 def test_an_error_is_told_once_under_torchrun(overrides: list[str], message: str, tmp_path: Path) -> None:
-    failed = launched(2, *TINY, *overrides, cwd=tmp_path, timeout=60)
+    failed = launched(2, *overrides, cwd=tmp_path, timeout=60)
     assert failed.returncode != 0
     assert failed.stderr.count(message) == 1
     assert "launch/" not in failed.stderr

@@ -14,7 +14,7 @@ from petra import ConfigError, Pipeline, TensorSpec
 from petra.analysis.plots import curves
 from petra.data import EvalStream, TrainStream, load_dataset
 from petra.models import resnet18
-from petra.training import JsonLines, Lines, Schedule, Trainer, new_run_folder, peak_memory, peak_rate, sgd, write_json
+from petra.training import Bar, JsonLines, Lines, Schedule, Trainer, new_run_folder, peak_memory, peak_rate, sgd, write_json
 
 
 def test_peak_rate_of_the_paper() -> None:
@@ -99,6 +99,16 @@ def test_peak_memory_counts_what_was_held() -> None:
     size = before + 2**25
     torch.ones(size, dtype=torch.uint8)
     assert size <= peak_memory(torch.device("cpu")) < before + size + 2**28
+
+
+def test_bar_shows_the_epoch_under_way(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = Bar(epochs=3, microbatches=10, learning_rate=lambda t: 0.1 * t)
+    bar.seconds = 0.0
+    bar.start(2, clock=10)
+    bar.microbatch(torch.tensor([8, 4.0, 6], dtype=torch.float64))  # images, summed loss, correct
+    assert "epoch 2/3 " in (shown := capsys.readouterr().out.split("\r")[-1])
+    assert "1/10, loss 0.5000, accuracy 75.00%" in shown
+    assert shown.rstrip().endswith("learning rate 1.1")
 
 
 def test_trainer_records_every_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,7 +82,7 @@ class Coupling(ReversibleBlock):
 
 
 class TwoFunctionCoupling(ReversibleBlock):
-    """RevNet's block: y1 = x1 + F(x2), y2 = x2 + G(y1) (Gomez et al. 2017, section 3.1): two of PETRA's blocks, one after the other."""
+    """RevNet's block: y1 = x1 + F(x2), y2 = x2 + G(y1) (Gomez et al. 2017, section 3.1); two of PETRA's, one after the other."""
 
     def __init__(self, f: nn.Module, g: nn.Module) -> None:
         super().__init__()

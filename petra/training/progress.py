@@ -82,13 +82,12 @@ class Bar(Progress):
             leave=False,
             dynamic_ncols=True,
             file=sys.stdout,
-            bar_format="{desc} {bar} {n_fmt}/{total_fmt} {postfix}",
+            bar_format="{desc} {bar} {n_fmt}/{total_fmt}{postfix}",
         )
 
     def show(self, means: str) -> None:
-        self._bar.set_postfix_str(means, refresh=False)
-        self._bar.update(self.done - self._bar.n)
-        self._bar.refresh()
+        self._bar.n = self.done
+        self._bar.set_postfix_str(means)
 
     def end(self, row: Mapping[str, float]) -> None:
         self._bar.close()
