@@ -132,11 +132,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=8, help="reversible blocks of a stage")
     parser.add_argument("--channels", type=int, default=64)
-    parser.add_argument("--size", type=int, default=16, help="pixels of a side")
+    parser.add_argument("--size", type=int, default=8, help="pixels of a side")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--k", type=int, default=4, help="microbatches per update")
     parser.add_argument("--microbatches", type=int, default=14, help="of one round of one method")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--out", help="JSON file to write")
     options = parser.parse_args()
 

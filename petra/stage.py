@@ -151,7 +151,7 @@ class Stage:
         k: microbatches per update; gradients are accumulated as their average.
         autocast: bf16 or fp16 compute, or none.
         returns_input: whether the stage before needs x̃ to reconstruct.
-        channels_last: memory format of 4-d streams that leave the stage.
+        channels_last: memory format of 4-d streams.
     """
 
     def __init__(
@@ -192,8 +192,8 @@ class Stage:
     def forward(self, m: int, x: Streams) -> Streams:
         """F of microbatch m: the stage's output, detached."""
         for runner in self.runners:
-            x = runner.forward(m, x)
-        return self._contiguous(x)
+            x = self._contiguous(runner.forward(m, x))
+        return x
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams]:
         """B of microbatch m: adds 1/k of the parameters' gradients to ``.grad`` and returns (x̃, δ) of the stage's input.
@@ -204,15 +204,16 @@ class Stage:
         """
         for runner in reversed(self.runners):
             y, dy, gradients = runner.backward(m, y, dy)
+            dy = self._contiguous(dy)
             if gradients:
                 torch._foreach_add_([p.grad for p in gradients], list(gradients.values()), alpha=1 / self.k)  # type: ignore[misc]
-        return self._contiguous(y) if self.returns_input else (), self._contiguous(dy)
+        return self._contiguous(y) if self.returns_input else (), dy
 
     def evaluate(self, x: Streams) -> Streams:
         """A forward for evaluation: running statistics used, nothing held."""
         for runner in self.runners:
-            x = runner.evaluate(x)
-        return self._contiguous(x)
+            x = self._contiguous(runner.evaluate(x))
+        return x
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -234,7 +235,7 @@ class Stage:
         return sum(held.bytes() for runner in self.runners for held in runner.held.values())
 
     def _contiguous(self, streams: Streams) -> Streams:
-        """The same layout on every path, so that results don't depend on which process a stage runs in."""
+        """The same layout on every path, so that results don't depend on how the model is cut; a no-op where it is that already."""
         return tuple(
             t.contiguous(memory_format=torch.channels_last if self.channels_last and t.dim() == 4 else torch.contiguous_format)
             for t in streams
