@@ -21,7 +21,7 @@ from petra.pipeline import Pipeline, TransportName
 from petra.streams import TensorSpec
 from petra.training import Schedule, WandbLogger, peak_rate, sgd
 
-PRECISIONS = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = {"float32": None, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)

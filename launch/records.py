@@ -39,10 +39,11 @@ class Records:
         for logger in self.loggers:
             logger.close()
         title = f"{summary['model']}, {summary['method']} (d = {summary['delay']}), {summary['stages']} stages"
-        curves([asdict(row) for row in history], self.folder / "curves.png", title)
+        curves({"": [asdict(row) for row in history]}, self.folder / "curves.png", title)
         write_json(self.folder / "summary.json", summary)
         print(
-            f"test accuracy {summary['test_accuracy']:.2%} after {summary['seconds']:.0f} s; records in {self.folder}", flush=True
+            f"test accuracy {summary['test_accuracy']:.2%} after {summary['wall_seconds']:.0f} s; records in {self.folder}",
+            flush=True,
         )
 
 
@@ -71,7 +72,7 @@ def summarise(plan: Plan, pipeline: Pipeline, history: Sequence[Epoch], memory: 
         "test_accuracy": last.test_accuracy,
         "images_per_second": harmonic_mean([row.images_per_second for row in history]),
         "peak_memory_bytes": list(memory),
-        "seconds": seconds,
+        "wall_seconds": seconds,
         "seed": plan.config.seed,
         "torch": torch.__version__,
     }

@@ -51,7 +51,7 @@ class Pipeline:
         loss: mean loss of (output, targets).
         metrics: named sums over samples.
         seed: of the weights and of random numbers inside blocks.
-        autocast: bf16 or fp16 compute with float32 streams, or none.
+        autocast: compute in this type (bf16) with float32 streams, or none.
         transport: ``auto`` takes ``local`` in one process, ``lockstep`` where d = 2 at every boundary, ``edge`` elsewhere.
 
     Raises:

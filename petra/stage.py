@@ -149,7 +149,7 @@ class Stage:
         first_block: index of the first block in the model; the run's seed, it and the microbatch give a block's random numbers, so
             they don't depend on how the model is cut.
         k: microbatches per update; gradients are accumulated as their average.
-        autocast: bf16 or fp16 compute, or none.
+        autocast: compute in this type (bf16), or none.
         returns_input: whether the stage before needs x̃ to reconstruct.
         channels_last: memory format of 4-d streams.
     """

@@ -140,5 +140,5 @@ def test_trainer_records_every_epoch(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert lines[0].startswith("epoch 1/2, 1/5: loss ")
     assert lines[-1].startswith("epoch 2/2: loss ")
 
-    curves(rows, tmp_path / "curves.png", "two epochs")
+    curves({"": rows}, tmp_path / "curves.png", "two epochs")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,67 @@
+"""Runs side by side: a table of their results, and their curves in one picture.
+
+``python -m launch.compare runs/a runs/b --out compare.png``
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from petra.analysis.plots import curves
+from petra.errors import ConfigError, PetraError
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Prints a Markdown table of run folders, finished or not, and draws them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders")
+    parser.add_argument("--out", type=Path, help="PNG file to draw")
+    options = parser.parse_args(arguments)
+    try:
+        histories = {folder.name: history(folder) for folder in options.runs}
+    except PetraError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(
+        "| run | method | d | k | epochs | train loss | test loss | test accuracy | best |\n|---|---|---|---|---|---|---|---|---|"
+    )
+    for folder, rows in zip(options.runs, histories.values(), strict=True):
+        config, last = OmegaConf.load(folder / "config.yaml"), rows[-1]
+        cells = (
+            folder.name,
+            config.method.name,
+            config.method.delay,
+            config.k,
+            f"{last['epoch']} of {config.trainer.epochs}",
+            f"{last['train_loss']:.4f}",
+            f"{last['test_loss']:.4f}",
+            f"{last['test_accuracy']:.2%}",
+            f"{max(row['test_accuracy'] for row in rows):.2%}",
+        )
+        print("| " + " | ".join(map(str, cells)) + " |")
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        curves(histories, options.out, "")
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl.
+
+    Raises:
+        ConfigError: no run folder, or one without a finished epoch.
+    """
+    path = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if not rows:
+        raise ConfigError(f"{path}: found no finished epoch, accepted is the folder of a run that has one")
+    return rows
+
+
+if __name__ == "__main__":
+    main()
