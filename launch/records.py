@@ -50,9 +50,11 @@ class Records:
 def headline(plan: Plan, pipeline: Pipeline) -> str:
     """What is about to run, in a line."""
     facts = _facts(plan, pipeline)
+    idle = sum(not stages for stages in pipeline.layout.processes)
     return (
         f"{facts['model']} with {facts['parameters']:,} parameters by {facts['method']} (d = {facts['delay']}, k = {facts['k']}): "
         f"{facts['stages']} stages in {facts['processes']} process(es) on {facts['device']}, transport {facts['transport']}"
+        + (f"; {idle} process(es) without a stage stay idle" if idle else "")
     )
 
 

@@ -50,14 +50,11 @@ class Layout:
     """For each process its stages; empty for those beyond the number of stages."""
 
     @staticmethod
-    def plan(
-        model: Model, inputs: TensorSpec, stages: int | Sequence[int] | None, processes: int, costs: Sequence[float] | None = None
-    ) -> Layout:
+    def plan(model: Model, inputs: TensorSpec, stages: int | Sequence[int] | None, processes: int) -> Layout:
         """Balances the FLOPs of stages over processes, and those of blocks over stages if there are fewer stages than blocks.
 
         Args:
             stages: how many; None for one for each block; or the number of blocks in each.
-            costs: of the blocks, instead of their FLOPs.
 
         Raises:
             ConfigError: more processes or stages than blocks.
@@ -69,7 +66,7 @@ class Layout:
         if isinstance(stages, int) and not 1 <= stages <= n:
             raise ConfigError(f"stages: found {stages}, accepted are 1 to {n}, since {model.name} has {n} blocks")
         profiles = model.profile(inputs)
-        costs = [p.flops for p in profiles] if costs is None else costs
+        costs = [profile.flops for profile in profiles]
         if stages is None or isinstance(stages, int):
             blocks = balanced_cut(costs, stages or n)
         else:
