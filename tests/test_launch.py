@@ -82,7 +82,7 @@ def test_precision_and_stages() -> None:
         ("seed=-1", "seed: found -1"),
         ("data.batch_size=0", "data.batch_size: found 0"),
         ("data.images=100", "data.images: found 100, accepted are null for digits"),
-        ("model.name=revnet99", "model.name: found revnet99, accepted are resnet18, revnet18"),
+        ("model.name=revnet99", "model.name: found revnet99, accepted are resnet18, resnet34"),
         ("model.width=0.3", "model.width: found 0.3"),
         ("model.stem=big", "model.stem: found 'big'"),
         ("method.delay=-1", "method.delay: found -1"),

@@ -4,6 +4,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from petra import METHODS, BlockSpec, ConfigError, Keep, Method, Model, ModelError, Pipeline, TensorSpec, Weights
+from petra.models import MODELS
 from tests.nets import RandomStream, mixed_net
 
 
@@ -95,6 +96,22 @@ def test_one_stage_is_plain_training(delay: int) -> None:
         optimizer.step()
     for key, value in pipeline.state_dict().items():
         torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-8, atol=1e-10, msg=key)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["resnet34", "resnet50", "revnet34", "revnet50"])
+def test_every_kind_of_network_gives_its_plain_gradient(name: str, method: str) -> None:
+    model = MODELS[name](classes=5, width=1 / 32)
+    double = Model(name, tuple(BlockSpec(b.name, lambda build=b.build: build().double()) for b in model.blocks))
+    data = RandomStream(batch=2, size=32)
+    pipeline = Pipeline(double, data.spec, method=method, k=2, optimizer=Recorder, seed=3)
+    pipeline.train(data, 2)
+    plain = double.build(3)
+    for m in range(2):
+        (F.cross_entropy(plain(data.inputs(m)), data.targets(m)) / 2).backward()
+    found = [g for worker in pipeline.workers.values() for g in worker.optimizer.gradients]  # type: ignore[union-attr]
+    for (key, p), g in zip(plain.named_parameters(), found, strict=True):
+        torch.testing.assert_close(g, p.grad, rtol=1e-7, atol=1e-9, msg=lambda text, key=key: f"{key}: {text}")
 
 
 def test_evaluation_uses_running_statistics_and_ignores_filling_targets() -> None:

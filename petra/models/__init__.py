@@ -3,9 +3,22 @@
 from collections.abc import Callable
 
 from petra.model import Model
-from petra.models.resnet import resnet18
-from petra.models.revnet import revnet18
+from petra.models.resnet import resnet18, resnet34, resnet50, resnet101
+from petra.models.revnet import revnet18, revnet34, revnet50, revnet101
 
-MODELS: dict[str, Callable[..., Model]] = {"resnet18": resnet18, "revnet18": revnet18}
+MODELS: dict[str, Callable[..., Model]] = {
+    build.__name__: build for build in (resnet18, resnet34, resnet50, resnet101, revnet18, revnet34, revnet50, revnet101)
+}
+"""By name; all take ``classes``, ``width`` and ``stem``."""
 
-__all__ = ["MODELS", "resnet18", "revnet18"]
+__all__ = [
+    "MODELS",
+    "resnet18",
+    "resnet34",
+    "resnet50",
+    "resnet101",
+    "revnet18",
+    "revnet34",
+    "revnet50",
+    "revnet101",
+]

@@ -53,22 +53,48 @@ class Head(nn.Module):
 
 
 class Residual(NamedTuple):
-    """One row of a network's table of residual blocks."""
+    """One row of a network's table of residual blocks: the sizes of its branch of convolutions."""
 
     name: str
     in_channels: int
+    hidden: int
     channels: int
     stride: int
 
+    @property
+    def bottleneck(self) -> bool:
+        """Whether the branch is 1x1, 3x3, 1x1 instead of 3x3, 3x3 (He et al. 2015, Fig. 5)."""
+        return self.hidden != self.channels
 
-def residuals(repeats: Sequence[int], channels: int) -> Iterator[Residual]:
-    """The residual blocks of a network: channels double, and the image is halved, at each layer after the first."""
+    @property
+    def resizes(self) -> bool:
+        """Whether the output's shape differs from the input's."""
+        return self.stride != 1 or self.in_channels != self.channels
+
+    def convolutions(self) -> list[tuple[int, int, int, int]]:
+        """Channels in and out, kernel size and stride of each convolution of the branch."""
+        if self.bottleneck:
+            return [
+                (self.in_channels, self.hidden, 1, 1),
+                (self.hidden, self.hidden, 3, self.stride),
+                (self.hidden, self.channels, 1, 1),
+            ]
+        return [(self.in_channels, self.channels, 3, self.stride), (self.channels, self.channels, 3, 1)]
+
+
+def residuals(repeats: Sequence[int], channels: int, expansion: int) -> Iterator[Residual]:
+    """The residual blocks of a network: channels double, and the image is halved, at each layer after the first.
+
+    Args:
+        expansion: channels of a block over those of its 3x3 convolutions: 1 for basic blocks, 4 for bottlenecks.
+    """
     in_channels = channels
     for layer, repeat in enumerate(repeats):
-        out_channels = channels << layer
+        hidden = channels << layer
         for i in range(repeat):
-            yield Residual(f"layer{layer + 1}_{i}", in_channels, out_channels, stride=2 if layer and not i else 1)
-            in_channels = out_channels
+            stride = 2 if layer and not i else 1
+            yield Residual(f"layer{layer + 1}_{i}", in_channels, hidden, expansion * hidden, stride)
+            in_channels = expansion * hidden
 
 
 def checked_channels(classes: int, width: float, stem: str) -> int:

@@ -11,17 +11,17 @@ from petra.model import BlockSpec, Model
 from petra.models import layers
 
 
-class BasicBlock(nn.Module):
-    """ReLU(shortcut(x) + branch(x)) with two 3x3 convolutions in the branch (section 3.3, option B, and Fig. 5 left).
+class ResidualBlock(nn.Module):
+    """ReLU(shortcut(x) + branch(x)), basic or bottleneck (section 3.3, option B, and Fig. 5).
 
     (B, in_channels, H, W) -> (B, channels, H/stride, W/stride).
     """
 
-    def __init__(self, in_channels: int, channels: int, stride: int) -> None:
+    def __init__(self, row: layers.Residual) -> None:
         super().__init__()
-        self.branch = nn.Sequential(*layers.conv_bn_relu(in_channels, channels, 3, stride), *layers.conv_bn(channels, channels, 3))
-        same_shape = stride == 1 and in_channels == channels
-        self.shortcut = nn.Identity() if same_shape else layers.conv_bn(in_channels, channels, 1, stride)
+        *inner, last = row.convolutions()
+        self.branch = nn.Sequential(*(layer for sizes in inner for layer in layers.conv_bn_relu(*sizes)), *layers.conv_bn(*last))
+        self.shortcut = layers.conv_bn(row.in_channels, row.channels, 1, row.stride) if row.resizes else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.relu(self.shortcut(x) + self.branch(x), inplace=True)
@@ -34,17 +34,32 @@ def resnet18(classes: int = 10, width: float = 1.0, stem: str = "cifar") -> Mode
     ``stem`` is ``imagenet`` (7x7 at stride 2, then 3x3 max pooling at stride 2) or ``cifar`` (3x3 at stride 1, for
     images of 32x32 pixels). Raises :class:`petra.errors.ConfigError` for arguments out of range.
     """
-    return _resnet("resnet18", (2, 2, 2, 2), classes, width, stem)
+    return _resnet("resnet18", (2, 2, 2, 2), 1, classes, width, stem)
 
 
-def _resnet(name: str, repeats: Sequence[int], classes: int, width: float, stem: str) -> Model:
+def resnet34(classes: int = 10, width: float = 1.0, stem: str = "cifar") -> Model:
+    """ResNet-34 as 18 blocks; otherwise as :func:`resnet18`."""
+    return _resnet("resnet34", (3, 4, 6, 3), 1, classes, width, stem)
+
+
+def resnet50(classes: int = 10, width: float = 1.0, stem: str = "cifar") -> Model:
+    """ResNet-50 as 18 blocks, the residual ones bottlenecks with stride in the 3x3; otherwise as :func:`resnet18`."""
+    return _resnet("resnet50", (3, 4, 6, 3), 4, classes, width, stem)
+
+
+def resnet101(classes: int = 10, width: float = 1.0, stem: str = "cifar") -> Model:
+    """ResNet-101 as 35 blocks; otherwise as :func:`resnet50`."""
+    return _resnet("resnet101", (3, 4, 23, 3), 4, classes, width, stem)
+
+
+def _resnet(name: str, repeats: Sequence[int], expansion: int, classes: int, width: float, stem: str) -> Model:
     channels = layers.checked_channels(classes, width, stem)
-    rows = list(layers.residuals(repeats, channels))
+    rows = list(layers.residuals(repeats, channels, expansion))
     return Model(
         name,
         (
             BlockSpec("stem", partial(layers.stem, stem, channels)),
-            *(BlockSpec(row.name, partial(BasicBlock, row.in_channels, row.channels, row.stride)) for row in rows),
+            *(BlockSpec(row.name, partial(ResidualBlock, row)) for row in rows),
             BlockSpec("head", partial(layers.Head, rows[-1].channels, classes)),
         ),
     )

@@ -26,21 +26,38 @@ class PairStem(nn.Module):
 
 
 class Downsample(nn.Module):
-    """The residual block that halves the image and changes the channels; not reversible.
+    """The basic residual block that halves the image and doubles the channels; not reversible.
 
     x1, x2 of shape (B, in_channels, H, W) -> (h, shortcut(x1) + f(h)), each (B, channels, H/stride, W/stride), where
     h is the first convolution of x2, normalised and rectified: it goes on as the other stream without a shortcut.
     """
 
-    def __init__(self, in_channels: int, channels: int, stride: int) -> None:
+    def __init__(self, row: layers.Residual) -> None:
         super().__init__()
-        self.first = layers.conv_bn_relu(in_channels, channels, 3, stride)
-        self.second = layers.conv_bn_relu(channels, channels, 3)
-        self.shortcut = layers.conv_bn(in_channels, channels, 1, stride)
+        first, second = row.convolutions()
+        self.first = layers.conv_bn_relu(*first)
+        self.second = layers.conv_bn_relu(*second)
+        self.shortcut = layers.conv_bn(row.in_channels, row.channels, 1, row.stride)
 
     def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
         h = self.first(x2)
         return h, self.shortcut(x1) + self.second(h)
+
+
+class BottleneckResize(nn.Module):
+    """The bottleneck block that changes the streams' shape, with a shortcut for each; not reversible.
+
+    (x1, x2) -> (shortcut2(x2), shortcut1(x1) + f(x2)): from (B, in_channels, H, W) to (B, channels, H/stride, W/stride).
+    """
+
+    def __init__(self, row: layers.Residual) -> None:
+        super().__init__()
+        self.f = _branch(row)
+        self.shortcut1 = layers.conv_bn(row.in_channels, row.channels, 1, row.stride)
+        self.shortcut2 = layers.conv_bn(row.in_channels, row.channels, 1, row.stride)
+
+    def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
+        return self.shortcut2(x2), self.shortcut1(x1) + self.f(x2)
 
 
 def revnet18(classes: int = 10, width: float = 1.0, stem: str = "cifar") -> Model:
@@ -51,12 +68,27 @@ def revnet18(classes: int = 10, width: float = 1.0, stem: str = "cifar") -> Mode
 
     Input (B, 3, H, W), output logits (B, ``classes``); the arguments and errors are :func:`petra.models.resnet18`'s.
     """
-    return _revnet("revnet18", (2, 2, 2, 2), classes, width, stem)
+    return _revnet("revnet18", (2, 2, 2, 2), 1, classes, width, stem)
 
 
-def _revnet(name: str, repeats: Sequence[int], classes: int, width: float, stem: str) -> Model:
+def revnet34(classes: int = 10, width: float = 1.0, stem: str = "cifar") -> Model:
+    """RevNet-34 as 18 blocks, of which 13 reversible; otherwise as :func:`revnet18`."""
+    return _revnet("revnet34", (3, 4, 6, 3), 1, classes, width, stem)
+
+
+def revnet50(classes: int = 10, width: float = 1.0, stem: str = "cifar") -> Model:
+    """RevNet-50 as 18 blocks, of which 12 reversible, the residual ones bottlenecks; otherwise as :func:`revnet18`."""
+    return _revnet("revnet50", (3, 4, 6, 3), 4, classes, width, stem)
+
+
+def revnet101(classes: int = 10, width: float = 1.0, stem: str = "cifar") -> Model:
+    """RevNet-101 as 35 blocks, of which 29 reversible; otherwise as :func:`revnet50`."""
+    return _revnet("revnet101", (3, 4, 23, 3), 4, classes, width, stem)
+
+
+def _revnet(name: str, repeats: Sequence[int], expansion: int, classes: int, width: float, stem: str) -> Model:
     channels = layers.checked_channels(classes, width, stem)
-    rows = list(layers.residuals(repeats, channels))
+    rows = list(layers.residuals(repeats, channels, expansion))
     return Model(
         name,
         (
@@ -68,7 +100,10 @@ def _revnet(name: str, repeats: Sequence[int], classes: int, width: float, stem:
 
 
 def _residual(row: layers.Residual) -> nn.Module:
-    if row.stride != 1:
-        return Downsample(row.in_channels, row.channels, row.stride)
-    branch = (layers.conv_bn_relu(row.in_channels, row.channels, 3), layers.conv_bn_relu(row.channels, row.channels, 3))
-    return Coupling(nn.Sequential(*branch[0], *branch[1]))
+    if not row.resizes:
+        return Coupling(_branch(row))
+    return BottleneckResize(row) if row.bottleneck else Downsample(row)
+
+
+def _branch(row: layers.Residual) -> nn.Sequential:
+    return nn.Sequential(*(layer for sizes in row.convolutions() for layer in layers.conv_bn_relu(*sizes)))
