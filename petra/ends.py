@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from petra.stage import loss_and_gradient
-from petra.streams import IGNORED, Message
+from petra.streams import IGNORED, Message, TensorSpec
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(output, targets) → mean over the targets that count."""
@@ -28,8 +28,8 @@ class Stream(Protocol):
 class Source:
     """Upstream of the first stage: hands out inputs, and takes in the reports that come back with the gradients."""
 
-    def __init__(self, device: torch.device, channels_last: bool, on_report: Callable[[Tensor], None]) -> None:
-        self.device, self.on_report = device, on_report
+    def __init__(self, inputs: TensorSpec, device: torch.device, channels_last: bool, on_report: Callable[[Tensor], None]) -> None:
+        self.inputs, self.device, self.on_report = inputs, device, on_report
         self.format = torch.channels_last if channels_last else torch.contiguous_format
         self.stream: Stream | None = None
 
@@ -39,7 +39,9 @@ class Source:
 
     def receive(self, m: int) -> Message:
         assert self.stream is not None
-        x = self.stream.inputs(m).to(self.device, non_blocking=True)
+        x = self.stream.inputs(m)
+        self.inputs.require(x, f"the data of microbatch {m}")
+        x = _moved(x, self.device)
         return ((x.contiguous(memory_format=self.format) if x.dim() == 4 else x,),)
 
 
@@ -77,7 +79,12 @@ class Objective:
 
     def _targets(self, m: int) -> Tensor:
         assert self.stream is not None
-        return self.stream.targets(m).to(self.device, non_blocking=True)
+        return _moved(self.stream.targets(m), self.device)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device; from pinned memory, so that the host does not wait for the copy."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def correct(output: Tensor, targets: Tensor) -> Tensor:

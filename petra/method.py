@@ -63,12 +63,12 @@ class Method:
 
         PETRA: d = 2 at every boundary, so τ_j = 2(J − j) (PETRA, section 3.2).
         """
-        if self.fill:
-            return (k - 1,) * stages
         if isinstance(self.delay, tuple) and len(self.delay) != stages - 1:
             raise ConfigError(
                 f"method.delay: found {len(self.delay)} delays, accepted are one, or {stages - 1} for {stages} stages"
             )
+        if self.fill:
+            return (k - 1,) * stages
         between = self.boundary_delays(stages - 1)
         return tuple(sum(between[j : stages - 1]) for j in range(stages))
 

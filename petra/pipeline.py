@@ -17,7 +17,7 @@ from petra.errors import ConfigError, ModelError
 from petra.method import METHODS, Keep, Method
 from petra.model import Model
 from petra.partition import Layout
-from petra.schedule import Op, Step, evaluation_order, timetable, training_order
+from petra.schedule import Op, Step, check, evaluation_order, timetable, training_order
 from petra.stage import Stage
 from petra.streams import TensorSpec
 from petra.transport import EdgeTransport, LockstepTransport, MessageSpec, Packing, Port, local_boundary
@@ -76,7 +76,7 @@ class Pipeline:
         device: torch.device | str = "cpu",
         transport: TransportName = "auto",
     ) -> None:
-        if k < 1:
+        if not isinstance(k, int) or k < 1:
             raise ConfigError(f"k: found {k}, accepted are integers >= 1")
         if isinstance(method, str):
             if method not in METHODS:
@@ -94,7 +94,7 @@ class Pipeline:
         self.boundary_delays = method.boundary_delays(count - 1)[: count - 1]
         self.transport_name = self._choose(transport)
         self._learning_rate, self._optimizer = learning_rate, optimizer
-        self._source = Source(self.device, channels_last, self._report)
+        self._source = Source(inputs, self.device, channels_last, self._report)
         self._objective = Objective(self.device, loss, self.metrics)
         self._totals = torch.zeros(2 + len(self.metrics), dtype=torch.float64, device=self.device)
         self._on_microbatch: Callable[[Tensor], None] | None = None
@@ -103,6 +103,8 @@ class Pipeline:
         specs = [self._boundary(j, keeps[j][-1], channels_last) for j in range(count - 1)]
         if self.world > 1:
             self._agree(specs)
+        ahead = 2 * max(self.delays) + 2 * k + 2  # microbatches enough for a full line, an update and the drain
+        check([training_order(delay, 0, ahead, self._flush_every) for delay in self.delays], self.boundary_delays)
         self.stages = {
             j: Stage(
                 [model.build_block(b, seed).to(self.device).train() for b in self.layout.stages[j]],
@@ -134,8 +136,8 @@ class Pipeline:
         self._source.stream = self._objective.stream = stream
         self._on_microbatch = on_microbatch
         self._totals.zero_()
-        flush = self.k if self.method.flush else None
-        orders = [training_order(delay, self.clock, self.clock + microbatches, flush) for delay in self.delays]
+        stop = self.clock + microbatches
+        orders = [training_order(delay, self.clock, stop, self._flush_every) for delay in self.delays]
         for step in self._walk(orders, microbatches, (Op.FORWARD, Op.BACKWARD)):
             self.workers[step.stage].do(step.op, step.microbatch)
         self.clock += microbatches
@@ -154,6 +156,10 @@ class Pipeline:
             stage.module.train()
         last = next(r for r, stages in enumerate(self.layout.processes) if len(self.layout.stages) - 1 in stages)
         return self._result(self._objective.totals, source=last)
+
+    @property
+    def _flush_every(self) -> int | None:
+        return self.k if self.method.flush else None
 
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers of this process's blocks, under the keys of :class:`petra.model.Chain`."""
@@ -221,13 +227,30 @@ class Pipeline:
         return (streams,), (streams if keep is Keep.NOTHING else (), streams, (report,))
 
     def _agree(self, specs: list[tuple[MessageSpec, MessageSpec]]) -> None:
-        """Both ends of each boundary between processes must expect the same messages.
+        """All processes must run the same settings, and both ends of each boundary between them expect the same messages.
 
         Raises:
-            ModelError: on every process, if any two don't; it names both stages.
+            ConfigError: on a GPU, a process group that isn't bound to it.
+            ConfigError, ModelError: on every process, if any two disagree; it names the processes, or both stages.
         """
-        views: list[list[tuple[MessageSpec, MessageSpec]]] = [[]] * self.world
-        dist.all_gather_object(views, specs)
+        if self.device.type == "cuda" and getattr(dist.group.WORLD, "bound_device_id", None) is None:
+            raise ConfigError(
+                "init_process_group: found no device_id, accepted is backend='cpu:gloo,cuda:nccl' with device_id=<its GPU>"
+            )
+        settings = {
+            "k": self.k,
+            "method": self.method,
+            "transport": self.transport_name,
+            "stages": self.layout.stages,
+            "processes": self.layout.processes,
+        }
+        gathered: list[tuple[dict[str, object], list[tuple[MessageSpec, MessageSpec]]]] = [({}, [])] * self.world
+        dist.all_gather_object(gathered, (settings, specs))
+        for rank, (others, _) in enumerate(gathered):
+            for key, value in gathered[0][0].items():
+                if others[key] != value:
+                    raise ConfigError(f"{key}: found {others[key]} in process {rank}, accepted is {value} as in process 0")
+        views = [view for _, view in gathered]
         for rank, (stages, after) in enumerate(pairwise(self.layout.processes)):
             if not after:
                 return
@@ -278,7 +301,12 @@ class Pipeline:
             return None
         between = [stages[-1] for stages, after in pairwise(self.layout.processes) if after]
         boundaries = [
-            (Packing(specs[j][0], self.device), Packing(specs[j][1], self.device), self.boundary_delays[j]) for j in between
+            (
+                Packing(specs[j][0], self.device, f"the message of stage {j + 1} to stage {j + 2}"),
+                Packing(specs[j][1], self.device, f"the message of stage {j + 2} to stage {j + 1}"),
+                self.boundary_delays[j],
+            )
+            for j in between
         ]
         if self.transport_name == "lockstep":
             return LockstepTransport(boundaries, self.layout.processes)

@@ -12,7 +12,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.func import functional_call
 
 from petra.method import Keep, Weights
-from petra.reversible import Gradients, ReversibleBlock, derive_seed, frozen_statistics, seeded
+from petra.reversible import Gradients, ReversibleBlock, derive_seed, frozen_statistics, seeded, unchanged
 from petra.streams import Streams, as_streams, detached
 
 Stash = dict[str, Tensor]
@@ -50,7 +50,7 @@ class BlockRunner:
         stashed: bool,
         seed: int,
         input_needs_gradient: bool,
-        autocast: Callable[[], AbstractContextManager[object]],
+        autocast: torch.dtype | None,
     ) -> None:
         self.module, self.keep, self.stashed, self.seed = module, keep, stashed, seed
         self.input_needs_gradient, self.autocast = input_needs_gradient, autocast
@@ -69,7 +69,7 @@ class BlockRunner:
         with torch.no_grad(), frozen_statistics(self.module):
             y = self._evaluate(m, x, weights)
         if self.keep is Keep.INPUT:
-            self.held[m] = Held(inputs=x, weights=weights)
+            self.held[m] = Held(tuple(_alone(t) for t in x), weights=weights)
         elif weights is not None:
             self.held[m] = Held(weights=weights)
         return y
@@ -83,7 +83,7 @@ class BlockRunner:
         held = self.held.pop(m, Held())
         if self.keep is Keep.NOTHING:
             assert isinstance(self.module, ReversibleBlock)
-            with self.autocast():
+            with self._autocast(y[0]):
                 if held.weights is None:
                     return self.module.inverse_vjp((y[0], y[1]), (dy[0], dy[1]), seed=self._seed(m))
                 # PETRA's Table 4, fourth row: reconstruct with current weights, differentiate the stashed ones.
@@ -96,8 +96,8 @@ class BlockRunner:
 
     @torch.no_grad()
     def evaluate(self, x: Streams) -> Streams:
-        with self.autocast():
-            return self._in_full(as_streams(self.module(*x)))
+        with self._autocast(x[0]):
+            return self._in_full(as_streams(self.module(*x)), x[0])
 
     def weights_changed(self) -> None:
         self._stash = None
@@ -105,10 +105,10 @@ class BlockRunner:
     def _evaluate(self, m: int, x: Streams, weights: Stash | None) -> Streams:
         reversible = isinstance(self.module, ReversibleBlock)
         arguments = {"seed": self._seed(m)} if reversible else {}
-        with self.autocast(), nullcontext() if reversible else seeded(self._seed(m), x[0].device):
-            if weights is None:
-                return self._in_full(as_streams(self.module(*x, **arguments)))
-            return self._in_full(as_streams(functional_call(self.module, weights, x, arguments)))
+        random = nullcontext() if reversible else seeded(self._seed(m), x[0].device)
+        with self._autocast(x[0]), unchanged(x, self.module), random:
+            y = self.module(*x, **arguments) if weights is None else functional_call(self.module, weights, x, arguments)
+            return self._in_full(as_streams(y), x[0])
 
     def _differentiate(self, held: Held, dy: Streams) -> tuple[Streams, Streams, Gradients]:
         wanted = [t for t in held.inputs if t.requires_grad]
@@ -133,10 +133,14 @@ class BlockRunner:
     def _seed(self, m: int) -> int:
         return derive_seed(self.seed, m)
 
-    @staticmethod
-    def _in_full(streams: Streams) -> Streams:
-        """Streams stay in float32 under autocast: reconstruction subtracts what forward added."""
-        return tuple(t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in streams)
+    def _autocast(self, x: Tensor) -> AbstractContextManager[object]:
+        # Casts cached in a forward without graph would cut the graph of the next evaluation.
+        return nullcontext() if self.autocast is None else torch.autocast(x.device.type, self.autocast, cache_enabled=False)
+
+    def _in_full(self, streams: Streams, x: Tensor) -> Streams:
+        """Streams keep their type under autocast: reconstruction subtracts what forward added."""
+        full = x.dtype if x.is_floating_point() else torch.get_default_dtype()
+        return tuple(t.to(full) if t.dtype == self.autocast else t for t in streams)
 
 
 class Stage:
@@ -169,11 +173,6 @@ class Stage:
     ) -> None:
         self.module = nn.ModuleList(blocks)
         self.k, self.returns_input, self.channels_last = k, returns_input, channels_last
-        device = next((p.device.type for p in self.module.parameters()), "cpu")
-
-        def context() -> AbstractContextManager[object]:
-            return nullcontext() if autocast is None else torch.autocast(device, autocast, cache_enabled=False)
-
         self.runners = [
             BlockRunner(
                 block,
@@ -181,7 +180,7 @@ class Stage:
                 stashed=weights is Weights.STASHED,
                 seed=derive_seed(seed, first_block + i),
                 input_needs_gradient=first_block + i > 0,
-                autocast=context,
+                autocast=autocast,
             )
             for i, (block, keep) in enumerate(zip(blocks, keeps, strict=True))
         ]
@@ -204,10 +203,10 @@ class Stage:
         """
         for runner in reversed(self.runners):
             y, dy, gradients = runner.backward(m, y, dy)
-            dy = self._contiguous(dy)
+            y, dy = self._contiguous(y), self._contiguous(dy)
             if gradients:
                 torch._foreach_add_([p.grad for p in gradients], list(gradients.values()), alpha=1 / self.k)  # type: ignore[misc]
-        return self._contiguous(y) if self.returns_input else (), dy
+        return y if self.returns_input else (), dy
 
     def evaluate(self, x: Streams) -> Streams:
         """A forward for evaluation: running statistics used, nothing held."""
@@ -240,6 +239,11 @@ class Stage:
             t.contiguous(memory_format=torch.channels_last if self.channels_last and t.dim() == 4 else torch.contiguous_format)
             for t in streams
         )
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The tensor in memory of its own: a view of a received message would keep the whole message alive."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def loss_and_gradient(loss: Callable[[Tensor, Tensor], Tensor], output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

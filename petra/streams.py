@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from petra.errors import ModelError
+
 Streams = tuple[Tensor, ...]
 """One tensor, or the pair (x1, x2) of a reversible network."""
 
@@ -26,6 +28,12 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     channels_last: bool = False
+
+    def require(self, tensor: Tensor, what: str) -> None:
+        """Raises :class:`petra.errors.ModelError` unless a tensor has this shape and type; ``what`` names it."""
+        if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
+            found = TensorSpec(tuple(tensor.shape), tensor.dtype)
+            raise ModelError(f"{what}: found {found}, accepted is {self}")
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"

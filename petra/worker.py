@@ -43,9 +43,9 @@ class Worker:
         self.downstream.send(m, (self.stage.forward(m, x),))
 
     def backward(self, m: int) -> None:
-        y, delta, report = self.downstream.receive(m)
+        y, delta, (report,) = self.downstream.receive(m)
         x, delta = self.stage.backward(m, y, delta)  # Δ ← Δ + gradient / k
-        self.upstream.send(m, (x, delta, report))
+        self.upstream.send(m, (x, delta, (report.clone(),)))  # a received one is part of the whole message
         self.t += 1
         if self.t % self.stage.k == 0:
             self.update()

@@ -176,6 +176,8 @@ def test_stages_without_parameters_need_no_optimizer(method: str) -> None:
     ("change", "message"),
     [
         ({"k": 0}, "k: found 0"),
+        ({"k": 1.5}, "k: found 1.5"),
+        ({"method": Method("x", (1, 2), Keep.GRAPH, flush=True, fill=True)}, "found 2 delays"),
         ({"stages": 7}, "stages: found 7, accepted are 1 to 6"),
         ({"stages": [3, 2]}, "sum to 6"),
         ({"method": "petri"}, "method: found 'petri', accepted are petra"),
@@ -186,6 +188,29 @@ def test_stages_without_parameters_need_no_optimizer(method: str) -> None:
 def test_settings_that_cannot_work_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Pipeline(mixed_net(), RandomStream().spec, optimizer=sgd, **change)  # type: ignore[arg-type]
+
+
+def test_data_of_another_form_is_refused() -> None:
+    pipeline = Pipeline(mixed_net(), RandomStream().spec, optimizer=sgd)
+    with pytest.raises(ModelError, match=r"microbatch 0: found float64\[1, 3, 8, 8\], accepted is float64\[4, 3, 8, 8\]"):
+        pipeline.train(RandomStream(batch=1), 2)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_first_block_that_writes_into_the_data_is_refused(method: str) -> None:
+    class Scaling(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mul_(2)
+
+    model = Model("bad", (BlockSpec("scaling", Scaling), *mixed_net().blocks))
+    with pytest.raises(ModelError, match="Scaling changes its input in place"):
+        Pipeline(model, RandomStream().spec, method=method, optimizer=sgd).train(RandomStream(), 1)
+
+
+def test_a_network_in_bf16_runs_without_autocast() -> None:
+    data = RandomStream(dtype=torch.bfloat16)
+    pipeline = Pipeline(mixed_net(dtype=torch.bfloat16), data.spec, optimizer=sgd)
+    assert pipeline.train(data, 3).loss > 0
 
 
 def test_blocks_that_do_not_fit_are_named() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from petra import Keep, Method, Model, ModelError, Pipeline
+from petra import BlockSpec, ConfigError, Keep, Method, Model, ModelError, Pipeline, TensorSpec
 from petra.models import revnet18
 from petra.pipeline import TransportName
 from tests.nets import RandomStream, mixed_net
@@ -36,6 +36,7 @@ def trained(delay: int, k: int, transport: TransportName, microbatches: int = MI
         optimizer=sgd,
         learning_rate=lambda t: 0.02 / (1 + t / 50),
         transport=transport,
+        channels_last=k == 3,
         seed=6,
     )
     results = [pipeline.train(data(), 20), pipeline.evaluate(data(), 3), pipeline.train(data(), microbatches - 20)]
@@ -115,6 +116,50 @@ def test_stages_that_disagree_are_named_in_both_processes(tmp_path: Path) -> Non
     assert "float64[8, 8, 4, 4]" in first
 
 
+def disagree_on_settings(rank: int) -> str:
+    stream = RandomStream()
+    with pytest.raises(ConfigError) as caught:
+        Pipeline(mixed_net(), stream.spec, k=1 + rank, optimizer=sgd)
+    return str(caught.value)
+
+
+def test_processes_with_other_settings_are_named(tmp_path: Path) -> None:
+    assert run_processes(2, disagree_on_settings, tmp_path) == ["k: found 2 in process 1, accepted is 1 as in process 0"] * 2
+
+
+class Enlarge(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.expand(-1, -1, 4200, 4200) * 1.0
+
+
+class Mean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.mean((2, 3)))
+
+
+def send_large(rank: int) -> list[float]:
+    model = Model("large", (BlockSpec("enlarge", Enlarge), BlockSpec("scale", lambda: nn.Conv2d(1, 1, 1)), BlockSpec("mean", Mean)))
+    stream = RandomStream(batch=1, size=1, dtype=torch.float32)
+    stream.inputs = lambda m: torch.full((1, 1, 1, 1), float(m))  # type: ignore[method-assign]
+    spec = TensorSpec((1, 1, 1, 1), torch.float32)
+    losses = []
+    for transport in ("lockstep", "edge"):
+        pipeline = Pipeline(model, spec, stages=[1, 1, 1], optimizer=sgd, transport=transport)  # type: ignore[arg-type]
+        losses.append(pipeline.train(stream, 6).loss)
+    return losses
+
+
+def test_messages_above_64_megabytes_arrive(tmp_path: Path) -> None:
+    """Small ones would pass where sizes that block the sender hang."""
+    results = run_processes(3, send_large, tmp_path)
+    assert results[0] == results[1] == results[2]
+    assert results[0][0] == results[0][1] > 0
+
+
 class OneStream(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -125,8 +170,6 @@ class OneStream(nn.Module):
 
 
 def build_misfit(rank: int) -> str:
-    from petra import BlockSpec
-
     good = mixed_net()
     model = Model("bad", (*good.blocks[:3], BlockSpec("odd", OneStream), *good.blocks[4:]))
     with pytest.raises(ModelError) as caught:

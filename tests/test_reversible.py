@@ -188,6 +188,31 @@ def test_sequence_replays_autocast() -> None:
         assert torch.nn.functional.cosine_similarity(a.grad.flatten(), b.grad.flatten(), dim=0) > 0.99
 
 
+class FullPrecision(nn.Module):
+    """Opts out of autocast, in forward and so in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return torch.tanh(x.float() @ self.weight)
+
+
+def test_backward_runs_outside_autocast_as_plain_autograd_does() -> None:
+    torch.manual_seed(0)
+    sequence = ReversibleSequence([Coupling(FullPrecision()) for _ in range(2)])
+    plain, x = copy.deepcopy(sequence), torch.randn(2, 8, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = sequence(x[0], x[1])
+        expected = plain.blocks[1](*plain.blocks[0](x[0], x[1]))
+    for y in (found, expected):
+        y[1].square().sum().backward()
+    for a, b in zip(sequence.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+
+
 def test_sequence_without_gradients_is_a_plain_forward() -> None:
     sequence = ReversibleSequence(blocks()).eval()
     with torch.no_grad():

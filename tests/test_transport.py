@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from petra import ModelError
 from petra.streams import TensorSpec
 from petra.transport import Packing
 
@@ -13,7 +14,7 @@ def test_messages_survive_packing(channels_last: bool) -> None:
     spec = ((image, image), (), (TensorSpec((3,), torch.float64), TensorSpec((2, 2), torch.bfloat16)))
     images = torch.randn(2, 2, 3, 5, 4)
     message = ((images[0], images[1]), (), (torch.randn(3).double(), torch.randn(2, 2).bfloat16()))
-    packing = Packing(spec, CPU)
+    packing = Packing(spec, CPU, "test")
     buffer = packing.pack(message)
     assert buffer.dtype == torch.uint8
     assert buffer.shape == packing.buffer().shape
@@ -28,8 +29,9 @@ def test_messages_survive_packing(channels_last: bool) -> None:
 
 
 def test_a_message_of_another_form_is_refused() -> None:
-    packing = Packing(((TensorSpec((2, 3), torch.float32),),), CPU)
-    with pytest.raises(RuntimeError):
-        packing.pack(((torch.zeros(3, 3),),))
+    packing = Packing(((TensorSpec((2, 3), torch.float32),),), CPU, "the message of stage 1 to stage 2")
+    for other in (torch.zeros(3, 3), torch.zeros(1, 3), torch.zeros(2, 3, dtype=torch.float64)):
+        with pytest.raises(ModelError, match=r"stage 1 to stage 2: found float.*, accepted is float32\[2, 3\]"):
+            packing.pack(((other,),))
     with pytest.raises(ValueError, match="argument"):
         packing.pack(((torch.zeros(2, 3), torch.zeros(2, 3)),))

@@ -7,8 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from petra.errors import ModelError
-from petra.reversible.replay import derive_seed, frozen_statistics, seeded
+from petra.reversible.replay import derive_seed, frozen_statistics, seeded, unchanged
 
 Pair = tuple[Tensor, Tensor]
 Gradients = dict[nn.Parameter, Tensor]
@@ -65,19 +64,15 @@ class Coupling(ReversibleBlock):
             f = self._evaluate(x2, seed)
         x1 = y2 - f.detach()
         parameters = [p for p in self.f.parameters() if p.requires_grad]
-        dx2, *gradients = torch.autograd.grad(f, [x2, *parameters], dy2.to(f.dtype), allow_unused=True)
+        # Autocast is for evaluations: plain autograd runs its backward outside it too.
+        with torch.autocast(x2.device.type, enabled=False):
+            dx2, *gradients = torch.autograd.grad(f, [x2, *parameters], dy2.to(f.dtype), allow_unused=True)
         found = {p: g for p, g in zip(parameters, gradients, strict=True) if g is not None}
         return (x1, y1), (dy2, dy1 if dx2 is None else dy1 + dx2), found
 
     def _evaluate(self, x: Tensor, seed: int | None) -> Tensor:
-        version = None if x.is_inference() else x._version
-        with seeded(seed, x.device):
+        with unchanged((x,), self.f), seeded(seed, x.device):
             f: Tensor = self.f(x)
-        if version is not None and x._version != version:
-            raise ModelError(
-                f"{type(self.f).__name__} changes its input in place; a coupling's function must leave its input as it is, "
-                "because the input is also the other stream (check inplace=True of its first layer)"
-            )
         return f
 
 

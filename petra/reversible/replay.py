@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+
+from petra.errors import ModelError
 
 _MASK = (1 << 64) - 1
 
@@ -43,6 +45,23 @@ def seeded(seed: int | None, device: torch.device | None = None) -> Iterator[Non
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+
+
+@contextmanager
+def unchanged(tensors: Sequence[Tensor], module: nn.Module) -> Iterator[None]:
+    """Refuses a module that writes into its input: someone else holds that, or it is another stream too.
+
+    Raises:
+        ModelError: it does; the text names the module.
+    """
+    versions = [None if t.is_inference() else t._version for t in tensors]
+    yield
+    for tensor, version in zip(tensors, versions, strict=True):
+        if version is not None and tensor._version != version:
+            raise ModelError(
+                f"{type(module).__name__} changes its input in place, which others still need; "
+                "it must leave it as it is (check inplace=True of its first layer)"
+            )
 
 
 @contextmanager

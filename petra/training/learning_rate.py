@@ -29,9 +29,9 @@ class Schedule:
     gamma: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.peak < 0:
+        if not self.peak >= 0:
             raise ConfigError(f"optim.lr: found {self.peak}, accepted are numbers >= 0")
-        if self.warmup_epochs < 0:
+        if not self.warmup_epochs >= 0:
             raise ConfigError(f"optim.warmup_epochs: found {self.warmup_epochs}, accepted are numbers >= 0")
         if list(self.milestones) != sorted(set(self.milestones)) or min(self.milestones, default=1) < 1:
             raise ConfigError(f"optim.milestones: found {list(self.milestones)}, accepted are increasing epochs >= 1")

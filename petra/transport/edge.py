@@ -92,8 +92,8 @@ class EdgeTransport:
             # Every rank makes every group, in the same order, as torch.distributed asks.
             down, up = dist.new_group([r, r + 1]), dist.new_group([r, r + 1])
             if rank in (r, r + 1):
-                for group in (down, up):
-                    _warm_up(group, forward.device)
+                _warm_up(down, r, r + 1, forward.device)
+                _warm_up(up, r + 1, r, forward.device)
             if rank == r:
                 self.downstream = EdgePort(_Sender(forward, down, r + 1, delay + 1), _Receiver(backward, up, r + 1))
             if rank == r + 1:
@@ -121,6 +121,8 @@ def _work(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def _warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Opens the connection now: a first message must not have to wait for a partner that is busy elsewhere."""
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
+def _warm_up(group: dist.ProcessGroup, source: int, target: int, device: torch.device) -> None:
+    """Opens the connection now, as it will be used: a first message must not wait for a partner that is busy elsewhere."""
+    token = torch.zeros(1, device=device)
+    operation, peer = (dist.isend, target) if dist.get_rank() == source else (dist.irecv, source)
+    _work(operation(token, peer, group=group)).wait()

@@ -56,7 +56,8 @@ class LockstepTransport:
         self._stages = stages[rank]
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         # Batched point-to-point as a group's first call must be joined by every rank; a barrier opens it for all.
-        dist.barrier()
+        gpu = [forward.device.index for forward, _, _ in boundaries[:1] if forward.device.type == "cuda"]
+        dist.barrier(device_ids=gpu or None)
 
     def begin(self, microbatches: int, ops: Sequence[Op]) -> None:
         """Nothing is posted ahead."""

@@ -15,10 +15,14 @@ MessageSpec = tuple[tuple[TensorSpec, ...], ...]
 
 
 class Packing:
-    """Packs messages of one fixed form into byte buffers and back; nothing is pickled, receivers get views."""
+    """Packs messages of one fixed form into byte buffers and back; nothing is pickled, receivers get views.
 
-    def __init__(self, spec: MessageSpec, device: torch.device) -> None:
-        self.spec, self.device = spec, device
+    Args:
+        route: who sends to whom, for errors.
+    """
+
+    def __init__(self, spec: MessageSpec, device: torch.device, route: str) -> None:
+        self.spec, self.device, self.route = spec, device, route
         sizes = [t.dtype.itemsize * torch.Size(t.shape).numel() for group in spec for t in group]
         padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
         *starts, self.bytes = accumulate(padded, initial=0)
@@ -28,9 +32,15 @@ class Packing:
         return torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
 
     def pack(self, message: Message) -> Tensor:
+        """Copies a message into a fresh buffer.
+
+        Raises:
+            ModelError: it has another form than agreed; ``copy_`` would broadcast or round it silently.
+        """
         buffer = self.buffer()
-        for part, source in zip(self.unpack(buffer), message, strict=True):
-            for target, tensor in zip(part, source, strict=True):
+        for part, source, specs in zip(self.unpack(buffer), message, self.spec, strict=True):
+            for target, tensor, spec in zip(part, source, specs, strict=True):
+                spec.require(tensor, self.route)
                 target.copy_(tensor)
         return buffer
 
