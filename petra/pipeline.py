@@ -157,10 +157,6 @@ class Pipeline:
         last = next(r for r, stages in enumerate(self.layout.processes) if len(self.layout.stages) - 1 in stages)
         return self._result(self._objective.totals, source=last)
 
-    @property
-    def _flush_every(self) -> int | None:
-        return self.k if self.method.flush else None
-
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers of this process's blocks, under the keys of :class:`petra.model.Chain`."""
         return {
@@ -169,6 +165,10 @@ class Pipeline:
             for b, block in zip(self.layout.stages[j], stage.module, strict=True)
             for key, value in block.state_dict().items()
         }
+
+    @property
+    def _flush_every(self) -> int | None:
+        return self.k if self.method.flush else None
 
     def _walk(self, orders: Sequence[Iterator[tuple[Op, int]]], microbatches: int, ops: Sequence[Op]) -> Iterator[Step]:
         """This process's part of the timetable, with messages exchanged between rounds."""

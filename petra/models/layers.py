@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from petra.errors import ConfigError
+from petra.model import BlockSpec, Model
 
 STEMS = ("cifar", "imagenet")
 
@@ -82,19 +84,41 @@ class Residual(NamedTuple):
         return [(self.in_channels, self.channels, 3, self.stride), (self.channels, self.channels, 3, 1)]
 
 
-def residuals(repeats: Sequence[int], channels: int, expansion: int) -> Iterator[Residual]:
+def residuals(repeats: Sequence[int], channels: int, expansion: int) -> list[Residual]:
     """The residual blocks of a network: channels double, and the image is halved, at each layer after the first.
 
     Args:
         expansion: channels of a block over those of its 3x3 convolutions: 1 for basic blocks, 4 for bottlenecks.
     """
+    rows = []
     in_channels = channels
     for layer, repeat in enumerate(repeats):
         hidden = channels << layer
         for i in range(repeat):
             stride = 2 if layer and not i else 1
-            yield Residual(f"layer{layer + 1}_{i}", in_channels, hidden, expansion * hidden, stride)
+            rows.append(Residual(f"layer{layer + 1}_{i}", in_channels, hidden, expansion * hidden, stride))
             in_channels = expansion * hidden
+    return rows
+
+
+def network(
+    name: str,
+    stem: Callable[[], nn.Module],
+    rows: Sequence[Residual],
+    residual: Callable[[Residual], nn.Module],
+    *,
+    streams: int,
+    classes: int,
+) -> Model:
+    """A stem, a block for each row, and a head that reads all the streams."""
+    return Model(
+        name,
+        (
+            BlockSpec("stem", stem),
+            *(BlockSpec(row.name, partial(residual, row)) for row in rows),
+            BlockSpec("head", partial(Head, streams * rows[-1].channels, classes)),
+        ),
+    )
 
 
 def checked_channels(classes: int, width: float, stem: str) -> int:

@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from petra.model import BlockSpec, Model
+from petra.model import Model
 from petra.models import layers
 
 
@@ -54,12 +54,5 @@ def resnet101(classes: int = 10, width: float = 1.0, stem: str = "cifar") -> Mod
 
 def _resnet(name: str, repeats: Sequence[int], expansion: int, classes: int, width: float, stem: str) -> Model:
     channels = layers.checked_channels(classes, width, stem)
-    rows = list(layers.residuals(repeats, channels, expansion))
-    return Model(
-        name,
-        (
-            BlockSpec("stem", partial(layers.stem, stem, channels)),
-            *(BlockSpec(row.name, partial(ResidualBlock, row)) for row in rows),
-            BlockSpec("head", partial(layers.Head, rows[-1].channels, classes)),
-        ),
-    )
+    rows = layers.residuals(repeats, channels, expansion)
+    return layers.network(name, partial(layers.stem, stem, channels), rows, ResidualBlock, streams=1, classes=classes)

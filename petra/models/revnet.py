@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from petra.model import BlockSpec, Model
+from petra.model import Model
 from petra.models import layers
 from petra.reversible import Coupling
 
@@ -88,15 +88,8 @@ def revnet101(classes: int = 10, width: float = 1.0, stem: str = "cifar") -> Mod
 
 def _revnet(name: str, repeats: Sequence[int], expansion: int, classes: int, width: float, stem: str) -> Model:
     channels = layers.checked_channels(classes, width, stem)
-    rows = list(layers.residuals(repeats, channels, expansion))
-    return Model(
-        name,
-        (
-            BlockSpec("stem", partial(PairStem, stem, channels)),
-            *(BlockSpec(row.name, partial(_residual, row)) for row in rows),
-            BlockSpec("head", partial(layers.Head, 2 * rows[-1].channels, classes)),
-        ),
-    )
+    rows = layers.residuals(repeats, channels, expansion)
+    return layers.network(name, partial(PairStem, stem, channels), rows, _residual, streams=2, classes=classes)
 
 
 def _residual(row: layers.Residual) -> nn.Module:

@@ -98,9 +98,14 @@ class TwoFunctionCoupling(ReversibleBlock):
         first, second = self._halves
         y, dy, gradients = second.inverse_vjp(y, dy, seed=_half(seed, 1))
         x, dx, rest = first.inverse_vjp(y, dy, seed=_half(seed, 0))
-        for parameter, gradient in rest.items():
-            gradients[parameter] = gradients[parameter] + gradient if parameter in gradients else gradient
+        add_gradients(gradients, rest)
         return x, dx, gradients
+
+
+def add_gradients(total: Gradients, more: Gradients) -> None:
+    """Adds ``more`` to ``total``; a parameter that is used twice gets the sum."""
+    for parameter, gradient in more.items():
+        total[parameter] = total[parameter] + gradient if parameter in total else gradient
 
 
 def _half(seed: int | None, half: int) -> int | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from petra.reversible.coupling import Gradients, Pair, ReversibleBlock
+from petra.reversible.coupling import Gradients, Pair, ReversibleBlock, add_gradients
 from petra.reversible.replay import derive_seed, frozen_statistics
 
 
@@ -70,6 +70,5 @@ class _ReversibleBackprop(torch.autograd.Function):
         with torch.autocast(**ctx.autocast):
             for i, block in reversed(list(enumerate(ctx.sequence.blocks))):
                 y, dy, found = cast(ReversibleBlock, block).inverse_vjp(y, dy, seed=derive_seed(ctx.seed, i))
-                for parameter, gradient in found.items():
-                    gradients[parameter] = gradients[parameter] + gradient if parameter in gradients else gradient
+                add_gradients(gradients, found)
         return None, None, None, *dy, *(gradients.get(p) for p in ctx.parameters)

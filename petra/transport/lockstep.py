@@ -39,7 +39,8 @@ class LockstepTransport:
     """The ports of one process, whose messages travel in :meth:`exchange`.
 
     Args:
-        boundaries: for each boundary between neighbouring processes (rank r, rank r + 1) its forward and its backward packing.
+        boundaries: for each boundary between neighbouring processes (rank r, rank r + 1) its forward packing, its backward packing
+            and its delay d.
         stages: for each rank its stages.
     """
 
@@ -72,8 +73,7 @@ class LockstepTransport:
         if not transfers:
             return
         works = dist.batch_isend_irecv([operation for _, operation in transfers])
-        while self._sent:
-            self._sent.popleft()[0].wait()
+        self.finish()  # of what the exchange before this one sent
         for i, (port, operation) in enumerate(transfers):
             # NCCL answers with one handle for the whole group, gloo with one for each operation.
             handle = (works[min(i, len(works) - 1)], operation.tensor)
