@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -17,10 +17,10 @@ from petra.errors import ConfigError, ModelError
 from petra.method import METHODS, Keep, Method
 from petra.model import Model
 from petra.partition import Layout
-from petra.schedule import Op, Step, check, evaluation_order, timetable, training_order
+from petra.schedule import Op, Orders, Step, check, evaluation_order, rounds, training_order
 from petra.stage import Stage
 from petra.streams import TensorSpec
-from petra.transport import EdgeTransport, LockstepTransport, MessageSpec, Packing, Port, local_boundary
+from petra.transport import EdgeTransport, LockstepTransport, MessageSpec, Packing, Port, Transfer, local_boundary
 from petra.worker import Worker
 
 TransportName = Literal["auto", "local", "lockstep", "edge"]
@@ -104,7 +104,7 @@ class Pipeline:
         if self.world > 1:
             self._agree(specs)
         ahead = 2 * max(self.delays) + 2 * k + 2  # microbatches enough for a full line, an update and the drain
-        check([training_order(delay, 0, ahead, self._flush_every) for delay in self.delays], self.boundary_delays)
+        check(self._training_orders(0, ahead), self.boundary_delays)
         self.stages = {
             j: Stage(
                 [model.build_block(b, seed).to(self.device).train() for b in self.layout.stages[j]],
@@ -137,9 +137,7 @@ class Pipeline:
         self._on_microbatch = on_microbatch
         self._totals.zero_()
         stop = self.clock + microbatches
-        orders = [training_order(delay, self.clock, stop, self._flush_every) for delay in self.delays]
-        for step in self._walk(orders, microbatches, (Op.FORWARD, Op.BACKWARD)):
-            self.workers[step.stage].do(step.op, step.microbatch)
+        self._run(self._training_orders, self.clock, stop, Worker.do, backward=True)
         self.clock += microbatches
         return self._result(self._totals, source=0)
 
@@ -149,9 +147,7 @@ class Pipeline:
         self._objective.totals.zero_()
         for stage in self.stages.values():
             stage.module.eval()
-        orders = [evaluation_order(0, microbatches) for _ in self.layout.stages]
-        for step in self._walk(orders, microbatches, (Op.FORWARD,)):
-            self.workers[step.stage].evaluate(step.microbatch)
+        self._run(self._evaluation_orders, 0, microbatches, lambda worker, _, m: worker.evaluate(m), backward=False)
         for stage in self.stages.values():
             stage.module.train()
         last = next(r for r, stages in enumerate(self.layout.processes) if len(self.layout.stages) - 1 in stages)
@@ -170,20 +166,31 @@ class Pipeline:
     def _flush_every(self) -> int | None:
         return self.k if self.method.flush else None
 
-    def _walk(self, orders: Sequence[Iterator[tuple[Op, int]]], microbatches: int, ops: Sequence[Op]) -> Iterator[Step]:
+    def _training_orders(self, start: int, stop: int) -> list[Iterator[tuple[Op, int]]]:
+        return [training_order(delay, start, stop, self._flush_every) for delay in self.delays]
+
+    def _evaluation_orders(self, start: int, stop: int) -> list[Iterator[tuple[Op, int]]]:
+        return [evaluation_order(start, stop) for _ in self.layout.stages]
+
+    def _run(self, orders: Orders, start: int, stop: int, do: Callable[[Worker, Op, int], None], *, backward: bool) -> None:
         """This process's part of the timetable, with messages exchanged between rounds."""
+        warm_up = 2 * max(self.delays) + len(self.delays)
+        timed = rounds(orders, self.boundary_delays, start, stop, period=self._flush_every or 1, warm_up=warm_up)
         transport = self._transport
         if transport is not None:
-            transport.begin(microbatches, ops)
-        for _, steps in groupby(timetable(orders, self.boundary_delays), key=lambda step: step.round):
-            round_ = list(steps)
-            for step in round_:
-                if step.stage in self.stages:
-                    yield step
-            if transport is not None:
-                transport.exchange(round_)
+            transport.begin(stop - start, backward)
+        for shift, (steps, transfers) in timed.map(self._own):
+            for worker, op, m in steps:
+                do(worker, op, m + shift)
+            if transport is not None and transfers:
+                transport.exchange(transfers)
         if transport is not None:
             transport.finish()
+
+    def _own(self, round_: Sequence[Step]) -> tuple[list[tuple[Worker, Op, int]], Sequence[Transfer]]:
+        """What this process does in a round: its stages' steps, then its share in an exchange."""
+        steps = [(self.workers[step.stage], step.op, step.microbatch) for step in round_ if step.stage in self.workers]
+        return steps, self._transport.transfers(round_) if self._transport is not None else ()
 
     def _report(self, report: Tensor) -> None:
         self._totals += report

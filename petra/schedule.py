@@ -1,4 +1,4 @@
-"""The static order of forwards and backwards as plain data, and the timetable that executes and checks it.
+"""The static order of forwards and backwards as plain data, the timetable that executes and checks it, and its rounds.
 
 Four stages, d = 2 (PETRA), one column per tick, F before B in each; stage j runs τ_j = 2(4 − j) forwards ahead::
 
@@ -11,10 +11,12 @@ Four stages, d = 2 (PETRA), one column per tick, F before B in each; stage j run
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from heapq import heappop, heappush
-from typing import NamedTuple
+from itertools import groupby
+from typing import Generic, NamedTuple, TypeVar
 
 from petra.errors import ScheduleError
 
@@ -145,3 +147,77 @@ def check(orders: Sequence[Iterable[tuple[Op, int]]], boundary_delays: Sequence[
     """Raises :class:`ScheduleError` unless every step of the orders can be done (see :func:`timetable`)."""
     for _ in timetable(orders, boundary_delays):
         pass
+
+
+Orders = Callable[[int, int], Sequence[Iterable[tuple[Op, int]]]]
+"""(start, stop) → each stage's order for microbatches start … stop − 1."""
+R = TypeVar("R")
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class Rounds(Generic[R]):
+    """The rounds of a timetable: head, a body that repeats, and tail. Iterating over them costs the same at any number of stages.
+
+    Yields each round with the number to be added to its microbatches.
+    """
+
+    head: Sequence[R]
+    body: Sequence[R]
+    tail: Sequence[R]
+    repeats: int
+    period: int
+    """Microbatches of one body."""
+    start: int
+
+    def __iter__(self) -> Iterator[tuple[int, R]]:
+        shift = self.start
+        for round_ in self.head:
+            yield shift, round_
+        for _ in range(self.repeats):
+            for round_ in self.body:
+                yield shift, round_
+            shift += self.period
+        for round_ in self.tail:
+            yield shift, round_
+
+    def map(self, plan: Callable[[R], S]) -> Rounds[S]:
+        """The same with each round replaced by what ``plan`` makes of it."""
+        head, body, tail = ([plan(round_) for round_ in part] for part in (self.head, self.body, self.tail))
+        return Rounds(head, body, tail, self.repeats, self.period, self.start)
+
+
+def rounds(
+    orders: Orders,
+    boundary_delays: Sequence[int],
+    start: int,
+    stop: int,
+    *,
+    period: int,
+    warm_up: int,
+) -> Rounds[list[Step]]:
+    """The steps of :func:`timetable` for microbatches start … stop − 1, grouped by round.
+
+    Between the filling of the pipeline and its drain the timetable repeats itself, so what one more period adds is the difference
+    between two short timetables.
+
+    Args:
+        period: microbatches after which the orders repeat themselves: 1, or k with a flush every k.
+        warm_up: microbatches by which the pipeline is full at the latest.
+    """
+
+    def grouped(microbatches: int) -> list[list[Step]]:
+        steps = timetable(orders(phase, phase + microbatches), boundary_delays)
+        return [list(round_) for _, round_ in groupby(steps, key=lambda step: step.round)]
+
+    phase, microbatches = start % period, stop - start
+    short = microbatches % period + period * (2 + warm_up // period)
+    if microbatches <= short + period:
+        return Rounds(grouped(microbatches), (), (), 0, period, start - phase)
+    without, with_ = grouped(short), grouped(short + period)
+    same = next((i for i, (a, b) in enumerate(zip(without, with_, strict=False)) if a != b), len(without))
+    added = len(with_) - len(without)
+    head, body, tail = without[:same], with_[same : same + added], without[same:]
+    later = [[(step.stage, step.op, step.microbatch) for step in round_] for round_ in with_[same + added :]]
+    assert later == [[(step.stage, step.op, step.microbatch + period) for step in round_] for round_ in tail]
+    return Rounds(head, body, tail, (microbatches - short) // period, period, start - phase)

@@ -1,12 +1,12 @@
 from collections import deque
 from collections.abc import Sequence
-from itertools import product
+from itertools import groupby, product
 from random import Random
 
 import pytest
 
 from petra import METHODS, ConfigError, Keep, Method, ScheduleError
-from petra.schedule import Op, check, evaluation_order, timetable, training_order
+from petra.schedule import Op, check, evaluation_order, rounds, timetable, training_order
 
 F, B = Op.FORWARD, Op.BACKWARD
 
@@ -106,6 +106,26 @@ def test_every_accepted_schedule_runs_to_the_end(seed: int) -> None:
             assert done[step.op, source, step.microbatch] < step.round, "used before an exchange could bring it"
         assert all(step.round > r for (_, j, _), r in done.items() if j == step.stage), "two steps in one round"
         done[step.op, step.stage, step.microbatch] = step.round
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_rounds_are_the_timetable_at_any_length(seed: int) -> None:
+    made, stages, k, _, start = random_case(seed)
+    between, delays = made.boundary_delays(stages - 1)[: stages - 1], made.delays(stages, k)
+    period = k if made.flush else 1
+    for microbatches in (0, 1, 23, 97, 150):
+        found = rounds(
+            lambda a, b: [training_order(delay, a, b, k if made.flush else None) for delay in delays],
+            between,
+            start,
+            start + microbatches,
+            period=period,
+            warm_up=2 * max(delays) + stages,
+        )
+        steps = timetable(orders(made, stages, k, microbatches, start), between)
+        grouped = [[(s.stage, s.op, s.microbatch) for s in round_] for _, round_ in groupby(steps, lambda step: step.round)]
+        assert [[(s.stage, s.op, s.microbatch + shift) for s in round_] for shift, round_ in found] == grouped
+    assert len(found.head) + len(found.body) + len(found.tail) < len(grouped), "a long run is not spelled out"
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -2,8 +2,8 @@
 
 from petra.transport.edge import EdgeTransport
 from petra.transport.local import local_boundary
-from petra.transport.lockstep import LockstepTransport
+from petra.transport.lockstep import LockstepTransport, Transfer
 from petra.transport.packing import MessageSpec, Packing
 from petra.transport.port import Port
 
-__all__ = ["EdgeTransport", "LockstepTransport", "MessageSpec", "Packing", "Port", "local_boundary"]
+__all__ = ["EdgeTransport", "LockstepTransport", "MessageSpec", "Packing", "Port", "Transfer", "local_boundary"]

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from petra.schedule import Op, Step
+from petra.schedule import Step
 from petra.streams import Message
+from petra.transport.lockstep import Transfer
 from petra.transport.packing import Packing
 
 _POSTED = 2  # receives posted ahead: one is filled while the stage still works on another
@@ -99,15 +100,19 @@ class EdgeTransport:
             if rank == r + 1:
                 self.upstream = EdgePort(_Sender(backward, up, r, delay + 1), _Receiver(forward, down, r))
 
-    def begin(self, microbatches: int, ops: Sequence[Op]) -> None:
-        """Posts the first receives of a run of ``microbatches`` whose stages do ``ops``."""
-        if self.upstream and Op.FORWARD in ops:
+    def begin(self, microbatches: int, backward: bool) -> None:
+        """Posts the first receives of a run over ``microbatches``, in which gradients come back or not."""
+        if self.upstream:
             self.upstream.receiver.expect(microbatches)
-        if self.downstream and Op.BACKWARD in ops:
+        if self.downstream and backward:
             self.downstream.receiver.expect(microbatches)
 
-    def exchange(self, steps: Sequence[Step]) -> None:
+    def transfers(self, steps: Sequence[Step]) -> Sequence[Transfer]:
         """Nothing to do after a round: messages leave when they are sent."""
+        return ()
+
+    def exchange(self, transfers: Sequence[Transfer]) -> None:
+        """Never needed."""
 
     def finish(self) -> None:
         """Waits until everything sent has arrived."""

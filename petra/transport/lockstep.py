@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -33,6 +34,19 @@ class LockstepPort:
         work, buffer = self._inbox.popleft()
         work.wait()
         return self.incoming.unpack(buffer)
+
+
+class Transfer(NamedTuple):
+    """A message that leaves or arrives in an exchange."""
+
+    port: LockstepPort
+    sends: bool
+
+    def operation(self) -> dist.P2POp:
+        port = self.port
+        if self.sends:
+            return dist.P2POp(dist.isend, port._outbox.popleft(), port.peer)
+        return dist.P2POp(dist.irecv, port.incoming.buffer(), port.peer)
 
 
 class LockstepTransport:
@@ -60,41 +74,34 @@ class LockstepTransport:
         gpu = [forward.device.index for forward, _, _ in boundaries[:1] if forward.device.type == "cuda"]
         dist.barrier(device_ids=gpu or None)
 
-    def begin(self, microbatches: int, ops: Sequence[Op]) -> None:
+    def begin(self, microbatches: int, backward: bool) -> None:
         """Nothing is posted ahead."""
 
-    def exchange(self, steps: Sequence[Step]) -> None:
-        """Exchanges what all stages produced in one round."""
-        transfers: list[tuple[LockstepPort, dist.P2POp]] = []
-        for step in steps:
-            transfer = self._transfer(step)
-            if transfer is not None:
-                transfers.append(transfer)
-        if not transfers:
-            return
-        works = dist.batch_isend_irecv([operation for _, operation in transfers])
+    def transfers(self, steps: Sequence[Step]) -> Sequence[Transfer]:
+        """This process's share in the exchange of what all stages produced in one round, in the same order on every rank."""
+        found: list[Transfer] = []
+        mine = self._stages
+        for stage, op in ((step.stage, step.op) for step in steps if mine):
+            if self.downstream and op is Op.FORWARD and stage == mine[-1]:
+                found.append(Transfer(self.downstream, sends=True))
+            elif self.upstream and op is Op.FORWARD and stage == mine[0] - 1:
+                found.append(Transfer(self.upstream, sends=False))
+            elif self.upstream and op is Op.BACKWARD and stage == mine[0]:
+                found.append(Transfer(self.upstream, sends=True))
+            elif self.downstream and op is Op.BACKWARD and stage == mine[-1] + 1:
+                found.append(Transfer(self.downstream, sends=False))
+        return found
+
+    def exchange(self, transfers: Sequence[Transfer]) -> None:
+        """One grouped exchange with both neighbours."""
+        operations = [transfer.operation() for transfer in transfers]
+        works = dist.batch_isend_irecv(operations)
         self.finish()  # of what the exchange before this one sent
-        for i, (port, operation) in enumerate(transfers):
+        for i, ((port, sends), operation) in enumerate(zip(transfers, operations, strict=True)):
             # NCCL answers with one handle for the whole group, gloo with one for each operation.
-            handle = (works[min(i, len(works) - 1)], operation.tensor)
-            (self._sent if operation.op is dist.isend else port._inbox).append(handle)
+            (self._sent if sends else port._inbox).append((works[min(i, len(works) - 1)], operation.tensor))
 
     def finish(self) -> None:
         """Waits until everything sent has arrived."""
         while self._sent:
             self._sent.popleft()[0].wait()
-
-    def _transfer(self, step: Step) -> tuple[LockstepPort, dist.P2POp] | None:
-        """This process's part in sending what ``step`` produced, if it has one."""
-        mine = self._stages
-        if not mine:
-            return None
-        if step.op is Op.FORWARD and self.downstream and step.stage == mine[-1]:
-            return self.downstream, dist.P2POp(dist.isend, self.downstream._outbox.popleft(), self.downstream.peer)
-        if step.op is Op.FORWARD and self.upstream and step.stage == mine[0] - 1:
-            return self.upstream, dist.P2POp(dist.irecv, self.upstream.incoming.buffer(), self.upstream.peer)
-        if step.op is Op.BACKWARD and self.upstream and step.stage == mine[0]:
-            return self.upstream, dist.P2POp(dist.isend, self.upstream._outbox.popleft(), self.upstream.peer)
-        if step.op is Op.BACKWARD and self.downstream and step.stage == mine[-1] + 1:
-            return self.downstream, dist.P2POp(dist.irecv, self.downstream.incoming.buffer(), self.downstream.peer)
-        return None
