@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
@@ -52,6 +53,7 @@ class Pipeline:
         metrics: named sums over samples.
         seed: of the weights and of random numbers inside blocks.
         autocast: compute in this type (bf16) with float32 streams, or none.
+        concurrency: stages of one process that run at the same time, each in a thread of its own with torch's number of threads.
         transport: ``auto`` takes ``local`` in one process, ``lockstep`` where d = 2 at every boundary, ``edge`` elsewhere.
 
     Raises:
@@ -74,6 +76,7 @@ class Pipeline:
         autocast: torch.dtype | None = None,
         channels_last: bool = False,
         device: torch.device | str = "cpu",
+        concurrency: int = 1,
         transport: TransportName = "auto",
     ) -> None:
         if not isinstance(k, int) or k < 1:
@@ -93,6 +96,7 @@ class Pipeline:
         self.delays = method.delays(count, k)
         self.boundary_delays = method.boundary_delays(count - 1)[: count - 1]
         self.transport_name = self._choose(transport)
+        self._threads = self._start_threads(concurrency)
         self._learning_rate, self._optimizer = learning_rate, optimizer
         self._source = Source(inputs, self.device, channels_last, self._report)
         self._objective = Objective(self.device, loss, self.metrics)
@@ -116,6 +120,7 @@ class Pipeline:
                 autocast=autocast,
                 returns_input=j > 0 and keeps[j - 1][-1] is Keep.NOTHING,
                 channels_last=channels_last,
+                concurrent=concurrency > 1,
             )
             for j in self.layout.processes[self.rank]
         }
@@ -180,8 +185,13 @@ class Pipeline:
         if transport is not None:
             transport.begin(stop - start, backward)
         for shift, (steps, transfers) in timed.map(self._own):
-            for worker, op, m in steps:
-                do(worker, op, m + shift)
+            if self._threads is None:
+                for worker, op, m in steps:
+                    do(worker, op, m + shift)
+            else:  # steps of one round don't depend on each other
+                started = [self._threads.submit(do, worker, op, m + shift) for worker, op, m in steps]
+                for future in started:
+                    future.result()
             if transport is not None and transfers:
                 transport.exchange(transfers)
         if transport is not None:
@@ -189,8 +199,16 @@ class Pipeline:
 
     def _own(self, round_: Sequence[Step]) -> tuple[list[tuple[Worker, Op, int]], Sequence[Transfer]]:
         """What this process does in a round: its stages' steps, then its share in an exchange."""
-        steps = [(self.workers[step.stage], step.op, step.microbatch) for step in round_ if step.stage in self.workers]
+        mine = [step for step in round_ if step.stage in self.workers]
+        if self._threads is not None:
+            mine.sort(key=self._cost, reverse=True)
+        steps = [(self.workers[step.stage], step.op, step.microbatch) for step in mine]
         return steps, self._transport.transfers(round_) if self._transport is not None else ()
+
+    def _cost(self, step: Step) -> int:
+        """Of a step, in FLOPs: the longest of a round start first, so that threads end together."""
+        flops = sum(self.layout.profiles[b].flops for b in self.layout.stages[step.stage])
+        return flops if step.op is Op.FORWARD else 3 * flops
 
     def _report(self, report: Tensor) -> None:
         self._totals += report
@@ -218,6 +236,16 @@ class Pipeline:
         if transport == "local":
             raise ConfigError(f"transport: found local in {self.world} processes, accepted are auto, lockstep, edge")
         return transport
+
+    def _start_threads(self, concurrency: int) -> ThreadPoolExecutor | None:
+        if not isinstance(concurrency, int) or concurrency < 1:
+            raise ConfigError(f"concurrency: found {concurrency}, accepted are integers >= 1")
+        if concurrency == 1:
+            return None
+        if self.world > 1 or self.device.type != "cpu":
+            found = f"{self.world} process(es) on {self.device.type}"
+            raise ConfigError(f"concurrency: found {concurrency} with {found}, accepted is 1 but for one process on the CPU")
+        return ThreadPoolExecutor(concurrency, "stage", torch.set_num_threads, (torch.get_num_threads(),))
 
     def _keeps(self, j: int) -> tuple[Keep, ...]:
         blocks = [self.layout.profiles[b] for b in self.layout.stages[j]]

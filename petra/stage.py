@@ -12,7 +12,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.func import functional_call
 
 from petra.method import Keep, Weights
-from petra.reversible import Gradients, ReversibleBlock, derive_seed, frozen_statistics, seeded, unchanged
+from petra.reversible import Gradients, ReversibleBlock, derive_seed, frozen_statistics, normalisations, seeded, unchanged
 from petra.streams import Streams, as_streams, detached
 
 Stash = dict[str, Tensor]
@@ -40,6 +40,8 @@ class BlockRunner:
         stashed: differentiate the weights that the forward used.
         seed: of this block in this run; random numbers of microbatch m derive from it.
         input_needs_gradient: false for the block that takes the data.
+        concurrent: other blocks run at the same time. Those that draw random numbers have to take turns, since generators are
+            global; which do is found out from one more evaluation of the first microbatch.
     """
 
     def __init__(
@@ -51,14 +53,19 @@ class BlockRunner:
         seed: int,
         input_needs_gradient: bool,
         autocast: torch.dtype | None,
+        concurrent: bool = False,
     ) -> None:
         self.module, self.keep, self.stashed, self.seed = module, keep, stashed, seed
         self.input_needs_gradient, self.autocast = input_needs_gradient, autocast
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.normalisations = normalisations(module)
+        self.draws: bool | None = None if concurrent else True
         self.held: dict[int, Held] = {}
         self._stash: Stash | None = None
 
     def forward(self, m: int, x: Streams) -> Streams:
+        if self.draws is None:
+            self.draws = self._draws(x)
         weights = self._stashed_weights()
         if self.keep is Keep.GRAPH:
             inputs = self._leaves(x)
@@ -66,7 +73,7 @@ class BlockRunner:
                 y = self._evaluate(m, inputs, weights)
             self.held[m] = Held(inputs, y, weights)
             return detached(y)
-        with torch.no_grad(), frozen_statistics(self.module):
+        with torch.no_grad(), frozen_statistics(self.normalisations):
             y = self._evaluate(m, x, weights)
         if self.keep is Keep.INPUT:
             self.held[m] = Held(tuple(_alone(t) for t in x), weights=weights)
@@ -130,8 +137,14 @@ class BlockRunner:
             self._stash = {name: p.detach().clone().requires_grad_() for name, p in self.parameters.items()}
         return self._stash
 
-    def _seed(self, m: int) -> int:
-        return derive_seed(self.seed, m)
+    def _seed(self, m: int) -> int | None:
+        return derive_seed(self.seed, m) if self.draws else None
+
+    def _draws(self, x: Streams) -> bool:
+        with seeded(self.seed), torch.no_grad(), frozen_statistics(self.normalisations), self._autocast(x[0]):
+            before = torch.get_rng_state()
+            self.module(*x)
+            return not torch.equal(before, torch.get_rng_state())
 
     def _autocast(self, x: Tensor) -> AbstractContextManager[object]:
         # Casts cached in a forward without graph would cut the graph of the next evaluation.
@@ -156,6 +169,7 @@ class Stage:
         autocast: compute in this type (bf16), or none.
         returns_input: whether the stage before needs x̃ to reconstruct.
         channels_last: memory format of 4-d streams.
+        concurrent: other stages run at the same time, in other threads.
     """
 
     def __init__(
@@ -170,6 +184,7 @@ class Stage:
         autocast: torch.dtype | None = None,
         returns_input: bool = True,
         channels_last: bool = False,
+        concurrent: bool = False,
     ) -> None:
         self.module = nn.ModuleList(blocks)
         self.k, self.returns_input, self.channels_last = k, returns_input, channels_last
@@ -181,6 +196,7 @@ class Stage:
                 seed=derive_seed(seed, first_block + i),
                 input_needs_gradient=first_block + i > 0,
                 autocast=autocast,
+                concurrent=concurrent,
             )
             for i, (block, keep) in enumerate(zip(blocks, keeps, strict=True))
         ]

@@ -114,6 +114,20 @@ def test_every_kind_of_network_gives_its_plain_gradient(name: str, method: str) 
         torch.testing.assert_close(g, p.grad, rtol=1e-7, atol=1e-9, msg=lambda text, key=key: f"{key}: {text}")
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_stages_of_a_round_in_threads_give_the_same_bits(method: str, dropout: float) -> None:
+    states = []
+    for concurrency in (1, 3):
+        model, data = mixed_net(dropout=dropout), RandomStream()
+        pipeline = Pipeline(model, data.spec, method=method, k=2, optimizer=sgd, seed=4, concurrency=concurrency)
+        results = [pipeline.train(data, 9), pipeline.evaluate(data, 3)]
+        states.append((pipeline.state_dict(), results))
+    (alone, expected), (together, found) = states
+    assert found == expected
+    assert all(torch.equal(alone[key], together[key]) for key in alone)
+
+
 def test_evaluation_uses_running_statistics_and_ignores_filling_targets() -> None:
     class Padded(RandomStream):
         def targets(self, m: int) -> torch.Tensor:
@@ -183,6 +197,7 @@ def test_stages_without_parameters_need_no_optimizer(method: str) -> None:
         ({"method": "petri"}, "method: found 'petri', accepted are petra"),
         ({"method": Method("x", (1, 2), Keep.NOTHING)}, "found 2 delays"),
         ({"transport": "edge"}, "transport: found edge in one process"),
+        ({"concurrency": 0}, "concurrency: found 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(change: dict[str, object], message: str) -> None:

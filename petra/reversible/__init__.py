@@ -1,7 +1,7 @@
 """Reversible blocks and backpropagation through them without stored activations; usable alone on one device."""
 
 from petra.reversible.coupling import Coupling, Gradients, ReversibleBlock, TwoFunctionCoupling
-from petra.reversible.replay import derive_seed, frozen_statistics, seeded, unchanged
+from petra.reversible.replay import derive_seed, frozen_statistics, normalisations, seeded, unchanged
 from petra.reversible.sequence import ReversibleSequence
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "TwoFunctionCoupling",
     "derive_seed",
     "frozen_statistics",
+    "normalisations",
     "seeded",
     "unchanged",
 ]

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from petra.reversible.replay import derive_seed, frozen_statistics, seeded, unchanged
+from petra.reversible.replay import derive_seed, frozen_statistics, normalisations, seeded, unchanged
 
 Pair = tuple[Tensor, Tensor]
 Gradients = dict[nn.Parameter, Tensor]
@@ -53,7 +53,7 @@ class Coupling(ReversibleBlock):
 
     @torch.no_grad()
     def inverse(self, y1: Tensor, y2: Tensor, *, seed: int | None = None) -> Pair:
-        with frozen_statistics(self):
+        with frozen_statistics(normalisations(self)):
             return y2 - self._evaluate(y1, seed), y1
 
     @torch.no_grad()

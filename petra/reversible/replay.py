@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -12,6 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from petra.errors import ModelError
 
 _MASK = (1 << 64) - 1
+_global_generators = threading.RLock()
 
 
 def derive_seed(*parts: int) -> int:
@@ -37,14 +39,15 @@ def seeded(seed: int | None, device: torch.device | None = None) -> Iterator[Non
     generators = [torch.default_generator]
     if device is not None and device.type == "cuda":
         generators.append(torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index])
-    states = [generator.get_state() for generator in generators]
-    for generator in generators:
-        generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+    with _global_generators:  # they are everybody's, other threads' too
+        states = [generator.get_state() for generator in generators]
+        for generator in generators:
+            generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
 
 @contextmanager
@@ -64,17 +67,22 @@ def unchanged(tensors: Sequence[Tensor], module: nn.Module) -> Iterator[None]:
             )
 
 
+def normalisations(module: nn.Module) -> list[_NormBase]:
+    """The layers inside that keep running statistics."""
+    return [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+
+
 @contextmanager
-def frozen_statistics(module: nn.Module) -> Iterator[None]:
-    """Normalisation layers inside use batch statistics as in training but leave their running statistics alone.
+def frozen_statistics(layers: Sequence[_NormBase]) -> Iterator[None]:
+    """Normalisation layers use batch statistics as in training but leave their running statistics alone.
 
     For the forward pass of a block that is evaluated again in the backward pass: statistics then move once per microbatch.
     """
-    layers = [m for m in module.modules() if isinstance(m, _NormBase) and m.training and m.track_running_stats]
-    for layer in layers:
+    training = [layer for layer in layers if layer.training]
+    for layer in training:
         layer.track_running_stats = False
     try:
         yield
     finally:
-        for layer in layers:
+        for layer in training:
             layer.track_running_stats = True

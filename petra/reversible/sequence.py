@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from petra.reversible.coupling import Gradients, Pair, ReversibleBlock, add_gradients
-from petra.reversible.replay import derive_seed, frozen_statistics
+from petra.reversible.replay import derive_seed, frozen_statistics, normalisations
 
 
 class ReversibleSequence(nn.Module):
@@ -56,7 +56,7 @@ class _ReversibleBackprop(torch.autograd.Function):
             "dtype": torch.get_autocast_dtype(device),
             "cache_enabled": False,
         }
-        with frozen_statistics(sequence), torch.autocast(**ctx.autocast):
+        with frozen_statistics(normalisations(sequence)), torch.autocast(**ctx.autocast):
             for i, block in enumerate(sequence.blocks):
                 x1, x2 = block(x1, x2, seed=derive_seed(seed, i))
         ctx.save_for_backward(x1, x2)
