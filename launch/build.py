@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,8 @@ from petra.pipeline import Pipeline, TransportName
 from petra.streams import TensorSpec
 from petra.training import Schedule, WandbLogger, peak_rate, sgd
 
+SIZE = 32
+"""Side of the images of every data set."""
 PRECISIONS = {"float32": None, "bf16": torch.bfloat16}
 
 
@@ -103,9 +106,9 @@ def plan(config: Config, place: Place) -> Plan:
         _require(config.data.name == "synthetic", "data.images", config.data.images, f"null for {config.data.name}")
     result = Plan(
         config=config,
-        model=MODELS[config.model.name](config.data.classes, config.model.width, config.model.stem),
+        model=_model(config),
         method=_method(config),
-        inputs=TensorSpec((config.data.batch_size, 3, 32, 32), torch.float32),
+        inputs=TensorSpec((config.data.batch_size, 3, SIZE, SIZE), torch.float32),
         stages=_stages(trainer.stages),
         device=place.device(trainer.device),
         autocast=PRECISIONS[trainer.precision],
@@ -114,6 +117,18 @@ def plan(config: Config, place: Place) -> Plan:
     result.method.delays(len(layout.stages), config.k)
     result.learning_rate(microbatches_per_epoch=1)
     return result
+
+
+def _model(config: Config) -> Model:
+    """The model, given the options that are set; those that its builder doesn't have are refused."""
+    build, options = MODELS[config.model.name], config.model.options()
+    parameters = signature(build).parameters.keys()
+    for key in options:
+        if key not in parameters:
+            accepted = ", ".join(name for name in parameters if name not in ("classes", "size"))
+            raise ConfigError(f"model.{key}: {config.model.name} has no such setting, accepted are {accepted}")
+    size = {"size": SIZE} if "size" in parameters else {}
+    return build(config.data.classes, **options, **size)
 
 
 def _method(config: Config) -> Method:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -11,9 +11,16 @@ from omegaconf import MISSING
 
 @dataclass
 class ModelConfig:
+    """The name, and the options of all models; those that are null are left to the model."""
+
     name: str = MISSING
-    width: float = MISSING
-    stem: str = MISSING
+    width: float | None = None
+    stem: str | None = None
+    downsampling: str | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Those that are set."""
+        return {key: value for key, value in asdict(self).items() if key != "name" and value is not None}
 
 
 @dataclass

@@ -85,7 +85,7 @@ def _facts(plan: Plan, pipeline: Pipeline) -> dict[str, Any]:
         "method": plan.method.name,
         "delay": plan.method.delay,
         "model": plan.model.name,
-        "width": plan.config.model.width,
+        "model_options": plan.config.model.options(),
         "data": plan.config.data.name,
         "parameters": sum(block.parameters for block in pipeline.layout.profiles),
         "stages": len(pipeline.layout.stages),

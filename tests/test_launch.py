@@ -22,7 +22,8 @@ from launch.compare import main as compare
 from launch.config import register
 from launch.processes import Place, together
 from launch.train import CONF, to_config
-from petra import ConfigError, DataError, PetraError
+from petra import ConfigError, DataError, Model, PetraError, TensorSpec
+from petra.models import MODELS, revnet18
 
 ROOT = Path(__file__).parents[1]
 ALONE = Place(rank=0, world=1, local_rank=0, local_world=1)
@@ -70,6 +71,24 @@ def test_switches_of_the_method() -> None:
     assert (method.delay, method.keep, method.weights) == ((1, 2, 0, 1, 1, 1, 1, 1, 1), "input", "stashed")
 
 
+def test_options_of_a_model_reach_its_builder(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, object] = {}
+
+    def sized(classes: int, size: int, width: float = 1.0) -> Model:
+        seen.update(classes=classes, size=size, width=width)
+        return revnet18(classes, 1 / 16)
+
+    monkeypatch.setitem(MODELS, "sized", sized)
+    planned("model.name=sized", "model.width=0.5", "model.stem=null")
+    assert seen == {"classes": 10, "size": 32, "width": 0.5}
+    planned("model.name=sized", "model.width=null", "model.stem=null", "data.classes=7")
+    assert seen == {"classes": 7, "size": 32, "width": 1.0}
+    with pytest.raises(ConfigError, match=r"model\.stem: sized has no such setting, accepted are width"):
+        planned("model.name=sized", "model.stem=cifar")
+    profiles = planned("model=revnet50", "model.downsampling=convolution").model.profile(TensorSpec((2, 3, 32, 32), torch.float32))
+    assert sum(block.parameters for block in profiles) > 48_000_000
+
+
 def test_precision_and_stages() -> None:
     result = planned("trainer.precision=bf16", "trainer.stages=[4,6]")
     assert (result.autocast, result.stages) == (torch.bfloat16, [4, 6])
@@ -85,6 +104,7 @@ def test_precision_and_stages() -> None:
         ("model.name=revnet99", "model.name: found revnet99, accepted are resnet18, resnet34"),
         ("model.width=0.3", "model.width: found 0.3"),
         ("model.stem=big", "model.stem: found 'big'"),
+        ("model.downsampling=projection", "model.downsampling: revnet18 has no such setting, accepted are width, stem"),
         ("method.delay=-1", "method.delay: found -1"),
         ("method.delay=abc", "method.delay: found abc, accepted are integers >= 0"),
         ("method.delay=[1,2]", "method.delay: found 2 delays, accepted are one, or 9 for 10 stages"),

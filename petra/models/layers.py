@@ -1,9 +1,10 @@
-"""Pieces that the residual networks share: initialised convolutions, stems, the head, the table of residual blocks."""
+"""Pieces that the residual networks share: initialised convolutions, normalisation, stems, heads, the table of residual blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -25,21 +26,34 @@ def conv(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> n
     return layer
 
 
-def conv_bn(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> nn.Sequential:
-    """Convolution and batch normalisation."""
-    return nn.Sequential(conv(in_channels, out_channels, kernel, stride), nn.BatchNorm2d(out_channels))
+def norm_act(channels: int, *, activate: bool = True) -> list[nn.Module]:
+    """Batch normalisation, then ReLU if ``activate``, in place on the normalisation's own result. All networks make theirs here."""
+    return [nn.BatchNorm2d(channels), *([nn.ReLU(inplace=True)] if activate else [])]
 
 
-def conv_bn_relu(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> nn.Sequential:
-    """Convolution, batch normalisation and ReLU; in place, on the normalisation's own result."""
-    return nn.Sequential(*conv_bn(in_channels, out_channels, kernel, stride), nn.ReLU(inplace=True))
+def conv_norm(in_channels: int, out_channels: int, kernel: int, stride: int = 1, *, activate: bool = True) -> nn.Sequential:
+    """Convolution, batch normalisation and, if ``activate``, ReLU."""
+    return nn.Sequential(conv(in_channels, out_channels, kernel, stride), *norm_act(out_channels, activate=activate))
 
 
 def stem(kind: str, channels: int) -> nn.Sequential:
     """From an image (B, 3, H, W) to (B, channels, H, W) for ``cifar`` or (B, channels, H/4, W/4) for ``imagenet``."""
     if kind == "cifar":
-        return conv_bn_relu(3, channels, 3)
-    return nn.Sequential(*conv_bn_relu(3, channels, 7, stride=2), nn.MaxPool2d(3, stride=2, padding=1))
+        return conv_norm(3, channels, 3)
+    return nn.Sequential(*conv_norm(3, channels, 7, stride=2), nn.MaxPool2d(3, stride=2, padding=1))
+
+
+class PairStem(nn.Module):
+    """The stem at twice the channels, cut into the streams (x1, x2) of ``channels`` each."""
+
+    def __init__(self, kind: str, channels: int) -> None:
+        super().__init__()
+        self.layers = stem(kind, 2 * channels)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x1, x2 = self.layers(x).chunk(2, dim=1)
+        # Dense copies: the next block then sees the same memory layout here as when the streams arrive in a message.
+        return x1.clone(), x2.clone()
 
 
 class Head(nn.Module):
@@ -51,6 +65,19 @@ class Head(nn.Module):
 
     def forward(self, *streams: Tensor) -> Tensor:
         logits: Tensor = self.linear(torch.cat([x.mean((2, 3)) for x in streams], dim=1))
+        return logits
+
+
+class ActivatedHead(nn.Module):
+    """Normalises and rectifies the streams before :class:`Head`: the end of a network of pre-activation blocks."""
+
+    def __init__(self, features: int, classes: int) -> None:
+        super().__init__()
+        self.activation = nn.Sequential(*norm_act(features))
+        self.head = Head(features, classes)
+
+    def forward(self, *streams: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.activation(torch.cat(streams, dim=1)))
         return logits
 
 
@@ -84,20 +111,21 @@ class Residual(NamedTuple):
         return [(self.in_channels, self.channels, 3, self.stride), (self.channels, self.channels, 3, 1)]
 
 
-def residuals(repeats: Sequence[int], channels: int, expansion: int) -> list[Residual]:
-    """The residual blocks of a network: channels double, and the image is halved, at each layer after the first.
+def residuals(repeats: Sequence[int], in_channels: int, hidden: Sequence[int], expansion: int) -> list[Residual]:
+    """The residual blocks of a network; the image is halved at the start of each layer after the first.
 
     Args:
-        expansion: channels of a block over those of its 3x3 convolutions: 1 for basic blocks, 4 for bottlenecks.
+        repeats: blocks of each layer.
+        in_channels: of the first block.
+        hidden: channels of the 3x3 convolutions of each layer.
+        expansion: channels of a block over its hidden ones: 1 for basic blocks, 4 for bottlenecks.
     """
     rows = []
-    in_channels = channels
-    for layer, repeat in enumerate(repeats):
-        hidden = channels << layer
+    for layer, (repeat, channels) in enumerate(zip(repeats, hidden, strict=True)):
         for i in range(repeat):
             stride = 2 if layer and not i else 1
-            rows.append(Residual(f"layer{layer + 1}_{i}", in_channels, hidden, expansion * hidden, stride))
-            in_channels = expansion * hidden
+            rows.append(Residual(f"layer{layer + 1}_{i}", in_channels, channels, expansion * channels, stride))
+            in_channels = expansion * channels
     return rows
 
 
@@ -109,28 +137,43 @@ def network(
     *,
     streams: int,
     classes: int,
+    head: Callable[[int, int], nn.Module] = Head,
 ) -> Model:
-    """A stem, a block for each row, and a head that reads all the streams."""
+    """A stem, a block for each row, and a head that reads all the streams.
+
+    Args:
+        head: from the channels of all the streams and the number of classes to the head.
+
+    Raises:
+        ConfigError: no class.
+    """
+    if classes < 1:
+        raise ConfigError(f"model.classes: found {classes}, accepted are whole numbers from 1 on")
     return Model(
         name,
         (
             BlockSpec("stem", stem),
             *(BlockSpec(row.name, partial(residual, row)) for row in rows),
-            BlockSpec("head", partial(Head, streams * rows[-1].channels, classes)),
+            BlockSpec("head", partial(head, streams * rows[-1].channels, classes)),
         ),
     )
 
 
-def checked_channels(classes: int, width: float, stem: str) -> int:
-    """Channels of the first layer, 64 * width; raises :class:`ConfigError` for arguments that make no network."""
-    if classes < 1:
-        raise ConfigError(f"model.classes: found {classes}, accepted are whole numbers from 1 on")
-    if stem not in STEMS:
-        raise ConfigError(f"model.stem: found {stem!r}, accepted are {', '.join(STEMS)}")
-    channels = 64 * float(width)
-    if not (channels >= 1 and channels.is_integer()):
-        raise ConfigError(
-            f"model.width: found {width}, which makes {channels:g} channels in the first layer; "
-            "accepted are multiples of 1/64 from 1/64 on (0.25, 0.5, 1, 2, ...)"
-        )
-    return int(channels)
+def scaled(channels: Sequence[int], width: float) -> list[int]:
+    """Channel counts times ``width``; raises :class:`ConfigError` unless they are whole numbers from 1 on."""
+    found = [c * float(width) for c in channels]
+    for c in found:
+        if not (c >= 1 and c.is_integer()):
+            step = gcd(*channels)
+            raise ConfigError(
+                f"model.width: found {width}, which makes {c:g} channels in a layer; "
+                f"accepted are multiples of 1/{step} from 1/{step} on (0.25, 0.5, 1, 2, ...)"
+            )
+    return [int(c) for c in found]
+
+
+def choice(key: str, found: str, accepted: Sequence[str]) -> str:
+    """``found``, if it is among ``accepted``; raises :class:`ConfigError` otherwise."""
+    if found not in accepted:
+        raise ConfigError(f"model.{key}: found {found!r}, accepted are {', '.join(accepted)}")
+    return found

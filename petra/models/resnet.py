@@ -20,8 +20,12 @@ class ResidualBlock(nn.Module):
     def __init__(self, row: layers.Residual) -> None:
         super().__init__()
         *inner, last = row.convolutions()
-        self.branch = nn.Sequential(*(layer for sizes in inner for layer in layers.conv_bn_relu(*sizes)), *layers.conv_bn(*last))
-        self.shortcut = layers.conv_bn(row.in_channels, row.channels, 1, row.stride) if row.resizes else nn.Identity()
+        self.branch = nn.Sequential(
+            *(layer for sizes in inner for layer in layers.conv_norm(*sizes)), *layers.conv_norm(*last, activate=False)
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if row.resizes:
+            self.shortcut = layers.conv_norm(row.in_channels, row.channels, 1, row.stride, activate=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.relu(self.shortcut(x) + self.branch(x), inplace=True)
@@ -53,6 +57,7 @@ def resnet101(classes: int = 10, width: float = 1.0, stem: str = "cifar") -> Mod
 
 
 def _resnet(name: str, repeats: Sequence[int], expansion: int, classes: int, width: float, stem: str) -> Model:
-    channels = layers.checked_channels(classes, width, stem)
-    rows = layers.residuals(repeats, channels, expansion)
-    return layers.network(name, partial(layers.stem, stem, channels), rows, ResidualBlock, streams=1, classes=classes)
+    hidden = layers.scaled((64, 128, 256, 512), width)
+    rows = layers.residuals(repeats, hidden[0], hidden, expansion)
+    start = partial(layers.stem, layers.choice("stem", stem, layers.STEMS), hidden[0])
+    return layers.network(name, start, rows, ResidualBlock, streams=1, classes=classes)
