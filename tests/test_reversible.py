@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from petra import ModelError
 from petra.reversible import (
     Coupling,
+    DownsamplingCoupling,
     ReversibleBlock,
     ReversibleSequence,
     TwoFunctionCoupling,
@@ -38,11 +39,15 @@ def pair(channels: int = 4, dtype: torch.dtype = torch.float64) -> tuple[Tensor,
 
 def blocks(dropout: float = 0.0) -> list[ReversibleBlock]:
     torch.manual_seed(0)
-    made = [Coupling(branch(4, dropout)), TwoFunctionCoupling(branch(4, dropout), branch(4, dropout))]
+    made = [
+        Coupling(branch(4, dropout)),
+        TwoFunctionCoupling(branch(4, dropout), branch(4, dropout)),
+        DownsamplingCoupling(nn.Sequential(nn.Conv2d(4, 16, 2, stride=2), branch(16, dropout))),
+    ]
     return [block.double() for block in made]
 
 
-@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("index", [0, 1, 2])
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 def test_inverse_returns_the_input(index: int, dropout: float) -> None:
     block, x = blocks(dropout)[index], pair()
@@ -51,14 +56,14 @@ def test_inverse_returns_the_input(index: int, dropout: float) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("index", [0, 1, 2])
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 def test_fused_backward_equals_plain_autograd(index: int, dropout: float) -> None:
     block = blocks(dropout)[index]
     plain = copy.deepcopy(block)
     x = tuple(t.requires_grad_() for t in pair())
-    dy = tuple(torch.randn_like(t) for t in x)
     y = plain(*x, seed=3)
+    dy = tuple(torch.randn_like(t) for t in y)
     expected = torch.autograd.grad(y, [*x, *plain.parameters()], dy)
 
     with torch.no_grad(), frozen_statistics(normalisations(block)):
@@ -71,6 +76,16 @@ def test_fused_backward_equals_plain_autograd(index: int, dropout: float) -> Non
         torch.testing.assert_close(a, b.detach(), rtol=1e-12, atol=1e-12)
     for (name, a), b in zip(block.named_buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(a, b, msg=f"{name}: statistics moved other than once")
+
+
+def test_downsampling_moves_pixels_to_channels() -> None:
+    """(S x2, S x1 + F(x2)): channel 4c + 2i + j of S x has the pixels (2h + i, 2w + j) of channel c."""
+    f = nn.Conv2d(4, 16, 2, stride=2).double()
+    x1, x2 = pair()
+    y1, y2 = DownsamplingCoupling(f)(x1, x2)
+    for found, x in ((y1, x2), (y2 - f(x2), x1)):
+        shuffled = torch.stack([x[:, c, i::2, j::2] for c in range(4) for i in (0, 1) for j in (0, 1)], dim=1)
+        torch.testing.assert_close(found, shuffled, rtol=1e-12, atol=1e-12)
 
 
 def test_backward_evaluates_each_function_once() -> None:
@@ -118,7 +133,8 @@ def test_a_function_that_writes_into_its_input_is_refused() -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 def test_sequence_equals_plain_autograd(dropout: float) -> None:
-    sequence = ReversibleSequence([*blocks(dropout), *blocks(dropout)])
+    *kept, last = blocks(dropout)
+    sequence = ReversibleSequence([*kept, *blocks(dropout)[:2], last])
     plain = copy.deepcopy(sequence)
     x = tuple(t.requires_grad_() for t in pair())
     torch.manual_seed(11)

@@ -3,22 +3,47 @@
 from collections.abc import Callable
 
 from petra.model import Model
+from petra.models.irevnet import irevnet163, irevnet301
+from petra.models.preactivation import (
+    resnet32,
+    resnet101_preact,
+    resnet110,
+    resnet164,
+    revnet38,
+    revnet104,
+    revnet110,
+    revnet164,
+)
 from petra.models.resnet import resnet18, resnet34, resnet50, resnet101
 from petra.models.revnet import revnet18, revnet34, revnet50, revnet101
 
-MODELS: dict[str, Callable[..., Model]] = {
-    build.__name__: build for build in (resnet18, resnet34, resnet50, resnet101, revnet18, revnet34, revnet50, revnet101)
-}
-"""By name; all take ``classes``, ``width`` and ``stem``."""
+_RESNETS = (resnet18, resnet34, resnet50, resnet101, resnet32, resnet110, resnet164, resnet101_preact)
+_REVNETS = (revnet18, revnet34, revnet50, revnet101, revnet38, revnet110, revnet164, revnet104)
+
+MODELS: dict[str, Callable[..., Model]] = {build.__name__: build for build in (*_RESNETS, *_REVNETS, irevnet163, irevnet301)}
+"""By name. All take ``classes``; those that need to know the image side or the context length take it as ``size``.
+
+What else they take are their options, by keyword.
+"""
 
 __all__ = [
     "MODELS",
+    "irevnet163",
+    "irevnet301",
     "resnet18",
+    "resnet32",
     "resnet34",
     "resnet50",
     "resnet101",
+    "resnet101_preact",
+    "resnet110",
+    "resnet164",
     "revnet18",
     "revnet34",
+    "revnet38",
     "revnet50",
     "revnet101",
+    "revnet104",
+    "revnet110",
+    "revnet164",
 ]

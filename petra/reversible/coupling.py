@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from petra.reversible.replay import derive_seed, frozen_statistics, normalisations, seeded, unchanged
 
@@ -74,6 +75,35 @@ class Coupling(ReversibleBlock):
         with unchanged((x,), self.f), seeded(seed, x.device):
             f: Tensor = self.f(x)
         return f
+
+
+class DownsamplingCoupling(Coupling):
+    """i-RevNet's block: (x1, x2) → (S x2, S x1 + F(x2)), where S moves pixels to channels (Jacobsen et al. 2018, Eq. 1).
+
+    Streams of shape (B, C, H, W) become (B, C · factor², H / factor, W / factor). S permutes entries, so its inverse is also its
+    adjoint: this is :class:`Coupling` of S x1 and S x2, and what it returns goes back through S⁻¹.
+
+    Args:
+        f: any module from the shape of x2 to that of S x1.
+    """
+
+    def __init__(self, f: nn.Module, factor: int = 2) -> None:
+        super().__init__(nn.Sequential(nn.PixelShuffle(factor), f))
+        self.factor = factor
+
+    def forward(self, x1: Tensor, x2: Tensor, *, seed: int | None = None) -> Pair:
+        return super().forward(pixel_unshuffle(x1, self.factor), pixel_unshuffle(x2, self.factor), seed=seed)
+
+    def inverse(self, y1: Tensor, y2: Tensor, *, seed: int | None = None) -> Pair:
+        return self._upsampled(super().inverse(y1, y2, seed=seed))
+
+    def inverse_vjp(self, y: Pair, dy: Pair, *, seed: int | None = None) -> tuple[Pair, Pair, Gradients]:
+        x, dx, gradients = super().inverse_vjp(y, dy, seed=seed)
+        return self._upsampled(x), self._upsampled(dx), gradients
+
+    def _upsampled(self, pair: Pair) -> Pair:
+        first, second = pair
+        return pixel_shuffle(first, self.factor), pixel_shuffle(second, self.factor)
 
 
 class TwoFunctionCoupling(ReversibleBlock):
