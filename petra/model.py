@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +47,15 @@ class Model:
     name: str
     blocks: tuple[BlockSpec, ...]
 
+    @staticmethod
+    def of(name: str, blocks: Mapping[str, nn.Module]) -> Model:
+        """A model of modules that exist already, in their order, with the weights that they have.
+
+        Every process makes all of them and must make them alike; each trains copies of those that its stages own. Builders
+        instead (:class:`BlockSpec`) spare the rest, and take their weights from the seed of the run.
+        """
+        return Model(name, tuple(BlockSpec(key, partial(copy.deepcopy, module)) for key, module in blocks.items()))
+
     def build_block(self, index: int, seed: int) -> nn.Module:
         """Builds block ``index`` from its own seed, so that its weights don't depend on how the model is cut."""
         with seeded(derive_seed(seed, index)):
@@ -64,7 +75,7 @@ class Model:
         streams: Streams = (torch.empty(inputs.shape, dtype=inputs.dtype, device="meta"),)
         for spec in self.blocks:
             with torch.device("meta"):
-                block = spec.build()
+                block = spec.build().to("meta")
             counter = FlopCounterMode(display=False)
             try:
                 with torch.no_grad(), counter:

@@ -1,0 +1,82 @@
+"""One's own network, trained by PETRA: see docs/own_model.md.
+
+``python examples/own_model.py`` with all stages in one process, or with one in each of three:
+``torchrun --nproc-per-node 3 examples/own_model.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from petra import BlockSpec, Model, Pipeline, TensorSpec
+from petra.data import EvalStream, TrainStream, load_dataset
+from petra.reversible import Coupling
+from petra.training import Schedule, sgd
+
+
+class Patches(nn.Module):
+    """The image in patches of 4x4 pixels, as two streams."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.embed = nn.Sequential(nn.Conv2d(3, 2 * channels, kernel_size=4, stride=4), nn.BatchNorm2d(2 * channels))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.embed(x).chunk(2, dim=1)
+
+
+class Merge(nn.Module):
+    """Both streams, averaged over the image, as one."""
+
+    def forward(self, x1: Tensor, x2: Tensor) -> Tensor:
+        return torch.cat([x1, x2], dim=1).mean((2, 3))
+
+
+def branch(channels: int) -> nn.Module:
+    """F of a reversible block: from the shape of a stream to the same shape, and it leaves its input alone."""
+    return nn.Sequential(nn.Conv2d(channels, channels, kernel_size=3, padding=1), nn.BatchNorm2d(channels), nn.ReLU())
+
+
+def block(channels: int) -> Coupling:
+    return Coupling(branch(channels))
+
+
+def network(channels: int = 32, depth: int = 4, classes: int = 10) -> Model:
+    return Model(
+        "patches",
+        (
+            BlockSpec("patches", partial(Patches, channels)),  # not reversible: holds its input, the image
+            *(BlockSpec(f"block{i}", partial(block, channels)) for i in range(depth)),  # hold nothing
+            BlockSpec("merge", Merge),
+            BlockSpec("head", partial(nn.Linear, 2 * channels, classes)),
+        ),
+    )
+
+
+def main(epochs: int = 6) -> float:
+    """Trains on handwritten digits and returns the accuracy on the test images (0 … 1)."""
+    distributed = "RANK" in os.environ
+    if distributed:
+        dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    digits = load_dataset("digits")
+    train, test = TrainStream(digits, batch_size=32, seed=0, augment=False), EvalStream(digits, batch_size=32)
+    inputs = TensorSpec((32, 3, 32, 32), torch.float32)
+    rate = Schedule(0.02, train.batches_per_epoch, milestones=[4])
+    pipeline = Pipeline(network(), inputs, method="petra", stages=3, optimizer=sgd, learning_rate=rate)
+    for epoch in range(epochs):
+        trained, tested = pipeline.train(train, train.batches_per_epoch), pipeline.evaluate(test, test.batches)
+        if pipeline.rank == 0:
+            print(f"epoch {epoch + 1}: loss {trained.loss:.3f}, test accuracy {tested.metrics['accuracy']:.1%}")
+    if distributed:
+        dist.destroy_process_group()
+    return tested.metrics["accuracy"]
+
+
+if __name__ == "__main__":
+    main()
