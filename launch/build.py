@@ -11,8 +11,9 @@ from typing import Any, cast
 import torch
 
 from launch.config import Config
+from launch.data import checked_form, streams
 from launch.processes import Place
-from petra.data import DATASETS, EvalStream, TrainStream, load_dataset
+from petra.data import EvalStream, TrainStream
 from petra.errors import ConfigError
 from petra.method import Keep, Method, Weights
 from petra.model import Model
@@ -22,8 +23,6 @@ from petra.pipeline import Pipeline, TransportName
 from petra.streams import TensorSpec
 from petra.training import Schedule, WandbLogger, peak_rate, sgd
 
-SIZE = 32
-"""Side of the images of every data set."""
 PRECISIONS = {"float32": None, "bf16": torch.bfloat16}
 
 
@@ -35,23 +34,18 @@ class Plan:
     model: Model
     method: Method
     inputs: TensorSpec
+    layout: Layout
     stages: int | list[int] | None
     device: torch.device
     autocast: torch.dtype | None
 
     def data(self) -> tuple[TrainStream, EvalStream]:
-        """Loads the data set.
+        """This process's part of the data, a call of all processes together.
 
         Raises:
-            ConfigError, DataError: as the data set does.
+            PetraError: the data set can't be used, in every process.
         """
-        config = self.config.data
-        sizes = {} if config.images is None else {"images": config.images, "classes": config.classes}
-        dataset = load_dataset(config.name, config.root, **sizes)
-        if dataset.classes != config.classes:
-            raise ConfigError(f"data.classes: found {config.classes}, accepted is {dataset.classes} for {dataset.name}")
-        train = TrainStream(dataset, config.batch_size, self.config.seed, config.augment)
-        return train, EvalStream(dataset, config.batch_size)
+        return streams(self.config.data, self.config.seed, self.layout)
 
     def learning_rate(self, microbatches_per_epoch: int) -> Schedule:
         """The rate of every stage, for updates of batch_size · k images."""
@@ -88,13 +82,11 @@ def plan(config: Config, place: Place) -> Plan:
     for key, found in (("k", config.k), ("trainer.epochs", trainer.epochs), ("trainer.threads", trainer.threads)):
         _require(found >= 1, key, found, "integers >= 1")
     _require(config.seed >= 0, "seed", config.seed, "integers >= 0")
-    _require(config.data.batch_size >= 1, "data.batch_size", config.data.batch_size, "integers >= 1")
     _require(config.optim.momentum >= 0, "optim.momentum", config.optim.momentum, "numbers >= 0")
     _require(not config.optim.nesterov or config.optim.momentum > 0, "optim.nesterov", True, "false where optim.momentum=0")
     _require(config.optim.weight_decay >= 0, "optim.weight_decay", config.optim.weight_decay, "numbers >= 0")
     _require(trainer.timeout > 0, "trainer.timeout", trainer.timeout, "numbers > 0")
     _choice("model.name", config.model.name, MODELS)
-    _choice("data.name", config.data.name, DATASETS)
     _choice("optim.name", config.optim.name, ("sgd",))
     _choice("trainer.transport", trainer.transport, ("auto", "local", "lockstep", "edge"))
     _choice("trainer.precision", trainer.precision, PRECISIONS)
@@ -102,19 +94,20 @@ def plan(config: Config, place: Place) -> Plan:
     _choice("logger.mode", config.logger.mode, ("offline", "online"))
     if config.logger.name == "wandb":
         WandbLogger.require()
-    if config.data.images is not None:
-        _require(config.data.name == "synthetic", "data.images", config.data.images, f"null for {config.data.name}")
+    inputs = checked_form(config.data)
+    model = _model(config)
+    stages = _stages(trainer.stages)
     result = Plan(
         config=config,
-        model=_model(config),
+        model=model,
         method=_method(config),
-        inputs=TensorSpec((config.data.batch_size, 3, SIZE, SIZE), torch.float32),
-        stages=_stages(trainer.stages),
+        inputs=inputs,
+        layout=Layout.plan(model, inputs, stages, place.world),
+        stages=stages,
         device=place.device(trainer.device),
         autocast=PRECISIONS[trainer.precision],
     )
-    layout = Layout.plan(result.model, result.inputs, result.stages, place.world)
-    result.method.delays(len(layout.stages), config.k)
+    result.method.delays(len(result.layout.stages), config.k)
     result.learning_rate(microbatches_per_epoch=1)
     return result
 
@@ -127,7 +120,7 @@ def _model(config: Config) -> Model:
         if key not in parameters:
             accepted = ", ".join(name for name in parameters if name not in ("classes", "size"))
             raise ConfigError(f"model.{key}: {config.model.name} has no such setting, accepted are {accepted}")
-    size = {"size": SIZE} if "size" in parameters else {}
+    size = {"size": config.data.size} if "size" in parameters else {}
     return build(config.data.classes, **options, **size)
 
 

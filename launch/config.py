@@ -30,7 +30,10 @@ class DataConfig:
     batch_size: int = MISSING
     augment: bool = MISSING
     classes: int = MISSING
+    size: int = MISSING
+    workers: int = MISSING
     images: int | None = None
+    validation: float | None = None
 
 
 @dataclass

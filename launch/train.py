@@ -65,8 +65,7 @@ def run(config: Config, place: Place) -> None:
     torch.set_num_threads(config.trainer.threads)
     with place.joined(checked.device, config.trainer.timeout):
         started = time.perf_counter()
-        with together():
-            train, test = checked.data()
+        train, test = checked.data()
         learning_rate = checked.learning_rate(train.batches_per_epoch)
         pipeline = checked.pipeline(learning_rate)
         with together():

@@ -1,158 +1,27 @@
-import hashlib
-import os
-import pickle
+"""Streams over any data set, and augmentation of images in memory."""
+
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from petra.data import DATASETS, EvalStream, TrainStream, cifar, load_dataset
-from petra.data.streams import augment
-from petra.errors import ConfigError, DataError
+from petra.data import EvalStream, Split, TrainStream, load_dataset
+from petra.data.arrays import Images, augment, normalise
+from petra.data.dataset import Labels
+from petra.errors import ConfigError
 from petra.reversible import derive_seed
-
-
-@pytest.fixture(scope="module")
-def digits():
-    return load_dataset("digits")
 
 
 @pytest.fixture(scope="module")
 def numbered():
     """23 training images, each with its own label, so that targets tell which images a microbatch holds."""
     data = load_dataset("synthetic", images=23, classes=5)
-    return replace(data, train_labels=torch.arange(23))
+    return replace(data, train=Split(23, data.train.inputs, Labels(torch.arange(23))))
 
 
-# --- data sets ---
-
-
-def test_digits_have_the_usual_form(digits):
-    assert digits.train_images.shape == (1437, 3, 32, 32)
-    assert digits.test_images.shape == (360, 3, 32, 32)
-    assert digits.train_images.dtype == digits.test_images.dtype == torch.uint8
-    assert digits.train_labels.dtype == digits.test_labels.dtype == torch.int64
-    assert digits.train_images.amin() == 0
-    assert digits.train_images.amax() == 255
-    assert torch.equal(digits.train_images[:, 0], digits.train_images[:, 2])
-    assert digits.classes == 10
-    assert not digits.flip
-
-
-def test_digits_are_split_evenly_within_each_class(digits):
-    train, test = digits.train_labels.bincount(), digits.test_labels.bincount()
-    assert ((train + test) / 5 - test).abs().amax() < 1
-
-
-def test_digits_are_the_same_everywhere(digits):
-    content = b"".join(t.numpy().tobytes() for t in (digits.train_images, digits.train_labels, digits.test_images))
-    assert hashlib.md5(content).hexdigest() == "65eebc77d919763a76be790be6384328"
-
-
-def test_synthetic_images_tell_their_class():
-    data = load_dataset("synthetic", images=60, classes=3)
-    assert (len(data.train_labels), len(data.test_labels), data.classes) == (60, 15, 3)
-    centres = torch.stack([data.train_images[data.train_labels == c].float().mean(0) for c in range(3)])
-    nearest = torch.cdist(data.test_images.float().flatten(1), centres.flatten(1)).argmin(1)
-    assert torch.equal(nearest, data.test_labels)
-    assert torch.equal(data.train_images, load_dataset("synthetic", images=60, classes=3).train_images)
-
-
-def test_normalised_training_images_have_zero_mean_and_unit_deviation(digits):
-    for data in (digits, load_dataset("synthetic", images=50)):
-        images = data.normalise(data.train_images)
-        assert images.dtype == torch.float32
-        assert images.mean((0, 2, 3)).abs().amax() < 1e-4
-        assert (images.std((0, 2, 3)) - 1).abs().amax() < 1e-3
-
-
-def test_unknown_names_and_sizes():
-    with pytest.raises(ConfigError, match=r"data\.name: found 'mnist', accepted are digits, cifar10, synthetic"):
-        load_dataset("mnist")
-    with pytest.raises(ConfigError, match=r"data\.images: found 3"):
-        load_dataset("synthetic", images=3)
-    with pytest.raises(ConfigError, match=r"data\.classes: found 1"):
-        load_dataset("synthetic", classes=1)
-    assert set(DATASETS) == {"digits", "cifar10", "synthetic"}
-
-
-# --- CIFAR-10's files ---
-
-
-def write(folder, name, content, monkeypatch):
-    (folder / name).write_bytes(content)
-    monkeypatch.setitem(cifar.MD5, name, hashlib.md5(content).hexdigest())
-
-
-@pytest.fixture(params=["numpy.core", "numpy._core"])
-def small_cifar(request, tmp_path, monkeypatch):
-    """Files in CIFAR-10's form with four images each, written as by the numpy that spells its core like that."""
-    folder = tmp_path / cifar.FOLDER
-    folder.mkdir()
-    rng = np.random.default_rng(0)
-    batches = {}
-    for number, name in enumerate(cifar.MD5):
-        data = rng.integers(0, 256, (4, 3072), dtype=np.uint8)
-        batches[name] = {b"data": data, b"labels": [number, 1, 2, 3]}
-        # Protocol 3 keeps bytes as bytes without the helper function that protocol 2 needs.
-        content = pickle.dumps(batches[name], protocol=3)
-        content = content.replace(b"numpy._core", b"numpy.core").replace(b"numpy.core", request.param.encode())
-        write(folder, name, content, monkeypatch)
-    return tmp_path, batches
-
-
-def test_cifar_files_are_read_in_order(small_cifar):
-    root, batches = small_cifar
-    data = load_dataset("cifar10", root=str(root))
-    assert data.train_images.shape == (20, 3, 32, 32)
-    assert data.train_images.dtype == torch.uint8
-    assert data.train_labels[::4].tolist() == [0, 1, 2, 3, 4]
-    assert data.test_labels.tolist() == [5, 1, 2, 3]
-    # The file holds 1024 red values, then green, then blue, each row by row.
-    flat = batches["data_batch_2"][b"data"][1]
-    assert data.train_images[5, 2, 3, 7] == flat[2 * 1024 + 3 * 32 + 7]
-    assert data.flip
-
-
-def test_missing_root():
-    with pytest.raises(DataError, match=r"data\.root: not given"):
-        load_dataset("cifar10")
-
-
-def test_missing_file_says_what_to_get_and_where_to_put_it(small_cifar):
-    path = small_cifar[0] / cifar.FOLDER / "data_batch_3"
-    path.unlink()
-    with pytest.raises(DataError) as error:
-        load_dataset("cifar10", root=small_cifar[0])
-    for part in (str(path), "cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a", "data.root=", cifar.FOLDER):
-        assert part in str(error.value)
-
-
-def test_damaged_file_is_named_with_both_sums(small_cifar):
-    path = small_cifar[0] / cifar.FOLDER / "test_batch"
-    content = path.read_bytes()[:-1]
-    path.write_bytes(content)
-    with pytest.raises(DataError) as error:
-        load_dataset("cifar10", root=small_cifar[0])
-    for part in (str(path), cifar.MD5["test_batch"], hashlib.md5(content).hexdigest()):
-        assert part in str(error.value)
-
-
-class Attack:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
-def test_pickle_that_calls_a_function_is_refused(small_cifar, monkeypatch):
-    root, _ = small_cifar
-    write(root / cifar.FOLDER, "data_batch_1", pickle.dumps(Attack(root / "trace")), monkeypatch)
-    with pytest.raises(DataError, match=r"data_batch_1: not a CIFAR-10 file \(it asks for (posix|nt)\.mkdir\)"):
-        load_dataset("cifar10", root=root)
-    assert not (root / "trace").exists()
+def with_images(dataset, **changes):
+    return replace(dataset, train=replace(dataset.train, inputs=replace(dataset.train.inputs, **changes)))
 
 
 # --- training stream ---
@@ -193,13 +62,28 @@ def test_microbatches_are_functions_of_their_number(numbered):
 
 def test_inputs_belong_to_targets(numbered):
     stream = TrainStream(numbered, batch_size=5, seed=0, augment=False)
+    images = numbered.train.inputs
     for m in range(6):
-        assert torch.equal(stream.inputs(m), numbered.normalise(numbered.train_images[stream.targets(m)]))
+        assert torch.equal(stream.inputs(m), normalise(images.images[stream.targets(m)], images.moments))
+
+
+def test_each_end_has_what_it_reads(numbered):
+    """The first stage's process has the images alone, the last one the targets alone, and all the same counts."""
+    whole = TrainStream(numbered, batch_size=5, seed=0)
+    inputs, targets, neither = (
+        TrainStream(numbered.part(inputs=i, targets=t), batch_size=5, seed=0)
+        for i, t in ((True, False), (False, True), (False, False))
+    )
+    assert torch.equal(inputs.inputs(3), whole.inputs(3))
+    assert torch.equal(targets.targets(3), whole.targets(3))
+    assert neither.batches_per_epoch == inputs.batches_per_epoch == targets.batches_per_epoch == 4
+    assert numbered.part(targets=True).train.inputs is numbered.part(inputs=True).test.targets is None
 
 
 def test_the_same_microbatch_is_augmented_differently_in_other_epochs_and_runs():
-    one = load_dataset("synthetic", images=4, classes=2)
-    one = replace(one, train_images=one.train_images[:1].expand(64, -1, -1, -1), train_labels=torch.zeros(64).long())
+    images = load_dataset("synthetic", images=4, classes=2).train.inputs
+    one = Split(64, replace(images, images=images.images[:1].expand(64, -1, -1, -1)), Labels(torch.zeros(64)))
+    one = replace(load_dataset("synthetic"), train=one)
     first, later = (TrainStream(one, batch_size=64, seed=0).inputs(m) for m in (0, 1))
     assert not torch.equal(first, later)
     assert not torch.equal(first, TrainStream(one, batch_size=64, seed=1).inputs(0))
@@ -207,7 +91,7 @@ def test_the_same_microbatch_is_augmented_differently_in_other_epochs_and_runs()
 
 def test_stream_flips_only_where_the_data_set_allows_it(numbered):
     flipped, upright, plain = (
-        TrainStream(replace(numbered, flip=flip), batch_size=23, seed=0, augment=augmented).inputs(0)
+        TrainStream(with_images(numbered, flip=flip), batch_size=23, seed=0, augment=augmented).inputs(0)
         for flip, augmented in ((True, True), (False, True), (True, False))
     )
     assert not torch.equal(upright, plain)
@@ -215,6 +99,15 @@ def test_stream_flips_only_where_the_data_set_allows_it(numbered):
     same = [torch.equal(image, other) for image, other in zip(flipped, upright, strict=True)]
     assert [not m for m in mirrored] == same
     assert 0 < sum(mirrored) < 23
+
+
+@pytest.mark.parametrize("batch_size", [0, 24])
+def test_batch_size_must_fit_the_training_set(numbered, batch_size):
+    with pytest.raises(ConfigError, match=rf"data\.batch_size: found {batch_size}, accepted are 1 to 23"):
+        TrainStream(numbered, batch_size, seed=0)
+
+
+# --- augmentation ---
 
 
 def test_augmentation_against_a_search_over_all_crops():
@@ -242,7 +135,7 @@ def test_augmentation_against_a_search_over_all_crops():
 
 def test_augmentation_keeps_images_apart(numbered):
     """Row i of the result is cut from image i, whatever the other images are."""
-    images = numbered.train_images.clamp(min=1)  # no zeros but the padding
+    images = numbered.train.inputs.images.clamp(min=1)  # no zeros but the padding
     for image, result in zip(images, augment(images, flip=False, seed=0), strict=True):
         padded = torch.zeros(3, 40, 40, dtype=torch.uint8)
         padded[:, 4:36, 4:36] = image
@@ -250,10 +143,25 @@ def test_augmentation_keeps_images_apart(numbered):
         assert sum(torch.equal(crop, result) for crop in crops) == 1
 
 
-@pytest.mark.parametrize("batch_size", [0, 24])
-def test_batch_size_must_fit_the_training_set(numbered, batch_size):
-    with pytest.raises(ConfigError, match=rf"data\.batch_size: found {batch_size}, accepted are 1 to 23"):
-        TrainStream(numbered, batch_size, seed=0)
+def test_normalised_augmented_images_against_a_loop_over_pixels():
+    """The whole reader, bit for bit, against one that takes pixel by pixel what the same random numbers choose."""
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randint(0, 256, (6, 3, 8, 8), dtype=torch.uint8, generator=generator)
+    moments = ((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
+    indices = torch.tensor([4, 0, 4, 5])
+    found = Images(images, moments, flip=True)(indices, 11)
+
+    generator = torch.Generator().manual_seed(11)
+    tops, lefts = torch.randint(0, 9, (2, 4, 1), generator=generator).flatten(1).tolist()
+    mirrored = (torch.rand(4, 1, generator=generator) < 0.5).flatten().tolist()
+    assert len(set(mirrored)) == 2
+    expected = np.empty((4, 3, 8, 8), np.float32)
+    for i, channel, row, column in np.ndindex(4, 3, 8, 8):
+        y, x = row + tops[i] - 4, (7 - column if mirrored[i] else column) + lefts[i] - 4
+        value = images[indices[i], channel, y, x].item() if 0 <= y < 8 and 0 <= x < 8 else 0
+        mean, std = (np.float32(255) * np.float32(moment[channel]) for moment in moments)
+        expected[i, channel, row, column] = (np.float32(value) - mean) / std
+    assert np.array_equal(found.numpy(), expected)
 
 
 # --- evaluation stream ---
@@ -267,9 +175,10 @@ def test_evaluation_covers_the_test_set_in_full_batches(numbered, batch_size, ba
     targets = torch.cat([stream.targets(m) for m in range(batches)])
     assert inputs.shape == (batches * batch_size, 3, 32, 32)
     assert inputs.dtype == torch.float32
-    expected = numbered.normalise(numbered.test_images)
+    images = numbered.test.inputs
+    expected = normalise(images.images, images.moments)
     assert torch.equal(inputs[:5], expected)
-    assert torch.equal(targets[:5], numbered.test_labels)
+    assert torch.equal(targets[:5], numbered.test.targets.labels)
     assert targets[5:].tolist() == [-100] * padded
     assert all(torch.equal(image, expected[-1]) for image in inputs[5:])
 

@@ -19,11 +19,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from launch.build import Plan, plan
 from launch.compare import main as compare
-from launch.config import register
+from launch.config import DataConfig, register
+from launch.data import streams
 from launch.processes import Place, together
 from launch.train import CONF, to_config
-from petra import ConfigError, DataError, Model, PetraError, TensorSpec
+from petra import ConfigError, DataError, Model, ModelError, PetraError, TensorSpec
+from petra.data import Dataset, EvalStream, TrainStream, load_dataset
 from petra.models import MODELS, revnet18
+from petra.partition import Layout
+from tests.processes import run_processes
 
 ROOT = Path(__file__).parents[1]
 ALONE = Place(rank=0, world=1, local_rank=0, local_world=1)
@@ -53,6 +57,9 @@ def test_every_file_of_every_group_works(group: Path) -> None:
     if group.stem == "wandb" and find_spec("wandb") is None:
         with pytest.raises(ConfigError, match=r"pip install 'petra\[wandb\]'"):
             planned("logger=wandb")
+    elif group.stem == "text":
+        with pytest.raises(ModelError, match=r"block stem can't take int64\[64, 256\] from the data"):
+            planned("data=text")
     else:
         planned(f"{group.parent}={group.stem}")
 
@@ -81,8 +88,8 @@ def test_options_of_a_model_reach_its_builder(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(MODELS, "sized", sized)
     planned("model.name=sized", "model.width=0.5", "model.stem=null")
     assert seen == {"classes": 10, "size": 32, "width": 0.5}
-    planned("model.name=sized", "model.width=null", "model.stem=null", "data.classes=7")
-    assert seen == {"classes": 7, "size": 32, "width": 1.0}
+    planned("model.name=sized", "model.width=null", "model.stem=null", "data=synthetic", "data.classes=7", "data.size=48")
+    assert seen == {"classes": 7, "size": 48, "width": 1.0}
     with pytest.raises(ConfigError, match=r"model\.stem: sized has no such setting, accepted are width"):
         planned("model.name=sized", "model.stem=cifar")
     profiles = planned("model=revnet50", "model.downsampling=convolution").model.profile(TensorSpec((2, 3, 32, 32), torch.float32))
@@ -99,7 +106,15 @@ def test_precision_and_stages() -> None:
     [
         ("k=0", "k: found 0, accepted are integers >= 1"),
         ("seed=-1", "seed: found -1"),
+        (
+            "data.name=mnist",
+            "data.name: found 'mnist', accepted are digits, cifar10, cifar100, imagenet32, imagenet, synthetic, text",
+        ),
         ("data.batch_size=0", "data.batch_size: found 0"),
+        ("data.size=0", "data.size: found 0, accepted are integers >= 1"),
+        ("data.workers=-1", "data.workers: found -1, accepted are integers >= 0"),
+        ("data.root=folder", "data.root: found folder, accepted are null for digits"),
+        ("data.validation=0.1", "data.validation: found 0.1, accepted are null for digits"),
         ("data.images=100", "data.images: found 100, accepted are null for digits"),
         ("model.name=revnet99", "model.name: found revnet99, accepted are resnet18, resnet34"),
         ("model.width=0.3", "model.width: found 0.3"),
@@ -157,10 +172,70 @@ def test_a_gpu_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_data_that_does_not_fit() -> None:
-    with pytest.raises(ConfigError, match=r"data\.classes: found 7, accepted is 10 for digits"):
+    with pytest.raises(PetraError, match=r"data\.classes: found 7, accepted is 10 for digits"):
         planned("data.classes=7").data()
-    with pytest.raises(DataError, match=r"data\.root: not given"):
+    with pytest.raises(PetraError, match=r"data\.size: found 64, accepted is 32 for digits"):
+        planned("data.size=64").data()
+    with pytest.raises(PetraError, match=r"data\.root: not given"):
         planned("data=cifar10").data()
+
+
+def test_image_size_reaches_the_model_and_the_data() -> None:
+    result = planned("data=synthetic", "data.size=16", "data.batch_size=3", "data.images=8")
+    assert result.inputs.shape == (3, 3, 16, 16)
+    train, _ = result.data()
+    result.inputs.require(train.inputs(0), "the data")
+
+
+def _loaded(rank: int, root: str | None) -> tuple[object, ...]:
+    """What one process of four has, the last of which is idle, and which of them opened the file."""
+    opened = False
+
+    def load(*args: object, **options: object) -> Dataset:
+        nonlocal opened
+        opened = True
+        return load_dataset("text", root=root, size=8)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("launch.data.load_dataset", load)
+        config = DataConfig(name="text", root=root, batch_size=4, augment=True, classes=256, size=8, workers=0)
+        layout = Layout((), (range(0, 1), range(1, 2), range(2, 3)), (range(0, 1), range(1, 2), range(2, 3), range(0)))
+        try:
+            train, test = streams(config, 5, layout)
+        except PetraError as error:
+            return opened, str(error)
+    read = []
+    for stream in (train.inputs, test.inputs, train.targets, test.targets):
+        try:
+            read.append(stream(1))
+        except AssertionError:
+            read.append(None)
+    return opened, train.batches_per_epoch, test.batches, *read
+
+
+def test_only_the_first_process_reads_and_the_last_one_gets_the_targets(tmp_path: Path) -> None:
+    path = tmp_path / "letters.txt"
+    path.write_bytes(bytes(range(200)) * 2)
+    whole = load_dataset("text", root=path, size=8)
+    train, test = TrainStream(whole, 4, seed=5), EvalStream(whole, 4)
+    first, middle, last, idle = run_processes(4, _loaded, tmp_path / "processes", str(path))
+    counts = (train.batches_per_epoch, test.batches)
+    assert first[:3] == (True, *counts)
+    assert middle == idle == (False, *counts, None, None, None, None)
+    assert last[:5] == (False, *counts, None, None)
+    assert torch.equal(first[3], train.inputs(1))
+    assert torch.equal(first[4], test.inputs(1))
+    assert first[5] is first[6] is None
+    assert torch.equal(last[5], train.targets(1))
+    assert torch.equal(last[6], test.targets(1))
+
+
+def test_data_that_one_process_can_not_read_is_an_error_of_all(tmp_path: Path) -> None:
+    results = run_processes(2, _loaded, tmp_path / "processes", str(tmp_path / "none.txt"))
+    assert [opened for opened, _ in results] == [True, False]
+    assert {text for _, text in results} == {
+        f"{tmp_path}/none.txt: can't be read (No such file or directory); set data.root=<a file of text>"
+    }
 
 
 def test_an_error_alone_is_the_error_of_all() -> None:

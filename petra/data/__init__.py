@@ -1,7 +1,7 @@
-"""Data sets in memory, and streams of microbatches that depend on nothing but a seed and a number."""
+"""Data sets, and streams of microbatches that depend on nothing but a seed and a number."""
 
-from petra.data.dataset import ArrayDataset
-from petra.data.load import DATASETS, load_dataset
+from petra.data.dataset import Dataset, Split
+from petra.data.load import DATASETS, load_dataset, microbatch_form, settings
 from petra.data.streams import EvalStream, TrainStream
 
-__all__ = ["DATASETS", "ArrayDataset", "EvalStream", "TrainStream", "load_dataset"]
+__all__ = ["DATASETS", "Dataset", "EvalStream", "Split", "TrainStream", "load_dataset", "microbatch_form", "settings"]

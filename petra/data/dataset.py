@@ -1,49 +1,52 @@
-"""Images and labels in memory, the form in which every data set reaches the streams."""
+"""What every data set is to the streams: two lots of samples, each with a reader of inputs and a reader of targets."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
+Reader = Callable[[Tensor, int | None], Tensor]
+"""(indices (B,), seed) → what these samples are; a seed asks for augmentation, drawn from it alone, and None for none."""
 
-@dataclass(frozen=True)
-class ArrayDataset:
-    """A classification data set of 32x32 colour images.
 
-    Images are uint8 (N, 3, 32, 32) with values 0..255, labels int64 (N,) with values 0..classes-1. ``mean`` and
-    ``std`` are those of the training images' channels, in units of the full range (0..1). ``flip`` says whether an
-    image's mirror image still shows its class.
-    """
+@dataclass(frozen=True, eq=False)
+class Split:
+    """``count`` samples. A process whose stages need no inputs, or no targets, has no reader for them."""
+
+    count: int
+    inputs: Reader | None = None
+    """Images float32 (B, 3, H, W), normalised; or tokens int64 (B, T)."""
+    targets: Reader | None = None
+    """Classes int64 (B,), or (B·T,) for tokens; -100 where there is nothing to predict."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A classification data set: images with a class each, or windows of tokens with the next token at each place."""
 
     name: str
     classes: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    train_images: Tensor
-    train_labels: Tensor
-    test_images: Tensor
-    test_labels: Tensor
-    flip: bool
+    size: int
+    """Pixels of an image's side, or tokens of a window."""
+    train: Split
+    test: Split
 
-    def normalise(self, images: Tensor) -> Tensor:
-        """uint8 images (B, 3, H, W) as float32 of the same shape, with zero mean and unit deviation per channel."""
-        mean = 255 * torch.tensor(self.mean).view(-1, 1, 1)
-        std = 255 * torch.tensor(self.std).view(-1, 1, 1)
-        return images.float().sub_(mean).div_(std)
+    def part(self, *, inputs: bool = False, targets: bool = False) -> Dataset:
+        """What a process needs whose stages read only the inputs, only the targets, or neither."""
+        train, test = (
+            replace(split, inputs=split.inputs if inputs else None, targets=split.targets if targets else None)
+            for split in (self.train, self.test)
+        )
+        return replace(self, train=train, test=test)
 
 
-def channel_moments(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel of uint8 images (N, C, H, W), in units of the full range.
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """Reader of targets for images: any integers (N,)."""
 
-    The sums are taken over integers, so that every machine and thread count finds the same values to the last bit.
-    """
-    means, stds = [], []
-    levels = torch.arange(256)
-    for channel in images.unbind(1):
-        counts = torch.bincount(channel.flatten(), minlength=256)
-        mean = int((counts * levels).sum()) / channel.numel()
-        means.append(mean / 255)
-        stds.append((int((counts * levels**2).sum()) / channel.numel() - mean**2) ** 0.5 / 255)
-    return tuple(means), tuple(stds)
+    labels: Tensor
+
+    def __call__(self, indices: Tensor, seed: int | None) -> Tensor:
+        return self.labels[indices].long()

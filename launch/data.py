@@ -1,0 +1,77 @@
+"""The data of a run: the first stage's process reads, the last one gets the targets, and the others learn how much there is."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import torch.distributed as dist
+
+from launch.config import DataConfig
+from launch.processes import gathered, together
+from petra.data import Dataset, EvalStream, TrainStream, load_dataset, microbatch_form, settings
+from petra.errors import ConfigError
+from petra.partition import Layout
+from petra.streams import TensorSpec
+
+AGREED = ("classes", "size")
+"""Keys that every data set has, since the model depends on them; most of them fix the values."""
+OWN = ("root", "images", "validation")
+"""Keys that some have, null for the others."""
+
+
+def checked_form(config: DataConfig) -> TensorSpec:
+    """The form of a microbatch of inputs, from the configuration alone.
+
+    Raises:
+        ConfigError: a value out of range, or a setting that the data set doesn't have.
+    """
+    own = settings(config.name)
+    for key, least in (("batch_size", 1), ("size", 1), ("workers", 0)):
+        if getattr(config, key) < least:
+            raise ConfigError(f"data.{key}: found {getattr(config, key)}, accepted are integers >= {least}")
+    for key in OWN:
+        if getattr(config, key) is not None and key not in own:
+            raise ConfigError(f"data.{key}: found {getattr(config, key)}, accepted are null for {config.name}")
+    return microbatch_form(config.name, config.batch_size, config.size)
+
+
+def streams(config: DataConfig, seed: int, layout: Layout) -> tuple[TrainStream, EvalStream]:
+    """For training and for testing; a call of all processes together.
+
+    Only the first stage's process opens files, so only its machine needs them.
+
+    Raises:
+        PetraError: the data set can't be used, in every process.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    with together():
+        loaded = _load(config) if rank == 0 else None
+    dataset = _shared(loaded, rank, last=sum(bool(stages) for stages in layout.processes) - 1)
+    return (
+        TrainStream(dataset, config.batch_size, seed, config.augment, config.workers),
+        EvalStream(dataset, config.batch_size, config.workers),
+    )
+
+
+def _load(config: DataConfig) -> Dataset:
+    wanted = {key: value for key, value in asdict(config).items() if key in AGREED + OWN and value is not None}
+    dataset = load_dataset(config.name, **{key: value for key, value in wanted.items() if key in settings(config.name)})
+    for key in AGREED:
+        if getattr(dataset, key) != wanted[key]:
+            raise ConfigError(f"data.{key}: found {wanted[key]}, accepted is {getattr(dataset, key)} for {dataset.name}")
+    return dataset
+
+
+def _shared(loaded: Dataset | None, rank: int, last: int) -> Dataset:
+    """Each process's part of what process 0 has loaded."""
+    outline: Dataset = gathered(None if loaded is None else loaded.part())[0]
+    if last == 0:
+        return loaded or outline
+    if loaded is not None:
+        dist.send_object_list([loaded.part(targets=True)], dst=last)
+        return loaded.part(inputs=True)
+    if rank == last:
+        received = [outline]
+        dist.recv_object_list(received, src=0)
+        outline = received[0]
+    return outline

@@ -1,0 +1,91 @@
+"""Small files in the forms of the real data sets."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from petra.data import imagenet32
+from petra.data.cifar import Release
+
+
+def pickled(content: object, core: str = "numpy.core") -> bytes:
+    """As the numpy writes it that spells its core like that; protocol 3 keeps bytes without a helper function."""
+    return pickle.dumps(content, protocol=3).replace(b"numpy._core", b"numpy.core").replace(b"numpy.core", core.encode())
+
+
+def cifar_batch(number: int, key: str, images: int = 4) -> dict[bytes, Any]:
+    rng = np.random.default_rng(number)
+    return {b"data": rng.integers(0, 256, (images, 3072), dtype=np.uint8), key.encode(): [number, *range(1, images)]}
+
+
+def write_cifar(
+    release: Release, root: Path, monkeypatch: pytest.MonkeyPatch, core: str = "numpy.core"
+) -> dict[str, dict[bytes, Any]]:
+    """All files of a release with four images each; the first label of each file is its number."""
+    batches = {name: cifar_batch(i, release.labels) for i, name in enumerate({**release.train, **release.test})}
+    for name, batch in batches.items():
+        write_cifar_file(release, root, name, pickled(batch, core), monkeypatch)
+    return batches
+
+
+def write_cifar_file(release: Release, root: Path, name: str, content: bytes, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = root / release.folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    monkeypatch.setitem(release.train if name in release.train else release.test, name, md5(content))
+    return path
+
+
+def imagenet32_batch(number: int, images: int = 3) -> dict[str, Any]:
+    rng = np.random.default_rng(number)
+    data = rng.integers(0, 256, (images, 3072), dtype=np.uint8)
+    return {"data": data, "labels": [number + 1, 1000, *[1] * (images - 2)], "mean": data.mean(0)}
+
+
+def write_imagenet32(root: Path, monkeypatch: pytest.MonkeyPatch, zipped: bool) -> dict[str, dict[str, Any]]:
+    batches = {name: imagenet32_batch(number) for number, name in enumerate(imagenet32.MD5)}
+    for name, batch in batches.items():
+        if zipped:
+            np.savez(root / f"{name}.npz", **batch)
+        else:
+            content = pickled(batch)
+            (root / name).write_bytes(content)
+            monkeypatch.setitem(imagenet32.MD5, name, md5(content))
+    return batches
+
+
+def md5(content: bytes) -> str:
+    return hashlib.md5(content).hexdigest()
+
+
+def photograph(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
+    """Smooth colours, so that JPEG keeps them nearly."""
+    rng = np.random.default_rng(seed)
+    corners = rng.integers(0, 256, (3, 3, len(Image.new(mode, (1, 1)).getbands())), dtype=np.uint8)
+    small = Image.fromarray(corners.squeeze(), mode)
+    return small.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def jpeg(image: Image.Image) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, "JPEG", quality=95)
+    return stream.getvalue()
+
+
+def write_photographs(root: Path, classes: int = 3, train: int = 4, val: int = 2) -> None:
+    """``root``/train and ``root``/val with photographs of different sizes in folders n00, n01, …"""
+    for part, images in (("train", train), ("val", val)):
+        for c in range(classes):
+            folder = root / part / f"n{c:02}"
+            folder.mkdir(parents=True)
+            for i in range(images):
+                seed = 100 * c + i + (50 if part == "val" else 0)
+                (folder / f"{i}.JPEG").write_bytes(jpeg(photograph(40 + 3 * i, 30 + 5 * c, seed=seed)))
