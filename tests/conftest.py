@@ -1,5 +1,12 @@
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# The same examples at each run of the tests; `pytest --hypothesis-profile=long` draws many new ones.
+_always = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+settings.register_profile("short", _always, max_examples=100, derandomize=True)
+settings.register_profile("long", _always, max_examples=1250)
+settings.load_profile("short")
 
 
 @pytest.fixture(autouse=True)
