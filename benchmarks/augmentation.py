@@ -1,0 +1,73 @@
+"""Images per second of one core: those in memory through crop, flip and normalisation, and JPEG files through decoding.
+
+python -m benchmarks.augmentation --out runs/augmentation.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from benchmarks.report import alternate, machine, save, spread, table
+from petra.data import Dataset, TrainStream, load_dataset
+
+SIDE = 400
+"""Pixels of the photographs' shorter side, about ImageNet's."""
+
+
+def seconds(inputs: Callable[[int], Tensor], microbatches: int) -> float:
+    """Of this process on a core; one thread that waits for nothing, so other processes on the machine hardly count."""
+    start = time.process_time()
+    for m in range(microbatches):
+        inputs(m)
+    return time.process_time() - start
+
+
+def photographs(folder: Path) -> Dataset:
+    """Two classes of 32 JPEG files each, of smooth noise at 500x400."""
+    rng = np.random.default_rng(0)
+    for i in range(128):
+        path = folder / ("train", "val")[i % 2] / f"class{i // 2 % 2}" / f"{i}.jpeg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        noise = Image.fromarray(rng.integers(0, 256, (SIDE // 8, SIDE * 5 // 32, 3), dtype=np.uint8))
+        noise.resize((SIDE * 5 // 4, SIDE), Image.Resampling.BICUBIC).save(path, quality=90)
+    return load_dataset("imagenet", root=folder, size=224)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--microbatches", type=int, default=100, help="of images in memory, in each round")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", help="JSON file to write")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+
+    arrays = load_dataset("synthetic", images=50_000)
+    with tempfile.TemporaryDirectory() as folder:
+        files = photographs(Path(folder))
+        streams = {
+            "32x32 in memory, crop and flip": (TrainStream(arrays, options.batch, seed=0), options.microbatches),
+            "32x32 in memory, as they are": (TrainStream(arrays, options.batch, seed=0, augment=False), options.microbatches),
+            "JPEG, random part at 224x224": (TrainStream(files, 32, seed=0), 1),
+            "JPEG, centre at 224x224": (TrainStream(files, 32, seed=0, augment=False), 1),
+        }
+        measured = alternate({name: partial(seconds, stream.inputs, n) for name, (stream, n) in streams.items()}, options.rounds)
+    sizes = {name: n * (32 if "JPEG" in name else options.batch) for name, (_, n) in streams.items()}
+    speeds = {name: spread([sizes[name] / value for value in values]) for name, values in measured.items()}
+    print(f"one thread, batch {options.batch} (JPEG: 32), all normalised to float32\n")
+    print(table(speeds, "images/s"))
+    save(options.out, {"machine": machine(), "images": sizes, "seconds": measured, "images_per_second": speeds})
+
+
+if __name__ == "__main__":
+    main()
