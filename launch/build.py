@@ -23,6 +23,8 @@ from petra.pipeline import Pipeline, TransportName
 from petra.streams import TensorSpec
 from petra.training import Schedule, WandbLogger, peak_rate, sgd
 
+SMALL = 64
+"""Pixels up to which ``model.stem=auto`` keeps an image's resolution."""
 PRECISIONS = {"float32": None, "bf16": torch.bfloat16}
 
 
@@ -120,6 +122,8 @@ def _model(config: Config) -> Model:
         if key not in parameters:
             accepted = ", ".join(name for name in parameters if name not in ("classes", "size"))
             raise ConfigError(f"model.{key}: {config.model.name} has no such setting, accepted are {accepted}")
+    if options.get("stem") == "auto":
+        options["stem"] = "imagenet" if config.data.size > SMALL else "cifar"
     size = {"size": config.data.size} if "size" in parameters else {}
     return build(config.data.classes, **options, **size)
 

@@ -187,6 +187,14 @@ def test_image_size_reaches_the_model_and_the_data() -> None:
     result.inputs.require(train.inputs(0), "the data")
 
 
+def test_the_stem_follows_the_images_unless_it_is_set() -> None:
+    def resolution(*overrides: str) -> int:
+        return planned("data=synthetic", *overrides).layout.profiles[0].outputs[0].shape[-1]
+
+    assert [resolution(f"data.size={size}") for size in (32, 64, 128)] == [32, 64, 32]
+    assert resolution("data.size=128", "model.stem=cifar") == 128
+
+
 def _loaded(rank: int, root: str | None) -> tuple[object, ...]:
     """What one process of four has, the last of which is idle, and which of them opened the file."""
     opened = False
