@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
+from petra.errors import ModelError
+from petra.reversible.grid import Grid
 from petra.reversible.replay import derive_seed, frozen_statistics, normalisations, seeded, unchanged
 
 Pair = tuple[Tensor, Tensor]
@@ -37,6 +39,14 @@ class ReversibleBlock(nn.Module, ABC):
         inverse makes it five. Running statistics move here. Nothing is accumulated into ``.grad``.
         """
 
+    def carry_on(self, grid: Grid) -> None:
+        """From now on keeps streams that come in on the grid on it, so that the inverse is exact.
+
+        Raises:
+            ModelError: the block can't.
+        """
+        raise ModelError(f"exact_streams: found a {type(self).__name__}, accepted are blocks with a carry_on of their own")
+
 
 class Coupling(ReversibleBlock):
     """PETRA's block: (x1, x2) → (x2, x1 + F(x2)) (PETRA, Fig. 2), whose streams trade places.
@@ -48,14 +58,18 @@ class Coupling(ReversibleBlock):
     def __init__(self, f: nn.Module) -> None:
         super().__init__()
         self.f = f
+        self.grid: Grid | None = None
 
     def forward(self, x1: Tensor, x2: Tensor, *, seed: int | None = None) -> Pair:
-        return x2, x1 + self._evaluate(x2, seed)
+        y2 = x1 + self._on_grid(self._evaluate(x2, seed))
+        if self.grid is not None:
+            self.grid.watch(y2)
+        return x2, y2
 
     @torch.no_grad()
     def inverse(self, y1: Tensor, y2: Tensor, *, seed: int | None = None) -> Pair:
         with frozen_statistics(normalisations(self)):
-            return y2 - self._evaluate(y1, seed), y1
+            return y2 - self._on_grid(self._evaluate(y1, seed)), y1
 
     @torch.no_grad()
     def inverse_vjp(self, y: Pair, dy: Pair, *, seed: int | None = None) -> tuple[Pair, Pair, Gradients]:
@@ -63,13 +77,19 @@ class Coupling(ReversibleBlock):
         x2 = y1.detach().requires_grad_()
         with torch.enable_grad():
             f = self._evaluate(x2, seed)
-        x1 = y2 - f.detach()
+        x1 = y2 - self._on_grid(f.detach())
         parameters = [p for p in self.f.parameters() if p.requires_grad]
         # Autocast is for evaluations: plain autograd runs its backward outside it too.
         with torch.autocast(x2.device.type, enabled=False):
             dx2, *gradients = torch.autograd.grad(f, [x2, *parameters], dy2.to(f.dtype), allow_unused=True)
         found = {p: g for p, g in zip(parameters, gradients, strict=True) if g is not None}
         return (x1, y1), (dy2, dy1 if dx2 is None else dy1 + dx2), found
+
+    def carry_on(self, grid: Grid) -> None:
+        self.grid = grid
+
+    def _on_grid(self, f: Tensor) -> Tensor:
+        return f if self.grid is None else self.grid.round(f)
 
     def _evaluate(self, x: Tensor, seed: int | None) -> Tensor:
         with unchanged((x,), self.f), seeded(seed, x.device):
@@ -130,6 +150,10 @@ class TwoFunctionCoupling(ReversibleBlock):
         x, dx, rest = first.inverse_vjp(y, dy, seed=_half(seed, 0))
         add_gradients(gradients, rest)
         return x, dx, gradients
+
+    def carry_on(self, grid: Grid) -> None:
+        for half in self._halves:
+            half.carry_on(grid)
 
 
 def add_gradients(total: Gradients, more: Gradients) -> None:

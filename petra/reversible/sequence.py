@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from petra.reversible.coupling import Gradients, Pair, ReversibleBlock, add_gradients
+from petra.reversible.grid import Grid
 from petra.reversible.replay import derive_seed, frozen_statistics, normalisations
 
 
@@ -24,13 +25,23 @@ class ReversibleSequence(nn.Module):
 
     Parameters get their gradients even if the input needs none. Running statistics move in the backward pass, once; dropout masks
     and autocast are those of the forward pass. Gradients of gradients are not supported.
+
+    Args:
+        grid: reconstruct bit for bit, with streams on this grid (:mod:`petra.reversible.grid`), whose ``require()`` tells whether
+            they stayed in its range.
     """
 
-    def __init__(self, blocks: Iterable[ReversibleBlock]) -> None:
+    def __init__(self, blocks: Iterable[ReversibleBlock], *, grid: Grid | None = None) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
+        self.grid = grid
+        if grid is not None:
+            for block in self.blocks:
+                cast(ReversibleBlock, block).carry_on(grid)
 
     def forward(self, x1: Tensor, x2: Tensor) -> Pair:
+        if self.grid is not None:
+            x1, x2 = self.grid.enter(x1), self.grid.enter(x2)
         parameters = [p for p in self.parameters() if p.requires_grad]
         if torch.is_grad_enabled() and (parameters or x1.requires_grad or x2.requires_grad):
             seed = int(torch.randint(1 << 62, ()))
