@@ -20,6 +20,7 @@ from petra.model import Model
 from petra.models import MODELS
 from petra.partition import Layout
 from petra.pipeline import Pipeline, TransportName
+from petra.remedies import Prediction, Remedy
 from petra.streams import TensorSpec
 from petra.training import Schedule, WandbLogger, peak_rate, sgd
 
@@ -40,6 +41,7 @@ class Plan:
     stages: int | list[int] | None
     device: torch.device
     autocast: torch.dtype | None
+    wire: torch.dtype | None
 
     def data(self) -> tuple[TrainStream, EvalStream]:
         """This process's part of the data, a call of all processes together.
@@ -55,6 +57,19 @@ class Plan:
         peak = peak_rate(optim.lr, self.config.data.batch_size, self.config.k)
         return Schedule(peak, microbatches_per_epoch, optim.warmup_epochs, optim.milestones, optim.gamma)
 
+    def remedy(self, microbatches_per_epoch: int) -> Remedy:
+        """What is done about stale gradients."""
+        remedy = self.config.remedy
+        return Remedy(
+            discount=round(remedy.discount * microbatches_per_epoch),
+            correction=remedy.correction,
+            prediction=Prediction(_choice("remedy.prediction", remedy.prediction, tuple(Prediction))),
+            horizon=remedy.horizon,
+            compensation=remedy.compensation,
+            shrink=remedy.shrink,
+            lookahead=remedy.lookahead,
+        )
+
     def pipeline(self, learning_rate: Schedule) -> Pipeline:
         """This process's part of the pipeline."""
         optim, trainer = self.config.optim, self.config.trainer
@@ -62,6 +77,7 @@ class Plan:
             self.model,
             self.inputs,
             method=self.method,
+            remedy=self.remedy(learning_rate.microbatches_per_epoch),
             k=self.config.k,
             stages=self.stages,
             optimizer=partial(sgd, momentum=optim.momentum, nesterov=optim.nesterov, weight_decay=optim.weight_decay),
@@ -69,6 +85,8 @@ class Plan:
             seed=self.config.seed,
             autocast=self.autocast,
             channels_last=trainer.channels_last,
+            exact_streams=trainer.exact_streams,
+            wire=self.wire,
             device=self.device,
             transport=cast(TransportName, trainer.transport),
         )
@@ -92,6 +110,7 @@ def plan(config: Config, place: Place) -> Plan:
     _choice("optim.name", config.optim.name, ("sgd",))
     _choice("trainer.transport", trainer.transport, ("auto", "local", "lockstep", "edge"))
     _choice("trainer.precision", trainer.precision, PRECISIONS)
+    _choice("trainer.wire", trainer.wire, PRECISIONS)
     _choice("logger.name", config.logger.name, ("jsonl", "wandb"))
     _choice("logger.mode", config.logger.mode, ("offline", "online"))
     if config.logger.name == "wandb":
@@ -108,8 +127,12 @@ def plan(config: Config, place: Place) -> Plan:
         stages=stages,
         device=place.device(trainer.device),
         autocast=PRECISIONS[trainer.precision],
+        wire=PRECISIONS[trainer.wire],
     )
-    result.method.delays(len(result.layout.stages), config.k)
+    delays = result.method.delays(len(result.layout.stages), config.k)
+    result.method.check(delays, config.k, casts=result.autocast is not None)
+    result.remedy(microbatches_per_epoch=1).check(result.method)
+    _require(not (trainer.exact_streams and result.wire), "trainer.exact_streams", True, "false with trainer.wire=bf16")
     result.learning_rate(microbatches_per_epoch=1)
     return result
 

@@ -47,6 +47,18 @@ class MethodConfig:
 
 
 @dataclass
+class RemedyConfig:
+    name: str = MISSING
+    discount: float = MISSING
+    correction: float = MISSING
+    prediction: str = MISSING
+    horizon: float = MISSING
+    compensation: bool = MISSING
+    shrink: float = MISSING
+    lookahead: float = MISSING
+
+
+@dataclass
 class OptimConfig:
     name: str = MISSING
     lr: float = MISSING
@@ -64,6 +76,8 @@ class TrainerConfig:
     stages: Any = None
     transport: str = MISSING
     precision: str = MISSING
+    exact_streams: bool = MISSING
+    wire: str = MISSING
     channels_last: bool = MISSING
     threads: int = MISSING
     device: str = MISSING
@@ -85,6 +99,7 @@ class Config:
     model: ModelConfig = MISSING
     data: DataConfig = MISSING
     method: MethodConfig = MISSING
+    remedy: RemedyConfig = MISSING
     optim: OptimConfig = MISSING
     trainer: TrainerConfig = MISSING
     logger: LoggerConfig = MISSING

@@ -84,6 +84,7 @@ def _facts(plan: Plan, pipeline: Pipeline) -> dict[str, Any]:
     return {
         "method": plan.method.name,
         "delay": plan.method.delay,
+        "remedy": plan.config.remedy.name,
         "model": plan.model.name,
         "model_options": plan.config.model.options(),
         "data": plan.config.data.name,

@@ -26,7 +26,9 @@ class Weights(StrEnum):
     CURRENT = "current"
     """Those of the moment of the backward pass."""
     STASHED = "stashed"
-    """Those that the forward pass of the same microbatch used."""
+    """Those that the forward pass of the same microbatch used: what was current then is copied at the next update."""
+    DOUBLE = "double"
+    """Of two versions, for forward and backward: those before the last update that all stages have done (PipeDream-2BW)."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Method:
             raise ConfigError(f"method.delay: found {self.delay}, accepted are integers >= 0, one or one per boundary")
         if self.fill and not self.flush:
             raise ConfigError("method.fill: found true with method.flush=false; forwarding all k microbatches first needs a flush")
+        if self.flush and self.weights is Weights.DOUBLE:
+            raise ConfigError("method.weights: found double with method.flush=true, accepted are current, stashed")
 
     def boundary_delays(self, boundaries: int) -> tuple[int, ...]:
         """d_j for each boundary (all that are given, for ``boundaries`` = 0)."""
@@ -70,7 +74,38 @@ class Method:
         if self.fill:
             return (k - 1,) * stages
         between = self.boundary_delays(stages - 1)
-        return tuple(sum(between[j : stages - 1]) for j in range(stages))
+        delays = tuple(sum(between[j : stages - 1]) for j in range(stages))
+        if self.weights is Weights.DOUBLE and delays[0] > k:
+            raise ConfigError(
+                f"k: found {k}, accepted are integers >= {delays[0]} (the delay of stage 1) with method.weights=double: "
+                "two versions of the weights must do for all microbatches in flight"
+            )
+        return delays
+
+    def check(self, delays: Sequence[int], k: int, *, casts: bool) -> None:
+        """Refuses graphs that updates don't reach.
+
+        Args:
+            casts: evaluations work on casts of the weights (autocast).
+
+        Raises:
+            ConfigError: B would differentiate the casts that F made, not the current weights.
+        """
+        late = any(self.staleness(delay, k) for delay in delays)
+        if late and casts and self.keep is Keep.GRAPH and self.weights is Weights.CURRENT:
+            raise ConfigError(
+                "method.keep: found graph with method.weights=current in bf16, accepted are input, nothing, or "
+                "method.weights=stashed: the graph holds casts of the weights, which updates don't reach"
+            )
+
+    def staleness(self, delay: int, k: int) -> float:
+        """Updates of a stage with delay τ between a microbatch's forward and its backward, on average: τ / k, 0 if flushed.
+
+        With double weights it is one at every stage: all microbatches of an update use the weights before the one before it.
+        """
+        if self.weights is Weights.DOUBLE:
+            return 1.0
+        return 0.0 if self.flush else delay / k
 
     def keep_of(self, reversible: Sequence[bool], *, last: bool) -> tuple[Keep, ...]:
         """What each block of a stage keeps: a block that can't be inverted holds its input instead of nothing.
@@ -93,5 +128,13 @@ METHODS = {
         Method("petra", delay=2, keep=Keep.NOTHING),
         Method("backprop", delay=0, keep=Keep.GRAPH),
         Method("reversible", delay=0, keep=Keep.NOTHING),
+        Method("delayed", delay=2, keep=Keep.INPUT, weights=Weights.STASHED),
+        Method("dsp", delay=2, keep=Keep.INPUT),
+        Method("reconstruct_stashed", delay=2, keep=Keep.NOTHING, weights=Weights.STASHED),
+        Method("pipedream", delay=1, keep=Keep.INPUT, weights=Weights.STASHED),
+        Method("pipedream_2bw", delay=1, keep=Keep.INPUT, weights=Weights.DOUBLE),
+        Method("1f1b", delay=1, keep=Keep.GRAPH, flush=True),
+        Method("gpipe", delay=0, keep=Keep.GRAPH, flush=True, fill=True),
     )
 }
+"""By name, each with its source in docs/methods.md."""

@@ -15,9 +15,11 @@ from torch.nn import functional as F
 
 from petra.ends import Loss, Metric, Objective, Source, Stream, correct
 from petra.errors import ConfigError, ModelError
-from petra.method import METHODS, Keep, Method
+from petra.method import METHODS, Keep, Method, Weights
 from petra.model import Model
 from petra.partition import Layout
+from petra.remedies import Remedy, StageRemedy
+from petra.reversible import Grid
 from petra.schedule import Op, Orders, Step, check, evaluation_order, rounds, training_order
 from petra.stage import Stage
 from petra.streams import TensorSpec
@@ -45,6 +47,7 @@ class Pipeline:
         model: the blocks.
         inputs: form of one microbatch of data.
         method: a name from :data:`petra.method.METHODS`, or one's own switches.
+        remedy: what is done about stale gradients; nothing by default.
         k: microbatches per update; gradients are averaged.
         stages: how many; None for one for each block; or the number of blocks in each.
         optimizer: from a stage's blocks to its optimizer.
@@ -53,6 +56,10 @@ class Pipeline:
         metrics: named sums over samples.
         seed: of the weights and of random numbers inside blocks.
         autocast: compute in this type (bf16) with float32 streams, or none.
+        exact_streams: reversible blocks round what they add to a grid on which sums are exact, so that with unchanged weights
+            their reconstruction is exact bit for bit (:mod:`petra.reversible.grid`).
+        wire: streams and gradients travel between stages in this type (bf16), or None for their own; also inside a process, so
+            that results don't depend on the number of processes.
         concurrency: stages of one process that run at the same time, each in a thread of its own with torch's number of threads.
         transport: ``auto`` takes ``local`` in one process, ``lockstep`` where d = 2 at every boundary, ``edge`` elsewhere.
 
@@ -66,6 +73,7 @@ class Pipeline:
         inputs: TensorSpec,
         *,
         method: str | Method = "petra",
+        remedy: Remedy | None = None,
         k: int = 1,
         stages: int | Sequence[int] | None = None,
         optimizer: Callable[[nn.Module], torch.optim.Optimizer],
@@ -75,6 +83,8 @@ class Pipeline:
         seed: int = 0,
         autocast: torch.dtype | None = None,
         channels_last: bool = False,
+        exact_streams: bool = False,
+        wire: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         concurrency: int = 1,
         transport: TransportName = "auto",
@@ -85,6 +95,10 @@ class Pipeline:
             if method not in METHODS:
                 raise ConfigError(f"method: found {method!r}, accepted are {', '.join(METHODS)}")
             method = METHODS[method]
+        self.remedy = Remedy() if remedy is None else remedy
+        self.remedy.check(method)
+        if exact_streams and wire is not None:
+            raise ConfigError("exact_streams: found true with wire in a smaller type, accepted is wire in the streams' own type")
         distributed = dist.is_available() and dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
         self.layout = Layout.plan(model, inputs, stages, self.world)
@@ -95,6 +109,9 @@ class Pipeline:
         count = len(self.layout.stages)
         self.delays = method.delays(count, k)
         self.boundary_delays = method.boundary_delays(count - 1)[: count - 1]
+        method.check(self.delays, k, casts=autocast is not None)
+        self._grid = Grid(self._stream_type(), self.device) if exact_streams else None
+        self.wire = wire
         self.transport_name = self._choose(transport)
         self._threads = self._start_threads(concurrency)
         self._learning_rate, self._optimizer = learning_rate, optimizer
@@ -113,7 +130,7 @@ class Pipeline:
             j: Stage(
                 [model.build_block(b, seed).to(self.device).train() for b in self.layout.stages[j]],
                 keeps[j],
-                weights=method.weights,
+                weights=self._weights(j),
                 first_block=self.layout.stages[j].start,
                 k=k,
                 seed=seed,
@@ -121,6 +138,7 @@ class Pipeline:
                 returns_input=j > 0 and keeps[j - 1][-1] is Keep.NOTHING,
                 channels_last=channels_last,
                 concurrent=concurrency > 1,
+                grid=Grid(self._grid.dtype, self.device) if self._grid is not None else None,
             )
             for j in self.layout.processes[self.rank]
         }
@@ -128,6 +146,7 @@ class Pipeline:
             for stage in self.stages.values():
                 stage.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.workers = self._connect(specs)
+        self.remedies = self._remedies()
 
     # -- running ---------------------------------------------------------------------------------------------------------------
 
@@ -137,6 +156,9 @@ class Pipeline:
         Args:
             on_microbatch: called in the process of the first stage as each microbatch completes, with its report, a tensor on the
                 device: targets that count, summed loss, summed metrics.
+
+        Raises:
+            ModelError: exact streams that left their range, in every process.
         """
         self._source.stream = self._objective.stream = stream
         self._on_microbatch = on_microbatch
@@ -144,6 +166,8 @@ class Pipeline:
         stop = self.clock + microbatches
         self._run(self._training_orders, self.clock, stop, Worker.do, backward=True)
         self.clock += microbatches
+        if self._grid is not None:
+            self._require_range(self._grid)
         return self._result(self._totals, source=0)
 
     def evaluate(self, stream: Stream, microbatches: int) -> Result:
@@ -165,6 +189,36 @@ class Pipeline:
             for j, stage in self.stages.items()
             for b, block in zip(self.layout.stages[j], stage.module, strict=True)
             for key, value in block.state_dict().items()
+        }
+
+    def method_state(self) -> dict[str, dict[str, Tensor]]:
+        """What the method and its remedy remember beside weights and optimizers, by kind and by the parameter's key."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for j, stage in self.stages.items():
+            remedy = self.remedies[j].state() if j in self.remedies else {}
+            for kind, values in ({"previous": stage.previous()} | remedy).items():
+                named = {name: values[p] for name, p in self._parameters(j).items() if p in values}
+                found.setdefault(kind, {}).update(named)
+        return found
+
+    def load_method_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Goes on from a :meth:`method_state`, after weights, optimizers and the workers' clocks have been set."""
+        for j, stage in self.stages.items():
+            parameters = self._parameters(j)
+            own: dict[str, dict[Tensor, Tensor]] = {
+                kind: {p: values[name] for name, p in parameters.items() if name in values} for kind, values in state.items()
+            }
+            stage.resume(self.workers[j].t // self.k, own.pop("previous", {}))
+            if j in self.remedies:
+                self.remedies[j].resume(own)
+
+    def _parameters(self, j: int) -> dict[str, nn.Parameter]:
+        """The trained parameters of a stage under the keys of :meth:`state_dict`."""
+        return {
+            f"{self.model.blocks[b].name}.{name}": p
+            for b, block in zip(self.layout.stages[j], self.stages[j].module, strict=True)
+            for name, p in block.named_parameters()
+            if p.requires_grad
         }
 
     @property
@@ -215,6 +269,13 @@ class Pipeline:
         if self._on_microbatch is not None:
             self._on_microbatch(report)
 
+    def _require_range(self, grid: Grid) -> None:
+        """The range of all stages' streams in one grid, which refuses it alike in every process."""
+        grid.largest = torch.stack([grid.largest, *(stage.grid.largest for stage in self.stages.values() if stage.grid)]).amax()
+        if self.world > 1:
+            dist.all_reduce(grid.largest, dist.ReduceOp.MAX)
+        grid.require()
+
     def _result(self, totals: Tensor, source: int) -> Result:
         """The means of one process's totals, in every process."""
         totals = totals.cpu()
@@ -252,10 +313,25 @@ class Pipeline:
         last = j == len(self.layout.stages) - 1 and self.delays[j] == 0
         return self.method.keep_of([b.reversible for b in blocks], last=last)
 
+    def _stream_type(self) -> torch.dtype:
+        """Of the pairs that reversible blocks carry."""
+        pairs = [profile.outputs for profile in self.layout.profiles if profile.reversible]
+        return pairs[0][0].dtype if pairs else torch.float32
+
+    def _weights(self, j: int) -> Weights:
+        """Where a backward follows its forward at once, there is no older version to stash."""
+        stashed = self.method.weights is Weights.STASHED
+        return Weights.CURRENT if stashed and self.delays[j] == 0 else self.method.weights
+
+    def _staleness(self, j: int) -> float:
+        return self.method.staleness(self.delays[j], self.k)
+
     def _boundary(self, j: int, keep: Keep, channels_last: bool) -> tuple[MessageSpec, MessageSpec]:
         """Forward and backward message between stage j and the next."""
         streams = tuple(
-            replace(spec, channels_last=channels_last and len(spec.shape) == 4)
+            replace(
+                spec, channels_last=channels_last and len(spec.shape) == 4, wire=self.wire if spec.dtype.is_floating_point else None
+            )
             for spec in self.layout.profiles[self.layout.stages[j][-1]].outputs
         )
         report = TensorSpec((2 + len(self.metrics),), torch.float64)
@@ -275,6 +351,8 @@ class Pipeline:
         settings = {
             "k": self.k,
             "method": self.method,
+            "remedy": self.remedy,
+            "exact_streams": self._grid is not None,
             "transport": self.transport_name,
             "stages": self.layout.stages,
             "processes": self.layout.processes,
@@ -313,7 +391,7 @@ class Pipeline:
             if j == len(self.layout.stages) - 1:
                 downstream = self._objective
             elif j + 1 in self.stages:
-                downstream, following = local_boundary()
+                downstream, following = local_boundary(*specs[j])
             else:
                 assert self._transport is not None
                 downstream = self._transport.downstream
@@ -326,10 +404,20 @@ class Pipeline:
                 stage,
                 *ports[j],
                 self._optimizer(stage.module) if any(p.requires_grad for p in stage.module.parameters()) else None,
-                self._learning_rate,
+                self.remedy.learning_rate(self._learning_rate, self._staleness(j)),
+                self.remedy.shrink if j > 0 and self.delays[j - 1] > self.delays[j] else 1.0,
             )
             for j, stage in self.stages.items()
         }
+
+    def _remedies(self) -> dict[int, StageRemedy]:
+        """What the remedy does at the updates of this process's stages."""
+        made = {
+            j: self.remedy.at(worker.stage, worker.optimizer, self._staleness(j))
+            for j, worker in self.workers.items()
+            if worker.optimizer is not None
+        }
+        return {j: remedy for j, remedy in made.items() if remedy is not None}
 
     def _open_transport(self, specs: list[tuple[MessageSpec, MessageSpec]]) -> EdgeTransport | LockstepTransport | None:
         if self.world == 1:

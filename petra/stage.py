@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.func import functional_call
 
 from petra.method import Keep, Weights
-from petra.reversible import Gradients, ReversibleBlock, derive_seed, frozen_statistics, normalisations, seeded, unchanged
+from petra.reversible import Gradients, Grid, ReversibleBlock, derive_seed, frozen_statistics, normalisations, seeded, unchanged
 from petra.streams import Streams, as_streams, detached
 
 Stash = dict[str, Tensor]
@@ -26,6 +26,7 @@ class Held:
     outputs: Streams = ()
     """With their graph; empty unless the graph is kept."""
     weights: Stash | None = None
+    """Those of F if B needs them and the parameters are, or may by then be, others."""
 
     def bytes(self) -> int:
         """Of the inputs held; what a graph holds besides is autograd's."""
@@ -37,11 +38,13 @@ class BlockRunner:
 
     Args:
         keep: what is held in between.
-        stashed: differentiate the weights that the forward used.
+        weights: that B differentiates.
+        k: microbatches per update.
         seed: of this block in this run; random numbers of microbatch m derive from it.
         input_needs_gradient: false for the block that takes the data.
         concurrent: other blocks run at the same time. Those that draw random numbers have to take turns, since generators are
             global; which do is found out from one more evaluation of the first microbatch.
+        grid: on which a pair of streams that the block puts out starts, if streams are exact.
     """
 
     def __init__(
@@ -49,36 +52,50 @@ class BlockRunner:
         module: nn.Module,
         keep: Keep,
         *,
-        stashed: bool,
+        weights: Weights,
+        k: int,
         seed: int,
         input_needs_gradient: bool,
         autocast: torch.dtype | None,
         concurrent: bool = False,
+        grid: Grid | None = None,
     ) -> None:
-        self.module, self.keep, self.stashed, self.seed = module, keep, stashed, seed
+        self.module, self.keep, self.weights, self.k, self.seed = module, keep, weights, k, seed
         self.input_needs_gradient, self.autocast = input_needs_gradient, autocast
+        self.grid = grid
+        if isinstance(module, ReversibleBlock) and grid is not None:
+            module.carry_on(grid)
+            self.grid = None
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.normalisations = normalisations(module)
         self.draws: bool | None = None if concurrent else True
         self.held: dict[int, Held] = {}
-        self._stash: Stash | None = None
+        self.predicted: Stash | None = None
+        """What F uses instead of the parameters until the next update, if a remedy says so."""
+        self.corrected: Stash | None = None
+        """What B differentiates instead of the parameters until the next update, if a remedy says so."""
+        self.previous: Stash | None = None
+        """The older version of double weights; none before the first update."""
+        self.updates = 0
+        self._copies: Stash | None = None
 
     def forward(self, m: int, x: Streams) -> Streams:
         if self.draws is None:
             self.draws = self._draws(x)
-        weights = self._stashed_weights()
+        weights = self._forward_weights(m)
+        for_backward = None if self.weights is Weights.CURRENT else weights
         if self.keep is Keep.GRAPH:
             inputs = self._leaves(x)
             with torch.enable_grad():
                 y = self._evaluate(m, inputs, weights)
-            self.held[m] = Held(inputs, y, weights)
+            self.held[m] = Held(inputs, y, for_backward)
             return detached(y)
         with torch.no_grad(), frozen_statistics(self.normalisations):
             y = self._evaluate(m, x, weights)
         if self.keep is Keep.INPUT:
-            self.held[m] = Held(tuple(_alone(t) for t in x), weights=weights)
-        elif weights is not None:
-            self.held[m] = Held(weights=weights)
+            self.held[m] = Held(tuple(_alone(t) for t in x), weights=for_backward)
+        elif self.weights is not Weights.CURRENT:
+            self.held[m] = Held(weights=for_backward)
         return y
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
@@ -88,26 +105,39 @@ class BlockRunner:
             y: the block's output, x̃ of the block behind it; used only if nothing is kept.
         """
         held = self.held.pop(m, Held())
+        weights = self.corrected if self.weights is Weights.CURRENT else held.weights
         if self.keep is Keep.NOTHING:
             assert isinstance(self.module, ReversibleBlock)
             with self._autocast(y[0]):
-                if held.weights is None:
-                    return self.module.inverse_vjp((y[0], y[1]), (dy[0], dy[1]), seed=self._seed(m))
+                if weights is None or self.weights is not Weights.STASHED:
+                    with _swapped(self.parameters, weights):
+                        return self.module.inverse_vjp((y[0], y[1]), (dy[0], dy[1]), seed=self._seed(m))
                 # PETRA's Table 4, fourth row: reconstruct with current weights, differentiate the stashed ones.
                 held.inputs = self.module.inverse(y[0], y[1], seed=self._seed(m))
         if not held.outputs:
             held.inputs = self._leaves(held.inputs)
             with torch.enable_grad():
-                held.outputs = self._evaluate(m, held.inputs, held.weights)
-        return self._differentiate(held, dy)
+                held.outputs = self._evaluate(m, held.inputs, weights)
+        return self._differentiate(held, dy, weights)
 
     @torch.no_grad()
     def evaluate(self, x: Streams) -> Streams:
         with self._autocast(x[0]):
-            return self._in_full(as_streams(self.module(*x)), x[0])
+            return self._streams(as_streams(self.module(*x)), x[0])
 
-    def weights_changed(self) -> None:
-        self._stash = None
+    def before_update(self) -> None:
+        """Copies the weights that microbatches in flight were forwarded with, once for all of them."""
+        if self.weights is Weights.CURRENT:
+            return
+        waiting = [held for held in self.held.values() if held.weights is None]
+        double = self.weights is Weights.DOUBLE
+        if waiting or double:
+            copies = self._copied()
+            for held in waiting:
+                held.weights = copies
+            self.previous = copies if double else None
+        self._copies = None
+        self.updates += 1
 
     def _evaluate(self, m: int, x: Streams, weights: Stash | None) -> Streams:
         reversible = isinstance(self.module, ReversibleBlock)
@@ -115,11 +145,11 @@ class BlockRunner:
         random = nullcontext() if reversible else seeded(self._seed(m), x[0].device)
         with self._autocast(x[0]), unchanged(x, self.module), random:
             y = self.module(*x, **arguments) if weights is None else functional_call(self.module, weights, x, arguments)
-            return self._in_full(as_streams(y), x[0])
+            return self._streams(as_streams(y), x[0])
 
-    def _differentiate(self, held: Held, dy: Streams) -> tuple[Streams, Streams, Gradients]:
+    def _differentiate(self, held: Held, dy: Streams, weights: Stash | None) -> tuple[Streams, Streams, Gradients]:
         wanted = [t for t in held.inputs if t.requires_grad]
-        leaves = list(self.parameters.values() if held.weights is None else (held.weights[name] for name in self.parameters))
+        leaves = list(self.parameters.values() if weights is None else (weights[name] for name in self.parameters))
         connected = [(y, d) for y, d in zip(held.outputs, dy, strict=True) if y.requires_grad]
         if not connected:  # neither the data nor any weight needs a gradient
             return detached(held.inputs), (), {}
@@ -131,11 +161,20 @@ class BlockRunner:
     def _leaves(self, x: Streams) -> Streams:
         return tuple(t.detach().requires_grad_(self.input_needs_gradient and t.is_floating_point()) for t in x)
 
-    def _stashed_weights(self) -> Stash | None:
-        """Real copies, one for all microbatches of the same version; they live until the last of those has gone backward."""
-        if self.stashed and self._stash is None:
-            self._stash = {name: p.detach().clone().requires_grad_() for name, p in self.parameters.items()}
-        return self._stash
+    def _forward_weights(self, m: int) -> Stash | None:
+        """What F of microbatch m uses; None for the parameters as they are."""
+        if self.weights is Weights.DOUBLE and self.updates == m // self.k:
+            return self.previous or (self._copied() if self.keep is Keep.GRAPH else None)
+        if self.predicted is not None:
+            return self.predicted
+        # The optimizer would write through a graph that refers to the parameters.
+        return self._copied() if self.keep is Keep.GRAPH and self.weights is not Weights.CURRENT else None
+
+    def _copied(self) -> Stash:
+        """Copies of the parameters, one for each of their versions."""
+        if self._copies is None:
+            self._copies = {name: p.detach().clone().requires_grad_() for name, p in self.parameters.items()}
+        return self._copies
 
     def _seed(self, m: int) -> int | None:
         return derive_seed(self.seed, m) if self.draws else None
@@ -150,10 +189,11 @@ class BlockRunner:
         # Casts cached in a forward without graph would cut the graph of the next evaluation.
         return nullcontext() if self.autocast is None else torch.autocast(x.device.type, self.autocast, cache_enabled=False)
 
-    def _in_full(self, streams: Streams, x: Tensor) -> Streams:
-        """Streams keep their type under autocast: reconstruction subtracts what forward added."""
+    def _streams(self, streams: Streams, x: Tensor) -> Streams:
+        """Streams keep their type under autocast: reconstruction subtracts what forward added. Exact pairs start on the grid."""
         full = x.dtype if x.is_floating_point() else torch.get_default_dtype()
-        return tuple(t.to(full) if t.dtype == self.autocast else t for t in streams)
+        streams = tuple(t.to(full) if t.dtype == self.autocast else t for t in streams)
+        return streams if self.grid is None or len(streams) != 2 else tuple(self.grid.enter(t) for t in streams)
 
 
 class Stage:
@@ -170,6 +210,7 @@ class Stage:
         returns_input: whether the stage before needs x̃ to reconstruct.
         channels_last: memory format of 4-d streams.
         concurrent: other stages run at the same time, in other threads.
+        grid: that reversible blocks carry their streams on (:mod:`petra.reversible.grid`), or none.
     """
 
     def __init__(
@@ -185,18 +226,21 @@ class Stage:
         returns_input: bool = True,
         channels_last: bool = False,
         concurrent: bool = False,
+        grid: Grid | None = None,
     ) -> None:
-        self.module = nn.ModuleList(blocks)
+        self.module, self.grid = nn.ModuleList(blocks), grid
         self.k, self.returns_input, self.channels_last = k, returns_input, channels_last
         self.runners = [
             BlockRunner(
                 block,
                 keep,
-                stashed=weights is Weights.STASHED,
+                weights=weights,
+                k=k,
                 seed=derive_seed(seed, first_block + i),
                 input_needs_gradient=first_block + i > 0,
                 autocast=autocast,
                 concurrent=concurrent,
+                grid=grid,
             )
             for i, (block, keep) in enumerate(zip(blocks, keeps, strict=True))
         ]
@@ -239,11 +283,22 @@ class Stage:
         """
         parameters = tuple(self.module.parameters())
         in_flight = any(held.outputs for runner in self.runners for held in runner.held.values())
+        for runner in self.runners:
+            runner.before_update()
         with _unsafe_preserve_version_counter(parameters) if in_flight else nullcontext():
             yield
-        for runner in self.runners:
-            runner.weights_changed()
         torch._foreach_zero_([p.grad for p in parameters if p.grad is not None])
+
+    def previous(self) -> dict[Tensor, Tensor]:
+        """The older version of double weights; empty for other methods, and before the first update."""
+        return {p: r.previous[name] for r in self.runners if r.previous is not None for name, p in r.parameters.items()}
+
+    def resume(self, updates: int, previous: Mapping[Tensor, Tensor]) -> None:
+        """Goes on after ``updates`` updates, with what :meth:`previous` gave then."""
+        for runner in self.runners:
+            runner.updates = updates
+            if previous:
+                runner.previous = {name: previous[p].to(p, copy=True).requires_grad_() for name, p in runner.parameters.items()}
 
     def held_bytes(self) -> int:
         """Bytes of the inputs held between F and B, all microbatches in flight."""
@@ -255,6 +310,22 @@ class Stage:
             t.contiguous(memory_format=torch.channels_last if self.channels_last and t.dim() == 4 else torch.contiguous_format)
             for t in streams
         )
+
+
+@contextmanager
+def _swapped(parameters: Mapping[str, nn.Parameter], weights: Stash | None) -> Iterator[None]:
+    """Inside, the parameters hold these weights; None leaves them as they are."""
+    if weights is None:
+        yield
+        return
+    own = {name: p.data for name, p in parameters.items()}
+    for name, p in parameters.items():
+        p.data = weights[name].data
+    try:
+        yield
+    finally:
+        for name, p in parameters.items():
+            p.data = own[name]
 
 
 def _alone(tensor: Tensor) -> Tensor:

@@ -28,6 +28,8 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     channels_last: bool = False
+    wire: torch.dtype | None = None
+    """The type in which it travels between stages, if that is another."""
 
     def require(self, tensor: Tensor, what: str) -> None:
         """Raises :class:`petra.errors.ModelError` unless a tensor has this shape and type; ``what`` names it."""
@@ -36,7 +38,12 @@ class TensorSpec:
             raise ModelError(f"{what}: found {found}, accepted is {self}")
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        wire = "" if self.wire is None else f" as {_name(self.wire)}"
+        return f"{_name(self.dtype)}{list(self.shape)}{wire}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def as_streams(value: Tensor | Sequence[Tensor]) -> Streams:

@@ -20,6 +20,7 @@ class Worker:
         downstream: takes x_j and sends (x̃_j, δ_(j+1)) back; the loss, for the last stage.
         optimizer: of the stage's parameters; none if it has none.
         learning_rate: from the microbatches that this stage has done, those of the update included, to its learning rate.
+        shrink: factor of the δ sent upstream (gradient shrinking, :class:`petra.remedies.Remedy`).
     """
 
     def __init__(
@@ -29,9 +30,10 @@ class Worker:
         downstream: Port,
         optimizer: torch.optim.Optimizer | None,
         learning_rate: Callable[[int], float] | None,
+        shrink: float = 1.0,
     ) -> None:
         self.stage, self.upstream, self.downstream = stage, upstream, downstream
-        self.optimizer, self.learning_rate = optimizer, learning_rate
+        self.optimizer, self.learning_rate, self.shrink = optimizer, learning_rate, shrink
         self.t = 0
         """Microbatches gone backward: the stage's clock."""
 
@@ -45,6 +47,8 @@ class Worker:
     def backward(self, m: int) -> None:
         y, delta, (report,) = self.downstream.receive(m)
         x, delta = self.stage.backward(m, y, delta)  # Δ ← Δ + gradient / k
+        if self.shrink != 1:
+            delta = tuple(d * self.shrink for d in delta)
         self.upstream.send(m, (x, delta, (report.clone(),)))  # a received one is part of the whole message
         self.t += 1
         if self.t % self.stage.k == 0:

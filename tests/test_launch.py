@@ -61,7 +61,7 @@ def test_every_file_of_every_group_works(group: Path) -> None:
         with pytest.raises(ModelError, match=r"block stem can't take int64\[64, 256\] from the data"):
             planned("data=text")
     else:
-        planned(f"{group.parent}={group.stem}")
+        planned(f"{group.parent}={group.stem}", "k=9")  # PipeDream-2BW needs as many microbatches as stage 1 is ahead
 
 
 @pytest.mark.parametrize("path", sorted(Path(CONF).rglob("*.yaml")), ids=lambda path: path.stem)
@@ -96,6 +96,21 @@ def test_options_of_a_model_reach_its_builder(monkeypatch: pytest.MonkeyPatch) -
     assert sum(block.parameters for block in profiles) > 48_000_000
 
 
+def test_remedies_are_built_in_microbatches() -> None:
+    remedy = planned("remedy=pipemare").remedy(microbatches_per_epoch=100)
+    assert (remedy.discount, remedy.correction, remedy.shrink) == (500, 0.135, 1)
+
+
+def test_settings_that_exclude_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.exact_streams: found True, accepted are false with trainer\.wire=bf16"):
+        planned("trainer.exact_streams=true", "trainer.wire=bf16")
+    with pytest.raises(ConfigError, match=r"remedy\.correction: found 0\.135, accepted are 0 unless method\.weights=current"):
+        planned("method=delayed", "remedy=pipemare")
+    with pytest.raises(ConfigError, match=r"method\.keep: found graph with method\.weights=current in bf16"):
+        planned("method=dsp", "method.keep=graph", "trainer.precision=bf16")
+    planned("method=1f1b", "trainer.precision=bf16")
+
+
 def test_precision_and_stages() -> None:
     result = planned("trainer.precision=bf16", "trainer.stages=[4,6]")
     assert (result.autocast, result.stages) == (torch.bfloat16, [4, 6])
@@ -124,7 +139,11 @@ def test_precision_and_stages() -> None:
         ("method.delay=abc", "method.delay: found abc, accepted are integers >= 0"),
         ("method.delay=[1,2]", "method.delay: found 2 delays, accepted are one, or 9 for 10 stages"),
         ("method.keep=all", "method.keep: found all, accepted are graph, input, nothing"),
-        ("method.weights=old", "method.weights: found old, accepted are current, stashed"),
+        ("method.weights=old", "method.weights: found old, accepted are current, stashed, double"),
+        ("method=pipedream_2bw", "k: found 4, accepted are integers >= 9"),
+        ("remedy.correction=1", "remedy.correction: found 1.0, accepted are numbers from 0 to below 1"),
+        ("remedy.prediction=soon", "remedy.prediction: found soon, accepted are none, velocity, difference"),
+        ("trainer.wire=fp8", "trainer.wire: found fp8, accepted are float32, bf16"),
         ("method.fill=true", "method.fill: found true with method.flush=false"),
         ("optim.milestones=[3,2]", "optim.milestones: found"),
         ("optim.momentum=0", "optim.nesterov: found True, accepted are false where optim.momentum=0"),

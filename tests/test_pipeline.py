@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -5,6 +7,7 @@ from torch.nn import functional as F
 
 from petra import METHODS, BlockSpec, ConfigError, Keep, Method, Model, ModelError, Pipeline, TensorSpec, Weights
 from petra.models import MODELS
+from petra.remedies import Prediction, Remedy
 from tests.nets import RandomStream, mixed_net
 
 
@@ -12,12 +15,20 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
 
 
+def adam(module: nn.Module) -> torch.optim.Adam:
+    return torch.optim.Adam(module.parameters())
+
+
+def plain_sgd(module: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=0.05)
+
+
 def variants() -> dict[str, Method]:
     """All switches crossed, beside the named methods."""
     made = dict(METHODS)
     for delay in (0, 1, 2, (3, 0, 1, 2, 1)):
         for keep in Keep:
-            for weights in Weights:
+            for weights in Weights if delay != 2 else (Weights.CURRENT, Weights.STASHED):
                 made[f"d={delay} {keep} {weights}"] = Method("x", delay, keep, weights)
     for keep in Keep:
         made[f"flush {keep}"] = Method("x", 1, keep, flush=True)
@@ -53,7 +64,11 @@ def test_frozen_weights_give_the_plain_gradient(name: str) -> None:
         torch.testing.assert_close(state[key], buffer, rtol=1e-9, atol=1e-11, msg=f"{key}: running statistics")
 
 
-EXACT = {name: method for name, method in variants().items() if method.delay == 0 or method.flush}
+EXACT = {
+    name: method
+    for name, method in variants().items()
+    if method.flush or (method.delay == 0 and method.weights is not Weights.DOUBLE)
+}
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -132,8 +147,8 @@ def test_stages_of_a_round_in_threads_give_the_same_bits(method: str, dropout: f
     states = []
     for concurrency in (1, 3):
         model, data = mixed_net(dropout=dropout), RandomStream()
-        pipeline = Pipeline(model, data.spec, method=method, k=2, optimizer=sgd, seed=4, concurrency=concurrency)
-        results = [pipeline.train(data, 9), pipeline.evaluate(data, 3)]
+        pipeline = Pipeline(model, data.spec, method=method, k=5, optimizer=sgd, seed=4, concurrency=concurrency)
+        results = [pipeline.train(data, 12), pipeline.evaluate(data, 3)]
         states.append((pipeline.state_dict(), results))
     (alone, expected), (together, found) = states
     assert found == expected
@@ -199,6 +214,38 @@ def test_stages_without_parameters_need_no_optimizer(method: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("method", "remedy"),
+    [
+        ("pipedream_2bw", Remedy()),
+        ("petra", Remedy(correction=0.3, prediction=Prediction.DIFFERENCE, compensation=True)),
+        ("dsp", Remedy(prediction=Prediction.VELOCITY)),
+    ],
+    ids=str,
+)
+def test_method_state_goes_on_where_it_was(method: str, remedy: Remedy) -> None:
+    """With weights, optimizers and clocks: bit for bit."""
+
+    def build() -> Pipeline:
+        return Pipeline(model, data.spec, method=method, remedy=remedy, k=5, optimizer=sgd, seed=3)
+
+    model, data = mixed_net(), RandomStream()
+    whole, resumed = build(), build()
+    whole.train(data, 12)
+    for j, stage in whole.stages.items():
+        resumed.stages[j].module.load_state_dict(stage.module.state_dict())
+        for p, q in zip(stage.module.parameters(), resumed.stages[j].module.parameters(), strict=True):
+            q.grad.copy_(p.grad)  # type: ignore[union-attr, arg-type]
+        resumed.workers[j].optimizer.load_state_dict(copy.deepcopy(whole.workers[j].optimizer.state_dict()))  # type: ignore[union-attr]
+        resumed.workers[j].t = whole.workers[j].t
+    resumed.clock = whole.clock
+    resumed.load_method_state(whole.method_state())
+    for pipeline in (whole, resumed):
+        pipeline.train(data, 11)
+    for key, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[key]), key
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"k": 0}, "k: found 0"),
@@ -210,11 +257,39 @@ def test_stages_without_parameters_need_no_optimizer(method: str) -> None:
         ({"method": Method("x", (1, 2), Keep.NOTHING)}, "found 2 delays"),
         ({"transport": "edge"}, "transport: found edge in one process"),
         ({"concurrency": 0}, "concurrency: found 0"),
+        ({"method": "pipedream_2bw", "k": 4}, "k: found 4, accepted are integers >= 5 .the delay of stage 1"),
+        ({"method": Method("x", 1, Keep.GRAPH), "autocast": torch.bfloat16}, "the graph holds casts of the weights"),
+        ({"exact_streams": True, "wire": torch.bfloat16}, "exact_streams: found true with wire"),
+        ({"method": "delayed", "remedy": Remedy(correction=0.1)}, "remedy.correction: found 0.1"),
+        ({"method": Method("x", 1, Keep.GRAPH), "remedy": Remedy(correction=0.1)}, "remedy.correction: found 0.1"),
+        ({"method": "pipedream_2bw", "k": 5, "remedy": Remedy(prediction=Prediction.VELOCITY)}, "prediction: found velocity"),
+        ({"remedy": Remedy(discount=9)}, "learning_rate: found None"),
+        ({"remedy": Remedy(compensation=True), "optimizer": adam}, "remedy.compensation: found adam, accepted is sgd"),
+        (
+            {"remedy": Remedy(prediction=Prediction.VELOCITY), "optimizer": plain_sgd},
+            "found sgd, accepted is adam, adamw, sgd with",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Pipeline(mixed_net(), RandomStream().spec, optimizer=sgd, **change)  # type: ignore[arg-type]
+        Pipeline(mixed_net(), RandomStream().spec, **{"optimizer": sgd, **change})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"discount": -1}, "discount: found -1"),
+        ({"correction": 1.0}, "correction: found 1.0"),
+        ({"horizon": 0.0}, "horizon: found 0.0"),
+        ({"shrink": 0.0}, "shrink: found 0.0, accepted are numbers above 0 to 1"),
+        ({"lookahead": 1.0}, "lookahead: found 1.0"),
+        ({"lookahead": 0.9, "compensation": True}, "compensation: found True, accepted are false with remedy.lookahead"),
+    ],
+)
+def test_remedies_out_of_range_are_refused(change: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"remedy\.{message}"):
+        Remedy(**change)  # type: ignore[arg-type]
 
 
 def test_data_of_another_form_is_refused() -> None:
@@ -231,7 +306,7 @@ def test_a_first_block_that_writes_into_the_data_is_refused(method: str) -> None
 
     model = Model("bad", (BlockSpec("scaling", Scaling), *mixed_net().blocks))
     with pytest.raises(ModelError, match="Scaling changes its input in place"):
-        Pipeline(model, RandomStream().spec, method=method, optimizer=sgd).train(RandomStream(), 1)
+        Pipeline(model, RandomStream().spec, method=method, k=6, optimizer=sgd).train(RandomStream(), 1)
 
 
 def test_a_network_in_bf16_runs_without_autocast() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from petra import BlockSpec, ConfigError, Keep, Method, Model, ModelError, Pipeline, TensorSpec
 from petra.models import revnet18
 from petra.pipeline import TransportName
+from petra.remedies import Prediction, Remedy
 from tests.nets import RandomStream, mixed_net
 from tests.processes import run_processes
 
@@ -66,12 +68,16 @@ def test_weights_do_not_depend_on_processes_or_transport(world: int, alone: dict
         assert all(part[d, k, transport][1] == results for part in parts)
 
 
-OTHERS = {
-    "turns": Method("reversible", 0, Keep.NOTHING),
-    "graph": Method("backprop", 0, Keep.GRAPH),
-    "unequal": Method("x", (3, 0, 1), Keep.INPUT),
-    "flush": Method("1f1b", 1, Keep.GRAPH, flush=True),
-    "fill": Method("gpipe", 0, Keep.GRAPH, flush=True, fill=True),
+OTHERS: dict[str, dict[str, Any]] = {
+    "turns": {"method": Method("reversible", 0, Keep.NOTHING)},
+    "graph": {"method": Method("backprop", 0, Keep.GRAPH)},
+    "unequal": {"method": Method("x", (3, 0, 1), Keep.INPUT)},
+    "flush": {"method": "1f1b"},
+    "fill": {"method": "gpipe"},
+    "double": {"method": "pipedream_2bw"},
+    "remedies": {"remedy": Remedy(9, 0.3, Prediction.DIFFERENCE, 1.5, True, 0.9)},
+    "exact streams": {"exact_streams": True},
+    "wire": {"wire": torch.bfloat16},
 }
 
 
@@ -80,7 +86,14 @@ def train_others(rank: int | None) -> dict[tuple[str, str], dict[str, Tensor]]:
     stream = RandomStream()
     for name, transport in product(OTHERS, ("local",) if rank is None else ("lockstep", "edge")):
         pipeline = Pipeline(
-            mixed_net(), stream.spec, method=OTHERS[name], k=4, stages=[1, 2, 1, 2], optimizer=sgd, transport=transport
+            mixed_net(),
+            stream.spec,
+            k=4,
+            stages=[1, 2, 1, 2],
+            optimizer=sgd,
+            learning_rate=lambda t: 0.02,
+            transport=transport,  # type: ignore[arg-type]
+            **OTHERS[name],
         )
         pipeline.train(stream, 14)
         states[name, transport] = pipeline.state_dict()

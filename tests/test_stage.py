@@ -1,4 +1,5 @@
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def test_block_that_is_not_reversible_holds_its_inputs_in_flight() -> None:
 
 @pytest.mark.parametrize("keep", [Keep.GRAPH, Keep.INPUT])
 def test_stashed_and_current_weights_differ_after_an_update(keep: Keep) -> None:
-    """With the graph kept, current weights mean activations old, weights new; stashed ones are real copies."""
+    """With the graph kept, current weights mean activations old, weights new; stashed and double ones are real copies."""
     x, delta = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
     results = {}
     for weights in Weights:
@@ -109,14 +110,57 @@ def test_stashed_and_current_weights_differ_after_an_update(keep: Keep) -> None:
         results[weights] = dx
         w1, b1, w2, _ = old
         hidden = torch.tanh(x @ w1.T + b1)
-        if weights is Weights.STASHED:
+        if weights is not Weights.CURRENT:
             expected = ((delta @ w2) * (1 - hidden**2)) @ w1
         else:
             if keep is Keep.INPUT:
                 hidden = torch.tanh(x @ (2 * w1).T + 2 * b1)
             expected = ((delta @ (2 * w2)) * (1 - hidden**2)) @ (2 * w1)
         torch.testing.assert_close(dx, expected, rtol=1e-12, atol=1e-12)
-    assert not torch.allclose(*results.values())
+    assert not torch.allclose(results[Weights.CURRENT], results[Weights.STASHED])
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("kernel", ["fused", "foreach"])
+def test_a_kept_graph_sees_what_the_optimizer_writes(optimizer: type[torch.optim.Optimizer], kernel: str) -> None:
+    """Activations old, weights new, through convolution and batch normalisation, whatever kernel the optimizer uses."""
+    torch.manual_seed(1)
+    block = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)).double()
+    block.to(memory_format=torch.channels_last)
+    x, delta = torch.randn(2, 3, 5, 5, dtype=torch.float64), torch.randn(2, 2, 5, 5, dtype=torch.float64)
+    made = Stage([block], [Keep.GRAPH], first_block=1, channels_last=True)
+    made.forward(0, (x,))
+    made.forward(1, (torch.randn_like(x),))  # moves the running statistics
+    with torch.no_grad():
+        hidden = block[0](x)
+        mean, variance = (f(hidden, dim=(0, 2, 3), keepdim=True) for f in (torch.mean, partial(torch.var, correction=0)))
+    for p in block.parameters():
+        p.grad = torch.randn_like(p)
+    with made.updating():
+        optimizer(block.parameters(), lr=0.1, **{kernel: True}).step()  # type: ignore[call-arg]
+    _, (dx,) = made.backward(0, (), (delta,))
+
+    conv, norm, last = block
+    dh = torch.einsum("boyx,oi->biyx", delta, last.weight[:, :, 0, 0]) * norm.weight.view(1, -1, 1, 1)
+    normal, scale = (hidden - mean) / (variance + norm.eps).sqrt(), (variance + norm.eps).sqrt()
+    centred = dh - dh.mean((0, 2, 3), keepdim=True) - normal * (dh * normal).mean((0, 2, 3), keepdim=True)
+    expected = torch.nn.grad.conv2d_input(x.shape, conv.weight, centred / scale, padding=1)
+    torch.testing.assert_close(dx, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_double_weights_are_two_versions() -> None:
+    """Beside the parameters only the version before the last update lives on, however many microbatches are in flight."""
+    made = Stage([nn.Linear(500, 500)], [Keep.INPUT], weights=Weights.DOUBLE, first_block=1, k=2)
+    size, x = 500 * 501 * 4, torch.randn(2, 500)
+    before = live_bytes()
+    for m in range(8):
+        y = made.forward(m, (x,))
+        if m >= 2:
+            made.backward(m - 2, (), y)
+            if m % 2:
+                with made.updating():
+                    pass
+    assert size <= live_bytes() - before < 1.5 * size
 
 
 def test_reconstruction_with_current_weights_differentiates_stashed_ones() -> None:

@@ -23,7 +23,7 @@ class Packing:
 
     def __init__(self, spec: MessageSpec, device: torch.device, route: str) -> None:
         self.spec, self.device, self.route = spec, device, route
-        sizes = [t.dtype.itemsize * torch.Size(t.shape).numel() for group in spec for t in group]
+        sizes = [(t.wire or t.dtype).itemsize * torch.Size(t.shape).numel() for group in spec for t in group]
         padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
         *starts, self.bytes = accumulate(padded, initial=0)
         self._spans = [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
@@ -38,19 +38,34 @@ class Packing:
             ModelError: it has another form than agreed; ``copy_`` would broadcast or round it silently.
         """
         buffer = self.buffer()
-        for part, source, specs in zip(self.unpack(buffer), message, self.spec, strict=True):
+        for part, source, specs in zip(self._views(buffer), message, self.spec, strict=True):
             for target, tensor, spec in zip(part, source, specs, strict=True):
                 spec.require(tensor, self.route)
                 target.copy_(tensor)
         return buffer
 
     def unpack(self, buffer: Tensor) -> Message:
+        """The message: views of the buffer, but for what travelled in another type."""
+        return tuple(
+            tuple(t if spec.wire is None else t.to(spec.dtype) for t, spec in zip(part, specs, strict=True))
+            for part, specs in zip(self._views(buffer), self.spec, strict=True)
+        )
+
+    def _views(self, buffer: Tensor) -> Message:
         spans = iter(self._spans)
         return tuple(tuple(_view(buffer[slice(*next(spans))], spec) for spec in group) for group in self.spec)
 
 
+def rounded(message: Message, spec: MessageSpec) -> Message:
+    """What a receiver would get of a message that travels in the types of ``spec``."""
+    return tuple(
+        tuple(t if s.wire is None else t.to(s.wire).to(s.dtype) for t, s in zip(part, specs, strict=True))
+        for part, specs in zip(message, spec, strict=True)
+    )
+
+
 def _view(part: Tensor, spec: TensorSpec) -> Tensor:
-    flat = part.view(spec.dtype)
+    flat = part.view(spec.wire or spec.dtype)
     if spec.channels_last:
         n, c, h, w = spec.shape
         return flat.view(n, h, w, c).permute(0, 3, 1, 2)
