@@ -16,9 +16,9 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_messages_survive_packing(channels_last: bool) -> None:
     image = TensorSpec((2, 3, 5, 4), torch.float32, channels_last)
-    spec = ((image, image), (), (TensorSpec((3,), torch.float64), TensorSpec((2, 2), torch.bfloat16)))
+    spec = ((image, image), (), (TensorSpec((3,), torch.float64), TensorSpec((2, 3, 2), torch.bfloat16)))
     images = torch.randn(2, 2, 3, 5, 4)
-    message = ((images[0], images[1]), (), (torch.randn(3).double(), torch.randn(2, 2).bfloat16()))
+    message = ((images[0], images[1]), (), (torch.randn(3).double(), torch.randn(2, 3, 2).bfloat16()))
     packing = Packing(spec, CPU, "test")
     buffer = packing.pack(message)
     assert buffer.dtype == torch.uint8

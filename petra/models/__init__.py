@@ -16,11 +16,14 @@ from petra.models.preactivation import (
 )
 from petra.models.resnet import resnet18, resnet34, resnet50, resnet101
 from petra.models.revnet import revnet18, revnet34, revnet50, revnet101
+from petra.models.transformer import revgpt, revvit
 
 _RESNETS = (resnet18, resnet34, resnet50, resnet101, resnet32, resnet110, resnet164, resnet101_preact)
 _REVNETS = (revnet18, revnet34, revnet50, revnet101, revnet38, revnet110, revnet164, revnet104)
 
-MODELS: dict[str, Callable[..., Model]] = {build.__name__: build for build in (*_RESNETS, *_REVNETS, irevnet163, irevnet301)}
+MODELS: dict[str, Callable[..., Model]] = {
+    build.__name__: build for build in (*_RESNETS, *_REVNETS, irevnet163, irevnet301, revgpt, revvit)
+}
 """By name. All take ``classes``; those that need to know the image side or the context length take it as ``size``.
 
 What else they take are their options, by keyword.
@@ -38,6 +41,7 @@ __all__ = [
     "resnet101_preact",
     "resnet110",
     "resnet164",
+    "revgpt",
     "revnet18",
     "revnet34",
     "revnet38",
@@ -46,4 +50,5 @@ __all__ = [
     "revnet104",
     "revnet110",
     "revnet164",
+    "revvit",
 ]
