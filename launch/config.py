@@ -17,6 +17,11 @@ class ModelConfig:
     width: float | None = None
     stem: str | None = None
     downsampling: str | None = None
+    patch: int | None = None
+    dim: int | None = None
+    depth: int | None = None
+    heads: int | None = None
+    dropout: float | None = None
 
     def options(self) -> dict[str, Any]:
         """Those that are set."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -57,11 +58,19 @@ def test_every_file_of_every_group_works(group: Path) -> None:
     if group.stem == "wandb" and find_spec("wandb") is None:
         with pytest.raises(ConfigError, match=r"pip install 'petra\[wandb\]'"):
             planned("logger=wandb")
-    elif group.stem == "text":
-        with pytest.raises(ModelError, match=r"block stem can't take int64\[64, 256\] from the data"):
-            planned("data=text")
+    elif group.stem in ("text", "revgpt"):
+        assert planned("data=text", "model=revgpt").inputs == TensorSpec((64, 256), torch.int64)
     else:
         planned(f"{group.parent}={group.stem}", "k=9")  # PipeDream-2BW needs as many microbatches as stage 1 is ahead
+
+
+@pytest.mark.parametrize(
+    ("overrides", "found"),
+    [(["data=text"], "int64[64, 256]"), (["model=revgpt"], "float32[64, 3, 32, 32]")],
+)
+def test_networks_for_images_take_no_texts_and_the_reverse(overrides: list[str], found: str) -> None:
+    with pytest.raises(ModelError, match=rf"block stem can't take {re.escape(found)} from the data"):
+        planned(*overrides)
 
 
 @pytest.mark.parametrize("path", sorted(Path(CONF).rglob("*.yaml")), ids=lambda path: path.stem)
@@ -134,6 +143,7 @@ def test_precision_and_stages() -> None:
         ("model.name=revnet99", "model.name: found revnet99, accepted are resnet18, resnet34"),
         ("model.width=0.3", "model.width: found 0.3"),
         ("model.stem=big", "model.stem: found 'big'"),
+        ("model.patch=4", "model.patch: revnet18 has no such setting, accepted are width, stem"),
         ("model.downsampling=projection", "model.downsampling: revnet18 has no such setting, accepted are width, stem"),
         ("method.delay=-1", "method.delay: found -1"),
         ("method.delay=abc", "method.delay: found abc, accepted are integers >= 0"),
