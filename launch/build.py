@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 
+from launch.cluster import variables
 from launch.config import Config
 from launch.data import checked_form, streams
 from launch.processes import Place
@@ -111,6 +112,7 @@ def plan(config: Config, place: Place) -> Plan:
     _choice("trainer.transport", trainer.transport, ("auto", "local", "lockstep", "edge"))
     _choice("trainer.precision", trainer.precision, PRECISIONS)
     _choice("trainer.wire", trainer.wire, PRECISIONS)
+    variables(config.cluster)
     _choice("logger.name", config.logger.name, ("jsonl", "wandb"))
     _choice("logger.mode", config.logger.mode, ("offline", "online"))
     if config.logger.name == "wandb":

@@ -90,6 +90,17 @@ class TrainerConfig:
 
 
 @dataclass
+class ClusterConfig:
+    interfaces: list[str] | None = None
+    infiniband: bool = MISSING
+    adapters: list[str] | None = None
+    debug: str = MISSING
+    heartbeat: int = MISSING
+    flight_recorder: int = MISSING
+    dumps: str | None = None
+
+
+@dataclass
 class LoggerConfig:
     name: str = MISSING
     project: str = "petra"
@@ -107,6 +118,7 @@ class Config:
     remedy: RemedyConfig = MISSING
     optim: OptimConfig = MISSING
     trainer: TrainerConfig = MISSING
+    cluster: ClusterConfig = MISSING
     logger: LoggerConfig = MISSING
 
 

@@ -6,13 +6,15 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from petra.errors import ConfigError, PetraError
 
@@ -45,6 +47,9 @@ class Place:
     def device(self, name: str) -> torch.device:
         """The device of this process: a GPU each, or the CPU.
 
+        Where a process sees one GPU, that is its own: some clusters show each process another one. Whether they did is known, and
+        required, as the processes join.
+
         Raises:
             ConfigError: on all processes of a machine if it has too few GPUs, since NCCL refuses two processes on one.
         """
@@ -53,6 +58,8 @@ class Place:
         if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
             return torch.device("cpu")
         gpus = torch.cuda.device_count()
+        if gpus == 1:
+            return torch.device("cuda", 0)
         if gpus < self.local_world:
             raise ConfigError(
                 f"trainer.device: found {name} for {self.local_world} process(es) and {gpus} GPU(s) on this machine, "
@@ -66,6 +73,9 @@ class Place:
 
         Args:
             timeout: seconds for which communication may stall before it fails.
+
+        Raises:
+            ConfigError: in every process if two have the same GPU.
         """
         on_gpu = device.type == "cuda"
         if on_gpu:
@@ -73,9 +83,15 @@ class Place:
         if "WORLD_SIZE" not in os.environ:
             yield
             return
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout), device_id=device if on_gpu else None
-        )
+        patience = timedelta(seconds=timeout)
+        if on_gpu:
+            store, _, _ = next(rendezvous("env://", timeout=patience))
+            require_own(PrefixStore("gpu", store), self.rank, self.world, str(torch.cuda.get_device_properties(device).uuid))
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl", timeout=patience, device_id=device, store=store, rank=self.rank, world_size=self.world
+            )
+        else:
+            dist.init_process_group("gloo", timeout=patience)
         yield
         dist.destroy_process_group()
 
@@ -92,19 +108,32 @@ class Place:
 
     @contextmanager
     def composing(self) -> Iterator[None]:
-        """Lets only the first process tell what is wrong with a configuration, and fail first."""
+        """Lets only the first process tell what is asked of Hydra or wrong with a configuration, and fail first."""
         if self.first:
             yield
             return
-        stderr = sys.stderr
         try:
-            with open(os.devnull, "w", encoding="utf-8") as sys.stderr:
+            with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
                 yield
         except SystemExit:
             time.sleep(PATIENCE)
             raise
-        finally:
-            sys.stderr = stderr
+
+
+def require_own(store: Store, rank: int, world: int, gpu: str) -> None:
+    """Compares the GPUs of all processes, each of which calls this with its own.
+
+    Raises:
+        ConfigError: in every process if two have the same; NCCL would name neither.
+    """
+    store.set(str(rank), gpu)
+    gpus = [store.get(str(r)).decode() for r in range(world)]
+    for r, found in enumerate(gpus):
+        if (first := gpus.index(found)) < r:
+            raise ConfigError(
+                f"trainer.device: found GPU {found} in processes {first} and {r}, "
+                "accepted are a GPU for each process, or trainer.device=cpu"
+            )
 
 
 def gathered(value: Any) -> list[Any]:

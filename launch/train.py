@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import conf
 from launch.build import plan
+from launch.cluster import apply
 from launch.config import Config, register
 from launch.processes import Place, gathered, together
 from launch.records import Records, headline, summarise
@@ -63,6 +64,7 @@ def run(config: Config, place: Place) -> None:
     """
     checked = plan(config, place)
     torch.set_num_threads(config.trainer.threads)
+    notes = apply(config.cluster)
     with place.joined(checked.device, config.trainer.timeout):
         started = time.perf_counter()
         train, test = checked.data()
@@ -72,6 +74,7 @@ def run(config: Config, place: Place) -> None:
             records = Records(config) if place.first else None
         progress = None
         if records is not None:
+            print(*notes, sep="\n", end="\n" if notes else "")
             print(f"{headline(checked, pipeline)}; records in {records.folder}", flush=True)
             display = Bar if sys.stdout.isatty() else Lines
             progress = display(config.trainer.epochs, train.batches_per_epoch, learning_rate)
