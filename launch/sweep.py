@@ -1,0 +1,224 @@
+"""Trains once for each combination of values, and gathers the results: ``python -m launch.sweep k=1,2,4 model=revnet18,revnet34``.
+
+Values that are separated by commas are tried one by one, all other overrides hold for each run (the grammar is Hydra's). A run has
+a folder of its own under --out; the same command again goes on where it stopped, and skips what is finished. --out/sweep.md and
+sweep.json hold the results so far.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from launch.build import plan
+from launch.config import Config, register
+from launch.processes import Place
+from launch.train import CONF, to_config
+from petra.errors import ConfigError, PetraError
+from petra.training import write_json
+
+SBATCH = Path(__file__).with_name("slurm.sbatch")
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "test accuracy": lambda s: f"{s['test_accuracy']:.2%}",
+    "test loss": lambda s: f"{s['test_loss']:.4f}",
+    "train loss": lambda s: f"{s['train_loss']:.4f}",
+    "images/s": lambda s: f"{s['images_per_second']:.0f}",
+    "peak memory (GiB)": lambda s: f"{max(s['peak_memory_bytes']) / 2**30:.2f}",
+    "seconds": lambda s: f"{s['wall_seconds']:.0f}",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep: the values that are its own, all its overrides, its folder."""
+
+    values: dict[str, str]
+    overrides: tuple[str, ...]
+    folder: Path
+
+    @cached_property
+    def config(self) -> Config:
+        """Its configuration.
+
+        Raises:
+            ConfigError: Hydra or the schema refuses it.
+        """
+        try:
+            with initialize_config_dir(CONF, version_base="1.3"):
+                config = to_config(compose("config", list(self.overrides)))
+        except HydraException as error:
+            raise ConfigError(f"{self.folder.name}: {error}") from error
+        return replace(config, run_dir=str(self.folder))
+
+    def summary(self) -> dict[str, Any] | None:
+        """Content of summary.json if the run is finished.
+
+        Raises:
+            ConfigError: the folder holds a finished run of another configuration.
+        """
+        path = self.folder / "summary.json"
+        if not path.exists():
+            return None
+        found, wanted = OmegaConf.load(self.folder / "config.yaml"), OmegaConf.structured(self.config)
+        if differing := _differences(OmegaConf.to_container(found), OmegaConf.to_container(wanted)):
+            keys = ", ".join(differing)
+            raise ConfigError(f"--out: found a finished run with another {keys} in {self.folder}, accepted is a new folder")
+        content: dict[str, Any] = json.loads(path.read_text())
+        return content
+
+    def command(self) -> list[str]:
+        """Its overrides with its folder, quoted for Hydra."""
+        quoted = str(self.folder).replace("'", "\\'")
+        return [*self.overrides, f"run_dir='{quoted}'"]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Checks all runs, does those that are left, and prints the table; ends with status 1 if one failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--out", type=Path, default=Path("runs", "sweep"), help="folder of the sweep (runs/sweep)")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="of each run on this machine (1)")
+    parser.add_argument("--slurm", metavar="OPTIONS", help="submit the runs with these options of sbatch instead; may be ''")
+    options, overrides = parser.parse_known_args(arguments)
+    try:
+        sweep = jobs(overrides, options.out.resolve())
+        for job in sweep:
+            check(job.config, options.processes, here=options.slurm is None)
+        left = [job for job in sweep if job.summary() is None]
+        failed = run_here(left, options.processes) if options.slurm is None else submit(left, shlex.split(options.slurm))
+        print(gather(sweep, options.out), end="")
+    except PetraError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    for job in failed:
+        print(f"failed: {job.folder}", file=sys.stderr)
+    sys.exit(1 if failed else 0)
+
+
+def jobs(overrides: Sequence[str], out: Path) -> list[Job]:
+    """All combinations of the values, the last override's changing fastest.
+
+    Raises:
+        ConfigError: an override that Hydra can't read.
+    """
+    register()
+    parser = OverridesParser.create()
+    choices: list[list[tuple[str, str, bool]]] = []
+    for text in overrides:
+        try:
+            override = parser.parse_override(text)
+        except HydraException as error:
+            raise ConfigError(f"{text}: {str(error).splitlines()[0]}, accepted are overrides as Hydra reads them") from error
+        key, _, value = text.partition("=")
+        swept = override.is_sweep_override()
+        choices.append([(key, str(v), True) for v in override.sweep_string_iterator()] if swept else [(key, value, False)])
+    result = []
+    for combination in product(*choices):
+        values = {key: value for key, value, swept in combination if swept}
+        name = "_".join(re.sub(r"[^\w.,=-]+", "-", f"{key}={value}") for key, value in values.items()) or "run"
+        result.append(Job(values, tuple(f"{key}={value}" for key, value, _ in combination), out / name))
+    return result
+
+
+def check(config: Config, processes: int, here: bool) -> None:
+    """Refuses what can't work; a machine that only submits needn't have the devices.
+
+    Raises:
+        PetraError: as :func:`launch.build.plan`.
+    """
+    device = config.trainer.device if here else "cpu"
+    place = Place(rank=0, world=processes, local_rank=0, local_world=processes)
+    plan(replace(config, trainer=replace(config.trainer, device=device)), place)
+
+
+def run_here(left: Sequence[Job], processes: int) -> list[Job]:
+    """Runs jobs on this machine, one after another; returns those that failed."""
+    failed = []
+    for job in left:
+        print(f"--- {job.folder.name}", flush=True)
+        _clear(job.folder)
+        launch = [sys.executable, "-m", "launch.local", "--processes", str(processes)]
+        if subprocess.run([*launch, *job.command()]).returncode:
+            failed.append(job)
+    return failed
+
+
+def submit(left: Sequence[Job], options: Sequence[str]) -> list[Job]:
+    """Hands jobs to Slurm unless they wait or run there already; returns those that it refused."""
+    failed = []
+    for job in left:
+        ticket = job.folder.with_name(job.folder.name + ".slurm")
+        if ticket.exists() and _queued(ticket.read_text().strip()):
+            print(f"{job.folder.name}: Slurm job {ticket.read_text().strip()} has not ended")
+            continue
+        _clear(job.folder)
+        job.folder.parent.mkdir(parents=True, exist_ok=True)
+        sbatch = ["sbatch", "--parsable", f"--job-name={job.folder.name}", f"--output={job.folder}.log"]
+        try:
+            done = subprocess.run([*sbatch, *options, str(SBATCH), *job.command()], capture_output=True, text=True)
+        except FileNotFoundError:
+            raise ConfigError("--slurm: found no sbatch on this machine, accepted is a machine that submits to Slurm") from None
+        if done.returncode:
+            print(done.stderr, end="", file=sys.stderr)
+            failed.append(job)
+            continue
+        ticket.write_text(done.stdout.split(";")[0].strip() + "\n")
+        print(f"{job.folder.name}: Slurm job {ticket.read_text().strip()}")
+    return failed
+
+
+def gather(sweep: Sequence[Job], out: Path) -> str:
+    """Writes sweep.json and sweep.md, and returns the latter: a row for each finished run."""
+    summaries = [(job, job.summary()) for job in sweep]
+    finished = [(job, summary) for job, summary in summaries if summary is not None]
+    keys = list(sweep[0].values)
+    rows = [[*job.values.values(), *(show(summary) for show in COLUMNS.values())] for job, summary in finished]
+    table = [[*keys, *COLUMNS], ["---"] * (len(keys) + len(COLUMNS)), *rows]
+    text = "".join("| " + " | ".join(row) + " |\n" for row in table)
+    text += f"\n{len(finished)} of {len(sweep)} runs finished\n"
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "sweep.md").write_text(text)
+    runs = [{"values": job.values, "folder": job.folder.name, "summary": summary} for job, summary in finished]
+    write_json(out / "sweep.json", {"runs": runs})
+    return text
+
+
+def _clear(folder: Path) -> None:
+    """Removes what an interrupted run left."""
+    if folder.exists():
+        print(f"{folder.name}: was not finished, starts anew", flush=True)
+        shutil.rmtree(folder)
+
+
+def _queued(number: str) -> bool:
+    """Whether Slurm still knows the job as waiting or running."""
+    found = subprocess.run(["squeue", "--noheader", "--jobs", number], capture_output=True, text=True)
+    return found.returncode == 0 and bool(found.stdout.strip())
+
+
+def _differences(found: Any, wanted: Any, key: str = "") -> list[str]:
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        names = dict.fromkeys([*found, *wanted])
+        return [d for n in names for d in _differences(found.get(n), wanted.get(n), f"{key}.{n}" if key else str(n))]
+    return [] if found == wanted or key == "run_dir" else [key]
+
+
+if __name__ == "__main__":
+    main()
