@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from benchmarks.nodes import run_nodes
-from launch import cluster, local, node
+from launch import agent, cluster, local, node
 from launch.config import ClusterConfig, register
 from launch.node import Node, first_host
 from launch.processes import Place, require_own
@@ -196,3 +197,17 @@ def test_a_node_without_a_place_is_one_line(monkeypatch: pytest.MonkeyPatch, cap
     with pytest.raises(SystemExit, match="2"):
         node.main([])
     assert capsys.readouterr() == ("", "error: NODE_RANK: not given, and needed on each of 2 nodes\n")
+
+
+@pytest.mark.parametrize(("code", "told", "status"), [(2, "status 2", 2), (-9, "signal SIGKILL", 137)])
+def test_the_first_failure_is_told_in_a_line(
+    code: int, told: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(arguments: list[str]) -> None:
+        assert arguments == ["--standalone", "-m", "launch.train", "k=1"]
+        raise ChildFailedError("launch.train", {3: ProcessFailure(local_rank=1, pid=1, exitcode=code, error_file="")})
+
+    monkeypatch.setattr(agent, "torchrun", fail)
+    with pytest.raises(SystemExit, match=str(status)):
+        agent.run_agent(["--standalone"], "launch.train", ["k=1"])
+    assert capsys.readouterr().err == f"process 3 failed first, with {told}\n"

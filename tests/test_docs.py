@@ -10,6 +10,7 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
+from launch.config import register
 from launch.sweep import jobs
 from launch.train import CONF, to_config
 
@@ -37,6 +38,7 @@ def test_a_command_means_something(command: str) -> None:
 
 
 def test_settings_that_the_page_lists_have_these_defaults() -> None:
+    register()
     with initialize_config_dir(CONF, version_base="1.3"):
         config = compose("config")
     rows = re.findall(
