@@ -67,6 +67,10 @@ class Objective:
     def receive(self, m: int) -> Message:
         return self._pending.pop(m)
 
+    def loss_of(self, m: int, output: Tensor) -> Tensor:
+        """The loss of microbatch m under plain autograd."""
+        return self.loss(output, self._targets(m))
+
     def evaluate(self, m: int, message: Message) -> None:
         """Adds the microbatch's report to ``totals``."""
         ((output,),) = message

@@ -37,13 +37,14 @@ class Method:
 
     Attributes:
         delay: boundary delay d: τ_j − τ_(j+1), one for all boundaries or a tuple with one for each.
+        keep: what blocks hold between F and B, one for all or a tuple with one for each block of the model.
         fill: every stage forwards all k microbatches of an update before its first backward (GPipe); needs ``flush``.
         flush: the pipeline is drained before each update, so that gradients are exact.
     """
 
     name: str
     delay: int | tuple[int, ...]
-    keep: Keep
+    keep: Keep | tuple[Keep, ...]
     weights: Weights = Weights.CURRENT
     flush: bool = False
     fill: bool = False
@@ -107,15 +108,17 @@ class Method:
             return 1.0
         return 0.0 if self.flush else delay / k
 
-    def keep_of(self, reversible: Sequence[bool], *, last: bool) -> tuple[Keep, ...]:
+    def keep_of(self, reversible: Sequence[bool], *, last: bool, first_block: int = 0) -> tuple[Keep, ...]:
         """What each block of a stage keeps: a block that can't be inverted holds its input instead of nothing.
 
         Args:
             reversible: for each block of the stage, whether it can be inverted.
+            first_block: index of the stage's first block in the model.
             last: the stage ends the pipeline and its backward follows its forward at once (τ = 0). The blocks behind its last
                 reversible one then keep their graph: it lives no longer than the recomputation's would, and saves a forward.
         """
-        kept = [Keep.INPUT if self.keep is Keep.NOTHING and not r else self.keep for r in reversible]
+        asked = (self.keep,) * len(reversible) if isinstance(self.keep, Keep) else self.keep[first_block:][: len(reversible)]
+        kept = [Keep.INPUT if keep is Keep.NOTHING and not r else keep for keep, r in zip(asked, reversible, strict=True)]
         if last:
             tail = max((i + 1 for i, r in enumerate(reversible) if r), default=0)
             kept[tail:] = [Keep.GRAPH] * (len(kept) - tail)

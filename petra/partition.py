@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -14,24 +14,38 @@ from petra.streams import TensorSpec
 def balanced_cut(costs: Sequence[float], parts: int) -> list[range]:
     """Cuts items into ``parts`` contiguous non-empty ranges such that the most expensive one is as cheap as can be.
 
-    Exact dynamic programme, O(len(costs)² · parts). Among the best cuts it takes the one with the smallest first ranges.
+    Among the best cuts it takes the one with the smallest first ranges.
 
     Raises:
         ConfigError: more parts than items.
     """
-    n = len(costs)
-    if not 1 <= parts <= n:
-        raise ConfigError(f"can't cut {n} items into {parts} contiguous parts; accepted are 1 to {n}")
     total = [0.0, *accumulate(costs)]
-    worst = [[float("inf")] * (n + 1) for _ in range(parts + 1)]  # worst[p][i]: of items i … n − 1 in p parts
-    end = [[n] * (n + 1) for _ in range(parts + 1)]
-    worst[0][n] = 0.0
+    return best_cut(len(costs), parts, lambda start, end, part: total[end] - total[start])
+
+
+def best_cut(items: int, parts: int, cost: Callable[[int, int, int], float]) -> list[range]:
+    """As :func:`balanced_cut`, where the cost of a range may depend on its place: an exact dynamic programme in O(items² · parts).
+
+    Args:
+        cost: of items ``start`` … ``end`` − 1 as part ``part``; infinite if they may not be one.
+
+    Raises:
+        ConfigError: more parts than items, or every cut has a part that may not be.
+    """
+    if not 1 <= parts <= items:
+        raise ConfigError(f"can't cut {items} items into {parts} contiguous parts; accepted are 1 to {items}")
+    worst = [[float("inf")] * (items + 1) for _ in range(parts + 1)]  # worst[p][i]: of items i … in the last p parts
+    end = [[items] * (items + 1) for _ in range(parts + 1)]
+    worst[0][items] = 0.0
     for p in range(1, parts + 1):
-        for i in range(n - p, -1, -1):
-            for e in range(i + 1, n - p + 2):
-                value = max(total[e] - total[i], worst[p - 1][e])
-                if value < worst[p][i]:
-                    worst[p][i], end[p][i] = value, e
+        for i in range(parts - p, items - p + 1):
+            for e in range(i + 1, items - p + 2):
+                if worst[p - 1][e] < worst[p][i]:
+                    value = max(cost(i, e, parts - p), worst[p - 1][e])
+                    if value < worst[p][i]:
+                        worst[p][i], end[p][i] = value, e
+    if worst[parts][0] == float("inf"):
+        raise ConfigError(f"found no cut into {parts} parts of which each is within its limit")
     ranges, start = [], 0
     for p in range(parts, 0, -1):
         ranges.append(range(start, end[p][start]))

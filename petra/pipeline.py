@@ -108,6 +108,8 @@ class Pipeline:
         """Microbatches trained on since the start."""
         count = len(self.layout.stages)
         self.delays = method.delays(count, k)
+        if isinstance(method.keep, tuple) and len(method.keep) != len(self.layout.profiles):
+            raise ConfigError(f"method.keep: found {len(method.keep)}, accepted are one, or {len(self.layout.profiles)}, one per block")
         self.boundary_delays = method.boundary_delays(count - 1)[: count - 1]
         method.check(self.delays, k, casts=autocast is not None)
         self._grid = Grid(self._stream_type(), self.device) if exact_streams else None
@@ -311,7 +313,7 @@ class Pipeline:
     def _keeps(self, j: int) -> tuple[Keep, ...]:
         blocks = [self.layout.profiles[b] for b in self.layout.stages[j]]
         last = j == len(self.layout.stages) - 1 and self.delays[j] == 0
-        return self.method.keep_of([b.reversible for b in blocks], last=last)
+        return self.method.keep_of([b.reversible for b in blocks], last=last, first_block=self.layout.stages[j].start)
 
     def _stream_type(self) -> torch.dtype:
         """Of the pairs that reversible blocks carry."""

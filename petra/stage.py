@@ -120,6 +120,11 @@ class BlockRunner:
                 held.outputs = self._evaluate(m, held.inputs, weights)
         return self._differentiate(held, dy, weights)
 
+    def replay(self, m: int, x: Streams, weights: Stash | None) -> Streams:
+        """See :meth:`Stage.replay`."""
+        with torch.enable_grad(), frozen_statistics(self.module):
+            return self._evaluate(m, x, weights)
+
     @torch.no_grad()
     def evaluate(self, x: Streams) -> Streams:
         with self._autocast(x[0]):
@@ -267,6 +272,12 @@ class Stage:
             if gradients:
                 torch._foreach_add_([p.grad for p in gradients], list(gradients.values()), alpha=1 / self.k)  # type: ignore[misc]
         return y if self.returns_input else (), dy
+
+    def replay(self, m: int, x: Streams, weights: Sequence[Stash | None]) -> Streams:
+        """F of microbatch m again, under plain autograd: for each block the weights given, or its own; nothing is held or moved."""
+        for runner, own in zip(self.runners, weights, strict=True):
+            x = self._contiguous(runner.replay(m, x, own))
+        return x
 
     def evaluate(self, x: Streams) -> Streams:
         """A forward for evaluation: running statistics used, nothing held."""

@@ -31,6 +31,10 @@ class TensorSpec:
     wire: torch.dtype | None = None
     """The type in which it travels between stages, if that is another."""
 
+    @property
+    def bytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
     def require(self, tensor: Tensor, what: str) -> None:
         """Raises :class:`petra.errors.ModelError` unless a tensor has this shape and type; ``what`` names it."""
         if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:

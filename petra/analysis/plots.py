@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from petra.intervals import Interval, Kind
+
+COLOURS = {
+    Kind.FORWARD: "#4c78a8",
+    Kind.BACKWARD: "#f2a541",
+    Kind.UPDATE: "#6aa56a",
+    Kind.LOSS: "#9d755d",
+    Kind.SEND: "#b279a2",
+    Kind.RECEIVE: "#d4a6c8",
+    Kind.WAIT: "#e8e8e8",
+}
 History = Sequence[Mapping[str, float]]
 """For each epoch ``epoch``, ``train_loss``, ``test_loss``, ``train_accuracy`` and ``test_accuracy`` (0 … 1)."""
 
 
 def curves(runs: Mapping[str, History], path: Path, title: str) -> None:
     """Draws loss and accuracy (%) of one or several runs against the epoch into a PNG file: test solid, training dashed."""
-    # Imported here, because it takes as long as everything else together and only one process draws.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(9, 3.6)
     quantities = (("loss", "cross entropy (nats)", 1), ("accuracy", "accuracy (%)", 100))
     for axes, (quantity, label, unit) in zip(figure.subplots(1, 2), quantities, strict=True):
         for colour, (name, history) in enumerate(runs.items()):
@@ -36,3 +44,65 @@ def curves(runs: Mapping[str, History], path: Path, title: str) -> None:
     axes.legend()
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
+
+
+def timeline(intervals: Sequence[Interval], paths: Sequence[Path], title: str, unit: str = "seconds") -> None:
+    """Draws what each stage does when, one row a stage, into files whose endings say how (PNG, SVG); microbatches stand in F and B."""
+    from matplotlib.patches import Patch
+
+    stages = 1 + max(i.stage for i in intervals)
+    start, stop = min(i.start for i in intervals), max(i.stop for i in intervals)
+    figure = _figure(14, 1.2 + 0.45 * stages)
+    axes = figure.subplots()
+    for kind, colour in COLOURS.items():
+        for stage in range(stages):
+            bars = [(i.start - start, i.stop - i.start) for i in intervals if i.kind is kind and i.stage == stage]
+            border = {"edgecolor": "white", "linewidth": 0.5} if kind in (Kind.FORWARD, Kind.BACKWARD) else {}
+            axes.broken_barh(bars, (stage - 0.4, 0.8), facecolor=colour, **border)
+    for i in intervals:
+        if i.kind in (Kind.FORWARD, Kind.BACKWARD) and i.stop - i.start > 0.008 * (stop - start):
+            middle = (i.start + i.stop) / 2 - start
+            axes.text(middle, i.stage, str(i.microbatch), ha="center", va="center", fontsize=7, clip_on=True)
+    axes.set(xlabel=unit, xlim=(0, stop - start), ylim=(stages - 0.5, -0.5), title=title)
+    axes.set_yticks(range(stages), [f"stage {j + 1}" for j in range(stages)])
+    shown = [kind for kind in COLOURS if any(i.kind is kind for i in intervals)]
+    patches = [Patch(color=COLOURS[kind], label=kind) for kind in shown]
+    figure.legend(handles=patches, loc="outside right upper", fontsize=8)
+    for path in paths:
+        figure.savefig(path, dpi=120)
+
+
+def gradient_quality(rows: Sequence[Mapping[str, float]], path: Path) -> None:
+    """Draws the rows of :class:`petra.analysis.gradients.GradientDiagnosis`, a line for each stage, into a PNG file."""
+    panels = (
+        ("cosine_end_to_end", "cosine to the end-to-end gradient"),
+        ("norm_ratio_end_to_end", "norm over the end-to-end gradient's"),
+        ("cosine_delayed", "cosine to the delayed gradient"),
+        ("norm_ratio_delayed", "norm over the delayed gradient's"),
+        ("reconstruction_error", "relative error of the reconstructed input"),
+        ("angle_stored", "angle to the stored-activation gradient (degrees)"),
+    )
+    stages = sorted({int(row["stage"]) for row in rows})
+    figure = _figure(12, 9)
+    for axes, (key, label) in zip(figure.subplots(3, 2).flat, panels, strict=True):
+        for i, stage in enumerate(stages):
+            points = [(row["microbatch"], row[key]) for row in rows if row["stage"] == stage and key in row]
+            shade = i / max(len(stages) - 1, 1)
+            axes.plot([m for m, _ in points], [v for _, v in points], marker=".", color=(shade, 0.3, 1 - shade), label=f"stage {stage}")
+        if key in ("reconstruction_error", "angle_stored"):
+            axes.set_yscale("symlog", linthresh=1e-6)
+        axes.set(xlabel="microbatch", ylabel=label)
+        axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, ncols=2)
+    figure.savefig(path, dpi=120)
+
+
+def _figure(width: float, height: float) -> Any:
+    """A figure of so many inches that can be saved without a display."""
+    # Imported here, because it takes as long as everything else together and only one process draws.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure

@@ -1,0 +1,100 @@
+"""Bytes that stages hold between F and B, counted by storage: inputs, outputs, stashed weights, and what graphs saved."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
+from petra.method import Keep, Weights
+from petra.model import Model
+from petra.stage import Stage
+from petra.streams import TensorSpec
+
+
+class HeldMeter:
+    """Watches one stage while :meth:`watching` is open; graphs made before are not seen.
+
+    Attributes:
+        peak: the most bytes held at the end of a forward so far.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage, self.peak = stage, 0
+        self._saved: Counter[int] = Counter()
+        self._sizes: dict[int, int] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[HeldMeter]:
+        """Replaces the stage's ``forward`` by one that also counts; results are the same."""
+        forward = self.stage.forward
+
+        def counted(m: int, x: Any) -> Any:
+            with saved_tensors_hooks(self._pack, _Saved.tensor):
+                y = forward(m, x)
+            self.peak = max(self.peak, self.bytes())
+            return y
+
+        self.stage.forward = counted  # type: ignore[method-assign]
+        try:
+            yield self
+        finally:
+            del self.stage.forward
+
+    def bytes(self) -> int:
+        """Held now. A storage counts once however many tensors share it; parameters and buffers don't count."""
+        sizes = {key: self._sizes[key] for key, references in self._saved.items() if references}
+        for runner in self.stage.runners:
+            for held in runner.held.values():
+                for tensor in (*held.inputs, *held.outputs, *(held.weights or {}).values()):
+                    sizes[_key(tensor)] = tensor.untyped_storage().nbytes()
+        own = {_key(tensor) for tensor in (*self.stage.module.parameters(), *self.stage.module.buffers())}
+        return sum(size for key, size in sizes.items() if key not in own)
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        return _Saved(tensor, self)
+
+
+class _Saved:
+    """What a graph refers to instead of a tensor that it saved; it goes when the graph goes."""
+
+    def __init__(self, tensor: Tensor, meter: HeldMeter) -> None:
+        self._tensor, self._counts, self._key = tensor, meter._saved, _key(tensor)
+        meter._sizes[self._key] = tensor.untyped_storage().nbytes()
+        self._counts[self._key] += 1
+
+    def tensor(self) -> Tensor:
+        return self._tensor
+
+    def __del__(self) -> None:
+        self._counts[self._key] -= 1
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def graph_bytes(
+    model: Model,
+    blocks: range,
+    inputs: Sequence[TensorSpec],
+    keeps: Sequence[Keep],
+    *,
+    weights: Weights = Weights.CURRENT,
+    autocast: torch.dtype | None = None,
+) -> int:
+    """Bytes that a stage of these blocks holds of one microbatch, from tensors without data: no memory, no compute."""
+    with FakeTensorMode():
+        stage = Stage(
+            [model.blocks[b].build().train() for b in blocks], keeps, weights=weights, first_block=blocks.start, autocast=autocast
+        )
+        x = tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in inputs)
+        with HeldMeter(stage).watching() as meter:
+            stage.forward(0, x)
+        return meter.bytes()

@@ -1,0 +1,175 @@
+"""Records what each stage of this process does when. A pipeline that isn't recorded knows nothing of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from petra.intervals import Interval, Kind, seconds_by_kind, split_waits
+from petra.pipeline import Pipeline
+from petra.simulator import in_flight, staleness
+from petra.transport.local import LocalPort
+from petra.worker import Worker
+
+
+class Recorder:
+    """Intervals of the stages of this process.
+
+    On a GPU the marks are CUDA events on the stage's stream, read when recording has ended: the host never waits, and a receive
+    lasts as long as it holds the stream up.
+
+    Attributes:
+        intervals: of the recordings so far, in seconds on this machine's monotonic clock.
+        held: for each stage the most bytes of inputs held between F and B.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self.intervals: list[Interval] = []
+        self.held: dict[int, int] = {}
+        self._marks: list[tuple[int, Kind, int, Any, Any, int | None]] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Records inside; only around :meth:`petra.Pipeline.train`, since evaluation asks what its ports are."""
+        origin = self._origin()
+        last = len(self.pipeline.layout.stages) - 1
+        with ExitStack() as undo:
+            for j, worker in self.pipeline.workers.items():
+                self._time(undo, worker.stage, "forward", j, Kind.FORWARD)
+                self._time(undo, worker.stage, "backward", j, Kind.BACKWARD)
+                self._time_updates(undo, worker, j)
+                for port, peer in ((worker.upstream, j - 1), (worker.downstream, j + 1)):
+                    if isinstance(port, LocalPort):
+                        continue  # references change hands
+                    outside = peer if 0 <= peer <= last else None
+                    self._time(undo, port, "receive", j, Kind.RECEIVE, outside)
+                    self._time(undo, port, "send", j, Kind.LOSS if peer > last else Kind.SEND, outside)
+            transport = self.pipeline._transport
+            if transport is not None and self.pipeline.stages:
+                self._time(undo, transport, "exchange", max(self.pipeline.stages), Kind.SEND)
+            yield
+        self._read(origin)
+
+    def metrics(self) -> dict[str, float]:
+        """Per stage of this process what was recorded since the last call, which then is forgotten."""
+        seconds = seconds_by_kind(self.intervals)
+        self.intervals.clear()
+        data = seconds_by_kind(i for i in self.intervals if i.stage == 0 and i.kind is Kind.RECEIVE and i.peer is None)
+        self.intervals.clear()
+        method, k = self.pipeline.method, self.pipeline.k
+        rows: dict[str, float] = {}
+        for j in self.pipeline.stages:
+            values = {
+                "forward_seconds": seconds[j, Kind.FORWARD] + seconds[j, Kind.LOSS],
+                "backward_seconds": seconds[j, Kind.BACKWARD],
+                "update_seconds": seconds[j, Kind.UPDATE],
+                "data_seconds": data[j, Kind.RECEIVE],
+                "waiting_seconds": seconds[j, Kind.RECEIVE] + seconds[j, Kind.SEND] - data[j, Kind.RECEIVE],
+                "in_flight": in_flight(self.pipeline.delays[j], k, method.flush),
+                "staleness": staleness(self.pipeline.delays[j], k, method.flush),
+                "buffer_bytes": self.held.pop(j, 0),
+            }
+            rows |= {f"stage/{j + 1}/{name}": value for name, value in values.items()}
+        return rows
+
+    def _time(self, undo: ExitStack, owner: Any, name: str, stage: int, kind: Kind, peer: int | None = None) -> None:
+        """Replaces a method of one object until ``undo`` closes."""
+        call: Callable[..., Any] = getattr(owner, name)
+        marks, mark, own, held = self._marks, self._mark, self.pipeline.stages[stage], self.held
+
+        def timed(*arguments: Any) -> Any:
+            start = mark()
+            result = call(*arguments)
+            m = arguments[0] if isinstance(arguments[0], int) else -1
+            marks.append((stage, kind, m, start, mark(), peer))
+            if kind is Kind.FORWARD:
+                held[stage] = max(held.get(stage, 0), own.held_bytes())
+            return result
+
+        setattr(owner, name, timed)
+        undo.callback(delattr, owner, name)
+
+    def _time_updates(self, undo: ExitStack, worker: Worker, stage: int) -> None:
+        updating = worker.stage.updating
+
+        @contextmanager
+        def timed() -> Iterator[None]:
+            start = self._mark()
+            with updating():
+                yield
+            self._marks.append((stage, Kind.UPDATE, worker.t - 1, start, self._mark(), None))
+
+        worker.stage.updating = timed  # type: ignore[method-assign]
+        undo.callback(delattr, worker.stage, "updating")
+
+    def _mark(self) -> Any:
+        if self.pipeline.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _origin(self) -> tuple[Any, float]:
+        """A mark and the host's time of it."""
+        mark = self._mark()
+        if isinstance(mark, float):
+            return mark, mark
+        mark.synchronize()
+        return mark, time.perf_counter()
+
+    def _read(self, origin: tuple[Any, float]) -> None:
+        """Turns marks into intervals; on a GPU once the pipeline has drained."""
+        event, host = origin
+        if not isinstance(event, float):
+            torch.cuda.synchronize(self.pipeline.device)
+
+        def seconds(mark: Any) -> float:
+            return mark if isinstance(mark, float) else host + event.elapsed_time(mark) / 1000
+
+        self.intervals += [
+            Interval(stage, kind, m, seconds(start), seconds(stop), peer) for stage, kind, m, start, stop, peer in self._marks
+        ]
+        self._marks.clear()
+
+
+def clock_offset(rounds: int = 9) -> float:
+    """Seconds to add to this process's clock to have that of rank 0; every process makes the call.
+
+    Processes of one machine share the clock, and what this estimates for them is below its error, half of the quickest
+    of ``rounds`` answers (Cristian 1989).
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return 0.0
+    rank, best, offset = dist.get_rank(), float("inf"), 0.0
+    token = torch.zeros(1, dtype=torch.float64)
+    for other in range(1, dist.get_world_size()):
+        for _ in range(rounds):
+            if rank == other:
+                sent = time.perf_counter()
+                dist.send(token, 0)
+                dist.recv(token, 0)
+                answered = time.perf_counter()
+                if answered - sent < best:
+                    best, offset = answered - sent, float(token) - (sent + answered) / 2
+            elif rank == 0:
+                dist.recv(token, other)
+                token[0] = time.perf_counter()
+                dist.send(token, other)
+    return offset
+
+
+def gathered_intervals(intervals: list[Interval]) -> list[Interval]:
+    """The intervals of all processes on rank 0's clock, in every process."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return split_waits(intervals)
+    offset = clock_offset()
+    own = [i._replace(start=i.start + offset, stop=i.stop + offset) for i in intervals]
+    parts: list[list[Interval]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(parts, own)
+    return split_waits([interval for part in parts for interval in part])
