@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -90,11 +90,25 @@ def graph_bytes(
     autocast: torch.dtype | None = None,
 ) -> int:
     """Bytes that a stage of these blocks holds of one microbatch, from tensors without data: no memory, no compute."""
+    with torch.device("meta"):
+        modules = [model.blocks[b].build().train() for b in blocks]
     with FakeTensorMode():
-        stage = Stage(
-            [model.blocks[b].build().train() for b in blocks], keeps, weights=weights, first_block=blocks.start, autocast=autocast
-        )
+        for module in modules:
+            _fake(module)
+        stage = Stage(modules, keeps, weights=weights, first_block=blocks.start, autocast=autocast)
         x = tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in inputs)
         with HeldMeter(stage).watching() as meter:
             stage.forward(0, x)
         return meter.bytes()
+
+
+def _fake(module: nn.Module) -> None:
+    """Puts tensors without data on the CPU, where autocast applies, in the place of those on the meta device."""
+    made: dict[int, Tensor] = {}
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    fake = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+                    tensors[name] = made.setdefault(id(tensor), fake)  # type: ignore[assignment]

@@ -121,6 +121,8 @@ class Pipeline:
         self._objective = Objective(self.device, loss, self.metrics)
         self._totals = torch.zeros(2 + len(self.metrics), dtype=torch.float64, device=self.device)
         self._on_microbatch: Callable[[Tensor], None] | None = None
+        self.measures: list[Callable[[], dict[str, float]]] = []
+        """Each returns what it has measured of this process's stages since its last call, for :meth:`stage_metrics`."""
 
         keeps = [self._keeps(j) for j in range(count)]
         specs = [self._boundary(j, keeps[j][-1], channels_last) for j in range(count - 1)]
@@ -222,6 +224,14 @@ class Pipeline:
             for name, p in block.named_parameters()
             if p.requires_grad
         }
+
+    def stage_metrics(self) -> dict[str, float]:
+        """What every stage has measured since the last call, as ``stage/<j>/<name>`` with j from 1, in every process."""
+        own = {key: value for measure in self.measures for key, value in measure().items()}
+        parts = [own] * self.world
+        if self.world > 1:
+            dist.all_gather_object(parts, own)
+        return {key: value for part in parts for key, value in part.items()}
 
     @property
     def _flush_every(self) -> int | None:

@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from petra.held import graph_bytes
 from petra.method import Keep
 from petra.model import BlockProfile, Model
+from petra.simulator import Link
 from petra.stage import Stage
 from petra.streams import Streams, TensorSpec
 
@@ -99,6 +101,30 @@ def profile_blocks(
             times += _times(stage, x, dy, device, rounds)
         costs.append(_cost(model, profile, specs, b, (*times, _update_seconds(module, optimizer, device, rounds)), autocast))
     return tuple(costs)
+
+
+def measure_link(device: torch.device | str = "cpu", rounds: int = 7, nbytes: int = 1 << 22) -> Link:
+    """Latency and bandwidth between the first two processes, in every process; each makes the call.
+
+    From the quickest of ``rounds`` round trips of an empty and of a large message.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Link()
+    rank, found = dist.get_rank(), [0.0, 0.0]
+    for i, size in enumerate((1, nbytes)):
+        buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+        times = []
+        for _ in range(rounds + 1):
+            start = now(buffer.device)
+            if rank < 2:
+                first, second = (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send)
+                first(buffer, 1 - rank)
+                second(buffer, 1 - rank)
+            times.append(now(buffer.device) - start)
+        found[i] = min(times[1:]) / 2
+    dist.broadcast_object_list(found, 0)
+    latency, large = found
+    return Link(bandwidth=nbytes / max(large - latency, 1e-9), latency=latency)
 
 
 def _with_inputs(model: Model, inputs: TensorSpec) -> list[tuple[BlockProfile, tuple[TensorSpec, ...]]]:

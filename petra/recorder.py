@@ -23,20 +23,41 @@ class Recorder:
     On a GPU the marks are CUDA events on the stage's stream, read when recording has ended: the host never waits, and a receive
     lasts as long as it holds the stream up.
 
+    Args:
+        first: microbatches to record, from the pipeline's clock on; None for all.
+
     Attributes:
         intervals: of the recordings so far, in seconds on this machine's monotonic clock.
         held: for each stage the most bytes of inputs held between F and B.
     """
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: Pipeline, first: int | None = None) -> None:
         self.pipeline = pipeline
+        self.stop = float("inf") if first is None else pipeline.clock + first
         self.intervals: list[Interval] = []
         self.held: dict[int, int] = {}
         self._marks: list[tuple[int, Kind, int, Any, Any, int | None]] = []
 
     @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Records whatever the pipeline trains inside, evaluations left out."""
+        train = self.pipeline.train
+
+        def recorded(*arguments: Any, **named: Any) -> Any:
+            if self.pipeline.clock >= self.stop:
+                return train(*arguments, **named)
+            with self.recording():
+                return train(*arguments, **named)
+
+        self.pipeline.train = recorded  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self.pipeline.train
+
+    @contextmanager
     def recording(self) -> Iterator[None]:
-        """Records inside; only around :meth:`petra.Pipeline.train`, since evaluation asks what its ports are."""
+        """Records inside, which may be no evaluation: its messages would count too."""
         origin = self._origin()
         last = len(self.pipeline.layout.stages) - 1
         with ExitStack() as undo:
@@ -59,7 +80,6 @@ class Recorder:
     def metrics(self) -> dict[str, float]:
         """Per stage of this process what was recorded since the last call, which then is forgotten."""
         seconds = seconds_by_kind(self.intervals)
-        self.intervals.clear()
         data = seconds_by_kind(i for i in self.intervals if i.stage == 0 and i.kind is Kind.RECEIVE and i.peer is None)
         self.intervals.clear()
         method, k = self.pipeline.method, self.pipeline.k
@@ -84,9 +104,12 @@ class Recorder:
         marks, mark, own, held = self._marks, self._mark, self.pipeline.stages[stage], self.held
 
         def timed(*arguments: Any) -> Any:
+            # An exchange takes the steps of its round; it counts as long as the first of them does.
+            m = arguments[0] if isinstance(arguments[0], int) else -1
+            if (m if m >= 0 else arguments[0][0].microbatch) >= self.stop:
+                return call(*arguments)
             start = mark()
             result = call(*arguments)
-            m = arguments[0] if isinstance(arguments[0], int) else -1
             marks.append((stage, kind, m, start, mark(), peer))
             if kind is Kind.FORWARD:
                 held[stage] = max(held.get(stage, 0), own.held_bytes())
@@ -103,6 +126,8 @@ class Recorder:
             start = self._mark()
             with updating():
                 yield
+            if worker.t > self.stop:
+                return
             self._marks.append((stage, Kind.UPDATE, worker.t - 1, start, self._mark(), None))
 
         worker.stage.updating = timed  # type: ignore[method-assign]

@@ -96,13 +96,13 @@ def predict(
     processes = processes or [range(j, j + 1) for j in range(stages)]
     delays = method.delays(stages, k)
     ahead = max(delays) + 2 * stages
-    measured = k * -(-ahead // k)
+    measured = k * -(-2 * ahead // k)
     before = measured if method.flush else ahead
     end = before + measured  # microbatches that the first stage has taken back while it still sends others
     total = end if method.flush else end + max(delays)
     intervals = simulate(costs, method, k, total, processes=processes, link=link, transport=transport)
     done = {i.microbatch: i.stop for i in intervals if i.stage == 0 and i.kind in (Kind.BACKWARD, Kind.UPDATE)}
-    period = (done[end - 1] - done[before - 1]) / measured
+    period = _period([done[m] for m in range(before - 1, end)], k)
     compute = [sum(costs[j].forward + costs[j].backward + costs[j].update / k for j in process) for process in processes]
     held = [in_flight(delay, k, method.flush) for delay in delays]
     return Prediction(
@@ -113,6 +113,16 @@ def predict(
         staleness=[staleness(delay, k, method.flush) for delay in delays],
         memory=[cost.fixed_bytes + n * cost.held_bytes for cost, n in zip(costs, held, strict=True)],
     )
+
+
+def _period(done: Sequence[float], k: int) -> float:
+    """Of the shortest cycle, in multiples of k microbatches, with which these times go on; else their mean difference."""
+    half = len(done) // 2
+    for cycle in range(k, half + 1, k):
+        steps = [done[-n] - done[-n - cycle] for n in range(1, half + 1)]
+        if max(steps) - min(steps) <= 1e-9 * done[-1]:
+            return steps[0] / cycle
+    return (done[-1] - done[0]) / (len(done) - 1)
 
 
 def simulate(

@@ -61,8 +61,9 @@ class Trainer:
         for epoch in range(1, epochs + 1):
             row = self._epoch(epoch)
             history.append(row)
+            stages = self.pipeline.stage_metrics()
             for logger in self.loggers:
-                logger.log(asdict(row))
+                logger.log(asdict(row) | stages)
             if self.progress is not None:
                 self.progress.end(asdict(row))
         return history

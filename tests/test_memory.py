@@ -1,0 +1,79 @@
+"""Bytes held between F and B: predicted from shapes, measured while training, and counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from petra import Keep, Method, Pipeline, TensorSpec, Weights
+from petra.analysis.memory import buffers, measured, predicted
+from petra.held import graph_bytes
+from petra.models import revnet18, revnet50
+from tests.nets import RandomStream, mixed_net
+
+METHODS = [
+    (Method("petra", 2, Keep.NOTHING), 1),
+    (Method("backprop", 0, Keep.GRAPH), 2),
+    (Method("pipemare", 2, Keep.GRAPH), 1),
+    (Method("dsp", 1, Keep.INPUT), 2),
+    (Method("1f1b", 1, Keep.GRAPH, flush=True), 3),
+    (Method("gpipe", 0, Keep.GRAPH, flush=True, fill=True), 4),
+    (Method("mixed", 1, (Keep.INPUT, Keep.GRAPH, Keep.NOTHING, Keep.NOTHING, Keep.GRAPH, Keep.GRAPH)), 2),
+]
+
+
+@pytest.mark.parametrize("stages", [None, 3])
+@pytest.mark.parametrize(("method", "k"), METHODS, ids=[m.name for m, _ in METHODS])
+def test_predicted_bytes_are_those_measured(method: Method, k: int, stages: int | None) -> None:
+    data = RandomStream()
+    pipeline = Pipeline(
+        mixed_net(), data.spec, method=method, k=k, stages=stages, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1)
+    )
+    found = measured(pipeline, data, 2 * max(pipeline.delays) + 2 * k)
+    assert found == [stage.held for stage in predicted(pipeline, data.spec)]
+    assert not any("forward" in vars(stage) for stage in pipeline.stages.values())
+
+
+def test_bytes_counted_by_hand() -> None:
+    """mixed_net, batch 4 of 8x8 in float64: a stream of block1 is 4·4·8·8 numbers, one of block3 4·8·4·4."""
+    model, data, number = mixed_net(), RandomStream(), 8
+    stream, wide = 4 * 4 * 8 * 8 * number, 4 * 8 * 4 * 4 * number
+    pair = [TensorSpec((4, 4, 8, 8), torch.float64)] * 2
+    assert graph_bytes(model, range(1, 2), pair, [Keep.NOTHING]) == 0
+    assert graph_bytes(model, range(1, 2), pair, [Keep.INPUT]) == 2 * stream
+    # Inputs x1 and x2; the convolution's result for the normalisation, with its mean and deviation; tanh's result; the sum.
+    assert graph_bytes(model, range(1, 2), pair, [Keep.GRAPH]) == 5 * stream + 2 * 4 * number
+    # A stage of two blocks holds what passes between them once.
+    wide_pair = [TensorSpec((4, 8, 4, 4), torch.float64)] * 2
+    one = graph_bytes(model, range(4, 5), wide_pair, [Keep.GRAPH])
+    assert one == 5 * wide + 2 * 8 * number
+    assert graph_bytes(model, range(0, 1), [data.spec], [Keep.INPUT]) == data.spec.bytes
+
+
+def test_stashed_weights_are_held_too() -> None:
+    data = RandomStream()
+
+    def made(weights: Weights) -> list[int]:
+        method = Method("x", 2, Keep.INPUT, weights)
+        pipeline = Pipeline(mixed_net(), data.spec, method=method, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
+        return measured(pipeline, data, 30)
+
+    more = [a - b for a, b in zip(made(Weights.STASHED), made(Weights.CURRENT), strict=True)]
+    block1 = mixed_net().build_block(1, 0)
+    assert more[1] == pytest.approx(8 * 8 * sum(p.numel() for p in block1.parameters()), rel=0.2)  # τ = 8 versions, one for each
+    assert min(more[:5]) > 0
+
+
+def test_autocast_halves_what_convolutions_save() -> None:
+    model, pair = revnet18(width=0.25), [TensorSpec((8, 16, 32, 32), torch.float32)] * 2
+    full, half = (graph_bytes(model, range(1, 2), pair, [Keep.GRAPH], autocast=t) for t in (None, torch.bfloat16))
+    assert half < full
+
+
+def test_buffers_of_table_3() -> None:
+    """PETRA, Table 3: RevNet-50, ImageNet, batch 64. Parameter buffers are the paper's 0.9 GB."""
+    found = buffers(revnet50(classes=1000, stem="imagenet"), TensorSpec((64, 3, 224, 224), torch.float32))
+    gigabytes = {key: value / 1e9 for key, value in found.items()}
+    assert gigabytes[True, True] - gigabytes[True, False] == pytest.approx(0.875, abs=1e-3)
+    assert gigabytes[True, False] == pytest.approx(63.480, abs=1e-3)
+    assert gigabytes[False, False] == pytest.approx(19.602, abs=1e-3)
