@@ -27,6 +27,7 @@ from petra.training import Schedule, WandbLogger, peak_rate, sgd
 
 SMALL = 64
 """Pixels up to which ``model.stem=auto`` keeps an image's resolution."""
+AUTO = "auto"
 PRECISIONS = {"float32": None, "bf16": torch.bfloat16}
 
 
@@ -43,6 +44,8 @@ class Plan:
     device: torch.device
     autocast: torch.dtype | None
     wire: torch.dtype | None
+    auto: frozenset[str] = frozenset()
+    """What of stages, delay and keep is still to be chosen from measurements; until then the values stand for them."""
 
     def data(self) -> tuple[TrainStream, EvalStream]:
         """This process's part of the data, a call of all processes together.
@@ -119,7 +122,8 @@ def plan(config: Config, place: Place) -> Plan:
         WandbLogger.require()
     inputs = checked_form(config.data)
     model = _model(config)
-    stages = _stages(trainer.stages)
+    stages = place.world if trainer.stages == AUTO else _stages(trainer.stages)
+    settings = {"stages": trainer.stages, "delay": config.method.delay, "keep": config.method.keep}
     result = Plan(
         config=config,
         model=model,
@@ -130,11 +134,21 @@ def plan(config: Config, place: Place) -> Plan:
         device=place.device(trainer.device),
         autocast=PRECISIONS[trainer.precision],
         wire=PRECISIONS[trainer.wire],
+        auto=frozenset(name for name, found in settings.items() if found == AUTO),
     )
     delays = result.method.delays(len(result.layout.stages), config.k)
     result.method.check(delays, config.k, casts=result.autocast is not None)
     result.remedy(microbatches_per_epoch=1).check(result.method)
     _require(not (trainer.exact_streams and result.wire), "trainer.exact_streams", True, "false with trainer.wire=bf16")
+    limit, tuned = trainer.memory_limit, result.auto & {"stages", "keep"}
+    _require(
+        limit is None or (limit > 0 and bool(tuned)), "trainer.memory_limit", limit, "null, or numbers > 0 with stages or keep auto"
+    )
+    _require(not (config.method.fill and "delay" in result.auto), "method.delay", AUTO, "integers >= 0 with method.fill=true")
+    for key, count in (("trainer.trace", trainer.trace), ("trainer.diagnose", trainer.diagnose)):
+        _require(count is None or count >= 1, key, count, "null, or integers >= 1")
+    alone = trainer.diagnose is None or place.world == 1
+    _require(alone, "trainer.diagnose", f"{trainer.diagnose} in {place.world} processes", "null, or one process")
     result.learning_rate(microbatches_per_epoch=1)
     return result
 
@@ -158,20 +172,30 @@ def _method(config: Config) -> Method:
     return Method(
         method.name,
         delay=tuple(method.delay) if _is_integers(method.delay) else _delay(method.delay),
-        keep=Keep(_choice("method.keep", method.keep, tuple(Keep))),
+        keep=_keep(method.keep),
         weights=Weights(_choice("method.weights", method.weights, tuple(Weights))),
         flush=method.flush,
         fill=method.fill,
     )
 
 
+def _keep(found: Any) -> Keep | tuple[Keep, ...]:
+    if found == AUTO:
+        return Keep.NOTHING
+    if isinstance(found, list):
+        return tuple(Keep(_choice("method.keep", keep, tuple(Keep))) for keep in found)
+    return Keep(_choice("method.keep", found, (*Keep, AUTO)))
+
+
 def _delay(found: Any) -> int:
-    _require(_is_integer(found), "method.delay", found, "integers >= 0, one or one per boundary")
+    if found == AUTO:
+        return 2
+    _require(_is_integer(found), "method.delay", found, "integers >= 0, one or one per boundary, or auto")
     return int(found)
 
 
 def _stages(found: Any) -> int | list[int] | None:
-    accepted = "null, an integer, or a list with the number of blocks in each stage"
+    accepted = "null, an integer, auto, or a list with the number of blocks in each stage"
     _require(found is None or _is_integer(found) or bool(found and _is_integers(found)), "trainer.stages", found, accepted)
     return cast("int | list[int] | None", found)
 

@@ -45,7 +45,7 @@ class DataConfig:
 class MethodConfig:
     name: str = MISSING
     delay: Any = MISSING
-    keep: str = MISSING
+    keep: Any = MISSING
     weights: str = MISSING
     flush: bool = MISSING
     fill: bool = MISSING
@@ -87,6 +87,10 @@ class TrainerConfig:
     threads: int = MISSING
     device: str = MISSING
     timeout: float = MISSING
+    memory_limit: float | None = None
+    trace: int | None = None
+    stage_metrics: bool = False
+    diagnose: int | None = None
 
 
 @dataclass

@@ -17,6 +17,8 @@ from launch.cluster import apply
 from launch.config import Config, register
 from launch.processes import Place, gathered, together
 from launch.records import Records, headline, summarise
+from launch.tuning import tuned
+from launch.watching import watching
 from petra.errors import ConfigError
 from petra.training import Bar, Lines, Trainer, peak_memory
 
@@ -67,6 +69,7 @@ def run(config: Config, place: Place) -> None:
     notes = apply(config.cluster)
     with place.joined(checked.device, config.trainer.timeout):
         started = time.perf_counter()
+        checked = tuned(checked, place)
         train, test = checked.data()
         learning_rate = checked.learning_rate(train.batches_per_epoch)
         pipeline = checked.pipeline(learning_rate)
@@ -79,7 +82,9 @@ def run(config: Config, place: Place) -> None:
             display = Bar if sys.stdout.isatty() else Lines
             progress = display(config.trainer.epochs, train.batches_per_epoch, learning_rate)
         loggers = [] if records is None else records.loggers
-        history = Trainer(pipeline, train, test, learning_rate, loggers=loggers, progress=progress).fit(config.trainer.epochs)
+        trainer = Trainer(pipeline, train, test, learning_rate, loggers=loggers, progress=progress)
+        with watching(config.trainer, pipeline, None if records is None else records.folder):
+            history = trainer.fit(config.trainer.epochs)
         memory = gathered(peak_memory(checked.device))
         if records is not None:
             records.finish(summarise(checked, pipeline, history, memory, time.perf_counter() - started), history)

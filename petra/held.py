@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from petra.method import Keep, Weights
 from petra.model import Model
+from petra.replacing import replace_method
 from petra.stage import Stage
 from petra.streams import TensorSpec
 
@@ -41,11 +42,9 @@ class HeldMeter:
             self.peak = max(self.peak, self.bytes())
             return y
 
-        self.stage.forward = counted  # type: ignore[method-assign]
-        try:
+        with ExitStack() as undo:
+            replace_method(undo, self.stage, "forward", counted)
             yield self
-        finally:
-            del self.stage.forward
 
     def bytes(self) -> int:
         """Held now. A storage counts once however many tensors share it; parameters and buffers don't count."""
@@ -77,7 +76,7 @@ class _Saved:
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def graph_bytes(

@@ -36,7 +36,9 @@ class Interval(NamedTuple):
 
 def split_waits(intervals: Sequence[Interval]) -> list[Interval]:
     """Cuts each receive at the moment its message left the sender: before it the stage waited, after it the message travelled."""
-    sent = {(i.stage, i.peer, i.microbatch): i.stop for i in intervals if i.kind is Kind.SEND}
+    sent: dict[tuple[int | None, int | None, int], float] = {
+        (i.stage, i.peer, i.microbatch): i.stop for i in intervals if i.kind is Kind.SEND
+    }
     parts: list[Interval] = []
     for interval in intervals:
         left = sent.get((interval.peer, interval.stage, interval.microbatch), interval.start)

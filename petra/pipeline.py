@@ -109,7 +109,9 @@ class Pipeline:
         count = len(self.layout.stages)
         self.delays = method.delays(count, k)
         if isinstance(method.keep, tuple) and len(method.keep) != len(self.layout.profiles):
-            raise ConfigError(f"method.keep: found {len(method.keep)}, accepted are one, or {len(self.layout.profiles)}, one per block")
+            raise ConfigError(
+                f"method.keep: found {len(method.keep)}, accepted are one, or {len(self.layout.profiles)}, one per block"
+            )
         self.boundary_delays = method.boundary_delays(count - 1)[: count - 1]
         method.check(self.delays, k, casts=autocast is not None)
         self._grid = Grid(self._stream_type(), self.device) if exact_streams else None

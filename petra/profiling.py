@@ -140,10 +140,15 @@ def _cost(
     seconds: Sequence[float],
     autocast: torch.dtype | None = None,
 ) -> BlockCost:
+    forward, backward, graph_forward, graph_backward, update = seconds
     return BlockCost(
-        profile.name,
-        profile.reversible,
-        *seconds,
+        name=profile.name,
+        reversible=profile.reversible,
+        forward=forward,
+        backward=backward,
+        graph_forward=graph_forward,
+        graph_backward=graph_backward,
+        update=update,
         input_bytes=sum(spec.bytes for spec in inputs),
         output_bytes=sum(spec.bytes for spec in profile.outputs),
         graph_bytes=graph_bytes(model, range(block, block + 1), inputs, [Keep.GRAPH], autocast=autocast),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from petra.intervals import Interval, Kind, seconds_by_kind, split_waits
 from petra.pipeline import Pipeline
+from petra.replacing import replace_method
 from petra.simulator import in_flight, staleness
 from petra.transport.local import LocalPort
 from petra.worker import Worker
@@ -36,6 +38,7 @@ class Recorder:
         self.stop = float("inf") if first is None else pipeline.clock + first
         self.intervals: list[Interval] = []
         self.held: dict[int, int] = {}
+        self._latest = 0  # microbatch gone forward: an exchange counts as its own
         self._marks: list[tuple[int, Kind, int, Any, Any, int | None]] = []
 
     @contextmanager
@@ -49,11 +52,9 @@ class Recorder:
             with self.recording():
                 return train(*arguments, **named)
 
-        self.pipeline.train = recorded  # type: ignore[method-assign]
-        try:
+        with ExitStack() as undo:
+            replace_method(undo, self.pipeline, "train", recorded)
             yield
-        finally:
-            del self.pipeline.train
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -104,9 +105,10 @@ class Recorder:
         marks, mark, own, held = self._marks, self._mark, self.pipeline.stages[stage], self.held
 
         def timed(*arguments: Any) -> Any:
-            # An exchange takes the steps of its round; it counts as long as the first of them does.
-            m = arguments[0] if isinstance(arguments[0], int) else -1
-            if (m if m >= 0 else arguments[0][0].microbatch) >= self.stop:
+            m = arguments[0] if isinstance(arguments[0], int) else self._latest
+            if kind is Kind.FORWARD:
+                self._latest = m
+            if m >= self.stop:
                 return call(*arguments)
             start = mark()
             result = call(*arguments)
@@ -115,8 +117,7 @@ class Recorder:
                 held[stage] = max(held.get(stage, 0), own.held_bytes())
             return result
 
-        setattr(owner, name, timed)
-        undo.callback(delattr, owner, name)
+        replace_method(undo, owner, name, timed)
 
     def _time_updates(self, undo: ExitStack, worker: Worker, stage: int) -> None:
         updating = worker.stage.updating
@@ -130,13 +131,12 @@ class Recorder:
                 return
             self._marks.append((stage, Kind.UPDATE, worker.t - 1, start, self._mark(), None))
 
-        worker.stage.updating = timed  # type: ignore[method-assign]
-        undo.callback(delattr, worker.stage, "updating")
+        replace_method(undo, worker.stage, "updating", timed)
 
     def _mark(self) -> Any:
         if self.pipeline.device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
@@ -166,14 +166,16 @@ class Recorder:
 def clock_offset(rounds: int = 9) -> float:
     """Seconds to add to this process's clock to have that of rank 0; every process makes the call.
 
-    Processes of one machine share the clock, and what this estimates for them is below its error, half of the quickest
-    of ``rounds`` answers (Cristian 1989).
+    Processes of one machine share the clock. Others ask ``rounds`` times; the error is below half of the quickest answer
+    (Cristian 1989).
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return 0.0
+    machines: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(machines, platform.node())
     rank, best, offset = dist.get_rank(), float("inf"), 0.0
     token = torch.zeros(1, dtype=torch.float64)
-    for other in range(1, dist.get_world_size()):
+    for other in (r for r, machine in enumerate(machines) if machine != machines[0]):
         for _ in range(rounds):
             if rank == other:
                 sent = time.perf_counter()

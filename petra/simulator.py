@@ -81,7 +81,7 @@ def predict(
     k: int = 1,
     *,
     processes: Sequence[range] | None = None,
-    link: Link = Link(),  # noqa: B008
+    link: Link = Link(),
     transport: Literal["edge", "lockstep"] = "edge",
 ) -> Prediction:
     """The steady state of ``method`` in lines whose processes have one compute resource each.
@@ -132,7 +132,7 @@ def simulate(
     microbatches: int,
     *,
     processes: Sequence[range] | None = None,
-    link: Link = Link(),  # noqa: B008
+    link: Link = Link(),
     transport: Literal["edge", "lockstep"] = "edge",
 ) -> list[Interval]:
     """Every stage's work on ``microbatches`` from a standing start to the drained pipeline.

@@ -122,7 +122,7 @@ class BlockRunner:
 
     def replay(self, m: int, x: Streams, weights: Stash | None) -> Streams:
         """See :meth:`Stage.replay`."""
-        with torch.enable_grad(), frozen_statistics(self.module):
+        with torch.enable_grad(), frozen_statistics(self.normalisations):
             return self._evaluate(m, x, weights)
 
     @torch.no_grad()

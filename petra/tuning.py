@@ -76,7 +76,13 @@ def _undominated(options: list[tuple[float, int, int, tuple[Keep, ...]]]) -> lis
 
 
 def choose_delays(
-    costs: Sequence[StageCost], method: Method, k: int, *, link: Link = Link(), most: int = 4  # noqa: B008
+    costs: Sequence[StageCost],
+    method: Method,
+    k: int,
+    *,
+    link: Link = Link(),  # noqa: B008
+    processes: Sequence[range] | None = None,
+    most: int = 4,
 ) -> tuple[int, ...]:
     """The smallest delay of each boundary with which no other throughput than the best is lost (up to TOLERANCE).
 
@@ -86,7 +92,7 @@ def choose_delays(
     delays = [most] * (len(costs) - 1)
 
     def period() -> float:
-        return predict(costs, replace(method, delay=tuple(delays)), k, link=link).period
+        return predict(costs, replace(method, delay=tuple(delays)), k, link=link, processes=processes).period
 
     bound = (1 + TOLERANCE) * period() if delays else 0.0
     for uniform in range(most):
@@ -132,6 +138,7 @@ def tune(
     tune_keep: bool = False,
     limit: float = float("inf"),
     link: Link = Link(),  # noqa: B008
+    processes: Sequence[range] | None = None,
     optimizer_copies: int = COPIES,
 ) -> Tuned:
     """Chooses the cut, then the delays for it, then the keeps again with the memory that smaller delays leave.
@@ -141,6 +148,7 @@ def tune(
         tune_delay: replaces ``method.delay``; until then stages are judged by PETRA's d = 2.
         tune_keep: each block keeps its graph where there is memory for it, and else what it can least.
         limit: bytes that one stage may take.
+        processes: for each its stages; None for one stage each.
 
     Raises:
         ConfigError: no cut keeps every stage within the limit.
@@ -175,7 +183,8 @@ def tune(
         cut = [range(a, b) for a, b in pairwise(ends)]
     delay = method.delay
     if tune_delay:
-        delay = choose_delays([cost_of(r.start, r.stop, j, delays[j]) for j, r in enumerate(cut)], method, k, link=link)
+        judged = [cost_of(r.start, r.stop, j, delays[j]) for j, r in enumerate(cut)]
+        delay = choose_delays(judged, method, k, link=link, processes=processes)
         delays = replace(method, delay=delay).delays(count, k)
     keeps = [keeps_of(r.start, r.stop, j, delays[j]) for j, r in enumerate(cut)]
     costs = tuple(cost_of(r.start, r.stop, j, delays[j]) for j, r in enumerate(cut))

@@ -128,7 +128,9 @@ def test_a_stage_without_parameters_has_no_gradient_to_compare() -> None:
 
     from petra import BlockSpec, Model
 
-    model = Model("m", (BlockSpec("doubled", Doubled), BlockSpec("flat", nn.Flatten), BlockSpec("linear", lambda: nn.Linear(192, 5).double())))
+    model = Model(
+        "m", (BlockSpec("doubled", Doubled), BlockSpec("flat", nn.Flatten), BlockSpec("linear", lambda: nn.Linear(192, 5).double()))
+    )
     pipeline = Pipeline(model, RandomStream().spec, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
     diagnosis = GradientDiagnosis(pipeline, 1)
     with diagnosis.watching():

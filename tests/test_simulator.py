@@ -128,8 +128,10 @@ def test_random_pipelines_against_longest_paths(seed: int) -> None:
     costs = [StageCost(random.uniform(0.5, 2), random.uniform(0.5, 4)) for _ in range(stages)]
     flush = random.random() < 0.4
     # Room for all messages, so that no sender waits.
-    method = Method("x", 2, Keep.NOTHING, flush=flush) if stages < 2 else Method(
-        "x", tuple(random.randint(2, 4) for _ in range(stages - 1)), Keep.NOTHING, flush=flush
+    method = (
+        Method("x", 2, Keep.NOTHING, flush=flush)
+        if stages < 2
+        else Method("x", tuple(random.randint(2, 4) for _ in range(stages - 1)), Keep.NOTHING, flush=flush)
     )
     found = {
         (Op.FORWARD if i.kind is Kind.FORWARD else Op.BACKWARD, i.stage, i.microbatch): i.stop

@@ -16,6 +16,7 @@ from torch import Tensor
 from petra.errors import ConfigError
 from petra.method import Weights
 from petra.pipeline import Pipeline
+from petra.replacing import replace_method
 from petra.reversible import Gradients
 from petra.stage import BlockRunner, Stage, Stash
 from petra.streams import Streams
@@ -66,7 +67,11 @@ class GradientDiagnosis:
         if every < 1:
             raise ConfigError(f"trainer.diagnose: found {every}, accepted are null or integers >= 1")
         if pipeline.world > 1:
-            raise ConfigError(f"trainer.diagnose: found {every} in {pipeline.world} processes, accepted is null; it needs one process")
+            raise ConfigError(
+                f"trainer.diagnose: found {every} in {pipeline.world} processes, accepted is null; it needs one process"
+            )
+        if pipeline._threads is not None:
+            raise ConfigError(f"trainer.diagnose: found {every} with stages that run at the same time, accepted is concurrency=1")
         self.pipeline, self.every, self.path = pipeline, every, path
         self.rows: list[dict[str, float]] = []
         self._cases: dict[int, _Case] = {}
@@ -101,9 +106,8 @@ class GradientDiagnosis:
             self._compare(m, j, _flat(stage, found), rebuilt[0], stored)
             return result
 
-        stage.forward, stage.backward = watched_forward, watched_backward  # type: ignore[method-assign]
-        undo.callback(delattr, stage, "forward")
-        undo.callback(delattr, stage, "backward")
+        replace_method(undo, stage, "forward", watched_forward)
+        replace_method(undo, stage, "backward", watched_backward)
 
     def _compare(self, m: int, j: int, gradient: Flat, rebuilt: Streams, stored: Flat) -> None:
         case = self._cases[m]
@@ -179,8 +183,7 @@ def _note(undo: ExitStack, runners: Sequence[BlockRunner]) -> tuple[Gradients, l
             rebuilt[:] = [found[0]]
             return found
 
-        runner.backward = noted  # type: ignore[method-assign]
-        undo.callback(delattr, runner, "backward")
+        replace_method(undo, runner, "backward", noted)
     return gradients, rebuilt
 
 
@@ -194,7 +197,7 @@ def _differentiated(y: Streams, dy: Streams, leaves: Sequence[Tensor]) -> Flat:
 
 def _flat(stage: Stage, gradients: Gradients) -> Flat:
     parameters = [p for runner in stage.runners for p in runner.parameters.values()]
-    return _joined(parameters, [gradients.get(p) for p in parameters])  # type: ignore[call-overload]
+    return _joined(parameters, [gradients.get(p) for p in parameters])
 
 
 def _joined(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Flat:

@@ -88,7 +88,9 @@ def gradient_quality(rows: Sequence[Mapping[str, float]], path: Path) -> None:
         for i, stage in enumerate(stages):
             points = [(row["microbatch"], row[key]) for row in rows if row["stage"] == stage and key in row]
             shade = i / max(len(stages) - 1, 1)
-            axes.plot([m for m, _ in points], [v for _, v in points], marker=".", color=(shade, 0.3, 1 - shade), label=f"stage {stage}")
+            axes.plot(
+                [m for m, _ in points], [v for _, v in points], marker=".", color=(shade, 0.3, 1 - shade), label=f"stage {stage}"
+            )
         if key in ("reconstruction_error", "angle_stored"):
             axes.set_yscale("symlog", linthresh=1e-6)
         axes.set(xlabel="microbatch", ylabel=label)

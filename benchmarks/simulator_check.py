@@ -1,0 +1,125 @@
+"""The simulator against measured runs of two processes: the period predicted from each stage's own work, and the one measured.
+
+python -m benchmarks.simulator_check --out runs/simulator_check.json
+
+Each round measures a run of each method, with every stage's mean F, B and update recorded in that run, and the link before it;
+the simulator gets those and the schedule, nothing else. What slows the machine for seconds slows both sides of the comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.report import machine, ratio, save, spread, table
+from benchmarks.two_stages import Head, Noise, Split, _coupling, sgd
+from petra import BlockSpec, Keep, Method, Model, Pipeline, TensorSpec
+from petra.intervals import Interval, Kind
+from petra.pipeline import TransportName
+from petra.profiling import measure_link
+from petra.recorder import Recorder
+from petra.simulator import Link, StageCost, simulate
+
+METHODS: dict[str, tuple[Method, TransportName]] = {
+    "petra, d = 2, lockstep": (Method("petra", 2, Keep.NOTHING), "lockstep"),
+    "petra, d = 2, edge": (Method("petra", 2, Keep.NOTHING), "edge"),
+    "petra, d = 1, edge": (Method("petra", 1, Keep.NOTHING), "edge"),
+    "reversible, d = 0, edge": (Method("reversible", 0, Keep.NOTHING), "edge"),
+    "1f1b, edge": (Method("1f1b", 1, Keep.GRAPH, flush=True), "edge"),
+    "gpipe, edge": (Method("gpipe", 0, Keep.GRAPH, flush=True, fill=True), "edge"),
+}
+
+
+def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
+    """One of the two processes: for each round and method the seconds of a run, and of the same run simulated."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    counts = [int(n) for n in options.blocks.split(",")]
+    block = partial(_coupling, options.channels)
+    reversible = [BlockSpec(f"block{i}", block) for i in range(sum(counts))]
+    model = Model("two", (BlockSpec("split", Split), *reversible, BlockSpec("head", partial(Head, options.channels))))
+    inputs = TensorSpec((options.batch, 2 * options.channels, options.size, options.size), torch.float32)
+    stages, stream = [counts[0] + 1, counts[1] + 1], Noise(inputs)
+    pipelines = {
+        name: Pipeline(
+            model, inputs, method=method, stages=stages, transport=transport, k=options.k, optimizer=sgd, channels_last=True
+        )
+        for name, (method, transport) in METHODS.items()
+    }
+    figures: dict[str, dict[str, list[float]]] = {name: {"measured": [], "predicted": []} for name in METHODS}
+    for round_ in range(options.rounds + 1):
+        for name, pipeline in pipelines.items():
+            link = measure_link()
+            dist.barrier()
+            recorder = Recorder(pipeline)
+            with recorder.recording():
+                start = time.perf_counter()
+                pipeline.train(stream, options.microbatches)
+                seconds = time.perf_counter() - start
+            costs: list[StageCost | None] = [None, None]
+            dist.all_gather_object(costs, cost(recorder.intervals, rank, pipeline))
+            method, transport = METHODS[name]
+            if round_ > 0:
+                figures[name]["measured"].append(seconds)
+                figures[name]["predicted"].append(length(costs, method, transport, link, options))  # type: ignore[arg-type]
+    if rank == 0:
+        (Path(folder) / "figures.json").write_text(json.dumps(figures))
+    dist.destroy_process_group()
+
+
+def cost(intervals: Sequence[Interval], stage: int, pipeline: Pipeline) -> StageCost:
+    """The mean work of this process's stage in one run."""
+
+    def mean(*kinds: Kind) -> float:
+        found = [i.stop - i.start for i in intervals if i.kind in kinds]
+        count = sum(i.kind is kinds[0] for i in intervals)
+        return sum(found) / max(count, 1)
+
+    streams = sum(t.bytes for t in pipeline.layout.profiles[0].outputs)
+    keeps_nothing = pipeline.method.keep is Keep.NOTHING
+    return StageCost(
+        forward=mean(Kind.FORWARD, Kind.LOSS),
+        backward=mean(Kind.BACKWARD),
+        update=mean(Kind.UPDATE),
+        forward_bytes=streams if stage == 0 else 0,
+        backward_bytes=streams * (2 if keeps_nothing else 1) if stage == 1 else 0,
+    )
+
+
+def length(costs: Sequence[StageCost], method: Method, transport: TransportName, link: Link, options: argparse.Namespace) -> float:
+    """Simulated seconds of one run, from its start to the drained pipeline."""
+    found = simulate(costs, method, options.k, options.microbatches, link=link, transport=transport)  # type: ignore[arg-type]
+    return max(i.stop for i in found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", default="8,5", help="reversible blocks of each stage")
+    parser.add_argument("--channels", type=int, default=64)
+    parser.add_argument("--size", type=int, default=8, help="pixels of a side")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--k", type=int, default=4, help="microbatches per update")
+    parser.add_argument("--microbatches", type=int, default=16, help="of one round of one method")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", help="JSON file to write")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(measure, (folder, options), nprocs=2)
+        figures = json.loads((Path(folder) / "figures.json").read_text())
+    rows = {f"{name}: {kind}": spread(values) for name, pair in figures.items() for kind, values in pair.items()}
+    errors = {name: ratio(pair["predicted"], pair["measured"]) for name, pair in figures.items()}
+    print(f"Two stages of {options.blocks} blocks, {options.microbatches} microbatches, k = {options.k}\n")
+    print(table(rows, "s") + "\n\nPredicted over measured, round by round (the bar: 0.9 to 1.1):\n\n" + table(errors, ""))
+    save(options.out, {"machine": machine(), "options": vars(options), "figures": figures, "predicted_over_measured": errors})
+
+
+if __name__ == "__main__":
+    main()

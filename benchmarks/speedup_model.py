@@ -1,0 +1,181 @@
+"""What a pipeline on as many GPUs as stages would gain, simulated from block costs measured on this machine.
+
+python -m benchmarks.speedup_model --out runs/speedup_model.json
+
+1. RevNet-18 on 10 and RevNet-34 on 18 devices: PETRA's speed-up over sequential reversible backpropagation with the paper's cut
+   (one block a stage; the paper measured 3.0x and 2.4x), with ``stages=auto`` and with cuts inside residual blocks.
+2. Stages of equal cost: PETRA, keeping nothing or the graph, against 1F1B at J = 2, 10, 18 and k = 1 ... 32.
+
+Times of blocks come from this machine's processor, not from a GPU; ``--flops`` takes them from FLOPs instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.report import machine, save
+from petra import METHODS, BlockSpec, Keep, Method, Model, TensorSpec
+from petra.models import revnet18, revnet34
+from petra.models.revnet import Downsample
+from petra.profiling import BlockCost, count_blocks, profile_blocks
+from petra.reversible import Coupling
+from petra.simulator import Link, StageCost, predict
+from petra.training import sgd
+from petra.tuning import choose_delays, stage_cost, tune
+
+ONE_F_ONE_B = Method("1f1b", delay=1, keep=Keep.GRAPH, flush=True)
+PETRA = METHODS["petra"]
+PAPER = {"revnet18": 3.0, "revnet34": 2.4}
+
+
+class First(nn.Module):
+    """The first half of a coupling's F: (x1, x2) -> (x1, x2, h), whose inverse is to drop h."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, ...]:
+        return x1, x2, self.part(x2)
+
+
+class Second(nn.Module):
+    """The second half: (x1, x2, h) -> (x2, x1 + F2(h)); it needs its h again to go backward."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x1: Tensor, x2: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+        return x2, x1 + self.part(h)
+
+
+class DownFirst(First):
+    """The first half of a downsampling block: (x1, x2) -> (x1, h)."""
+
+    def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, ...]:
+        return x1, self.part(x2)
+
+
+class DownSecond(nn.Module):
+    """The second half: (x1, h) -> (h, shortcut(x1) + f(h))."""
+
+    def __init__(self, block: Downsample) -> None:
+        super().__init__()
+        self.second, self.shortcut = block.second, block.shortcut
+
+    def forward(self, x1: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+        return h, self.shortcut(x1) + self.second(h)
+
+
+def halved(model: Model) -> Model:
+    """The same network with every residual block as two blocks, cut between its convolutions."""
+    blocks: list[BlockSpec] = []
+    with torch.device("meta"):
+        kinds = [spec.build() for spec in model.blocks]
+    for spec, kind in zip(model.blocks, kinds, strict=True):
+        if isinstance(kind, Coupling | Downsample):
+            blocks += [BlockSpec(f"{spec.name}.{half}", partial(_half, spec.build, half)) for half in (0, 1)]
+        else:
+            blocks.append(spec)
+    return Model(f"{model.name}, halved", tuple(blocks))
+
+
+def _half(build: Callable[[], nn.Module], half: int) -> nn.Module:
+    block = build()
+    if isinstance(block, Downsample):
+        return DownSecond(block) if half else DownFirst(block.first)
+    assert isinstance(block, Coupling)
+    layers = list(block.f.children())  # type: ignore[union-attr]
+    middle = len(layers) // 2
+    return Second(nn.Sequential(*layers[middle:])) if half else First(nn.Sequential(*layers[:middle]))
+
+
+def costs_of(model: Model, options: argparse.Namespace) -> tuple[BlockCost, ...]:
+    inputs = TensorSpec((options.batch, 3, options.size, options.size), torch.float32)
+    if options.flops:
+        return count_blocks(model, inputs)
+    optimizer = partial(sgd, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    return profile_blocks(model, inputs, optimizer=optimizer, channels_last=True, rounds=options.rounds)
+
+
+def speedups(name: str, stages: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Of one network on ``stages`` devices, over the same network's stages taking turns (updates left out on both sides)."""
+    model = {"revnet18": revnet18, "revnet34": revnet34}[name](width=options.width, stem=options.stem)
+    whole, halves = ([replace(c, update=0.0) for c in costs_of(m, options)] for m in (model, halved(model)))
+    link = Link(bandwidth=1e9 * options.bandwidth, latency=1e-6 * options.latency) if not options.flops else Link()
+    paper = [stage_cost([c], PETRA.keep_of([c.reversible], last=i == len(whole) - 1)) for i, c in enumerate(whole)]
+    sequential = predict(paper, METHODS["reversible"], link=link).period
+    cuts: dict[str, Sequence[StageCost]] = {
+        "one block a stage (the paper)": paper,
+        "stages=auto, whole blocks": tune(whole, PETRA, 1, stages).costs,
+        "stages=auto, half blocks": tune(halves, PETRA, 1, stages).costs,
+        "stages=auto, half blocks, keep=graph": tune(halves, replace(PETRA, keep=Keep.GRAPH), 1, stages).costs,
+    }
+    rows = {}
+    for cut, costs in cuts.items():
+        found = predict(costs, PETRA, link=link)
+        delays = choose_delays(costs, PETRA, 1, link=link) if cut.startswith("stages=auto, half blocks") else None
+        rows[cut] = {
+            "stages": len(costs),
+            "period": found.period,
+            "speedup": sequential / found.period,
+            "efficiency": found.efficiency,
+            "slowest_over_mean": found.compute * len(costs) / sum(c.forward + c.backward for c in costs),
+            "smallest_delays": delays,
+        }
+    blocks = {c.name: [c.forward, c.backward, c.graph_forward, c.graph_backward] for c in halves}
+    return {"sequential": sequential, "cuts": rows, "half_blocks": blocks, "paper_speedup": PAPER[name]}
+
+
+def against_1f1b(stages: int, k: int) -> dict[str, float]:
+    """Periods in forward units of stages of equal cost, by the simulator."""
+    lean, graph = StageCost(1, 3), StageCost(1, 2)
+    return {
+        "petra, keep=nothing": predict([lean] * stages, PETRA, k).period,
+        "petra, keep=graph": predict([graph] * stages, PETRA, k).period,
+        "1f1b": predict([graph] * stages, ONE_F_ONE_B, k).period,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--size", type=int, default=32, help="pixels of a side")
+    parser.add_argument("--width", type=float, default=1.0)
+    parser.add_argument("--stem", choices=("cifar", "imagenet"), default="cifar")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each block, of which the least counts")
+    parser.add_argument("--flops", action="store_true", help="costs by FLOPs instead of measured ones; links are free")
+    parser.add_argument("--bandwidth", type=float, default=float("inf"), help="GB/s of a link in each direction")
+    parser.add_argument("--latency", type=float, default=0.0, help="microseconds of a link")
+    parser.add_argument("--out", help="JSON file to write")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    figures: dict[str, Any] = {"machine": machine(), "options": vars(options), "speedups": {}, "periods": {}}
+    for name, stages in (("revnet18", 10), ("revnet34", 18)):
+        found = figures["speedups"][name] = speedups(name, stages, options)
+        print(f"{name} on {stages} devices, over taking turns (the paper measured {PAPER[name]}x)\n")
+        print("| cut | stages | speed-up | slowest stage / mean | delays that suffice |\n|---|---|---|---|---|")
+        for cut, row in found["cuts"].items():
+            delays = "" if row["smallest_delays"] is None else " ".join(map(str, row["smallest_delays"]))
+            print(f"| {cut} | {row['stages']} | {row['speedup']:.2f} | {row['slowest_over_mean']:.2f} | {delays} |")
+        print()
+    print(
+        "Forward units per microbatch, stages of equal cost\n\n| J | k | PETRA, nothing | PETRA, graph | 1F1B |\n|---|---|---|---|---|"
+    )
+    for stages in (2, 10, 18):
+        for k in (1, 2, 3, 4, 8, 16, 32):
+            periods = figures["periods"][f"J={stages}, k={k}"] = against_1f1b(stages, k)
+            print(f"| {stages} | {k} | " + " | ".join(f"{period:.2f}" for period in periods.values()) + " |")
+    save(options.out, figures)
+
+
+if __name__ == "__main__":
+    main()

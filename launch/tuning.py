@@ -1,0 +1,68 @@
+"""Settings that are ``auto``: measured in one process, chosen there, and the same in all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch.distributed as dist
+
+from launch.build import Plan
+from launch.processes import Place, together
+from petra.partition import Layout
+from petra.profiling import measure_link, profile_blocks
+from petra.training import sgd
+from petra.tuning import Tuned, tune
+
+
+def tuned(plan: Plan, place: Place) -> Plan:
+    """The plan with what is ``auto`` chosen; every process makes the call, after it has joined the others.
+
+    The first process measures each block's F, B and update on its device, and the link to the second.
+
+    Raises:
+        ConfigError: no cut fits the memory limit; in every process.
+    """
+    if not plan.auto:
+        return plan
+    optim, trainer = plan.config.optim, plan.config.trainer
+    link = measure_link(plan.device)
+    chosen: list[Tuned | None] = [None]
+    with together():
+        if place.first:
+            blocks = profile_blocks(
+                plan.model,
+                plan.inputs,
+                optimizer=partial(sgd, momentum=optim.momentum, nesterov=optim.nesterov, weight_decay=optim.weight_decay),
+                device=plan.device,
+                autocast=plan.autocast,
+                channels_last=trainer.channels_last,
+                seed=plan.config.seed,
+            )
+            # In one process delays are chosen as if each stage had its own: there they save nothing.
+            chosen[0] = tune(
+                blocks,
+                plan.method,
+                plan.config.k,
+                place.world if "stages" in plan.auto else [len(stage) for stage in plan.layout.stages],
+                tune_delay="delay" in plan.auto,
+                tune_keep="keep" in plan.auto,
+                limit=float("inf") if trainer.memory_limit is None else 1e9 * trainer.memory_limit,
+                link=link,
+                processes=[p for p in plan.layout.processes if p] if place.world > 1 else None,
+            )
+    if place.world > 1:
+        dist.broadcast_object_list(chosen, 0)
+    found = chosen[0]
+    assert found is not None
+    if place.first:
+        times = ", ".join(f"{1e3 * (cost.forward + cost.backward):.3g}" for cost in found.costs)
+        print(
+            f"chosen: stages={list(found.stages)}, delay={found.delay}, keep={found.keep}; F + B of the stages: {times} ms, "
+            f"slowest over mean {found.imbalance:.2f}",
+            flush=True,
+        )
+    method = replace(plan.method, delay=found.delay, keep=found.keep)
+    stages = list(found.stages)
+    layout = Layout.plan(plan.model, plan.inputs, stages, place.world)
+    return replace(plan, stages=stages, layout=layout, method=method, auto=frozenset())

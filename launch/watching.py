@@ -1,0 +1,44 @@
+"""What a run is asked to watch of itself: traces, metrics of stages, gradient quality."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from launch.config import TrainerConfig
+from petra.analysis.gradients import GradientDiagnosis
+from petra.analysis.plots import gradient_quality
+from petra.analysis.timeline import write_timeline
+from petra.pipeline import Pipeline
+from petra.recorder import Recorder, gathered_intervals
+
+
+@contextmanager
+def watching(config: TrainerConfig, pipeline: Pipeline, folder: Path | None) -> Iterator[None]:
+    """Watches the training inside as ``config`` says; every process of the pipeline makes the call.
+
+    Args:
+        folder: of the run, in the process that keeps the records.
+    """
+    with ExitStack() as stack:
+        if config.stage_metrics:
+            metrics = Recorder(pipeline)
+            pipeline.measures.append(metrics.metrics)
+            stack.enter_context(metrics.attached())
+        trace = None if config.trace is None else Recorder(pipeline, config.trace)
+        if trace is not None:
+            stack.enter_context(trace.attached())
+        diagnosis = None
+        if config.diagnose is not None:
+            assert folder is not None
+            diagnosis = GradientDiagnosis(pipeline, config.diagnose, folder / "gradients.jsonl")
+            stack.enter_context(diagnosis.watching())
+        yield
+    if trace is not None:
+        intervals = gathered_intervals(trace.intervals)
+        if folder is not None:
+            title = f"{pipeline.model.name}, {pipeline.method.name}, the first {config.trace} microbatches"
+            write_timeline(intervals, folder, title)
+    if diagnosis is not None and folder is not None:
+        gradient_quality(diagnosis.rows, folder / "gradients.png")
