@@ -167,9 +167,7 @@ def main() -> None:
             delays = "" if row["smallest_delays"] is None else " ".join(map(str, row["smallest_delays"]))
             print(f"| {cut} | {row['stages']} | {row['speedup']:.2f} | {row['slowest_over_mean']:.2f} | {delays} |")
         print()
-    print(
-        "Forward units per microbatch, stages of equal cost\n\n| J | k | PETRA, nothing | PETRA, graph | 1F1B |\n|---|---|---|---|---|"
-    )
+    print("Forward units, stages of equal cost\n\n| J | k | PETRA, nothing | PETRA, graph | 1F1B |\n|---|---|---|---|---|")
     for stages in (2, 10, 18):
         for k in (1, 2, 3, 4, 8, 16, 32):
             periods = figures["periods"][f"J={stages}, k={k}"] = against_1f1b(stages, k)

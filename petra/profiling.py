@@ -82,7 +82,8 @@ def profile_blocks(
 ) -> tuple[BlockCost, ...]:
     """Costs measured on the device, one block there at a time, by the code that a pipeline runs.
 
-    The least of ``rounds`` counts: what else the machine does only adds. The model's own weights are not touched. Integer inputs are zeros.
+    The least of ``rounds`` counts: what else the machine does only adds. The model's own weights are not touched. Integer inputs
+    are zeros.
 
     Raises:
         ModelError: as :meth:`petra.model.Model.profile`.
