@@ -47,7 +47,7 @@ def curves(runs: Mapping[str, History], path: Path, title: str) -> None:
 
 
 def timeline(intervals: Sequence[Interval], paths: Sequence[Path], title: str, unit: str = "seconds") -> None:
-    """Draws what each stage does when, a row each, into files of the kind their endings say (PNG, SVG); F and B bear their microbatch."""
+    """Draws what each stage does when, a row each, as PNG or SVG by the files' endings; F and B bear their microbatch."""
     from matplotlib.patches import Patch
 
     stages = 1 + max(i.stage for i in intervals)
