@@ -83,6 +83,12 @@ class Method:
             )
         return delays
 
+    @property
+    def writes_through_graphs(self) -> bool:
+        """Whether graphs wait for B while updates change the weights that they refer to."""
+        keeps = (self.keep,) if isinstance(self.keep, Keep) else self.keep
+        return Keep.GRAPH in keeps and self.weights is Weights.CURRENT
+
     def check(self, delays: Sequence[int], k: int, *, casts: bool) -> None:
         """Refuses graphs that updates don't reach.
 
@@ -93,7 +99,7 @@ class Method:
             ConfigError: B would differentiate the casts that F made, not the current weights.
         """
         late = any(self.staleness(delay, k) for delay in delays)
-        if late and casts and self.keep is Keep.GRAPH and self.weights is Weights.CURRENT:
+        if late and casts and self.writes_through_graphs:
             raise ConfigError(
                 "method.keep: found graph with method.weights=current in bf16, accepted are input, nothing, or "
                 "method.weights=stashed: the graph holds casts of the weights, which updates don't reach"

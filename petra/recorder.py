@@ -14,7 +14,7 @@ import torch.distributed as dist
 from petra.intervals import Interval, Kind, seconds_by_kind, split_waits
 from petra.pipeline import Pipeline
 from petra.replacing import replace_method
-from petra.simulator import in_flight, staleness
+from petra.simulator import in_flight
 from petra.transport.local import LocalPort
 from petra.worker import Worker
 
@@ -93,7 +93,7 @@ class Recorder:
                 "data_seconds": data[j, Kind.RECEIVE],
                 "waiting_seconds": seconds[j, Kind.RECEIVE] + seconds[j, Kind.SEND] - data[j, Kind.RECEIVE],
                 "in_flight": in_flight(self.pipeline.delays[j], k, method.flush),
-                "staleness": staleness(self.pipeline.delays[j], k, method.flush),
+                "staleness": method.staleness(self.pipeline.delays[j], k),
                 "buffer_bytes": self.held.pop(j, 0),
             }
             rows |= {f"stage/{j + 1}/{name}": value for name, value in values.items()}

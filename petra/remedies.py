@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from petra.errors import ConfigError
-from petra.method import Keep, Method, Weights
+from petra.method import Method, Weights
 from petra.stage import Stage, Stash
 
 LearningRate = Callable[[int], float]
@@ -73,7 +73,7 @@ class Remedy:
         Raises:
             ConfigError: B differentiates what F used, so there is nothing to correct; or F may not choose its weights.
         """
-        saved = method.keep is Keep.GRAPH and method.weights is Weights.CURRENT
+        saved = method.writes_through_graphs
         if self.correction:
             fits = method.weights is Weights.CURRENT and not saved
             _require(fits, "correction", self.correction, "0 unless method.weights=current and method.keep is input or nothing")

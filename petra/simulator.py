@@ -70,11 +70,6 @@ def in_flight(delay: int, k: int, flush: bool) -> int:
     return min(delay + 1, k) if flush else delay + 1
 
 
-def staleness(delay: int, k: int, flush: bool) -> float:
-    """Updates of a stage of delay τ between a microbatch's F and its B, on average."""
-    return 0.0 if flush else delay / k
-
-
 def predict(
     costs: Sequence[StageCost],
     method: Method,
@@ -110,7 +105,7 @@ def predict(
         compute=max(compute),
         bubble=[1 - busy / period for process, busy in zip(processes, compute, strict=True) for _ in process],
         in_flight=held,
-        staleness=[staleness(delay, k, method.flush) for delay in delays],
+        staleness=[method.staleness(delay, k) for delay in delays],
         memory=[cost.fixed_bytes + n * cost.held_bytes for cost, n in zip(costs, held, strict=True)],
     )
 

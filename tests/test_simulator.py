@@ -10,7 +10,7 @@ import pytest
 from petra import METHODS, ConfigError, Keep, Method
 from petra.intervals import Kind, seconds_by_kind
 from petra.schedule import Op, training_order
-from petra.simulator import Link, StageCost, in_flight, predict, simulate, staleness
+from petra.simulator import Link, StageCost, in_flight, predict, simulate
 
 LEAN, GRAPH = StageCost(1, 3), StageCost(1, 2)
 ONE_F_ONE_B = Method("1f1b", 1, Keep.GRAPH, flush=True)
@@ -75,7 +75,7 @@ def test_flight_and_staleness_are_those_of_the_order(delay: int, k: int, flush: 
             late.append(updates - forward_at[m])
         updates += (m + 1) % k == 0
     assert in_flight(delay, k, flush) == most
-    assert staleness(delay, k, flush) == pytest.approx(sum(late) / len(late))
+    assert Method("x", delay, Keep.NOTHING, flush=flush).staleness(delay, k) == pytest.approx(sum(late) / len(late))
 
 
 def test_messages_that_hide_behind_compute_cost_nothing() -> None:
