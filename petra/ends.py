@@ -52,8 +52,8 @@ class Objective:
     stage, so that training needs no collective to tell how it goes.
     """
 
-    def __init__(self, device: torch.device, loss: Loss, metrics: Mapping[str, Metric]) -> None:
-        self.device, self.loss, self.metrics = device, loss, dict(metrics)
+    def __init__(self, device: torch.device, loss: Loss, evaluation_loss: Loss, metrics: Mapping[str, Metric]) -> None:
+        self.device, self.loss, self.evaluation_loss, self.metrics = device, loss, evaluation_loss, dict(metrics)
         self.stream: Stream | None = None
         self._pending: dict[int, Message] = {}
         self.totals = torch.zeros(2 + len(self.metrics), dtype=torch.float64, device=device)
@@ -75,7 +75,7 @@ class Objective:
         """Adds the microbatch's report to ``totals``."""
         ((output,),) = message
         targets = self._targets(m)
-        self.totals += self._report(output, targets, self.loss(output, targets))
+        self.totals += self._report(output, targets, self.evaluation_loss(output, targets))
 
     def _report(self, output: Tensor, targets: Tensor, loss: Tensor) -> Tensor:
         count = (targets != IGNORED).sum() if targets.dtype == torch.int64 else torch.tensor(len(targets), device=self.device)
@@ -94,3 +94,8 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 def correct(output: Tensor, targets: Tensor) -> Tensor:
     """How many targets have the highest score; classes along dimension 1."""
     return (output.argmax(1) == targets).sum()
+
+
+def among_five(output: Tensor, targets: Tensor) -> Tensor:
+    """How many targets are among the five highest scores; more than five classes along dimension 1."""
+    return (output.topk(5, 1).indices == targets.unsqueeze(1)).sum()

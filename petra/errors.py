@@ -17,5 +17,17 @@ class ModelError(PetraError):
     """Blocks that don't fit each other, or two stages that disagree on the message between them."""
 
 
+class NumericsError(PetraError):
+    """A loss or gradient that isn't finite.
+
+    Attributes:
+        origin: whether the stage that tells it computed it, instead of having received it; the origin's error is the one to show.
+    """
+
+    def __init__(self, message: str, *, origin: bool) -> None:
+        super().__init__(message)
+        self.origin = origin
+
+
 class ScheduleError(PetraError):
     """An order of forwards and backwards that can't be executed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from petra.compiled import compile_block
 from petra.ends import Loss, Metric, Objective, Source, Stream, correct
 from petra.errors import ConfigError, ModelError
 from petra.method import METHODS, Keep, Method, Weights
@@ -24,6 +26,7 @@ from petra.schedule import Op, Orders, Step, check, evaluation_order, rounds, tr
 from petra.stage import Stage
 from petra.streams import TensorSpec
 from petra.transport import EdgeTransport, LockstepTransport, MessageSpec, Packing, Port, Transfer, local_boundary
+from petra.update import OptimizerFactory, Update, UpdateRules
 from petra.worker import Worker
 
 TransportName = Literal["auto", "local", "lockstep", "edge"]
@@ -52,14 +55,17 @@ class Pipeline:
         stages: how many; None for one for each block; or the number of blocks in each.
         optimizer: from a stage's blocks to its optimizer.
         learning_rate: from microbatches done to the learning rate; None leaves the optimizer's own.
+        rules: clipping, averages, loss scale of the updates.
         loss: mean loss of (output, targets).
+        evaluation_loss: the same for evaluation; None for ``loss``.
         metrics: named sums over samples.
         seed: of the weights and of random numbers inside blocks.
-        autocast: compute in this type (bf16) with float32 streams, or none.
+        autocast: compute in this type (bf16, fp16) with float32 streams, or none.
         exact_streams: reversible blocks round what they add to a grid on which sums are exact, so that with unchanged weights
             their reconstruction is exact bit for bit (:mod:`petra.reversible.grid`).
         wire: streams and gradients travel between stages in this type (bf16), or None for their own; also inside a process, so
             that results don't depend on the number of processes.
+        compile: backend of ``torch.compile`` for the functions inside blocks, or none.
         concurrency: stages of one process that run at the same time, each in a thread of its own with torch's number of threads.
         transport: ``auto`` takes ``local`` in one process, ``lockstep`` where d = 2 at every boundary, ``edge`` elsewhere.
 
@@ -76,15 +82,18 @@ class Pipeline:
         remedy: Remedy | None = None,
         k: int = 1,
         stages: int | Sequence[int] | None = None,
-        optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        optimizer: OptimizerFactory,
         learning_rate: Callable[[int], float] | None = None,
+        rules: UpdateRules = UpdateRules(),  # noqa: B008 (frozen)
         loss: Loss = F.cross_entropy,
+        evaluation_loss: Loss | None = None,
         metrics: Mapping[str, Metric] | None = None,
         seed: int = 0,
         autocast: torch.dtype | None = None,
         channels_last: bool = False,
         exact_streams: bool = False,
         wire: torch.dtype | None = None,
+        compile: str | None = None,
         device: torch.device | str = "cpu",
         concurrency: int = 1,
         transport: TransportName = "auto",
@@ -118,9 +127,10 @@ class Pipeline:
         self.wire = wire
         self.transport_name = self._choose(transport)
         self._threads = self._start_threads(concurrency)
-        self._learning_rate, self._optimizer = learning_rate, optimizer
+        self._learning_rate, self._optimizer, self.rules = learning_rate, optimizer, rules
+        rules.require_moment(method, self.delays)
         self._source = Source(inputs, self.device, channels_last, self._report)
-        self._objective = Objective(self.device, loss, self.metrics)
+        self._objective = Objective(self.device, loss, evaluation_loss or loss, self.metrics)
         self._totals = torch.zeros(2 + len(self.metrics), dtype=torch.float64, device=self.device)
         self._on_microbatch: Callable[[Tensor], None] | None = None
         self.measures: list[Callable[[], dict[str, float]]] = []
@@ -151,6 +161,10 @@ class Pipeline:
         if channels_last:
             for stage in self.stages.values():
                 stage.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if compile is not None:
+            for stage in self.stages.values():
+                for block in stage.module:
+                    compile_block(block, compile)
         self.workers = self._connect(specs)
         self.remedies = self._remedies()
 
@@ -174,28 +188,40 @@ class Pipeline:
         self.clock += microbatches
         if self._grid is not None:
             self._require_range(self._grid)
+        for worker in reversed(self.workers.values()):  # the stage behind knows better where it began
+            worker.update.check()
         return self._result(self._totals, source=0)
 
     def evaluate(self, stream: Stream, microbatches: int) -> Result:
-        """Means over microbatches 0 … ``microbatches`` − 1 with running statistics; targets of −100 don't count."""
+        """Means over microbatches 0 … ``microbatches`` − 1 with running statistics and, where there are, averaged weights; targets
+        of −100 don't count."""
         self._source.stream = self._objective.stream = stream
         self._objective.totals.zero_()
         for stage in self.stages.values():
             stage.module.eval()
-        self._run(self._evaluation_orders, 0, microbatches, lambda worker, _, m: worker.evaluate(m), backward=False)
+        with self.averaged():
+            self._run(self._evaluation_orders, 0, microbatches, lambda worker, _, m: worker.evaluate(m), backward=False)
         for stage in self.stages.values():
             stage.module.train()
         last = next(r for r, stages in enumerate(self.layout.processes) if len(self.layout.stages) - 1 in stages)
         return self._result(self._objective.totals, source=last)
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the weights of this process are their moving averages, if the rules ask for averages."""
+        with ExitStack() as stack:
+            for worker in self.workers.values():
+                stack.enter_context(worker.update.averaged())
+            yield
+
+    def blocks(self) -> Iterator[tuple[str, nn.Module]]:
+        """This process's blocks by name, in the order of the model."""
+        for j, stage in self.stages.items():
+            yield from ((self.model.blocks[b].name, block) for b, block in zip(self.layout.stages[j], stage.module, strict=True))
+
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers of this process's blocks, under the keys of :class:`petra.model.Chain`."""
-        return {
-            f"{self.model.blocks[b].name}.{key}": value
-            for j, stage in self.stages.items()
-            for b, block in zip(self.layout.stages[j], stage.module, strict=True)
-            for key, value in block.state_dict().items()
-        }
+        return {f"{name}.{key}": value for name, block in self.blocks() for key, value in block.state_dict().items()}
 
     def method_state(self) -> dict[str, dict[str, Tensor]]:
         """What the method and its remedy remember beside weights and optimizers, by kind and by the parameter's key."""
@@ -229,7 +255,8 @@ class Pipeline:
 
     def stage_metrics(self) -> dict[str, float]:
         """What every stage has measured since the last call, as ``stage/<j>/<name>`` with j from 1, in every process."""
-        own = {key: value for measure in self.measures for key, value in measure().items()}
+        own = {f"stage/{j + 1}/{key}": v for j, worker in self.workers.items() for key, v in worker.update.metrics().items()}
+        own |= {key: value for measure in self.measures for key, value in measure().items()}
         parts = [own] * self.world
         if self.world > 1:
             dist.all_gather_object(parts, own)
@@ -252,7 +279,7 @@ class Pipeline:
         transport = self._transport
         if transport is not None:
             transport.begin(stop - start, backward)
-        for shift, (steps, transfers) in timed.map(self._own):
+        for shift, (steps, transfers, completed) in timed.map(self._own):
             if self._threads is None:
                 for worker, op, m in steps:
                     do(worker, op, m + shift)
@@ -262,21 +289,35 @@ class Pipeline:
                     future.result()
             if transport is not None and transfers:
                 transport.exchange(transfers)
+            if self.rules.clip_globally and completed is not None and (completed + shift + 1) % self.k == 0:
+                self._update_together()
         if transport is not None:
             transport.finish()
 
-    def _own(self, round_: Sequence[Step]) -> tuple[list[tuple[Worker, Op, int]], Sequence[Transfer]]:
-        """What this process does in a round: its stages' steps, then its share in an exchange."""
+    def _own(self, round_: Sequence[Step]) -> tuple[list[tuple[Worker, Op, int]], Sequence[Transfer], int | None]:
+        """What this process does in a round: its stages' steps, its share in an exchange; and the microbatch that all have done."""
         mine = [step for step in round_ if step.stage in self.workers]
         if self._threads is not None:
             mine.sort(key=self._cost, reverse=True)
         steps = [(self.workers[step.stage], step.op, step.microbatch) for step in mine]
-        return steps, self._transport.transfers(round_) if self._transport is not None else ()
+        completed = next((step.microbatch for step in round_ if step.stage == 0 and step.op is Op.BACKWARD), None)
+        return steps, self._transport.transfers(round_) if self._transport is not None else (), completed
 
     def _cost(self, step: Step) -> int:
         """Of a step, in FLOPs: the longest of a round start first, so that threads end together."""
         flops = sum(self.layout.profiles[b].flops for b in self.layout.stages[step.stage])
         return flops if step.op is Op.FORWARD else 3 * flops
+
+    def _update_together(self) -> None:
+        """Clips every stage's gradient by the norm of the whole network's. Nothing travels at this moment."""
+        updates = [worker.update for worker in self.workers.values()]
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        for update in updates:
+            squares += update.squared_norm()
+        if self.world > 1:
+            dist.all_reduce(squares)
+        for update in reversed(updates):
+            update.apply(squares)
 
     def _report(self, report: Tensor) -> None:
         self._totals += report
@@ -368,6 +409,7 @@ class Pipeline:
             "remedy": self.remedy,
             "exact_streams": self._grid is not None,
             "transport": self.transport_name,
+            "rules": self.rules,
             "stages": self.layout.stages,
             "processes": self.layout.processes,
         }
@@ -417,19 +459,30 @@ class Pipeline:
             j: Worker(
                 stage,
                 *ports[j],
-                self._optimizer(stage.module) if any(p.requires_grad for p in stage.module.parameters()) else None,
-                self.remedy.learning_rate(self._learning_rate, self._staleness(j)),
+                self._update(j),
                 self.remedy.shrink if j > 0 and self.delays[j - 1] > self.delays[j] else 1.0,
             )
             for j, stage in self.stages.items()
         }
 
+    def _update(self, j: int) -> Update:
+        stage = self.stages[j]
+        return Update(
+            stage,
+            self._optimizer(stage.module) if any(p.requires_grad for p in stage.module.parameters()) else None,
+            self.remedy.learning_rate(self._learning_rate, self._staleness(j)),
+            self.rules,
+            device=self.device,
+            number=j + 1,
+            last=j == len(self.layout.stages) - 1,
+        )
+
     def _remedies(self) -> dict[int, StageRemedy]:
         """What the remedy does at the updates of this process's stages."""
         made = {
-            j: self.remedy.at(worker.stage, worker.optimizer, self._staleness(j))
+            j: self.remedy.at(worker.stage, worker.update.optimizer, self._staleness(j))
             for j, worker in self.workers.items()
-            if worker.optimizer is not None
+            if worker.update.optimizer is not None
         }
         return {j: remedy for j, remedy in made.items() if remedy is not None}
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
-
 from petra.ends import Objective
 from petra.schedule import Op
 from petra.stage import Stage
 from petra.transport import Port
+from petra.update import Update
 
 
 class Worker:
@@ -18,22 +15,12 @@ class Worker:
     Args:
         upstream: sends x_(j−1) and takes (x̃_(j−1), δ_j) back; the data, for the first stage.
         downstream: takes x_j and sends (x̃_j, δ_(j+1)) back; the loss, for the last stage.
-        optimizer: of the stage's parameters; none if it has none.
-        learning_rate: from the microbatches that this stage has done, those of the update included, to its learning rate.
+        update: what happens to the stage's weights every k microbatches.
         shrink: factor of the δ sent upstream (gradient shrinking, :class:`petra.remedies.Remedy`).
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        upstream: Port,
-        downstream: Port,
-        optimizer: torch.optim.Optimizer | None,
-        learning_rate: Callable[[int], float] | None,
-        shrink: float = 1.0,
-    ) -> None:
-        self.stage, self.upstream, self.downstream = stage, upstream, downstream
-        self.optimizer, self.learning_rate, self.shrink = optimizer, learning_rate, shrink
+    def __init__(self, stage: Stage, upstream: Port, downstream: Port, update: Update, shrink: float = 1.0) -> None:
+        self.stage, self.upstream, self.downstream, self.update, self.shrink = stage, upstream, downstream, update, shrink
         self.t = 0
         """Microbatches gone backward: the stage's clock."""
 
@@ -46,22 +33,14 @@ class Worker:
 
     def backward(self, m: int) -> None:
         y, delta, (report,) = self.downstream.receive(m)
-        x, delta = self.stage.backward(m, y, delta)  # Δ ← Δ + gradient / k
+        x, delta = self.stage.backward(m, y, self.update.scaled(delta))  # Δ ← Δ + gradient / k
+        delta = self.update.unscaled(delta)
         if self.shrink != 1:
             delta = tuple(d * self.shrink for d in delta)
         self.upstream.send(m, (x, delta, (report.clone(),)))  # a received one is part of the whole message
         self.t += 1
         if self.t % self.stage.k == 0:
-            self.update()
-
-    def update(self) -> None:
-        if self.optimizer is None:
-            return
-        if self.learning_rate is not None:
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.learning_rate(self.t)
-        with self.stage.updating():
-            self.optimizer.step()
+            self.update(self.t)
 
     def evaluate(self, m: int) -> None:
         (x,) = self.upstream.receive(m)

@@ -53,7 +53,7 @@ def test_frozen_weights_give_the_plain_gradient(name: str) -> None:
     model, data, k = mixed_net(), RandomStream(), 7
     pipeline = Pipeline(model, data.spec, method=variants()[name], k=k, optimizer=Recorder, seed=3)
     pipeline.train(data, k)
-    found = [g for worker in pipeline.workers.values() for g in worker.optimizer.gradients]  # type: ignore[union-attr]
+    found = [g for worker in pipeline.workers.values() for g in worker.update.optimizer.gradients]  # type: ignore[union-attr]
     plain = model.build(3)
     for m in range(k):
         (F.cross_entropy(plain(data.inputs(m)), data.targets(m)) / k).backward()
@@ -136,7 +136,7 @@ def test_every_kind_of_network_gives_its_plain_gradient(network: str, method: st
     plain = double.build(3)
     for m in range(2):
         (F.cross_entropy(plain(data.inputs(m)), data.targets(m)) / 2).backward()
-    found = [g for worker in pipeline.workers.values() if worker.optimizer for g in worker.optimizer.gradients]  # type: ignore[attr-defined]
+    found = [g for worker in pipeline.workers.values() if worker.update.optimizer for g in worker.update.optimizer.gradients]  # type: ignore[attr-defined]
     for (key, p), g in zip(plain.named_parameters(), found, strict=True):
         torch.testing.assert_close(g, p.grad, rtol=1e-7, atol=1e-9, msg=lambda text, key=key: f"{key}: {text}")
 
@@ -210,7 +210,7 @@ def test_stages_without_parameters_need_no_optimizer(method: str) -> None:
     data = RandomStream(size=2, dtype=torch.float32)
     pipeline = Pipeline(model, data.spec, method=method, optimizer=sgd)
     assert pipeline.train(data, 5).loss > 0
-    assert [worker.optimizer is None for worker in pipeline.workers.values()] == [True, False, True, False]
+    assert [worker.update.optimizer is None for worker in pipeline.workers.values()] == [True, False, True, False]
 
 
 @pytest.mark.parametrize(
