@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from inspect import signature
 from typing import Any, cast
 
 import torch
 
+from launch import recipe
 from launch.cluster import variables
 from launch.config import Config
 from launch.data import checked_form, streams
+from launch.options import options
 from launch.processes import Place
 from petra.data import EvalStream, TrainStream
 from petra.errors import ConfigError
@@ -23,12 +24,14 @@ from petra.partition import Layout
 from petra.pipeline import Pipeline, TransportName
 from petra.remedies import Prediction, Remedy
 from petra.streams import TensorSpec
-from petra.training import Schedule, WandbLogger, peak_rate, sgd
+from petra.training import FORMATS, OPTIMIZERS, SCHEDULES, Schedule, TensorBoardLogger, WandbLogger
+from petra.training.export import require
 
 SMALL = 64
 """Pixels up to which ``model.stem=auto`` keeps an image's resolution."""
 AUTO = "auto"
-PRECISIONS = {"float32": None, "bf16": torch.bfloat16}
+LOGGERS = ("jsonl", "wandb", "tensorboard")
+WIRES = {"float32": None, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,11 @@ class Plan:
     auto: frozenset[str] = frozenset()
     """What of stages, delay and keep is still to be chosen from measurements; until then the values stand for them."""
 
+    @property
+    def unit(self) -> str:
+        """What a target belongs to."""
+        return "images" if self.inputs.dtype.is_floating_point else "tokens"
+
     def data(self) -> tuple[TrainStream, EvalStream]:
         """This process's part of the data, a call of all processes together.
 
@@ -56,10 +64,8 @@ class Plan:
         return streams(self.config.data, self.config.seed, self.layout)
 
     def learning_rate(self, microbatches_per_epoch: int) -> Schedule:
-        """The rate of every stage, for updates of batch_size · k images."""
-        optim = self.config.optim
-        peak = peak_rate(optim.lr, self.config.data.batch_size, self.config.k)
-        return Schedule(peak, microbatches_per_epoch, optim.warmup_epochs, optim.milestones, optim.gamma)
+        """The rate of every stage, for updates of batch_size · k samples."""
+        return recipe.learning_rate(self.config, microbatches_per_epoch)
 
     def remedy(self, microbatches_per_epoch: int) -> Remedy:
         """What is done about stale gradients."""
@@ -76,7 +82,8 @@ class Plan:
 
     def pipeline(self, learning_rate: Schedule) -> Pipeline:
         """This process's part of the pipeline."""
-        optim, trainer = self.config.optim, self.config.trainer
+        trainer = self.config.trainer
+        loss, evaluation_loss = recipe.losses(self.config)
         return Pipeline(
             self.model,
             self.inputs,
@@ -84,13 +91,18 @@ class Plan:
             remedy=self.remedy(learning_rate.microbatches_per_epoch),
             k=self.config.k,
             stages=self.stages,
-            optimizer=partial(sgd, momentum=optim.momentum, nesterov=optim.nesterov, weight_decay=optim.weight_decay),
+            optimizer=recipe.optimizer(self.config),
             learning_rate=learning_rate,
+            rules=recipe.rules(self.config),
+            loss=loss,
+            evaluation_loss=evaluation_loss,
+            metrics=recipe.metrics(self.config.data.classes, self.unit),
             seed=self.config.seed,
             autocast=self.autocast,
             channels_last=trainer.channels_last,
             exact_streams=trainer.exact_streams,
             wire=self.wire,
+            compile=trainer.compile,
             device=self.device,
             transport=cast(TransportName, trainer.transport),
         )
@@ -106,20 +118,30 @@ def plan(config: Config, place: Place) -> Plan:
     for key, found in (("k", config.k), ("trainer.epochs", trainer.epochs), ("trainer.threads", trainer.threads)):
         _require(found >= 1, key, found, "integers >= 1")
     _require(config.seed >= 0, "seed", config.seed, "integers >= 0")
-    _require(config.optim.momentum >= 0, "optim.momentum", config.optim.momentum, "numbers >= 0")
-    _require(not config.optim.nesterov or config.optim.momentum > 0, "optim.nesterov", True, "false where optim.momentum=0")
-    _require(config.optim.weight_decay >= 0, "optim.weight_decay", config.optim.weight_decay, "numbers >= 0")
+    limit = trainer.limit_batches
+    _require(limit is None or limit >= 1, "trainer.limit_batches", limit, "null or integers >= 1")
     _require(trainer.timeout > 0, "trainer.timeout", trainer.timeout, "numbers > 0")
     _choice("model.name", config.model.name, MODELS)
-    _choice("optim.name", config.optim.name, ("sgd",))
+    _choice("optim.name", config.optim.name, OPTIMIZERS)
+    _choice("optim.scaling", config.optim.scaling, recipe.SCALINGS)
+    _choice("optim.clip_scope", config.optim.clip_scope, recipe.SCOPES)
+    _choice("schedule.name", config.schedule.name, SCHEDULES)
+    recipe.optimizer(config), recipe.rules(config), recipe.losses(config)
     _choice("trainer.transport", trainer.transport, ("auto", "local", "lockstep", "edge"))
-    _choice("trainer.precision", trainer.precision, PRECISIONS)
-    _choice("trainer.wire", trainer.wire, PRECISIONS)
+    _choice("trainer.precision", trainer.precision, recipe.PRECISIONS)
+    _choice("trainer.wire", trainer.wire, WIRES)
     variables(config.cluster)
-    _choice("logger.name", config.logger.name, ("jsonl", "wandb"))
+    _choice("logger.name", config.logger.name, LOGGERS)
     _choice("logger.mode", config.logger.mode, ("offline", "online"))
     if config.logger.name == "wandb":
         WandbLogger.require()
+    if config.logger.name == "tensorboard":
+        TensorBoardLogger.require()
+    _choice("trainer.export", trainer.export, ("none", *FORMATS))
+    if trainer.export != "none":
+        require(FORMATS[trainer.export])
+    if trainer.compile is not None:
+        _choice("trainer.compile", trainer.compile, ("eager", "aot_eager", "inductor"))
     inputs = checked_form(config.data)
     model = _model(config)
     stages = place.world if trainer.stages == AUTO else _stages(trainer.stages)
@@ -132,12 +154,13 @@ def plan(config: Config, place: Place) -> Plan:
         layout=Layout.plan(model, inputs, stages, place.world),
         stages=stages,
         device=place.device(trainer.device),
-        autocast=PRECISIONS[trainer.precision],
-        wire=PRECISIONS[trainer.wire],
+        autocast=recipe.PRECISIONS[trainer.precision],
+        wire=WIRES[trainer.wire],
         auto=frozenset(name for name, found in settings.items() if found == AUTO),
     )
     delays = result.method.delays(len(result.layout.stages), config.k)
     result.method.check(delays, config.k, casts=result.autocast is not None)
+    recipe.rules(config).require_moment(result.method, delays)
     result.remedy(microbatches_per_epoch=1).check(result.method)
     _require(not (trainer.exact_streams and result.wire), "trainer.exact_streams", True, "false with trainer.wire=bf16")
     limit, tuned = trainer.memory_limit, result.auto & {"stages", "keep"}
@@ -155,16 +178,12 @@ def plan(config: Config, place: Place) -> Plan:
 
 def _model(config: Config) -> Model:
     """The model, given the options that are set; those that its builder doesn't have are refused."""
-    build, options = MODELS[config.model.name], config.model.options()
-    parameters = signature(build).parameters.keys()
-    for key in options:
-        if key not in parameters:
-            accepted = ", ".join(name for name in parameters if name not in ("classes", "size"))
-            raise ConfigError(f"model.{key}: {config.model.name} has no such setting, accepted are {accepted}")
-    if options.get("stem") == "auto":
-        options["stem"] = "imagenet" if config.data.size > SMALL else "cifar"
-    size = {"size": config.data.size} if "size" in parameters else {}
-    return build(config.data.classes, **options, **size)
+    build = MODELS[config.model.name]
+    given = options(config.model, "model", build)
+    if given.get("stem") == "auto":
+        given["stem"] = "imagenet" if config.data.size > SMALL else "cifar"
+    size = {"size": config.data.size} if "size" in signature(build).parameters else {}
+    return build(config.data.classes, **given, **size)
 
 
 def _method(config: Config) -> Method:

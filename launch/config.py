@@ -6,7 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from petra.errors import ConfigError
 
 
 @dataclass
@@ -67,12 +70,25 @@ class RemedyConfig:
 class OptimConfig:
     name: str = MISSING
     lr: float = MISSING
-    momentum: float = MISSING
-    nesterov: bool = MISSING
-    weight_decay: float = MISSING
+    scaling: str = MISSING
+    clip: float | None = None
+    clip_scope: str = "stage"
+    ema: float | None = None
+    momentum: float | None = None
+    nesterov: bool | None = None
+    weight_decay: float | None = None
+    trust: float | None = None
+    betas: list[float] | None = None
+    eps: float | None = None
+
+
+@dataclass
+class ScheduleConfig:
+    name: str = MISSING
     warmup_epochs: float = MISSING
-    milestones: list[int] = MISSING
-    gamma: float = MISSING
+    milestones: list[int] | None = None
+    gamma: float | None = None
+    power: float | None = None
 
 
 @dataclass
@@ -83,7 +99,13 @@ class TrainerConfig:
     precision: str = MISSING
     exact_streams: bool = MISSING
     wire: str = MISSING
+    loss_scale: Any = None
+    nonfinite: str = MISSING
+    label_smoothing: float = MISSING
     channels_last: bool = MISSING
+    compile: str | None = None
+    limit_batches: int | None = None
+    export: str = MISSING
     threads: int = MISSING
     device: str = MISSING
     timeout: float = MISSING
@@ -116,11 +138,13 @@ class Config:
     k: int = MISSING
     seed: int = MISSING
     run_dir: str | None = None
+    dry_run: bool = MISSING
     model: ModelConfig = MISSING
     data: DataConfig = MISSING
     method: MethodConfig = MISSING
     remedy: RemedyConfig = MISSING
     optim: OptimConfig = MISSING
+    schedule: ScheduleConfig = MISSING
     trainer: TrainerConfig = MISSING
     cluster: ClusterConfig = MISSING
     logger: LoggerConfig = MISSING
@@ -129,3 +153,17 @@ class Config:
 def register() -> None:
     """Makes the form known to Hydra as ``schema``, the first entry of conf/config.yaml's defaults."""
     ConfigStore.instance().store("schema", Config)
+
+
+def to_config(composed: DictConfig) -> Config:
+    """A composed configuration as an object of its schema.
+
+    Raises:
+        ConfigError: a key that the schema doesn't have (Hydra lets ``+key=value`` add any), or one without a value.
+    """
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(composed, resolve=True)))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {(error.msg or str(error)).splitlines()[0]}") from error
+    assert isinstance(config, Config)
+    return config

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from petra.errors import ConfigError, PetraError
+from petra.errors import ConfigError, NumericsError, PetraError
 
 PATIENCE = 30.0
 """Seconds for which a failing process lets the first one fail before it: torchrun stops all the others as soon as one has."""
@@ -97,11 +97,12 @@ class Place:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Ends the process with status 2 on an error that its user can act on, told once for all processes."""
+        """Ends the process with status 2 on an error that its user can act on, told once for all processes: by the first, or by the
+        one in which numbers went wrong."""
         try:
             yield
         except PetraError as error:
-            if not self.first:
+            if not (error.origin if isinstance(error, NumericsError) else self.first):
                 time.sleep(PATIENCE)
             print(f"error: {error}", file=sys.stderr, flush=True)
             sys.exit(2)

@@ -16,7 +16,7 @@ from launch.build import Plan
 from launch.config import Config
 from petra.analysis.plots import curves
 from petra.pipeline import Pipeline
-from petra.training import Epoch, JsonLines, Logger, WandbLogger, new_run_folder, write_json
+from petra.training import Epoch, JsonLines, Logger, TensorBoardLogger, WandbLogger, means, new_run_folder, write_json
 
 
 class Records:
@@ -33,13 +33,15 @@ class Records:
         self.loggers: list[Logger] = [JsonLines(self.folder / "metrics.jsonl")]
         if config.logger.name == "wandb":
             self.loggers.append(WandbLogger(self.folder, config.logger.project, config.logger.mode, asdict(config)))
+        if config.logger.name == "tensorboard":
+            self.loggers.append(TensorBoardLogger(self.folder))
 
     def finish(self, summary: dict[str, Any], history: Sequence[Epoch]) -> None:
         """Closes the logs, draws curves.png and writes summary.json last: where it stands, the run is complete."""
         for logger in self.loggers:
             logger.close()
         title = f"{summary['model']}, {summary['method']} (d = {summary['delay']}), {summary['stages']} stages"
-        curves({"": [asdict(row) for row in history]}, self.folder / "curves.png", title)
+        curves({"": [epoch.row() for epoch in history]}, self.folder / "curves.png", title)
         write_json(self.folder / "summary.json", summary)
         print(
             f"test accuracy {summary['test_accuracy']:.2%} after {summary['wall_seconds']:.0f} s; records in {self.folder}",
@@ -68,11 +70,9 @@ def summarise(plan: Plan, pipeline: Pipeline, history: Sequence[Epoch], memory: 
     return _facts(plan, pipeline) | {
         "epochs": len(history),
         "microbatches": pipeline.clock,
-        "train_loss": last.train_loss,
-        "train_accuracy": last.train_accuracy,
-        "test_loss": last.test_loss,
-        "test_accuracy": last.test_accuracy,
-        "images_per_second": harmonic_mean([row.images_per_second for row in history]),
+        **{f"train_{key}": value for key, value in means(last.train, plan.unit).items()},
+        **{f"test_{key}": value for key, value in means(last.test, plan.unit).items()},
+        f"{plan.unit}_per_second": harmonic_mean([epoch.train.targets / epoch.training_seconds for epoch in history]),
         "peak_memory_bytes": list(memory),
         "wall_seconds": seconds,
         "seed": plan.config.seed,

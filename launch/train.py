@@ -8,19 +8,19 @@ from pathlib import Path
 
 import hydra
 import torch
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
 
 import conf
 from launch.build import plan
 from launch.cluster import apply
-from launch.config import Config, register
+from launch.config import Config, register, to_config
 from launch.processes import Place, gathered, together
 from launch.records import Records, headline, summarise
+from launch.stage_map import stage_map
 from launch.tuning import tuned
 from launch.watching import watching
-from petra.errors import ConfigError
-from petra.training import Bar, Lines, Trainer, peak_memory
+from petra.pipeline import Pipeline
+from petra.training import FORMATS, Bar, Lines, Trainer, export, limited, peak_memory
 
 CONF = str(Path(conf.__file__).parent)
 
@@ -44,20 +44,6 @@ def compose() -> list[DictConfig]:
     return configs
 
 
-def to_config(composed: DictConfig) -> Config:
-    """A composed configuration as an object of its schema.
-
-    Raises:
-        ConfigError: a key that the schema doesn't have (Hydra lets ``+key=value`` add any), or one without a value.
-    """
-    try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(composed, resolve=True)))
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {(error.msg or str(error)).splitlines()[0]}") from error
-    assert isinstance(config, Config)
-    return config
-
-
 def run(config: Config, place: Place) -> None:
     """Trains one configuration in this process and all others of its group, and leaves the records in the run's folder.
 
@@ -65,13 +51,19 @@ def run(config: Config, place: Place) -> None:
         PetraError: the configuration or its data can't be used; the same in every process.
     """
     checked = plan(config, place)
+    if config.dry_run:
+        if place.first:
+            print(stage_map(checked), flush=True)
+        return
     torch.set_num_threads(config.trainer.threads)
     notes = apply(config.cluster)
     with place.joined(checked.device, config.trainer.timeout):
         started = time.perf_counter()
         checked = tuned(checked, place)
         train, test = checked.data()
-        learning_rate = checked.learning_rate(train.batches_per_epoch)
+        limit = config.trainer.limit_batches
+        microbatches = limited(train.batches_per_epoch, limit)
+        learning_rate = checked.learning_rate(microbatches)
         pipeline = checked.pipeline(learning_rate)
         with together():
             records = Records(config) if place.first else None
@@ -80,14 +72,25 @@ def run(config: Config, place: Place) -> None:
             print(*notes, sep="\n", end="\n" if notes else "")
             print(f"{headline(checked, pipeline)}; records in {records.folder}", flush=True)
             display = Bar if sys.stdout.isatty() else Lines
-            progress = display(config.trainer.epochs, train.batches_per_epoch, learning_rate)
+            progress = display(config.trainer.epochs, microbatches, learning_rate, tuple(pipeline.metrics), checked.unit)
         loggers = [] if records is None else records.loggers
-        trainer = Trainer(pipeline, train, test, learning_rate, loggers=loggers, progress=progress)
+        trainer = Trainer(pipeline, train, test, learning_rate, loggers=loggers, progress=progress, limit=limit, unit=checked.unit)
         with watching(config.trainer, pipeline, None if records is None else records.folder):
             history = trainer.fit(config.trainer.epochs)
+        if config.trainer.export != "none":
+            write_weights(pipeline, Path() if records is None else records.folder, config)
         memory = gathered(peak_memory(checked.device))
         if records is not None:
             records.finish(summarise(checked, pipeline, history, memory, time.perf_counter() - started), history)
+
+
+def write_weights(pipeline: Pipeline, folder: Path, config: Config) -> None:
+    """Leaves the trained network in the run's folder, and its moving average beside it; every process takes part."""
+    suffix = FORMATS[config.trainer.export]
+    export(pipeline, folder / f"model{suffix}")
+    if config.optim.ema is not None:
+        with pipeline.averaged():
+            export(pipeline, folder / f"ema{suffix}")
 
 
 if __name__ == "__main__":

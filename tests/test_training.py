@@ -14,7 +14,7 @@ from petra import ConfigError, Pipeline, TensorSpec
 from petra.analysis.plots import curves
 from petra.data import EvalStream, TrainStream, load_dataset
 from petra.models import resnet18
-from petra.training import Bar, JsonLines, Lines, Schedule, Trainer, new_run_folder, peak_memory, peak_rate, sgd, write_json
+from petra.training import Bar, JsonLines, Lines, MultiStep, Trainer, new_run_folder, peak_memory, peak_rate, sgd, write_json
 
 
 def test_peak_rate_of_the_paper() -> None:
@@ -23,18 +23,18 @@ def test_peak_rate_of_the_paper() -> None:
 
 
 def test_schedule_warms_up_linearly_then_steps_down() -> None:
-    rate = Schedule(peak=0.8, microbatches_per_epoch=10, warmup_epochs=2, milestones=[3, 5], gamma=0.1)
+    rate = MultiStep(peak=0.8, microbatches_per_epoch=10, epochs=6, warmup_epochs=2, milestones=[3, 5], gamma=0.1)
     assert [rate(t) for t in (1, 5, 20)] == pytest.approx([0.8 / 20, 0.8 / 4, 0.8])
     assert [rate(t) for t in (21, 30)] == [0.8, 0.8]
     assert [rate(t) for t in (31, 50, 51, 500)] == pytest.approx([0.08, 0.08, 0.008, 0.008])
 
 
 def test_schedule_without_warmup_starts_at_the_peak() -> None:
-    assert Schedule(peak=0.5, microbatches_per_epoch=10)(1) == 0.5
+    assert MultiStep(peak=0.5, microbatches_per_epoch=10, epochs=3)(1) == 0.5
 
 
 def test_a_milestone_within_the_warmup_scales_the_ramp() -> None:
-    rate = Schedule(peak=1.0, microbatches_per_epoch=10, warmup_epochs=4, milestones=[1])
+    rate = MultiStep(peak=1.0, microbatches_per_epoch=10, epochs=6, warmup_epochs=4, milestones=[1])
     assert [rate(10), rate(11), rate(40)] == pytest.approx([10 / 40, 0.1 * 11 / 40, 0.1])
 
 
@@ -44,8 +44,8 @@ def test_a_milestone_within_the_warmup_scales_the_ramp() -> None:
     + [({"milestones": m}, "milestones") for m in ([3, 2], [2, 2], [0, 1])],
 )
 def test_schedule_refuses(values: dict[str, object], key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"optim\.{key}: found .*, accepted are"):
-        Schedule(**({"peak": 0.1, "microbatches_per_epoch": 10} | values))
+    with pytest.raises(ConfigError, match=rf"(optim|schedule)\.{key}: found .*, accepted are"):
+        MultiStep(**({"peak": 0.1, "microbatches_per_epoch": 10, "epochs": 6} | values))
 
 
 def test_sgd_decays_weights_only() -> None:
@@ -114,7 +114,7 @@ def test_bar_shows_the_epoch_under_way(capsys: pytest.CaptureFixture[str]) -> No
 def test_trainer_records_every_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dataset = load_dataset("synthetic", images=40, classes=4)
     train, test = TrainStream(dataset, 8, seed=0), EvalStream(dataset, 8)
-    rate = Schedule(peak=0.05, microbatches_per_epoch=train.batches_per_epoch, milestones=[1])
+    rate = MultiStep(peak=0.05, microbatches_per_epoch=train.batches_per_epoch, epochs=2, milestones=[1])
     pipeline = Pipeline(
         resnet18(classes=4, width=1 / 16),
         TensorSpec((8, 3, 32, 32), torch.float32),
@@ -131,7 +131,7 @@ def test_trainer_records_every_epoch(tmp_path: Path, capsys: pytest.CaptureFixtu
     log.close()
 
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert rows == [vars(row) for row in history]
+    assert rows == [epoch.row() for epoch in history]
     assert [(row["epoch"], row["microbatches"]) for row in rows] == [(1, 5), (2, 10)]
     assert [row["learning_rate"] for row in rows] == pytest.approx([0.05, 0.005])
     assert all(0 <= row["test_accuracy"] <= 1 and row["seconds"] > 0 for row in rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 from tqdm import tqdm
@@ -17,13 +17,23 @@ class Progress(ABC):
     Args:
         epochs, microbatches: of the run, of one epoch.
         learning_rate: from microbatches done to the rate.
+        metrics: names of what a report counts behind targets and loss.
+        unit: what a target belongs to: images or tokens.
     """
 
     seconds: float
     """Between two updates: reading a report's numbers waits for the device, so it is not done for each."""
 
-    def __init__(self, epochs: int, microbatches: int, learning_rate: Callable[[int], float]) -> None:
+    def __init__(
+        self,
+        epochs: int,
+        microbatches: int,
+        learning_rate: Callable[[int], float],
+        metrics: Sequence[str] = ("accuracy",),
+        unit: str = "images",
+    ) -> None:
         self.epochs, self.microbatches, self.learning_rate = epochs, microbatches, learning_rate
+        self.metrics, self.unit = metrics, unit
         self.epoch = self.done = 0
 
     def start(self, epoch: int, clock: int) -> None:
@@ -40,9 +50,10 @@ class Progress(ABC):
         now = time.perf_counter()
         if now >= self._next:
             self._next = now + self.seconds
-            images, loss, correct = self._totals.tolist()
-            speed, rate = images / (now - self._started), self.learning_rate(self._clock + self.done)
-            self.show(f"loss {loss / images:.4f}, accuracy {correct / images:.2%}, {speed:.0f} images/s, learning rate {rate:.4g}")
+            targets, *sums = self._totals.tolist()
+            speed, rate = targets / (now - self._started), self.learning_rate(self._clock + self.done)
+            means = means_text(dict(zip(("loss", *self.metrics), (s / targets for s in sums), strict=True)))
+            self.show(f"{means}, {speed:.0f} {self.unit}/s, learning rate {rate:.4g}")
 
     @abstractmethod
     def show(self, means: str) -> None:
@@ -51,13 +62,23 @@ class Progress(ABC):
     def end(self, row: Mapping[str, float]) -> None:
         """Shows the numbers of an epoch that has ended."""
         self._print(
-            f"epoch {row['epoch']}/{self.epochs}: loss {row['train_loss']:.4f}, accuracy {row['train_accuracy']:.2%}; "
-            f"test loss {row['test_loss']:.4f}, accuracy {row['test_accuracy']:.2%}; {row['images_per_second']:.0f} images/s, "
-            f"learning rate {row['learning_rate']:.4g}, {row['seconds']:.1f} s"
+            f"epoch {row['epoch']}/{self.epochs}: {means_text(part(row, 'train_'))}; test {means_text(part(row, 'test_'))}; "
+            f"{row[f'{self.unit}_per_second']:.0f} {self.unit}/s, learning rate {row['learning_rate']:.4g}, {row['seconds']:.1f} s"
         )
 
     def _print(self, text: str) -> None:
         print(text, flush=True)
+
+
+def part(row: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """The numbers whose names begin with ``prefix``, without it."""
+    return {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
+
+
+def means_text(means: Mapping[str, float]) -> str:
+    """Losses and perplexities as numbers, shares of right answers in per cent."""
+    form = {"loss": ".4f", "perplexity": ".3f"}
+    return ", ".join(f"{key} {value:{form.get(key, '.2%')}}" for key, value in means.items())
 
 
 class Lines(Progress):

@@ -1,4 +1,4 @@
-"""What a run leaves behind: its folder, metrics as JSON lines, JSON files, and optionally Weights & Biases."""
+"""What a run leaves behind: its folder, metrics as JSON lines, JSON files, and optionally Weights & Biases or TensorBoard."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class WandbLogger:
         self.require()
         import wandb
 
-        self._run: Any = wandb.init(project=project, mode=mode, name=folder.name, dir=folder, config=config)
+        start: Any = wandb.init  # typed only where the extra is installed
+        self._run: Any = start(project=project, mode=mode, name=folder.name, dir=folder, config=config)
 
     @staticmethod
     def require() -> None:
@@ -60,6 +61,35 @@ class WandbLogger:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class TensorBoardLogger:
+    """Event files in a run's folder, for ``tensorboard --logdir``.
+
+    Raises:
+        ConfigError: the package isn't installed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.require()
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder))  # type: ignore[no-untyped-call, unused-ignore]
+
+    @staticmethod
+    def require() -> None:
+        if find_spec("tensorboard") is None:
+            raise ConfigError(
+                "logger.name: found tensorboard, which is not installed; pip install 'petra[tensorboard]', or logger=jsonl"
+            )
+
+    def log(self, row: Mapping[str, float]) -> None:
+        for key, value in row.items():
+            self._writer.add_scalar(key, value, int(row["epoch"]))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 def new_run_folder(path: Path) -> Path:

@@ -1,0 +1,107 @@
+"""Evaluates the network that a run has left, in one process or, started by torchrun, in many.
+
+``python -m launch.evaluate run=FOLDER [weights=FILE] [key=value ...]``
+
+    run      the folder of a run that ended with trainer.export=pt or safetensors
+    weights  another file of exported weights; by default ema.* of the folder where there is one, else model.*
+    key      any key of the run's configuration, such as data.root, data.batch_size, trainer.device, trainer.limit_batches
+
+Prints one JSON object: loss in nats, accuracies 0 … 1.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from launch.build import plan
+from launch.config import Config, to_config
+from launch.processes import Place, together
+from petra.errors import ConfigError
+from petra.training import limited, load, load_into, means
+from petra.training.export import FORMATS
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if not words or {"-h", "--help"} & {*words}:
+        print(__doc__)
+        return
+    place = Place.from_environment()
+    with place.reporting():
+        folder, weights, config = parse(words)
+        numbers = evaluate(config, weights or exported(folder), place)
+        if place.first:
+            print(json.dumps(numbers), flush=True)
+
+
+def parse(words: list[str]) -> tuple[Path, Path | None, Config]:
+    """The run's folder, the weights asked for, and the run's configuration with what the command line changes in it.
+
+    Raises:
+        ConfigError: no run folder, or settings that its configuration doesn't have.
+    """
+    for word in words:
+        if "=" not in word:
+            raise ConfigError(f"command line: found {word}, accepted are run=FOLDER and key=value")
+    own = dict(word.split("=", 1) for word in words if word.startswith(("run=", "weights=")))
+    if "run" not in own:
+        raise ConfigError("run: not given, accepted is run=FOLDER, the folder of a run")
+    folder = Path(own["run"])
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(f"run: found no config.yaml in {folder}, accepted is the folder of a run")
+    changes = [word for word in words if not word.startswith(("run=", "weights="))]
+    try:
+        composed = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path), OmegaConf.from_dotlist(changes))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {(error.msg or str(error)).splitlines()[0]}") from error
+    except Exception as error:  # a damaged file
+        raise ConfigError(f"{path}: can't be read as a configuration ({str(error).splitlines()[0]})") from error
+    assert isinstance(composed, DictConfig)
+    return folder, Path(own["weights"]) if "weights" in own else None, to_config(composed)
+
+
+def exported(folder: Path) -> Path:
+    """The weights in a run's folder: their moving average where there is one.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    for name in ("ema", "model"):
+        for suffix in FORMATS.values():
+            if (path := folder / f"{name}{suffix}").exists():
+                return path
+    raise ConfigError(f"run: found no exported weights in {folder}, accepted is the folder of a run with trainer.export=pt")
+
+
+def evaluate(config: Config, weights: Path, place: Place) -> dict[str, float | str]:
+    """Loss and metrics of the test data under exported weights, the same in every process.
+
+    Raises:
+        PetraError: the configuration, the data or the weights can't be used; the same in every process.
+    """
+    config = replace(config, optim=replace(config.optim, ema=None))  # the weights are averages already, or must not be
+    checked = plan(config, place)
+    torch.set_num_threads(config.trainer.threads)
+    with place.joined(checked.device, config.trainer.timeout):
+        _, test = checked.data()
+        with together():
+            state = load(weights)
+        pipeline = checked.pipeline(checked.learning_rate(1))
+        with together():
+            load_into(pipeline, state, str(weights))
+        result = pipeline.evaluate(test, limited(test.batches, config.trainer.limit_batches))
+        return {"weights": str(weights), checked.unit: result.targets, **means(result, checked.unit)}
+
+
+if __name__ == "__main__":
+    torch.set_num_interop_threads(1)
+    main()
