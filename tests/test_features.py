@@ -224,18 +224,18 @@ def test_evaluation_refuses(words: list[str], message: str, tmp_path: Path, monk
     [
         (
             ["optim=adamw", "optim.nesterov=true"],
-            "optim.nesterov: found True, but adamw has no such setting, accepted are weight_decay, ",
+            "optim.nesterov: adamw has no such setting, accepted are weight_decay, ",
         ),
         (
             ["optim.betas=[0.9,0.99]"],
-            "optim.betas: found .*, but sgd has no such setting, accepted are momentum",
+            "optim.betas: sgd has no such setting, accepted are momentum",
         ),
         (["optim=adam", "optim.betas=[0.9,1.0]"], "optim.betas: found .*, accepted are two numbers from 0 up to 1"),
         (["optim.momentum=1.5"], "optim.momentum: found 1.5, accepted are numbers from 0 up to 1"),
         (["optim.weight_decay=-1"], "optim.weight_decay: found -1.0, accepted are numbers >= 0"),
         (
             ["schedule=cosine", "schedule.gamma=0.1"],
-            "schedule.gamma: found 0.1, but cosine has no such setting, accepted are",
+            "schedule.gamma: cosine has no such setting, accepted are",
         ),
         (["optim.scaling=big"], "optim.scaling: found big, accepted are goyal, none"),
         (["optim.clip=1", "optim.clip_scope=global"], "optim.clip_scope: found global with method.delay=2"),
