@@ -62,7 +62,8 @@ def stage_map(plan: Plan) -> str:
     title = (
         f"{plan.model.name} on {plan.config.data.name} by {plan.method.name} (d = {plan.method.delay}, k = {plan.config.k}): "
         f"{len(rows)} stages in {len(plan.layout.processes)} process(es), "
-        f"{sum(block.parameters for block in blocks):,} parameters, {rows[0].flops / 1e9:.3g} GFLOPs forward for a microbatch of {plan.inputs}"
+        f"{sum(block.parameters for block in blocks):,} parameters, "
+        f"{rows[0].flops / 1e9:.3g} GFLOPs forward for a microbatch of {plan.inputs}"
     )
     return "\n".join([title, "", *lines])
 

@@ -261,11 +261,13 @@ def test_every_row_of_the_papers_composes_and_plans(row: str) -> None:
     plan(config, ALONE)
     if "petra/cifar10" in row:
         assert (config.trainer.epochs, config.schedule.milestones, config.data.batch_size) == (300, [150, 225], 64)
+    if "petra/imagenet" in row:
+        assert (config.trainer.epochs, config.schedule.milestones, config.optim.weight_decay) == (90, [30, 60, 80], 1e-4)
 
 
 def test_every_preset_has_a_row() -> None:
     folder = Path(CONF) / "experiment"
-    presets = {str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")} - {"revnet/cifar10"}
+    presets = {str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")}
     assert presets <= {row.split()[0].removeprefix("experiment=") for row in ROWS}
     recipe = to_config(to_composed("experiment=revnet/cifar10"))
     assert (recipe.optim.scaling, recipe.optim.nesterov, recipe.schedule.milestones) == ("none", False, [80, 120])
