@@ -163,10 +163,9 @@ def plan(config: Config, place: Place) -> Plan:
     recipe.rules(config).require_moment(result.method, delays)
     result.remedy(microbatches_per_epoch=1).check(result.method)
     _require(not (trainer.exact_streams and result.wire), "trainer.exact_streams", True, "false with trainer.wire=bf16")
-    limit, tuned = trainer.memory_limit, result.auto & {"stages", "keep"}
-    _require(
-        limit is None or (limit > 0 and bool(tuned)), "trainer.memory_limit", limit, "null, or numbers > 0 with stages or keep auto"
-    )
+    memory, tuned = trainer.memory_limit, result.auto & {"stages", "keep"}
+    fits = memory is None or (memory > 0 and bool(tuned))
+    _require(fits, "trainer.memory_limit", memory, "null, or numbers > 0 with stages or keep auto")
     _require(not (config.method.fill and "delay" in result.auto), "method.delay", AUTO, "integers >= 0 with method.fill=true")
     for key, count in (("trainer.trace", trainer.trace), ("trainer.diagnose", trainer.diagnose)):
         _require(count is None or count >= 1, key, count, "null, or integers >= 1")

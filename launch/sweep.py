@@ -27,9 +27,9 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from launch.build import plan
-from launch.config import Config, register
+from launch.config import Config, register, to_config
 from launch.processes import Place
-from launch.train import CONF, to_config
+from launch.train import CONF
 from petra.errors import ConfigError, PetraError
 from petra.training import write_json
 

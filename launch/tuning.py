@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import torch.distributed as dist
 
+from launch import recipe
 from launch.build import Plan
 from launch.processes import Place, together
 from petra.partition import Layout
 from petra.profiling import measure_link, profile_blocks
-from petra.training import sgd
 from petra.tuning import Tuned, tune
 
 
@@ -25,7 +24,7 @@ def tuned(plan: Plan, place: Place) -> Plan:
     """
     if not plan.auto:
         return plan
-    optim, trainer = plan.config.optim, plan.config.trainer
+    trainer = plan.config.trainer
     link = measure_link(plan.device)
     chosen: list[Tuned | None] = [None]
     with together():
@@ -33,7 +32,7 @@ def tuned(plan: Plan, place: Place) -> Plan:
             blocks = profile_blocks(
                 plan.model,
                 plan.inputs,
-                optimizer=partial(sgd, momentum=optim.momentum, nesterov=optim.nesterov, weight_decay=optim.weight_decay),
+                optimizer=recipe.optimizer(plan.config),
                 device=plan.device,
                 autocast=plan.autocast,
                 channels_last=trainer.channels_last,

@@ -120,11 +120,12 @@ class Update:
 
     def scaled(self, delta: Streams) -> Streams:
         """δ as the stage's backward takes it."""
-        if self.scale is None:
-            return delta
         for d in delta:
-            self._received += d.sum()
-        return tuple(d * self.scale.to(d.dtype) for d in delta)
+            seen = d
+            while self.scale is None and seen.dim() > 1:  # then one number of each sample tells enough
+                seen = seen[..., 0]
+            self._received += seen.sum()
+        return delta if self.scale is None else tuple(d * self.scale.to(d.dtype) for d in delta)
 
     def unscaled(self, delta: Streams) -> Streams:
         """δ as it leaves the stage."""

@@ -15,10 +15,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from benchmarks.nodes import run_nodes
 from launch import agent, cluster, local, node
-from launch.config import ClusterConfig, register
+from launch.config import ClusterConfig, register, to_config
 from launch.node import Node, first_host
 from launch.processes import Place, require_own
-from launch.train import CONF, to_config
+from launch.train import CONF
 from petra import ConfigError
 from tests.agents import train
 

@@ -10,9 +10,9 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
-from launch.config import register
+from launch.config import register, to_config
 from launch.sweep import jobs
-from launch.train import CONF, to_config
+from launch.train import CONF
 
 ROOT = Path(__file__).parents[1]
 OVERRIDE = re.compile(r"(?:^|[\s'\"])((?:[a-z]+\.)?[a-z_]+=[^\s'\"]+)")

@@ -85,7 +85,7 @@ def test_metrics_of_stages() -> None:
         pipeline.train(RandomStream(), 8)
     rows = pipeline.stage_metrics()
     names = ("forward_seconds", "backward_seconds", "update_seconds", "data_seconds", "waiting_seconds")
-    assert {key.rpartition("/")[2] for key in rows} == {*names, "in_flight", "staleness", "buffer_bytes"}
+    assert {key.rpartition("/")[2] for key in rows} >= {*names, "in_flight", "staleness", "buffer_bytes"}
     assert [rows[f"stage/{j}/in_flight"] for j in (1, 2, 3)] == [5, 3, 1]
     assert [rows[f"stage/{j}/staleness"] for j in (1, 2, 3)] == [1.0, 0.5, 0.0]
     assert rows["stage/1/data_seconds"] > 0 == rows["stage/2/data_seconds"]
