@@ -22,8 +22,8 @@ import torch.distributed as dist
 from benchmarks.report import machine, ratio, save, spread, table
 from benchmarks.two_stages import Head, Noise, Split, _coupling, sgd
 from petra import BlockSpec, Keep, Method, Model, Pipeline, TensorSpec
+from petra.boundaries import TransportName
 from petra.intervals import Interval, Kind
-from petra.pipeline import TransportName
 from petra.profiling import measure_link
 from petra.recorder import Recorder
 from petra.simulator import Link, StageCost, simulate

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from benchmarks.report import machine, ratio, save, spread, table
 from benchmarks.reversible_sequence import branch
 from petra import BlockSpec, Keep, Method, Model, Pipeline, TensorSpec
-from petra.pipeline import TransportName
+from petra.boundaries import TransportName
 from petra.reversible import Coupling
 
 METHODS: dict[str, tuple[Method, TransportName]] = {

@@ -15,13 +15,14 @@ from launch.config import Config
 from launch.data import checked_form, streams
 from launch.options import options
 from launch.processes import Place
+from petra.boundaries import TransportName
 from petra.data import EvalStream, TrainStream
 from petra.errors import ConfigError
 from petra.method import Keep, Method, Weights
 from petra.model import Model
 from petra.models import MODELS
 from petra.partition import Layout
-from petra.pipeline import Pipeline, TransportName
+from petra.pipeline import Pipeline
 from petra.remedies import Prediction, Remedy
 from petra.streams import TensorSpec
 from petra.training import FORMATS, OPTIMIZERS, SCHEDULES, Schedule, TensorBoardLogger, WandbLogger

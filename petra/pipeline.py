@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from petra.boundaries import Boundary, TransportName, agree, boundary, choose_transport, open_transport
 from petra.compiled import compile_block
 from petra.ends import Loss, Metric, Objective, Source, Stream, correct
-from petra.errors import ConfigError, ModelError
+from petra.errors import ConfigError
 from petra.method import METHODS, Keep, Method, Weights
 from petra.model import Model
 from petra.partition import Layout
@@ -25,11 +24,9 @@ from petra.reversible import Grid
 from petra.schedule import Op, Orders, Step, check, evaluation_order, rounds, training_order
 from petra.stage import Stage
 from petra.streams import TensorSpec
-from petra.transport import EdgeTransport, LockstepTransport, MessageSpec, Packing, Port, Transfer, local_boundary
+from petra.transport import Port, Transfer, local_boundary
 from petra.update import OptimizerFactory, Update, UpdateRules
 from petra.worker import Worker
-
-TransportName = Literal["auto", "local", "lockstep", "edge"]
 
 
 @dataclass(frozen=True)
@@ -125,7 +122,7 @@ class Pipeline:
         method.check(self.delays, k, casts=autocast is not None)
         self._grid = Grid(self._stream_type(), self.device) if exact_streams else None
         self.wire = wire
-        self.transport_name = self._choose(transport)
+        self.transport_name = choose_transport(transport, self.world, self.boundary_delays)
         self._threads = self._start_threads(concurrency)
         self._learning_rate, self._optimizer, self.rules = learning_rate, optimizer, rules
         rules.require_moment(method, self.delays)
@@ -137,9 +134,12 @@ class Pipeline:
         """Each returns what it has measured of this process's stages since its last call, for :meth:`stage_metrics`."""
 
         keeps = [self._keeps(j) for j in range(count)]
-        specs = [self._boundary(j, keeps[j][-1], channels_last) for j in range(count - 1)]
+        boundaries = [
+            boundary(self.layout.profiles[blocks[-1]].outputs, keep[-1], len(self.metrics), channels_last=channels_last, wire=wire)
+            for blocks, keep in zip(self.layout.stages[:-1], keeps[:-1], strict=True)
+        ]
         if self.world > 1:
-            self._agree(specs)
+            agree(self._settings(), boundaries, self.layout.processes, self.device)
         ahead = 2 * max(self.delays) + 2 * k + 2  # microbatches enough for a full line, an update and the drain
         check(self._training_orders(0, ahead), self.boundary_delays)
         self.stages = {
@@ -165,7 +165,7 @@ class Pipeline:
             for stage in self.stages.values():
                 for block in stage.module:
                     compile_block(block, compile)
-        self.workers = self._connect(specs)
+        self.workers = self._connect(boundaries)
         self.remedies = self._remedies()
 
     # -- running ---------------------------------------------------------------------------------------------------------------
@@ -342,17 +342,6 @@ class Pipeline:
 
     # -- building --------------------------------------------------------------------------------------------------------------
 
-    def _choose(self, transport: TransportName) -> TransportName:
-        if self.world == 1:
-            if transport not in ("auto", "local"):
-                raise ConfigError(f"transport: found {transport} in one process, accepted are auto, local")
-            return "local"
-        if transport == "auto":
-            return "lockstep" if self.boundary_delays and set(self.boundary_delays) == {2} else "edge"
-        if transport == "local":
-            raise ConfigError(f"transport: found local in {self.world} processes, accepted are auto, lockstep, edge")
-        return transport
-
     def _start_threads(self, concurrency: int) -> ThreadPoolExecutor | None:
         if not isinstance(concurrency, int) or concurrency < 1:
             raise ConfigError(f"concurrency: found {concurrency}, accepted are integers >= 1")
@@ -381,29 +370,9 @@ class Pipeline:
     def _staleness(self, j: int) -> float:
         return self.method.staleness(self.delays[j], self.k)
 
-    def _boundary(self, j: int, keep: Keep, channels_last: bool) -> tuple[MessageSpec, MessageSpec]:
-        """Forward and backward message between stage j and the next."""
-        streams = tuple(
-            replace(
-                spec, channels_last=channels_last and len(spec.shape) == 4, wire=self.wire if spec.dtype.is_floating_point else None
-            )
-            for spec in self.layout.profiles[self.layout.stages[j][-1]].outputs
-        )
-        report = TensorSpec((2 + len(self.metrics),), torch.float64)
-        return (streams,), (streams if keep is Keep.NOTHING else (), streams, (report,))
-
-    def _agree(self, specs: list[tuple[MessageSpec, MessageSpec]]) -> None:
-        """All processes must run the same settings, and both ends of each boundary between them expect the same messages.
-
-        Raises:
-            ConfigError: on a GPU, a process group that isn't bound to it.
-            ConfigError, ModelError: on every process, if any two disagree; it names the processes, or both stages.
-        """
-        if self.device.type == "cuda" and getattr(dist.group.WORLD, "bound_device_id", None) is None:
-            raise ConfigError(
-                "init_process_group: found no device_id, accepted is backend='cpu:gloo,cuda:nccl' with device_id=<its GPU>"
-            )
-        settings = {
+    def _settings(self) -> dict[str, object]:
+        """What all processes must agree on."""
+        return {
             "k": self.k,
             "method": self.method,
             "remedy": self.remedy,
@@ -413,27 +382,14 @@ class Pipeline:
             "stages": self.layout.stages,
             "processes": self.layout.processes,
         }
-        gathered: list[tuple[dict[str, object], list[tuple[MessageSpec, MessageSpec]]]] = [({}, [])] * self.world
-        dist.all_gather_object(gathered, (settings, specs))
-        for rank, (others, _) in enumerate(gathered):
-            for key, value in gathered[0][0].items():
-                if others[key] != value:
-                    raise ConfigError(f"{key}: found {others[key]} in process {rank}, accepted is {value} as in process 0")
-        views = [view for _, view in gathered]
-        for rank, (stages, after) in enumerate(pairwise(self.layout.processes)):
-            if not after:
-                return
-            j = stages[-1]
-            sent, expected = (view[j] if j < len(view) else None for view in views[rank : rank + 2])
-            if sent != expected:
-                raise ModelError(
-                    f"stage {j + 1} (process {rank}) and stage {j + 2} (process {rank + 1}) disagree on their messages: "
-                    f"{_text(sent)} against {_text(expected)}; do both run the same configuration?"
-                )
 
-    def _connect(self, specs: list[tuple[MessageSpec, MessageSpec]]) -> dict[int, Worker]:
+    def _connect(self, boundaries: Sequence[Boundary]) -> dict[int, Worker]:
         """Joins this process's stages to each other, to the two ends and to the processes beside it."""
-        self._transport = self._open_transport(specs)
+        self._transport = None
+        if self.world > 1:
+            self._transport = open_transport(
+                self.transport_name, boundaries, self.boundary_delays, self.layout.processes, self.device
+            )
         ports: dict[int, tuple[Port, Port]] = {}
         upstream: Port | None = None
         for j in self.stages:
@@ -447,7 +403,7 @@ class Pipeline:
             if j == len(self.layout.stages) - 1:
                 downstream = self._objective
             elif j + 1 in self.stages:
-                downstream, following = local_boundary(*specs[j])
+                downstream, following = local_boundary(*boundaries[j])
             else:
                 assert self._transport is not None
                 downstream = self._transport.downstream
@@ -485,26 +441,3 @@ class Pipeline:
             if worker.update.optimizer is not None
         }
         return {j: remedy for j, remedy in made.items() if remedy is not None}
-
-    def _open_transport(self, specs: list[tuple[MessageSpec, MessageSpec]]) -> EdgeTransport | LockstepTransport | None:
-        if self.world == 1:
-            return None
-        between = [stages[-1] for stages, after in pairwise(self.layout.processes) if after]
-        boundaries = [
-            (
-                Packing(specs[j][0], self.device, f"the message of stage {j + 1} to stage {j + 2}"),
-                Packing(specs[j][1], self.device, f"the message of stage {j + 2} to stage {j + 1}"),
-                self.boundary_delays[j],
-            )
-            for j in between
-        ]
-        if self.transport_name == "lockstep":
-            return LockstepTransport(boundaries, self.layout.processes)
-        return EdgeTransport(boundaries)
-
-
-def _text(spec: tuple[MessageSpec, MessageSpec] | None) -> str:
-    if spec is None:
-        return "nothing"
-    forward, backward = (", ".join(str(t) for group in message for t in group) for message in spec)
-    return f"({forward}) forward and ({backward}) backward"

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from petra import BlockSpec, ConfigError, Keep, Method, Model, ModelError, Pipeline, TensorSpec
+from petra.boundaries import TransportName
 from petra.models import revnet18
-from petra.pipeline import TransportName
 from petra.remedies import Prediction, Remedy
 from tests.nets import RandomStream, mixed_net
 from tests.processes import run_processes

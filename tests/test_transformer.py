@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from petra import METHODS, BlockSpec, ConfigError, Keep, Method, Model, ModelError, Pipeline, TensorSpec, Weights
+from petra.boundaries import TransportName
 from petra.models import revgpt, revvit
 from petra.models.transformer import MLP, Attention
-from petra.pipeline import TransportName
 from petra.reversible import derive_seed
 from petra.streams import as_streams
 from tests.nets import RandomStream
