@@ -7,11 +7,12 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def alternate(contestants: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
@@ -38,6 +39,22 @@ def table(rows: Mapping[str, Mapping[str, float]], unit: str) -> str:
     lines = [f"| | min {unit} | median {unit} | max {unit} |", "|---|---|---|---|"]
     lines += [f"| {name} | {row['min']:.4g} | {row['median']:.4g} | {row['max']:.4g} |" for name, row in rows.items()]
     return "\n".join(lines)
+
+
+def kept_bytes(function: Callable[[], object], parameters: Iterable[Tensor]) -> int:
+    """Bytes that the graph of a function's result saves for the backward pass, each piece of memory once, parameters aside."""
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = function()
+    own = {p.untyped_storage()._cdata for p in parameters}
+    del result
+    return sum(storage.nbytes() for key, storage in kept.items() if key not in own)
 
 
 def machine() -> dict[str, Any]:

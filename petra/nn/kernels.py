@@ -1,0 +1,164 @@
+"""The backward pass of in-place activated batch normalisation as two Triton kernels, for CUDA.
+
+Plain operations read and write ten tensors of the size of z for it; these read four (z and dL/dz, twice) and write one. The plain
+operations are the reference: see :func:`petra.nn.normalise.normalise_backward`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from petra.nn.activation import Activation
+from petra.nn.normalise import Statistics, input_line
+
+PROGRAMS = 512
+"""Parts that the sums are cut into, all channels together, so that a large GPU is busy with few channels too."""
+
+
+def backward(
+    dz: Tensor,
+    z: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    rate: Tensor,
+    statistics: Statistics,
+    activation: Activation,
+    needs_dx: bool,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """(dL/dx, Σ dy x̂, Σ dy) for z = φ(y), x̂ = (y − shift) / scale, and ``rate`` as in ``normalise_backward``; z dense."""
+    dz = torch.empty_like(z).copy_(dz) if dz.stride() != z.stride() else dz
+    layout, tile = _layout(z)
+    channels, rows, *_ = layout
+    blocks = triton.cdiv(channels, tile["BLOCK_C"])
+    parts = max(1, min(PROGRAMS // blocks, triton.cdiv(rows, tile["BLOCK_R"])))
+    kind = torch.float64 if z.dtype == torch.float64 else torch.float32
+    constants = {
+        "ACTIVATION": activation.name,
+        "SLOPE": activation.slope,
+        "SMALLEST": -1 + torch.finfo(z.dtype).eps,  # -1 has no finite input under elu
+        "DTYPE": tl.float64 if z.dtype == torch.float64 else tl.float32,
+        **tile,
+    }
+    partial = shift.new_empty((2, parts, channels), dtype=kind)
+    _sums_kernel[(blocks, parts)](dz, z, shift, partial, *layout, parts, **constants)
+    # Added in one order whatever the timing, so that a run can be repeated to the last bit.
+    dgamma, dbeta = partial.sum(1).to(scale.dtype)
+    dgamma = dgamma / scale
+    if not needs_dx:
+        return None, dgamma, dbeta
+    line = input_line(dgamma, dbeta, scale, shift, rate, statistics, rows)
+    dx = torch.empty_like(z)
+    _input_gradient_kernel[(blocks, triton.cdiv(rows, tile["BLOCK_R"]))](dz, z, rate, *line, dx, *layout, **constants)
+    return dx, dgamma, dbeta
+
+
+def takes(z: Tensor) -> bool:
+    """Whether z is dense, with the channels either outside or inside the other dimensions."""
+    return z.is_contiguous() or _channels_last(z)
+
+
+def _channels_last(z: Tensor) -> bool:
+    return z.dim() == 4 and z.is_contiguous(memory_format=torch.channels_last)
+
+
+def _layout(z: Tensor) -> tuple[tuple[int, int, int, int, int, int], dict[str, int]]:
+    """Channels, rows (the values of a channel), rows of an image, and the strides of image, channel and position; the tile."""
+    batch, channels = z.shape[:2]
+    positions = z[0, 0].numel()
+    rows, image = batch * positions, channels * positions
+    if _channels_last(z) and not z.is_contiguous():
+        return (channels, rows, positions, image, 1, channels), {"BLOCK_C": 32, "BLOCK_R": 32}
+    return (channels, rows, positions, image, positions, 1), {"BLOCK_C": 1, "BLOCK_R": 1024}
+
+
+@triton.jit
+def _offsets(c, r, positions, image_stride, channel_stride, position_stride):
+    image = (r // positions).to(tl.int64)
+    return (image * image_stride + (r % positions) * position_stride)[None, :] + (c * channel_stride)[:, None]
+
+
+@triton.jit
+def _undo(dz, z, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, SMALLEST: tl.constexpr):
+    """(dL/dy, y)."""
+    if ACTIVATION == "leaky_relu":
+        return tl.where(z > 0, dz, dz * SLOPE), tl.where(z > 0, z, z / SLOPE)
+    elif ACTIVATION == "elu":
+        return tl.where(z > 0, dz, dz * (z + 1)), tl.where(z > 0, z, tl.log(1 + tl.maximum(z, SMALLEST)))
+    else:
+        return dz, z
+
+
+@triton.jit
+def _sums_kernel(
+    dz_pointer,
+    z_pointer,
+    shift_pointer,
+    out_pointer,
+    channels,
+    rows,
+    positions,
+    image_stride,
+    channel_stride,
+    position_stride,
+    parts,
+    ACTIVATION: tl.constexpr,
+    SLOPE: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    part = tl.program_id(1)
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    shift = tl.load(shift_pointer + c, mask=c < channels, other=0).to(DTYPE)
+    dgamma = tl.zeros((BLOCK_C, BLOCK_R), DTYPE)
+    dbeta = tl.zeros((BLOCK_C, BLOCK_R), DTYPE)
+    for start in range(part * BLOCK_R, rows, parts * BLOCK_R):
+        r = start + tl.arange(0, BLOCK_R)
+        mask = (c < channels)[:, None] & (r < rows)[None, :]
+        offsets = _offsets(c, r, positions, image_stride, channel_stride, position_stride)
+        dz = tl.load(dz_pointer + offsets, mask=mask, other=0).to(DTYPE)
+        z = tl.load(z_pointer + offsets, mask=mask, other=0).to(DTYPE)
+        dy, y = _undo(dz, z, ACTIVATION, SLOPE, SMALLEST)
+        dgamma += dy * (y - shift[:, None])
+        dbeta += dy
+    out = out_pointer + part * channels + c
+    tl.store(out, tl.sum(dgamma, 1), mask=c < channels)
+    tl.store(out + parts * channels, tl.sum(dbeta, 1), mask=c < channels)
+
+
+@triton.jit
+def _input_gradient_kernel(
+    dz_pointer,
+    z_pointer,
+    rate_pointer,
+    slope_pointer,
+    offset_pointer,
+    dx_pointer,
+    channels,
+    rows,
+    positions,
+    image_stride,
+    channel_stride,
+    position_stride,
+    ACTIVATION: tl.constexpr,
+    SLOPE: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask = (c < channels)[:, None] & (r < rows)[None, :]
+    rate = tl.load(rate_pointer + c, mask=c < channels, other=0).to(DTYPE)[:, None]
+    slope_y = tl.load(slope_pointer + c, mask=c < channels, other=0).to(DTYPE)[:, None]
+    offset = tl.load(offset_pointer + c, mask=c < channels, other=0).to(DTYPE)[:, None]
+    offsets = _offsets(c, r, positions, image_stride, channel_stride, position_stride)
+    dz = tl.load(dz_pointer + offsets, mask=mask, other=0).to(DTYPE)
+    z = tl.load(z_pointer + offsets, mask=mask, other=0).to(DTYPE)
+    dy, y = _undo(dz, z, ACTIVATION, SLOPE, SMALLEST)
+    tl.store(dx_pointer + offsets, (rate * dy + slope_y * y + offset).to(dx_pointer.dtype.element_ty), mask=mask)

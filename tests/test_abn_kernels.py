@@ -1,0 +1,81 @@
+"""The Triton kernels in Triton's interpreter, which needs no GPU, against the plain operations."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from petra.nn import InPlaceABN, inplace_abn
+
+interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+in_interpreter = pytest.mark.skipif(not interpreted, reason="run by test_in_the_interpreter")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.skipif(interpreted, reason="runs the others")
+def test_in_the_interpreter() -> None:
+    """In a process of its own: Triton reads the variable when it is imported."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
+    result = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = importlib.import_module("petra.nn.kernels")
+    monkeypatch.setattr(inplace_abn, "_kernels", lambda z: module if module.takes(z) else None)
+    return module
+
+
+@in_interpreter
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("activation", ["leaky_relu", "elu", "identity"])
+@pytest.mark.parametrize(("shape", "channels_last"), [((40, 3, 6, 5), False), ((3, 33, 5, 7), True)])
+def test_equal_the_plain_operations(
+    kernels: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    shape: tuple[int, ...],
+    channels_last: bool,
+    activation: str,
+    training: bool,
+) -> None:
+    torch.manual_seed(0)
+    called = []
+    monkeypatch.setattr(kernels, "backward", lambda *a, run=kernels.backward: called.append(1) or run(*a))
+    layer = InPlaceABN(shape[1], activation).double().train(training)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(shape[1]).sign() * (0.3 + torch.rand(shape[1])))
+        layer.bias.normal_()
+    x, delta = torch.randn(2, *shape, dtype=torch.float64)
+    if channels_last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    x.requires_grad_()
+    mean, var = (None, None) if training else (layer.running_mean.clone(), layer.running_var.clone())
+    y = F.batch_norm(x, mean, var, layer.weight, layer.bias, training)
+    z = {"leaky_relu": lambda y: F.leaky_relu(y, 0.01), "elu": F.elu, "identity": lambda y: y}[activation](y)
+    wanted = [x, layer.weight, layer.bias]
+    expected = torch.autograd.grad(z, wanted, delta)
+    for a, b in zip(torch.autograd.grad(layer(x.clone()), wanted, delta), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    assert called
+
+
+@in_interpreter
+def test_bf16_with_statistics_in_float32(kernels: ModuleType) -> None:
+    torch.manual_seed(1)
+    layer, x = InPlaceABN(6), torch.randn(8, 6, 5, 5).bfloat16().requires_grad_()
+    delta = torch.randn(8, 6, 5, 5).bfloat16()
+    y = F.leaky_relu(F.batch_norm(x.float(), None, None, layer.weight, layer.bias, True), 0.01)
+    wanted = [x, layer.weight, layer.bias]
+    expected = torch.autograd.grad(y, wanted, delta.float())
+    for a, b in zip(torch.autograd.grad(layer(x.clone()), wanted, delta), expected, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=0.03, atol=0.03)
