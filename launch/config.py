@@ -25,6 +25,10 @@ class ModelConfig:
     depth: int | None = None
     heads: int | None = None
     dropout: float | None = None
+    norm: str | None = None
+    activation: str | None = None
+    cardinality: int | None = None
+    base_width: int | None = None
 
     def options(self) -> dict[str, Any]:
         """Those that are set."""

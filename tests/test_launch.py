@@ -95,12 +95,13 @@ def test_options_of_a_model_reach_its_builder(monkeypatch: pytest.MonkeyPatch) -
         return revnet18(classes, 1 / 16)
 
     monkeypatch.setitem(MODELS, "sized", sized)
-    planned("model.name=sized", "model.width=0.5", "model.stem=null")
+    unset = ("model.stem=null", "model.norm=null")
+    planned("model.name=sized", "model.width=0.5", *unset)
     assert seen == {"classes": 10, "size": 32, "width": 0.5}
-    planned("model.name=sized", "model.width=null", "model.stem=null", "data=synthetic", "data.classes=7", "data.size=48")
+    planned("model.name=sized", "model.width=null", *unset, "data=synthetic", "data.classes=7", "data.size=48")
     assert seen == {"classes": 7, "size": 48, "width": 1.0}
     with pytest.raises(ConfigError, match=r"model\.stem: sized has no such setting, accepted are width"):
-        planned("model.name=sized", "model.stem=cifar")
+        planned("model.name=sized", "model.norm=null", "model.stem=cifar")
     profiles = planned("model=revnet50", "model.downsampling=convolution").model.profile(TensorSpec((2, 3, 32, 32), torch.float32))
     assert sum(block.parameters for block in profiles) > 48_000_000
 

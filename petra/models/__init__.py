@@ -15,14 +15,17 @@ from petra.models.preactivation import (
     revnet164,
 )
 from petra.models.resnet import resnet18, resnet34, resnet50, resnet101
+from petra.models.resnext import resnext101, resnext152
 from petra.models.revnet import revnet18, revnet34, revnet50, revnet101
 from petra.models.transformer import revgpt, revvit
+from petra.models.wide_resnet import wide_resnet38
 
 _RESNETS = (resnet18, resnet34, resnet50, resnet101, resnet32, resnet110, resnet164, resnet101_preact)
+_WIDER = (resnext101, resnext152, wide_resnet38)
 _REVNETS = (revnet18, revnet34, revnet50, revnet101, revnet38, revnet110, revnet164, revnet104)
 
 MODELS: dict[str, Callable[..., Model]] = {
-    build.__name__: build for build in (*_RESNETS, *_REVNETS, irevnet163, irevnet301, revgpt, revvit)
+    build.__name__: build for build in (*_RESNETS, *_WIDER, *_REVNETS, irevnet163, irevnet301, revgpt, revvit)
 }
 """By name. All take ``classes``; those that need to know the image side or the context length take it as ``size``.
 
@@ -41,6 +44,8 @@ __all__ = [
     "resnet101_preact",
     "resnet110",
     "resnet164",
+    "resnext101",
+    "resnext152",
     "revgpt",
     "revnet18",
     "revnet34",
@@ -51,4 +56,5 @@ __all__ = [
     "revnet110",
     "revnet164",
     "revvit",
+    "wide_resnet38",
 ]

@@ -5,50 +5,97 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import gcd
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from petra.errors import ConfigError
 from petra.model import BlockSpec, Model
+from petra.nn import InPlaceABN
 
 STEMS = ("cifar", "imagenet")
+NORMS = {"batchnorm": ("relu", "leaky_relu"), "inplace_abn": ("leaky_relu",)}
+"""Normalisations, each with the activations that may follow it; without a choice the first does."""
+LEAK = 0.01
+"""Slope of leaky_relu below zero."""
 
 
-def conv(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+def conv(in_channels: int, out_channels: int, kernel: int, stride: int = 1, groups: int = 1) -> nn.Conv2d:
     """A bias-free convolution that keeps the image size at stride 1.
 
     Weights are normal with variance 2 / fan_out (He et al. 2015, "Delving deep into rectifiers", section 2.2).
     """
-    layer = nn.Conv2d(in_channels, out_channels, kernel, stride, padding=kernel // 2, bias=False)
+    layer = nn.Conv2d(in_channels, out_channels, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
     nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
     return layer
 
 
-def norm_act(channels: int, *, activate: bool = True) -> list[nn.Module]:
-    """Batch normalisation, then ReLU if ``activate``, in place on the normalisation's own result. All networks make theirs here."""
-    return [nn.BatchNorm2d(channels), *([nn.ReLU(inplace=True)] if activate else [])]
+class Style(NamedTuple):
+    """What stands between the convolutions of a network."""
+
+    norm: str = "batchnorm"
+    activation: str = "relu"
+
+    @classmethod
+    def chosen(cls, norm: str, activation: str | None) -> Style:
+        """Raises :class:`ConfigError` for unknown names, and for an activation that InPlace-ABN can't undo."""
+        accepted = NORMS[choice("norm", norm, tuple(NORMS))]
+        return cls(
+            norm, accepted[0] if activation is None else choice("activation", activation, accepted, f" for model.norm={norm}")
+        )
+
+    def activate_(self, x: Tensor) -> Tensor:
+        """The activation, in place."""
+        return F.relu_(x) if self.activation == "relu" else F.leaky_relu_(x, LEAK)
 
 
-def conv_norm(in_channels: int, out_channels: int, kernel: int, stride: int = 1, *, activate: bool = True) -> nn.Sequential:
-    """Convolution, batch normalisation and, if ``activate``, ReLU."""
-    return nn.Sequential(conv(in_channels, out_channels, kernel, stride), *norm_act(out_channels, activate=activate))
+STANDARD = Style()
 
 
-def stem(kind: str, channels: int) -> nn.Sequential:
+def norm_act(channels: int, style: Style = STANDARD, *, activate: bool = True, overwrite: bool = True) -> list[nn.Module]:
+    """Normalisation, then the activation if ``activate``. All networks make theirs here.
+
+    Args:
+        overwrite: nobody else needs the input, so that InPlace-ABN may write over it.
+    """
+    if style.norm == "inplace_abn":
+        norm = InPlaceABN(channels, style.activation if activate else "identity", slope=LEAK, overwrite=overwrite)
+        # In the place of the activation, so that the state has the same keys whatever the normalisation.
+        return [norm, *([nn.Identity()] if activate else [])]
+    activation = nn.ReLU(inplace=True) if style.activation == "relu" else nn.LeakyReLU(LEAK, inplace=True)
+    return [nn.BatchNorm2d(channels), *([activation] if activate else [])]
+
+
+def conv_norm(
+    in_channels: int,
+    out_channels: int,
+    kernel: int,
+    stride: int = 1,
+    groups: int = 1,
+    *,
+    style: Style = STANDARD,
+    activate: bool = True,
+) -> nn.Sequential:
+    """Convolution, normalisation and, if ``activate``, the activation."""
+    norm = norm_act(out_channels, style, activate=activate)
+    return nn.Sequential(conv(in_channels, out_channels, kernel, stride, groups), *norm)
+
+
+def stem(kind: str, channels: int, style: Style = STANDARD) -> nn.Sequential:
     """From an image (B, 3, H, W) to (B, channels, H, W) for ``cifar`` or (B, channels, H/4, W/4) for ``imagenet``."""
     if kind == "cifar":
-        return conv_norm(3, channels, 3)
-    return nn.Sequential(*conv_norm(3, channels, 7, stride=2), nn.MaxPool2d(3, stride=2, padding=1))
+        return conv_norm(3, channels, 3, style=style)
+    return nn.Sequential(*conv_norm(3, channels, 7, stride=2, style=style), nn.MaxPool2d(3, stride=2, padding=1))
 
 
 class PairStem(nn.Module):
     """The stem at twice the channels, cut into the streams (x1, x2) of ``channels`` each."""
 
-    def __init__(self, kind: str, channels: int) -> None:
+    def __init__(self, kind: str, channels: int, style: Style = STANDARD) -> None:
         super().__init__()
-        self.layers = stem(kind, 2 * channels)
+        self.layers = stem(kind, 2 * channels, style)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x1, x2 = self.layers(x).chunk(2, dim=1)
@@ -71,9 +118,9 @@ class Head(nn.Module):
 class ActivatedHead(nn.Module):
     """Normalises and rectifies the streams before :class:`Head`: the end of a network of pre-activation blocks."""
 
-    def __init__(self, features: int, classes: int) -> None:
+    def __init__(self, features: int, classes: int, style: Style = STANDARD) -> None:
         super().__init__()
-        self.activation = nn.Sequential(*norm_act(features))
+        self.activation = nn.Sequential(*norm_act(features, style))
         self.head = Head(features, classes)
 
     def forward(self, *streams: Tensor) -> Tensor:
@@ -89,26 +136,28 @@ class Residual(NamedTuple):
     hidden: int
     channels: int
     stride: int
+    groups: int = 1
+    """Of the 3x3 convolution of a bottleneck."""
 
     @property
     def bottleneck(self) -> bool:
         """Whether the branch is 1x1, 3x3, 1x1 instead of 3x3, 3x3 (He et al. 2015, Fig. 5)."""
-        return self.hidden != self.channels
+        return self.hidden != self.channels or self.groups > 1
 
     @property
     def resizes(self) -> bool:
         """Whether the output's shape differs from the input's."""
         return self.stride != 1 or self.in_channels != self.channels
 
-    def convolutions(self) -> list[tuple[int, int, int, int]]:
-        """Channels in and out, kernel size and stride of each convolution of the branch."""
+    def convolutions(self) -> list[tuple[int, int, int, int, int]]:
+        """Channels in and out, kernel size, stride and groups of each convolution of the branch."""
         if self.bottleneck:
             return [
-                (self.in_channels, self.hidden, 1, 1),
-                (self.hidden, self.hidden, 3, self.stride),
-                (self.hidden, self.channels, 1, 1),
+                (self.in_channels, self.hidden, 1, 1, 1),
+                (self.hidden, self.hidden, 3, self.stride, self.groups),
+                (self.hidden, self.channels, 1, 1, 1),
             ]
-        return [(self.in_channels, self.channels, 3, self.stride), (self.channels, self.channels, 3, 1)]
+        return [(self.in_channels, self.channels, 3, self.stride, 1), (self.channels, self.channels, 3, 1, 1)]
 
 
 def residuals(repeats: Sequence[int], in_channels: int, hidden: Sequence[int], expansion: int) -> list[Residual]:
@@ -129,11 +178,25 @@ def residuals(repeats: Sequence[int], in_channels: int, hidden: Sequence[int], e
     return rows
 
 
+class Row(Protocol):
+    """One row of a network's table: what the network needs to know of a block."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def channels(self) -> int:
+        """Of the block's output."""
+
+
+R = TypeVar("R", bound=Row)
+
+
 def network(
     name: str,
     stem: Callable[[], nn.Module],
-    rows: Sequence[Residual],
-    residual: Callable[[Residual], nn.Module],
+    rows: Sequence[R],
+    residual: Callable[[R], nn.Module],
     *,
     streams: int,
     classes: int,
@@ -172,8 +235,8 @@ def scaled(channels: Sequence[int], width: float) -> list[int]:
     return [int(c) for c in found]
 
 
-def choice(key: str, found: str, accepted: Sequence[str]) -> str:
-    """``found``, if it is among ``accepted``; raises :class:`ConfigError` otherwise."""
+def choice(key: str, found: str, accepted: Sequence[str], condition: str = "") -> str:
+    """``found``, if it is among ``accepted``; raises :class:`ConfigError` otherwise, which names the ``condition``."""
     if found not in accepted:
-        raise ConfigError(f"model.{key}: found {found!r}, accepted are {', '.join(accepted)}")
+        raise ConfigError(f"model.{key}: found {found!r}, accepted are {', '.join(accepted)}{condition}")
     return found

@@ -150,7 +150,7 @@ def _branch(row: layers.Residual, *, activated: bool = False) -> nn.Sequential:
     The first convolution has the stride, in bottlenecks too (as in the authors' code).
     """
     made: list[nn.Module] = []
-    for (in_channels, channels, kernel, _), stride in zip(row.convolutions(), (row.stride, 1, 1), strict=False):
+    for (in_channels, channels, kernel, *_), stride in zip(row.convolutions(), (row.stride, 1, 1), strict=False):
         made += [] if activated and not made else layers.norm_act(in_channels)
         made.append(layers.conv(in_channels, channels, kernel, stride))
     return nn.Sequential(*made)
