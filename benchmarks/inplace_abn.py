@@ -1,0 +1,154 @@
+"""One BN + ACT + CONV block in the four module shapes of ResNeXt-101: time, and bytes kept between forward and backward.
+
+After Fig. 4 of Rota Bulò et al. 2018: standard layers, both checkpointing schemes, InPlace-ABN I and II, and the authors' package
+``inplace-abn`` where it is installed. The block's input is the result of an operation before it, as in a network.
+
+python -m benchmarks.inplace_abn --out runs/inplace_abn.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.report import alternate, kept_bytes, machine, ratio, save, spread
+from petra.models import MODELS
+from petra.nn import CheckpointedABNConv, InPlaceABN
+
+# Channels, groups and pixels of the 3x3 convolutions for images of 224 pixels (Xie et al. 2017, Table 1: 32x4d).
+SHAPES = {"module 1": (128, 56), "module 2": (256, 28), "module 3": (512, 14), "module 4": (1024, 7)}
+GROUPS = 32
+NETWORKS = {
+    "resnet50": {"stem": "imagenet"},
+    "resnext101": {"stem": "imagenet"},
+    "resnext152": {"stem": "imagenet"},
+    "wide_resnet38": {},
+    "revnet50": {"stem": "imagenet"},
+}
+STANDARD = "standard"
+
+
+def blocks(channels: int) -> dict[str, nn.Module]:
+    """Name → BN + ACT + CONV, all with the same weights."""
+    made = {
+        STANDARD: nn.Sequential(nn.BatchNorm2d(channels), nn.LeakyReLU(0.01, inplace=True), conv(channels)),
+        "checkpointing (2b)": CheckpointedABNConv(InPlaceABN(channels), conv(channels), "input"),
+        "checkpointing x̂ (2c)": CheckpointedABNConv(InPlaceABN(channels), conv(channels), "normalised"),
+        "InPlace-ABN I": nn.Sequential(InPlaceABN(channels, variant="I"), conv(channels)),
+        "InPlace-ABN II": nn.Sequential(InPlaceABN(channels, variant="II"), conv(channels)),
+    }
+    if importlib.util.find_spec("inplace_abn") is not None:
+        package = importlib.import_module("inplace_abn")
+        made["inplace-abn package"] = nn.Sequential(package.InPlaceABN(channels), conv(channels))
+    weights = list(made[STANDARD].parameters())
+    for module in made.values():
+        with torch.no_grad():
+            for p, w in zip(module.parameters(), weights, strict=True):
+                p.copy_(w)
+    return made
+
+
+def conv(channels: int) -> nn.Conv2d:
+    return nn.Conv2d(channels, channels, 3, padding=1, groups=GROUPS, bias=False)
+
+
+class Contestant:
+    """A block with its input and the gradient of its output."""
+
+    def __init__(self, block: nn.Module, x: Tensor, delta: Tensor, channels_last: bool) -> None:
+        form = torch.channels_last if channels_last else torch.contiguous_format
+        self.block = block.to(memory_format=form)
+        self.x, self.delta = x.contiguous(memory_format=form), delta.contiguous(memory_format=form)
+
+    def step(self, repeats: int) -> float:
+        """Seconds of a forward and a backward of the block, without what makes its input."""
+        seconds = 0.0
+        for _ in range(repeats):
+            x = _Fresh.apply(self.x.requires_grad_())
+            start = time.perf_counter()
+            out = self.block(x)
+            torch.autograd.grad(out, [self.x, *self.block.parameters()], self.delta)
+            seconds += time.perf_counter() - start
+            del out
+        return seconds / repeats
+
+    def kept(self) -> int:
+        return kept_bytes(lambda: self.block(_Fresh.apply(self.x.requires_grad_())), self.block.parameters())
+
+
+class _Fresh(torch.autograd.Function):
+    """A copy that stands for the result of a convolution: nobody else needs it, and its gradient costs nothing."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, dx: Tensor) -> Tensor:
+        return dx
+
+
+def measure(channels: int, pixels: int, options: argparse.Namespace) -> dict[str, dict[str, object]]:
+    torch.manual_seed(0)
+    x, delta = torch.randn(2, options.batch, channels, pixels, pixels)
+    contestants = {name: Contestant(block, x, delta, options.channels_last) for name, block in blocks(channels).items()}
+    runs: dict[str, Callable[[], float]] = {name: partial(c.step, options.repeats) for name, c in contestants.items()}
+    seconds = alternate(runs, options.rounds)
+    return {
+        name: {"seconds": seconds[name], "ratio": ratio(seconds[name], seconds[STANDARD]), "kept_bytes": contestants[name].kept()}
+        for name in contestants
+    }
+
+
+def networks(batch: int) -> dict[str, dict[str, int]]:
+    """Bytes that plain training keeps of a batch of images of 224 pixels between forward and backward, from shapes alone."""
+    found: dict[str, dict[str, int]] = {}
+    for name, options in NETWORKS.items():
+        for norm in ("batchnorm", "inplace_abn"):
+            with torch.device("meta"):
+                network = MODELS[name](classes=1000, norm=norm, activation="leaky_relu", **options).build(0)
+                x = torch.empty(batch, 3, 224, 224)
+            found.setdefault(name, {})[norm] = kept_bytes(lambda network=network, x=x: network(x), network.parameters())
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--channels-last", action="store_true")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=1, help="steps of each contestant in a round")
+    parser.add_argument("--out", help="JSON file to write")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+
+    layout = "channels last" if options.channels_last else "contiguous"
+    print(f"3x3 convolutions in {GROUPS} groups, batch {options.batch}, {layout}, float32, {options.threads} threads\n")
+    print("| | | ms: median (min – max) | over standard: median (min – max) | MiB kept |\n|---|---|---|---|---|", flush=True)
+    figures = {}
+    for shape, size in SHAPES.items():
+        figures[shape] = measure(*size, options)
+        for name, row in figures[shape].items():
+            times, over = spread([1000 * s for s in row["seconds"]]), row["ratio"]
+            print(f"| {shape} | {name} | {_cell(times)} | {_cell(over)} | {row['kept_bytes'] / 2**20:.2f} |", flush=True)
+    kept = networks(batch=32)
+    print("\n| batch 32 of 224x224, GiB kept | batch norm | InPlace-ABN | less |\n|---|---|---|---|")
+    for name, row in kept.items():
+        standard, inplace = row["batchnorm"], row["inplace_abn"]
+        print(f"| {name} | {standard / 2**30:.2f} | {inplace / 2**30:.2f} | {1 - inplace / standard:.1%} |")
+    save(options.out, {"machine": machine(), "options": vars(options), "shapes": SHAPES, "figures": figures, "networks": kept})
+
+
+def _cell(row: dict[str, float]) -> str:
+    return f"{row['median']:.3f} ({row['min']:.3f} – {row['max']:.3f})"
+
+
+if __name__ == "__main__":
+    main()
