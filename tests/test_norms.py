@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from benchmarks.report import kept_bytes
+from petra import Pipeline
+from petra.analysis.memory import measured, predicted
 from petra.errors import ConfigError, ModelError
 from petra.method import Keep
 from petra.model import Chain
@@ -15,6 +17,8 @@ from petra.nn import InPlaceABN
 from petra.reversible import Coupling, ReversibleBlock
 from petra.stage import Stage
 from petra.streams import TensorSpec, as_streams
+from petra.training import sgd
+from tests.nets import RandomStream
 
 SMALL = {"resnext101": {"cardinality": 2, "base_width": 16}}
 FAMILIES = ("resnet18", "resnet50", "revnet18", "revnet50", "resnext101", "wide_resnet38")
@@ -121,6 +125,16 @@ def test_reversible_block_holds_less_for_a_moment() -> None:
     few = 2 * 4 * 8 * 4
     assert 3 * one <= held[0] <= 3 * one + few  # x2, z and z
     assert 5 * one <= held[1] <= 5 * one + few
+
+
+def test_a_stage_holds_less_and_as_much_as_predicted() -> None:
+    held = {}
+    for norm in ("inplace_abn", "batchnorm"):
+        model, data = revnet18(width=1 / 16, norm=norm), RandomStream(size=32, dtype=torch.float32)
+        pipeline = Pipeline(model, data.spec, method="backprop", stages=[3, 7], optimizer=sgd, learning_rate=lambda t: 0.01)
+        held[norm] = measured(pipeline, data, 2)
+        assert held[norm] == [stage.held for stage in predicted(pipeline, data.spec)]
+    assert all(less < 0.75 * more for less, more in zip(held["inplace_abn"], held["batchnorm"], strict=True))
 
 
 def test_a_block_may_not_normalise_its_input_in_place() -> None:
