@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from petra import BlockSpec, Model, Pipeline, TensorSpec
 from petra.data import EvalStream, TrainStream, load_dataset
 from petra.reversible import Coupling
-from petra.training import Schedule, sgd
+from petra.training import MultiStep, sgd
 
 
 class Patches(nn.Module):
@@ -67,7 +67,7 @@ def main(epochs: int = 6) -> float:
     digits = load_dataset("digits")
     train, test = TrainStream(digits, batch_size=32, seed=0, augment=False), EvalStream(digits, batch_size=32)
     inputs = TensorSpec((32, 3, 32, 32), torch.float32)
-    rate = Schedule(0.02, train.batches_per_epoch, milestones=[4])
+    rate = MultiStep(0.02, train.batches_per_epoch, epochs, milestones=[4])
     pipeline = Pipeline(network(), inputs, method="petra", stages=3, optimizer=sgd, learning_rate=rate)
     for epoch in range(epochs):
         trained, tested = pipeline.train(train, train.batches_per_epoch), pipeline.evaluate(test, test.batches)

@@ -198,13 +198,13 @@ def test_data_that_does_not_fit_is_refused() -> None:
 
 
 def gradients(name: str, method: str | Method, k: int, dropout: float = 0.0, seed: int = 3) -> dict[str, Tensor]:
-    """The sum of the microbatches' gradients, of ``k`` under way; no update comes."""
+    """The sum of the gradients of the first ``k`` microbatches; no update comes."""
     build, data = NETS[name]
-    model = double(build(dropout))
-    pipeline = Pipeline(model, data.spec, method=method, k=k + 1, optimizer=lambda m: torch.optim.SGD(m.parameters()), seed=seed)
+    model, never = double(build(dropout)), 100
+    pipeline = Pipeline(model, data.spec, method=method, k=never, optimizer=lambda m: torch.optim.SGD(m.parameters()), seed=seed)
     pipeline.train(data, k)
     return {
-        f"{model.blocks[b].name}.{key}": p.grad * (k + 1)
+        f"{model.blocks[b].name}.{key}": p.grad * never
         for j, stage in pipeline.stages.items()
         for b, block in zip(pipeline.layout.stages[j], stage.module, strict=True)
         for key, p in block.named_parameters()

@@ -25,7 +25,8 @@ from tests.test_launch import ALONE, TINY, launched, planned
 )
 def test_values_that_are_refused(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        planned(override).pipeline(None)  # type: ignore[arg-type]
+        found = planned(override)
+        found.pipeline(found.learning_rate(microbatches_per_epoch=1))
 
 
 def test_two_settings_that_exclude_each_other() -> None:
