@@ -104,6 +104,7 @@ class Plan:
             exact_streams=trainer.exact_streams,
             wire=self.wire,
             compile=trainer.compile,
+            concurrency=trainer.concurrency,
             device=self.device,
             transport=cast(TransportName, trainer.transport),
         )
@@ -116,7 +117,8 @@ def plan(config: Config, place: Place) -> Plan:
         ConfigError, ModelError: the text names the key, what was found and what is accepted.
     """
     trainer = config.trainer
-    for key, found in (("k", config.k), ("trainer.epochs", trainer.epochs), ("trainer.threads", trainer.threads)):
+    counts = {f"trainer.{key}": getattr(trainer, key) for key in ("epochs", "threads", "concurrency")}
+    for key, found in ({"k": config.k} | counts).items():
         _require(found >= 1, key, found, "integers >= 1")
     _require(config.seed >= 0, "seed", config.seed, "integers >= 0")
     limit = trainer.limit_batches
@@ -170,6 +172,8 @@ def plan(config: Config, place: Place) -> Plan:
     _require(not (config.method.fill and "delay" in result.auto), "method.delay", AUTO, "integers >= 0 with method.fill=true")
     for key, count in (("trainer.trace", trainer.trace), ("trainer.diagnose", trainer.diagnose)):
         _require(count is None or count >= 1, key, count, "null, or integers >= 1")
+    alone = trainer.concurrency == 1 or (place.world == 1 and result.device.type == "cpu")
+    _require(alone, "trainer.concurrency", trainer.concurrency, "1 but for one process on the CPU")
     alone = trainer.diagnose is None or place.world == 1
     _require(alone, "trainer.diagnose", f"{trainer.diagnose} in {place.world} processes", "null, or one process")
     result.learning_rate(microbatches_per_epoch=1)

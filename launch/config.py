@@ -111,6 +111,7 @@ class TrainerConfig:
     limit_batches: int | None = None
     export: str = MISSING
     threads: int = MISSING
+    concurrency: int = MISSING
     device: str = MISSING
     timeout: float = MISSING
     memory_limit: float | None = None

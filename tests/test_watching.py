@@ -18,20 +18,23 @@ from tests.test_launch import ALONE, TINY, launched, planned
     [
         ("trainer.trace=0", r"trainer\.trace: found 0, accepted are null, or integers >= 1"),
         ("trainer.diagnose=0", r"trainer\.diagnose: found 0"),
+        ("trainer.concurrency=0", r"trainer\.concurrency: found 0, accepted are integers >= 1"),
         ("trainer.memory_limit=2", r"trainer\.memory_limit: found 2.0, accepted are null, or numbers > 0 with stages or keep auto"),
         ("method.keep=[graph,input]", r"method\.keep: found 2, accepted are one, or 10"),
         ("method.keep=[all]", r"method\.keep: found all"),
     ],
 )
 def test_values_that_are_refused(override: str, message: str) -> None:
+    rate = planned().learning_rate(microbatches_per_epoch=1)
     with pytest.raises(ConfigError, match=message):
-        found = planned(override)
-        found.pipeline(found.learning_rate(microbatches_per_epoch=1))
+        planned(override).pipeline(rate)
 
 
 def test_two_settings_that_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match=r"method\.delay: found auto, accepted are integers >= 0 with method\.fill=true"):
         planned("method.delay=auto", "method.fill=true", "method.flush=true")
+    with pytest.raises(ConfigError, match=r"trainer\.concurrency: found 2, accepted are 1 but for one process on the CPU"):
+        planned("trainer.concurrency=2", place=Place(rank=0, world=2, local_rank=0, local_world=2))
     with pytest.raises(ConfigError, match=r"trainer\.diagnose: found 5 in 2 processes"):
         planned("trainer.diagnose=5", place=Place(rank=0, world=2, local_rank=0, local_world=2))
     with pytest.raises(PetraError, match=r"trainer\.memory_limit: found 1e-06 GB, less than stage 1 needs"):
