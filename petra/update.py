@@ -112,6 +112,7 @@ class Update:
         self._skipped = self._tensor(0)
         self._failed = self._tensor(0)
         self._received = self._tensor(0)  # sums of all δ since the last update; not finite if one of them wasn't
+        self._sent = self._tensor(0)  # the same of what the stage sends on, under a loss scale
         self._own = self._tensor(0)
         self._norms, self._measured = self._tensor(0), 0
         self._t = 0
@@ -129,7 +130,11 @@ class Update:
 
     def unscaled(self, delta: Streams) -> Streams:
         """δ as it leaves the stage."""
-        return delta if self.scale is None else tuple(d / self.scale.to(d.dtype) for d in delta)
+        if self.scale is None:
+            return delta
+        for d in delta:
+            self._sent += d.sum()
+        return tuple(d / self.scale.to(d.dtype) for d in delta)
 
     # -- every k microbatches --------------------------------------------------------------------------------------------------
 
@@ -172,6 +177,7 @@ class Update:
         self._measured += 1
         self._norms += self._own.sqrt()
         self._received.zero_()
+        self._sent.zero_()
         if self.device.type == "cpu" or self.done % CHECK_EVERY == 0:
             self.check()
 
@@ -185,6 +191,9 @@ class Update:
     def _judge(self, norm: Tensor) -> Tensor:
         """Whether the update must be skipped; counts, and adapts the loss scale."""
         bad, own, received = ~norm.isfinite(), ~self._own.isfinite(), self._received.isfinite()
+        if self.scale is not None:  # what is sent may overflow where the parameters' gradients don't, and no other stage may halve
+            lost = ~self._sent.isfinite()
+            bad, own = bad | lost, own | lost
         if self.last:
             bad, own = bad | ~received, own | ~received
         failed = own

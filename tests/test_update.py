@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from petra import BlockSpec, ConfigError, Keep, Method, Model, NumericsError, Pipeline, UpdateRules
+from petra import BlockSpec, ConfigError, Keep, Method, Model, NumericsError, Pipeline, TensorSpec, UpdateRules
 from petra.training.optim import OPTIMIZERS
 from petra.update import GROWTH_INTERVAL
 from tests.nets import RandomStream, mixed_net
@@ -250,3 +250,31 @@ def test_state_by_block_continues_exactly(name: str) -> None:
     state = whole.workers[1].update.state_dict()["blocks"][0]
     assert state["optimizer"].keys() == state["average"].keys() == state["gradient"].keys()
     assert "weight" in next(iter(state["average"]))
+
+
+def test_a_stage_whose_message_overflows_halves_its_scale() -> None:
+    """The head's own gradient is small, but its weights are large: only δ on its way to the stage before overflows in fp16."""
+
+    def head() -> nn.Module:
+        linear = nn.Linear(8, 5)
+        linear.weight.data.mul_(500)
+        return linear
+
+    class Data(RandomStream):
+        def inputs(self, m: int) -> Tensor:
+            return 0.1 * torch.randn(4, 8, generator=self._generator(m, 0))
+
+    model = Model("steep", (BlockSpec("first", partial(nn.Linear, 8, 8)), BlockSpec("head", head)))
+    found = Pipeline(
+        model,
+        TensorSpec((4, 8), torch.float32),
+        method="petra",
+        optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=1e-4),
+        autocast=torch.float16,
+        rules=UpdateRules(loss_scale="dynamic"),
+    )
+    found.train(Data(), 40)
+    skipped = found.stage_metrics()["stage/1/skipped_updates"]
+    assert 0 < skipped < 20
+    found.train(Data(), 10)
+    assert found.stage_metrics()["stage/1/skipped_updates"] == skipped
