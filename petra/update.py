@@ -114,7 +114,7 @@ class Update:
         self._received = self._tensor(0)  # sums of all δ since the last update; not finite if one of them wasn't
         self._sent = self._tensor(0)  # the same of what the stage sends on, under a loss scale
         self._own = self._tensor(0)
-        self._norms, self._measured = self._tensor(0), 0
+        self._norms, self._measured = self._tensor(0), self._tensor(0)
         self._t = 0
 
     # -- every microbatch ------------------------------------------------------------------------------------------------------
@@ -174,8 +174,8 @@ class Update:
             decay = min(self.rules.average, (1 + self.done) / (10 + self.done))
             torch._foreach_lerp_(self.averages, [p.detach() for p in self._parameters], 1 - decay)
         self.done += 1
-        self._measured += 1
-        self._norms += self._own.sqrt()
+        self._measured += ~bad
+        self._norms += torch.where(bad, torch.zeros_like(norm), self._own.sqrt())
         self._received.zero_()
         self._sent.zero_()
         if self.device.type == "cpu" or self.done % CHECK_EVERY == 0:
@@ -259,11 +259,12 @@ class Update:
             self.averages[i], parameter.data = parameter.data, average
 
     def metrics(self) -> dict[str, float]:
-        """Since the last call: mean norm of an update's gradient before clipping; and the updates skipped since the start."""
-        found = {"gradient_norm": self._norms.item() / max(self._measured, 1), "skipped_updates": self._skipped.item()}
+        """Since the last call: mean norm of an update's gradient before clipping; and the updates skipped since the start, which
+        don't enter the mean."""
+        found = {"gradient_norm": self._norms.item() / max(self._measured.item(), 1), "skipped_updates": self._skipped.item()}
         if self.scale is not None:
             found["loss_scale"] = self.scale.item()
-        self._norms, self._measured = self._tensor(0), 0
+        self._norms, self._measured = self._tensor(0), self._tensor(0)
         return found
 
     def state_dict(self) -> dict[str, Any]:

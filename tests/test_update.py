@@ -278,3 +278,15 @@ def test_a_stage_whose_message_overflows_halves_its_scale() -> None:
     assert 0 < skipped < 20
     found.train(Data(), 10)
     assert found.stage_metrics()["stage/1/skipped_updates"] == skipped
+
+
+def test_the_mean_norm_leaves_out_skipped_updates() -> None:
+    class Data(RandomStream):
+        def inputs(self, m: int) -> Tensor:
+            return super().inputs(m) * (float("nan") if m == 2 else 1)
+
+    found = pipeline(UpdateRules(nonfinite="skip"), k=1)
+    found.train(Data(), 4)
+    numbers = found.stage_metrics()
+    assert numbers["stage/1/skipped_updates"] == 1
+    assert 0 < numbers["stage/1/gradient_norm"] < float("inf")
