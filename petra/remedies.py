@@ -180,14 +180,16 @@ class StageRemedy:
 
     def _compensate(self) -> None:
         """From the step that SGD has done, −lr·v or with Nesterov −lr·(m·v + g), to −lr·(a·v + b·g)."""
-        gradients = iter(self._gradients)
+        gradients, skips = iter(self._gradients), getattr(self.optimizer, "found_inf", None)
         for group in self.optimizer.param_groups:
             m, nesterov = group["momentum"], group["nesterov"]
             a, b = m**self.staleness, (1 - m**self.staleness) / (1 - m)
             done_a, done_b = (m, 1.0) if nesterov else (1.0, 0.0)
             for p in group["params"]:
-                p.add_(self.optimizer.state[p]["momentum_buffer"], alpha=-group["lr"] * (a - done_a))
-                p.add_(next(gradients), alpha=-group["lr"] * (b - done_b))
+                step = self.optimizer.state[p]["momentum_buffer"] * (a - done_a) + next(gradients) * (b - done_b)
+                if skips is not None:  # a fused optimizer left the weights as they were, without telling the host
+                    step = torch.where(skips > 0, torch.zeros_like(step), step)
+                p.add_(step, alpha=-group["lr"])
 
     @torch.no_grad()
     def _hand_out(self) -> None:

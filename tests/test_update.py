@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from petra import BlockSpec, ConfigError, Keep, Method, Model, NumericsError, Pipeline, TensorSpec, UpdateRules
+from petra.remedies import Remedy
 from petra.training.optim import OPTIMIZERS
 from petra.update import GROWTH_INTERVAL
 from tests.nets import RandomStream, mixed_net
@@ -290,3 +291,17 @@ def test_the_mean_norm_leaves_out_skipped_updates() -> None:
     numbers = found.stage_metrics()
     assert numbers["stage/1/skipped_updates"] == 1
     assert 0 < numbers["stage/1/gradient_norm"] < float("inf")
+
+
+def test_a_step_that_a_fused_optimizer_skips_is_not_compensated() -> None:
+    found = pipeline(UpdateRules(), "petra", k=1, optimizer=OPTIMIZERS["sgd"], remedy=Remedy(compensation=True))
+    found.train(RandomStream(), 4)
+    optimizer, parameters = found.workers[0].update.optimizer, list(found.stages[0].module.parameters())
+    before = [p.detach().clone() for p in parameters]
+    for p in parameters:
+        p.grad = torch.full_like(p, float("nan"))
+    assert optimizer is not None
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(parameters, before, strict=True))
