@@ -9,6 +9,8 @@ import torch.distributed as dist
 from launch import recipe
 from launch.build import Plan
 from launch.processes import Place, together
+from petra.errors import ConfigError
+from petra.method import Keep
 from petra.partition import Layout
 from petra.profiling import measure_link, profile_blocks
 from petra.tuning import Tuned, tune
@@ -45,7 +47,7 @@ def tuned(plan: Plan, place: Place) -> Plan:
                 plan.config.k,
                 place.world if "stages" in plan.auto else [len(stage) for stage in plan.layout.stages],
                 tune_delay="delay" in plan.auto,
-                tune_keep="keep" in plan.auto,
+                tune_keep="keep" in plan.auto and _may_keep_graphs(plan),
                 limit=float("inf") if trainer.memory_limit is None else 1e9 * trainer.memory_limit,
                 link=link,
                 processes=[p for p in plan.layout.processes if p] if place.world > 1 else None,
@@ -65,3 +67,14 @@ def tuned(plan: Plan, place: Place) -> Plan:
     stages = list(found.stages)
     layout = Layout.plan(plan.model, plan.inputs, stages, place.world)
     return replace(plan, stages=stages, layout=layout, method=method, auto=frozenset())
+
+
+def _may_keep_graphs(plan: Plan) -> bool:
+    """Whether the method, the precision and the remedy go with graphs; if not, ``method.keep=auto`` is nothing."""
+    method, k = replace(plan.method, keep=Keep.GRAPH), plan.config.k
+    try:
+        method.check(method.delays(len(plan.layout.stages), k), k, casts=plan.autocast is not None)
+        plan.remedy(microbatches_per_epoch=1).check(method)
+    except ConfigError:
+        return False
+    return True

@@ -9,7 +9,7 @@ import pytest
 
 from launch.processes import Place
 from launch.tuning import tuned
-from petra import ConfigError, PetraError
+from petra import ConfigError, Keep, PetraError
 from tests.test_launch import ALONE, TINY, launched, planned
 
 
@@ -73,3 +73,9 @@ def test_a_run_that_is_diagnosed(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (folder / "gradients.jsonl").read_text().splitlines()]
     assert {(row["microbatch"], row["stage"]) for row in rows} == {(m, j) for m in (0, 4) for j in range(1, 11)}
     assert (folder / "gradients.png").exists()
+
+
+@pytest.mark.parametrize("override", ["trainer.precision=bf16", "remedy=prediction", "remedy=pipemare"])
+def test_what_is_chosen_goes_with_precision_and_remedy(override: str) -> None:
+    plan = tuned(planned(*TINY, "method.keep=auto", "trainer.stages=2", override), ALONE)
+    assert plan.pipeline(plan.learning_rate(1)).method.keep is Keep.NOTHING
