@@ -82,7 +82,7 @@ class BlockRunner:
     def forward(self, m: int, x: Streams) -> Streams:
         if self.draws is None:
             self.draws = self._draws(x)
-        weights = self._forward_weights(m)
+        weights = self.forward_weights(m)
         for_backward = None if self.weights is Weights.CURRENT else weights
         if self.keep is Keep.GRAPH:
             inputs = self._leaves(x)
@@ -166,7 +166,7 @@ class BlockRunner:
     def _leaves(self, x: Streams) -> Streams:
         return tuple(t.detach().requires_grad_(self.input_needs_gradient and t.is_floating_point()) for t in x)
 
-    def _forward_weights(self, m: int) -> Stash | None:
+    def forward_weights(self, m: int) -> Stash | None:
         """What F of microbatch m uses; None for the parameters as they are."""
         if self.weights is Weights.DOUBLE and self.updates == m // self.k:
             return self.previous or (self._copied() if self.keep is Keep.GRAPH else None)

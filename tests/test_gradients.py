@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from petra import ConfigError, Keep, Method, Pipeline, Weights
+from petra import ConfigError, Keep, Method, Pipeline, UpdateRules, Weights
 from petra.analysis.gradients import GradientDiagnosis, angle
 from petra.analysis.plots import gradient_quality
+from petra.remedies import Prediction, Remedy
 from tests.nets import RandomStream, mixed_net
 
 PETRA = Method("petra", 2, Keep.NOTHING)
@@ -136,3 +138,25 @@ def test_a_stage_without_parameters_has_no_gradient_to_compare() -> None:
     with diagnosis.watching():
         pipeline.train(RandomStream(), 1)
     assert ["cosine_delayed" in row for row in diagnosis.rows] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("pipedream_2bw", {"k": 4}),
+        (DELAYED, {"remedy": Remedy(prediction=Prediction.VELOCITY)}),
+        (Method("dsp", 2, Keep.INPUT), {"remedy": Remedy(correction=0.1)}),
+        (DELAYED, {"rules": UpdateRules(loss_scale=8.0)}),
+    ],
+    ids=["double", "predicted", "corrected", "scaled"],
+)
+def test_references_use_the_weights_that_the_method_uses(method: str | Method, settings: dict[str, Any]) -> None:
+    """Where inputs are kept, the stored gradient is the method's own; where B takes F's weights, so is the delayed one."""
+    made = Pipeline(mixed_net(), RandomStream().spec, method=method, optimizer=sgd(), **settings)
+    diagnosis = GradientDiagnosis(made, 3)
+    with diagnosis.watching():
+        made.train(RandomStream(), 13)
+    for row in diagnosis.rows:
+        assert row["angle_stored"] < 1e-5
+        if made.method.weights is not Weights.CURRENT:
+            assert row["norm_ratio_delayed"] == pytest.approx(1, abs=1e-9)

@@ -91,7 +91,7 @@ class GradientDiagnosis:
             if m % self.every == 0:
                 case = self._cases.setdefault(m, _Case())
                 case.inputs[j] = tuple(t.clone() for t in x)
-                case.weights[j] = [_copies(runner) for runner in stage.runners]
+                case.weights[j] = [_copies(runner, m) for runner in stage.runners]
             return forward(m, x)
 
         def watched_backward(m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams]:
@@ -103,7 +103,9 @@ class GradientDiagnosis:
             with ExitStack() as notes:
                 found, rebuilt = _note(notes, stage.runners)
                 result = backward(m, y, dy)
-            self._compare(m, j, _flat(stage, found), rebuilt[0], stored)
+            scale = self.pipeline.workers[j].update.scale
+            gradient = _flat(stage, found)
+            self._compare(m, j, gradient if scale is None else gradient / scale, rebuilt[0], stored)
             return result
 
         replace_method(undo, stage, "forward", watched_forward)
@@ -131,7 +133,7 @@ class GradientDiagnosis:
     def _stored(self, m: int, j: int, dy: Streams) -> Flat:
         case, stage = self._cases[m], self.pipeline.stages[j]
         stashed = self.pipeline.method.weights is not Weights.CURRENT
-        weights = case.weights[j] if stashed else [None] * len(stage.runners)
+        weights = case.weights[j] if stashed else [runner.corrected for runner in stage.runners]
         y = stage.replay(m, case.inputs[j], weights)
         return _differentiated(y, dy, _leaves(stage, weights))
 
@@ -160,8 +162,10 @@ def angle(a: Tensor, b: Tensor) -> float:
     return 2 * math.atan2(float((a - b).norm()), float((a + b).norm()))
 
 
-def _copies(runner: BlockRunner) -> Stash:
-    return {name: p.detach().clone().requires_grad_() for name, p in runner.parameters.items()}
+def _copies(runner: BlockRunner, m: int) -> Stash:
+    """Of the weights that F of microbatch m uses."""
+    weights: Mapping[str, Tensor] = runner.forward_weights(m) or runner.parameters
+    return {name: weights[name].detach().clone().requires_grad_() for name in runner.parameters}
 
 
 def _leaves(stage: Stage, weights: Sequence[Stash | None]) -> list[Tensor]:
