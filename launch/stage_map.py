@@ -77,7 +77,8 @@ def stage_rows(plan: Plan) -> list[StageRow]:
     rows = []
     for j, stage in enumerate(layout.stages):
         blocks, last = tuple(layout.profiles[b] for b in stage), j == count - 1
-        keeps = plan.method.keep_of([block.reversible for block in blocks], last=last and delays[j] == 0)
+        kinds = [block.reversible for block in blocks]
+        keeps = plan.method.keep_of(kinds, last=last and delays[j] == 0, first_block=stage.start)
         flops = sum(block.flops for block in layout.profiles)
         rows.append(StageRow(j + 1, owner[j], blocks, keeps, delays[j], flops, last))
     return rows
