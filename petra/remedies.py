@@ -151,7 +151,8 @@ class StageRemedy:
         On another cut a parameter may come from a stage that was not late, and remembered nothing: it starts from zero.
         """
         self._drift, self._change = (
-            [state[key][p].to(p, copy=True) for p in self.parameters] if state.get(key) else [] for key in ("drift", "change")
+            [found[p].to(p, copy=True) if p in found else torch.zeros_like(p) for p in self.parameters] if found else []
+            for found in (state.get(key, {}) for key in ("drift", "change"))
         )
         self._hand_out()
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from petra import BlockSpec, ConfigError, Keep, Method, Model, NumericsError, Pipeline, TensorSpec, UpdateRules
-from petra.remedies import Remedy
+from petra.remedies import Prediction, Remedy
 from petra.training.optim import OPTIMIZERS
 from petra.update import GROWTH_INTERVAL
 from tests.nets import RandomStream, mixed_net
@@ -305,3 +305,14 @@ def test_a_step_that_a_fused_optimizer_skips_is_not_compensated() -> None:
     optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
     optimizer.step()
     assert all(torch.equal(p, old) for p, old in zip(parameters, before, strict=True))
+
+
+def test_a_remedy_goes_on_from_a_cut_with_other_late_stages() -> None:
+    """The last stage is never late and remembers nothing; on the other cut one of its blocks is in a late stage."""
+    remedy = Remedy(prediction=Prediction.DIFFERENCE)
+    before, after = (pipeline(UpdateRules(), "petra", remedy=remedy, stages=cut) for cut in ([4, 2], [5, 1]))
+    before.train(RandomStream(), 6)
+    after.load_method_state(before.method_state())
+    kept, found = before.method_state()["change"], after.method_state()["change"]
+    assert {key.split(".")[0] for key in found} - {key.split(".")[0] for key in kept} == {"block3"}
+    assert all(torch.equal(value, kept.get(key, torch.zeros_like(value))) for key, value in found.items())
