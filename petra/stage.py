@@ -281,8 +281,11 @@ class Stage:
 
     def evaluate(self, x: Streams) -> Streams:
         """A forward for evaluation: running statistics used, nothing held."""
+        largest = None if self.grid is None else self.grid.largest
         for runner in self.runners:
             x = self._contiguous(runner.evaluate(x))
+        if self.grid is not None and largest is not None:
+            self.grid.largest = largest  # nothing is reconstructed, so any range will do
         return x
 
     @contextmanager

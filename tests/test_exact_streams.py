@@ -131,3 +131,11 @@ def test_what_has_no_exact_streams_is_refused() -> None:
         Pipeline(
             mixed_net(dtype=torch.bfloat16), RandomStream(dtype=torch.bfloat16).spec, optimizer=torch.optim.SGD, exact_streams=True
         )
+
+
+def test_evaluation_may_leave_the_range() -> None:
+    """Nothing is reconstructed there."""
+    chain = Stage([Coupling(branch(4))], [Keep.NOTHING], grid=Grid())
+    assert chain.grid is not None
+    chain.evaluate((torch.full((2, 4, 6, 6), 1e6), torch.ones(2, 4, 6, 6)))
+    chain.grid.require()
