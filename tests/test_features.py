@@ -274,8 +274,9 @@ def test_every_preset_has_a_row() -> None:
     plan(recipe, ALONE)
 
 
-def test_the_stage_map_tells_what_the_pipeline_does() -> None:
-    plan_ = planned("model.width=0.0625", "trainer.stages=4")
+@pytest.mark.parametrize("keep", ["nothing", "[input,graph,nothing,nothing,input,graph,input,nothing,graph,graph]"])
+def test_the_stage_map_tells_what_the_pipeline_does(keep: str) -> None:
+    plan_ = planned("model.width=0.0625", "trainer.stages=4", f"method.keep={keep}")
     rows, pipeline = stage_rows(plan_), plan_.pipeline(plan_.learning_rate(1))
     assert sum(block.parameters for row in rows for block in row.blocks) == sum(
         p.numel() for p in plan_.model.build(0).parameters()
