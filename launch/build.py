@@ -130,7 +130,7 @@ def plan(config: Config, place: Place) -> Plan:
     _choice("optim.clip_scope", config.optim.clip_scope, recipe.SCOPES)
     _choice("schedule.name", config.schedule.name, SCHEDULES)
     recipe.optimizer(config), recipe.rules(config), recipe.losses(config)
-    _choice("trainer.transport", trainer.transport, ("auto", "local", "lockstep", "edge"))
+    _choice("trainer.transport", trainer.transport, ("auto", "local") if place.world == 1 else ("auto", "lockstep", "edge"))
     _choice("trainer.precision", trainer.precision, recipe.PRECISIONS)
     _choice("trainer.wire", trainer.wire, WIRES)
     variables(config.cluster)

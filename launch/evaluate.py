@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from launch.build import plan
-from launch.config import Config, to_config
+from launch.config import Config, LoggerConfig, to_config
 from launch.processes import Place, together
 from petra.errors import ConfigError
 from petra.training import limited, load, load_into, means
@@ -88,7 +88,9 @@ def evaluate(config: Config, weights: Path, place: Place) -> dict[str, float | s
     Raises:
         PetraError: the configuration, the data or the weights can't be used; the same in every process.
     """
-    config = replace(config, optim=replace(config.optim, ema=None))  # the weights are averages already, or must not be
+    # The weights are averages already, or must not be; and what belongs to training in its processes is left aside.
+    trainer = replace(config.trainer, transport="auto", trace=None, diagnose=None, stage_metrics=False)
+    config = replace(config, optim=replace(config.optim, ema=None), trainer=trainer, logger=LoggerConfig(name="jsonl"))
     checked = plan(config, place)
     torch.set_num_threads(config.trainer.threads)
     with place.joined(checked.device, config.trainer.timeout):

@@ -38,7 +38,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "test accuracy": lambda s: f"{s['test_accuracy']:.2%}",
     "test loss": lambda s: f"{s['test_loss']:.4f}",
     "train loss": lambda s: f"{s['train_loss']:.4f}",
-    "images/s": lambda s: f"{s['images_per_second']:.0f}",
+    "images or tokens/s": lambda s: f"{next(value for key, value in s.items() if key.endswith('_per_second')):.0f}",
     "peak memory (GiB)": lambda s: f"{max(s['peak_memory_bytes']) / 2**30:.2f}",
     "seconds": lambda s: f"{s['wall_seconds']:.0f}",
 }

@@ -101,7 +101,7 @@ class Method:
         late = any(self.staleness(delay, k) for delay in delays)
         if late and casts and self.writes_through_graphs:
             raise ConfigError(
-                "method.keep: found graph with method.weights=current in bf16, accepted are input, nothing, or "
+                "method.keep: found graph with method.weights=current under autocast, accepted are input, nothing, or "
                 "method.weights=stashed: the graph holds casts of the weights, which updates don't reach"
             )
 

@@ -109,6 +109,7 @@ class Pipeline:
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
         self.layout = Layout.plan(model, inputs, stages, self.world)
         self.model, self.method, self.k, self.device = model, method, k, torch.device(device)
+        self.seed, self.autocast = seed, autocast
         self.metrics = {"accuracy": correct} if metrics is None else dict(metrics)
         self.clock = 0
         """Microbatches trained on since the start."""
@@ -379,6 +380,8 @@ class Pipeline:
             "exact_streams": self._grid is not None,
             "transport": self.transport_name,
             "rules": self.rules,
+            "seed": self.seed,
+            "autocast": self.autocast,
             "stages": self.layout.stages,
             "processes": self.layout.processes,
         }

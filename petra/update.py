@@ -141,9 +141,8 @@ class Update:
     def __call__(self, t: int) -> None:
         """The update after microbatch ``t``, counted from 1; one that is clipped globally waits for :meth:`apply`."""
         self._t = t
-        squares = self.squared_norm()
         if not self.rules.clip_globally:
-            self.apply(squares)
+            self.apply(self.squared_norm())
 
     def squared_norm(self) -> Tensor:
         """Of the stage's gradient as it stands, in float64."""

@@ -143,7 +143,7 @@ def test_a_stage_without_parameters_has_no_gradient_to_compare() -> None:
 @pytest.mark.parametrize(
     ("method", "settings"),
     [
-        ("pipedream_2bw", {"k": 4}),
+        ("pipedream_2bw", {"k": 6}),
         (DELAYED, {"remedy": Remedy(prediction=Prediction.VELOCITY)}),
         (Method("dsp", 2, Keep.INPUT), {"remedy": Remedy(correction=0.1)}),
         (DELAYED, {"rules": UpdateRules(loss_scale=8.0)}),
