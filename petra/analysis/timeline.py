@@ -78,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except PetraError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    title = f"{method.name}, {options.stages} stages: period {steady.period:g}, idle {sum(steady.bubble) / options.stages:.0%}"
+    name = method.name if options.delay is None else f"{method.name} with d = {options.delay}"
+    title = f"{name}, {options.stages} stages: period {steady.period:g}, idle {sum(steady.bubble) / options.stages:.0%}"
     if options.out.suffix == ".json":
         write_trace(found, options.out)
     else:
