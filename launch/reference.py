@@ -1,0 +1,104 @@
+"""The page of all settings, from the schema and the comments of conf/: ``python -m launch.reference > docs/configuration.md``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from omegaconf import OmegaConf
+
+from launch.config import Config
+from launch.train import CONF
+
+HEAD = """# Configuration
+
+Made by `python -m launch.reference > docs/configuration.md` from `launch/config.py` and `conf/`; change those.
+
+`GROUP=FILE` chooses a file of a group, `GROUP.KEY=VALUE` sets a key; a later word wins. The first file of each list is the default.
+Names in brackets are the files that a value or meaning belongs to. Unknown keys, wrong types and values that aren't accepted are
+refused before anything runs. [Experiments](experiments.md) are whole runs.
+"""
+NAME = "name"
+LINE = re.compile(r"^(\w+): (.*?) # (.*)$")
+"""A key at the margin, its value, its comment."""
+
+
+def main() -> None:
+    """Prints the page."""
+    print(page(), end="")
+
+
+def page() -> str:
+    """The page as Markdown."""
+    root = Path(CONF) / "config.yaml"
+    groups = [entry for entry in OmegaConf.load(root).defaults if OmegaConf.is_dict(entry)]
+    chosen = {group: name for entry in groups for group, name in entry.items()}
+    parts = [HEAD, "## Without a group\n", "".join(_table(Config, {"config": root}, ""))]
+    for group in get_type_hints(Config):
+        if not is_dataclass(schema := get_type_hints(Config)[group]):
+            continue
+        paths = sorted(Path(CONF, group).glob("*.yaml"), key=lambda path: (path.stem != chosen[group], path.stem))
+        files = {path.stem: path for path in paths}
+        parts += [f"## {group}\n", *_files(group, files), "".join(_table(schema, files, f"{group}."))]
+    presets = sorted(Path(CONF, "experiment").rglob("*.yaml"))
+    experiments = {str(path.relative_to(Path(CONF, "experiment")).with_suffix("")): path for path in presets}
+    parts += ["## experiment\n\nNone by default.\n", *_files("experiment", experiments)]
+    return "\n".join(parts)
+
+
+def _files(group: str, files: dict[str, Path]) -> Iterator[str]:
+    """What each file is for: the comment at its head."""
+    if len(files) > 1:
+        rows = [f"| `{group}={name}` | {_cell(_purpose(path))} |\n" for name, path in files.items()]
+        yield "".join(["| file | |\n|---|---|\n", *rows])
+
+
+def _purpose(path: Path) -> str:
+    heads = [line[2:] for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# ") and "@package" not in line]
+    return heads[0] if heads else dict((k, c) for k, _, c in _settings(path))[NAME]
+
+
+def _table(schema: Any, files: dict[str, Path], prefix: str) -> Iterator[str]:
+    """A row for each key in the order of the schema: type, the files' values, the files' comments."""
+    settings = {name: {key: (value, comment) for key, value, comment in _settings(path)} for name, path in files.items()}
+    yield "| key | type | value | meaning |\n|---|---|---|---|\n"
+    for field in fields(schema):
+        known = {name: keys[field.name] for name, keys in settings.items() if field.name in keys}
+        if is_dataclass(get_type_hints(schema)[field.name]) or (field.name == NAME and len(files) > 1):
+            continue
+        kind = str(field.type).replace(" | None", ", null").replace("Any", "see meaning")
+        values, meanings = (_summed({name: pair[i] for name, pair in known.items()}, list(files)) for i in (0, 1))
+        yield f"| `{prefix}{field.name}` | {_cell(kind)} | {_cell(values)} | {_cell(meanings)} |\n"
+
+
+def _settings(path: Path) -> Iterator[tuple[str, str, str]]:
+    """Each key at the margin of a file, with its value as written and its comment."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if match := LINE.match(line):
+            yield match[1], match[2], match[3]
+
+
+def _summed(texts: dict[str, str], files: list[str]) -> str:
+    """Each text with the files that have it, the default file's first; without names where all files have the same."""
+    by_text: dict[str, list[str]] = {}
+    for name, text in texts.items():
+        by_text.setdefault(text, []).append(name)
+    return "; ".join(text + _names(names, files) for text, names in by_text.items())
+
+
+def _names(names: list[str], files: list[str]) -> str:
+    others = [name for name in files if name not in names]
+    if not others:
+        return ""
+    return f" (all but {', '.join(others)})" if len(others) < len(names) else f" ({', '.join(names)})"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    main()
