@@ -1,49 +1,184 @@
-"""Commands in the documents: each names modules and files that there are, and overrides that make a run."""
+"""Pages tell the truth: commands parse, compose and plan, snippets run, links lead somewhere, made pages are up to date.
+
+``python -m tests.commands`` runs the commands themselves.
+"""
 
 from __future__ import annotations
 
 import re
+import shlex
+from contextlib import redirect_stdout
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
+from io import StringIO
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
 from hydra import compose, initialize_config_dir
+from torch import Tensor, nn
+from torch.distributed.run import get_args_parser
 
+from examples.own_model import Patches, branch
+from launch.build import plan
 from launch.config import register, to_config
+from launch.processes import Place
+from launch.reference import page
 from launch.sweep import jobs
 from launch.train import CONF
+from petra import Model, TensorSpec
+from petra.analysis import timeline
+from tests.commands import FENCE, PAGES, ROOT, TRAINS, commands, inline
 
-ROOT = Path(__file__).parents[1]
-OVERRIDE = re.compile(r"(?:^|[\s'\"])((?:[a-z]+\.)?[a-z_]+=[^\s'\"]+)")
+GROUPS = "model|data|method|remedy|optim|schedule|trainer|cluster|logger|experiment"
+KEY = re.compile(rf"(?:k|seed|run_dir|dry_run|(?:{GROUPS})(?:\.\w+)?)=\S+")
+OTHERS = {"docker", "kubectl", "sbatch", "srun", "sky", "apt-get", "pytest", ".", "docker/two_nodes.sh"}
+"""Programs that aren't run; what their command lines name is checked all the same."""
+SHORTER = {
+    "README.md": {"width=0.25": "width=0.0625", "range(3)": "range(1)", "train.batches_per_epoch)": "2)", "test.batches)": "1)"},
+}
+"""What stands in a page's snippets in place of their own sizes, when they run here."""
+COMMANDS = [pytest.param(command, id=f"{path.name}: {command}") for path in PAGES for command in dict.fromkeys(commands(path))]
+by_page = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 
 
-def commands() -> list[str]:
-    """The commands of docs/clusters.md, without their comments, lines joined that belong together."""
-    text = (ROOT / "docs" / "clusters.md").read_text()
-    blocks = "\n".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
-    return [line for line in (line.partition("   #")[0].strip() for line in blocks.splitlines()) if line]
-
-
-@pytest.mark.parametrize("command", commands())
-def test_a_command_means_something(command: str) -> None:
-    for module in re.findall(r"(?:-m|--module|MODULE=) ?([a-z]+\.[a-z]+)", command):
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_means_something(command: str, tmp_path: Path) -> None:
+    words = shlex.split(command)
+    environment: dict[str, str] = {}
+    while re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        name, _, environment[name] = words.pop(0).partition("=")
+    for module in re.findall(r"(?:-m|--module|MODULE=) ?([a-z_]+(?:\.[a-z_]+)+)", command):
         assert find_spec(module), module
-    for path in re.findall(r"(?<![\w./-])((?:docker|launch)/[\w.]+)", command):
-        assert (ROOT / path).is_file(), path
-    overrides = [text for text in OVERRIDE.findall(command) if not text.startswith(("memlock=", "jobset"))]
-    for job in jobs(overrides, Path("out")):
-        with initialize_config_dir(CONF, version_base="1.3"):
-            to_config(compose("config", list(job.overrides)))
+    for named in re.findall(r"(?<![\w./-])((?:docker|launch|examples|tests|benchmarks)/[\w./]*\w)", command):
+        assert (ROOT / named).exists(), named
+    if words[0] == "make":
+        assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text()
+    elif words[0] in ("python", "torchrun"):
+        check_python(words, environment, tmp_path)
+    else:
+        assert words[0] in OTHERS, f"no check for {words[0]}"
+        for job in jobs([text for text in re.split(r"[\s'\"]+", command.partition(words[0])[2]) if KEY.fullmatch(text)], tmp_path):
+            to_config(composed(*job.overrides))
 
 
-def test_settings_that_the_page_lists_have_these_defaults() -> None:
+def check_python(words: list[str], environment: dict[str, str], out: Path) -> None:
+    """Checks torchrun's flags, the module's, and that the configuration plans for so many processes."""
+    world = 1
+    if words[0] == "torchrun":
+        parsed = get_args_parser().parse_args([word if word != "N" else "2" for word in words[1:]])
+        world, module, rest = int(parsed.nproc_per_node), parsed.training_script, parsed.training_script_args
+    elif words[1] != "-m":
+        return  # a file, of which it is known that it exists
+    else:
+        module, rest = words[2], words[3:]
+    flags = {word for word in rest if re.fullmatch(r"--[\w-]+", word)}
+    assert flags <= {"--help"} or flags <= set(re.findall(r"--[\w-]+", usage(module)))
+    values = dict(pairwise(rest))
+    if module == "petra.analysis.timeline":
+        drawing = out / Path(values["--out"]).name
+        timeline.main([*rest, "--out", str(drawing)])
+        kept = ROOT / "docs" / "figures" / drawing.name
+        assert not kept.exists() or labels(kept) == labels(drawing)
+    if module not in (*TRAINS, "launch.doctor"):
+        return
+    overrides = [word for word in rest if KEY.fullmatch(word)]
+    positional = set(rest) - flags - {values.get(flag) for flag in flags} - set(overrides)
+    if module == "benchmarks.nodes":
+        world = sum(map(int, positional.pop().split(",")))
+    assert not positional
+    if "--processes" in flags:
+        world = int(values["--processes"])
+    if "NNODES" in environment:
+        processes = [int(n) for n in environment["NPROC_PER_NODE"].split(",")]
+        world = sum(processes) if len(processes) > 1 else processes[0] * int(environment["NNODES"])
+    for job in jobs(overrides, out):
+        config = to_config(composed(*job.overrides))
+        plan(replace(config, trainer=replace(config.trainer, device="cpu")), Place(0, world, 0, world))
+
+
+@cache
+def usage(module: str) -> str:
+    """What a module prints for --help."""
+    main = import_module(module).main
+    with redirect_stdout(StringIO()) as printed, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", [module, "--help"])
+        with pytest.raises(SystemExit):
+            main()
+    return printed.getvalue()
+
+
+def labels(drawing: Path) -> list[str]:
+    """What stands in a drawing: title, stages, and microbatches in the order in which they are drawn."""
+    return re.findall(r"<text [^>]*>([^<]*)</text>", drawing.read_text(encoding="utf-8"))
+
+
+def composed(*overrides: str) -> Any:
     register()
     with initialize_config_dir(CONF, version_base="1.3"):
-        config = compose("config")
-    rows = re.findall(
-        r"^\| `(cluster|trainer)\.(\w+)` \| (\S+)(?: s)? \|", (ROOT / "docs" / "clusters.md").read_text(), re.MULTILINE
-    )
+        return compose("config", [*overrides])
+
+
+@by_page
+def test_settings_in_sentences_are_settings(path: Path) -> None:
+    if path.name == "configuration.md":
+        return  # made, and every file of every group is planned by another test
+    for code in inline(path.read_text(encoding="utf-8")):
+        if all(KEY.fullmatch(word) for word in code.split()) and not re.search(r"=[A-Z<]|experiment=", code):
+            to_config(composed(*code.split()))
+
+
+@by_page
+def test_links_and_names_of_files_lead_somewhere(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", FENCE.sub("", text)):
+        assert target.startswith("https://") or (path.parent / target).exists(), target
+    for code in inline(text):
+        if re.fullmatch(r"(?:petra|launch|conf|docs|docker|tests|examples|benchmarks)/[\w./]*", code) and "SITE" not in code:
+            assert (ROOT / code).exists(), code
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = ROOT / "docs" / "README.md"
+    linked = set(re.findall(r"\]\((\w+\.md)\)", index.read_text()))
+    assert linked == {path.name for path in (ROOT / "docs").glob("*.md")} - {index.name}
+
+
+def test_the_configuration_page_is_up_to_date() -> None:
+    assert page() == (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8"), "python -m launch.reference has news"
+
+
+class Head(nn.Linear):
+    """Both streams, averaged over the image, to classes."""
+
+    def forward(self, x1: Tensor, x2: Tensor) -> Tensor:
+        return super().forward(torch.cat([x1, x2], dim=1).mean((2, 3)))
+
+
+@by_page
+def test_snippets_run(path: Path) -> None:
+    """With modules of a user's own where a page has only their names."""
+    scope: dict[str, Any] = {"nn": nn, "MyStem": Patches, "MyHead": Head, "stem": Patches(8), "f": branch(8), "head": Head(16, 10)}
+    scope["sequential"] = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten())
+    for code in (code for language, code in FENCE.findall(path.read_text(encoding="utf-8")) if language == "python"):
+        assert len(code.splitlines()) <= 20
+        for long, short in SHORTER.get(path.name, {}).items():
+            assert long in code
+            code = code.replace(long, short)
+        exec(compile(code, str(path), "exec"), scope)
+        if isinstance(model := scope.get("model"), Model):
+            assert model.profile(TensorSpec((2, 3, 32, 32), torch.float32))
+
+
+def test_settings_that_the_clusters_page_lists_have_these_defaults() -> None:
+    text = (ROOT / "docs" / "clusters.md").read_text()
+    config = composed()
+    rows = re.findall(r"^\| `(cluster|trainer)\.(\w+)` \| (\S+)(?: s)? \|", text, re.MULTILINE)
     assert {key for group, key, _ in rows if group == "cluster"} == set(config.cluster)
     for group, key, default in rows:
         assert config[group][key] == yaml.safe_load(default)

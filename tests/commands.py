@@ -1,0 +1,85 @@
+"""The commands of README.md and docs/, and a script that runs them, made small: ``python -m tests.commands [PAGE ...]``.
+
+Each page's commands run in their order in a folder of their own. Trainings get one epoch of a few synthetic images at a sixteenth
+of the width, benchmarks one round. Commands that need other programs than Python are named and left out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
+COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python|torchrun|pytest|make|docker|git|pip) [\w.-]")
+TRAINS = ("launch.train", "launch.local", "launch.node", "launch.sweep", "benchmarks.nodes")
+SMALL = (
+    *("data=synthetic", "data.images=32", "data.batch_size=4", "model.width=0.0625"),
+    *("trainer.epochs=1", "trainer.limit_batches=2", "trainer.device=cpu"),
+)
+
+
+def inline(text: str) -> list[str]:
+    """All `code` outside of fenced blocks, on one line each."""
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", FENCE.sub("", text))]
+
+
+def commands(path: Path) -> Iterator[str]:
+    """A page's commands, in blocks and in sentences, without their comments; lines that belong together are joined."""
+    text = path.read_text(encoding="utf-8")
+    for language, block in FENCE.findall(text):
+        if language == "sh":
+            lines = block.replace("\\\n", " ").splitlines()
+            yield from (line for line in (re.split(r"\s+# ", line)[0].strip() for line in lines) if line)
+    yield from (code for code in inline(text) if COMMAND.match(code) and "…" not in code)
+
+
+def small(command: str) -> list[str] | None:
+    """The command's words, made small; None for a command that isn't Python's, or starts this script."""
+    words = shlex.split(command.replace("-per-node N", "-per-node 2"))
+    start = next(i for i, word in enumerate(words) if not re.match(r"[A-Z_]+=", word))
+    if start or words[0] not in ("python", "torchrun") or "--slurm" in words:
+        return None
+    words[:1] = [sys.executable] if words[0] == "python" else [sys.executable, "-m", "torch.distributed.run"]
+    modules = [word for previous, word in pairwise(words) if previous == "-m"]
+    if "tests.commands" in modules:
+        return None
+    if modules and modules[-1] in TRAINS:
+        return [*(word for word in words if not word.startswith("data")), *SMALL]
+    if modules and modules[-1].startswith("benchmarks."):
+        return [*words, "--rounds", "1"]
+    return [*words, "--help"] if words[-1] == "launch.compare" else words  # a sentence that names it
+
+
+def main() -> None:
+    """Runs them and prints how each ended; exits with 1 if one failed."""
+    pages = [Path(name).resolve() for name in sys.argv[1:]] or PAGES
+    failed = []
+    for path in pages:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "examples").symlink_to(ROOT / "examples")
+            (Path(folder) / "docs" / "figures").mkdir(parents=True)
+            for command in commands(path):
+                words = small(command)
+                if words is None:
+                    print(f"left out   {path.name}: {command}", flush=True)
+                    continue
+                environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+                done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
+                print(f"{'FAILED' if done.returncode else 'ran':10} {path.name}: {command}", flush=True)
+                if done.returncode:
+                    failed.append(command)
+                    print(done.stdout[-2000:], done.stderr[-2000:], sep="\n")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
