@@ -1,6 +1,6 @@
 """The commands of README.md and docs/, and a script that runs them, made small: ``python -m tests.commands [PAGE ...]``.
 
-Each page's commands run in their order in a folder of their own. Trainings get one epoch of a few synthetic images at a sixteenth
+Each page's commands run in their order in a folder of their own. Trainings get one epoch of a few synthetic images at a quarter
 of the width, benchmarks one round. Commands that need other programs than Python are named and left out.
 """
 
@@ -22,7 +22,7 @@ FENCE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python|torchrun|pytest|make|docker|git|pip) [\w.-]")
 TRAINS = ("launch.train", "launch.local", "launch.node", "launch.sweep", "benchmarks.nodes")
 SMALL = (
-    *("data=synthetic", "data.images=32", "data.batch_size=4", "model.width=0.0625"),
+    *("data=synthetic", "data.images=32", "data.batch_size=4", "model.width=0.25"),
     *("trainer.epochs=1", "trainer.limit_batches=2", "trainer.device=cpu"),
 )
 

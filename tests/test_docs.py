@@ -79,6 +79,7 @@ def check_python(words: list[str], environment: dict[str, str], out: Path) -> No
         module, rest = words[2], words[3:]
     flags = {word for word in rest if re.fullmatch(r"--[\w-]+", word)}
     assert flags <= {"--help"} or flags <= set(re.findall(r"--[\w-]+", usage(module)))
+    assert not any(word.startswith("[") for word in rest), "notation of a manual, not a command"
     values = dict(pairwise(rest))
     if module == "petra.analysis.timeline":
         drawing = out / Path(values["--out"]).name
