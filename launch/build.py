@@ -133,6 +133,13 @@ def plan(config: Config, place: Place) -> Plan:
     _choice("trainer.transport", trainer.transport, ("auto", "local") if place.world == 1 else ("auto", "lockstep", "edge"))
     _choice("trainer.precision", trainer.precision, recipe.PRECISIONS)
     _choice("trainer.wire", trainer.wire, WIRES)
+    every, keep = config.checkpoint.every, config.checkpoint.keep
+    _require(every is None or every >= 1, "checkpoint.every", every, "null or integers >= 1")
+    _require(keep >= 0, "checkpoint.keep", keep, "integers >= 0")
+    place_known = config.resume != AUTO or config.run_dir is not None
+    _require(place_known, "resume", AUTO, "auto with run_dir=<the run's folder>")
+    once = config.init_from is None or config.resume in (None, AUTO)
+    _require(once, "init_from", config.init_from, "null with resume=<folder>, which brings its own weights")
     variables(config.cluster)
     _choice("logger.name", config.logger.name, LOGGERS)
     _choice("logger.mode", config.logger.mode, ("offline", "online"))

@@ -121,6 +121,13 @@ class TrainerConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    every: int | None = None
+    keep: int = MISSING
+    background: bool = MISSING
+
+
+@dataclass
 class ClusterConfig:
     interfaces: list[str] | None = None
     infiniband: bool = MISSING
@@ -143,6 +150,8 @@ class Config:
     k: int = MISSING
     seed: int = MISSING
     run_dir: str | None = None
+    resume: str | None = None
+    init_from: str | None = None
     dry_run: bool = MISSING
     model: ModelConfig = MISSING
     data: DataConfig = MISSING
@@ -151,6 +160,7 @@ class Config:
     optim: OptimConfig = MISSING
     schedule: ScheduleConfig = MISSING
     trainer: TrainerConfig = MISSING
+    checkpoint: CheckpointConfig = MISSING
     cluster: ClusterConfig = MISSING
     logger: LoggerConfig = MISSING
 

@@ -7,11 +7,11 @@ from dataclasses import asdict
 import torch.distributed as dist
 
 from launch.config import DataConfig
-from launch.processes import gathered, together
 from petra.data import Dataset, EvalStream, TrainStream, load_dataset, microbatch_form, settings
 from petra.errors import ConfigError
 from petra.partition import Layout
 from petra.streams import TensorSpec
+from petra.together import gathered, together
 
 AGREED = ("classes", "size")
 """Keys that every data set has, since the model depends on them; most of them fix the values."""

@@ -12,9 +12,10 @@ from launch.cluster import apply
 from launch.config import Config, to_config
 from launch.links import LARGE, Link, measure_links
 from launch.machine import Report, compare, look
-from launch.processes import Place, gathered
+from launch.processes import Place
 from launch.train import compose
 from petra.errors import ConfigError
+from petra.together import gathered
 
 
 def main() -> None:

@@ -2,8 +2,9 @@
 
 ``python -m launch.evaluate run=FOLDER [weights=FILE] [key=value ...]``
 
-    run      the folder of a run that ended with trainer.export=pt or safetensors
-    weights  another file of exported weights; by default ema.* of the folder where there is one, else model.*
+    run      the folder of a run, which may still go on
+    weights  a file of exported weights or the folder of a checkpoint; by default ema.* of the run's folder where there is one, else
+             model.*, else its best checkpoint, with moving averages if it has some
     key      any key of the run's configuration, such as data.root, data.batch_size, trainer.device, trainer.limit_batches
 
 Prints one JSON object: loss in nats, accuracies 0 … 1.
@@ -22,9 +23,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from launch.build import plan
 from launch.config import Config, LoggerConfig, to_config
-from launch.processes import Place, together
+from launch.processes import Place
+from launch.resuming import FOLDER
+from launch.resuming import weights as weights_in
 from petra.errors import ConfigError
-from petra.training import limited, load, load_into, means
+from petra.together import together
+from petra.training import best_of, limited, load_into, means, newest
 from petra.training.export import FORMATS
 
 
@@ -70,7 +74,7 @@ def parse(words: list[str]) -> tuple[Path, Path | None, Config]:
 
 
 def exported(folder: Path) -> Path:
-    """The weights in a run's folder: their moving average where there is one.
+    """The weights in a run's folder: their moving average where there is one; else its best checkpoint, or the newest.
 
     Raises:
         ConfigError: there are none.
@@ -79,11 +83,13 @@ def exported(folder: Path) -> Path:
         for suffix in FORMATS.values():
             if (path := folder / f"{name}{suffix}").exists():
                 return path
-    raise ConfigError(f"run: found no exported weights in {folder}, accepted is the folder of a run with trainer.export=pt")
+    if (checkpoint := best_of(folder / FOLDER) or newest(folder / FOLDER)) is not None:
+        return checkpoint
+    raise ConfigError(f"run: found neither exported weights nor a checkpoint in {folder}, accepted is the folder of a run")
 
 
 def evaluate(config: Config, weights: Path, place: Place) -> dict[str, float | str]:
-    """Loss and metrics of the test data under exported weights, the same in every process.
+    """Loss and metrics of the test data under exported weights or a checkpoint, the same in every process.
 
     Raises:
         PetraError: the configuration, the data or the weights can't be used; the same in every process.
@@ -96,7 +102,7 @@ def evaluate(config: Config, weights: Path, place: Place) -> dict[str, float | s
     with place.joined(checked.device, config.trainer.timeout):
         _, test = checked.data()
         with together():
-            state = load(weights)
+            state = weights_in(weights)
         pipeline = checked.pipeline(checked.learning_rate(1))
         with together():
             load_into(pipeline, state, str(weights))

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -135,25 +134,3 @@ def require_own(store: Store, rank: int, world: int, gpu: str) -> None:
                 f"trainer.device: found GPU {found} in processes {first} and {r}, "
                 "accepted are a GPU for each process, or trainer.device=cpu"
             )
-
-
-def gathered(value: Any) -> list[Any]:
-    """The values of all processes, in every process."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-@contextmanager
-def together() -> Iterator[None]:
-    """Ends in the same error in every process if the body raises one in any of them, so that none waits for one that failed."""
-    message = None
-    try:
-        yield
-    except PetraError as error:
-        message = str(error)
-    messages = dict.fromkeys(m for m in gathered(message) if m is not None)
-    if messages:
-        raise PetraError("\n".join(messages))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from launch.build import Plan
+from launch.build import AUTO, Plan
 from launch.config import Config
 from petra.analysis.plots import curves
 from petra.pipeline import Pipeline
@@ -22,19 +22,25 @@ from petra.training import Epoch, JsonLines, Logger, TensorBoardLogger, WandbLog
 class Records:
     """Opens the run's folder with its config.yaml and metrics.jsonl, and completes it at the end.
 
+    Args:
+        rows: of the epochs that are done already; what the records of a folder that is resumed say of later ones is dropped.
+
     Raises:
         ConfigError: the folder is in use or can't be made.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, rows: Sequence[Mapping[str, float]] = ()) -> None:
         name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{config.model.name}_{config.method.name}_{config.data.name}"
-        self.folder = new_run_folder(Path("runs", name) if config.run_dir is None else Path(config.run_dir))
+        path = Path("runs", name) if config.run_dir is None else Path(config.run_dir)
+        again = config.resume == AUTO and (path / "config.yaml").exists()
+        self.folder = path if again else new_run_folder(path)
+        (self.folder / "summary.json").unlink(missing_ok=True)
         OmegaConf.save(OmegaConf.structured(config), self.folder / "config.yaml")
-        self.loggers: list[Logger] = [JsonLines(self.folder / "metrics.jsonl")]
+        self.loggers: list[Logger] = [JsonLines(self.folder / "metrics.jsonl", rows)]
         if config.logger.name == "wandb":
             self.loggers.append(WandbLogger(self.folder, config.logger.project, config.logger.mode, asdict(config)))
         if config.logger.name == "tensorboard":
-            self.loggers.append(TensorBoardLogger(self.folder))
+            self.loggers.append(TensorBoardLogger(self.folder, len(rows)))
 
     def finish(self, summary: dict[str, Any], history: Sequence[Epoch]) -> None:
         """Closes the logs, draws curves.png and writes summary.json last: where it stands, the run is complete."""

@@ -14,13 +14,16 @@ import conf
 from launch.build import plan
 from launch.cluster import apply
 from launch.config import Config, register, to_config
-from launch.processes import Place, gathered, together
+from launch.processes import Place
 from launch.records import Records, headline, summarise
+from launch.resuming import FOLDER, as_before, begin, facts, find_start
 from launch.stage_map import stage_map
+from launch.stopping import Stopping
 from launch.tuning import tuned
 from launch.watching import watching
 from petra.pipeline import Pipeline
-from petra.training import FORMATS, Bar, Lines, Trainer, export, limited, peak_memory
+from petra.together import gathered, together
+from petra.training import FORMATS, Bar, Checkpoints, Lines, Trainer, export, limited, peak_memory
 
 CONF = str(Path(conf.__file__).parent)
 
@@ -59,26 +62,39 @@ def run(config: Config, place: Place) -> None:
     notes = apply(config.cluster)
     with place.joined(checked.device, config.trainer.timeout):
         started = time.perf_counter()
-        checked = tuned(checked, place)
+        stopping = Stopping()
+        start = find_start(config, place)
+        checked = tuned(as_before(checked, start, place), place)
         train, test = checked.data()
         limit = config.trainer.limit_batches
         microbatches = limited(train.batches_per_epoch, limit)
         learning_rate = checked.learning_rate(microbatches)
         pipeline = checked.pipeline(learning_rate)
+        trainer = Trainer(pipeline, train, test, learning_rate, limit=limit, unit=checked.unit)
+        trainer.every, trainer.stop = config.checkpoint.every, stopping
+        begin(pipeline, config, start)
+        if start.trainer is not None:
+            trainer.resume(start.trainer)
         with together():
-            records = Records(config) if place.first else None
+            records = Records(config, [epoch.row() for epoch in trainer.history]) if place.first else None
         progress = None
         if records is not None:
             print(*notes, sep="\n", end="\n" if notes else "")
             print(f"{headline(checked, pipeline)}; records in {records.folder}", flush=True)
             display = Bar if sys.stdout.isatty() else Lines
             progress = display(config.trainer.epochs, microbatches, learning_rate, tuple(pipeline.metrics), checked.unit)
-        loggers = [] if records is None else records.loggers
-        trainer = Trainer(pipeline, train, test, learning_rate, loggers=loggers, progress=progress, limit=limit, unit=checked.unit)
-        with watching(config.trainer, pipeline, None if records is None else records.folder):
+            if start.path is not None:
+                print(f"goes on from {start.path}, after microbatch {pipeline.clock}", flush=True)
+            trainer.loggers, trainer.progress = records.loggers, progress
+        folder = gathered(None if records is None else records.folder)[0]
+        if config.checkpoint.keep:
+            checkpoint, timeout = config.checkpoint, config.trainer.timeout
+            trainer.checkpoints = Checkpoints(folder / FOLDER, checkpoint.keep, background=checkpoint.background, timeout=timeout)
+            trainer.facts = facts(checked, pipeline)
+        with watching(config.trainer, pipeline, None if records is None else records.folder), stopping.listening():
             history = trainer.fit(config.trainer.epochs)
         if config.trainer.export != "none":
-            write_weights(pipeline, Path() if records is None else records.folder, config)
+            write_weights(pipeline, folder, config)
         memory = gathered(peak_memory(checked.device))
         if records is not None:
             records.finish(summarise(checked, pipeline, history, memory, time.perf_counter() - started), history)

@@ -8,11 +8,12 @@ import torch.distributed as dist
 
 from launch import recipe
 from launch.build import Plan
-from launch.processes import Place, together
+from launch.processes import Place
 from petra.errors import ConfigError
 from petra.method import Keep
 from petra.partition import Layout
 from petra.profiling import measure_link, profile_blocks
+from petra.together import together
 from petra.tuning import Tuned, tune
 
 

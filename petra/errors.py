@@ -31,3 +31,20 @@ class NumericsError(PetraError):
 
 class ScheduleError(PetraError):
     """An order of forwards and backwards that can't be executed."""
+
+
+class CommunicationError(PetraError):
+    """A message that didn't come or couldn't be sent: another process has died, hangs, or can't be reached."""
+
+
+class Interrupted(PetraError):
+    """A run that was asked to stop and has.
+
+    Attributes:
+        clock: microbatches that it has trained on.
+    """
+
+    def __init__(self, clock: int, *, saved: bool) -> None:
+        rest = "checkpoint written, resume=auto goes on from there" if saved else "without a checkpoint, since checkpoint.keep=0"
+        super().__init__(f"stopped as asked after microbatch {clock}, {rest}")
+        self.clock = clock

@@ -150,9 +150,12 @@ class StageRemedy:
 
         On another cut a parameter may come from a stage that was not late, and remembered nothing: it starts from zero.
         """
+        used = {"drift": self._corrects, "change": self._predicts is Prediction.DIFFERENCE}
         self._drift, self._change = (
-            [found[p].to(p, copy=True) if p in found else torch.zeros_like(p) for p in self.parameters] if found else []
-            for found in (state.get(key, {}) for key in ("drift", "change"))
+            [values[p].to(p, copy=True) if p in values else torch.zeros_like(p) for p in self.parameters]
+            if used[key] and (values := state.get(key))
+            else []
+            for key in ("drift", "change")
         )
         self._hand_out()
 

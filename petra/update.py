@@ -103,7 +103,7 @@ class Update:
         self.device, self.number, self.last = device, number, last
         self._blocks = [{n: p for n, p in block.named_parameters() if p.requires_grad} for block in stage.module]
         self._parameters = [p for block in self._blocks for p in block.values()]
-        self.averages = [p.detach().clone() for p in self._parameters] if rules.average is not None else []
+        self.restart_averages()
         scale = LARGEST_SCALE if rules.loss_scale == "dynamic" else rules.loss_scale
         self.scale = None if scale is None else self._tensor(scale)
         self.done = 0
@@ -213,15 +213,20 @@ class Update:
 
     def _step(self, bad: Tensor) -> None:
         assert self.optimizer is not None
-        if self.learning_rate is not None:
-            rate = self.learning_rate(self._t)
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
+        self._set_rate()
         if self.device.type == "cuda" and getattr(self.optimizer, "_step_supports_amp_scaling", False):
             self.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
         elif bad.item():
             return
         self.optimizer.step()
+
+    def _set_rate(self) -> None:
+        """Gives the optimizer the learning rate of the last update."""
+        assert self.optimizer is not None
+        if self.learning_rate is not None:
+            rate = self.learning_rate(self._t)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
 
     def check(self) -> None:
         """Waits for the device.
@@ -252,6 +257,10 @@ class Update:
         finally:
             self._swap()
 
+    def restart_averages(self) -> None:
+        """Lets the moving averages, if the rules ask for some, begin with the weights as they are."""
+        self.averages = [p.detach().clone() for p in self._parameters] if self.rules.average is not None else []
+
     def _swap(self) -> None:
         for i, average in enumerate(self.averages):
             parameter = self._parameters[i]
@@ -269,7 +278,15 @@ class Update:
     def state_dict(self) -> dict[str, Any]:
         """``stage``: numbers of the stage. ``blocks``: for each block, by the names of its parameters, the optimizer's state, the
         moving ``average`` and the ``gradient`` accumulated so far, unscaled."""
-        numbers = {"good": self._good, "skipped": self._skipped, "scale": self.scale, "done": self.done}
+        numbers = {
+            "good": self._good,
+            "skipped": self._skipped,
+            "scale": self.scale,
+            "done": self.done,
+            "t": self._t,
+            "norms": self._norms,
+            "measured": self._measured,
+        }
         averages = iter(self.averages)
         return {
             "stage": {key: value.item() if isinstance(value, Tensor) else value for key, value in numbers.items()},
@@ -287,7 +304,8 @@ class Update:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what :meth:`state_dict` of the same blocks told; weights are not part of it."""
         numbers, names = state["stage"], [n for block in self._blocks for n in block]
-        self._good, self._skipped, self.done = self._tensor(numbers["good"]), self._tensor(numbers["skipped"]), numbers["done"]
+        self._good, self._skipped, self._norms = (self._tensor(numbers[key]) for key in ("good", "skipped", "norms"))
+        self.done, self._t, self._measured = (int(numbers[key]) for key in ("done", "t", "measured"))
         if self.scale is not None and numbers["scale"] is not None:
             self.scale = self._tensor(numbers["scale"])
         owners = [saved for block, saved in zip(self._blocks, state["blocks"], strict=True) for _ in block]
@@ -297,6 +315,8 @@ class Update:
             order = [p for group in self.optimizer.param_groups for p in group["params"]]
             packed["state"] = {i: saved[p] for i, p in enumerate(order) if saved[p]}
             self.optimizer.load_state_dict(packed)
+            if self._t:
+                self._set_rate()  # predictions of the weights to come read it between updates
         for average, owner, name in zip(self.averages, owners, names, strict=bool(self.averages)):
             average.copy_(owner["average"][name])
         for parameter, owner, name in zip(self._parameters, owners, names, strict=True):

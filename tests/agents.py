@@ -8,8 +8,9 @@ import sys
 import torch
 import torch.distributed as dist
 
-from launch.processes import Place, gathered
+from launch.processes import Place
 from petra import Pipeline
+from petra.together import gathered
 from petra.training import sgd
 from tests.nets import RandomStream, mixed_net
 

@@ -22,12 +22,13 @@ from launch.build import Plan, plan
 from launch.compare import main as compare
 from launch.config import DataConfig, register, to_config
 from launch.data import streams
-from launch.processes import Place, together
+from launch.processes import Place
 from launch.train import CONF
 from petra import ConfigError, DataError, Model, ModelError, PetraError, TensorSpec
 from petra.data import Dataset, EvalStream, TrainStream, load_dataset
 from petra.models import MODELS, revnet18
 from petra.partition import Layout
+from petra.together import together
 from tests.processes import run_processes
 
 ROOT = Path(__file__).parents[1]
@@ -313,7 +314,7 @@ def test_two_processes_give_the_numbers_of_one_and_leave_all_records(tmp_path: P
     assert len(metrics(tmp_path / "1")) == 1
 
     folder = tmp_path / "2"
-    assert {p.name for p in folder.iterdir()} == {"config.yaml", "metrics.jsonl", "summary.json", "curves.png"}
+    assert {p.name for p in folder.iterdir()} == {"config.yaml", "metrics.jsonl", "summary.json", "curves.png", "checkpoints"}
     assert {p.name for p in tmp_path.iterdir()} == {"1", "2"}
     summary = json.loads((folder / "summary.json").read_text())
     found = {key: summary[key] for key in ("method", "delay", "model", "stages", "processes", "transport", "k", "epochs")}

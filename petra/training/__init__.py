@@ -1,5 +1,6 @@
-"""Training runs: optimizer, learning rate, epochs, progress, records and their folder, export."""
+"""Training runs: optimizer, learning rate, epochs, progress, records and their folder, checkpoints, export."""
 
+from petra.training.checkpoint import Checkpoints, best_of, facts_of, newest, restore
 from petra.training.export import FORMATS, export, gathered_blocks, load, load_into
 from petra.training.lars import LARS
 from petra.training.learning_rate import SCHEDULES, Cosine, MultiStep, Polynomial, Schedule, peak_rate
@@ -7,6 +8,7 @@ from petra.training.memory import peak_memory
 from petra.training.optim import OPTIMIZERS, sgd
 from petra.training.progress import Bar, Lines, Progress
 from petra.training.records import JsonLines, Logger, TensorBoardLogger, WandbLogger, new_run_folder, write_json
+from petra.training.state import network
 from petra.training.trainer import Epoch, Trainer, limited, means
 
 __all__ = [
@@ -15,6 +17,7 @@ __all__ = [
     "OPTIMIZERS",
     "SCHEDULES",
     "Bar",
+    "Checkpoints",
     "Cosine",
     "Epoch",
     "JsonLines",
@@ -27,15 +30,20 @@ __all__ = [
     "TensorBoardLogger",
     "Trainer",
     "WandbLogger",
+    "best_of",
     "export",
+    "facts_of",
     "gathered_blocks",
     "limited",
     "load",
     "load_into",
     "means",
+    "network",
     "new_run_folder",
+    "newest",
     "peak_memory",
     "peak_rate",
+    "restore",
     "sgd",
     "write_json",
 ]

@@ -89,7 +89,7 @@ def load(path: Path) -> State:
 
 
 def load_into(pipeline: Pipeline, state: Mapping[str, Tensor], source: str) -> None:
-    """Gives this process's blocks the weights and statistics of a whole network.
+    """Gives this process's blocks the weights and statistics of a whole network; moving averages start there.
 
     Raises:
         DataError: it is another network's; the text names the first block that doesn't fit.
@@ -105,6 +105,8 @@ def load_into(pipeline: Pipeline, state: Mapping[str, Tensor], source: str) -> N
         except RuntimeError as error:
             reason = " ".join(str(error).split())
             raise DataError(f"{source}: block {name} does not fit ({reason})") from error
+    for worker in pipeline.workers.values():
+        worker.update.restart_averages()
 
 
 def require(suffix: str) -> None:

@@ -36,9 +36,9 @@ class Progress(ABC):
         self.metrics, self.unit = metrics, unit
         self.epoch = self.done = 0
 
-    def start(self, epoch: int, clock: int) -> None:
-        """An epoch begins, ``clock`` microbatches into the run."""
-        self.epoch, self.done, self._clock = epoch, 0, clock
+    def start(self, epoch: int, clock: int, done: int = 0) -> None:
+        """An epoch begins, ``clock`` microbatches into the run, or goes on after ``done`` of its own."""
+        self.epoch, self.done, self._clock = epoch, done, clock
         self._totals: Tensor | None = None
         self._started = time.perf_counter()
         self._next = self._started + self.seconds
@@ -95,8 +95,8 @@ class Bar(Progress):
 
     seconds = 0.5
 
-    def start(self, epoch: int, clock: int) -> None:
-        super().start(epoch, clock)
+    def start(self, epoch: int, clock: int, done: int = 0) -> None:
+        super().start(epoch, clock, done)
         self._bar = tqdm(
             total=self.microbatches,
             desc=f"epoch {epoch}/{self.epochs}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,9 +21,17 @@ class Logger(Protocol):
 
 
 class JsonLines:
-    """One JSON object a line, readable while the run goes on."""
+    """One JSON object a line, readable while the run goes on.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        rows: that the file begins with, whatever was in it before; None leaves what was.
+    """
+
+    def __init__(self, path: Path, rows: Sequence[Mapping[str, float]] | None = None) -> None:
+        if rows is not None:
+            draft = path.with_name(path.name + ".part")
+            draft.write_text("".join(json.dumps(dict(row)) + "\n" for row in rows), encoding="utf-8")
+            os.replace(draft, path)
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, row: Mapping[str, float]) -> None:
@@ -66,15 +74,18 @@ class WandbLogger:
 class TensorBoardLogger:
     """Event files in a run's folder, for ``tensorboard --logdir``.
 
+    Args:
+        epochs: done before; what the files hold of later ones doesn't count.
+
     Raises:
         ConfigError: the package isn't installed.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, epochs: int = 0) -> None:
         self.require()
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder))  # type: ignore[no-untyped-call, unused-ignore]
+        self._writer: Any = SummaryWriter(str(folder), purge_step=epochs + 1)  # type: ignore[no-untyped-call, unused-ignore]
 
     @staticmethod
     def require() -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from petra.data import EvalStream, TrainStream
+from petra.errors import Interrupted
 from petra.pipeline import Pipeline, Result
+from petra.together import gathered
+from petra.training.checkpoint import Checkpoints
 from petra.training.progress import Progress
 from petra.training.records import Logger
 
@@ -55,13 +59,18 @@ def means(result: Result, unit: str) -> dict[str, float]:
 
 
 class Trainer:
-    """Trains a pipeline epoch by epoch and evaluates it after each one; every process of the pipeline makes the same calls.
+    """Trains a pipeline epoch by epoch, evaluates it after each and writes checkpoints; every process makes the same calls.
 
     Args:
         learning_rate: the pipeline's own, for the records.
         loggers, progress: only in the process that keeps the records, which has to be that of the first stage.
         limit: microbatches of an epoch, and of an evaluation, at most.
         unit: what a target belongs to: images or tokens.
+        checkpoints: written after each epoch; None for none.
+        every: microbatches between two drains of the pipeline, counted from the start of the run, with a checkpoint at each; None
+            for a drain at the end of epochs only.
+        facts: of the run, for its checkpoints.
+        stop: asked at each drain whether this process has been told to stop.
     """
 
     def __init__(
@@ -75,43 +84,99 @@ class Trainer:
         progress: Progress | None = None,
         limit: int | None = None,
         unit: str = "images",
+        checkpoints: Checkpoints | None = None,
+        every: int | None = None,
+        facts: Mapping[str, Any] | None = None,
+        stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.pipeline, self.learning_rate = pipeline, learning_rate
         self.train, self.test, self.unit = train, test, unit
+        self.checkpoints, self.every, self.facts, self.stop = checkpoints, every, dict(facts or {}), stop
         self.loggers, self.progress = loggers, progress
         self.microbatches, self.test_batches = limited(train.batches_per_epoch, limit), limited(test.batches, limit)
 
-    def fit(self, epochs: int) -> list[Epoch]:
-        """Trains for ``epochs`` epochs and returns the numbers of each."""
-        history = []
-        for epoch in range(1, epochs + 1):
-            done = self._epoch(epoch)
-            history.append(done)
-            for logger in self.loggers:
-                logger.log(done.row())
-            if self.progress is not None:
-                self.progress.end(done.row())
-        return history
+        self.history: list[Epoch] = []
+        self._parts: list[Result] = []  # of the epoch under way, one from each drain to the next
+        self._seconds = 0.0
 
-    def _epoch(self, epoch: int) -> Epoch:
-        started = time.perf_counter()
+    def fit(self, epochs: int) -> list[Epoch]:
+        """Trains until there are ``epochs`` epochs and returns the numbers of each.
+
+        Raises:
+            Interrupted: somebody asked for it, in every process; the last checkpoint is complete.
+            PetraError: a checkpoint can't be written, in every process.
+        """
+        while len(self.history) < epochs:
+            self._epoch(len(self.history) + 1)
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+        return self.history
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Goes on from the ``trainer`` of a checkpoint's facts, after the pipeline has."""
+        self.history = [
+            Epoch(**{**epoch, "train": Result(**epoch["train"]), "test": Result(**epoch["test"])}) for epoch in state["history"]
+        ]
+        self._parts, self._seconds = [Result(**part) for part in state["parts"]], state["seconds"]
+
+    def _epoch(self, epoch: int) -> None:
+        done = self.pipeline.clock - (epoch - 1) * self.microbatches
         if self.progress is not None:
-            self.progress.start(epoch, self.pipeline.clock)
+            self.progress.start(epoch, self.pipeline.clock - done, done)
         on_microbatch = None if self.progress is None else self.progress.microbatch
-        trained = self.pipeline.train(self.train, self.microbatches, on_microbatch)
-        between = time.perf_counter()
+        while done < self.microbatches:
+            started = time.perf_counter()
+            until = self.microbatches - done if self.every is None else self.every - self.pipeline.clock % self.every
+            count = min(until, self.microbatches - done)
+            self._parts.append(self.pipeline.train(self.train, count, on_microbatch))
+            self._seconds += time.perf_counter() - started
+            done += count
+            if done < self.microbatches:
+                self._drained(None)
+        started = time.perf_counter()
         tested = self.pipeline.evaluate(self.test, self.test_batches)
-        return Epoch(
+        finished = Epoch(
             epoch=epoch,
             microbatches=self.pipeline.clock,
-            train=trained,
+            train=mean(self._parts),
             test=tested,
-            seconds=time.perf_counter() - started,
-            training_seconds=between - started,
+            seconds=self._seconds + time.perf_counter() - started,
+            training_seconds=self._seconds,
             learning_rate=self.learning_rate(self.pipeline.clock),
             stages=self.pipeline.stage_metrics(),
             unit=self.unit,
         )
+        self.history.append(finished)
+        self._parts, self._seconds = [], 0.0
+        for logger in self.loggers:
+            logger.log(finished.row())
+        if self.progress is not None:
+            self.progress.end(finished.row())
+        self._drained(tested.metrics.get("accuracy", -tested.loss))
+
+    def _drained(self, score: float | None) -> None:
+        """Nothing is in flight: the moment for a checkpoint, and to stop."""
+        if self.checkpoints is not None:
+            history = [asdict(epoch) for epoch in self.history]
+            state = {"history": history, "parts": [asdict(part) for part in self._parts], "seconds": self._seconds}
+            self.checkpoints.save(self.pipeline, {**self.facts, "trainer": state}, score)
+        if any(gathered(self.stop())):
+            if self.checkpoints is not None:
+                self.checkpoints.wait()
+            raise Interrupted(self.pipeline.clock, saved=self.checkpoints is not None)
+
+
+def mean(parts: Sequence[Result]) -> Result:
+    """The means over all targets of several runs of the pipeline."""
+    if len(parts) == 1:
+        return parts[0]
+    targets = sum(part.targets for part in parts)
+
+    def over(values: Sequence[float]) -> float:
+        return sum(value * part.targets for value, part in zip(values, parts, strict=True)) / max(targets, 1)
+
+    metrics = {name: over([part.metrics[name] for part in parts]) for name in parts[0].metrics}
+    return Result(targets, over([part.loss for part in parts]), metrics)
 
 
 def limited(batches: int, limit: int | None) -> int:

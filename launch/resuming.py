@@ -1,0 +1,147 @@
+"""Where a run starts: at random weights, at its own last checkpoint, at another run's, or at weights in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from launch.build import AUTO, Plan
+from launch.config import Config
+from launch.processes import Place
+from petra.errors import ConfigError
+from petra.method import Keep
+from petra.partition import Layout
+from petra.pipeline import Pipeline
+from petra.together import gathered, together
+from petra.training import facts_of, load, load_into, network, newest, restore
+from petra.training.checkpoint import FACTS, verify
+from petra.training.export import State
+
+FOLDER = "checkpoints"
+FREE = ("run_dir", "resume", "init_from", "dry_run", "checkpoint.", "cluster.", "logger.", "data.root", "data.workers", "trainer.")
+"""Keys, or groups, that a resumed run may change."""
+FIXED = (
+    "trainer.precision",
+    "trainer.exact_streams",
+    "trainer.wire",
+    "trainer.loss_scale",
+    "trainer.nonfinite",
+    "trainer.label_smoothing",
+    "trainer.limit_batches",
+)
+"""Those among them that it may not: they change what is computed."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A checkpoint to go on from, or none."""
+
+    path: Path | None
+    facts: Mapping[str, Any]
+
+    @property
+    def trainer(self) -> Mapping[str, Any] | None:
+        """What the checkpoint knows of the trainer."""
+        return self.facts.get("trainer")
+
+
+def find_start(config: Config, place: Place) -> Start:
+    """Where the configuration says to start; every process makes the call, the first one looks.
+
+    Raises:
+        PetraError: no whole checkpoint where there should be one, or one of another configuration; in every process.
+    """
+    path, facts = None, dict[str, Any]()
+    with together():
+        if place.first and config.resume is not None:
+            path = _checkpoint(config)
+            facts = {} if path is None else facts_of(path)
+            if path is not None:
+                require_same(facts.get("config", {}), asdict(config), path)
+    return Start(*gathered((path, facts))[0])
+
+
+def require_same(found: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
+    """Compares a checkpoint's configuration with the one that wants to go on.
+
+    Raises:
+        ConfigError: they differ where it matters; it names the key.
+    """
+    before, now = dict(_flat(found)), dict(_flat(wanted))
+    for key in dict.fromkeys([*now, *before]):
+        matters = key in FIXED or not key.startswith(FREE)
+        if matters and before.get(key) != now.get(key):
+            raise ConfigError(f"{key}: found {now.get(key)} with resume, accepted is {before.get(key)} as in {path}")
+
+
+def as_before(plan: Plan, start: Start, place: Place) -> Plan:
+    """The plan with what is ``auto`` as the checkpoint's run has chosen it, so that the run goes on exactly."""
+    chosen = start.facts.get("chosen")
+    if not plan.auto or chosen is None:
+        return plan
+    delay, keep = chosen["delay"], chosen["keep"]
+    method = replace(
+        plan.method,
+        delay=tuple(delay) if isinstance(delay, list) else delay,
+        keep=tuple(map(Keep, keep)) if isinstance(keep, list) else Keep(keep),
+    )
+    layout = Layout.plan(plan.model, plan.inputs, chosen["stages"], place.world)
+    return replace(plan, stages=chosen["stages"], layout=layout, method=method, auto=frozenset())
+
+
+def facts(plan: Plan, pipeline: Pipeline) -> dict[str, Any]:
+    """What a checkpoint tells of its run."""
+    chosen = {
+        "stages": [len(stage) for stage in pipeline.layout.stages],
+        "delay": plan.method.delay,
+        "keep": plan.method.keep,
+    }
+    return {"config": asdict(plan.config), "chosen": chosen}
+
+
+def begin(pipeline: Pipeline, config: Config, start: Start) -> None:
+    """Gives this process's blocks the state that the run starts with.
+
+    Raises:
+        PetraError: a file that can't be read or belongs to another network; in every process.
+    """
+    with together():
+        if start.path is not None:
+            restore(pipeline, start.path)
+        elif config.init_from is not None:
+            path = Path(config.init_from)
+            load_into(pipeline, weights(path), str(path))
+
+
+def weights(path: Path) -> State:
+    """The network in a file of exported weights or in a checkpoint's folder.
+
+    Raises:
+        PetraError: it can't be read.
+    """
+    if not path.is_dir():
+        return load(path)
+    verify(path)
+    return network(path)
+
+
+def _checkpoint(config: Config) -> Path | None:
+    if config.resume == AUTO:
+        return newest(Path(str(config.run_dir)) / FOLDER)
+    path = Path(str(config.resume))
+    if (path / FACTS).exists():
+        verify(path)
+        return path
+    if (found := newest(path / FOLDER)) is None:
+        raise ConfigError(f"resume: found no checkpoint in {path}, accepted are null, auto, a run's folder or a checkpoint's")
+    return found
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
