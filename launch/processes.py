@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from petra.errors import ConfigError, NumericsError, PetraError
+from petra.errors import CommunicationError, ConfigError, Interrupted, NumericsError, PetraError
 
 PATIENCE = 30.0
 """Seconds for which a failing process lets the first one fail before it: torchrun stops all the others as soon as one has."""
+GRACE = 1.0
+"""Seconds for which a process that lost its neighbour lets others tell their error first."""
+STOPPED = 75
+"""Exit status of a run that was asked to stop and can go on: EX_TEMPFAIL of sysexits.h."""
 
 
 @dataclass(frozen=True)
@@ -96,15 +102,36 @@ class Place:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Ends the process with status 2 on an error that its user can act on, told once for all processes: by the first, or by the
-        one in which numbers went wrong."""
+        """Ends the process on an error that its user can act on, told once for all processes: by the one where it began.
+
+        Status 2; 75 for a run that was asked to stop and can go on; 130 for a second Ctrl-C. Other errors keep their traceback.
+        """
         try:
             yield
+        except Interrupted as stopped:
+            if self.first:
+                print(stopped, file=sys.stderr, flush=True)
+            sys.exit(STOPPED)
         except PetraError as error:
-            if not (error.origin if isinstance(error, NumericsError) else self.first):
-                time.sleep(PATIENCE)
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            sys.exit(2)
+            began_here = error.origin if isinstance(error, NumericsError) else self.first
+            self._end(str(error), began_elsewhere=isinstance(error, CommunicationError), patience=0 if began_here else PATIENCE)
+        except KeyboardInterrupt:
+            sys.exit(130)
+        except Exception as error:
+            if not is_communication(error):
+                speaks_first()
+                raise
+            self._end(f"communication between processes: {str(error).splitlines()[0].partition('. ')[0]}", began_elsewhere=True)
+
+    def _end(self, message: str, *, began_elsewhere: bool, patience: float = 0) -> NoReturn:
+        """Tells an error unless another process has told one, and ends this process."""
+        # torchrun stops all others as soon as one has failed; this process is ending anyway, and may be the one to say why.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN) if began_elsewhere else None
+        time.sleep(GRACE if began_elsewhere else patience)
+        if speaks_first():
+            hint = "; another process has died, hangs or can't be reached" if began_elsewhere else ""
+            print(f"error: {message}{hint}", file=sys.stderr, flush=True)
+        sys.exit(2)
 
     @contextmanager
     def composing(self) -> Iterator[None]:
@@ -134,3 +161,18 @@ def require_own(store: Store, rank: int, world: int, gpu: str) -> None:
                 f"trainer.device: found GPU {found} in processes {first} and {r}, "
                 "accepted are a GPU for each process, or trainer.device=cpu"
             )
+
+
+def is_communication(error: Exception) -> bool:
+    """Whether torch.distributed raised it: gloo has no error class of its own."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def speaks_first() -> bool:
+    """Whether no other process has asked this before; also where nobody can be asked any more."""
+    if not dist.is_initialized():
+        return True
+    try:
+        return bool(_get_default_store().add("told", 1) == 1)
+    except RuntimeError:
+        return True

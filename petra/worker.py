@@ -25,7 +25,11 @@ class Worker:
         """Microbatches gone backward: the stage's clock."""
 
     def do(self, op: Op, m: int) -> None:
-        self.forward(m) if op is Op.FORWARD else self.backward(m)
+        try:
+            self.forward(m) if op is Op.FORWARD else self.backward(m)
+        except Exception as error:
+            error.add_note(f"in stage {self.update.number}, microbatch {m}, {op.name.lower()}")
+            raise
 
     def forward(self, m: int) -> None:
         (x,) = self.upstream.receive(m)

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 # The fork server imports torch once; its children start in milliseconds instead of seconds.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "petra", "petra.models"])
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch", "torch.distributed", "petra", "petra.models"])
 
 
 def run_processes(world: int, target: Callable[..., Any], folder: Path, *args: Any, timeout: float = 120) -> list[Any]:
     """Calls ``target(rank, *args)`` in ``world`` gloo processes and returns what each returned; fails if one fails or hangs."""
     folder.mkdir(parents=True, exist_ok=True)
-    processes = [_context.Process(target=_child, args=(rank, world, target, str(folder), args)) for rank in range(world)]
+    processes = [context.Process(target=_child, args=(rank, world, target, str(folder), args)) for rank in range(world)]
     for process in processes:
         process.start()
     deadline = time.monotonic() + timeout

@@ -202,7 +202,7 @@ def has(module: str) -> bool:
         (["run=nowhere"], "run: found no config.yaml in nowhere"),
         (["k=3"], "run: not given"),
         (["run"], "command line: found run"),
-        (["run=."], "run: found no exported weights in ."),
+        (["run=."], "run: found neither exported weights nor a checkpoint in ."),
         (["run=.", "trainer.epoch=3"], "trainer.epoch: Key 'epoch' not in 'TrainerConfig'"),
     ],
 )

@@ -14,6 +14,7 @@ from petra.schedule import Step
 from petra.streams import Message
 from petra.transport.lockstep import Transfer
 from petra.transport.packing import Packing
+from petra.transport.port import named
 
 _POSTED = 2  # receives posted ahead: one is filled while the stage still works on another
 
@@ -70,11 +71,20 @@ class EdgePort:
     sender: _Sender
     receiver: _Receiver
 
+    _sent: int = 0
+
     def send(self, m: int, message: Message) -> None:
-        self.sender.send(message)
+        self._sent = m
+        with named("sending", self.sender.packing.route, m):
+            self.sender.send(message)
 
     def receive(self, m: int) -> Message:
-        return self.receiver.receive()
+        with named("receiving", self.receiver.packing.route, m):
+            return self.receiver.receive()
+
+    def finish(self) -> None:
+        with named("sending", self.sender.packing.route, self._sent):
+            self.sender.finish()
 
 
 class EdgeTransport:
@@ -118,7 +128,7 @@ class EdgeTransport:
         """Waits until everything sent has arrived."""
         for port in (self.upstream, self.downstream):
             if port:
-                port.sender.finish()
+                port.finish()
 
 
 def _work(work: dist.Work | None) -> dist.Work:

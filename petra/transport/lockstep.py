@@ -17,6 +17,7 @@ from torch import Tensor
 from petra.schedule import Op, Step
 from petra.streams import Message
 from petra.transport.packing import Packing
+from petra.transport.port import named
 
 
 @dataclass
@@ -27,12 +28,16 @@ class LockstepPort:
     _outbox: deque[Tensor] = field(default_factory=deque)
     _inbox: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
 
+    sent: int = 0
+
     def send(self, m: int, message: Message) -> None:
+        self.sent = m
         self._outbox.append(self.outgoing.pack(message))
 
     def receive(self, m: int) -> Message:
         work, buffer = self._inbox.popleft()
-        work.wait()
+        with named("receiving", self.incoming.route, m):
+            work.wait()
         return self.incoming.unpack(buffer)
 
 
@@ -69,7 +74,7 @@ class LockstepTransport:
             forward, backward, _ = boundaries[rank]
             self.downstream = LockstepPort(outgoing=forward, incoming=backward, peer=rank + 1)
         self._stages = stages[rank]
-        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        self._sent: deque[tuple[LockstepPort, dist.Work, Tensor]] = deque()
         # Batched point-to-point as a group's first call must be joined by every rank; a barrier opens it for all.
         gpu = [forward.device.index for forward, _, _ in boundaries[:1] if forward.device.type == "cuda"]
         dist.barrier(device_ids=gpu or None)
@@ -95,13 +100,21 @@ class LockstepTransport:
     def exchange(self, transfers: Sequence[Transfer]) -> None:
         """One grouped exchange with both neighbours."""
         operations = [transfer.operation() for transfer in transfers]
-        works = dist.batch_isend_irecv(operations)
+        port = transfers[0].port
+        with named("exchanging", f"{port.outgoing.route} and back", port.sent):
+            works = dist.batch_isend_irecv(operations)
         self.finish()  # of what the exchange before this one sent
         for i, ((port, sends), operation) in enumerate(zip(transfers, operations, strict=True)):
             # NCCL answers with one handle for the whole group, gloo with one for each operation.
-            (self._sent if sends else port._inbox).append((works[min(i, len(works) - 1)], operation.tensor))
+            work = works[min(i, len(works) - 1)]
+            if sends:
+                self._sent.append((port, work, operation.tensor))
+            else:
+                port._inbox.append((work, operation.tensor))
 
     def finish(self) -> None:
         """Waits until everything sent has arrived."""
         while self._sent:
-            self._sent.popleft()[0].wait()
+            port, work, _ = self._sent.popleft()
+            with named("sending", port.outgoing.route, port.sent):
+                work.wait()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
+from petra.errors import CommunicationError
 from petra.streams import Message
 
 
@@ -15,3 +18,17 @@ class Port(Protocol):
 
     def receive(self, m: int) -> Message:
         """The neighbour's message for microbatch m, waiting for it if need be; its tensors are the receiver's."""
+
+
+@contextmanager
+def named(operation: str, route: str, m: int) -> Iterator[None]:
+    """Tells of an error of torch.distributed which message it hit.
+
+    Raises:
+        CommunicationError: in its place.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0].partition(". ")[0]
+        raise CommunicationError(f"{operation} {route}, microbatch {m}: {reason}") from error

@@ -1,0 +1,344 @@
+"""Checkpoints: resumed runs equal uninterrupted ones bit for bit, and nothing that is interrupted or damaged costs an older one."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from launch.evaluate import main as evaluate
+from launch.processes import STOPPED
+from launch.resuming import require_same
+from petra import BlockSpec, ConfigError, DataError, Model, PetraError, Pipeline, UpdateRules
+from petra.errors import Interrupted
+from petra.remedies import Prediction, Remedy
+from petra.training import OPTIMIZERS, Checkpoints, JsonLines, Trainer, best_of, network, newest, restore
+from petra.training import checkpoint as module
+from petra.training.checkpoint import MANIFEST, checkpoints
+from tests.kill_many import Epochs, kill_many
+from tests.nets import RandomStream, mixed_net
+from tests.processes import run_processes
+from tests.test_launch import ROOT, TINY, launched, metrics
+
+CASES: dict[str, dict[str, Any]] = {
+    "petra": {"rules": UpdateRules(average=0.9, loss_scale="dynamic")},
+    "adam": {"optimizer": OPTIMIZERS["adam"], "channels_last": True},
+    "double": {"method": "pipedream_2bw", "k": 10},
+    "stashed": {"method": "delayed", "optimizer": OPTIMIZERS["lars"]},
+    "difference": {"remedy": Remedy(9, 0.3, Prediction.DIFFERENCE, 1.5, True, 0.9)},
+    "velocity": {"method": "dsp", "remedy": Remedy(prediction=Prediction.VELOCITY)},
+}
+
+
+def sgd(module: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
+
+
+def build(**settings: Any) -> Pipeline:
+    given = {"k": 5, "optimizer": sgd, "learning_rate": lambda t: 0.02 / (1 + t / 9), "seed": 3, **settings}
+    return Pipeline(mixed_net(dropout=0.2), RandomStream().spec, **given)
+
+
+def weights(pipeline: Pipeline) -> dict[str, Tensor]:
+    return {key: value.clone() for key, value in pipeline.state_dict().items()}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_pipeline_goes_on_bit_for_bit(case: str, background: bool, tmp_path: Path) -> None:
+    """Stopped inside an accumulation."""
+    data, whole, resumed = RandomStream(), build(**CASES[case]), build(**CASES[case])
+    whole.train(data, 12)
+    store = Checkpoints(tmp_path, background=background)
+    store.save(whole, {"note": case})
+    whole.train(data, 11)
+    store.wait()
+    path = newest(tmp_path)
+    assert path is not None
+    assert restore(resumed, path) == {"note": case, "clock": 12, "score": None}
+    resumed.train(data, 11)
+    assert_same(weights(resumed), weights(whole))
+    assert resumed.stage_metrics() == whole.stage_metrics()
+    with whole.averaged(), resumed.averaged():
+        assert_same(weights(resumed), weights(whole))
+
+
+@pytest.mark.parametrize("case", ["petra", "difference"])
+def test_another_cut_loads_every_block(case: str, tmp_path: Path) -> None:
+    whole, other = build(**CASES[case]), build(**CASES[case], stages=[1, 3, 2])
+    whole.train(RandomStream(), 12)
+    Checkpoints(tmp_path).save(whole, {})
+    restore(other, tmp_path / "000000012")
+    assert_same(weights(other), weights(whole))
+    gradients = {name: [p.grad for p in block.parameters()] for name, block in whole.blocks()}
+    for name, block in other.blocks():
+        for p, expected in zip(block.parameters(), gradients[name], strict=True):
+            torch.testing.assert_close(p.grad, expected, rtol=0, atol=0)
+    momenta = [
+        [w.update.optimizer.state[p] for w in pipeline.workers.values() for p in w.stage.module.parameters()]  # type: ignore[union-attr]
+        for pipeline in (whole, other)
+    ]
+    torch.testing.assert_close(momenta[1], momenta[0], rtol=0, atol=0)
+    assert other.train(RandomStream(), 11).loss > 0
+
+
+def save_in_processes(rank: int, folder: str) -> dict[str, Tensor]:
+    pipeline = build()
+    pipeline.train(RandomStream(), 12)
+    store = Checkpoints(Path(folder), background=True)
+    store.save(pipeline, {})
+    pipeline.train(RandomStream(), 11)
+    store.wait()
+    return weights(pipeline)
+
+
+def resume_in_processes(rank: int, folder: str) -> dict[str, Tensor]:
+    pipeline = build()
+    restore(pipeline, Path(folder, "000000012"))
+    pipeline.train(RandomStream(), 11)
+    return weights(pipeline)
+
+
+def test_another_number_of_processes_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """Saved by three while training went on, resumed by one and by two."""
+    folder = str(tmp_path / "checkpoints")
+    expected = {k: v for part in run_processes(3, save_in_processes, tmp_path / "a", folder) for k, v in part.items()}
+    assert_same(resume_in_processes(0, folder), expected)
+    parts = run_processes(2, resume_in_processes, tmp_path / "b", folder)
+    assert_same({k: v for part in parts for k, v in part.items()}, expected)
+
+
+class Killed(BaseException):
+    """Nothing catches it, as nothing catches SIGKILL."""
+
+
+def test_the_checkpoint_before_loads_whatever_step_of_a_save_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each operation on files in turn; keep=1, so that the save also removes."""
+    linear = Model("tiny", (BlockSpec("a", lambda: nn.Flatten()), BlockSpec("b", lambda: nn.Linear(12, 5))))
+    data = RandomStream(size=2, dtype=torch.float32)
+    pipeline = Pipeline(linear, data.spec, optimizer=sgd)
+    store, reached, finished = Checkpoints(tmp_path, keep=1), 0, False
+    store.save(pipeline, {})
+    names = [(os, "fsync"), (Path, "mkdir"), (Path, "rename"), (Path, "replace"), (module.shutil, "rmtree"), (module, "write")]
+    names += [(module, "_write_synced"), (module, "_sum"), (FileSystemWriter, "finish")]
+    while not finished:
+        pipeline.train(data, 1)
+        left = [reached]
+        with monkeypatch.context() as patch:
+            for owner, name in names:
+                patch.setattr(owner, name, dying(getattr(owner, name), left))
+            try:
+                store.save(pipeline, {})
+                finished = True
+            except Killed:
+                reached += 1
+        found = newest(tmp_path)
+        assert found is not None
+        assert int(found.name) in (pipeline.clock - 1, pipeline.clock)
+        restored = Pipeline(linear, data.spec, optimizer=sgd)
+        restore(restored, found)
+        assert restored.clock == int(found.name)
+        if restored.clock < pipeline.clock:
+            restored.train(data, 1)
+            store.save(pipeline, {})
+        assert_same(weights(restored), weights(pipeline))
+    assert reached > 15
+    assert {p.name for p in tmp_path.iterdir()} == {f"{pipeline.clock:09}", "latest"}
+    assert (tmp_path / "latest").read_text() == f"{pipeline.clock:09}\n"
+
+
+def dying(function: Callable[..., Any], left: list[int]) -> Callable[..., Any]:
+    """Dies before the call that ``left`` counts down to."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        if left[0] == 0:
+            raise Killed
+        left[0] -= 1
+        return function(*args, **options)
+
+    return call
+
+
+def saved(folder: Path, count: int = 2, **options: Any) -> Pipeline:
+    pipeline = build()
+    store = Checkpoints(folder, **options)
+    for _ in range(count):
+        pipeline.train(RandomStream(), 2)
+        store.save(pipeline, {})
+    return pipeline
+
+
+def test_damage_is_detected_and_the_one_before_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(tmp_path)
+    last = tmp_path / "000000004"
+    for path in last.iterdir():
+        whole = path.read_bytes()
+        for at in {0, len(whole) // 2, len(whole) - 2}:
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :])
+            found = newest(tmp_path)
+            if found == last:  # white space in the manifest, or a name's case
+                assert path.name == MANIFEST
+            else:
+                assert found == tmp_path / "000000002"
+                assert f"warning: checkpoint {last}: " in (told := capsys.readouterr().err)
+                assert path.name in told or path.name == MANIFEST
+        path.write_bytes(whole[: len(whole) // 2])
+        assert newest(tmp_path) == tmp_path / "000000002"
+        path.unlink()
+        assert newest(tmp_path) == tmp_path / "000000002"
+        assert "incomplete" in capsys.readouterr().err
+        path.write_bytes(whole)
+    assert newest(tmp_path) == last
+    for path in checkpoints(tmp_path):
+        (path / MANIFEST).unlink()
+    with pytest.raises(DataError, match=r"found 2 checkpoint\(s\), all damaged"):
+        newest(tmp_path)
+    assert newest(tmp_path / "none") is None
+
+
+def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / "000000004" / ".metadata").write_bytes(pickle.dumps(os.system))
+    with pytest.raises(DataError, match=r"it asks for posix\.system"):
+        restore(build(), tmp_path / "000000004")
+
+
+def test_a_full_disk_is_told_and_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = saved(tmp_path)
+    before = weights(pipeline)
+
+    def full(*_: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for owner, name in ((os, "fsync"), (module, "_sum"), (Path, "mkdir")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, full)
+            pipeline.clock = 6
+            with pytest.raises(PetraError, match=r"checkpoint .*000000006: can't be written \(No space left on device\)"):
+                Checkpoints(tmp_path).save(pipeline, {})
+        assert {p.name for p in tmp_path.iterdir()} == {"000000002", "000000004", "latest"}
+    assert_same(weights(pipeline), before)
+    assert_same(network(newest(tmp_path) or tmp_path), before)
+
+
+def save_into_a_file(rank: int, folder: str) -> str:
+    pipeline = build()
+    with pytest.raises(PetraError) as caught:
+        Checkpoints(Path(folder)).save(pipeline, {})
+    return str(caught.value)
+
+
+def test_a_folder_that_can_not_be_written_is_one_error_in_all_processes(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    folder = tmp_path / "file" / "checkpoints"
+    texts = run_processes(2, save_into_a_file, tmp_path / "p", str(folder))
+    assert texts[0] == texts[1]
+    assert texts[0].startswith(
+        f"checkpoint {folder}/000000000: can't be written (Not a directory); earlier checkpoints are untouched"
+    )
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    pipeline, store = build(), Checkpoints(tmp_path, keep=2)
+    for clock, score in enumerate([0.1, 0.7, None, 0.7, 0.3, None]):
+        pipeline.clock = clock
+        store.save(pipeline, {}, score)
+    assert [int(path.name) for path in checkpoints(tmp_path)] == [5, 4, 1]
+    assert best_of(tmp_path) == tmp_path / "000000001"
+    with pytest.raises(ConfigError, match=r"checkpoint\.keep: found 0"):
+        Checkpoints(tmp_path, keep=0)
+
+
+def trainer(folder: Path, **options: Any) -> Trainer:
+    data = Epochs()
+    made = Trainer(build(), data, data, lambda t: 0.1, checkpoints=Checkpoints(folder / "c", 9), every=4, **options)  # type: ignore[arg-type]
+    made.loggers = [JsonLines(folder / "metrics.jsonl")]
+    return made
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if "second" not in key} for row in found]
+
+
+def test_metrics_and_epochs_go_on_from_any_checkpoint(tmp_path: Path) -> None:
+    whole = trainer(tmp_path)
+    whole.fit(2)
+    expected = rows(tmp_path)
+    assert [int(path.name) for path in checkpoints(tmp_path / "c")] == [22, 20, 16, 12, 11, 8, 4]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 3, "torn')
+    for clock in (8, 11, 16, 22):
+        again = trainer(tmp_path / "c")
+        again.resume(restore(again.pipeline, tmp_path / "c" / f"{clock:09}")["trainer"])
+        again.checkpoints = None
+        again.loggers = [JsonLines(tmp_path / "metrics.jsonl", [epoch.row() for epoch in again.history])]
+        again.fit(2)
+        assert rows(tmp_path) == expected
+        assert_same(weights(again.pipeline), weights(whole.pipeline))
+
+
+def test_a_run_that_is_asked_to_stop_does_so_at_the_next_checkpoint(tmp_path: Path) -> None:
+    asked = [False, True]
+    stopped = trainer(tmp_path, stop=lambda: asked.pop(0))
+    with pytest.raises(Interrupted, match="stopped as asked after microbatch 8, checkpoint written"):
+        stopped.fit(2)
+    assert newest(tmp_path / "c") == tmp_path / "c" / "000000008"
+
+
+def test_another_configuration_is_refused() -> None:
+    found = {"k": 4, "data": {"root": "a", "name": "digits"}, "trainer": {"stages": 3, "wire": "bf16"}}
+    same = {"k": 4, "data": {"root": "b", "name": "digits"}, "trainer": {"stages": 2, "wire": "bf16"}}
+    require_same(found, same, Path("c"))
+    with pytest.raises(ConfigError, match=r"trainer\.wire: found float32 with resume, accepted is bf16 as in c"):
+        require_same(found, same | {"trainer": {"wire": "float32"}}, Path("c"))
+    with pytest.raises(ConfigError, match="k: found 2 with resume, accepted is 4"):
+        require_same(found, same | {"k": 2}, Path("c"))
+
+
+def test_killed_processes_resume_to_the_same_bits(tmp_path: Path) -> None:
+    kill_many(3, tmp_path)
+
+
+def test_a_signal_stops_a_run_that_then_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same numbers as without; evaluation reads the checkpoint; other settings are refused."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    settings = [*TINY, "trainer.epochs=2", "checkpoint.every=3"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "launch.train", *settings, f"run_dir={run}", "resume=auto"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    while not (run / "checkpoints").exists() and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == STOPPED, err
+    assert err.startswith("stopped as asked after microbatch ")
+    evaluate([f"run={run}"])
+    assert json.loads(capsys.readouterr().out)["weights"].startswith(str(run / "checkpoints"))
+    refused = launched(1, *settings, f"run_dir={run}", "resume=auto", "optim.lr=0.3", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: optim.lr: found 0.3 with resume, accepted is 0.1 as in")
+    for folder in (run, whole):
+        done = launched(1, *settings, f"run_dir={folder}", "resume=auto", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert metrics(run) == metrics(whole)
+    assert len(metrics(run)) == 2
