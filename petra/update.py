@@ -294,7 +294,11 @@ class Update:
                 {
                     "optimizer": {n: dict(self.optimizer.state[p]) for n, p in block.items()} if self.optimizer else {},
                     "average": {n: next(averages) for n in block} if self.averages else {},
-                    "gradient": {n: self.unscaled((p.grad,))[0] for n, p in block.items() if p.grad is not None},
+                    "gradient": {
+                        n: p.grad if self.scale is None else (p.grad / self.scale).to(p.dtype)
+                        for n, p in block.items()
+                        if p.grad is not None
+                    },
                 }
                 for block in self._blocks
             ],
@@ -305,7 +309,7 @@ class Update:
         """Takes over what :meth:`state_dict` of the same blocks told; weights are not part of it."""
         numbers, names = state["stage"], [n for block in self._blocks for n in block]
         self._good, self._skipped, self._norms = (self._tensor(numbers[key]) for key in ("good", "skipped", "norms"))
-        self.done, self._t, self._measured = (int(numbers[key]) for key in ("done", "t", "measured"))
+        self.done, self._t, self._measured = int(numbers["done"]), int(numbers["t"]), self._tensor(numbers["measured"])
         if self.scale is not None and numbers["scale"] is not None:
             self.scale = self._tensor(numbers["scale"])
         owners = [saved for block, saved in zip(self._blocks, state["blocks"], strict=True) for _ in block]
@@ -321,8 +325,10 @@ class Update:
             average.copy_(owner["average"][name])
         for parameter, owner, name in zip(self._parameters, owners, names, strict=True):
             assert parameter.grad is not None
-            parameter.grad.copy_(self.scaled((owner["gradient"][name],))[0])
+            gradient = owner["gradient"][name].to(parameter.grad)
+            parameter.grad.copy_(gradient if self.scale is None else gradient * self.scale)
         self._received.zero_()
+        self._sent.zero_()
 
     def _tensor(self, value: float) -> Tensor:
         return torch.tensor(float(value), dtype=torch.float64, device=self.device)
