@@ -320,7 +320,7 @@ def test_killed_processes_resume_to_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_a_signal_stops_a_run_that_then_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same numbers as without; evaluation reads the checkpoint; other settings are refused."""
+    """The same numbers as without; evaluation reads the checkpoint."""
     run, whole = tmp_path / "run", tmp_path / "whole"
     settings = [*TINY, "trainer.epochs=2", "checkpoint.every=3"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -334,9 +334,6 @@ def test_a_signal_stops_a_run_that_then_goes_on(tmp_path: Path, capsys: pytest.C
     assert err.startswith("stopped as asked after microbatch ")
     evaluate([f"run={run}"])
     assert json.loads(capsys.readouterr().out)["weights"].startswith(str(run / "checkpoints"))
-    refused = launched(1, *settings, f"run_dir={run}", "resume=auto", "optim.lr=0.3", cwd=tmp_path)
-    assert refused.returncode == 2
-    assert refused.stderr.startswith("error: optim.lr: found 0.3 with resume, accepted is 0.1 as in")
     for folder in (run, whole):
         done = launched(1, *settings, f"run_dir={folder}", "resume=auto", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
