@@ -124,7 +124,7 @@ def compute(pipeline: Pipeline, stream: Noise, rank: int, microbatches: int) -> 
         y = stage.forward(m, x)
         stage.backward(m, y, tuple(torch.ones_like(t) for t in y))
         if (m + 1) % stage.k == 0:
-            worker.update()
+            worker.update(m + 1)
     return (time.perf_counter() - start) / microbatches
 
 
