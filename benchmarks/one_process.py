@@ -84,9 +84,9 @@ def main() -> None:
         )
         contestants[name] = partial(piped, pipeline, stream, options.microbatches)
     network = model.build(0).to(memory_format=torch.channels_last)
-    contestants["plain PyTorch"] = partial(
-        plainly, network, sgd(network), stream, options.k, options.microbatches, not options.float32, options.cores
-    )
+    plain = partial(plainly, network, sgd(network), stream, options.k, options.microbatches, not options.float32)
+    contestants["plain PyTorch"] = partial(plain, options.cores)
+    contestants["plain PyTorch, one core"] = partial(plain, 1)
     seconds = alternate(contestants, options.rounds)
     faster = {name: ratio(seconds["plain PyTorch"], seconds[name]) for name in METHODS_HERE}
     precision = "float32" if options.float32 else "bf16"

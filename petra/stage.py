@@ -66,6 +66,7 @@ class BlockRunner:
         if isinstance(module, ReversibleBlock) and grid is not None:
             module.carry_on(grid)
             self.grid = None
+        self.reversible = isinstance(module, ReversibleBlock)
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.normalisations = normalisations(module)
         self.draws: bool | None = None if concurrent else True
@@ -145,10 +146,9 @@ class BlockRunner:
         self.updates += 1
 
     def _evaluate(self, m: int, x: Streams, weights: Stash | None) -> Streams:
-        reversible = isinstance(self.module, ReversibleBlock)
-        arguments = {"seed": self._seed(m)} if reversible else {}
-        random = nullcontext() if reversible else seeded(self._seed(m), x[0].device)
-        with self._autocast(x[0]), unchanged(x, self.module), random:
+        seed = self._seed(m)
+        arguments, seed = ({"seed": seed}, None) if self.reversible else ({}, seed)
+        with self._autocast(x[0]), unchanged(x, self.module), seeded(seed, x[0].device):
             y = self.module(*x, **arguments) if weights is None else functional_call(self.module, weights, x, arguments)
             return self._streams(as_streams(y), x[0])
 
@@ -249,9 +249,9 @@ class Stage:
             )
             for i, (block, keep) in enumerate(zip(blocks, keeps, strict=True))
         ]
-        for parameter in self.module.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
+        self._trained = [p for p in self.module.parameters() if p.requires_grad]
+        for parameter in self._trained:
+            parameter.grad = torch.zeros_like(parameter)
 
     def forward(self, m: int, x: Streams) -> Streams:
         """F of microbatch m: the stage's output, detached."""
@@ -295,13 +295,13 @@ class Stage:
         Graphs that wait for their backward alias the weights; the step writes through them (activations old, weights new, as in
         PipeMare), which autograd would refuse if it saw the version change.
         """
-        parameters = tuple(self.module.parameters())
         in_flight = any(held.outputs for runner in self.runners for held in runner.held.values())
         for runner in self.runners:
             runner.before_update()
-        with _unsafe_preserve_version_counter(parameters) if in_flight else nullcontext():
+        with _unsafe_preserve_version_counter(tuple(self._trained)) if in_flight else nullcontext():
             yield
-        torch._foreach_zero_([p.grad for p in parameters if p.grad is not None])
+        if self._trained:
+            torch._foreach_zero_([p.grad for p in self._trained])  # type: ignore[misc]
 
     def previous(self) -> dict[Tensor, Tensor]:
         """The older version of double weights; empty for other methods, and before the first update."""
@@ -320,10 +320,9 @@ class Stage:
 
     def _contiguous(self, streams: Streams) -> Streams:
         """The same layout on every path, so that results don't depend on how the model is cut; a no-op where it is that already."""
-        return tuple(
-            t.contiguous(memory_format=torch.channels_last if self.channels_last and t.dim() == 4 else torch.contiguous_format)
-            for t in streams
-        )
+        if not self.channels_last:
+            return tuple([t.contiguous() for t in streams])
+        return tuple([t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t.contiguous() for t in streams])
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, Literal
 
 import torch
@@ -111,7 +112,7 @@ class Update:
         self._good = self._tensor(0)
         self._skipped = self._tensor(0)
         self._failed = self._tensor(0)
-        self._received = self._tensor(0)  # sums of all δ since the last update; not finite if one of them wasn't
+        self._received: list[Tensor] = []  # sums of all δ since the last update; not finite if one of them wasn't
         self._sent = self._tensor(0)  # the same of what the stage sends on, under a loss scale
         self._own = self._tensor(0)
         self._norms, self._measured = self._tensor(0), self._tensor(0)
@@ -121,12 +122,11 @@ class Update:
 
     def scaled(self, delta: Streams) -> Streams:
         """δ as the stage's backward takes it."""
-        for d in delta:
-            seen = d
-            while self.scale is None and seen.dim() > 1:  # then one number of each sample tells enough
-                seen = seen[..., 0]
-            self._received += seen.sum()
-        return delta if self.scale is None else tuple(d * self.scale.to(d.dtype) for d in delta)
+        if self.scale is None:  # then one number of each sample tells enough
+            self._received += [d.as_strided(d.shape[:1], d.stride()[:1]).sum() for d in delta]
+            return delta
+        self._received += [d.sum() for d in delta]
+        return tuple(d * self.scale.to(d.dtype) for d in delta)
 
     def unscaled(self, delta: Streams) -> Streams:
         """δ as it leaves the stage."""
@@ -148,7 +148,7 @@ class Update:
         """Of the stage's gradient as it stands, in float64."""
         if self._parameters:
             norms = torch._foreach_norm([p.grad for p in self._parameters])  # type: ignore[misc]
-            self._own = torch.stack([n.double() for n in norms]).square().sum()
+            self._own = torch.stack(norms).double().square().sum()
             if self.scale is not None:
                 self._own /= self.scale.square()
         return self._own
@@ -160,7 +160,10 @@ class Update:
             squares: squared norm of the gradient to clip by and to judge by: the stage's, or the network's.
         """
         norm = squares.sqrt()
-        bad = self._judge(norm)
+        received = torch.stack(self._received).double().sum() if self._received else self._tensor(0)
+        # Where looking costs no waiting, the usual case has nothing to judge.
+        fine = self.device.type == "cpu" and self.scale is None and isfinite(norm.item() + received.item())
+        bad = None if fine else self._judge(norm, received.isfinite())
         factor = self._factor(norm)
         if self._parameters:
             if factor is not None:
@@ -173,9 +176,9 @@ class Update:
             decay = min(self.rules.average, (1 + self.done) / (10 + self.done))
             torch._foreach_lerp_(self.averages, [p.detach() for p in self._parameters], 1 - decay)
         self.done += 1
-        self._measured += ~bad
-        self._norms += torch.where(bad, torch.zeros_like(norm), self._own.sqrt())
-        self._received.zero_()
+        self._measured += 1 if bad is None else ~bad
+        self._norms += self._own.sqrt() if bad is None else torch.where(bad, torch.zeros_like(norm), self._own.sqrt())
+        self._received.clear()
         self._sent.zero_()
         if self.device.type == "cpu" or self.done % CHECK_EVERY == 0:
             self.check()
@@ -187,9 +190,9 @@ class Update:
             return clip
         return 1 / self._used_scale if clip is None else clip / self._used_scale
 
-    def _judge(self, norm: Tensor) -> Tensor:
+    def _judge(self, norm: Tensor, received: Tensor) -> Tensor:
         """Whether the update must be skipped; counts, and adapts the loss scale."""
-        bad, own, received = ~norm.isfinite(), ~self._own.isfinite(), self._received.isfinite()
+        bad, own = ~norm.isfinite(), ~self._own.isfinite()
         if self.scale is not None:  # what is sent may overflow where the parameters' gradients don't, and no other stage may halve
             lost = ~self._sent.isfinite()
             bad, own = bad | lost, own | lost
@@ -211,9 +214,12 @@ class Update:
         self._failed = torch.where(failed & (self._failed == 0), code, self._failed)
         return bad
 
-    def _step(self, bad: Tensor) -> None:
+    def _step(self, bad: Tensor | None) -> None:
         assert self.optimizer is not None
         self._set_rate()
+        if bad is None:
+            self.optimizer.step()
+            return
         if self.device.type == "cuda" and getattr(self.optimizer, "_step_supports_amp_scaling", False):
             self.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
         elif bad.item():
@@ -327,7 +333,7 @@ class Update:
             assert parameter.grad is not None
             gradient = owner["gradient"][name].to(parameter.grad)
             parameter.grad.copy_(gradient if self.scale is None else gradient * self.scale)
-        self._received.zero_()
+        self._received.clear()
         self._sent.zero_()
 
     def _tensor(self, value: float) -> Tensor:

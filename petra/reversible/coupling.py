@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -78,9 +79,10 @@ class Coupling(ReversibleBlock):
         with torch.enable_grad():
             f = self._evaluate(x2, seed)
         x1 = y2 - self._on_grid(f.detach())
-        parameters = [p for p in self.f.parameters() if p.requires_grad]
+        parameters = trained(self.f)
+        device = x2.device.type
         # Autocast is for evaluations: plain autograd runs its backward outside it too.
-        with torch.autocast(x2.device.type, enabled=False):
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             dx2, *gradients = torch.autograd.grad(f, [x2, *parameters], dy2.to(f.dtype), allow_unused=True)
         found = {p: g for p, g in zip(parameters, gradients, strict=True) if g is not None}
         return (x1, y1), (dy2, dy1 if dx2 is None else dy1 + dx2), found
@@ -154,6 +156,19 @@ class TwoFunctionCoupling(ReversibleBlock):
     def carry_on(self, grid: Grid) -> None:
         for half in self._halves:
             half.carry_on(grid)
+
+
+def trained(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters inside that want a gradient, each once; ``module.parameters()`` takes longer, since it makes names for them."""
+    found: dict[nn.Parameter, None] = {}
+    modules = [module]
+    while modules:
+        module = modules.pop()
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.requires_grad:
+                found[parameter] = None
+        modules.extend(child for child in module._modules.values() if child is not None)
+    return list(found)
 
 
 def add_gradients(total: Gradients, more: Gradients) -> None:

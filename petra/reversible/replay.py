@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,41 +29,62 @@ def derive_seed(*parts: int) -> int:
     return state >> 1
 
 
-@contextmanager
-def seeded(seed: int | None, device: torch.device | None = None) -> Iterator[None]:
+# Several times per stage and microbatch: classes, since entering a generator's context takes twice as long.
+
+
+class seeded:
     """Draws inside from generators seeded with ``seed`` and puts the global ones back afterwards; ``None`` changes nothing."""
-    if seed is None:
-        yield
-        return
-    generators = [torch.default_generator]
-    if device is not None and device.type == "cuda":
-        generators.append(torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index])
-    with _global_generators:  # they are everybody's, other threads' too
-        states = [generator.get_state() for generator in generators]
-        for generator in generators:
-            generator.manual_seed(seed)
-        try:
-            yield
-        finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+
+    __slots__ = ("_device", "_generators", "_seed", "_states")
+
+    def __init__(self, seed: int | None, device: torch.device | None = None) -> None:
+        self._seed, self._device = seed, device
+
+    def __enter__(self) -> None:
+        if self._seed is None:
+            return
+        self._generators = [torch.default_generator]
+        device = self._device
+        if device is not None and device.type == "cuda":
+            own = torch.cuda.current_device() if device.index is None else device.index
+            self._generators.append(torch.cuda.default_generators[own])
+        _global_generators.acquire()  # they are everybody's, other threads' too
+        self._states = [generator.get_state() for generator in self._generators]
+        for generator in self._generators:
+            generator.manual_seed(self._seed)
+
+    def __exit__(self, *_: object) -> None:
+        if self._seed is None:
+            return
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set_state(state)
+        _global_generators.release()
 
 
-@contextmanager
-def unchanged(tensors: Sequence[Tensor], module: nn.Module) -> Iterator[None]:
+class unchanged:
     """Refuses a module that writes into its input: someone else holds that, or it is another stream too.
 
     Raises:
         ModelError: it does; the text names the module.
     """
-    versions = [None if t.is_inference() else t._version for t in tensors]
-    yield
-    for tensor, version in zip(tensors, versions, strict=True):
-        if version is not None and tensor._version != version:
-            raise ModelError(
-                f"{type(module).__name__} changes its input in place, which others still need; "
-                "it must leave it as it is (check inplace=True of its first layer)"
-            )
+
+    __slots__ = ("_module", "_tensors", "_versions")
+
+    def __init__(self, tensors: Sequence[Tensor], module: nn.Module) -> None:
+        self._tensors, self._module = tensors, module
+
+    def __enter__(self) -> None:
+        self._versions = [None if t.is_inference() else t._version for t in self._tensors]
+
+    def __exit__(self, failed: object, *_: object) -> None:
+        if failed:
+            return
+        for tensor, version in zip(self._tensors, self._versions, strict=True):
+            if version is not None and tensor._version != version:
+                raise ModelError(
+                    f"{type(self._module).__name__} changes its input in place, which others still need; "
+                    "it must leave it as it is (check inplace=True of its first layer)"
+                )
 
 
 def normalisations(module: nn.Module) -> list[_NormBase]:
@@ -72,17 +92,21 @@ def normalisations(module: nn.Module) -> list[_NormBase]:
     return [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
 
 
-@contextmanager
-def frozen_statistics(layers: Sequence[_NormBase]) -> Iterator[None]:
+class frozen_statistics:
     """Normalisation layers use batch statistics as in training but leave their running statistics alone.
 
     For the forward pass of a block that is evaluated again in the backward pass: statistics then move once per microbatch.
     """
-    training = [layer for layer in layers if layer.training]
-    for layer in training:
-        layer.track_running_stats = False
-    try:
-        yield
-    finally:
-        for layer in training:
+
+    __slots__ = ("_training",)
+
+    def __init__(self, layers: Sequence[_NormBase]) -> None:
+        self._training = [layer for layer in layers if layer.training]
+
+    def __enter__(self) -> None:
+        for layer in self._training:
+            layer.track_running_stats = False
+
+    def __exit__(self, *_: object) -> None:
+        for layer in self._training:
             layer.track_running_stats = True
