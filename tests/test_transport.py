@@ -33,6 +33,17 @@ def test_messages_survive_packing(channels_last: bool) -> None:
     assert received[0][1].is_contiguous(memory_format=expected)
 
 
+def test_a_buffer_carries_another_message_once_it_is_released() -> None:
+    packing = Packing(((TensorSpec((2, 3), torch.float32),),), CPU, "test")
+    first, second = packing.pack(((torch.zeros(2, 3),),)), packing.pack(((torch.ones(2, 3),),))
+    assert first.data_ptr() != second.data_ptr()
+    packing.release(first)
+    third = packing.pack(((torch.full((2, 3), 2.0),),))
+    assert third.data_ptr() == first.data_ptr()
+    assert torch.equal(packing.unpack(third)[0][0], torch.full((2, 3), 2.0))
+    assert torch.equal(packing.unpack(second)[0][0], torch.ones(2, 3))
+
+
 def test_a_message_of_another_form_is_refused() -> None:
     packing = Packing(((TensorSpec((2, 3), torch.float32),),), CPU, "the message of stage 1 to stage 2")
     for other in (torch.zeros(3, 3), torch.zeros(1, 3), torch.zeros(2, 3, dtype=torch.float64)):

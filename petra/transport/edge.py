@@ -30,13 +30,18 @@ class _Sender:
 
     def send(self, message: Message) -> None:
         if len(self._pending) == self.capacity:
-            self._pending.popleft()[0].wait()
+            self._wait()
         buffer = self.packing.pack(message)
         self._pending.append((_work(dist.isend(buffer, self.peer, group=self.group)), buffer))
 
     def finish(self) -> None:
         while self._pending:
-            self._pending.popleft()[0].wait()
+            self._wait()
+
+    def _wait(self) -> None:
+        work, buffer = self._pending.popleft()
+        work.wait()
+        self.packing.release(buffer)
 
 
 @dataclass

@@ -115,6 +115,7 @@ class LockstepTransport:
     def finish(self) -> None:
         """Waits until everything sent has arrived."""
         while self._sent:
-            port, work, _ = self._sent.popleft()
+            port, work, buffer = self._sent.popleft()
             with named("sending", port.outgoing.route, port.sent):
                 work.wait()
+            port.outgoing.release(buffer)

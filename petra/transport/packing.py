@@ -27,22 +27,32 @@ class Packing:
         padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
         *starts, self.bytes = accumulate(padded, initial=0)
         self._spans = [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        self._free: list[tuple[Tensor, Message]] = []
+        self._sent: dict[int, Message] = {}
 
     def buffer(self) -> Tensor:
         return torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
 
     def pack(self, message: Message) -> Tensor:
-        """Copies a message into a fresh buffer.
+        """Copies a message into a buffer, which comes back through :meth:`release`.
 
         Raises:
             ModelError: it has another form than agreed; ``copy_`` would broadcast or round it silently.
         """
-        buffer = self.buffer()
-        for part, source, specs in zip(self._views(buffer), message, self.spec, strict=True):
+        if not self._free:
+            fresh = self.buffer()
+            self._free.append((fresh, self._views(fresh)))
+        buffer, views = self._free.pop()
+        self._sent[id(buffer)] = views
+        for part, source, specs in zip(views, message, self.spec, strict=True):
             for target, tensor, spec in zip(part, source, specs, strict=True):
                 spec.require(tensor, self.route)
                 target.copy_(tensor)
         return buffer
+
+    def release(self, buffer: Tensor) -> None:
+        """A packed message has been sent, so its buffer may carry the next one."""
+        self._free.append((buffer, self._sent.pop(id(buffer))))
 
     def unpack(self, buffer: Tensor) -> Message:
         """The message: views of the buffer, but for what travelled in another type."""
