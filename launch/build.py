@@ -21,7 +21,7 @@ from petra.errors import ConfigError
 from petra.method import Keep, Method, Weights
 from petra.model import Model
 from petra.models import MODELS
-from petra.partition import Layout
+from petra.partition import Layout, line_length
 from petra.pipeline import Pipeline
 from petra.remedies import Prediction, Remedy
 from petra.streams import TensorSpec
@@ -43,6 +43,7 @@ class Plan:
     model: Model
     method: Method
     inputs: TensorSpec
+    """Of a whole microbatch; ``layout`` has a replica's."""
     layout: Layout
     stages: int | list[int] | None
     device: torch.device
@@ -88,6 +89,7 @@ class Plan:
         return Pipeline(
             self.model,
             self.inputs,
+            dp=self.config.dp,
             method=self.method,
             remedy=self.remedy(learning_rate.microbatches_per_epoch),
             k=self.config.k,
@@ -124,13 +126,14 @@ def plan(config: Config, place: Place) -> Plan:
     limit = trainer.limit_batches
     _require(limit is None or limit >= 1, "trainer.limit_batches", limit, "null or integers >= 1")
     _require(trainer.timeout > 0, "trainer.timeout", trainer.timeout, "numbers > 0")
+    line = line_length(place.world, config.dp)
     _choice("model.name", config.model.name, MODELS)
     _choice("optim.name", config.optim.name, OPTIMIZERS)
     _choice("optim.scaling", config.optim.scaling, recipe.SCALINGS)
     _choice("optim.clip_scope", config.optim.clip_scope, recipe.SCOPES)
     _choice("schedule.name", config.schedule.name, SCHEDULES)
     recipe.optimizer(config), recipe.rules(config), recipe.losses(config)
-    _choice("trainer.transport", trainer.transport, ("auto", "local") if place.world == 1 else ("auto", "lockstep", "edge"))
+    _choice("trainer.transport", trainer.transport, ("auto", "local") if line == 1 else ("auto", "lockstep", "edge"))
     _choice("trainer.precision", trainer.precision, recipe.PRECISIONS)
     _choice("trainer.wire", trainer.wire, WIRES)
     every, keep = config.checkpoint.every, config.checkpoint.keep
@@ -154,14 +157,14 @@ def plan(config: Config, place: Place) -> Plan:
         _choice("trainer.compile", trainer.compile, ("eager", "aot_eager", "inductor"))
     inputs = checked_form(config.data)
     model = _model(config)
-    stages = place.world if trainer.stages == AUTO else _stages(trainer.stages)
+    stages = line if trainer.stages == AUTO else _stages(trainer.stages)
     settings = {"stages": trainer.stages, "delay": config.method.delay, "keep": config.method.keep}
     result = Plan(
         config=config,
         model=model,
         method=_method(config),
         inputs=inputs,
-        layout=Layout.plan(model, inputs, stages, place.world),
+        layout=Layout.plan(model, inputs, stages, place.world, config.dp),
         stages=stages,
         device=place.device(trainer.device),
         autocast=recipe.PRECISIONS[trainer.precision],

@@ -148,6 +148,7 @@ class LoggerConfig:
 @dataclass
 class Config:
     k: int = MISSING
+    dp: int = MISSING
     seed: int = MISSING
     run_dir: str | None = None
     resume: str | None = None

@@ -1,4 +1,7 @@
-"""The data of a run: the first stage's process reads, the last one gets the targets, and the others learn how much there is."""
+"""The data of a run: the first stage's process reads, the last one gets the targets, and the others learn how much there is.
+
+Each replica has a process that reads its share.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import torch.distributed as dist
 
 from launch.config import DataConfig
 from petra.data import Dataset, EvalStream, TrainStream, load_dataset, microbatch_form, settings
-from petra.errors import ConfigError
+from petra.errors import ConfigError, DataError
 from petra.partition import Layout
 from petra.streams import TensorSpec
 from petra.together import gathered, together
@@ -38,18 +41,22 @@ def checked_form(config: DataConfig) -> TensorSpec:
 def streams(config: DataConfig, seed: int, layout: Layout) -> tuple[TrainStream, EvalStream]:
     """For training and for testing; a call of all processes together.
 
-    Only the first stage's process opens files, so only its machine needs them.
+    Only the first stage's process opens files, so only its machine needs them; of replicas that of each.
 
     Raises:
-        PetraError: the data set can't be used, in every process.
+        PetraError: the data set can't be used, or replicas have different ones; in every process.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
+    replica, place = layout.place(rank)
     with together():
-        loaded = _load(config) if rank == 0 else None
-    dataset = _shared(loaded, rank, last=sum(bool(stages) for stages in layout.processes) - 1)
+        loaded = _load(config) if place == 0 else None
+    last = sum(bool(stages) for stages in layout.processes) - 1
+    dataset = _shared(loaded, rank, first=rank - place, last=rank - place + last)
+    rows = layout.inputs.shape[0]
+    share = slice(replica * rows, (replica + 1) * rows)
     return (
-        TrainStream(dataset, config.batch_size, seed, config.augment, config.workers),
-        EvalStream(dataset, config.batch_size, config.workers),
+        TrainStream(dataset, config.batch_size, seed, config.augment, config.workers, share),
+        EvalStream(dataset, config.batch_size, config.workers, share),
     )
 
 
@@ -62,16 +69,27 @@ def _load(config: DataConfig) -> Dataset:
     return dataset
 
 
-def _shared(loaded: Dataset | None, rank: int, last: int) -> Dataset:
-    """Each process's part of what process 0 has loaded."""
-    outline: Dataset = gathered(None if loaded is None else loaded.part())[0]
-    if last == 0:
+def _shared(loaded: Dataset | None, rank: int, first: int, last: int) -> Dataset:
+    """Each process's part of what the ``first`` one of its line has loaded."""
+    outlines: list[Dataset | None] = gathered(None if loaded is None else loaded.part())
+    outline = outlines[0]
+    assert outline is not None
+    for other, found in enumerate(outlines):
+        if found is not None and _counts(found) != _counts(outline):
+            raise DataError(
+                f"data.root: found {_counts(found)} in process {other}, accepted are {_counts(outline)} as in process 0"
+            )
+    if last == first:
         return loaded or outline
     if loaded is not None:
         dist.send_object_list([loaded.part(targets=True)], dst=last)
         return loaded.part(inputs=True)
     if rank == last:
         received = [outline]
-        dist.recv_object_list(received, src=0)
+        dist.recv_object_list(received, src=first)
         outline = received[0]
     return outline
+
+
+def _counts(dataset: Dataset) -> str:
+    return f"{dataset.train.count} samples for training and {dataset.test.count} for testing"

@@ -1,4 +1,4 @@
-"""Looks at where a run would run: versions, devices, links between neighbouring processes, and what is wrong.
+"""Looks at where a run would run: versions, devices, links between neighbouring processes and replicas, and what is wrong.
 
 Alone, or in the place of launch.train with the overrides of the run: ``python -m launch.doctor``,
 ``torchrun --nproc-per-node 4 -m launch.doctor cluster.interfaces=[eth0]``, ``python -m launch.node --module launch.doctor``.
@@ -15,6 +15,7 @@ from launch.machine import Report, compare, look
 from launch.processes import Place
 from launch.train import compose
 from petra.errors import ConfigError
+from petra.partition import line_length
 from petra.together import gathered
 
 
@@ -35,18 +36,19 @@ def examine(config: Config, place: Place) -> None:
         ConfigError: they can't be joined.
     """
     device = place.device(config.trainer.device)
+    line = line_length(place.world, config.dp)
     notes = apply(config.cluster)
     try:
         with place.joined(device, config.trainer.timeout):
             reports = gathered(look(place, device, config.trainer.threads, config.cluster.interfaces))
-            links = measure_links(device) if place.world > 1 else []
+            links = measure_links(device, config.dp) if place.world > 1 else []
     except RuntimeError as error:  # of which torch.distributed's errors are kinds
         reason = str(error).splitlines()[0]
         raise ConfigError(
             f"cluster.interfaces: found {config.cluster.interfaces}, with which the processes can't talk to each other ({reason})"
         ) from error
     if place.first:
-        print(text(reports, links, [*notes, *compare(reports)]), flush=True)
+        print(text(reports, links, [*notes, *compare(reports, line)]), flush=True)
 
 
 def text(reports: Sequence[Report], links: Sequence[Link], wrong: Sequence[str]) -> str:
@@ -68,7 +70,7 @@ def text(reports: Sequence[Report], links: Sequence[Link], wrong: Sequence[str])
             f"| ranks | latency (µs) | forward (GB/s) | backward (GB/s) | {size} MiB forward (ms) |",
             "|---|---|---|---|---|",
             *(
-                f"| {link.rank} – {link.rank + 1} | {link.latency * 1e6:.0f} | {link.forward / 1e9:.2f} "
+                f"| {link.rank} – {link.rank + link.step} | {link.latency * 1e6:.0f} | {link.forward / 1e9:.2f} "
                 f"| {link.backward / 1e9:.2f} | {LARGE / link.forward * 1e3:.1f} |"
                 for link in links
             ),

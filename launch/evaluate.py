@@ -94,9 +94,9 @@ def evaluate(config: Config, weights: Path, place: Place) -> dict[str, float | s
     Raises:
         PetraError: the configuration, the data or the weights can't be used; the same in every process.
     """
-    # The weights are averages already, or must not be; and what belongs to training in its processes is left aside.
+    # The weights are averages already, or must not be; and what belongs to training in its processes is left aside, replicas too.
     trainer = replace(config.trainer, transport="auto", trace=None, diagnose=None, stage_metrics=False)
-    config = replace(config, optim=replace(config.optim, ema=None), trainer=trainer, logger=LoggerConfig(name="jsonl"))
+    config = replace(config, dp=1, optim=replace(config.optim, ema=None), trainer=trainer, logger=LoggerConfig(name="jsonl"))
     checked = plan(config, place)
     torch.set_num_threads(config.trainer.threads)
     with place.joined(checked.device, config.trainer.timeout):

@@ -1,4 +1,4 @@
-"""How fast messages travel between neighbouring processes."""
+"""How fast messages travel between neighbouring processes, and between replicas."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from petra.partition import line_length
+
 SMALL, LARGE = 64, 64 * 2**20
 """Bytes: one that only latency counts for, and about what a stage sends (x of 64 CIFAR-10 images at full width: 33.5 MB)."""
 ROUND_TRIPS, MESSAGES = 100, 4
@@ -16,32 +18,40 @@ ROUND_TRIPS, MESSAGES = 100, 4
 
 @dataclass(frozen=True)
 class Link:
-    """Between ranks ``rank`` and ``rank`` + 1."""
+    """Between ranks ``rank`` and ``rank`` + ``step``."""
 
     rank: int
     latency: float
     """Seconds for a small message, half a round trip."""
     forward: float
-    """Bytes per second of large messages from ``rank`` to ``rank`` + 1."""
+    """Bytes per second of large messages from ``rank`` to the other."""
     backward: float
     """The same the other way."""
+    step: int = 1
 
 
-def measure_links(device: torch.device) -> list[Link]:
-    """Measures one link after another, so that none disturbs another; returned in every process, all of which call this."""
+def measure_links(device: torch.device, dp: int = 1) -> list[Link]:
+    """Measures one link after another, so that none disturbs another; returned in every process, all of which call this.
+
+    First those between neighbours in each of ``dp`` lines, then those between neighbouring replicas.
+    """
+    world = dist.get_world_size()
+    line = line_length(world, dp)
+    pairs = [(rank, 1) for rank in range(world - 1) if (rank + 1) % line]
+    pairs += [(rank, line) for rank in range(world - line)]  # none without replicas
     found: list[Link | None] = []
-    for rank in range(dist.get_world_size() - 1):
+    for rank, step in pairs:
         dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
-        found.append(_measure(rank, device) if dist.get_rank() in (rank, rank + 1) else None)
-    everywhere: list[list[Link | None]] = [[] for _ in range(dist.get_world_size())]
+        found.append(_measure(rank, step, device) if dist.get_rank() in (rank, rank + step) else None)
+    everywhere: list[list[Link | None]] = [[] for _ in range(world)]
     dist.all_gather_object(everywhere, found)
-    links = (everywhere[rank][rank] for rank in range(len(found)))  # as the left one of each pair saw it
+    links = (everywhere[rank][i] for i, (rank, _) in enumerate(pairs))  # as the left one of each pair saw it
     return [link for link in links if link is not None]
 
 
-def _measure(rank: int, device: torch.device) -> Link:
+def _measure(rank: int, step: int, device: torch.device) -> Link:
     left = dist.get_rank() == rank
-    peer = rank + 1 if left else rank
+    peer = rank + step if left else rank
     small, large = (torch.zeros(size, dtype=torch.uint8, device=device) for size in (SMALL, LARGE))
     for message in (small, large):  # opens the connections
         _there_and_back(message, message, 1, left, peer)
@@ -49,7 +59,7 @@ def _measure(rank: int, device: torch.device) -> Link:
     # A small answer follows each large message, so that it has arrived when the clock stops.
     forward = _there_and_back(large, small, MESSAGES, left, peer)
     backward = _there_and_back(small, large, MESSAGES, left, peer)
-    return Link(rank, latency, *(MESSAGES * LARGE / seconds for seconds in (forward, backward)))
+    return Link(rank, latency, *(MESSAGES * LARGE / seconds for seconds in (forward, backward)), step)
 
 
 def _there_and_back(there: Tensor, back: Tensor, times: int, left: bool, peer: int) -> float:

@@ -61,8 +61,12 @@ def look(place: Place, device: torch.device, threads: int, interfaces: Sequence[
     )
 
 
-def compare(reports: Sequence[Report]) -> list[str]:
-    """What is wrong with all processes together, each thing once, the machines' own complaints first."""
+def compare(reports: Sequence[Report], line: int) -> list[str]:
+    """What is wrong with all processes together, each thing once, the machines' own complaints first.
+
+    Args:
+        line: processes of each replica.
+    """
     wrong = list(dict.fromkeys(f"node {report.node}: {text}" for report in reports for text in report.wrong))
     for name in reports[0].versions:
         found = {report.versions[name]: report.rank for report in reversed(reports)}
@@ -73,6 +77,15 @@ def compare(reports: Sequence[Report]) -> list[str]:
     for node, times in Counter(nodes).items():
         if times > 1:
             wrong.append(f"node {node}: its ranks don't follow each other, so neighbouring stages talk across nodes needlessly")
+    most = max(Counter(report.node for report in reports).values())
+    for start in range(0, len(reports), line):
+        spread = list(dict.fromkeys(report.node for report in reports[start : start + line]))
+        if line <= most and len(spread) > 1:
+            nodes, stop = ", ".join(spread), start + line - 1
+            wrong.append(
+                f"ranks {start} to {stop}: a replica on nodes {nodes} that would fit on one, so its stages talk across nodes "
+                f"needlessly; accepted on a node are multiples of {line} processes"
+            )
     kinds = {report.device.split(":")[0] for report in reports}
     if len(kinds) > 1:
         wrong.append(f"devices: found {' and '.join(sorted(kinds))}, accepted is one kind in every process")

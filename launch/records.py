@@ -58,10 +58,11 @@ class Records:
 def headline(plan: Plan, pipeline: Pipeline) -> str:
     """What is about to run, in a line."""
     facts = _facts(plan, pipeline)
-    idle = sum(not stages for stages in pipeline.layout.processes)
+    idle = pipeline.layout.dp * sum(not stages for stages in pipeline.layout.processes)
     return (
         f"{facts['model']} with {facts['parameters']:,} parameters by {facts['method']} (d = {facts['delay']}, k = {facts['k']}): "
         f"{facts['stages']} stages in {facts['processes']} process(es) on {facts['device']}, transport {facts['transport']}"
+        + (f"; {facts['dp']} replicas with {pipeline.layout.inputs.shape[0]} samples each" if facts["dp"] > 1 else "")
         + (f"; {idle} process(es) without a stage stay idle" if idle else "")
     )
 
@@ -97,6 +98,7 @@ def _facts(plan: Plan, pipeline: Pipeline) -> dict[str, Any]:
         "parameters": sum(block.parameters for block in pipeline.layout.profiles),
         "stages": len(pipeline.layout.stages),
         "processes": pipeline.world,
+        "dp": pipeline.layout.dp,
         "transport": pipeline.transport_name,
         "device": plan.device.type,
         "precision": plan.config.trainer.precision,

@@ -20,7 +20,19 @@ from petra.training.checkpoint import FACTS, verify
 from petra.training.export import State
 
 FOLDER = "checkpoints"
-FREE = ("run_dir", "resume", "init_from", "dry_run", "checkpoint.", "cluster.", "logger.", "data.root", "data.workers", "trainer.")
+FREE = (
+    "dp",
+    "run_dir",
+    "resume",
+    "init_from",
+    "dry_run",
+    "checkpoint.",
+    "cluster.",
+    "logger.",
+    "data.root",
+    "data.workers",
+    "trainer.",
+)
 """Keys, or groups, that a resumed run may change."""
 FIXED = (
     "trainer.precision",
@@ -87,7 +99,7 @@ def as_before(plan: Plan, start: Start, place: Place) -> Plan:
         delay=tuple(delay) if isinstance(delay, list) else delay,
         keep=tuple(map(Keep, keep)) if isinstance(keep, list) else Keep(keep),
     )
-    layout = Layout.plan(plan.model, plan.inputs, chosen["stages"], place.world)
+    layout = Layout.plan(plan.model, plan.inputs, chosen["stages"], place.world, plan.config.dp)
     return replace(plan, stages=chosen["stages"], layout=layout, method=method, auto=frozenset())
 
 

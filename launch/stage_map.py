@@ -18,7 +18,8 @@ class StageRow:
     """One stage of the map."""
 
     number: int
-    process: int
+    processes: tuple[int, ...]
+    """One of each replica."""
     blocks: tuple[BlockProfile, ...]
     keeps: tuple[Keep, ...]
     delay: int
@@ -39,7 +40,7 @@ class StageRow:
 
 COLUMNS: dict[str, Callable[[StageRow], str]] = {
     "stage": lambda row: str(row.number),
-    "process": lambda row: str(row.process),
+    "process": lambda row: ", ".join(map(str, row.processes)),
     "blocks": lambda row: row.blocks[0].name if len(row.blocks) == 1 else f"{row.blocks[0].name} … {row.blocks[-1].name}",
     "parameters": lambda row: f"{sum(block.parameters for block in row.blocks):,}",
     "FLOPs": lambda row: f"{sum(block.flops for block in row.blocks) / row.flops:.1%}",
@@ -52,18 +53,19 @@ COLUMNS: dict[str, Callable[[StageRow], str]] = {
 
 
 def stage_map(plan: Plan) -> str:
-    """A Markdown table of the stages; sizes are of one microbatch."""
+    """A Markdown table of the stages; sizes are of one microbatch, or a replica's share of it."""
     rows = stage_rows(plan)
     cells = [list(COLUMNS), *([content(row) for content in COLUMNS.values()] for row in rows)]
     widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     blocks = [block for row in rows for block in row.blocks]
+    replicas = "" if plan.layout.dp == 1 else f" of each of {plan.layout.dp} replicas"
     title = (
         f"{plan.model.name} on {plan.config.data.name} by {plan.method.name} (d = {plan.method.delay}, k = {plan.config.k}): "
-        f"{len(rows)} stages in {len(plan.layout.processes)} process(es), "
+        f"{len(rows)} stages in {len(plan.layout.processes)} process(es){replicas}, "
         f"{sum(block.parameters for block in blocks):,} parameters, "
-        f"{rows[0].flops / 1e9:.3g} GFLOPs forward for a microbatch of {plan.inputs}"
+        f"{plan.layout.dp * rows[0].flops / 1e9:.3g} GFLOPs forward for a microbatch of {plan.inputs}"
     )
     return "\n".join([title, "", *lines])
 
@@ -80,7 +82,8 @@ def stage_rows(plan: Plan) -> list[StageRow]:
         kinds = [block.reversible for block in blocks]
         keeps = plan.method.keep_of(kinds, last=last and delays[j] == 0, first_block=stage.start)
         flops = sum(block.flops for block in layout.profiles)
-        rows.append(StageRow(j + 1, owner[j], blocks, keeps, delays[j], flops, last))
+        processes = tuple(range(owner[j], len(layout.processes) * layout.dp, len(layout.processes)))
+        rows.append(StageRow(j + 1, processes, blocks, keeps, delays[j], flops, last))
     return rows
 
 

@@ -34,7 +34,7 @@ def tuned(plan: Plan, place: Place) -> Plan:
         if place.first:
             blocks = profile_blocks(
                 plan.model,
-                plan.inputs,
+                plan.layout.inputs,
                 optimizer=recipe.optimizer(plan.config),
                 device=plan.device,
                 autocast=plan.autocast,
@@ -46,12 +46,12 @@ def tuned(plan: Plan, place: Place) -> Plan:
                 blocks,
                 plan.method,
                 plan.config.k,
-                place.world if "stages" in plan.auto else [len(stage) for stage in plan.layout.stages],
+                len(plan.layout.processes) if "stages" in plan.auto else [len(stage) for stage in plan.layout.stages],
                 tune_delay="delay" in plan.auto,
                 tune_keep="keep" in plan.auto and _may_keep_graphs(plan),
                 limit=float("inf") if trainer.memory_limit is None else 1e9 * trainer.memory_limit,
                 link=link,
-                processes=[p for p in plan.layout.processes if p] if place.world > 1 else None,
+                processes=[p for p in plan.layout.processes if p] if len(plan.layout.processes) > 1 else None,
             )
     if place.world > 1:
         dist.broadcast_object_list(chosen, 0)
@@ -66,7 +66,7 @@ def tuned(plan: Plan, place: Place) -> Plan:
         )
     method = replace(plan.method, delay=found.delay, keep=found.keep)
     stages = list(found.stages)
-    layout = Layout.plan(plan.model, plan.inputs, stages, place.world)
+    layout = Layout.plan(plan.model, plan.inputs, stages, place.world, plan.config.dp)
     return replace(plan, stages=stages, layout=layout, method=method, auto=frozenset())
 
 

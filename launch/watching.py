@@ -36,7 +36,7 @@ def watching(config: TrainerConfig, pipeline: Pipeline, folder: Path | None) -> 
             stack.enter_context(diagnosis.watching())
         yield
     if trace is not None:
-        intervals = gathered_intervals(trace.intervals)
+        intervals = gathered_intervals([] if pipeline.replica else trace.intervals)
         if folder is not None:
             title = f"{pipeline.model.name}, {pipeline.method.name}, the first {config.trace} microbatches"
             write_timeline(intervals, folder, title)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Literal
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from petra.errors import ConfigError, ModelError
 from petra.method import Keep
 from petra.streams import TensorSpec
-from petra.transport import EdgeTransport, LockstepTransport, MessageSpec, Packing
+from petra.transport import EdgeTransport, LockstepTransport, MessageSpec, Packing, Port, local_boundary
 
 TransportName = Literal["auto", "local", "lockstep", "edge"]
 Boundary = tuple[MessageSpec, MessageSpec]
@@ -33,6 +33,9 @@ def boundary(outputs: Sequence[TensorSpec], keep: Keep, metrics: int, *, channel
 def agree(settings: Mapping[str, object], boundaries: Sequence[Boundary], processes: Sequence[range], device: torch.device) -> None:
     """All processes must run the same settings, and both ends of each boundary between them expect the same messages.
 
+    Args:
+        processes: for each process of a line its stages; there may be several lines.
+
     Raises:
         ConfigError: on a GPU, a process group that isn't bound to it.
         ConfigError, ModelError: on every process, if any two disagree; it names the processes, or both stages.
@@ -48,9 +51,10 @@ def agree(settings: Mapping[str, object], boundaries: Sequence[Boundary], proces
             if others[key] != value:
                 raise ConfigError(f"{key}: found {others[key]} in process {rank}, accepted is {value} as in process 0")
     views = [view for _, view in gathered]
-    for rank, (stages, after) in enumerate(pairwise(processes)):
+    lines = [list(enumerate(pairwise(processes), start)) for start in range(0, len(views), len(processes))]
+    for rank, (stages, after) in chain(*lines):
         if not after:
-            return
+            continue
         j = stages[-1]
         sent, expected = (view[j] if j < len(view) else None for view in views[rank : rank + 2])
         if sent != expected:
@@ -78,9 +82,19 @@ def choose_transport(name: TransportName, world: int, delays: Sequence[int]) -> 
 
 
 def open_transport(
-    name: TransportName, boundaries: Sequence[Boundary], delays: Sequence[int], processes: Sequence[range], device: torch.device
+    name: TransportName,
+    boundaries: Sequence[Boundary],
+    delays: Sequence[int],
+    processes: Sequence[range],
+    device: torch.device,
+    line: dist.ProcessGroup | None,
 ) -> EdgeTransport | LockstepTransport:
-    """Between processes that own these stages; every process makes the call."""
+    """Between processes that own these stages; every process makes the call.
+
+    Args:
+        processes: for each process of a line its stages.
+        line: the group of this process's line; None if there is but one.
+    """
     between = [stages[-1] for stages, after in pairwise(processes) if after]
     packed = [
         (
@@ -90,7 +104,36 @@ def open_transport(
         )
         for j in between
     ]
-    return LockstepTransport(packed, processes) if name == "lockstep" else EdgeTransport(packed)
+    return LockstepTransport(packed, processes, line) if name == "lockstep" else EdgeTransport(packed, len(processes))
+
+
+def connect(
+    stages: range, ends: tuple[Port, Port], boundaries: Sequence[Boundary], transport: EdgeTransport | LockstepTransport | None
+) -> dict[int, tuple[Port, Port]]:
+    """The upstream and the downstream port of each of a process's ``stages``.
+
+    Args:
+        ends: in front of the first stage of all, and behind the last.
+        boundaries: between all stages, one behind each but the last.
+        transport: to the processes beside this one; None if there is but one.
+    """
+    ports: dict[int, tuple[Port, Port]] = {}
+    before, behind = (None, None) if transport is None else (transport.upstream, transport.downstream)
+    upstream: Port | None = ends[0] if 0 in stages else before
+    for j in stages:
+        downstream: Port | None
+        following: Port | None = None
+        if j == len(boundaries):
+            downstream = ends[1]
+        elif j + 1 in stages:
+            downstream, following = local_boundary(*boundaries[j])
+        else:
+            downstream = behind
+        assert upstream is not None
+        assert downstream is not None
+        ports[j] = upstream, downstream
+        upstream = following
+    return ports
 
 
 def _text(spec: Boundary | None) -> str:

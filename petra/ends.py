@@ -78,7 +78,7 @@ class Objective:
         self.totals += self._report(output, targets, self.evaluation_loss(output, targets))
 
     def _report(self, output: Tensor, targets: Tensor, loss: Tensor) -> Tensor:
-        count = (targets != IGNORED).sum() if targets.dtype == torch.int64 else torch.tensor(len(targets), device=self.device)
+        count = counted(targets)
         return torch.stack([v.double() for v in (count, loss * count, *(f(output, targets) for f in self.metrics.values()))])
 
     def _targets(self, m: int) -> Tensor:
@@ -89,6 +89,11 @@ class Objective:
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     """On the device; from pinned memory, so that the host does not wait for the copy."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def counted(targets: Tensor) -> Tensor:
+    """How many targets count."""
+    return (targets != IGNORED).sum() if targets.dtype == torch.int64 else torch.tensor(len(targets), device=targets.device)
 
 
 def correct(output: Tensor, targets: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from petra.boundaries import Boundary, TransportName, agree, boundary, choose_transport, open_transport
+from petra.boundaries import TransportName, agree, boundary, choose_transport, connect, open_transport
 from petra.compiled import compile_block
 from petra.ends import Loss, Metric, Objective, Source, Stream, correct
 from petra.errors import ConfigError
@@ -20,11 +20,12 @@ from petra.method import METHODS, Keep, Method, Weights
 from petra.model import Model
 from petra.partition import Layout
 from petra.remedies import Remedy, StageRemedy
+from petra.replicas import Replicas, Share, ShareObjective, share_seed
 from petra.reversible import Grid
 from petra.schedule import Op, Orders, Step, check, evaluation_order, rounds, training_order
 from petra.stage import Stage
 from petra.streams import TensorSpec
-from petra.transport import Port, Transfer, local_boundary
+from petra.transport import Port, Transfer
 from petra.update import OptimizerFactory, Update, UpdateRules
 from petra.worker import Worker
 
@@ -45,7 +46,7 @@ class Pipeline:
 
     Args:
         model: the blocks.
-        inputs: form of one microbatch of data.
+        inputs: form of one microbatch of data, of all replicas together.
         method: a name from :data:`petra.method.METHODS`, or one's own switches.
         remedy: what is done about stale gradients; nothing by default.
         k: microbatches per update; gradients are averaged.
@@ -64,6 +65,7 @@ class Pipeline:
             that results don't depend on the number of processes.
         compile: backend of ``torch.compile`` for the functions inside blocks, or none.
         concurrency: stages of one process that run at the same time, each in a thread of its own with torch's number of threads.
+        dp: replicas of every stage in processes of their own, each with an equal share of every microbatch (docs/data_parallel.md).
         transport: ``auto`` takes ``local`` in one process, ``lockstep`` where d = 2 at every boundary, ``edge`` elsewhere.
 
     Raises:
@@ -93,6 +95,7 @@ class Pipeline:
         compile: str | None = None,
         device: torch.device | str = "cpu",
         concurrency: int = 1,
+        dp: int = 1,
         transport: TransportName = "auto",
     ) -> None:
         if not isinstance(k, int) or k < 1:
@@ -107,7 +110,9 @@ class Pipeline:
             raise ConfigError("exact_streams: found true with wire in a smaller type, accepted is wire in the streams' own type")
         distributed = dist.is_available() and dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
-        self.layout = Layout.plan(model, inputs, stages, self.world)
+        self.layout = Layout.plan(model, inputs, stages, self.world, dp)
+        self.replica, place = self.layout.place(self.rank)
+        own = self.layout.processes[place]
         self.model, self.method, self.k, self.device = model, method, k, torch.device(device)
         self.seed, self.autocast = seed, autocast
         self.metrics = {"accuracy": correct} if metrics is None else dict(metrics)
@@ -123,12 +128,14 @@ class Pipeline:
         method.check(self.delays, k, casts=autocast is not None)
         self._grid = Grid(self._stream_type(), self.device) if exact_streams else None
         self.wire = wire
-        self.transport_name = choose_transport(transport, self.world, self.boundary_delays)
+        line = len(self.layout.processes)
+        self.transport_name = choose_transport(transport, line, self.boundary_delays)
         self._threads = self._start_threads(concurrency)
         self._learning_rate, self._optimizer, self.rules = learning_rate, optimizer, rules
         rules.require_moment(method, self.delays)
-        self._source = Source(inputs, self.device, channels_last, self._report)
-        self._objective = Objective(self.device, loss, evaluation_loss or loss, self.metrics)
+        self._source = Source(self.layout.inputs, self.device, channels_last, self._report)
+        objective = Objective if dp == 1 else ShareObjective
+        self._objective = objective(self.device, loss, evaluation_loss or loss, self.metrics)
         self._totals = torch.zeros(2 + len(self.metrics), dtype=torch.float64, device=self.device)
         self._on_microbatch: Callable[[Tensor], None] | None = None
         self.measures: list[Callable[[], dict[str, float]]] = []
@@ -140,7 +147,7 @@ class Pipeline:
             for blocks, keep in zip(self.layout.stages[:-1], keeps[:-1], strict=True)
         ]
         if self.world > 1:
-            agree(self._settings(), boundaries, self.layout.processes, self.device)
+            agree(self._settings(inputs), boundaries, self.layout.processes, self.device)
         ahead = 2 * max(self.delays) + 2 * k + 2  # microbatches enough for a full line, an update and the drain
         check(self._training_orders(0, ahead), self.boundary_delays)
         self.stages = {
@@ -150,14 +157,14 @@ class Pipeline:
                 weights=self._weights(j),
                 first_block=self.layout.stages[j].start,
                 k=k,
-                seed=seed,
+                seed=share_seed(seed, self.replica),
                 autocast=autocast,
                 returns_input=j > 0 and keeps[j - 1][-1] is Keep.NOTHING,
                 channels_last=channels_last,
                 concurrent=concurrency > 1,
                 grid=Grid(self._grid.dtype, self.device) if self._grid is not None else None,
             )
-            for j in self.layout.processes[self.rank]
+            for j in own
         }
         if channels_last:
             for stage in self.stages.values():
@@ -166,7 +173,17 @@ class Pipeline:
             for stage in self.stages.values():
                 for block in stage.module:
                     compile_block(block, compile)
-        self.workers = self._connect(boundaries)
+        self.replicas = None if dp == 1 else Replicas(self.layout, self.replica, self.device)
+        self._line = None if self.replicas is None else self.replicas.line
+        self._transport = None
+        if line > 1:
+            self._transport = open_transport(
+                self.transport_name, boundaries, self.boundary_delays, self.layout.processes, self.device, self._line
+            )
+        ports = connect(own, (self._source, self._objective), boundaries, self._transport)
+        self.workers = {j: self._worker(j, *ports[j]) for j in own}
+        if self.replicas is not None:
+            self.replicas.join([*self.workers.values()])
         self.remedies = self._remedies()
 
     # -- running ---------------------------------------------------------------------------------------------------------------
@@ -176,27 +193,29 @@ class Pipeline:
 
         Args:
             on_microbatch: called in the process of the first stage as each microbatch completes, with its report, a tensor on the
-                device: targets that count, summed loss, summed metrics.
+                device: targets that count, summed loss, summed metrics. Of replicas each gets its own share's, times their number.
 
         Raises:
             ModelError: exact streams that left their range, in every process.
         """
-        self._source.stream = self._objective.stream = stream
+        self._read(stream)
         self._on_microbatch = on_microbatch
         self._totals.zero_()
         stop = self.clock + microbatches
         self._run(self._training_orders, self.clock, stop, Worker.do, backward=True)
         self.clock += microbatches
+        if self.replicas is not None:
+            self.replicas.settle()
         if self._grid is not None:
             self._require_range(self._grid)
         for worker in reversed(self.workers.values()):  # the stage behind knows better where it began
             worker.update.check()
-        return self._result(self._totals, source=0)
+        return self._result(self._totals)
 
     def evaluate(self, stream: Stream, microbatches: int) -> Result:
         """Means over microbatches 0 … ``microbatches`` − 1 with running statistics and, where there are, averaged weights; targets
         of −100 don't count."""
-        self._source.stream = self._objective.stream = stream
+        self._read(stream)
         self._objective.totals.zero_()
         for stage in self.stages.values():
             stage.module.eval()
@@ -204,8 +223,7 @@ class Pipeline:
             self._run(self._evaluation_orders, 0, microbatches, lambda worker, _, m: worker.evaluate(m), backward=False)
         for stage in self.stages.values():
             stage.module.train()
-        last = next(r for r, stages in enumerate(self.layout.processes) if len(self.layout.stages) - 1 in stages)
-        return self._result(self._objective.totals, source=last)
+        return self._result(self._objective.totals)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -255,13 +273,16 @@ class Pipeline:
         }
 
     def stage_metrics(self) -> dict[str, float]:
-        """What every stage has measured since the last call, as ``stage/<j>/<name>`` with j from 1, in every process."""
+        """What every stage has measured since the last call, as ``stage/<j>/<name>`` with j from 1, in every process.
+
+        Of replicas it is the first one's.
+        """
         own = {f"stage/{j + 1}/{key}": v for j, worker in self.workers.items() for key, v in worker.update.metrics().items()}
         own |= {key: value for measure in self.measures for key, value in measure().items()}
         parts = [own] * self.world
         if self.world > 1:
             dist.all_gather_object(parts, own)
-        return {key: value for part in parts for key, value in part.items()}
+        return {key: value for part in parts[: len(self.layout.processes)] for key, value in part.items()}
 
     @property
     def _flush_every(self) -> int | None:
@@ -316,14 +337,18 @@ class Pipeline:
         for update in updates:
             squares += update.squared_norm()
         if self.world > 1:
-            dist.all_reduce(squares)
+            dist.all_reduce(squares, group=self._line)
         for update in reversed(updates):
             update.apply(squares)
 
     def _report(self, report: Tensor) -> None:
         self._totals += report
         if self._on_microbatch is not None:
-            self._on_microbatch(report)
+            self._on_microbatch(self.layout.dp * report if self.layout.dp > 1 else report)
+
+    def _read(self, stream: Stream) -> None:
+        """Microbatches, or this replica's share of them, come from here."""
+        self._source.stream = self._objective.stream = stream if self.layout.dp == 1 else Share(stream, self.layout, self.replica)
 
     def _require_range(self, grid: Grid) -> None:
         """The range of all stages' streams in one grid, which refuses it alike in every process."""
@@ -332,11 +357,11 @@ class Pipeline:
             dist.all_reduce(grid.largest, dist.ReduceOp.MAX)
         grid.require()
 
-    def _result(self, totals: Tensor, source: int) -> Result:
-        """The means of one process's totals, in every process."""
+    def _result(self, totals: Tensor) -> Result:
+        """The means of the totals of all processes, in every process; they are zeros where nothing is counted."""
         totals = totals.cpu()
         if self.world > 1:
-            dist.broadcast(totals, source)
+            dist.all_reduce(totals)
         targets, *sums = totals.tolist()
         loss, *metrics = (s / max(targets, 1) for s in sums)
         return Result(int(targets), loss, dict(zip(self.metrics, metrics, strict=True)))
@@ -371,9 +396,10 @@ class Pipeline:
     def _staleness(self, j: int) -> float:
         return self.method.staleness(self.delays[j], self.k)
 
-    def _settings(self) -> dict[str, object]:
-        """What all processes must agree on."""
+    def _settings(self, inputs: TensorSpec) -> dict[str, object]:
+        """What all processes must agree on; that neighbours have the same ``inputs`` their messages tell."""
         return {
+            "dp": self.layout.dp,
             "k": self.k,
             "method": self.method,
             "remedy": self.remedy,
@@ -384,45 +410,12 @@ class Pipeline:
             "autocast": self.autocast,
             "stages": self.layout.stages,
             "processes": self.layout.processes,
+            **({"inputs": str(inputs)} if self.layout.dp > 1 else {}),
         }
 
-    def _connect(self, boundaries: Sequence[Boundary]) -> dict[int, Worker]:
-        """Joins this process's stages to each other, to the two ends and to the processes beside it."""
-        self._transport = None
-        if self.world > 1:
-            self._transport = open_transport(
-                self.transport_name, boundaries, self.boundary_delays, self.layout.processes, self.device
-            )
-        ports: dict[int, tuple[Port, Port]] = {}
-        upstream: Port | None = None
-        for j in self.stages:
-            if j == 0:
-                upstream = self._source
-            elif j - 1 not in self.stages:
-                assert self._transport is not None
-                upstream = self._transport.upstream
-            downstream: Port | None
-            following: Port | None = None
-            if j == len(self.layout.stages) - 1:
-                downstream = self._objective
-            elif j + 1 in self.stages:
-                downstream, following = local_boundary(*boundaries[j])
-            else:
-                assert self._transport is not None
-                downstream = self._transport.downstream
-            assert upstream is not None
-            assert downstream is not None
-            ports[j] = upstream, downstream
-            upstream = following
-        return {
-            j: Worker(
-                stage,
-                *ports[j],
-                self._update(j),
-                self.remedy.shrink if j > 0 and self.delays[j - 1] > self.delays[j] else 1.0,
-            )
-            for j, stage in self.stages.items()
-        }
+    def _worker(self, j: int, upstream: Port, downstream: Port) -> Worker:
+        shrink = self.remedy.shrink if j > 0 and self.delays[j - 1] > self.delays[j] else 1.0
+        return Worker(self.stages[j], upstream, downstream, self._update(j), shrink)
 
     def _update(self, j: int) -> Update:
         stage = self.stages[j]

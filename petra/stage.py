@@ -234,6 +234,8 @@ class Stage:
         grid: Grid | None = None,
     ) -> None:
         self.module, self.grid = nn.ModuleList(blocks), grid
+        self.after_block: Callable[[BlockRunner], None] | None = None
+        """Called with each block when the gradients of a microbatch have been added to its own."""
         self.k, self.returns_input, self.channels_last = k, returns_input, channels_last
         self.runners = [
             BlockRunner(
@@ -271,6 +273,8 @@ class Stage:
             y, dy = self._contiguous(y), self._contiguous(dy)
             if gradients:
                 torch._foreach_add_([p.grad for p in gradients], list(gradients.values()), alpha=1 / self.k)  # type: ignore[misc]
+            if self.after_block is not None:
+                self.after_block(runner)
         return y if self.returns_input else (), dy
 
     def replay(self, m: int, x: Streams, weights: Sequence[Stash | None]) -> Streams:
@@ -300,6 +304,10 @@ class Stage:
             runner.before_update()
         with _unsafe_preserve_version_counter(tuple(self._trained)) if in_flight else nullcontext():
             yield
+        self.zero_gradients()
+
+    def zero_gradients(self) -> None:
+        """Forgets what has been accumulated."""
         if self._trained:
             torch._foreach_zero_([p.grad for p in self._trained])  # type: ignore[misc]
 

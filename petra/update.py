@@ -104,6 +104,8 @@ class Update:
         self.device, self.number, self.last = device, number, last
         self._blocks = [{n: p for n, p in block.named_parameters() if p.requires_grad} for block in stage.module]
         self._parameters = [p for block in self._blocks for p in block.values()]
+        self.joined: Callable[..., tuple[Tensor, ...]] | None = None
+        """Where the stage has replicas: (microbatch, numbers) → the numbers' sums over them, when all gradients are sums too."""
         self.restart_averages()
         scale = LARGEST_SCALE if rules.loss_scale == "dynamic" else rules.loss_scale
         self.scale = None if scale is None else self._tensor(scale)
@@ -141,6 +143,9 @@ class Update:
     def __call__(self, t: int) -> None:
         """The update after microbatch ``t``, counted from 1; one that is clipped globally waits for :meth:`apply`."""
         self._t = t
+        if self.joined is not None:
+            received, self._sent = self.joined(t - 1, self._all_received(), self._sent)
+            self._received = [received]
         if not self.rules.clip_globally:
             self.apply(self.squared_norm())
 
@@ -160,7 +165,7 @@ class Update:
             squares: squared norm of the gradient to clip by and to judge by: the stage's, or the network's.
         """
         norm = squares.sqrt()
-        received = torch.stack(self._received).double().sum() if self._received else self._tensor(0)
+        received = self._all_received()
         # Where looking costs no waiting, the usual case has nothing to judge.
         fine = self.device.type == "cpu" and self.scale is None and isfinite(norm.item() + received.item())
         bad = None if fine else self._judge(norm, received.isfinite())
@@ -335,6 +340,9 @@ class Update:
             parameter.grad.copy_(gradient if self.scale is None else gradient * self.scale)
         self._received.clear()
         self._sent.zero_()
+
+    def _all_received(self) -> Tensor:
+        return torch.stack(self._received).double().sum() if self._received else self._tensor(0)
 
     def _tensor(self, value: float) -> Tensor:
         return torch.tensor(float(value), dtype=torch.float64, device=self.device)

@@ -51,12 +51,12 @@ def report(rank: int, node: str = "0 (a)", device: str = "cuda:0", versions: str
 
 
 def test_nothing_is_wrong_with_processes_that_agree() -> None:
-    assert compare([report(0), report(1, device="cuda:1"), report(2, "1 (b)")]) == []
+    assert compare([report(0), report(1, device="cuda:1"), report(2, "1 (b)")], line=3) == []
 
 
 def test_what_is_wrong_between_processes() -> None:
     reports = [report(0, wrong=("broken",)), report(1, "1 (b)"), report(2, wrong=("broken",)), report(3, "1 (b)", "cpu", "2.11")]
-    assert compare(reports) == [
+    assert compare(reports, line=4) == [
         "node 0 (a): broken",
         "PyTorch: found 2.13 (rank 0), 2.11 (rank 3), accepted is the same in every process",
         "node 0 (a): its ranks don't follow each other, so neighbouring stages talk across nodes needlessly",

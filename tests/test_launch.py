@@ -238,7 +238,12 @@ def _loaded(rank: int, root: str | None) -> tuple[object, ...]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("launch.data.load_dataset", load)
         config = DataConfig(name="text", root=root, batch_size=4, augment=True, classes=256, size=8, workers=0)
-        layout = Layout((), (range(0, 1), range(1, 2), range(2, 3)), (range(0, 1), range(1, 2), range(2, 3), range(0)))
+        layout = Layout(
+            (),
+            (range(0, 1), range(1, 2), range(2, 3)),
+            (range(0, 1), range(1, 2), range(2, 3), range(0)),
+            TensorSpec((4, 8), torch.int64),
+        )
         try:
             train, test = streams(config, 5, layout)
         except PetraError as error:

@@ -20,6 +20,8 @@ class Split:
     """Images float32 (B, 3, H, W), normalised; or tokens int64 (B, T)."""
     targets: Reader | None = None
     """Classes int64 (B,), or (B·T,) for tokens; -100 where there is nothing to predict."""
+    apart: bool = False
+    """Whether what a seed draws for a sample is the same whichever others are asked for with it."""
 
 
 @dataclass(frozen=True, eq=False)

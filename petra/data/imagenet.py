@@ -18,6 +18,7 @@ from petra.data.arrays import Moments, normalise
 from petra.data.dataset import Dataset, Labels, Split
 from petra.data.files import folder_of
 from petra.errors import DataError
+from petra.reversible import derive_seed
 
 MOMENTS: Moments = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 ENDINGS = (".jpeg", ".jpg", ".png")  # one of ImageNet's JPEG files is a PNG file, so the content decides
@@ -71,7 +72,8 @@ def _split(folder: Path, classes: tuple[str, ...], size: int) -> Split:
         names += files
         counts.append(len(files))
     labels = np.repeat(np.arange(len(classes), dtype=np.int16), counts)
-    return Split(len(names), Photographs(folder, classes, np.array(names), labels, size), Labels(torch.from_numpy(labels)))
+    photographs = Photographs(folder, classes, np.array(names), labels, size)
+    return Split(len(names), photographs, Labels(torch.from_numpy(labels)), apart=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,9 +92,9 @@ class Photographs:
     size: int
 
     def __call__(self, indices: Tensor, seed: int | None) -> Tensor:
-        rng = None if seed is None else random.Random(seed)
         pixels = np.empty((len(indices), self.size, self.size, 3), np.uint8)
         for row, index in zip(pixels, indices.tolist(), strict=True):
+            rng = None if seed is None else random.Random(derive_seed(seed, index))
             row[:] = decoded(self.folder / self.classes[self.labels[index]] / os.fsdecode(self.names[index]), self.size, rng)
         return normalise(torch.from_numpy(pixels).permute(0, 3, 1, 2), MOMENTS)
 

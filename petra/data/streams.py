@@ -24,11 +24,20 @@ class TrainStream:
 
     Args:
         workers: processes that prepare inputs ahead of their use; 0 prepares them when they are asked for.
+        share: rows of each microbatch whose inputs are given, for one replica of several; targets are always those of all.
 
     Raises :class:`petra.errors.ConfigError` for a batch that is empty or larger than the training set.
     """
 
-    def __init__(self, dataset: Dataset, batch_size: int, seed: int, augment: bool = True, workers: int = 0) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        seed: int,
+        augment: bool = True,
+        workers: int = 0,
+        share: slice = slice(None),
+    ) -> None:
         self._split = dataset.train
         if not 1 <= batch_size <= self._split.count:
             raise ConfigError(
@@ -38,6 +47,7 @@ class TrainStream:
         self._batch_size = batch_size
         self._seed = seed
         self._augment = augment
+        self._share = share
         # Two: when the pipeline crosses from one epoch to the next, its first stage is ahead of its last.
         self._order = lru_cache(maxsize=2)(self._permutation)
         self._read = Prefetcher(self._inputs, workers) if workers else self._inputs
@@ -53,7 +63,10 @@ class TrainStream:
 
     def _inputs(self, m: int) -> Tensor:
         assert self._split.inputs is not None, "this process reads no inputs"
-        return self._split.inputs(self._indices(m), self._augmentation(m))
+        indices, seed = self._indices(m), self._augmentation(m)
+        if seed is None or self._split.apart:
+            return self._split.inputs(indices[self._share], seed)
+        return self._split.inputs(indices, seed)[self._share]
 
     def _augmentation(self, m: int) -> int | None:
         return derive_seed(self._seed, _AUGMENTATION, m) if self._augment else None
@@ -70,15 +83,19 @@ class TrainStream:
 class EvalStream:
     """The test samples in their own order; the last batch is filled up, so that all batches have the same shape.
 
+    Args:
+        workers, share: as for :class:`TrainStream`.
+
     Raises :class:`petra.errors.ConfigError` for an empty batch.
     """
 
-    def __init__(self, dataset: Dataset, batch_size: int, workers: int = 0) -> None:
+    def __init__(self, dataset: Dataset, batch_size: int, workers: int = 0, share: slice = slice(None)) -> None:
         if batch_size < 1:
             raise ConfigError(f"data.batch_size: found {batch_size}, accepted are whole numbers from 1 on")
         self._split = dataset.test
         self.batches = -(-self._split.count // batch_size)
         self._batch_size = batch_size
+        self._share = share
         self._read = Prefetcher(self._inputs, workers, stop=self.batches) if workers else self._inputs
 
     def inputs(self, m: int) -> Tensor:
@@ -94,7 +111,7 @@ class EvalStream:
 
     def _inputs(self, m: int) -> Tensor:
         assert self._split.inputs is not None, "this process reads no inputs"
-        return self._split.inputs(self._rows(m).clamp(max=self._last), None)
+        return self._split.inputs(self._rows(m)[self._share].clamp(max=self._last), None)
 
     @property
     def _last(self) -> int:

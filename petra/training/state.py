@@ -45,8 +45,13 @@ _ALLOWED = {
 
 
 def state_of(pipeline: Pipeline) -> State:
-    """The state of this process's blocks; the pipeline is drained. Most tensors are the pipeline's own, not copies."""
+    """The state of this process's blocks; the pipeline is drained. Most tensors are the pipeline's own, not copies.
+
+    Of replicas the first one has it all (:meth:`petra.replicas.Replicas.settle`), and the others tell nothing.
+    """
     state: State = {}
+    if pipeline.replica:
+        return state
     for j, worker in pipeline.workers.items():
         update = worker.update.state_dict()
         numbers = {key: torch.tensor(float(n), dtype=torch.float64) for key, n in update["stage"].items() if n is not None}
@@ -103,6 +108,8 @@ def load_state(pipeline: Pipeline, state: Mapping[str, Tensor], clock: int, sour
         least = {key: min(float(n[key]) for n in numbers) for key in numbers[0]}
         worker.update.load_state_dict({"stage": {"scale": None, **least}, "blocks": blocks})
         worker.t = clock
+        if pipeline.replica:
+            worker.stage.zero_gradients()
     pipeline.clock = clock
     pipeline.load_method_state(method)
 

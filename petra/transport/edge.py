@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -98,13 +99,15 @@ class EdgeTransport:
     Args:
         boundaries: for each boundary between neighbouring processes (rank r, rank r + 1) its forward packing, its backward packing
             and its delay d; the same on every rank.
+        line: processes of each replica.
     """
 
-    def __init__(self, boundaries: Sequence[tuple[Packing, Packing, int]]) -> None:
+    def __init__(self, boundaries: Sequence[tuple[Packing, Packing, int]], line: int) -> None:
         rank = dist.get_rank()
         self.upstream: EdgePort | None = None
         self.downstream: EdgePort | None = None
-        for r, (forward, backward, delay) in enumerate(boundaries):
+        lines = [enumerate(boundaries, start) for start in range(0, dist.get_world_size(), line)]
+        for r, (forward, backward, delay) in chain(*lines):
             # Every rank makes every group, in the same order, as torch.distributed asks.
             down, up = dist.new_group([r, r + 1]), dist.new_group([r, r + 1])
             if rank in (r, r + 1):

@@ -25,6 +25,7 @@ class LockstepPort:
     outgoing: Packing
     incoming: Packing
     peer: int
+    group: dist.ProcessGroup | None
     _outbox: deque[Tensor] = field(default_factory=deque)
     _inbox: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
 
@@ -50,8 +51,8 @@ class Transfer(NamedTuple):
     def operation(self) -> dist.P2POp:
         port = self.port
         if self.sends:
-            return dist.P2POp(dist.isend, port._outbox.popleft(), port.peer)
-        return dist.P2POp(dist.irecv, port.incoming.buffer(), port.peer)
+            return dist.P2POp(dist.isend, port._outbox.popleft(), port.peer, port.group)
+        return dist.P2POp(dist.irecv, port.incoming.buffer(), port.peer, port.group)
 
 
 class LockstepTransport:
@@ -61,23 +62,30 @@ class LockstepTransport:
         boundaries: for each boundary between neighbouring processes (rank r, rank r + 1) its forward packing, its backward packing
             and its delay d.
         stages: for each rank its stages.
+        group: of this replica's processes; None if all are.
     """
 
-    def __init__(self, boundaries: Sequence[tuple[Packing, Packing, int]], stages: Sequence[range]) -> None:
+    def __init__(
+        self,
+        boundaries: Sequence[tuple[Packing, Packing, int]],
+        stages: Sequence[range],
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         rank = dist.get_rank()
+        place = rank % len(stages)
         self.upstream: LockstepPort | None = None
         self.downstream: LockstepPort | None = None
-        if 0 < rank <= len(boundaries):
-            forward, backward, _ = boundaries[rank - 1]
-            self.upstream = LockstepPort(outgoing=backward, incoming=forward, peer=rank - 1)
-        if rank < len(boundaries):
-            forward, backward, _ = boundaries[rank]
-            self.downstream = LockstepPort(outgoing=forward, incoming=backward, peer=rank + 1)
-        self._stages = stages[rank]
+        if 0 < place <= len(boundaries):
+            forward, backward, _ = boundaries[place - 1]
+            self.upstream = LockstepPort(outgoing=backward, incoming=forward, peer=rank - 1, group=group)
+        if place < len(boundaries):
+            forward, backward, _ = boundaries[place]
+            self.downstream = LockstepPort(outgoing=forward, incoming=backward, peer=rank + 1, group=group)
+        self._stages = stages[place]
         self._sent: deque[tuple[LockstepPort, dist.Work, Tensor]] = deque()
         # Batched point-to-point as a group's first call must be joined by every rank; a barrier opens it for all.
         gpu = [forward.device.index for forward, _, _ in boundaries[:1] if forward.device.type == "cuda"]
-        dist.barrier(device_ids=gpu or None)
+        dist.barrier(group, device_ids=gpu or None)
 
     def begin(self, microbatches: int, backward: bool) -> None:
         """Nothing is posted ahead."""
