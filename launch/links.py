@@ -59,7 +59,7 @@ def _measure(rank: int, step: int, device: torch.device) -> Link:
     # A small answer follows each large message, so that it has arrived when the clock stops.
     forward = _there_and_back(large, small, MESSAGES, left, peer)
     backward = _there_and_back(small, large, MESSAGES, left, peer)
-    return Link(rank, latency, *(MESSAGES * LARGE / seconds for seconds in (forward, backward)), step)
+    return Link(rank, latency, MESSAGES * LARGE / forward, MESSAGES * LARGE / backward, step)
 
 
 def _there_and_back(there: Tensor, back: Tensor, times: int, left: bool, peer: int) -> float:

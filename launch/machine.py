@@ -81,9 +81,9 @@ def compare(reports: Sequence[Report], line: int) -> list[str]:
     for start in range(0, len(reports), line):
         spread = list(dict.fromkeys(report.node for report in reports[start : start + line]))
         if line <= most and len(spread) > 1:
-            nodes, stop = ", ".join(spread), start + line - 1
+            told, stop = ", ".join(spread), start + line - 1
             wrong.append(
-                f"ranks {start} to {stop}: a replica on nodes {nodes} that would fit on one, so its stages talk across nodes "
+                f"ranks {start} to {stop}: a replica on nodes {told} that would fit on one, so its stages talk across nodes "
                 f"needlessly; accepted on a node are multiples of {line} processes"
             )
     kinds = {report.device.split(":")[0] for report in reports}

@@ -101,6 +101,17 @@ def test_stream_flips_only_where_the_data_set_allows_it(numbered):
     assert 0 < sum(mirrored) < 23
 
 
+def test_a_share_is_these_rows_of_the_microbatch(numbered):
+    whole, tests = TrainStream(numbered, batch_size=6, seed=3), EvalStream(numbered, batch_size=4)
+    for rows in (slice(0, 2), slice(2, 4)):
+        share, test = TrainStream(numbered, 6, seed=3, share=rows), EvalStream(numbered, 4, share=rows)
+        for m in range(tests.batches):
+            assert torch.equal(share.inputs(m), whole.inputs(m)[rows])
+            assert torch.equal(share.targets(m), whole.targets(m))
+            assert torch.equal(test.inputs(m), tests.inputs(m)[rows])
+            assert torch.equal(test.targets(m), tests.targets(m))
+
+
 @pytest.mark.parametrize("batch_size", [0, 24])
 def test_batch_size_must_fit_the_training_set(numbered, batch_size):
     with pytest.raises(ConfigError, match=rf"data\.batch_size: found {batch_size}, accepted are 1 to 23"):

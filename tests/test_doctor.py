@@ -46,6 +46,15 @@ def test_links_are_measured_one_by_one(tmp_path: Path) -> None:
     assert slow.forward < LARGE / 1.0 < min(slow.backward, fast.forward, fast.backward)
 
 
+def pairs(rank: int) -> list[tuple[int, int]]:
+    links.LARGE, links.ROUND_TRIPS, links.MESSAGES = 100, 1, 1  # type: ignore[misc]
+    return [(link.rank, link.rank + link.step) for link in links.measure_links(CPU, dp=2)]
+
+
+def test_links_within_replicas_and_between_them(tmp_path: Path) -> None:
+    assert run_processes(4, pairs, tmp_path)[3] == [(0, 1), (2, 3), (0, 2), (1, 3)]
+
+
 def report(rank: int, node: str = "0 (a)", device: str = "cuda:0", versions: str = "2.13", wrong: tuple[str, ...] = ()) -> Report:
     return Report(rank, node, device, 2**30, 8, {"PyTorch": versions}, {}, wrong)
 
@@ -62,6 +71,15 @@ def test_what_is_wrong_between_processes() -> None:
         "node 0 (a): its ranks don't follow each other, so neighbouring stages talk across nodes needlessly",
         "node 1 (b): its ranks don't follow each other, so neighbouring stages talk across nodes needlessly",
         "devices: found cpu and cuda, accepted is one kind in every process",
+    ]
+
+
+def test_replicas_that_would_fit_on_a_node() -> None:
+    reports = [report(rank, "0 (a)" if rank < 3 else "1 (b)") for rank in range(6)]
+    assert compare(reports, line=3) == compare(reports, line=6) == []
+    assert compare(reports, line=2) == [
+        "ranks 2 to 3: a replica on nodes 0 (a), 1 (b) that would fit on one, so its stages talk across nodes needlessly; "
+        "accepted on a node are multiples of 2 processes"
     ]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from petra.data import EvalStream, TrainStream, load_dataset
+from petra.data import EvalStream, TrainStream, imagenet, load_dataset
 from petra.data.imagenet import decoded, random_box
 from petra.errors import DataError
 from tests.fakes import jpeg, photograph, write_photographs
@@ -118,6 +118,16 @@ def test_training_depends_on_seed_and_number_alone_and_mirrors_half(tmp_path):
     darker, brighter = (sum(sign * side > 100 for side in sides) for sign in (-1, 1))
     assert 0.35 < brighter / (darker + brighter) < 0.65
     assert darker + brighter > 60
+
+
+def test_a_share_decodes_its_own_files_alone_and_alike(tmp_path, monkeypatch):
+    write_photographs(tmp_path)
+    data = load_dataset("imagenet", root=tmp_path, size=12)
+    whole = TrainStream(data, 4, seed=3).inputs(2)
+    decoder, opened = imagenet.decoded, []
+    monkeypatch.setattr(imagenet, "decoded", lambda path, *rest: (opened.append(path), decoder(path, *rest))[1])
+    assert torch.equal(TrainStream(data, 4, seed=3, share=slice(2, 4)).inputs(2), whole[2:])
+    assert len(opened) == 2
 
 
 def test_evaluation_pads_and_normalises(tmp_path):

@@ -226,24 +226,26 @@ def test_the_stem_follows_the_images_unless_it_is_set() -> None:
     assert resolution("data.size=128", "model.stem=cifar") == 128
 
 
-def _loaded(rank: int, root: str | None) -> tuple[object, ...]:
-    """What one process of four has, the last of which is idle, and which of them opened the file."""
+def _loaded(rank: int, roots: list[str], dp: int = 1) -> tuple[object, ...]:
+    """What one process of four has, the last of which is idle but for two replicas, and which of them opened the file."""
     opened = False
 
     def load(*args: object, **options: object) -> Dataset:
         nonlocal opened
         opened = True
-        return load_dataset("text", root=root, size=8)
+        return load_dataset("text", root=roots[rank], size=8)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("launch.data.load_dataset", load)
-        config = DataConfig(name="text", root=root, batch_size=4, augment=True, classes=256, size=8, workers=0)
+        config = DataConfig(name="text", root="", batch_size=4, augment=True, classes=256, size=8, workers=0)
         layout = Layout(
             (),
             (range(0, 1), range(1, 2), range(2, 3)),
             (range(0, 1), range(1, 2), range(2, 3), range(0)),
             TensorSpec((4, 8), torch.int64),
         )
+        if dp == 2:
+            layout = Layout((), layout.stages[:2], layout.processes[:2], TensorSpec((2, 8), torch.int64), dp)
         try:
             train, test = streams(config, 5, layout)
         except PetraError as error:
@@ -262,7 +264,7 @@ def test_only_the_first_process_reads_and_the_last_one_gets_the_targets(tmp_path
     path.write_bytes(bytes(range(200)) * 2)
     whole = load_dataset("text", root=path, size=8)
     train, test = TrainStream(whole, 4, seed=5), EvalStream(whole, 4)
-    first, middle, last, idle = run_processes(4, _loaded, tmp_path / "processes", str(path))
+    first, middle, last, idle = run_processes(4, _loaded, tmp_path / "processes", [str(path)] * 4)
     counts = (train.batches_per_epoch, test.batches)
     assert first[:3] == (True, *counts)
     assert middle == idle == (False, *counts, None, None, None, None)
@@ -274,8 +276,28 @@ def test_only_the_first_process_reads_and_the_last_one_gets_the_targets(tmp_path
     assert torch.equal(last[6], test.targets(1))
 
 
+def test_each_replica_reads_its_share_and_they_must_have_the_same_data(tmp_path: Path) -> None:
+    """The second file has as many samples, as another version of a data set has; labels come with the images."""
+    files = [tmp_path / "letters.txt", tmp_path / "others.txt", tmp_path / "more.txt"]
+    for path, content in zip(files, (bytes(range(200)) * 2, bytes(range(50, 250)) * 2, bytes(range(200)) * 3), strict=True):
+        path.write_bytes(content)
+    first, other, more = map(str, files)
+    streams_of = {path: TrainStream(load_dataset("text", root=path, size=8), 4, seed=5) for path in (first, other)}
+    parts = run_processes(4, _loaded, tmp_path / "processes", [first, "", other, ""], 2)
+    assert [part[0] for part in parts] == [True, False, True, False]
+    for replica, path in enumerate((first, other)):
+        reader, last = parts[2 * replica : 2 * replica + 2]
+        assert torch.equal(reader[3], streams_of[path].inputs(1)[2 * replica :][:2])
+        assert torch.equal(last[5], streams_of[path].targets(1))
+    texts = {text for _, text in run_processes(4, _loaded, tmp_path / "differing", [first, "", more, ""], 2)}
+    assert texts == {
+        "data.root: found 67 samples for training and 8 for testing in process 2, "
+        "accepted are 44 samples for training and 5 for testing as in process 0"
+    }
+
+
 def test_data_that_one_process_can_not_read_is_an_error_of_all(tmp_path: Path) -> None:
-    results = run_processes(2, _loaded, tmp_path / "processes", str(tmp_path / "none.txt"))
+    results = run_processes(2, _loaded, tmp_path / "processes", [str(tmp_path / "none.txt")] * 2)
     assert [opened for opened, _ in results] == [True, False]
     assert {text for _, text in results} == {
         f"{tmp_path}/none.txt: can't be read (No such file or directory); set data.root=<a file of text>"
@@ -327,6 +349,33 @@ def test_two_processes_give_the_numbers_of_one_and_leave_all_records(tmp_path: P
     assert {"parameters", "microbatches", "train_loss", "test_accuracy", "images_per_second", "wall_seconds"} <= summary.keys()
     assert summary["microbatches"] == 8
     assert len(summary["peak_memory_bytes"]) == 2
+
+
+def test_replicas_give_the_numbers_of_one_pipeline(tmp_path: Path) -> None:
+    """A network without batch normalisation; the last microbatch for testing has samples in one replica only."""
+    path = tmp_path / "letters.txt"
+    path.write_bytes(bytes(range(200)) * 20)
+    sizes = [
+        "data.size=16",
+        "data.batch_size=8",
+        "model.dim=16",
+        "model.depth=2",
+        "model.heads=2",
+        "trainer.limit_batches=6",
+        "k=2",
+    ]
+    settings = ["data=text", f"data.root={path}", "model=revgpt", "trainer.epochs=1", "trainer.device=cpu", *sizes]
+    for dp in (1, 2):
+        done = launched(
+            dp, *settings, f"dp={dp}", "trainer.stage_metrics=true", "trainer.trace=4", f"run_dir={tmp_path}/{dp}", cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr
+    assert "in 2 process(es) on cpu, transport local; 2 replicas with 4 samples each" in done.stdout
+    one, two = (metrics(tmp_path / str(dp))[0] for dp in (1, 2))
+    timed = ("seconds", "per_second")
+    numbers = {key: value for key, value in one.items() if not key.endswith(timed)}
+    assert {key: value for key, value in two.items() if not key.endswith(timed)} == pytest.approx(numbers, rel=1e-4)
+    assert json.loads((tmp_path / "2" / "summary.json").read_text())["dp"] == 2
 
 
 def test_runs_are_compared_from_their_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
