@@ -36,7 +36,7 @@ from petra.analysis import timeline
 from tests.commands import FENCE, PAGES, ROOT, TRAINS, commands, inline
 
 GROUPS = "model|data|method|remedy|optim|schedule|trainer|checkpoint|cluster|logger|experiment"
-KEY = re.compile(rf"(?:k|seed|run_dir|resume|init_from|dry_run|(?:{GROUPS})(?:\.\w+)?)=\S+")
+KEY = re.compile(rf"(?:k|dp|seed|run_dir|resume|init_from|dry_run|(?:{GROUPS})(?:\.\w+)?)=\S+")
 OTHERS = {"docker", "kubectl", "sbatch", "srun", "sky", "apt-get", "pytest", ".", "docker/two_nodes.sh"}
 """Programs that aren't run; what their command lines name is checked all the same."""
 SHORTER = {
