@@ -372,9 +372,10 @@ def test_replicas_give_the_numbers_of_one_pipeline(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     assert "in 2 process(es) on cpu, transport local; 2 replicas with 4 samples each" in done.stdout
     one, two = (metrics(tmp_path / str(dp))[0] for dp in (1, 2))
-    timed = ("seconds", "per_second")
-    numbers = {key: value for key, value in one.items() if not key.endswith(timed)}
-    assert {key: value for key, value in two.items() if not key.endswith(timed)} == pytest.approx(numbers, rel=1e-4)
+    other = ("seconds", "per_second", "buffer_bytes")
+    numbers = {key: value for key, value in one.items() if not key.endswith(other)}
+    assert {key: value for key, value in two.items() if not key.endswith(other)} == pytest.approx(numbers, rel=1e-4)
+    assert two["stage/1/buffer_bytes"] == one["stage/1/buffer_bytes"] / 2
     assert json.loads((tmp_path / "2" / "summary.json").read_text())["dp"] == 2
 
 
