@@ -9,10 +9,12 @@ import statistics
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def alternate(contestants: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
@@ -24,6 +26,18 @@ def alternate(contestants: Mapping[str, Callable[[], float]], rounds: int) -> di
         for name, run in contestants.items():
             seconds[name].append(run())
     return seconds
+
+
+def installed(build: Mapping[str, Callable[[], T]]) -> tuple[dict[str, T], list[str]]:
+    """What each makes, and the names of those whose libraries aren't there."""
+    made: dict[str, T] = {}
+    missing: list[str] = []
+    for name, make in build.items():
+        try:
+            made[name] = make()
+        except ImportError:
+            missing.append(name)
+    return made, missing
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -70,10 +84,23 @@ def machine() -> dict[str, Any]:
     }
 
 
+def peak_mib(work: Callable[[], object]) -> float:
+    """What the work adds to this process's resident memory at its peak (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    before = _resident("VmRSS")
+    work()
+    return (_resident("VmHWM") - before) / 1024
+
+
 def save(path: str | None, figures: dict[str, Any]) -> None:
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def _resident(field: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{field}:")[1].split()[0])
 
 
 def _cpuinfo() -> list[str]:

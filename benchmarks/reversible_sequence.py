@@ -1,21 +1,26 @@
-"""A reversible sequence against plain autograd of the same module: time, and peak memory of a training step against depth.
+"""A reversible sequence against plain autograd, checkpoints and other reversible libraries, on the same functions F.
 
 python -m benchmarks.reversible_sequence --out runs/reversible_sequence.json
+
+Seconds and peak memory of a training step at each depth. Before that, the gradients of all are compared in float64. Libraries that
+aren't installed are named and left out (``pip install --no-deps revtorch revlib memcnn``).
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import statistics
 import time
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.report import alternate, machine, ratio, save, spread, table
-from petra.reversible import Coupling, ReversibleSequence
+from benchmarks.report import alternate, installed, machine, peak_mib, ratio, save, spread, table
+from benchmarks.reversible_peers import LIBRARIES, PEERS, Forward, gradients, step
 
 
 def branch(channels: int) -> nn.Module:
@@ -29,70 +34,103 @@ def branch(channels: int) -> nn.Module:
     )
 
 
-def build(depth: int, channels: int, size: int, batch: int) -> tuple[ReversibleSequence, tuple[Tensor, Tensor]]:
+def build(depth: int, channels: int, size: int, batch: int, dtype: torch.dtype = torch.float32) -> tuple[list[nn.Module], Tensor]:
+    """The functions of the blocks, and both streams, one above the other."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    x1, x2 = (t.contiguous(memory_format=torch.channels_last) for t in torch.randn(2, batch, channels, size, size))
-    sequence = ReversibleSequence(Coupling(branch(channels)) for _ in range(depth))
-    return sequence.to(memory_format=torch.channels_last), (x1, x2)
+    x = torch.randn(2 * batch, channels, size, size, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    branches = [branch(channels).to(dtype=dtype, memory_format=torch.channels_last) for _ in range(depth)]  # type: ignore[call-overload]
+    for p in (p for f in branches for p in f.parameters()):
+        p.grad = torch.zeros_like(p)
+    return branches, x
 
 
-def step(sequence: ReversibleSequence, x: tuple[Tensor, Tensor], plain: bool) -> float:
-    """Seconds of one forward and backward."""
+def require_equal_gradients(names: Sequence[str]) -> None:
+    branches, x = build(4, channels=8, size=8, batch=4, dtype=torch.float64)
+    expected = gradients("plain autograd", branches, x)
+    for name in names:
+        torch.testing.assert_close(gradients(name, branches, x), expected, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def seconds_of(forward: Forward, x: Tensor) -> float:
     start = time.perf_counter()
-    y = x
-    if plain:
-        for block in sequence.blocks:
-            y = block(*y)
-    else:
-        y = sequence(*x)
-    (y[0].mean() + y[1].square().mean()).backward()
+    step(forward, x)
     return time.perf_counter() - start
 
 
-def peak(depth: int, plain: bool, channels: int, size: int, batch: int) -> float:
-    """MiB that a step of a fresh process adds to its resident memory at the peak, gradients of parameters aside (Linux)."""
-    sequence, x = build(depth, channels, size, batch)
-    for p in sequence.parameters():
-        p.grad = torch.zeros_like(p)
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
-    before = resident("VmRSS")
-    step(sequence, x, plain)
-    return (resident("VmHWM") - before) / 1024
+def peak(name: str, depth: int, *shape: int) -> float:
+    """MiB that a step of a fresh process adds to its resident memory at the peak, gradients of parameters aside."""
+    branches, x = build(depth, *shape)
+    forward = PEERS[name](branches)
+    return peak_mib(lambda: step(forward, x))
 
 
-def resident(field: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.split(f"{field}:")[1].split()[0])
+def timed(names: Sequence[str], depth: int, shape: tuple[int, int, int], rounds: int) -> dict[str, list[float]]:
+    branches, x = build(depth, *shape)
+    return alternate({name: partial(seconds_of, PEERS[name](branches), x) for name in names}, rounds)
+
+
+def peaks(names: Sequence[str], depths: Sequence[int], shape: tuple[int, int, int]) -> dict[str, dict[str, float]]:
+    memory: dict[str, dict[str, float]] = {name: {} for name in names}
+    for depth in depths:
+        for name in names:
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                memory[name][str(depth)] = pool.apply(peak, (name, depth, *shape))
+    return memory
+
+
+def by_depth(rows: dict[str, dict[str, float]], what: str) -> str:
+    depths = next(iter(rows.values()))
+    lines = [f"| {what} | " + " | ".join(f"{depth} blocks" for depth in depths) + " |", "|---" * (len(depths) + 1) + "|"]
+    lines += [f"| {name} | " + " | ".join(f"{value:.4g}" for value in row.values()) + " |" for name, row in rows.items()]
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--depths", default="8,16,32,64", help="numbers of blocks, even ones")
     parser.add_argument("--channels", type=int, default=64)
     parser.add_argument("--size", type=int, default=32, help="pixels of a side")
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", help="JSON file to write")
     options = parser.parse_args()
-    shape = (options.channels, options.size, options.batch)
+    depths, shape = [int(d) for d in options.depths.split(",")], (options.channels, options.size, options.batch)
 
-    sequence, x = build(16, *shape)
-    seconds = alternate(
-        {"reversible": partial(step, sequence, x, False), "plain": partial(step, sequence, x, True)}, options.rounds
+    names, missing = installed({name: partial(_named, name) for name in PEERS})
+    require_equal_gradients(list(names))
+    print(f"{options.channels} channels, {options.size} pixels, batch {options.batch}, channels last, one thread")
+    print("".join(f"\n{name}: not installed" for name in missing))
+    figures: dict[str, Any] = {}
+    medians: dict[str, dict[str, float]] = {name: {} for name in names}
+    for depth in depths:
+        seconds = timed(list(names), depth, shape, options.rounds)
+        over = {name: ratio(seconds["petra"], seconds[name]) for name in names if name != "petra"}
+        figures[str(depth)] = {"seconds": seconds, "petra_over": over}
+        for name, values in seconds.items():
+            medians[name][str(depth)] = statistics.median(values)
+        print(f"\n{depth} blocks\n\n" + table({name: spread(values) for name, values in seconds.items()}, "s"))
+        print("\npetra's time over another's, round by round\n\n" + table(over, ""))
+    memory = peaks(list(names), depths, shape)
+    print("\n" + by_depth(medians, "median seconds of a step"))
+    print("\n" + by_depth(memory, "peak MiB of a step"))
+    save(
+        options.out,
+        {
+            "machine": machine(),
+            "options": vars(options),
+            "not_installed": missing,
+            "libraries": [name for name in LIBRARIES if name in names],
+            "depths": figures,
+            "median_seconds": medians,
+            "peak_mib": memory,
+        },
     )
-    ratios = ratio(seconds["reversible"], seconds["plain"])
-    print(f"16 blocks, {options.channels} channels, {options.size} pixels, batch {options.batch}, channels last, one thread\n")
-    print(table({name: spread(values) for name, values in seconds.items()} | {"reversible / plain": ratios}, "s"))
 
-    memory: dict[str, dict[str, float]] = {}
-    for depth in (8, 16, 32):
-        for name, plain in (("reversible", False), ("plain", True)):
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                memory.setdefault(name, {})[str(depth)] = pool.apply(peak, (depth, plain, *shape))
-    print("\n| peak MiB of a step | 8 blocks | 16 blocks | 32 blocks |\n|---|---|---|---|")
-    for name, row in memory.items():
-        print(f"| {name} | " + " | ".join(f"{value:.1f}" for value in row.values()) + " |")
-    save(options.out, {"machine": machine(), "shape": shape, "seconds": seconds, "ratio": ratios, "peak_mib": memory})
+
+def _named(name: str) -> str:
+    PEERS[name](build(2, 4, 4, 1)[0])
+    return name
 
 
 if __name__ == "__main__":
