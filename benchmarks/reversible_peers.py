@@ -1,7 +1,7 @@
 """The same functions F as reversible sequences of other libraries, with checkpoints, and under plain autograd.
 
-Each takes both streams, one above the other along the first dimension, and returns (y1, y2) of the same couplings, with the gradients
-of :class:`petra.reversible.ReversibleSequence`. Stacked that way, every library's halves are contiguous.
+Each takes both streams, one above the other along the first dimension, and returns (y1, y2) of the same couplings, with the same
+gradients. Stacked that way, every library's halves are contiguous.
 """
 
 from __future__ import annotations

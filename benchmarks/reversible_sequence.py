@@ -60,6 +60,8 @@ def seconds_of(forward: Forward, x: Tensor) -> float:
 
 def peak(name: str, depth: int, *shape: int) -> float:
     """MiB that a step of a fresh process adds to its resident memory at the peak, gradients of parameters aside."""
+    branches, x = build(2, channels=4, size=4, batch=1)
+    step(PEERS[name](branches), x)  # what the first step of a process imports isn't this one's
     branches, x = build(depth, *shape)
     forward = PEERS[name](branches)
     return peak_mib(lambda: step(forward, x))

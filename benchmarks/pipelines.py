@@ -1,0 +1,166 @@
+"""PETRA against other pipelines on the same two stages, for different numbers of microbatches per update.
+
+python -m benchmarks.pipelines --out runs/pipelines.json
+
+Two gloo processes of one thread hold a balanced stage of the same RevNet each. Before the clock runs, every contestant makes one
+update from the same weights, which must be plain autograd's. The same methods are then simulated for 2, 10 and 18 such stages, from
+costs of their blocks measured in both processes at once. Libraries that aren't installed are named and left out (``pip install
+--no-deps deepspeed torchgpipe``, the former also wants einops, hjson, msgpack, ninja, psutil and py-cpuinfo).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.pipeline_peers import Batches, Peer, Run, Setting, checkpointed, deepspeed, petra, torch_schedule, torchgpipe
+from benchmarks.report import installed, machine, ratio, save
+from benchmarks.two_stages import build, sgd
+from petra import METHODS, Keep, Method
+from petra.profiling import measure_link, profile_blocks
+from petra.simulator import Link, StageCost, predict
+from petra.tuning import stage_cost
+
+NOTHING, GRAPH = METHODS["petra"], Method("petra", delay=2, keep=Keep.GRAPH)
+CONTESTANTS: dict[str, Peer] = {
+    "PETRA, nothing kept": petra(NOTHING, "lockstep"),
+    "PETRA, graphs kept": petra(GRAPH, "lockstep"),
+    "PETRA, graphs kept, d = 1": petra(replace(GRAPH, delay=1), "edge"),
+    "petra's 1F1B": petra(METHODS["1f1b"], "edge"),
+    "torch 1F1B": torch_schedule("Schedule1F1B"),
+    "torch GPipe": torch_schedule("ScheduleGPipe"),
+    "DeepSpeed": deepspeed,
+    "torchgpipe": torchgpipe,
+    "torch.utils.checkpoint": checkpointed,
+}
+SIMULATED = {
+    "PETRA, nothing kept": NOTHING,
+    "PETRA, graphs kept": GRAPH,
+    "1F1B": METHODS["1f1b"],
+    "GPipe": METHODS["gpipe"],
+}
+RIVAL = "torch 1F1B"
+
+
+def plain_update(setting: Setting, batches: Batches) -> tuple[list[Tensor], list[Tensor]]:
+    """The weights of every block before and after one update of the whole network by plain autograd."""
+    network = setting.model.build(0).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    before, optimizer = [_weights(block) for block in network.children()], sgd(network)
+    for m in range(setting.k):
+        (F.cross_entropy(network(batches.inputs(m)), batches.targets(m)) / setting.k).backward()
+    optimizer.step()
+    return before, [_weights(block) for block in network.children()]
+
+
+def require_plain_update(name: str, run: Run, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+    """Makes the contestant's first update.
+
+    Raises:
+        AssertionError: a block of this process moved otherwise than plain autograd moves it.
+    """
+    run.train(1)
+    for b, block in run.blocks.items():
+        error = (_weights(block) - after[b]).norm() / (after[b] - before[b]).norm().clamp(min=1e-12)
+        assert error < 0.01, f"{name}: block {b} moved otherwise than under plain autograd, by {error:.3g} of its way"
+
+
+def _weights(block: nn.Module) -> Tensor:
+    return torch.cat([torch.zeros(1), *(p.detach().flatten() for p in block.parameters())])
+
+
+def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
+    """One of the two processes: for each k the periods of all contestants, and the costs of the blocks."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    model, inputs, stages = build(options)
+    figures: dict[str, dict[str, list[float]]] = {}
+    missing: list[str] = []
+    for k in options.k:
+        setting = Setting(model, inputs, tuple(stages), k, rank, options.threads)
+        batches = Batches(inputs, k)
+        runs, missing = installed({name: partial(make, setting, batches) for name, make in CONTESTANTS.items()})
+        before, after = plain_update(setting, batches)
+        for name, run in runs.items():
+            require_plain_update(name, run, before, after)
+        updates = max(1, options.microbatches // k)
+        rows = [{name: run.train(updates) for name, run in runs.items()} for _ in range(options.rounds + 1)][1:]
+        figures[str(k)] = {name: [row[name] for row in rows] for name in runs}
+        if rank == 0:
+            medians = {name: statistics.median(values) for name, values in figures[str(k)].items()}
+            print(f"k = {k}: " + ", ".join(f"{name} {1000 * value:.1f}" for name, value in medians.items()), flush=True)
+    costs = {keep.value: _cost(keep, options, model, inputs).__dict__ for keep in (Keep.NOTHING, Keep.GRAPH)}
+    link = measure_link()
+    if rank == 0:
+        found = {"periods": figures, "not_installed": missing, "costs": costs, "link": link.__dict__}
+        (Path(folder) / "figures.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def _cost(keep: Keep, options: argparse.Namespace, model: Any, inputs: Any) -> StageCost:
+    """Of a stage of couplings, measured while the other process measures too."""
+    dist.barrier()
+    couplings = profile_blocks(model, inputs, optimizer=sgd, channels_last=True, rounds=options.rounds)[1:-1]
+    return stage_cost(couplings[: options.blocks], [keep] * options.blocks)
+
+
+def simulated(costs: dict[str, Any], link: dict[str, float], stages: int, k: int) -> dict[str, float]:
+    """Seconds per microbatch of as many equal stages."""
+    return {
+        name: predict([StageCost(**costs[str(method.keep)])] * stages, method, k, link=Link(**link)).period
+        for name, method in SIMULATED.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--k", type=lambda text: [int(k) for k in text.split(",")], default="1,2,3,4,8,16,32")
+    parser.add_argument("--blocks", type=int, default=4, help="reversible blocks of a stage, 2 or more")
+    parser.add_argument("--channels", type=int, default=64)
+    parser.add_argument("--size", type=int, default=8, help="pixels of a side")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--microbatches", type=int, default=12, help="of one round of one contestant, k at least")
+    parser.add_argument("--threads", type=int, default=2, help="of contestants that know only one process")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", help="JSON file to write")
+    options = parser.parse_args()
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(measure, (folder, options), nprocs=2)
+        found = json.loads((Path(folder) / "figures.json").read_text())
+    periods, names = found["periods"], list(found["periods"][str(options.k[0])])
+    print(f"\nTwo stages of {options.blocks} blocks, {options.channels} channels, {options.size} pixels, batch {options.batch}")
+    print("".join(f"\n{name}: not installed" for name in found["not_installed"]))
+    print("Median milliseconds per microbatch\n\n| k | " + " | ".join(names) + " |\n" + "|---" * (len(names) + 1) + "|")
+    for k, row in periods.items():
+        print(f"| {k} | " + " | ".join(f"{1000 * statistics.median(values):.1f}" for values in row.values()) + " |")
+    faster = {k: {n: ratio(row[RIVAL], row[n]) for n in names if n != RIVAL} for k, row in periods.items()}
+    others = [name for name in names if name != RIVAL]
+    print(f"\nTimes faster than {RIVAL}, round by round: median (min - max)\n")
+    print("| k | " + " | ".join(others) + " |\n" + "|---" * (len(others) + 1) + "|")
+    for k, row in faster.items():
+        cells = (f"{r['median']:.2f} ({r['min']:.2f} - {r['max']:.2f})" for r in row.values())
+        print(f"| {k} | " + " | ".join(cells) + " |")
+    simulations: dict[str, dict[str, float]] = {}
+    print("\nSimulated milliseconds per microbatch, equal stages\n\n| stages | k | " + " | ".join(SIMULATED) + " |")
+    print("|---" * (len(SIMULATED) + 2) + "|")
+    for stages in (2, 10, 18):
+        for k in options.k:
+            row = simulations[f"stages={stages}, k={k}"] = simulated(found["costs"], found["link"], stages, k)
+            print(f"| {stages} | {k} | " + " | ".join(f"{1000 * value:.1f}" for value in row.values()) + " |")
+    save(options.out, {"machine": machine(), "options": vars(options), **found, "times_faster": faster, "simulated": simulations})
+
+
+if __name__ == "__main__":
+    main()
