@@ -239,3 +239,19 @@ def test_sequence_without_gradients_is_a_plain_forward() -> None:
     for block in sequence.blocks:
         streams = block(*streams)
     assert torch.equal(y[1], streams[1])
+
+
+def test_gradients_of_a_block_are_added_before_the_next_ones_are_made() -> None:
+    """So that memory for them doesn't grow with depth; and a second backward through the same graph gives the same again."""
+    sequence = ReversibleSequence([Coupling(branch(4)) for _ in range(3)]).double()
+    first, last = ([*block.parameters()] for block in (sequence.blocks[0], sequence.blocks[2]))
+    there: list[bool] = []
+    first[0].register_post_accumulate_grad_hook(lambda _: there.append(all(p.grad is not None for p in last)))
+    y1, y2 = sequence(*torch.randn(2, 2, 4, 4, 4, dtype=torch.float64))
+    loss = y1.square().sum() + y2.sum()
+    loss.backward(retain_graph=True)
+    once = [p.grad.clone() for p in sequence.parameters()]
+    loss.backward()
+    assert there == [True, True]
+    for p, gradient in zip(sequence.parameters(), once, strict=True):
+        torch.testing.assert_close(p.grad, 2 * gradient, rtol=1e-9, atol=1e-12)

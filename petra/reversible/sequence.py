@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from petra.reversible.coupling import Gradients, Pair, ReversibleBlock, add_gradients
+from petra.reversible.coupling import Pair, ReversibleBlock
 from petra.reversible.grid import Grid
 from petra.reversible.replay import derive_seed, frozen_statistics, normalisations
 
@@ -42,44 +43,65 @@ class ReversibleSequence(nn.Module):
     def forward(self, x1: Tensor, x2: Tensor) -> Pair:
         if self.grid is not None:
             x1, x2 = self.grid.enter(x1), self.grid.enter(x2)
-        parameters = [p for p in self.parameters() if p.requires_grad]
-        if torch.is_grad_enabled() and (parameters or x1.requires_grad or x2.requires_grad):
-            seed = int(torch.randint(1 << 62, ()))
-            return cast(Pair, _ReversibleBackprop.apply(self, parameters, seed, x1, x2, *parameters))  # type: ignore[no-untyped-call]
+        trained = [[p for p in block.parameters() if p.requires_grad] for block in self.blocks]
+        if torch.is_grad_enabled() and (any(trained) or x1.requires_grad or x2.requires_grad):
+            seed, carried = int(torch.randint(1 << 62, ())), _Carried(len(trained) - 1)
+            for i, (block, parameters) in enumerate(zip(self.blocks, trained, strict=True)):
+                step = _Step(cast(ReversibleBlock, block), i, derive_seed(seed, i), parameters, carried)
+                x1, x2 = _ReversibleBackprop.apply(step, x1, x2, *parameters)  # type: ignore[no-untyped-call]
+            return x1, x2
         for block in self.blocks:
             x1, x2 = block(x1, x2)
         return x1, x2
 
 
+@dataclass
+class _Carried:
+    """What the backward pass hands from block to block: the output of the next to be undone."""
+
+    last: int
+    y: Pair | None = None
+
+
+@dataclass(frozen=True)
+class _Step:
+    block: ReversibleBlock
+    index: int
+    seed: int
+    parameters: list[nn.Parameter]
+    carried: _Carried
+
+
 class _ReversibleBackprop(torch.autograd.Function):
-    """The parameters are inputs, so that hooks, ``torch.autograd.grad`` and data-parallel wrappers see their gradients."""
+    """One block. Only the last one's output is saved; those before it get theirs from the block behind them.
+
+    The parameters are inputs, so that hooks, ``torch.autograd.grad`` and data-parallel wrappers see their gradients; each block's
+    are added to ``.grad`` before the next block's are made.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, sequence: ReversibleSequence, parameters: list[nn.Parameter], seed: int, x1: Tensor, x2: Tensor, *_: Tensor
-    ) -> Pair:
-        ctx.sequence, ctx.parameters, ctx.seed = sequence, parameters, seed
+    def forward(ctx: Any, step: _Step, x1: Tensor, x2: Tensor, *_: Tensor) -> Pair:
         device = x1.device.type
         # Casts cached under no_grad would cut the graph of whoever uses the same weights next.
+        ctx.step = step
         ctx.autocast = {
             "device_type": device,
             "enabled": torch.is_autocast_enabled(device),
             "dtype": torch.get_autocast_dtype(device),
             "cache_enabled": False,
         }
-        with frozen_statistics(normalisations(sequence)), torch.autocast(**ctx.autocast):
-            for i, block in enumerate(sequence.blocks):
-                x1, x2 = block(x1, x2, seed=derive_seed(seed, i))
-        ctx.save_for_backward(x1, x2)
-        return x1, x2
+        with frozen_statistics(normalisations(step.block)), torch.autocast(**ctx.autocast):
+            y = step.block(x1, x2, seed=step.seed)
+        if step.index == step.carried.last:
+            ctx.save_for_backward(*y)
+        return cast(Pair, y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy1: Tensor, dy2: Tensor) -> tuple[Any, ...]:
-        y, dy = ctx.saved_tensors, (dy1, dy2)
-        gradients: Gradients = {}
+        step: _Step = ctx.step
+        y = ctx.saved_tensors if step.index == step.carried.last else step.carried.y
         with torch.autocast(**ctx.autocast):
-            for i, block in reversed(list(enumerate(ctx.sequence.blocks))):
-                y, dy, found = cast(ReversibleBlock, block).inverse_vjp(y, dy, seed=derive_seed(ctx.seed, i))
-                add_gradients(gradients, found)
-        return None, None, None, *dy, *(gradients.get(p) for p in ctx.parameters)
+            x, dx, gradients = step.block.inverse_vjp(cast(Pair, y), (dy1, dy2), seed=step.seed)
+        step.carried.y = x if step.index > 0 else None
+        return None, *dx, *(gradients.get(p) for p in step.parameters)
