@@ -9,6 +9,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from launch.refusals import reason
 from petra.errors import ConfigError
 
 
@@ -180,6 +181,6 @@ def to_config(composed: DictConfig) -> Config:
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(composed, resolve=True)))
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {(error.msg or str(error)).splitlines()[0]}") from error
+        raise ConfigError(reason(error, Config)) from error
     assert isinstance(config, Config)
     return config

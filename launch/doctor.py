@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from launch.cluster import apply
+from launch.composing import compose
 from launch.config import Config, to_config
 from launch.links import LARGE, Link, measure_links
 from launch.machine import Report, compare, look
 from launch.processes import Place
-from launch.train import compose
 from petra.errors import ConfigError
 from petra.partition import line_length
 from petra.together import gathered

@@ -12,9 +12,9 @@ import torch
 
 from launch.agent import run_agent
 from launch.build import plan
+from launch.composing import compose
 from launch.config import to_config
 from launch.processes import Place
-from launch.train import compose
 
 
 def main() -> None:

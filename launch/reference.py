@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 from omegaconf import OmegaConf
 
 from launch.config import Config
-from launch.train import CONF
+from launch.refusals import CONF
 
 HEAD = """# Configuration
 

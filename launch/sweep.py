@@ -21,15 +21,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from launch.build import plan
-from launch.config import Config, register, to_config
+from launch.composing import composed, refusing
+from launch.config import Config
 from launch.processes import Place
-from launch.train import CONF
 from petra.errors import ConfigError, PetraError
 from petra.training import write_json
 
@@ -59,12 +57,7 @@ class Job:
         Raises:
             ConfigError: Hydra or the schema refuses it.
         """
-        try:
-            with initialize_config_dir(CONF, version_base="1.3"):
-                config = to_config(compose("config", list(self.overrides)))
-        except HydraException as error:
-            raise ConfigError(f"{self.folder.name}: {error}") from error
-        return replace(config, run_dir=str(self.folder))
+        return replace(composed(self.overrides), run_dir=str(self.folder))
 
     def summary(self) -> dict[str, Any] | None:
         """Content of summary.json if the run is finished.
@@ -118,14 +111,11 @@ def jobs(overrides: Sequence[str], out: Path) -> list[Job]:
     Raises:
         ConfigError: an override that Hydra can't read.
     """
-    register()
     parser = OverridesParser.create()
     choices: list[list[tuple[str, str, bool]]] = []
     for text in overrides:
-        try:
+        with refusing([text]):
             override = parser.parse_override(text)
-        except HydraException as error:
-            raise ConfigError(f"{text}: {str(error).splitlines()[0]}, accepted are overrides as Hydra reads them") from error
         key, _, value = text.partition("=")
         swept = override.is_sweep_override()
         choices.append([(key, str(v), True) for v in override.sweep_string_iterator()] if swept else [(key, value, False)])

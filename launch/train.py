@@ -6,14 +6,12 @@ import sys
 import time
 from pathlib import Path
 
-import hydra
 import torch
-from omegaconf import DictConfig
 
-import conf
 from launch.build import plan
 from launch.cluster import apply
-from launch.config import Config, register, to_config
+from launch.composing import compose
+from launch.config import Config, to_config
 from launch.processes import Place
 from launch.records import Records, headline, summarise
 from launch.resuming import FOLDER, as_before, begin, facts, find_start
@@ -25,8 +23,6 @@ from petra.pipeline import Pipeline
 from petra.together import gathered, together
 from petra.training import FORMATS, Bar, Checkpoints, Lines, Trainer, export, limited, peak_memory
 
-CONF = str(Path(conf.__file__).parent)
-
 
 def main() -> None:
     """Entry point: the command line is Hydra's."""
@@ -37,14 +33,6 @@ def main() -> None:
             configs = compose()
         for config in configs:
             run(to_config(config), place)
-
-
-def compose() -> list[DictConfig]:
-    """The configurations that the command line asks for: one, several with ``--multirun``, none with ``--help`` or ``--cfg``."""
-    register()
-    configs: list[DictConfig] = []
-    hydra.main(version_base="1.3", config_path=CONF, config_name="config")(configs.append)()
-    return configs
 
 
 def run(config: Config, place: Place) -> None:

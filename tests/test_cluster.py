@@ -18,7 +18,7 @@ from launch import agent, cluster, local, node
 from launch.config import ClusterConfig, register, to_config
 from launch.node import Node, first_host
 from launch.processes import Place, require_own
-from launch.train import CONF
+from launch.refusals import CONF
 from petra import ConfigError
 from tests.agents import train
 

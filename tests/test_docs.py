@@ -29,8 +29,8 @@ from launch.build import plan
 from launch.config import register, to_config
 from launch.processes import Place
 from launch.reference import page
+from launch.refusals import CONF
 from launch.sweep import jobs
-from launch.train import CONF
 from petra import Model, TensorSpec
 from petra.analysis import timeline
 from tests.commands import FENCE, PAGES, ROOT, TRAINS, commands, inline

@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from launch.build import plan
 from launch.config import to_config
 from launch.evaluate import main as evaluate
+from launch.refusals import CONF
 from launch.stage_map import stage_map, stage_rows
-from launch.train import CONF, run
+from launch.train import run
 from petra import BlockSpec, ConfigError, DataError, Keep, Method, Model, Pipeline, TensorSpec, UpdateRules, Weights
 from petra.ends import among_five
 from petra.models import revnet18

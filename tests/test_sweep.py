@@ -14,7 +14,8 @@ from hydra import compose, initialize_config_dir
 from launch import local, sweep
 from launch.config import to_config
 from launch.processes import Place
-from launch.train import CONF, run
+from launch.refusals import CONF
+from launch.train import run
 from petra import ConfigError
 
 TINY = ["data=synthetic", "data.images=16", "data.batch_size=8", "model.width=0.0625", "trainer.epochs=1"]

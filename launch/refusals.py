@@ -1,0 +1,96 @@
+"""What Hydra and OmegaConf refuse, in one line: the key, what was found, what is accepted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, ValidationError
+
+import conf
+
+CONF = str(Path(conf.__file__).parent)
+_KINDS = {int: "integers", float: "numbers", bool: "true, false", str: "text"}
+
+
+def reason(error: Exception, schema: type, overrides: Sequence[str] = ()) -> str:
+    """One line that names the key, what was found and what is accepted.
+
+    Args:
+        schema: a dataclass whose fields are keys, or dataclasses of keys.
+        overrides: of the command line, for an error that names none.
+    """
+    if isinstance(error, OverrideParseException):
+        why = next(line for line in str(error).splitlines() if not line.startswith("Error parsing"))
+        return _line(f"{error.override}: {why}, accepted are overrides as Hydra reads them")
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        while group and not Path(CONF, group).is_dir():  # files of a group may stand in folders of it
+            group, _, rest = group.rpartition("/")
+            name = f"{rest}/{name}"
+        folder = Path(CONF, group)
+        accepted = sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
+        return f"{group}: found {name}, accepted are {', '.join(accepted)}"
+    keys = _keys(schema)
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    for found in causes:
+        key = str(getattr(found, "full_key", None) or "")
+        if isinstance(found, ConfigKeyError | AttributeError) and key:
+            return f"{key}: no such key, {_nearest(key, keys)}"
+        if isinstance(found, MissingMandatoryValue) and key:
+            return f"{key}: found nothing, accepted are {_accepted(key, keys)}"
+        if isinstance(found, ValidationError) and key:
+            return f"{key}: found {_value(str(found))}, accepted are {_accepted(key, keys)}"
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return _line(f"{' '.join(overrides) or getattr(error, 'full_key', None) or 'the configuration'}: {line}")
+
+
+def _nearest(key: str, keys: Mapping[str, Any]) -> str:
+    """What somebody who wrote ``key`` may have meant."""
+    group, _, name = key.rpartition(".")
+    beside = {known.rpartition(".")[2]: known for known in keys if known.rpartition(".")[0] == group}
+    anywhere = {known.rpartition(".")[2]: known for known in reversed(list(keys))}
+    for names, wanted in ((beside, name), (anywhere, name), ({known: known for known in keys} if not beside else {}, key)):
+        if near := get_close_matches(wanted, names, 1, 0.7):
+            return f"the nearest is {names[near[0]]}"
+    return f"accepted are {', '.join(beside or (known for known in keys if '.' not in known))}"
+
+
+def _keys(form: type, prefix: str = "") -> dict[str, Any]:
+    """All keys of the schema, groups included, with their types."""
+    found: dict[str, Any] = {}
+    for name, kind in get_type_hints(form).items():
+        found[prefix + name] = kind
+        if is_dataclass(kind):
+            found |= _keys(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
+    return found
+
+
+def _accepted(key: str, keys: Mapping[str, Any]) -> str:
+    kind = keys.get(re.sub(r"\[\d+\]", "", key))
+    kinds = get_args(kind) if NoneType in get_args(kind) else (kind,)
+    null = "null or " if NoneType in kinds else ""
+    (one,) = (k for k in kinds if k is not NoneType)
+    if get_origin(one) is list:
+        return f"{null}lists of {_KINDS[get_args(one)[0]]}"
+    return null + (_KINDS.get(one) or f"keys of {key}, {key}.<key>=<value>")
+
+
+def _value(message: str) -> str:
+    """What was found, from a message of OmegaConf."""
+    if "not Optional" in message:
+        return "null"
+    found = re.search(r"(?:[Vv]alue|convert) '(.*?)'|: (\w+) is not a", message, re.DOTALL)
+    return _line(next(filter(None, found.groups()), "nothing") if found else message)
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())

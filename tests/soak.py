@@ -1,0 +1,128 @@
+"""Trains a tiny network of four stages in four processes for a long time, and tells whether anything grows or slows down.
+
+``python -m tests.soak --microbatches 100000 --out soak.json``
+
+A hundred epochs, with the evaluation and the checkpoint after each. Every process then looks at its resident
+memory, its open files, and the processor time and the seconds since the epoch before. The second tenth of the run is compared with
+the last: the first one is left for pools that fill up once. Ends with status 1 if a process grew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+from petra import Pipeline
+from petra.training import Checkpoints, Trainer
+from tests.nets import RandomStream, mixed_net
+from tests.processes import run_processes
+
+WORLD, EPOCHS = 4, 100
+MEMORY = 0.01
+"""Share by which a process's memory may be larger in the last tenth than in the second."""
+
+
+class Epochs(RandomStream):
+    """Random microbatches, so many in an epoch."""
+
+    batches = 2
+
+    def __init__(self, batches_per_epoch: int) -> None:
+        super().__init__()
+        self.batches_per_epoch = batches_per_epoch
+
+
+def train(rank: int, microbatches: int, transport: str, folder: str) -> list[dict[str, float]]:
+    """One process; what it found after each epoch."""
+    data = Epochs(microbatches // EPOCHS)
+    pipeline = Pipeline(
+        mixed_net(dropout=0.1),
+        data.spec,
+        k=4,
+        stages=WORLD,
+        optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9),
+        learning_rate=lambda t: 0.01,
+        transport=transport,  # type: ignore[arg-type]
+    )
+    trainer = Trainer(pipeline, data, data, lambda t: 0.01, checkpoints=Checkpoints(Path(folder)))  # type: ignore[arg-type]
+    samples = []
+    for epoch in range(1, EPOCHS + 1):
+        started, used = time.perf_counter(), time.process_time()
+        trainer.fit(epoch)
+        seconds, processor = time.perf_counter() - started, time.process_time() - used
+        samples.append({"memory": resident(), "files": open_files(), "seconds": seconds, "processor_seconds": processor})
+        if rank == 0:
+            print(f"epoch {epoch}: {samples[-1]}", flush=True)
+    return samples
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def open_files() -> int:
+    """File descriptors of this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def compared(samples: list[dict[str, float]], microbatches: int) -> dict[str, Any]:
+    """The means of the second and of the last tenth of one process's samples."""
+    tenth = len(samples) // 10
+    parts = {"second": samples[tenth : 2 * tenth], "last": samples[-tenth:]}
+    found: dict[str, Any] = {key: {name: mean(s[key] for s in part) for name, part in parts.items()} for key in samples[0]}
+    for key in ("seconds", "processor_seconds"):
+        found[f"{key}_per_microbatch"] = {name: value * len(samples) / microbatches for name, value in found.pop(key).items()}
+    return found
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A line for each process: the second tenth and the last."""
+    lines = [
+        "| process | memory (MiB) | | growth | files | | processor (ms) | | wall (ms) | |",
+        "| --- " * 10 + "|",
+    ]
+    for rank, row in enumerate(rows):
+        memory, files = row["memory"], row["files"]
+        cells = [rank, *(f"{memory[part] / 2**20:.2f}" for part in ("second", "last"))]
+        cells += [f"{memory['last'] / memory['second'] - 1:+.2%}", *(f"{files[part]:g}" for part in ("second", "last"))]
+        for key in ("processor_seconds", "seconds"):
+            cells += [f"{1e3 * row[f'{key}_per_microbatch'][part]:.3f}" for part in ("second", "last")]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def grew(row: dict[str, Any]) -> bool:
+    """Whether a process holds more at the end than it may."""
+    memory, files = row["memory"], row["files"]
+    return bool(memory["last"] > (1 + MEMORY) * memory["second"] or files["last"] > files["second"])
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--microbatches", type=int, default=100_000, help=f"in all; a multiple of {EPOCHS} (100000)")
+    parser.add_argument("--transport", choices=("lockstep", "edge"), default="lockstep")
+    parser.add_argument("--out", type=Path, help="JSON with all samples")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (options.microbatches, options.transport, f"{folder}/checkpoints")
+        samples = run_processes(WORLD, train, Path(folder) / "run", *arguments, timeout=options.microbatches)
+    rows = [compared(own, options.microbatches) for own in samples]
+    if options.out is not None:
+        options.out.write_text(json.dumps({**vars(options), "out": str(options.out), "compared": rows, "samples": samples}) + "\n")
+    print(table(rows))
+    sys.exit(any(map(grew, rows)))
+
+
+if __name__ == "__main__":
+    main()
