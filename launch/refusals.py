@@ -37,7 +37,7 @@ def reason(error: Exception, schema: type, overrides: Sequence[str] = ()) -> str
         folder = Path(CONF, group)
         accepted = sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
         return f"{group}: found {name}, accepted are {', '.join(accepted)}"
-    keys = _keys(schema)
+    keys = schema_keys(schema)
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
@@ -64,13 +64,13 @@ def _nearest(key: str, keys: Mapping[str, Any]) -> str:
     return f"accepted are {', '.join(beside or (known for known in keys if '.' not in known))}"
 
 
-def _keys(form: type, prefix: str = "") -> dict[str, Any]:
+def schema_keys(form: type, prefix: str = "") -> dict[str, Any]:
     """All keys of the schema, groups included, with their types."""
     found: dict[str, Any] = {}
     for name, kind in get_type_hints(form).items():
         found[prefix + name] = kind
         if is_dataclass(kind):
-            found |= _keys(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
+            found |= schema_keys(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
     return found
 
 

@@ -115,7 +115,7 @@ def jobs(overrides: Sequence[str], out: Path) -> list[Job]:
     choices: list[list[tuple[str, str, bool]]] = []
     for text in overrides:
         with refusing([text]):
-            override = parser.parse_override(text)
+            (override,) = parser.parse_overrides([text])
         key, _, value = text.partition("=")
         swept = override.is_sweep_override()
         choices.append([(key, str(v), True) for v in override.sweep_string_iterator()] if swept else [(key, value, False)])

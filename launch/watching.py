@@ -11,7 +11,7 @@ from petra.analysis.gradients import GradientDiagnosis
 from petra.analysis.plots import gradient_quality
 from petra.analysis.timeline import write_timeline
 from petra.pipeline import Pipeline
-from petra.recorder import Recorder, gathered_intervals
+from petra.recorder import Recorder, StageTimes, gathered_intervals
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def watching(config: TrainerConfig, pipeline: Pipeline, folder: Path | None) -> 
     """
     with ExitStack() as stack:
         if config.stage_metrics:
-            metrics = Recorder(pipeline)
+            metrics = StageTimes(pipeline)
             pipeline.measures.append(metrics.metrics)
             stack.enter_context(metrics.attached())
         trace = None if config.trace is None else Recorder(pipeline, config.trace)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -47,11 +46,3 @@ def split_waits(intervals: Sequence[Interval]) -> list[Interval]:
             interval = interval._replace(start=min(left, interval.stop))
         parts.append(interval)
     return parts
-
-
-def seconds_by_kind(intervals: Iterable[Interval]) -> Mapping[tuple[int, Kind], float]:
-    """The time that each stage spent on each kind of work."""
-    totals: dict[tuple[int, Kind], float] = defaultdict(float)
-    for interval in intervals:
-        totals[interval.stage, interval.kind] += interval.stop - interval.start
-    return totals

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,12 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from petra.intervals import Interval, Kind, seconds_by_kind, split_waits
+from petra.intervals import Interval, Kind, split_waits
 from petra.pipeline import Pipeline
 from petra.replacing import replace_method
 from petra.simulator import in_flight
 from petra.transport.local import LocalPort
 from petra.worker import Worker
+
+Mark = tuple[int, Kind, int, Any, Any, int | None]
+"""Of an interval: the start and the stop are times of the host, or events."""
+WAITING = 1024
+"""Marks of a GPU that :class:`StageTimes` lets wait before it looks which of them have come to pass."""
 
 
 class Recorder:
@@ -39,7 +45,7 @@ class Recorder:
         self.intervals: list[Interval] = []
         self.held: dict[int, int] = {}
         self._latest = 0  # microbatch gone forward: an exchange counts as its own
-        self._marks: list[tuple[int, Kind, int, Any, Any, int | None]] = []
+        self._marks: list[Mark] = []
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -80,31 +86,10 @@ class Recorder:
             yield
         self._read(origin)
 
-    def metrics(self) -> dict[str, float]:
-        """Per stage of this process what was recorded since the last call, which then is forgotten."""
-        seconds = seconds_by_kind(self.intervals)
-        data = seconds_by_kind(i for i in self.intervals if i.stage == 0 and i.kind is Kind.RECEIVE and i.peer is None)
-        self.intervals.clear()
-        method, k = self.pipeline.method, self.pipeline.k
-        rows: dict[str, float] = {}
-        for j in self.pipeline.stages:
-            values = {
-                "forward_seconds": seconds[j, Kind.FORWARD] + seconds[j, Kind.LOSS],
-                "backward_seconds": seconds[j, Kind.BACKWARD],
-                "update_seconds": seconds[j, Kind.UPDATE],
-                "data_seconds": data[j, Kind.RECEIVE],
-                "waiting_seconds": seconds[j, Kind.RECEIVE] + seconds[j, Kind.SEND] - data[j, Kind.RECEIVE],
-                "in_flight": in_flight(self.pipeline.delays[j], k, method.flush),
-                "staleness": method.staleness(self.pipeline.delays[j], k),
-                "buffer_bytes": self.held.pop(j, 0),
-            }
-            rows |= {f"stage/{j + 1}/{name}": value for name, value in values.items()}
-        return rows
-
     def _time(self, undo: ExitStack, owner: Any, name: str, stage: int, kind: Kind, peer: int | None = None) -> None:
         """Replaces a method of one object until ``undo`` closes."""
         call: Callable[..., Any] = getattr(owner, name)
-        marks, mark, own, held = self._marks, self._mark, self.pipeline.stages[stage], self.held
+        note, mark, own, held = self._note, self._mark, self.pipeline.stages[stage], self.held
 
         def timed(*arguments: Any) -> Any:
             m = arguments[0] if isinstance(arguments[0], int) else self._latest
@@ -114,7 +99,7 @@ class Recorder:
                 return call(*arguments)
             start = mark()
             result = call(*arguments)
-            marks.append((stage, kind, m, start, mark(), peer))
+            note((stage, kind, m, start, mark(), peer))
             if kind is Kind.FORWARD:
                 held[stage] = max(held.get(stage, 0), own.held_bytes())
             return result
@@ -131,9 +116,12 @@ class Recorder:
                 yield
             if worker.t > self.stop:
                 return
-            self._marks.append((stage, Kind.UPDATE, worker.t - 1, start, self._mark(), None))
+            self._note((stage, Kind.UPDATE, worker.t - 1, start, self._mark(), None))
 
         replace_method(undo, worker.stage, "updating", timed)
+
+    def _note(self, mark: Mark) -> None:
+        self._marks.append(mark)
 
     def _mark(self) -> Any:
         if self.pipeline.device.type != "cuda":
@@ -163,6 +151,61 @@ class Recorder:
             Interval(stage, kind, m, seconds(start), seconds(stop), peer) for stage, kind, m, start, stop, peer in self._marks
         ]
         self._marks.clear()
+
+
+class StageTimes(Recorder):
+    """Sums of the intervals of each stage, which take no more memory for a long epoch than for a short one."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        super().__init__(pipeline)
+        self._seconds: defaultdict[tuple[int, Kind], float] = defaultdict(float)
+        self._data = 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Per stage of this process what was recorded since the last call, which then is forgotten."""
+        seconds, method, k = self._seconds, self.pipeline.method, self.pipeline.k
+        rows: dict[str, float] = {}
+        for j in self.pipeline.stages:
+            data = self._data if j == 0 else 0.0
+            values = {
+                "forward_seconds": seconds[j, Kind.FORWARD] + seconds[j, Kind.LOSS],
+                "backward_seconds": seconds[j, Kind.BACKWARD],
+                "update_seconds": seconds[j, Kind.UPDATE],
+                "data_seconds": data,
+                "waiting_seconds": seconds[j, Kind.RECEIVE] + seconds[j, Kind.SEND] - data,
+                "in_flight": in_flight(self.pipeline.delays[j], k, method.flush),
+                "staleness": method.staleness(self.pipeline.delays[j], k),
+                "buffer_bytes": self.held.pop(j, 0),
+            }
+            rows |= {f"stage/{j + 1}/{name}": value for name, value in values.items()}
+        self._seconds.clear()
+        self._data = 0.0
+        return rows
+
+    def _note(self, mark: Mark) -> None:
+        if isinstance(mark[3], float):
+            self._add(mark, mark[4] - mark[3])
+            return
+        self._marks.append(mark)
+        if len(self._marks) % WAITING == 0:
+            done = next((i for i, (*_, stop, _) in enumerate(self._marks) if not stop.query()), len(self._marks))
+            self._add_up(done)
+
+    def _read(self, origin: tuple[Any, float]) -> None:
+        if self._marks:
+            torch.cuda.synchronize(self.pipeline.device)
+            self._add_up(len(self._marks))
+
+    def _add_up(self, count: int) -> None:
+        for mark in self._marks[:count]:
+            self._add(mark, mark[3].elapsed_time(mark[4]) / 1000)
+        del self._marks[:count]
+
+    def _add(self, mark: Mark, seconds: float) -> None:
+        stage, kind, _, _, _, peer = mark
+        self._seconds[stage, kind] += seconds
+        if stage == 0 and kind is Kind.RECEIVE and peer is None:
+            self._data += seconds
 
 
 def clock_offset(rounds: int = 9) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 
 import pytest
@@ -14,11 +14,12 @@ from torch import nn
 from petra import METHODS, Keep, Method, Pipeline
 from petra.analysis.timeline import main, write_timeline, write_trace
 from petra.intervals import Interval, Kind, split_waits
-from petra.recorder import Recorder, clock_offset, gathered_intervals
+from petra.recorder import WAITING, Recorder, StageTimes, clock_offset, gathered_intervals
 from petra.schedule import Op
 from petra.simulator import StageCost, simulate
 from tests.nets import RandomStream, mixed_net
 from tests.processes import run_processes
+from tests.test_simulator import seconds_by_kind
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
 
@@ -79,7 +80,7 @@ def test_only_the_first_microbatches() -> None:
 
 def test_metrics_of_stages() -> None:
     pipeline = built(Method("petra", 2, Keep.INPUT), k=4, stages=3)
-    recorder = Recorder(pipeline)
+    recorder = StageTimes(pipeline)
     pipeline.measures.append(recorder.metrics)
     with recorder.attached():
         pipeline.train(RandomStream(), 8)
@@ -94,6 +95,56 @@ def test_metrics_of_stages() -> None:
         pipeline.layout.stages[0].stop - 1
     )
     assert not any(pipeline.stage_metrics()[f"stage/{j}/forward_seconds"] for j in (1, 2, 3))
+
+
+def test_sums_are_those_of_the_intervals_and_hold_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Recorder] = []
+    for build in (Recorder, StageTimes):
+        clock = count()
+        monkeypatch.setattr("petra.recorder.time.perf_counter", lambda clock=clock: float(next(clock)))
+        pipeline = built(k=2, stages=3)
+        found.append(build(pipeline))
+        with found[-1].attached():
+            pipeline.train(RandomStream(), 9)
+    recorder, times = found
+    assert isinstance(times, StageTimes)
+    assert not times.intervals
+    assert not times._marks
+    seconds, rows = seconds_by_kind(recorder.intervals), times.metrics()
+    for j in range(3):
+        data = sum(i.stop - i.start for i in recorder.intervals if i.kind is Kind.RECEIVE and i.stage == j == 0)
+        expected = {
+            "forward": seconds[j, Kind.FORWARD] + seconds[j, Kind.LOSS],
+            "backward": seconds[j, Kind.BACKWARD],
+            "update": seconds[j, Kind.UPDATE],
+            "data": data,
+            "waiting": seconds[j, Kind.RECEIVE] + seconds[j, Kind.SEND] - data,
+        }
+        assert {name: rows[f"stage/{j + 1}/{name}_seconds"] for name in expected} == expected
+
+
+class Event:
+    """A CUDA event at a moment in milliseconds, which comes to pass when the test says so."""
+
+    now = 0.0
+
+    def __init__(self, moment: float) -> None:
+        self.moment = moment
+
+    def query(self) -> bool:
+        return self.moment <= Event.now
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.moment - self.moment
+
+
+def test_events_of_a_gpu_are_read_once_they_have_come_to_pass() -> None:
+    times = StageTimes(built(stages=3))
+    Event.now = WAITING - 24.5
+    for i in range(WAITING):
+        times._note((1, Kind.FORWARD, i, Event(i), Event(i + 0.5), None))
+    assert len(times._marks) == 24
+    assert times.metrics()["stage/2/forward_seconds"] == pytest.approx((WAITING - 24) * 0.0005)
 
 
 def test_a_receive_is_cut_where_its_message_left() -> None:
@@ -121,11 +172,11 @@ def test_clocks_of_machines_are_compared(tmp_path: Path) -> None:
 
 def recorded(rank: int, transport: str) -> tuple[list[Interval], float, dict[str, float]]:
     pipeline = built(transport=transport, stages=3)
-    recorder = Recorder(pipeline)
-    with recorder.attached():
+    recorder, times = Recorder(pipeline), StageTimes(pipeline)
+    pipeline.measures.append(times.metrics)
+    with recorder.attached(), times.attached():
         pipeline.train(RandomStream(), 6)
     found = gathered_intervals(recorder.intervals)
-    pipeline.measures.append(recorder.metrics)
     return found, clock_offset(), pipeline.stage_metrics()
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from random import Random
 
 import pytest
 
 from petra import METHODS, ConfigError, Keep, Method
-from petra.intervals import Kind, seconds_by_kind
+from petra.intervals import Interval, Kind
 from petra.schedule import Op, training_order
 from petra.simulator import Link, StageCost, in_flight, predict, simulate
 
@@ -16,6 +18,14 @@ LEAN, GRAPH = StageCost(1, 3), StageCost(1, 2)
 ONE_F_ONE_B = Method("1f1b", 1, Keep.GRAPH, flush=True)
 GPIPE = Method("gpipe", 0, Keep.GRAPH, flush=True, fill=True)
 TRANSPORTS = ("edge", "lockstep")
+
+
+def seconds_by_kind(intervals: Iterable[Interval]) -> Mapping[tuple[int, Kind], float]:
+    """The time that each stage spent on each kind of work."""
+    totals: dict[tuple[int, Kind], float] = defaultdict(float)
+    for interval in intervals:
+        totals[interval.stage, interval.kind] += interval.stop - interval.start
+    return totals
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

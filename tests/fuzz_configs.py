@@ -1,0 +1,259 @@
+"""Random configurations: each trains a few steps of a tiny network or is refused in one line, and none hangs.
+
+``python -m tests.fuzz_configs --examples 10000``
+
+A command line takes a file of each group, settings that keep networks and data small, and a few random overrides of any key of the
+schema: values that stand somewhere under conf/, values of other types and beyond every range, and misspelt keys. It goes through
+Hydra, the plan and the pipeline as in ``launch.train``, one in fifty through a whole run with its folder. Sizes stay small, since a
+network that the machine has no room for is no wrong configuration. Ends with status 1 and the command lines that did anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from itertools import count
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import yaml
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from launch.build import plan
+from launch.composing import composed
+from launch.config import Config
+from launch.processes import Place
+from launch.refusals import CONF, schema_keys
+from launch.resuming import as_before, begin, find_start
+from launch.stage_map import stage_map
+from launch.train import run
+from launch.tuning import tuned
+from petra.errors import PetraError
+from petra.training import limited
+
+ALONE = Place(rank=0, world=1, local_rank=0, local_world=1)
+PROCESSOR_SECONDS, WALL_SECONDS = 60, 900
+"""Limits of one configuration; on a busy machine the first is the one that tells a hang."""
+SMALL = ("revnet18", "revvit", "revvit", "revvit", "revgpt", "revgpt", "resnet18", "revnet38")
+GROUPS = ("method", "remedy", "optim", "schedule", "cluster", "checkpoint", "logger")
+
+Override = str
+
+
+def files(group: str) -> list[str]:
+    """Names of the files of a config group."""
+    return sorted(path.stem for path in Path(CONF, group).glob("*.yaml"))
+
+
+def written(value: Any) -> str:
+    """A value in Hydra's grammar."""
+    if isinstance(value, list):
+        return f"[{','.join(map(written, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def values_of_files() -> dict[str, list[str]]:
+    """For each key all values that it has in some file under conf/."""
+    found: dict[str, dict[str, None]] = {}
+    for path in Path(CONF).rglob("*.yaml"):
+        section = path.parent.name
+        for key, value in yaml.safe_load(path.read_text()).items():
+            nested = value.items() if isinstance(value, dict) else [(None, value)]
+            for name, one in nested:
+                full = f"{key}.{name}" if name else key if path.parent == Path(CONF) else f"{section}.{key}"
+                found.setdefault(full, {})[written(one)] = None
+    return {key: list(values) for key, values in found.items()}
+
+
+KEYS = list(schema_keys(Config))
+KNOWN = values_of_files()
+SIZES = {"data.images", "data.workers", "data.classes", "data.size", "data.batch_size", "trainer.threads", "trainer.concurrency"}
+SIZES |= {f"model.{key}" for key in ("depth", "dim", "width", "heads", "patch", "cardinality", "base_width")}
+NEVER = {"run_dir", "trainer.compile", "cluster.dumps", "logger.mode"}
+"""Would write elsewhere, or compile for minutes, or ask the network."""
+INTEGERS = ["-1", "0", "1", "2", "3", "4", "5", "8", "9"]
+HUGE = ["1000000000", str(2**63), str(10**30), "-1000000000000"]
+NUMBERS = ["-0.5", "0.0", "0.0625", "0.5", "1.0", "1.5", "1e-12", "1e300", "nan", "inf", "-inf"]
+WORDS = ["''", "auto", "none", "abc", "true", "false", "'a b'", "ä", "'../x'", '"\\0"', "dynamic", "bf16", "fp16", "edge", "skip"]
+NESTED = ["[]", "[1]", "[0]", "[1,2]", "[2,1]", "[1,1,1]", "[-1]", "[1.5]", "[null]", "[a,b]", "[[1]]", "{a:1}", "{}", "null"]
+LISTS = ["[2,2,2,2,2]", "[1,0,2,1,1,1,1,1,1]", "[input,graph]", "[nothing,nothing,nothing]", "[0.9,0.99]", "[0.9,1.0]", "[1,3,2]"]
+BROKEN = ["${k}", "${nothing}", "${oc.env:NOT_SET}", "[1", "{a", "1,2", "range(1,3)", "???", "'"]
+
+
+def override(chance: random.Random) -> Override:
+    """One override of any key, right or wrong."""
+    key = chance.choice([key for key in KEYS if key not in NEVER])
+    many = INTEGERS + NUMBERS[:5] if key in SIZES else INTEGERS + HUGE + NUMBERS
+    known = KNOWN.get(key, []) if key not in SIZES else INTEGERS
+    value = chance.choice(known if known and chance.random() < 0.6 else many + WORDS + NESTED + LISTS)
+    kind = chance.randrange(30)
+    if kind == 0:
+        value = chance.choice(BROKEN)
+    if kind == 1:
+        place = chance.randrange(len(key))
+        key = key[:place] + chance.choice(["", "x", "."]) + key[place + 1 :]
+    if kind == 2:
+        key = chance.choice(["+", "++", "~"]) + key
+    return chance.choice([key, f"{key}="]) if kind == 3 else f"{key}={value}"
+
+
+def command_line(chance: random.Random) -> list[Override]:
+    """A whole command line; one that ends with ``whole`` stands for a whole run."""
+    model = chance.choice(SMALL if chance.random() < 0.99 else files("model"))
+    texts = (model == "revgpt") ^ (chance.random() < 0.03)
+    data = "text" if texts else chance.choice(["synthetic", "synthetic", "synthetic", "synthetic", "digits", "cifar10"])
+    line = [f"model={model}", f"data={data}", "trainer.device=cpu", "trainer.epochs=2", "data.batch_size=3"]
+    line += ["data.size=8"] if data in ("synthetic", "text") else []
+    line += ["data.images=24"] if data == "synthetic" else []
+    line += ["data.root=TEXT"] if data == "text" else []
+    line += ["model.depth=2", "model.dim=8", "model.heads=2"] if model in ("revvit", "revgpt") else []
+    line += ["model.width=0.0625"] if model in ("revnet18", "resnet18") else []
+    line += [f"{group}={chance.choice(files(group))}" for group in GROUPS if chance.random() < 0.4]
+    line += [f"k={chance.choice((1, 2, 9))}"] if chance.random() < 0.6 else []
+    line += [override(chance) for _ in range(chance.choice((0, 1, 1, 2, 3, 4)))]
+    return [*line, "whole"] if chance.random() < 0.02 else line
+
+
+command_lines = st.randoms(use_true_random=True).map(command_line)
+"""From one seed each: Hypothesis's own way would try small changes of few examples, and here breadth is worth more."""
+
+
+def attempt(line: list[Override], folder: Path) -> str:
+    """What becomes of a command line: ``ran``, or the text of its refusal.
+
+    Raises:
+        Exception: anything but :class:`petra.errors.PetraError`.
+    """
+    try:
+        config = composed([word.replace("TEXT", str(folder / "text")) for word in line if word != "whole"])
+        if "whole" in line:
+            config.run_dir = config.run_dir or str(folder / f"run{next(_RUNS)}")
+            config.trainer.limit_batches = config.trainer.limit_batches and min(config.trainer.limit_batches, 2)
+            config.trainer.epochs = min(config.trainer.epochs, 1)
+            run(config, ALONE)
+        else:
+            steps(config)
+    except PetraError as error:
+        text = str(error)
+        assert text, "a refusal without a word"
+        assert "\n" not in text, f"a refusal of several lines: {text!r}"
+        return text
+    finally:
+        torch.set_num_threads(1)
+    return "ran"
+
+
+_RUNS = count()
+
+
+def steps(config: Config) -> None:
+    """As :func:`launch.train.run`, a few steps without the run's folder."""
+    checked = plan(config, ALONE)
+    if config.dry_run:
+        stage_map(checked)
+        return
+    start = find_start(config, ALONE)
+    checked = tuned(as_before(checked, start, ALONE), ALONE)
+    train, test = checked.data()
+    pipeline = checked.pipeline(checked.learning_rate(limited(train.batches_per_epoch, config.trainer.limit_batches)))
+    begin(pipeline, config, start)
+    pipeline.train(train, min(config.k + 1, 10))
+    pipeline.evaluate(test, 1)
+
+
+class Slow(BaseException):
+    """Nothing catches it on its way."""
+
+
+def limited_attempt(line: list[Override], folder: Path) -> str:
+    """:func:`attempt` under the limits; what is printed goes nowhere."""
+    before = signal.signal(signal.SIGPROF, _stop)
+    signal.setitimer(signal.ITIMER_PROF, PROCESSOR_SECONDS)
+    faulthandler.dump_traceback_later(WALL_SECONDS, exit=True, file=sys.__stderr__)
+    try:
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            return attempt(line, folder)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise Slow(f"more than {PROCESSOR_SECONDS} s of the processor")
+
+
+def prepare(folder: Path) -> None:
+    """The files that command lines name."""
+    (folder / "text").write_bytes(bytes(random.Random(0).choices(b"abc def\n", k=4000)))
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--examples", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="JSON with counts of refusals by key, and the failures")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    outcomes: Counter[str] = Counter()
+    failures: dict[str, list[Override]] = {}
+    started, slowest = time.monotonic(), 0.0
+
+    def told(**more: Any) -> None:
+        if options.out is not None:
+            options.out.write_text(json.dumps({"outcomes": dict(outcomes.most_common()), "failures": failures, **more}, indent=1))
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder)
+
+        @seed(options.seed)
+        @settings(max_examples=options.examples, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(line=command_lines)
+        def search(line: list[Override]) -> None:
+            nonlocal slowest
+            used = time.process_time()
+            try:
+                text = limited_attempt(line, folder)
+                outcomes["ran" if text == "ran" else f"refused: {text.partition(':')[0]}"[:60]] += 1
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                frames = traceback.extract_tb(error.__traceback__)
+                where = next((f for f in reversed(frames) if "/petra/" in f.filename or "/launch/" in f.filename), frames[-1])
+                key = f"{type(error).__name__} in {Path(where.filename).name}, {where.name}: {str(error)[:200]}"
+                outcomes["failed"] += 1
+                if failures.setdefault(key, line) is line:
+                    print(f"{key}\n    {' '.join(line)}", flush=True)
+            slowest = max(slowest, time.process_time() - used)
+            done = outcomes.total()
+            if done % 100 == 0:
+                print(f"{done}: {outcomes['ran']} ran, {outcomes['failed']} failed; {time.monotonic() - started:.0f} s", flush=True)
+                told()
+
+        search()
+    refused = outcomes.total() - outcomes["ran"] - outcomes["failed"]
+    keys = sum(key.startswith("refused") for key in outcomes)
+    counts = f"{outcomes['ran']} ran, {refused} were refused (of {keys} keys), {outcomes['failed']} failed"
+    seconds = f"{time.monotonic() - started:.0f} s, the slowest {slowest:.1f} s of the processor"
+    print(f"{outcomes.total()} configurations: {counts}; {seconds}")
+    told(examples=outcomes.total(), ran=outcomes["ran"], refused=refused)
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    main()
