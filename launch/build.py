@@ -28,6 +28,8 @@ from petra.streams import TensorSpec
 from petra.training import FORMATS, OPTIMIZERS, SCHEDULES, Schedule, TensorBoardLogger, WandbLogger
 from petra.training.export import require
 
+LONGEST = 10**7
+"""Seconds of a timeout; torch refuses much longer ones."""
 SMALL = 64
 """Pixels up to which ``model.stem=auto`` keeps an image's resolution."""
 AUTO = "auto"
@@ -125,7 +127,8 @@ def plan(config: Config, place: Place) -> Plan:
     _require(config.seed >= 0, "seed", config.seed, "integers >= 0")
     limit = trainer.limit_batches
     _require(limit is None or limit >= 1, "trainer.limit_batches", limit, "null or integers >= 1")
-    _require(trainer.timeout > 0, "trainer.timeout", trainer.timeout, "numbers > 0")
+    _require(0 < trainer.timeout <= LONGEST, "trainer.timeout", trainer.timeout, f"numbers > 0, at most {LONGEST}")
+    _require(trainer.drift is None or trainer.drift > 0, "trainer.drift", trainer.drift, "null or numbers > 0")
     line = line_length(place.world, config.dp)
     _choice("model.name", config.model.name, MODELS)
     _choice("optim.name", config.optim.name, OPTIMIZERS)
@@ -174,7 +177,11 @@ def plan(config: Config, place: Place) -> Plan:
     delays = result.method.delays(len(result.layout.stages), config.k)
     result.method.check(delays, config.k, casts=result.autocast is not None)
     recipe.rules(config).require_moment(result.method, delays)
-    result.remedy(microbatches_per_epoch=1).check(result.method)
+    remedy = result.remedy(microbatches_per_epoch=1)
+    remedy.check(result.method)
+    remedy.require_optimizer(recipe.optimizer(config)(torch.nn.Linear(1, 1)))
+    if trainer.exact_streams:
+        result.layout.require_exact()
     _require(not (trainer.exact_streams and result.wire), "trainer.exact_streams", True, "false with trainer.wire=bf16")
     memory, tuned = trainer.memory_limit, result.auto & {"stages", "keep"}
     fits = memory is None or (memory > 0 and bool(tuned))

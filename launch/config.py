@@ -9,7 +9,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from launch.refusals import reason
+from launch.refusals import reason, require_lists
 from petra.errors import ConfigError
 
 
@@ -118,6 +118,7 @@ class TrainerConfig:
     memory_limit: float | None = None
     trace: int | None = None
     stage_metrics: bool = False
+    drift: float | None = None
     diagnose: int | None = None
 
 
@@ -183,4 +184,5 @@ def to_config(composed: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError(reason(error, Config)) from error
     assert isinstance(config, Config)
+    require_lists(config)
     return config

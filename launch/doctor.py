@@ -14,7 +14,7 @@ from launch.config import Config, to_config
 from launch.links import LARGE, Link, measure_links
 from launch.machine import Report, compare, look
 from launch.processes import Place
-from petra.errors import ConfigError
+from petra.errors import ConfigError, first_line
 from petra.partition import line_length
 from petra.together import gathered
 
@@ -43,7 +43,7 @@ def examine(config: Config, place: Place) -> None:
             reports = gathered(look(place, device, config.trainer.threads, config.cluster.interfaces))
             links = measure_links(device, config.dp) if place.world > 1 else []
     except RuntimeError as error:  # of which torch.distributed's errors are kinds
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise ConfigError(
             f"cluster.interfaces: found {config.cluster.interfaces}, with which the processes can't talk to each other ({reason})"
         ) from error

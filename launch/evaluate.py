@@ -24,9 +24,10 @@ from omegaconf.errors import OmegaConfBaseException
 from launch.build import plan
 from launch.config import Config, LoggerConfig, to_config
 from launch.processes import Place
+from launch.refusals import reason
 from launch.resuming import FOLDER
 from launch.resuming import weights as weights_in
-from petra.errors import ConfigError
+from petra.errors import ConfigError, first_line
 from petra.together import together
 from petra.training import best_of, limited, load_into, means, newest
 from petra.training.export import FORMATS
@@ -66,9 +67,9 @@ def parse(words: list[str]) -> tuple[Path, Path | None, Config]:
     try:
         composed = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path), OmegaConf.from_dotlist(changes))
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {(error.msg or str(error)).splitlines()[0]}") from error
+        raise ConfigError(reason(error, Config)) from error
     except Exception as error:  # a damaged file
-        raise ConfigError(f"{path}: can't be read as a configuration ({str(error).splitlines()[0]})") from error
+        raise ConfigError(f"{path}: can't be read as a configuration ({first_line(error)})") from error
     assert isinstance(composed, DictConfig)
     return folder, Path(own["weights"]) if "weights" in own else None, to_config(composed)
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from petra.errors import CommunicationError, ConfigError, Interrupted, NumericsError, PetraError
+from petra.errors import CommunicationError, ConfigError, Interrupted, NumericsError, PetraError, first_line
 
 PATIENCE = 30.0
 """Seconds for which a failing process lets the first one fail before it: torchrun stops all the others as soon as one has."""
@@ -121,7 +121,7 @@ class Place:
             if not is_communication(error):
                 speaks_first()
                 raise
-            self._end(f"communication between processes: {str(error).splitlines()[0].partition('. ')[0]}", began_elsewhere=True)
+            self._end(f"communication between processes: {first_line(error).partition('. ')[0]}", began_elsewhere=True)
 
     def _end(self, message: str, *, began_elsewhere: bool, patience: float = 0) -> NoReturn:
         """Tells an error unless another process has told one, and ends this process."""

@@ -14,6 +14,7 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, ValidationError
 
 import conf
+from petra.errors import ConfigError
 
 CONF = str(Path(conf.__file__).parent)
 _KINDS = {int: "integers", float: "numbers", bool: "true, false", str: "text"}
@@ -53,6 +54,21 @@ def reason(error: Exception, schema: type, overrides: Sequence[str] = ()) -> str
     return _line(f"{' '.join(overrides) or getattr(error, 'full_key', None) or 'the configuration'}: {line}")
 
 
+def require_lists(config: Any, prefix: str = "") -> None:
+    """Looks into the lists of a configuration, whose elements OmegaConf doesn't check where they are lists or null.
+
+    Raises:
+        ConfigError: an element of another type.
+    """
+    for name, kind in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if is_dataclass(value):
+            require_lists(value, f"{prefix}{name}.")
+        lists = [k for k in (kind, *get_args(kind)) if get_origin(k) is list]
+        if isinstance(value, list) and lists and not all(type(v) is get_args(lists[0])[0] for v in value):
+            raise ConfigError(f"{prefix}{name}: found {value}, accepted are {_named(kind)}")
+
+
 def _nearest(key: str, keys: Mapping[str, Any]) -> str:
     """What somebody who wrote ``key`` may have meant."""
     group, _, name = key.rpartition(".")
@@ -76,12 +92,15 @@ def schema_keys(form: type, prefix: str = "") -> dict[str, Any]:
 
 def _accepted(key: str, keys: Mapping[str, Any]) -> str:
     kind = keys.get(re.sub(r"\[\d+\]", "", key))
+    return f"keys of {key}, {key}.<key>=<value>" if is_dataclass(kind) else _named(kind)
+
+
+def _named(kind: Any) -> str:
+    """A type as the values that it accepts."""
     kinds = get_args(kind) if NoneType in get_args(kind) else (kind,)
     null = "null or " if NoneType in kinds else ""
     (one,) = (k for k in kinds if k is not NoneType)
-    if get_origin(one) is list:
-        return f"{null}lists of {_KINDS[get_args(one)[0]]}"
-    return null + (_KINDS.get(one) or f"keys of {key}, {key}.<key>=<value>")
+    return f"{null}lists of {_KINDS[get_args(one)[0]]}" if get_origin(one) is list else null + _KINDS.get(one, "values of its type")
 
 
 def _value(message: str) -> str:

@@ -1,8 +1,8 @@
 """Trains once for each combination of values, and gathers the results: ``python -m launch.sweep k=1,2,4 model=revnet18,revnet34``.
 
 Values that are separated by commas are tried one by one, all other overrides hold for each run (the grammar is Hydra's). A run has
-a folder of its own under --out; the same command again goes on where it stopped, and skips what is finished. --out/sweep.md and
-sweep.json hold the results so far.
+a folder of its own under --out; the same command again goes on where it stopped: it skips what is finished and resumes what is not
+from its last checkpoint. --out/sweep.md and sweep.json hold the results so far.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import argparse
 import json
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from launch.build import plan
+from launch.build import AUTO, plan
 from launch.composing import composed, refusing
 from launch.config import Config
 from launch.processes import Place
@@ -32,6 +31,7 @@ from petra.errors import ConfigError, PetraError
 from petra.training import write_json
 
 SBATCH = Path(__file__).with_name("slurm.sbatch")
+RESUME = f"resume={AUTO}"
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "test accuracy": lambda s: f"{s['test_accuracy']:.2%}",
     "test loss": lambda s: f"{s['test_loss']:.4f}",
@@ -57,7 +57,7 @@ class Job:
         Raises:
             ConfigError: Hydra or the schema refuses it.
         """
-        return replace(composed(self.overrides), run_dir=str(self.folder))
+        return replace(composed([RESUME, *self.overrides]), run_dir=str(self.folder))
 
     def summary(self) -> dict[str, Any] | None:
         """Content of summary.json if the run is finished.
@@ -76,9 +76,9 @@ class Job:
         return content
 
     def command(self) -> list[str]:
-        """Its overrides with its folder, quoted for Hydra."""
+        """Its overrides with its folder, quoted for Hydra; it goes on there if it has been interrupted."""
         quoted = str(self.folder).replace("'", "\\'")
-        return [*self.overrides, f"run_dir='{quoted}'"]
+        return [RESUME, *self.overrides, f"run_dir='{quoted}'"]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -143,7 +143,6 @@ def run_here(left: Sequence[Job], processes: int) -> list[Job]:
     failed = []
     for job in left:
         print(f"--- {job.folder.name}", flush=True)
-        _clear(job.folder)
         launch = [sys.executable, "-m", "launch.local", "--processes", str(processes)]
         if subprocess.run([*launch, *job.command()]).returncode:
             failed.append(job)
@@ -158,7 +157,6 @@ def submit(left: Sequence[Job], options: Sequence[str]) -> list[Job]:
         if ticket.exists() and _queued(ticket.read_text().strip()):
             print(f"{job.folder.name}: Slurm job {ticket.read_text().strip()} has not ended")
             continue
-        _clear(job.folder)
         job.folder.parent.mkdir(parents=True, exist_ok=True)
         sbatch = ["sbatch", "--parsable", f"--job-name={job.folder.name}", f"--output={job.folder}.log"]
         try:
@@ -190,13 +188,6 @@ def gather(sweep: Sequence[Job], out: Path) -> str:
     return text
 
 
-def _clear(folder: Path) -> None:
-    """Removes what an interrupted run left."""
-    if folder.exists():
-        print(f"{folder.name}: was not finished, starts anew", flush=True)
-        shutil.rmtree(folder)
-
-
 def _queued(number: str) -> bool:
     """Whether Slurm still knows the job as waiting or running."""
     found = subprocess.run(["squeue", "--noheader", "--jobs", number], capture_output=True, text=True)
@@ -207,7 +198,7 @@ def _differences(found: Any, wanted: Any, key: str = "") -> list[str]:
     if isinstance(found, dict) and isinstance(wanted, dict):
         names = dict.fromkeys([*found, *wanted])
         return [d for n in names for d in _differences(found.get(n), wanted.get(n), f"{key}.{n}" if key else str(n))]
-    return [] if found == wanted or key == "run_dir" else [key]
+    return [] if found == wanted or key in ("run_dir", "resume") else [key]
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from launch.config import TrainerConfig
 from petra.analysis.gradients import GradientDiagnosis
 from petra.analysis.plots import gradient_quality
 from petra.analysis.timeline import write_timeline
+from petra.drift import DriftWatch
 from petra.pipeline import Pipeline
 from petra.recorder import Recorder, StageTimes, gathered_intervals
 
@@ -29,6 +30,8 @@ def watching(config: TrainerConfig, pipeline: Pipeline, folder: Path | None) -> 
         trace = None if config.trace is None else Recorder(pipeline, config.trace)
         if trace is not None:
             stack.enter_context(trace.attached())
+        if config.drift is not None:
+            stack.enter_context(DriftWatch(pipeline, config.drift).watching())
         diagnosis = None
         if config.diagnose is not None:
             assert folder is not None

@@ -48,3 +48,8 @@ class Interrupted(PetraError):
         rest = "checkpoint written, resume=auto goes on from there" if saved else "without a checkpoint, since checkpoint.keep=0"
         super().__init__(f"stopped as asked after microbatch {clock}, {rest}")
         self.clock = clock
+
+
+def first_line(error: BaseException) -> str:
+    """Of what another library says about an error; the error's type where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

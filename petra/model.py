@@ -38,6 +38,8 @@ class BlockProfile:
     flops: int
     """Of one forward of one microbatch."""
     reversible: bool
+    exact: bool
+    """Whether it is reversible and can keep its streams on a grid."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class Model:
                     parameters=sum(p.numel() for p in block.parameters()),
                     flops=counter.get_total_flops(),
                     reversible=isinstance(block, ReversibleBlock),
+                    exact=isinstance(block, ReversibleBlock) and type(block).carry_on is not ReversibleBlock.carry_on,
                 )
             )
         return tuple(profiles)

@@ -74,6 +74,14 @@ class Layout:
         """The replica that a process belongs to, and its place in that line."""
         return divmod(rank, len(self.processes))
 
+    def require_exact(self) -> None:
+        """Raises :class:`petra.errors.ModelError` for a reversible block that can't keep its streams on a grid."""
+        for profile in self.profiles:
+            if profile.reversible and not profile.exact:
+                raise ModelError(
+                    f"exact_streams: found block {profile.name}, a reversible one without a carry_on of its own, accepted is false"
+                )
+
     @staticmethod
     def plan(model: Model, inputs: TensorSpec, stages: int | Sequence[int] | None, processes: int, dp: int = 1) -> Layout:
         """Balances the FLOPs of stages over processes, and those of blocks over stages if there are fewer stages than blocks.

@@ -111,6 +111,8 @@ class Pipeline:
         distributed = dist.is_available() and dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
         self.layout = Layout.plan(model, inputs, stages, self.world, dp)
+        if exact_streams:
+            self.layout.require_exact()
         self.replica, place = self.layout.place(self.rank)
         own = self.layout.processes[place]
         self.model, self.method, self.k, self.device = model, method, k, torch.device(device)

@@ -104,7 +104,17 @@ class Remedy:
         """The part that acts at a stage's updates, if there is one.
 
         Raises:
-            ConfigError: an optimizer that a remedy is not defined for.
+            ConfigError: as :meth:`require_optimizer`.
+        """
+        self.require_optimizer(optimizer)
+        late = staleness > 0 and (self.correction > 0 or self.prediction is not Prediction.NONE)
+        return StageRemedy(self, stage, optimizer, staleness) if late or self.compensation else None
+
+    def require_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuses an optimizer that a remedy is not defined for, and gives SGD the momentum that lookahead says.
+
+        Raises:
+            ConfigError: it is another one.
         """
         if self.lookahead:
             for group in optimizer.param_groups:
@@ -114,8 +124,6 @@ class Remedy:
             self._require_sgd("compensation", optimizer)
         if self.prediction is Prediction.VELOCITY and not isinstance(optimizer, torch.optim.Adam):
             self._require_sgd("prediction", optimizer, "adam, adamw, ")
-        late = staleness > 0 and (self.correction > 0 or self.prediction is not Prediction.NONE)
-        return StageRemedy(self, stage, optimizer, staleness) if late or self.compensation else None
 
     @staticmethod
     def _require_sgd(key: str, optimizer: torch.optim.Optimizer, others: str = "") -> None:

@@ -9,12 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 from launch import local, sweep
-from launch.config import to_config
+from launch.composing import composed
 from launch.processes import Place
-from launch.refusals import CONF
 from launch.train import run
 from petra import ConfigError
 
@@ -36,8 +34,7 @@ def test_every_combination_is_a_job_with_a_folder_of_its_own() -> None:
 @pytest.mark.parametrize("name", ["plain", "two words", "it's", 'say "a"', "x=1,2"])
 def test_hydra_reads_the_folder_as_it_was_written(name: str) -> None:
     job = sweep.Job({}, (), Path("/out") / name)
-    with initialize_config_dir(CONF, version_base="1.3"):
-        assert compose("config", job.command()).run_dir == f"/out/{name}"
+    assert composed(job.command()).run_dir == f"/out/{name}"
 
 
 @pytest.fixture
@@ -53,8 +50,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def train(flags: list[str], module: str, overrides: list[str]) -> None:
         assert (flags, module) == (["--standalone", "--nproc-per-node", "2"], "launch.train")
-        with initialize_config_dir(CONF, version_base="1.3"):
-            config = to_config(compose("config", overrides))
+        config = composed(overrides)
         folders.append(Path(str(config.run_dir)).name)
         if config.seed != 13:
             run(config, Place(rank=0, world=1, local_rank=0, local_world=1))
@@ -79,11 +75,8 @@ def test_a_sweep_goes_on_where_it_stopped(trained: list[str], tmp_path: Path, ca
     assert f"failed: {tmp_path}/seed=13" in captured.err
     assert "1 of 2 runs finished" in captured.out
 
-    (tmp_path / "seed=2").mkdir()
-    (tmp_path / "seed=2" / "metrics.jsonl").touch()
     assert swept(*here, "seed=1,2") == 0
     assert trained == ["seed=1", "seed=13", "seed=2"]
-    assert "seed=2: was not finished, starts anew" in capsys.readouterr().out
     summaries = [json.loads((tmp_path / f"seed={seed}" / "summary.json").read_text()) for seed in (1, 2)]
     runs = json.loads((tmp_path / "sweep.json").read_text())["runs"]
     assert [row["values"] for row in runs] == [{"seed": "1"}, {"seed": "2"}]
@@ -98,6 +91,24 @@ def test_a_sweep_goes_on_where_it_stopped(trained: list[str], tmp_path: Path, ca
     assert swept(*here, "k=1,0") == 2
     assert "error: k: found 0, accepted are integers >= 1" in capsys.readouterr().err
     assert len(trained) == 3
+
+
+def test_an_unfinished_run_is_resumed(trained: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    run(
+        composed([*TINY, "trainer.device=cpu", "seed=2", f"run_dir='{folder}'"]),
+        Place(rank=0, world=1, local_rank=0, local_world=1),
+    )
+    (folder / "summary.json").unlink()
+    first = (folder / "metrics.jsonl").read_text()
+    with pytest.raises(SystemExit) as ended:
+        sweep.main(["--out", str(tmp_path), "--processes", "2", "seed=2", "trainer.device=cpu", *TINY, "trainer.epochs=2"])
+    assert ended.value.code == 0
+    assert f"goes on from {folder}/checkpoints/000000002, after microbatch 2" in capsys.readouterr().out
+    rows = (folder / "metrics.jsonl").read_text()
+    assert rows.startswith(first)
+    assert len(rows.splitlines()) == 2
+    assert json.loads((folder / "summary.json").read_text())["epochs"] == 2
 
 
 def test_a_sweep_through_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +128,7 @@ def test_a_sweep_through_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     submitted = (tmp_path / "sbatch.txt").read_text().splitlines()
     assert submitted[1] == (
         f"--parsable --job-name=k=2 --output={out}/k=2.log --nodes 3 --gpus-per-node 4 {sweep.SBATCH} "
-        f"k=2 trainer.device=cuda {' '.join(TINY)} run_dir='{out}/k=2'"
+        f"resume=auto k=2 trainer.device=cuda {' '.join(TINY)} run_dir='{out}/k=2'"
     )
     assert "k=2: Slurm job 43" in capsys.readouterr().out
 

@@ -8,7 +8,7 @@ from itertools import count
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from petra.errors import DataError
+from petra.errors import DataError, first_line
 
 AHEAD = 2
 """Microbatches under way in each worker."""
@@ -41,7 +41,7 @@ class Prefetcher:
             if not str(error).startswith("DataLoader worker"):
                 raise
             raise DataError(
-                f"data.workers: a worker process died ({str(error).splitlines()[0]}); it may have run out of memory, or of shared "
+                f"data.workers: a worker process died ({first_line(error)}); it may have run out of memory, or of shared "
                 "memory (/dev/shm), which holds the microbatches that are ready: use fewer workers or allow more"
             ) from error
         self._next = m + 1

@@ -22,13 +22,13 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from petra.errors import ConfigError, DataError
+from petra.errors import ConfigError, DataError, first_line
 from petra.pipeline import Pipeline
 from petra.together import together
 from petra.training.export import State
-from petra.training.state import load_state, read, state_of, write
+from petra.training.state import load_state, read, state_of, within, write
 
-FACTS, MANIFEST, LATEST = "facts.json", "manifest.json", "latest"
+FACTS, MANIFEST, LATEST, METADATA = "facts.json", "manifest.json", "latest", ".metadata"
 _PART = ".part"
 
 
@@ -182,6 +182,9 @@ def verify(path: Path) -> None:
             found = _sum(path / name)
             if found != expected:
                 raise DataError(f"checkpoint {path}: damaged, {name} has {found} and should have {expected}")
+        for name in (FACTS, METADATA, *(tensors.name for tensors in path.glob("*.distcp"))):
+            if name not in files:
+                raise DataError(f"checkpoint {path}: damaged, {MANIFEST} doesn't list {name}")
     except OSError as error:
         raise DataError(f"checkpoint {path}: incomplete, {error.filename} can't be read ({error.strerror})") from error
     except (KeyError, AttributeError) as error:
@@ -198,7 +201,8 @@ def facts_of(path: Path) -> dict[str, Any]:
         facts = _object(path / FACTS)
     except OSError as error:
         raise DataError(f"{path}: can't be read as a checkpoint ({error.strerror}: {FACTS})") from error
-    if not {"clock", "score"} <= facts.keys():
+    clock, score = facts.get("clock"), facts.get("score", "none")
+    if not (isinstance(clock, int) and clock >= 0 and (score is None or isinstance(score, float | int))):
         raise DataError(f"{path}: can't be read as a checkpoint ({FACTS} has no clock and score)")
     return facts
 
@@ -218,7 +222,7 @@ def restore(pipeline: Pipeline, path: Path) -> dict[str, Any]:
 def _object(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"checkpoint {path.parent}: damaged, {path.name} can't be read as JSON ({error})") from error
     if not isinstance(found, dict):
         raise DataError(f"checkpoint {path.parent}: damaged, {path.name} holds no object")
@@ -252,11 +256,9 @@ def _sync(folder: Path) -> None:
 
 def _reason(error: BaseException) -> str:
     """The file system's own words, wherever they are wrapped."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    found: BaseException | None = error
+    found: BaseException | None = within(error)
     while found is not None:
         if isinstance(found, OSError) and found.strerror:
             return found.strerror
         found = found.__cause__ or found.__context__
-    return (str(error) or type(error).__name__).splitlines()[0]
+    return first_line(within(error))

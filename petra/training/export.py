@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from petra.errors import ConfigError, DataError
+from petra.errors import ConfigError, DataError, first_line
 from petra.pipeline import Pipeline
 
 FORMATS = {"pt": ".pt", "safetensors": ".safetensors"}
@@ -63,7 +63,7 @@ def export(pipeline: Pipeline, path: Path) -> None:
         os.replace(draft, path)
     except Exception as error:  # each format has errors of its own for a full disk
         draft.unlink(missing_ok=True)
-        raise DataError(f"{path}: can't be written ({str(error).splitlines()[0]})") from error
+        raise DataError(f"{path}: can't be written ({first_line(error)})") from error
 
 
 def load(path: Path) -> State:
@@ -82,7 +82,7 @@ def load(path: Path) -> State:
 
             state = load_file(path)
     except Exception as error:  # each format has errors of its own for damage
-        raise DataError(f"{path}: can't be read as exported weights ({str(error).splitlines()[0]})") from error
+        raise DataError(f"{path}: can't be read as exported weights ({first_line(error)})") from error
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise DataError(f"{path}: found something else, accepted is a state dict, tensors by name")
     return state

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from petra.errors import DataError
+from petra.errors import DataError, first_line
 from petra.pipeline import Pipeline
 from petra.training.export import State, load_into
 
@@ -141,8 +142,8 @@ def read(folder: Path, wanted: Callable[[str], bool]) -> State:
         if state:
             with _alone():
                 load(state, storage_reader=reader, no_dist=True)
-    except Exception as error:  # damage has many faces
-        raise DataError(f"{folder}: can't be read as a checkpoint ({str(error).splitlines()[0]})") from error
+    except (Exception, CheckpointException) as error:  # damage has many faces, and one of them is no Exception
+        raise DataError(f"{folder}: can't be read as a checkpoint ({first_line(within(error))})") from error
     return state
 
 
@@ -160,6 +161,11 @@ def network(folder: Path) -> State:
             if kind == part:
                 state[f"{block}.{name}"] = value
     return state
+
+
+def within(error: BaseException) -> BaseException:
+    """The first error that a checkpoint's error stands for."""
+    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from petra.errors import CommunicationError
+from petra.errors import CommunicationError, first_line
 from petra.streams import Message
 
 
@@ -30,5 +30,5 @@ def named(operation: str, route: str, m: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).splitlines()[0].partition(". ")[0]
+        reason = first_line(error).partition(". ")[0]
         raise CommunicationError(f"{operation} {route}, microbatch {m}: {reason}") from error
