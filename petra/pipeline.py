@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 from petra.boundaries import TransportName, agree, boundary, choose_transport, connect, open_transport
 from petra.compiled import compile_block
 from petra.ends import Loss, Metric, Objective, Source, Stream, correct
-from petra.errors import ConfigError
+from petra.errors import ConfigError, NumericsError
 from petra.method import METHODS, Keep, Method, Weights
 from petra.model import Model
 from petra.partition import Layout
@@ -199,6 +200,7 @@ class Pipeline:
 
         Raises:
             ModelError: exact streams that left their range, in every process.
+            NumericsError: a loss, a gradient or running statistics that aren't finite; see :class:`petra.UpdateRules`.
         """
         self._read(stream)
         self._on_microbatch = on_microbatch
@@ -211,8 +213,15 @@ class Pipeline:
         if self._grid is not None:
             self._require_range(self._grid)
         for worker in reversed(self.workers.values()):  # the stage behind knows better where it began
-            worker.update.check()
-        return self._result(self._totals)
+            worker.update.check_drained()
+        result = self._result(self._totals)
+        if self.rules.nonfinite == "stop" and self.rules.loss_scale is None and not math.isfinite(result.loss):
+            raise NumericsError(
+                f"stage {len(self.layout.stages)}: found a loss that isn't finite among microbatches "
+                f"{self.clock - microbatches + 1} to {self.clock}; lower optim.lr or set optim.clip",
+                origin=self.rank == 0,
+            )
+        return result
 
     def evaluate(self, stream: Stream, microbatches: int) -> Result:
         """Means over microbatches 0 … ``microbatches`` − 1 with running statistics and, where there are, averaged weights; targets

@@ -119,6 +119,8 @@ class Update:
         self._own = self._tensor(0)
         self._norms, self._measured = self._tensor(0), self._tensor(0)
         self._t = 0
+        skips = rules.nonfinite == "skip" or rules.loss_scale is not None
+        self._good_statistics = [(s, s.clone()) for s in _statistics(stage)] if skips else []
 
     # -- every microbatch ------------------------------------------------------------------------------------------------------
 
@@ -185,6 +187,9 @@ class Update:
         self._norms += self._own.sqrt() if bad is None else torch.where(bad, torch.zeros_like(norm), self._own.sqrt())
         self._received.clear()
         self._sent.zero_()
+        for statistic, good in self._good_statistics:
+            statistic.copy_(torch.where(statistic.isfinite().all(), statistic, good))
+            good.copy_(statistic)
         if self.device.type == "cpu" or self.done % CHECK_EVERY == 0:
             self.check()
 
@@ -256,6 +261,31 @@ class Update:
             "made. Lower optim.lr or set optim.clip; trainer.nonfinite=skip goes on without such updates",
             origin=not came_in,
         )
+
+    def check_drained(self) -> None:
+        """What :meth:`check` can't see: an update that has only begun, and running statistics. Waits for the device.
+
+        A checkpoint of them would be of no use. Where updates may be skipped, both are mended when this one is.
+
+        Raises:
+            NumericsError: a number isn't finite, and the rules say stop.
+        """
+        self.check()
+        if self.rules.nonfinite == "skip" or self.scale is not None:
+            return
+        if not (self.squared_norm() + self._received.abs()).isfinite():
+            raise NumericsError(
+                f"stage {self.number}: found a gradient that isn't finite in the update that began after microbatch {self._t}; "
+                "the update was not made. Lower optim.lr or set optim.clip",
+                origin=bool(self._received.isfinite()),
+            )
+        statistics = _statistics(self.stage)
+        if statistics and not torch.stack([s.double().sum() for s in statistics]).isfinite().all():
+            raise NumericsError(
+                f"stage {self.number}: found running statistics that aren't finite after microbatch {self._t}; an evaluation would "
+                "be wrong. Lower optim.lr, or look at the data",
+                origin=True,
+            )
 
     # -- averages, records, state ----------------------------------------------------------------------------------------------
 
@@ -340,9 +370,16 @@ class Update:
             parameter.grad.copy_(gradient if self.scale is None else gradient * self.scale)
         self._received.clear()
         self._sent.zero_()
+        for statistic, good in self._good_statistics:
+            good.copy_(statistic)
 
     def _all_received(self) -> Tensor:
         return torch.stack(self._received).double().sum() if self._received else self._tensor(0)
 
     def _tensor(self, value: float) -> Tensor:
         return torch.tensor(float(value), dtype=torch.float64, device=self.device)
+
+
+def _statistics(stage: Stage) -> list[Tensor]:
+    """Running means and variances: what a microbatch whose numbers aren't finite would spoil for good."""
+    return [buffer for buffer in stage.module.buffers() if buffer.is_floating_point()]

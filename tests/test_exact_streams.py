@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from petra import Keep, ModelError, Pipeline
+from petra import BlockSpec, Keep, Model, ModelError, Pipeline
+from petra.partition import Layout
 from petra.reversible import (
     Coupling,
     Grid,
@@ -19,7 +20,7 @@ from petra.reversible import (
     normalisations,
 )
 from petra.stage import Stage
-from tests.nets import RandomStream, branch, mixed_net
+from tests.nets import RandomStream, Stem, branch, mixed_net
 
 CPU = torch.device("cpu")
 
@@ -127,6 +128,10 @@ def test_what_has_no_exact_streams_is_refused() -> None:
 
     with pytest.raises(ModelError, match="exact_streams: found a Other"):
         ReversibleSequence([Other(nn.Identity(), nn.Identity())], grid=Grid())
+    own = Model("own", (BlockSpec("stem", lambda: Stem(2)), BlockSpec("other", lambda: Other(nn.Identity(), nn.Identity()))))
+    layout = Layout.plan(own, RandomStream(dtype=torch.float32).spec, None, processes=2)
+    with pytest.raises(ModelError, match="exact_streams: found block other, a reversible one without a carry_on of its own"):
+        layout.require_exact()
     with pytest.raises(ModelError, match=r"exact_streams: found streams of torch\.bfloat16"):
         Pipeline(
             mixed_net(dtype=torch.bfloat16), RandomStream(dtype=torch.bfloat16).spec, optimizer=torch.optim.SGD, exact_streams=True

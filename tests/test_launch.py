@@ -117,6 +117,8 @@ def test_settings_that_exclude_each_other_are_refused() -> None:
         planned("trainer.exact_streams=true", "trainer.wire=bf16")
     with pytest.raises(ConfigError, match=r"remedy\.correction: found 0\.135, accepted are 0 unless method\.weights=current"):
         planned("method=delayed", "remedy=pipemare")
+    with pytest.raises(ConfigError, match=r"remedy\.compensation: found adam, accepted is sgd with momentum > 0"):
+        planned("optim=adam", "remedy=compensation")
     with pytest.raises(ConfigError, match=r"method\.keep: found graph with method\.weights=current under autocast"):
         planned("method=dsp", "method.keep=graph", "trainer.precision=bf16")
     planned("method=1f1b", "trainer.precision=bf16")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from petra import BlockSpec, ConfigError, Keep, Method, Model, NumericsError, Pipeline, TensorSpec, UpdateRules
+from petra.errors import CommunicationError
 from petra.remedies import Prediction, Remedy
+from petra.training import Checkpoints, restore
 from petra.training.optim import OPTIMIZERS
 from petra.update import GROWTH_INTERVAL
 from tests.nets import RandomStream, mixed_net
@@ -226,6 +229,78 @@ def test_skipping_leaves_weights_and_momentum() -> None:
     run.train(RandomStream(size=2), 5)
     assert all(torch.equal(value, before[key]) for key, value in run.state_dict().items() if "middle" not in key)
     assert run.stage_metrics()["stage/3/skipped_updates"] == 5
+
+
+class Broken(RandomStream):
+    """One microbatch that isn't finite."""
+
+    def inputs(self, m: int) -> Tensor:
+        return super().inputs(m) * (float("inf") if m == 4 else 1)
+
+
+@pytest.mark.parametrize("method", ["petra", "backprop"])
+def test_a_drain_inside_an_update_finds_what_is_not_finite(method: str) -> None:
+    """Before somebody writes a checkpoint of it: the update comes after microbatch 6 only."""
+    run = pipeline(UpdateRules(), method, k=3)
+    run.train(Broken(), 4)
+    with pytest.raises(
+        NumericsError, match=r"stage \d: found a gradient that isn't finite in the update that began after microbatch 3"
+    ):
+        run.train(Broken(), 1)
+
+
+def test_running_statistics_that_are_not_finite_stop() -> None:
+    run = pipeline(UpdateRules(), "petra", k=2)
+    run.train(RandomStream(), 2)
+    next(m for m in run.stages[1].module.modules() if isinstance(m, nn.BatchNorm2d)).running_var[0] = torch.inf
+    with pytest.raises(NumericsError, match="stage 2: found running statistics that aren't finite after microbatch 4"):
+        run.train(RandomStream(), 2)
+
+
+def test_a_loss_that_is_not_finite_stops_even_if_its_gradient_is() -> None:
+    def infinite(output: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(output, targets) + torch.inf
+
+    run = Pipeline(mixed_net(), RandomStream().spec, optimizer=sgd, loss=infinite)
+    with pytest.raises(NumericsError, match="stage 6: found a loss that isn't finite among microbatches 1 to 3"):
+        run.train(RandomStream(), 3)
+
+
+def test_running_statistics_are_mended_where_an_update_is_skipped() -> None:
+    run = pipeline(UpdateRules(nonfinite="skip"), "petra", k=2)
+    run.train(Broken(), 8)
+    assert all(value.isfinite().all() for value in run.state_dict().values())
+    assert run.stage_metrics()["stage/1/skipped_updates"] == 1
+    assert run.evaluate(RandomStream(), 2).loss < 10
+
+
+def stopped(rank: int, folder: str, transport: str) -> str:
+    """A run with a checkpoint every two microbatches, one of which is not finite."""
+    run = pipeline(UpdateRules(), "petra", k=3, stages=3, transport=transport)
+    checkpoints = Checkpoints(Path(folder) / transport, keep=1)
+    try:
+        for _ in range(4):
+            run.train(Broken(), 2)
+            checkpoints.save(run, {})
+    except NumericsError as error:
+        return f"{error.origin} {error}"
+    except (CommunicationError, RuntimeError) as error:
+        return f"lost: {error}"
+    return "went on"
+
+
+@pytest.mark.parametrize("transport", ["lockstep", "edge"])
+def test_the_last_good_checkpoint_is_untouched(transport: str, tmp_path: Path) -> None:
+    texts = run_processes(3, stopped, tmp_path / "run", str(tmp_path), transport)
+    assert any(re.match(r"True stage 3: found a (loss or )?gradient that isn't finite in the update", text) for text in texts), (
+        texts
+    )
+    assert "went on" not in texts
+    (kept,) = [path for path in (tmp_path / transport).iterdir() if path.is_dir() and not path.name.endswith(".part")]
+    assert kept.name == "000000004"
+    again = pipeline(UpdateRules(), "petra", k=3, stages=3)
+    restore(again, kept)
+    assert all(value.isfinite().all() for value in again.state_dict().values())
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

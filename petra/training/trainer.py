@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from petra.data import EvalStream, TrainStream
-from petra.errors import Interrupted
+from petra.errors import DataError, Interrupted, first_line
 from petra.pipeline import Pipeline, Result
 from petra.together import gathered
 from petra.training.checkpoint import Checkpoints
@@ -113,11 +113,18 @@ class Trainer:
         return self.history
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Goes on from the ``trainer`` of a checkpoint's facts, after the pipeline has."""
-        self.history = [
-            Epoch(**{**epoch, "train": Result(**epoch["train"]), "test": Result(**epoch["test"])}) for epoch in state["history"]
-        ]
-        self._parts, self._seconds = [Result(**part) for part in state["parts"]], state["seconds"]
+        """Goes on from the ``trainer`` of a checkpoint's facts, after the pipeline has.
+
+        Raises:
+            DataError: it is something else.
+        """
+        try:
+            self.history = [
+                Epoch(**{**epoch, "train": Result(**epoch["train"]), "test": Result(**epoch["test"])}) for epoch in state["history"]
+            ]
+            self._parts, self._seconds = [Result(**part) for part in state["parts"]], float(state["seconds"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"checkpoint: its facts don't tell how far the run was ({first_line(error)})") from error
 
     def _epoch(self, epoch: int) -> None:
         done = self.pipeline.clock - (epoch - 1) * self.microbatches
