@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from inspect import signature
@@ -30,6 +31,7 @@ from petra.training.export import require
 
 LONGEST = 10**7
 """Seconds of a timeout; torch refuses much longer ones."""
+MOST_THREADS = 1000
 SMALL = 64
 """Pixels up to which ``model.stem=auto`` keeps an image's resolution."""
 AUTO = "auto"
@@ -121,9 +123,11 @@ def plan(config: Config, place: Place) -> Plan:
         ConfigError, ModelError: the text names the key, what was found and what is accepted.
     """
     trainer = config.trainer
-    counts = {f"trainer.{key}": getattr(trainer, key) for key in ("epochs", "threads", "concurrency")}
-    for key, found in ({"k": config.k} | counts).items():
+    for key, found in {"k": config.k, "trainer.epochs": trainer.epochs}.items():
         _require(found >= 1, key, found, "integers >= 1")
+    for key, found in {"trainer.threads": trainer.threads, "trainer.concurrency": trainer.concurrency}.items():
+        _require(1 <= found <= MOST_THREADS, key, found, f"integers from 1 to {MOST_THREADS}")
+    _require(0 <= config.remedy.discount < math.inf, "remedy.discount", config.remedy.discount, "numbers >= 0")
     _require(config.seed >= 0, "seed", config.seed, "integers >= 0")
     limit = trainer.limit_batches
     _require(limit is None or limit >= 1, "trainer.limit_batches", limit, "null or integers >= 1")

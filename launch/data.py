@@ -29,9 +29,9 @@ def checked_form(config: DataConfig) -> TensorSpec:
         ConfigError: a value out of range, or a setting that the data set doesn't have.
     """
     own = settings(config.name)
-    for key, least in (("batch_size", 1), ("size", 1), ("workers", 0)):
-        if getattr(config, key) < least:
-            raise ConfigError(f"data.{key}: found {getattr(config, key)}, accepted are integers >= {least}")
+    for key, least, most in (("batch_size", 1, 10**6), ("size", 1, 10**6), ("classes", 1, 10**7), ("workers", 0, 1000)):
+        if not least <= getattr(config, key) <= most:
+            raise ConfigError(f"data.{key}: found {getattr(config, key)}, accepted are integers >= {least}, at most {most}")
     for key in OWN:
         if getattr(config, key) is not None and key not in own:
             raise ConfigError(f"data.{key}: found {getattr(config, key)}, accepted are null for {config.name}")

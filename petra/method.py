@@ -8,6 +8,9 @@ from enum import StrEnum
 
 from petra.errors import ConfigError
 
+LARGEST = 10_000
+"""Of k and of a stage's delay, in microbatches."""
+
 
 class Keep(StrEnum):
     """What a block holds of a microbatch between its forward and its backward."""
@@ -67,7 +70,12 @@ class Method:
         """τ_j for each stage: the microbatches that it forwards between a microbatch's forward and its backward.
 
         PETRA: d = 2 at every boundary, so τ_j = 2(J − j) (PETRA, section 3.2).
+
+        Raises:
+            ConfigError: delays that don't fit the stages or k, or more microbatches than a schedule is checked for.
         """
+        if k > LARGEST:
+            raise ConfigError(f"k: found {k}, accepted are integers from 1 to {LARGEST}")
         if isinstance(self.delay, tuple) and len(self.delay) != stages - 1:
             raise ConfigError(
                 f"method.delay: found {len(self.delay)} delays, accepted are one, or {stages - 1} for {stages} stages"
@@ -76,6 +84,8 @@ class Method:
             return (k - 1,) * stages
         between = self.boundary_delays(stages - 1)
         delays = tuple(sum(between[j : stages - 1]) for j in range(stages))
+        if delays[0] > LARGEST:
+            raise ConfigError(f"method.delay: found {delays[0]} in all, accepted are at most {LARGEST}")
         if self.weights is Weights.DOUBLE and delays[0] > k:
             raise ConfigError(
                 f"k: found {k}, accepted are integers >= {delays[0]} (the delay of stage 1) with method.weights=double: "

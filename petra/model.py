@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from petra.errors import ModelError
+from petra.errors import ModelError, first_line
 from petra.reversible import ReversibleBlock, derive_seed, seeded
 from petra.streams import Streams, TensorSpec, as_streams
 
@@ -74,18 +74,24 @@ class Model:
             ModelError: a block can't take what the block before it returns; the text names both.
         """
         profiles: list[BlockProfile] = []
-        streams: Streams = (torch.empty(inputs.shape, dtype=inputs.dtype, device="meta"),)
+        try:
+            streams: Streams = (torch.empty(inputs.shape, dtype=inputs.dtype, device="meta"),)
+        except RuntimeError as error:
+            raise ModelError(f"a microbatch of {inputs} can't be had: {first_line(error)}") from error
         for spec in self.blocks:
-            with torch.device("meta"):
-                block = spec.build().to("meta")
             counter = FlopCounterMode(display=False)
+            try:
+                with torch.device("meta"):
+                    block = spec.build().to("meta")
+            except (RuntimeError, ValueError, TypeError, OverflowError) as error:
+                raise ModelError(f"block {spec.name} can't be built: {first_line(error)}") from error
             try:
                 with torch.no_grad(), counter:
                     streams = as_streams(block(*streams))
             except (RuntimeError, ValueError, TypeError) as error:
                 found = ", ".join(str(p) for p in profiles[-1].outputs) if profiles else str(inputs)
                 source = f"block {profiles[-1].name}" if profiles else "the data"
-                raise ModelError(f"block {spec.name} can't take {found} from {source}: {error}") from error
+                raise ModelError(f"block {spec.name} can't take {found} from {source}: {first_line(error)}") from error
             profiles.append(
                 BlockProfile(
                     name=spec.name,

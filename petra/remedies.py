@@ -61,7 +61,7 @@ class Remedy:
     def __post_init__(self) -> None:
         _require(self.discount >= 0, "discount", self.discount, "numbers >= 0")
         _require(0 <= self.correction < 1, "correction", self.correction, "numbers from 0 to below 1")
-        _require(self.horizon > 0, "horizon", self.horizon, "numbers > 0")
+        _require(0 < self.horizon <= 100, "horizon", self.horizon, "numbers above 0 to 100")
         _require(0 < self.shrink <= 1, "shrink", self.shrink, "numbers above 0 to 1")
         _require(0 <= self.lookahead < 1, "lookahead", self.lookahead, "numbers from 0 to below 1")
         both = self.compensation and self.lookahead > 0

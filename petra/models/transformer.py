@@ -22,6 +22,8 @@ from petra.errors import ConfigError
 from petra.model import BlockSpec, Model
 from petra.reversible import TwoFunctionCoupling
 
+DEEPEST = 10_000
+"""Layers of a network."""
 DEVIATION = 0.02
 
 
@@ -149,8 +151,9 @@ def revvit(
 def _network(
     name: str, stem: Callable[[], nn.Module], classes: int, dim: int, depth: int, heads: int, dropout: float, *, causal: bool
 ) -> Model:
-    for key, found in (("classes", classes), ("depth", depth), ("heads", heads)):
+    for key, found in (("classes", classes), ("heads", heads)):
         _require(found >= 1, key, found, "whole numbers from 1 on")
+    _require(1 <= depth <= DEEPEST, "depth", depth, f"whole numbers from 1 to {DEEPEST}")
     _require(dim >= 1 and dim % heads == 0, "dim", dim, f"multiples of model.heads, which is {heads}")
     _require(0 <= dropout < 1, "dropout", dropout, "numbers from 0 to below 1")
     layer = partial(_layer, dim, heads, dropout, causal, DEVIATION / (2 * depth) ** 0.5)
