@@ -273,11 +273,12 @@ class Update:
         self.check()
         if self.rules.nonfinite == "skip" or self.scale is not None:
             return
-        if not (self.squared_norm() + self._received.abs()).isfinite():
+        received = self._all_received()
+        if not (self.squared_norm() + received.abs()).isfinite():
             raise NumericsError(
                 f"stage {self.number}: found a gradient that isn't finite in the update that began after microbatch {self._t}; "
                 "the update was not made. Lower optim.lr or set optim.clip",
-                origin=bool(self._received.isfinite()),
+                origin=bool(received.isfinite()),
             )
         statistics = _statistics(self.stage)
         if statistics and not torch.stack([s.double().sum() for s in statistics]).isfinite().all():
