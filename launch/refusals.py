@@ -51,7 +51,8 @@ def reason(error: Exception, schema: type, overrides: Sequence[str] = ()) -> str
         if isinstance(found, ValidationError) and key:
             return f"{key}: found {_value(str(found))}, accepted are {_accepted(key, keys)}"
     line = (str(error).splitlines() or [type(error).__name__])[0]
-    return _line(f"{' '.join(overrides) or getattr(error, 'full_key', None) or 'the configuration'}: {line}")
+    meant = [override for override in overrides if override in line or f"'{override.partition('=')[0]}'" in line]
+    return _line(f"{' '.join(meant or overrides) or getattr(error, 'full_key', None) or 'the configuration'}: {line}")
 
 
 def require_lists(config: Any, prefix: str = "") -> None:
