@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from petra import BlockSpec, ConfigError, Model, ModelError, Pipeline, TensorSpec, UpdateRules
+from petra.errors import CommunicationError
 from petra.partition import Layout
 from petra.streams import IGNORED
 from petra.training import Checkpoints, newest, restore
@@ -189,7 +190,18 @@ def in_two_replicas(rank: int, folder: Path) -> dict[str, Any]:
         with pytest.raises((ConfigError, ModelError)) as caught:
             Pipeline(mixed_net(), RandomStream(batch=spec[0]).spec, optimizer=sgd, **settings)
         found[f"error {number}"] = str(caught.value)
+    pipeline = Pipeline(without_norms(), RandomStream(batch=8).spec, method="backprop", optimizer=sgd, dp=2)
+    with pytest.raises(CommunicationError if rank == 0 else ZeroDivisionError) as lost:
+        pipeline.train(Ending(batch=8) if rank else RandomStream(batch=8), 9)
+    found["lost"] = str(lost.value)
     return found
+
+
+class Ending(RandomStream):
+    """Its process ends with microbatch 3."""
+
+    def inputs(self, m: int) -> Tensor:
+        return super().inputs(m // (m < 3))
 
 
 def accumulating(dp: int) -> Pipeline:
@@ -254,6 +266,10 @@ def test_processes_that_disagree_on_replicas_are_named(replicated: tuple[dict[st
         assert part["error 0"] == "dp: found 2 in process 1, accepted is 1 as in process 0"
         assert "process 1" in part["error 1"]
         assert "float64[8, 3, 8, 8]" in part["error 1"]
+
+
+def test_a_lost_replica_is_told(replicated: tuple[dict[str, Any], dict[str, Any], Path]) -> None:
+    assert replicated[0]["lost"].startswith("summing the gradients of stage 6 over its replicas, microbatch 3: ")
 
 
 @pytest.mark.parametrize(
