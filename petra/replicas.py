@@ -72,10 +72,11 @@ class ShareObjective(Objective):
 
 
 class Replicas:
-    """The processes that hold this process's stages too, one in each line; every process makes the same calls.
+    """This process among those that hold the same stages, one in each line; every process makes the same calls.
 
-    Args:
-        workers: of this process, completely built: their gradients move into buffers that are summed as a whole.
+    Attributes:
+        group: of those processes.
+        line: the group of the processes of this replica.
     """
 
     def __init__(self, layout: Layout, replica: int, device: torch.device) -> None:
@@ -88,7 +89,7 @@ class Replicas:
         self.stages: list[StageReplicas] = []
 
     def join(self, workers: Sequence[Worker]) -> None:
-        """Sums the gradients of these workers from now on."""
+        """Sums the gradients of this process's workers from now on; they move into buffers that are summed as a whole."""
         self.stages = [StageReplicas(worker, self.group) for worker in workers]
 
     def settle(self) -> None:

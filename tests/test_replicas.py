@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from petra import BlockSpec, ConfigError, Model, ModelError, Pipeline, TensorSpec, UpdateRules
@@ -167,6 +169,7 @@ def in_two_replicas(rank: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {
         "statistics": step(RandomStream(batch=8), 2, rate=0.0, microbatches=3),
         "masks": step(Doubled(batch=8), 2, rate=1.0, dropout=0.5),
+        "order": order_of_work(),
     }
     pipelines = []
     for stretches in ((7, 6), (7, 0), (0, 6)):
@@ -195,6 +198,26 @@ def in_two_replicas(rank: int, folder: Path) -> dict[str, Any]:
         pipeline.train(Ending(batch=8) if rank else RandomStream(batch=8), 9)
     found["lost"] = str(lost.value)
     return found
+
+
+def order_of_work() -> list[str]:
+    """What a stage of all six blocks does in two microbatches, which make one update."""
+    done: list[str] = []
+    pipeline = Pipeline(without_norms(), RandomStream(batch=8).spec, k=2, stages=1, optimizer=sgd, dp=2)
+    all_reduce = dist.all_reduce
+
+    def noted(name: str, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        done.append(name)
+        return call(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", partial(noted, "sum", all_reduce))
+        for i, runner in enumerate(pipeline.stages[0].runners):
+            patch.setattr(runner, "backward", partial(noted, f"B{i}", runner.backward))
+        update = pipeline.workers[0].update
+        patch.setattr(update, "apply", partial(noted, "update", update.apply))
+        pipeline.train(RandomStream(batch=8), 2)
+    return done[: done.index("update") + 1]
 
 
 class Ending(RandomStream):
@@ -266,6 +289,12 @@ def test_processes_that_disagree_on_replicas_are_named(replicated: tuple[dict[st
         assert part["error 0"] == "dp: found 2 in process 1, accepted is 1 as in process 0"
         assert "process 1" in part["error 1"]
         assert "float64[8, 3, 8, 8]" in part["error 1"]
+
+
+def test_each_block_is_summed_while_those_in_front_go_backward(replicated: tuple[dict[str, Any], dict[str, Any], Path]) -> None:
+    """Only in the last backward before an update; the last sum is of two numbers, whether anything wasn't finite."""
+    blocks = ["B5", "B4", "B3", "B2", "B1", "B0"]
+    assert replicated[0]["order"] == [*blocks, *(step for block in blocks for step in (block, "sum")), "sum", "update"]
 
 
 def test_a_lost_replica_is_told(replicated: tuple[dict[str, Any], dict[str, Any], Path]) -> None:
