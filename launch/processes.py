@@ -89,14 +89,19 @@ class Place:
             yield
             return
         patience = timedelta(seconds=timeout)
+        store, _, _ = next(rendezvous("env://", timeout=patience))
+        # torchrun keeps its store when it starts processes again; those must not read what dead ones have left there.
+        store = PrefixStore(f"start{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         if on_gpu:
-            store, _, _ = next(rendezvous("env://", timeout=patience))
             require_own(PrefixStore("gpu", store), self.rank, self.world, str(torch.cuda.get_device_properties(device).uuid))
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl", timeout=patience, device_id=device, store=store, rank=self.rank, world_size=self.world
-            )
-        else:
-            dist.init_process_group("gloo", timeout=patience)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            timeout=patience,
+            device_id=device if on_gpu else None,
+            store=store,
+            rank=self.rank,
+            world_size=self.world,
+        )
         yield
         dist.destroy_process_group()
 

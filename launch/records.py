@@ -17,6 +17,7 @@ from launch.config import Config
 from petra.analysis.plots import curves
 from petra.pipeline import Pipeline
 from petra.training import Epoch, JsonLines, Logger, TensorBoardLogger, WandbLogger, means, new_run_folder, write_json
+from petra.training.records import write_whole, writing
 
 
 class Records:
@@ -27,6 +28,7 @@ class Records:
 
     Raises:
         ConfigError: the folder is in use or can't be made.
+        DataError: a file in it can't be written.
     """
 
     def __init__(self, config: Config, rows: Sequence[Mapping[str, float]] = ()) -> None:
@@ -35,7 +37,7 @@ class Records:
         again = config.resume == AUTO and (path / "config.yaml").exists()
         self.folder = path if again else new_run_folder(path)
         (self.folder / "summary.json").unlink(missing_ok=True)
-        OmegaConf.save(OmegaConf.structured(config), self.folder / "config.yaml")
+        write_whole(self.folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
         self.loggers: list[Logger] = [JsonLines(self.folder / "metrics.jsonl", rows)]
         if config.logger.name == "wandb":
             self.loggers.append(WandbLogger(self.folder, config.logger.project, config.logger.mode, asdict(config)))
@@ -47,7 +49,8 @@ class Records:
         for logger in self.loggers:
             logger.close()
         title = f"{summary['model']}, {summary['method']} (d = {summary['delay']}), {summary['stages']} stages"
-        curves({"": [epoch.row() for epoch in history]}, self.folder / "curves.png", title)
+        with writing(self.folder / "curves.png"):
+            curves({"": [epoch.row() for epoch in history]}, self.folder / "curves.png", title)
         write_json(self.folder / "summary.json", summary)
         print(
             f"test accuracy {summary['test_accuracy']:.2%} after {summary['wall_seconds']:.0f} s; records in {self.folder}",

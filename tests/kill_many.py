@@ -1,141 +1,201 @@
-"""Kills a random process at a random moment, many times, and compares what the resumed runs give with an uninterrupted one.
+"""Kills a random process at a random moment, many times, and compares what the resumed runs leave with an uninterrupted one.
 
-``python -m tests.kill_many --kills 200``
+``python -m tests.kill_many --kills 200 --torchrun 10``: runs of launch.train in four processes, from their start-up to their last
+file, with a checkpoint every three microbatches. The others then get SIGTERM, as from torchrun's agent, and have to end by
+themselves. ``--torchrun`` kills so many more under torchrun itself, which starts the processes again (``--max-restarts``).
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
 import tempfile
 import time
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
+from omegaconf import OmegaConf
+from torch import Tensor
 
-from petra import Pipeline
-from petra.together import gathered
-from petra.training import Checkpoints, JsonLines, Trainer, newest, restore
-from petra.training.checkpoint import checkpoints, verify
-from tests.nets import RandomStream, mixed_net
-from tests.processes import context
+from petra.training.checkpoint import LATEST, checkpoints, verify
+from tests.forked import TIMEOUT, Forked
 
-WORLD, EPOCHS = 4, 2
-PATIENCE, GRACE = 120, 3
-"""Seconds that a run may take, and that the others have once one has been killed: torchrun, too, ends them after a while."""
-
-
-class Epochs(RandomStream):
-    """Random microbatches in epochs of eleven, which neither k nor the interval of checkpoints divides."""
-
-    batches_per_epoch, batches = 11, 2
+WORLD = 4
+RUN = (
+    *("data=synthetic", "data.images=32", "data.batch_size=4", "data.size=16", "model.width=0.0625", "trainer.device=cpu"),
+    *("trainer.epochs=2", "checkpoint.every=3", "trainer.export=pt", "run_dir=run", "resume=auto"),
+)
+"""Epochs of eight microbatches, which neither k = 4 nor the interval of checkpoints divides."""
+VARIANTS = ("trainer.transport=edge", "trainer.transport=lockstep", "checkpoint.background=true", "checkpoint.background=false")
+"""What may change from one start to the next without changing a bit."""
+PATIENCE = 60
 
 
-def train(rank: int, folder: str, attempt: int) -> None:
-    """One process of a run that goes on from its last checkpoint, where there is one, to its end."""
-    torch.set_num_threads(1)
-    run = Path(folder)
-    timeout = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{run}/store{attempt}", rank=rank, world_size=WORLD, timeout=timeout)
-    data = Epochs()
-    pipeline = Pipeline(
-        mixed_net(dropout=0.1),
-        data.spec,
-        k=3,
-        optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.02, momentum=0.9),
-        learning_rate=lambda t: 0.02 / (1 + t / 50),
-        transport="lockstep" if attempt % 2 else "edge",
-    )
-    found = gathered(newest(run / "checkpoints") if rank == 0 else None)[0]
-    trainer = Trainer(pipeline, data, data, lambda t: 0.02, checkpoints=Checkpoints(run / "checkpoints"), every=4)  # type: ignore[arg-type]
-    if found is not None:
-        trainer.resume(restore(pipeline, found)["trainer"])
-    if rank == 0:
-        trainer.loggers = [JsonLines(run / "metrics.jsonl", [epoch.row() for epoch in trainer.history])]
-    trainer.fit(EPOCHS)
-    torch.save(pipeline.state_dict(), run / f"weights{rank}.pt")
-    dist.destroy_process_group()
-
-
-def attempt(run: Path, number: int, victim: tuple[int, float] | None) -> tuple[bool, float]:
-    """Starts the run's processes and kills the victim, a rank, after so many seconds; whether they finished, and the seconds."""
-    processes = [context.Process(target=train, args=(rank, str(run), number)) for rank in range(WORLD)]
-    started = time.monotonic()
-    deadline = started + PATIENCE
-    for process in processes:
-        process.start()
-    try:
-        if victim is not None:
-            processes[victim[0]].join(victim[1])
-            processes[victim[0]].kill()
-            deadline = time.monotonic() + GRACE
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        hung = [rank for rank, process in enumerate(processes) if process.is_alive()] if victim is None else []
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    assert not hung, f"processes {hung} of {WORLD} still ran after {PATIENCE} s"
-    return all(process.exitcode == 0 for process in processes), time.monotonic() - started
-
-
-def outcome(run: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
-    """Final weights, and the rows of metrics without their times."""
-    weights = {k: v for rank in range(WORLD) for k, v in torch.load(run / f"weights{rank}.pt", weights_only=True).items()}
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return weights, [{k: v for k, v in row.items() if "second" not in k} for row in rows]
-
-
-def kill_many(kills: int, folder: Path, seed: int = 0) -> int:
-    """Runs after runs until so many processes have been killed; the number of runs.
+def kill_many(kills: int, folder: Path, seed: int = 0) -> Counter[str]:
+    """Runs after runs until so many processes have been killed; how many were killed when.
 
     Raises:
-        AssertionError: a run hung, left a damaged checkpoint, or ended with other weights or metrics than one without kills.
+        AssertionError: a run hung, left a damaged folder, or ended with other weights or metrics than one without kills.
     """
-    chance = random.Random(seed)
-    warm = context.Process(target=int)  # the fork server imports torch now, not in the run that is timed
-    warm.start()
-    warm.join()
-    whole = folder / "whole"
-    whole.mkdir()
-    finished, seconds = attempt(whole, 0, None)
-    assert finished
-    weights, rows = outcome(whole)
-    done = runs = 0
-    while done < kills:
-        run, number = folder / f"run{runs}", 0
-        run.mkdir()
-        finished = False
-        while not finished:
-            victim = (chance.randrange(WORLD), chance.uniform(0.3, 0.9) * seconds) if done < kills else None
-            finished, _ = attempt(run, number, victim)
-            number += 1
-            done += not finished
-            for path in checkpoints(run / "checkpoints"):
-                verify(path)
-        found, found_rows = outcome(run)
-        assert found.keys() == weights.keys()
-        different = [key for key, value in weights.items() if not torch.equal(value, found[key])]
-        assert not different, f"run {runs}, killed {number - 1} times: {different[0]}"
-        assert found_rows == rows
+    chance, moments, runs = random.Random(seed), Counter[str](), 0
+    with Forked(folder / "warm", [*RUN, "dry_run=true"], WORLD) as warm:  # the fork server imports torch now
+        warm.wait(PATIENCE)
+    started = time.monotonic()
+    with Forked(folder / "whole", RUN, WORLD) as whole:
+        assert whole.wait(PATIENCE) == [0] * WORLD, whole.told()
+    seconds, expected = time.monotonic() - started, left(folder / "whole" / "run")
+    while moments.total() < kills:
+        place, before = folder / f"run{runs}", moments.total()
+        while not finished(place / "run"):
+            moments.update(start(place, chance, seconds if moments.total() < kills else None))
+            undamaged(place / "run", expected)
+        same(left(place / "run"), expected, f"run {runs}")
         runs += 1
-        print(f"run {runs}: killed {number - 1} times, equal; {done} of {kills} kills", flush=True)
-    return runs
+        print(f"run {runs}: killed {moments.total() - before} times, equal; {moments.total()} of {kills} kills", flush=True)
+    return moments
+
+
+def start(place: Path, chance: random.Random, seconds: float | None) -> list[str]:
+    """Starts a run, or starts it again, and kills one of its processes within so many seconds, or none; what it was at then."""
+    with Forked(place, [*RUN, *chance.sample(VARIANTS, 2)], WORLD) as run:
+        if seconds is None:
+            assert run.wait(PATIENCE) == [0] * WORLD, run.told()
+            return []
+        victim = chance.randrange(WORLD)
+        run.processes[victim].join(chance.uniform(0, seconds))
+        run.signal(signal.SIGKILL, [victim])
+        run.processes[victim].join()
+        moment = state(place / "run")
+        run.signal(signal.SIGTERM)
+        statuses = run.wait(TIMEOUT + 10)
+        assert "Traceback" not in run.told(), run.told()
+        return [moment] if statuses[victim] == -signal.SIGKILL else []
+
+
+def state(run: Path) -> str:
+    """What a run was at when one of its processes was killed."""
+    if not (run / "checkpoints").exists():
+        return "before the first checkpoint"
+    if finished(run):
+        return "after the last file"
+    if any(run.glob("checkpoints/*.part")):
+        return "during a save"
+    return "between saves"
+
+
+def finished(run: Path) -> bool:
+    return (run / "summary.json").exists()
+
+
+def undamaged(run: Path, expected: dict[str, Any]) -> None:
+    """Whatever has its final name in the folder of a killed run is whole."""
+    for path in checkpoints(run / "checkpoints"):
+        verify(path)
+    latest = run / "checkpoints" / LATEST
+    if latest.exists():
+        assert (run / "checkpoints" / latest.read_text().strip()).is_dir()
+    if (run / "config.yaml").exists():
+        assert OmegaConf.load(run / "config.yaml")["run_dir"] == "run"
+    if (run / "metrics.jsonl").exists():
+        found = rows(run)
+        assert found == expected["metrics"][: len(found)]
+
+
+def left(run: Path) -> dict[str, Any]:
+    """All that a finished run leaves and that doesn't depend on the clock."""
+    return {
+        "files": sorted(str(path.relative_to(run)) for path in run.rglob("*")),
+        "metrics": rows(run),
+        "weights": torch.load(run / "model.pt", weights_only=True),
+        "latest": (run / "checkpoints" / LATEST).read_text(),
+    }
+
+
+def rows(run: Path) -> list[dict[str, float]]:
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if "second" not in key} for row in found]
+
+
+def same(found: dict[str, Any], expected: dict[str, Any], name: str) -> None:
+    weights: dict[str, Tensor] = expected["weights"]
+    assert found["weights"].keys() == weights.keys()
+    different = [key for key, value in weights.items() if not torch.equal(value, found["weights"][key])]
+    assert not different, f"{name}: {different[0]} differs"
+    for key in ("files", "metrics", "latest"):
+        assert found[key] == expected[key], f"{name}: {key}: {found[key]}"
+
+
+def under_torchrun(kills: int, folder: Path, seed: int = 0) -> int:
+    """Kills a process of each of so many runs, which torchrun then goes on with by itself; how many were killed."""
+    chance, killed = random.Random(seed), 0
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1", "--nproc-per-node", str(WORLD)]
+    seconds, expected = 0.0, dict[str, Any]()
+    for number in range(kills + 1):  # the first one is left in peace
+        place = folder / f"torchrun{number}"
+        place.mkdir()
+        started = time.monotonic()
+        agent = subprocess.Popen(
+            [*command, "-m", "launch.train", *RUN],
+            cwd=place,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            if number:
+                with suppress(subprocess.TimeoutExpired):
+                    agent.wait(chance.uniform(0.1, 0.9) * seconds)
+                if workers := children(agent.pid):
+                    with suppress(ProcessLookupError):
+                        os.kill(chance.choice(workers), signal.SIGKILL)
+                        killed += 1
+                undamaged(place / "run", expected)
+            _, told = agent.communicate(timeout=3 * PATIENCE)
+        finally:
+            for pid in (*children(agent.pid), agent.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            agent.wait()
+        assert agent.returncode == 0, told
+        if number:
+            same(left(place / "run"), expected, place.name)
+            print(f"{place.name}: equal; {killed} killed", flush=True)
+        else:
+            seconds, expected = time.monotonic() - started, left(place / "run")
+    return killed
+
+
+def children(pid: int) -> list[int]:
+    """Of a process; none once it has ended."""
+    with suppress(OSError):
+        return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    return []
 
 
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--torchrun", type=int, default=0, metavar="KILLS", help="so many more under torchrun")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        runs = kill_many(options.kills, Path(folder), options.seed)
-    print(f"{options.kills} kills in {runs} runs: all ended with the weights and metrics of a run without kills")
+        moments = kill_many(options.kills, Path(folder), options.seed)
+        more = under_torchrun(options.torchrun, Path(folder), options.seed) if options.torchrun else 0
+    counts = ", ".join(f"{count} {moment}" for moment, count in moments.most_common())
+    print(f"{moments.total()} kills ({counts}), {more} under torchrun, in {time.monotonic() - started:.0f} s:")
+    print("every run ended with the weights, metrics and files of one without kills; no folder was damaged")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 # The fork server imports torch once; its children start in milliseconds instead of seconds.
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch", "torch.distributed", "petra", "petra.models"])
+PRELOADED = ["torch", "torch.distributed", "petra", "petra.models", "launch.train", "torch._dynamo", "matplotlib.figure"]
+context.set_forkserver_preload(PRELOADED)
 
 
 def run_processes(world: int, target: Callable[..., Any], folder: Path, *args: Any, timeout: float = 120) -> list[Any]:

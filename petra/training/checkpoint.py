@@ -26,10 +26,10 @@ from petra.errors import ConfigError, DataError, first_line
 from petra.pipeline import Pipeline
 from petra.together import together
 from petra.training.export import State
+from petra.training.records import PART
 from petra.training.state import load_state, read, state_of, within, write
 
 FACTS, MANIFEST, LATEST, METADATA = "facts.json", "manifest.json", "latest", ".metadata"
-_PART = ".part"
 
 
 class Checkpoints:
@@ -80,11 +80,11 @@ class Checkpoints:
             pending.result()
 
     def _write(self, state: State, name: str, facts: Mapping[str, Any]) -> None:
-        draft = self.folder / f"{name}{_PART}"
+        draft = self.folder / f"{name}{PART}"
         with together(self._group), self._told(name):
             if self._first:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                for scrap in self.folder.glob(f"*{_PART}"):
+                for scrap in self.folder.glob(f"*{PART}"):
                     shutil.rmtree(scrap) if scrap.is_dir() else scrap.unlink()
                 draft.mkdir()
         with together(self._group), self._told(name):
@@ -98,8 +98,8 @@ class Checkpoints:
                 self._discard(self.folder / name)  # of a trajectory that was given up
                 draft.rename(self.folder / name)
                 _sync(self.folder)
-                _write_synced(self.folder / f"{LATEST}{_PART}", f"{name}\n".encode())
-                (self.folder / f"{LATEST}{_PART}").replace(self.folder / LATEST)
+                _write_synced(self.folder / f"{LATEST}{PART}", f"{name}\n".encode())
+                (self.folder / f"{LATEST}{PART}").replace(self.folder / LATEST)
                 _sync(self.folder)
                 self._remove_old()
 
@@ -113,7 +113,7 @@ class Checkpoints:
     def _discard(self, path: Path) -> None:
         """Takes the name away first, so that nothing half removed looks like a checkpoint."""
         if path.exists():
-            scrap = self.folder / f"{path.name}.old{_PART}"
+            scrap = self.folder / f"{path.name}.old{PART}"
             path.rename(scrap)
             shutil.rmtree(scrap)
 
@@ -124,7 +124,7 @@ class Checkpoints:
             yield
         except (OSError, CheckpointException) as error:
             if self._first:
-                shutil.rmtree(self.folder / f"{name}{_PART}", ignore_errors=True)
+                shutil.rmtree(self.folder / f"{name}{PART}", ignore_errors=True)
             raise DataError(
                 f"checkpoint {self.folder / name}: can't be written ({_reason(error)}); earlier checkpoints are untouched, "
                 "resume=auto goes on from the last one"

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from petra.errors import ConfigError
+from petra.errors import ConfigError, DataError
+
+PART = ".part"
+"""Suffix of what isn't complete yet."""
 
 
 class Logger(Protocol):
@@ -25,21 +29,22 @@ class JsonLines:
 
     Args:
         rows: that the file begins with, whatever was in it before; None leaves what was.
+
+    Raises:
+        DataError: a row can't be written.
     """
 
     def __init__(self, path: Path, rows: Sequence[Mapping[str, float]] | None = None) -> None:
+        self._path = path
         if rows is not None:
-            draft = path.with_name(path.name + ".part")
-            draft.write_text("".join(json.dumps(dict(row)) + "\n" for row in rows), encoding="utf-8")
-            os.replace(draft, path)
-        self._file = path.open("a", encoding="utf-8")
+            write_whole(path, "".join(json.dumps(dict(row)) + "\n" for row in rows))
 
     def log(self, row: Mapping[str, float]) -> None:
-        self._file.write(json.dumps(dict(row)) + "\n")
-        self._file.flush()
+        with writing(self._path), self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(dict(row)) + "\n")
 
     def close(self) -> None:
-        self._file.close()
+        """Nothing is open between two rows."""
 
 
 class WandbLogger:
@@ -104,14 +109,14 @@ class TensorBoardLogger:
 
 
 def new_run_folder(path: Path) -> Path:
-    """Makes the folder of a run.
+    """Makes the folder of a run, or takes one with nothing in it but what a killed run had half written.
 
     Raises:
         ConfigError: there are files in it already, or it can't be made.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        used = any(path.iterdir())
+        used = any(found.suffix != PART for found in path.iterdir())
     except OSError as error:
         raise ConfigError(f"run_dir: {path} can't be made ({error.strerror})") from error
     if used:
@@ -120,7 +125,30 @@ def new_run_folder(path: Path) -> Path:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes a file that is either complete or not there."""
-    draft = path.with_name(path.name + ".part")
-    draft.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(draft, path)
+    """As :func:`write_whole`."""
+    write_whole(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that is either complete or not there.
+
+    Raises:
+        DataError: it can't be written.
+    """
+    draft = path.with_name(path.name + PART)
+    with writing(path):
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, path)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Tells of an error of the file system which file it hit.
+
+    Raises:
+        DataError: in its place.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: can't be written ({error.strerror})") from error

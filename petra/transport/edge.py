@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_group
 
 from petra.schedule import Step
 from petra.streams import Message
@@ -109,7 +111,7 @@ class EdgeTransport:
         lines = [enumerate(boundaries, start) for start in range(0, dist.get_world_size(), line)]
         for r, (forward, backward, delay) in chain(*lines):
             # Every rank makes every group, in the same order, as torch.distributed asks.
-            down, up = dist.new_group([r, r + 1]), dist.new_group([r, r + 1])
+            down, up = (dist.new_group([r, r + 1], timeout=_patience(forward.device)) for _ in range(2))
             if rank in (r, r + 1):
                 _warm_up(down, r, r + 1, forward.device)
                 _warm_up(up, r + 1, r, forward.device)
@@ -142,6 +144,12 @@ class EdgeTransport:
 def _work(work: dist.Work | None) -> dist.Work:
     assert work is not None, "only a rank outside the group gets no handle"
     return work
+
+
+def _patience(device: torch.device) -> timedelta:
+    """How long the group of all processes waits for a message; a new group would have torch's own half an hour."""
+    timeout: timedelta = _get_default_group()._get_backend(device).options._timeout
+    return timeout
 
 
 def _warm_up(group: dist.ProcessGroup, source: int, target: int, device: torch.device) -> None:
