@@ -16,7 +16,7 @@ import torch.distributed as dist
 from launch import train
 from tests.processes import context
 
-TIMEOUT = 10
+TIMEOUT = 20
 """``trainer.timeout`` of these runs in seconds."""
 
 

@@ -36,7 +36,7 @@ RUN = (
 """Epochs of eight microbatches, which neither k = 4 nor the interval of checkpoints divides."""
 VARIANTS = ("trainer.transport=edge", "trainer.transport=lockstep", "checkpoint.background=true", "checkpoint.background=false")
 """What may change from one start to the next without changing a bit."""
-PATIENCE = 60
+PATIENCE = 180
 
 
 def kill_many(kills: int, folder: Path, seed: int = 0) -> Counter[str]:
@@ -75,7 +75,7 @@ def start(place: Path, chance: random.Random, seconds: float | None) -> list[str
         run.processes[victim].join()
         moment = state(place / "run")
         run.signal(signal.SIGTERM)
-        statuses = run.wait(TIMEOUT + 10)
+        statuses = run.wait(2 * TIMEOUT)
         assert "Traceback" not in run.told(), run.told()
         return [moment] if statuses[victim] == -signal.SIGKILL else []
 
@@ -160,7 +160,7 @@ def under_torchrun(kills: int, folder: Path, seed: int = 0) -> int:
                         os.kill(chance.choice(workers), signal.SIGKILL)
                         killed += 1
                 undamaged(place / "run", expected)
-            _, told = agent.communicate(timeout=3 * PATIENCE)
+            _, told = agent.communicate(timeout=2 * PATIENCE)
         finally:
             for pid in (*children(agent.pid), agent.pid):
                 with suppress(ProcessLookupError):
