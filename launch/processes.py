@@ -7,9 +7,10 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Thread
 from typing import NoReturn
 
 import torch
@@ -123,9 +124,13 @@ class Place:
         except KeyboardInterrupt:
             sys.exit(130)
         except Exception as error:
+            if is_memory(error):
+                reason = str(error).partition(". ")[0] or "no more can be had"
+                self._end(f"out of memory {_where(error)}: {reason}", began_elsewhere=False)
             if not is_communication(error):
-                speaks_first()
-                raise
+                if speaks_first():
+                    raise
+                sys.exit(1)
             self._end(f"communication between processes: {first_line(error).partition('. ')[0]}", began_elsewhere=True)
 
     def _end(self, message: str, *, began_elsewhere: bool, patience: float = 0) -> NoReturn:
@@ -173,11 +178,27 @@ def is_communication(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
+def is_memory(error: Exception) -> bool:
+    """Whether memory couldn't be had, on the device or on the host, for which torch has no error class of its own."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator: " in str(error)
+
+
+def _where(error: Exception) -> str:
+    """Stage, microbatch and operation, if the error has come from a stage."""
+    return ", ".join(getattr(error, "__notes__", ["outside of the stages"]))
+
+
 def speaks_first() -> bool:
-    """Whether no other process has asked this before; also where nobody can be asked any more."""
+    """Whether no other process has asked this before; also where nobody can be asked any more, or answers within a second."""
     if not dist.is_initialized():
         return True
-    try:
-        return bool(_get_default_store().add("told", 1) == 1)
-    except RuntimeError:
-        return True
+    answers = [True]
+
+    def ask() -> None:
+        with suppress(RuntimeError):
+            answers[0] = _get_default_store().add("told", 1) == 1
+
+    asking = Thread(target=ask, daemon=True)  # a store on a host that can't be reached any more keeps silent for minutes
+    asking.start()
+    asking.join(GRACE)
+    return answers[0]

@@ -28,7 +28,7 @@ class Worker:
         try:
             self.forward(m) if op is Op.FORWARD else self.backward(m)
         except Exception as error:
-            error.add_note(f"in stage {self.update.number}, microbatch {m}, {op.name.lower()}")
+            self._locate(error, m, op.name.lower())
             raise
 
     def forward(self, m: int) -> None:
@@ -47,9 +47,16 @@ class Worker:
             self.update(self.t)
 
     def evaluate(self, m: int) -> None:
-        (x,) = self.upstream.receive(m)
-        y = self.stage.evaluate(x)
-        if isinstance(self.downstream, Objective):
-            self.downstream.evaluate(m, (y,))
-        else:
-            self.downstream.send(m, (y,))
+        try:
+            (x,) = self.upstream.receive(m)
+            y = self.stage.evaluate(x)
+            if isinstance(self.downstream, Objective):
+                self.downstream.evaluate(m, (y,))
+            else:
+                self.downstream.send(m, (y,))
+        except Exception as error:
+            self._locate(error, m, "evaluation")
+            raise
+
+    def _locate(self, error: Exception, m: int, operation: str) -> None:
+        error.add_note(f"in stage {self.update.number}, microbatch {m}, {operation}")

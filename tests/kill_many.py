@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -26,12 +27,12 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from petra.training.checkpoint import LATEST, checkpoints, verify
-from tests.forked import TIMEOUT, Forked
+from tests.forked import Forked
 
 WORLD = 4
 RUN = (
     *("data=synthetic", "data.images=32", "data.batch_size=4", "data.size=16", "model.width=0.0625", "trainer.device=cpu"),
-    *("trainer.epochs=2", "checkpoint.every=3", "trainer.export=pt", "run_dir=run", "resume=auto"),
+    *("trainer.epochs=2", "checkpoint.every=3", "trainer.export=pt", "trainer.timeout=60", "run_dir=run", "resume=auto"),
 )
 """Epochs of eight microbatches, which neither k = 4 nor the interval of checkpoints divides."""
 VARIANTS = ("trainer.transport=edge", "trainer.transport=lockstep", "checkpoint.background=true", "checkpoint.background=false")
@@ -48,10 +49,10 @@ def kill_many(kills: int, folder: Path, seed: int = 0) -> Counter[str]:
     chance, moments, runs = random.Random(seed), Counter[str](), 0
     with Forked(folder / "warm", [*RUN, "dry_run=true"], WORLD) as warm:  # the fork server imports torch now
         warm.wait(PATIENCE)
-    started = time.monotonic()
     with Forked(folder / "whole", RUN, WORLD) as whole:
+        seconds = used(whole, 1)
         assert whole.wait(PATIENCE) == [0] * WORLD, whole.told()
-    seconds, expected = time.monotonic() - started, left(folder / "whole" / "run")
+    expected = left(folder / "whole" / "run")
     while moments.total() < kills:
         place, before = folder / f"run{runs}", moments.total()
         while not finished(place / "run"):
@@ -64,20 +65,32 @@ def kill_many(kills: int, folder: Path, seed: int = 0) -> Counter[str]:
 
 
 def start(place: Path, chance: random.Random, seconds: float | None) -> list[str]:
-    """Starts a run, or starts it again, and kills one of its processes within so many seconds, or none; what it was at then."""
+    """Starts a run, or starts it again, and kills one of its processes within so many seconds of its own, or none; what the run was
+    at then."""
     with Forked(place, [*RUN, *chance.sample(VARIANTS, 2)], WORLD) as run:
         if seconds is None:
             assert run.wait(PATIENCE) == [0] * WORLD, run.told()
             return []
         victim = chance.randrange(WORLD)
-        run.processes[victim].join(chance.uniform(0, seconds))
+        used(run, victim, chance.uniform(0, seconds))
         run.signal(signal.SIGKILL, [victim])
         run.processes[victim].join()
         moment = state(place / "run")
         run.signal(signal.SIGTERM)
-        statuses = run.wait(2 * TIMEOUT)
+        statuses = run.wait(PATIENCE)
         assert "Traceback" not in run.told(), run.told()
         return [moment] if statuses[victim] == -signal.SIGKILL else []
+
+
+def used(run: Forked, rank: int, seconds: float = math.inf) -> float:
+    """Waits until a process has used so many seconds of the processor, or ended; how many it has."""
+    found = 0.0
+    while run.processes[rank].is_alive() and found < seconds:
+        with suppress(OSError):
+            user, system = Path(f"/proc/{run.processes[rank].pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+            found = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+        time.sleep(0.005)
+    return found
 
 
 def state(run: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from itertools import count
 
@@ -59,8 +60,15 @@ class Prefetcher:
             num_workers=self._workers,
             prefetch_factor=AHEAD,
             multiprocessing_context="fork",
+            worker_init_fn=_deafen,
         )
         self._results = iter(loader)
+
+
+def _deafen(worker: int) -> None:
+    """Clusters and terminals signal all processes of a job, but a run that trains on to its next checkpoint needs its data."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _Numbered(Dataset[Tensor | str]):
