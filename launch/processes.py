@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -124,14 +125,14 @@ class Place:
         except KeyboardInterrupt:
             sys.exit(130)
         except Exception as error:
+            where = getattr(error, "__notes__", ["before training"])[0]
             if is_memory(error):
-                reason = str(error).partition(". ")[0] or "no more can be had"
-                self._end(f"out of memory {_where(error)}: {reason}", began_elsewhere=False)
+                self._end(f"out of memory {where}: {reason(error)}", began_elsewhere=False)
             if not is_communication(error):
                 if speaks_first():
                     raise
                 sys.exit(1)
-            self._end(f"communication between processes: {first_line(error).partition('. ')[0]}", began_elsewhere=True)
+            self._end(f"communication between processes, {where}: {reason(error)}", began_elsewhere=True)
 
     def _end(self, message: str, *, began_elsewhere: bool, patience: float = 0) -> NoReturn:
         """Tells an error unless another process has told one, and ends this process."""
@@ -183,9 +184,11 @@ def is_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator: " in str(error)
 
 
-def _where(error: Exception) -> str:
-    """Stage, microbatch and operation, if the error has come from a stage."""
-    return ", ".join(getattr(error, "__notes__", ["outside of the stages"]))
+def reason(error: Exception) -> str:
+    """The first sentence of torch's text, without the line of its source."""
+    text = (str(error) or "no more can be had").splitlines()[0]
+    text = re.sub(r"^\[[^\]]*\] (err == 0\. DefaultCPUAllocator: )?", "", text)
+    return re.sub(r"(?<!out of memory)\. .*", "", text)
 
 
 def speaks_first() -> bool:

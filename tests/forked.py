@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -83,9 +84,22 @@ class Forked:
         assert not hung, f"processes {hung} still ran after {seconds} s: {self.told()}"
         return [process.exitcode for process in self.processes]
 
-    def told(self) -> str:
-        """What all processes have written to stderr."""
-        return "".join(path.read_text() for path in sorted(self.folder.glob("err?")))
+    def told(self, stream: str = "err") -> str:
+        """What all processes have written to stderr, or to stdout (``out``)."""
+        return "".join(path.read_text() for path in sorted(self.folder.glob(f"{stream}?")))
+
+
+def used(pid: int | None, seconds: float = math.inf) -> float:
+    """Waits until a process has used so many seconds of the processor, or ended; how many it has."""
+    found = 0.0
+    with suppress(OSError):  # it has ended
+        while True:
+            state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            found = (int(fields[10]) + int(fields[11])) / os.sysconf("SC_CLK_TCK")
+            if found >= seconds or state == "Z":
+                break
+            time.sleep(0.005)
+    return found
 
 
 def _main(rank: int, folder: str, overrides: list[str], environment: dict[str, str], prepare: Callable[[int], None] | None) -> None:

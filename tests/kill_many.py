@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import random
 import signal
@@ -27,7 +26,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from petra.training.checkpoint import LATEST, checkpoints, verify
-from tests.forked import Forked
+from tests.forked import Forked, used
 
 WORLD = 4
 RUN = (
@@ -50,7 +49,7 @@ def kill_many(kills: int, folder: Path, seed: int = 0) -> Counter[str]:
     with Forked(folder / "warm", [*RUN, "dry_run=true"], WORLD) as warm:  # the fork server imports torch now
         warm.wait(PATIENCE)
     with Forked(folder / "whole", RUN, WORLD) as whole:
-        seconds = used(whole, 1)
+        seconds = used(whole.processes[1].pid)
         assert whole.wait(PATIENCE) == [0] * WORLD, whole.told()
     expected = left(folder / "whole" / "run")
     while moments.total() < kills:
@@ -72,7 +71,7 @@ def start(place: Path, chance: random.Random, seconds: float | None) -> list[str
             assert run.wait(PATIENCE) == [0] * WORLD, run.told()
             return []
         victim = chance.randrange(WORLD)
-        used(run, victim, chance.uniform(0, seconds))
+        used(run.processes[victim].pid, chance.uniform(0, seconds))
         run.signal(signal.SIGKILL, [victim])
         run.processes[victim].join()
         moment = state(place / "run")
@@ -80,17 +79,6 @@ def start(place: Path, chance: random.Random, seconds: float | None) -> list[str
         statuses = run.wait(PATIENCE)
         assert "Traceback" not in run.told(), run.told()
         return [moment] if statuses[victim] == -signal.SIGKILL else []
-
-
-def used(run: Forked, rank: int, seconds: float = math.inf) -> float:
-    """Waits until a process has used so many seconds of the processor, or ended; how many it has."""
-    found = 0.0
-    while run.processes[rank].is_alive() and found < seconds:
-        with suppress(OSError):
-            user, system = Path(f"/proc/{run.processes[rank].pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-            found = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-        time.sleep(0.005)
-    return found
 
 
 def state(run: Path) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from itertools import count
+from threading import Thread
 
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -67,8 +69,17 @@ class Prefetcher:
 
 def _deafen(worker: int) -> None:
     """Clusters and terminals signal all processes of a job, but a run that trains on to its next checkpoint needs its data."""
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    for number in (signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    Thread(target=_obey_parent, daemon=True).start()
+
+
+def _obey_parent() -> None:
+    """At its end the parent terminates its workers."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 class _Numbered(Dataset[Tensor | str]):

@@ -107,7 +107,11 @@ class Trainer:
             PetraError: a checkpoint can't be written, in every process.
         """
         while len(self.history) < epochs:
-            self._epoch(len(self.history) + 1)
+            try:
+                self._epoch(len(self.history) + 1)
+            except Exception as error:
+                error.add_note(f"last drain after microbatch {self.pipeline.clock}")
+                raise
         if self.checkpoints is not None:
             self.checkpoints.wait()
         return self.history
