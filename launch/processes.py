@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from threading import Thread
 from typing import NoReturn
 
@@ -135,11 +136,11 @@ class Place:
             self._end(f"communication between processes, {where}: {reason(error)}", began_elsewhere=True)
 
     def _end(self, message: str, *, began_elsewhere: bool, patience: float = 0) -> NoReturn:
-        """Tells an error unless another process has told one, and ends this process."""
+        """Tells an error unless another process has told one, and ends this process; a lost message is told on every machine."""
         # torchrun stops all others as soon as one has failed; this process is ending anyway, and may be the one to say why.
         signal.signal(signal.SIGTERM, signal.SIG_IGN) if began_elsewhere else None
         time.sleep(GRACE if began_elsewhere else patience)
-        if speaks_first():
+        if speaks_first(here=began_elsewhere):
             hint = "; another process has died, hangs or can't be reached" if began_elsewhere else ""
             print(f"error: {message}{hint}", file=sys.stderr, flush=True)
         sys.exit(2)
@@ -191,17 +192,36 @@ def reason(error: Exception) -> str:
     return re.sub(r"(?<!out of memory)\. .*", "", text)
 
 
-def speaks_first() -> bool:
-    """Whether no other process has asked this before; also where nobody can be asked any more, or answers within a second."""
-    if not dist.is_initialized():
-        return True
+def speaks_first(*, here: bool = False) -> bool:
+    """Whether no other process has asked this before, as far as they can be reached within a second.
+
+    Args:
+        here: ask only those of this machine, if torchrun has started them.
+    """
+    first_here = _first_here()
+    if first_here is False or (first_here and here):
+        return first_here
     answers = [True]
 
     def ask() -> None:
         with suppress(RuntimeError):
             answers[0] = _get_default_store().add("told", 1) == 1
 
-    asking = Thread(target=ask, daemon=True)  # a store on a host that can't be reached any more keeps silent for minutes
-    asking.start()
-    asking.join(GRACE)
+    if dist.is_initialized():
+        asking = Thread(target=ask, daemon=True)  # a store on a host that can't be reached any more keeps silent for minutes
+        asking.start()
+        asking.join(GRACE)
     return answers[0]
+
+
+def _first_here() -> bool | None:
+    """By the folder that torchrun makes for the errors of the processes that it starts together; None without one."""
+    if not (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        return None
+    try:
+        Path(file).parents[1].joinpath("told").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        return None
+    return True

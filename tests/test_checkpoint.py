@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import pickle
@@ -10,25 +9,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from launch.evaluate import main as evaluate
 from launch.processes import STOPPED
 from launch.resuming import require_same
-from petra import BlockSpec, ConfigError, DataError, Model, PetraError, Pipeline, UpdateRules
+from petra import ConfigError, DataError, PetraError, Pipeline, UpdateRules
 from petra.errors import Interrupted
 from petra.remedies import Prediction, Remedy
-from petra.training import OPTIMIZERS, Checkpoints, JsonLines, Trainer, best_of, network, newest, restore
-from petra.training import checkpoint as module
+from petra.training import OPTIMIZERS, Checkpoints, JsonLines, Trainer, best_of, newest, restore
 from petra.training.checkpoint import MANIFEST, checkpoints
-from tests.kill_many import Epochs, kill_many
+from tests.kill_many import kill_many
 from tests.nets import RandomStream, mixed_net
 from tests.processes import run_processes
 from tests.test_launch import ROOT, TINY, launched, metrics
@@ -127,57 +123,6 @@ def test_another_number_of_processes_goes_on_bit_for_bit(tmp_path: Path) -> None
     assert_same({k: v for part in parts for k, v in part.items()}, expected)
 
 
-class Killed(BaseException):
-    """Nothing catches it, as nothing catches SIGKILL."""
-
-
-def test_the_checkpoint_before_loads_whatever_step_of_a_save_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each operation on files in turn; keep=1, so that the save also removes."""
-    linear = Model("tiny", (BlockSpec("a", lambda: nn.Flatten()), BlockSpec("b", lambda: nn.Linear(12, 5))))
-    data = RandomStream(size=2, dtype=torch.float32)
-    pipeline = Pipeline(linear, data.spec, optimizer=sgd)
-    store, reached, finished = Checkpoints(tmp_path, keep=1), 0, False
-    store.save(pipeline, {})
-    names = [(os, "fsync"), (Path, "mkdir"), (Path, "rename"), (Path, "replace"), (module.shutil, "rmtree"), (module, "write")]
-    names += [(module, "_write_synced"), (module, "_sum"), (FileSystemWriter, "finish")]
-    while not finished:
-        pipeline.train(data, 1)
-        left = [reached]
-        with monkeypatch.context() as patch:
-            for owner, name in names:
-                patch.setattr(owner, name, dying(getattr(owner, name), left))
-            try:
-                store.save(pipeline, {})
-                finished = True
-            except Killed:
-                reached += 1
-        found = newest(tmp_path)
-        assert found is not None
-        assert int(found.name) in (pipeline.clock - 1, pipeline.clock)
-        restored = Pipeline(linear, data.spec, optimizer=sgd)
-        restore(restored, found)
-        assert restored.clock == int(found.name)
-        if restored.clock < pipeline.clock:
-            restored.train(data, 1)
-            store.save(pipeline, {})
-        assert_same(weights(restored), weights(pipeline))
-    assert reached > 15
-    assert {p.name for p in tmp_path.iterdir()} == {f"{pipeline.clock:09}", "latest"}
-    assert (tmp_path / "latest").read_text() == f"{pipeline.clock:09}\n"
-
-
-def dying(function: Callable[..., Any], left: list[int]) -> Callable[..., Any]:
-    """Dies before the call that ``left`` counts down to."""
-
-    def call(*args: Any, **options: Any) -> Any:
-        if left[0] == 0:
-            raise Killed
-        left[0] -= 1
-        return function(*args, **options)
-
-    return call
-
-
 def saved(folder: Path, count: int = 2, **options: Any) -> Pipeline:
     pipeline = build()
     store = Checkpoints(folder, **options)
@@ -222,24 +167,6 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path) -> None:
         restore(build(), tmp_path / "000000004")
 
 
-def test_a_full_disk_is_told_and_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = saved(tmp_path)
-    before = weights(pipeline)
-
-    def full(*_: Any, **options: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    for owner, name in ((os, "fsync"), (module, "_sum"), (Path, "mkdir")):
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, full)
-            pipeline.clock = 6
-            with pytest.raises(PetraError, match=r"checkpoint .*000000006: can't be written \(No space left on device\)"):
-                Checkpoints(tmp_path).save(pipeline, {})
-        assert {p.name for p in tmp_path.iterdir()} == {"000000002", "000000004", "latest"}
-    assert_same(weights(pipeline), before)
-    assert_same(network(newest(tmp_path) or tmp_path), before)
-
-
 def save_into_a_file(rank: int, folder: str) -> str:
     pipeline = build()
     with pytest.raises(PetraError) as caught:
@@ -266,6 +193,12 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert best_of(tmp_path) == tmp_path / "000000001"
     with pytest.raises(ConfigError, match=r"checkpoint\.keep: found 0"):
         Checkpoints(tmp_path, keep=0)
+
+
+class Epochs(RandomStream):
+    """Random microbatches in epochs of eleven, which neither k nor the interval of checkpoints divides."""
+
+    batches_per_epoch, batches = 11, 2
 
 
 def trainer(folder: Path, **options: Any) -> Trainer:
@@ -316,7 +249,7 @@ def test_another_configuration_is_refused() -> None:
 
 
 def test_killed_processes_resume_to_the_same_bits(tmp_path: Path) -> None:
-    kill_many(3, tmp_path)
+    assert kill_many(10, tmp_path).total() == 10
 
 
 def test_a_signal_stops_a_run_that_then_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
