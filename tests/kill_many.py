@@ -37,6 +37,8 @@ RUN = (
 VARIANTS = ("trainer.transport=edge", "trainer.transport=lockstep", "checkpoint.background=true", "checkpoint.background=false")
 """What may change from one start to the next without changing a bit."""
 PATIENCE = 180
+IMPORTS = 2.0
+"""Processor seconds that a process of torchrun takes to import torch and Hydra."""
 
 
 def kill_many(kills: int, folder: Path, seed: int = 0) -> Counter[str]:
@@ -46,12 +48,7 @@ def kill_many(kills: int, folder: Path, seed: int = 0) -> Counter[str]:
         AssertionError: a run hung, left a damaged folder, or ended with other weights or metrics than one without kills.
     """
     chance, moments, runs = random.Random(seed), Counter[str](), 0
-    with Forked(folder / "warm", [*RUN, "dry_run=true"], WORLD) as warm:  # the fork server imports torch now
-        warm.wait(PATIENCE)
-    with Forked(folder / "whole", RUN, WORLD) as whole:
-        seconds = used(whole.processes[1].pid)
-        assert whole.wait(PATIENCE) == [0] * WORLD, whole.told()
-    expected = left(folder / "whole" / "run")
+    seconds, expected = uninterrupted(folder)
     while moments.total() < kills:
         place, before = folder / f"run{runs}", moments.total()
         while not finished(place / "run"):
@@ -61,6 +58,16 @@ def kill_many(kills: int, folder: Path, seed: int = 0) -> Counter[str]:
         runs += 1
         print(f"run {runs}: killed {moments.total() - before} times, equal; {moments.total()} of {kills} kills", flush=True)
     return moments
+
+
+def uninterrupted(folder: Path) -> tuple[float, dict[str, Any]]:
+    """A run without kills: the processor seconds of one of its processes, and what it leaves."""
+    with Forked(folder / "warm", [*RUN, "dry_run=true"], WORLD) as warm:  # the fork server imports torch now
+        warm.wait(PATIENCE)
+    with Forked(folder / "whole", RUN, WORLD) as whole:
+        seconds = used(whole.processes[1].pid)
+        assert whole.wait(PATIENCE) == [0] * WORLD, whole.told()
+    return seconds, left(folder / "whole" / "run")
 
 
 def start(place: Path, chance: random.Random, seconds: float | None) -> list[str]:
@@ -134,15 +141,17 @@ def same(found: dict[str, Any], expected: dict[str, Any], name: str) -> None:
         assert found[key] == expected[key], f"{name}: {key}: {found[key]}"
 
 
-def under_torchrun(kills: int, folder: Path, seed: int = 0) -> int:
-    """Kills a process of each of so many runs, which torchrun then goes on with by itself; how many were killed."""
+def under_torchrun(kills: int, folder: Path, seconds: float, expected: dict[str, Any], seed: int = 0) -> int:
+    """Kills a process of each of so many runs, which torchrun then starts again by itself; how many were killed.
+
+    Args:
+        seconds, expected: of :func:`uninterrupted`.
+    """
     chance, killed = random.Random(seed), 0
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1", "--nproc-per-node", str(WORLD)]
-    seconds, expected = 0.0, dict[str, Any]()
-    for number in range(kills + 1):  # the first one is left in peace
+    for number in range(kills):
         place = folder / f"torchrun{number}"
         place.mkdir()
-        started = time.monotonic()
         agent = subprocess.Popen(
             [*command, "-m", "launch.train", *RUN],
             cwd=place,
@@ -150,17 +159,15 @@ def under_torchrun(kills: int, folder: Path, seed: int = 0) -> int:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,
         )
         try:
-            if number:
-                with suppress(subprocess.TimeoutExpired):
-                    agent.wait(chance.uniform(0.1, 0.9) * seconds)
-                if workers := children(agent.pid):
-                    with suppress(ProcessLookupError):
-                        os.kill(chance.choice(workers), signal.SIGKILL)
-                        killed += 1
-                undamaged(place / "run", expected)
+            while agent.poll() is None and len(children(agent.pid)) < WORLD:
+                time.sleep(0.05)
+            victim = chance.choice(children(agent.pid))
+            used(victim, chance.uniform(0, IMPORTS + seconds))
+            with suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+                killed += 1
             _, told = agent.communicate(timeout=2 * PATIENCE)
         finally:
             for pid in (*children(agent.pid), agent.pid):
@@ -168,11 +175,8 @@ def under_torchrun(kills: int, folder: Path, seed: int = 0) -> int:
                     os.kill(pid, signal.SIGKILL)
             agent.wait()
         assert agent.returncode == 0, told
-        if number:
-            same(left(place / "run"), expected, place.name)
-            print(f"{place.name}: equal; {killed} killed", flush=True)
-        else:
-            seconds, expected = time.monotonic() - started, left(place / "run")
+        same(left(place / "run"), expected, place.name)
+        print(f"{place.name}: equal; {killed} killed", flush=True)
     return killed
 
 
@@ -193,7 +197,8 @@ def main() -> None:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         moments = kill_many(options.kills, Path(folder), options.seed)
-        more = under_torchrun(options.torchrun, Path(folder), options.seed) if options.torchrun else 0
+        whole = uninterrupted(Path(folder, "again")) if options.torchrun else (0.0, dict[str, Any]())
+        more = under_torchrun(options.torchrun, Path(folder), *whole, options.seed)
     counts = ", ".join(f"{count} {moment}" for moment, count in moments.most_common())
     print(f"{moments.total()} kills ({counts}), {more} under torchrun, in {time.monotonic() - started:.0f} s:")
     print("every run ended with the weights, metrics and files of one without kills; no folder was damaged")
