@@ -143,6 +143,9 @@ class Place:
         if speaks_first(here=began_elsewhere):
             hint = "; another process has died, hangs or can't be reached" if began_elsewhere else ""
             print(f"error: {message}{hint}", file=sys.stderr, flush=True)
+        if began_elsewhere and dist.is_initialized():
+            sys.stdout.flush()
+            os._exit(2)  # gloo would wait for the lost process once more, for as long again
         sys.exit(2)
 
     @contextmanager
