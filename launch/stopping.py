@@ -33,4 +33,4 @@ class Stopping:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
         if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt would wait for a message that may not come

@@ -23,7 +23,7 @@ from tests.kill_many import RUN, left, same, undamaged
 
 HOSTS = ("petra-a", "petra-b")
 ADDRESSES = ("10.98.0.1", "10.98.0.2")
-END = 30
+END = 15
 """Seconds beside trainer.timeout that a side may take to end: that of the processes, and of torchrun around them."""
 PATIENCE = 600
 DROP = "table inet cut { chain input { type filter hook input priority 0; policy accept; iif eth0 drop; }; }"
