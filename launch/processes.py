@@ -112,7 +112,7 @@ class Place:
     def reporting(self) -> Iterator[None]:
         """Ends the process on an error that its user can act on, told once for all processes: by the one where it began.
 
-        Status 2; 75 for a run that was asked to stop and can go on; 130 for Ctrl-C before training. Other errors keep their traceback.
+        Status 2; 75 for a run that was asked to stop and can go on; 130 for Ctrl-C before training. Others keep their traceback.
         """
         try:
             yield
