@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from petra.errors import CommunicationError, ConfigError, Interrupted, NumericsError, PetraError, first_line
+from petra.errors import CommunicationError, ConfigError, Interrupted, NumericsError, PetraError
 
 PATIENCE = 30.0
 """Seconds for which a failing process lets the first one fail before it: torchrun stops all the others as soon as one has."""

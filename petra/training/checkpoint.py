@@ -27,7 +27,7 @@ from petra.pipeline import Pipeline
 from petra.together import together
 from petra.training.export import State
 from petra.training.records import PART
-from petra.training.state import load_state, read, state_of, within, write
+from petra.training.state import load_state, origin, read, state_of, within, write
 
 FACTS, MANIFEST, LATEST, METADATA = "facts.json", "manifest.json", "latest", ".metadata"
 
@@ -256,9 +256,5 @@ def _sync(folder: Path) -> None:
 
 def _reason(error: BaseException) -> str:
     """The file system's own words, wherever they are wrapped."""
-    found: BaseException | None = within(error)
-    while found is not None:
-        if isinstance(found, OSError) and found.strerror:
-            return found.strerror
-        found = found.__cause__ or found.__context__
-    return first_line(within(error))
+    found = origin(error)
+    return first_line(within(error)) if found is None else str(found.strerror)

@@ -20,8 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from petra.errors import DataError, first_line
 from petra.pipeline import Pipeline
@@ -122,7 +125,25 @@ def write(state: State, folder: Path, group: dist.ProcessGroup | None = None) ->
         CheckpointException: in every process if one of them could not write.
     """
     with _alone():
-        save(state, storage_writer=FileSystemWriter(folder), process_group=group, no_dist=not dist.is_initialized())
+        save(state, storage_writer=_Writer(folder), process_group=group, no_dist=not dist.is_initialized())
+
+
+class _Writer(FileSystemWriter):
+    """Fails with the file system's own error: what torch says of it in another process no longer tells where it came from."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            raise (origin(error) or error) from error
+
+
+def origin(error: BaseException) -> OSError | None:
+    """The error of the file system behind another, however it is wrapped."""
+    found: BaseException | None = within(error)
+    while found is not None and not (isinstance(found, OSError) and found.strerror):
+        found = found.__cause__ or found.__context__
+    return found
 
 
 def read(folder: Path, wanted: Callable[[str], bool]) -> State:
