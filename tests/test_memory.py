@@ -83,7 +83,21 @@ def test_buffers_of_revnet50() -> None:
 
 
 def test_table_3_to_the_papers_decimals() -> None:
-    found = table3(revnet50(classes=1000, stem="imagenet"), IMAGENET)
+    found = {row: sum(stages) for row, stages in table3(revnet50(classes=1000, stem="imagenet"), IMAGENET).items()}
     assert [round(value / 1e9, 1) for value in found.values()] == [44.5, 43.6, 21.2, 20.3]
     first, *others = found.values()
     assert [round(100 * (1 - value / first), 1) for value in others] == [2.0, 52.3, 54.3]
+
+
+def test_table_3_stage_by_stage() -> None:
+    """mixed_net in float64: of its stages only the third downsamples, so it alone has both streams, and buffers in any case."""
+    found, data = table3(mixed_net(), RandomStream().spec), RandomStream().spec.bytes
+    stream, wide = 8 * 4 * 4 * 8 * 8, 8 * 4 * 8 * 4 * 4
+    inputs = [data, stream, 2 * stream, wide, wide, wide]
+    blocks = [mixed_net().build_block(b, 0) for b in range(6)]
+    own = [sum(t.nbytes for t in block.state_dict().values() if t.is_floating_point()) for block in blocks]
+    weights = [sum(t.nbytes for t in block.parameters()) for block in blocks]
+    assert found[False, False] == [o + x + (6 * x if j == 2 else 0) for j, (o, x) in enumerate(zip(own, inputs, strict=True))]
+    for (x, p), stages in found.items():
+        more = [2 * (5 - j) * (inputs[j] * (x and j != 2) + weights[j] * p) for j in range(6)]
+        assert stages == [least + extra for least, extra in zip(found[False, False], more, strict=True)]

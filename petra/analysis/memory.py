@@ -12,7 +12,6 @@ from petra.ends import Stream
 from petra.held import HeldMeter, graph_bytes
 from petra.model import Model
 from petra.pipeline import Pipeline
-from petra.profiling import count_blocks
 from petra.simulator import in_flight
 from petra.streams import TensorSpec
 
@@ -68,22 +67,28 @@ def buffers(model: Model, inputs: TensorSpec) -> dict[tuple[bool, bool], int]:
     return {(x, p): (everywhere if x else needed) + (weights if p else 0) for x in (True, False) for p in (True, False)}
 
 
-def table3(model: Model, inputs: TensorSpec) -> dict[tuple[bool, bool], int]:
-    """PETRA's Table 3: total bytes by (input buffers, parameter buffers), as :func:`buffers` has them.
+def table3(model: Model, inputs: TensorSpec) -> dict[tuple[bool, bool], list[int]]:
+    """PETRA's Tables 3 and 6: bytes of each stage, one block each, by (input buffers, parameter buffers), as :func:`buffers` has them.
 
-    The paper doesn't say what exactly it counts. This reading was found by trying several, and gives all of its figures: the graph
-    of every block once; 2(J − j) copies of *one* stream of each stage's input, but without input buffers none for reversible stages
-    and for the first, which can read its data again; 2(J − j) copies of the parameters and running statistics.
+    The paper adds up model, input buffers and parameter buffers (section 4.2) and leaves the rest to the authors' program: a stage has
+    its parameters, its running statistics and one input; its buffers have 2(J − j) inputs and 2(J − j) times the parameters. An input is
+    *one* of the two streams, but both at a downsampling stage; the first stage can read its data again.
     """
-    profiles, blocks = model.profile(inputs), count_blocks(model, inputs)
-    graphs = sum(block.graph_bytes for block in blocks)
-    stream = [inputs.bytes, *(profile.outputs[0].bytes for profile in profiles[:-1])]
-    needed = _copies([0 if j == 0 or p.reversible else size for j, (p, size) in enumerate(zip(profiles, stream, strict=True))])
-    everywhere = _copies(stream)
-    with torch.device("meta"):
-        states = [spec.build().state_dict().values() for spec in model.blocks]
-    weights = _copies([sum(t.nbytes for t in state) for state in states])
-    return {(x, p): graphs + (everywhere if x else needed) + (weights if p else 0) for x in (True, False) for p in (True, False)}
+    profiles = model.profile(inputs)
+    found: dict[tuple[bool, bool], list[int]] = {(x, p): [] for x in (True, False) for p in (True, False)}
+    for j, profile in enumerate(profiles):
+        specs = (inputs,) if j == 0 else profiles[j - 1].outputs
+        downsamples = not profile.reversible and 0 < j < len(profiles) - 1
+        one = sum(spec.bytes for spec in (specs if downsamples else specs[:1]))
+        with torch.device("meta"):
+            block = model.blocks[j].build()
+        parameters = sum(t.nbytes for t in block.parameters())
+        statistics = sum(t.nbytes for t in block.buffers() if t.is_floating_point())
+        copies = 2 * (len(profiles) - 1 - j)
+        for (x, p), stages in found.items():
+            held = copies * (one * (x or downsamples) + parameters * p)
+            stages.append(parameters + statistics + one + held)
+    return found
 
 
 def _copies(sizes: Sequence[int]) -> int:
