@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,6 +19,36 @@ from petra.stage import Stage
 from petra.streams import TensorSpec
 
 
+class GraphMeter:
+    """Watches what graphs refer to while :meth:`watching` is open; those made before are not seen.
+
+    Attributes:
+        peak: the most bytes referred to at once, without those of ``excluded`` tensors.
+    """
+
+    def __init__(self, excluded: Iterable[Tensor] = ()) -> None:
+        self.peak = self._bytes = 0
+        self._excluded = {_key(tensor) for tensor in excluded}
+        self._references: Counter[int] = Counter()
+        self._sizes: dict[int, int] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[GraphMeter]:
+        with saved_tensors_hooks(lambda tensor: _Saved(tensor, self), _Saved.tensor):
+            yield self
+
+    def storages(self) -> dict[int, int]:
+        """Bytes of each storage that graphs refer to now; one counts once however many tensors share it."""
+        return {key: self._sizes[key] for key, references in self._references.items() if references}
+
+    def _refer(self, key: int, change: int) -> None:
+        before, after = self._references[key], self._references[key] + change
+        self._references[key] = after
+        if not (before and after) and key not in self._excluded:
+            self._bytes += change * self._sizes[key]
+            self.peak = max(self.peak, self._bytes)
+
+
 class HeldMeter:
     """Watches one stage while :meth:`watching` is open; graphs made before are not seen.
 
@@ -28,8 +58,7 @@ class HeldMeter:
 
     def __init__(self, stage: Stage) -> None:
         self.stage, self.peak = stage, 0
-        self._saved: Counter[int] = Counter()
-        self._sizes: dict[int, int] = {}
+        self._graphs = GraphMeter()
 
     @contextmanager
     def watching(self) -> Iterator[HeldMeter]:
@@ -37,7 +66,7 @@ class HeldMeter:
         forward = self.stage.forward
 
         def counted(m: int, x: Any) -> Any:
-            with saved_tensors_hooks(self._pack, _Saved.tensor):
+            with self._graphs.watching():
                 y = forward(m, x)
             self.peak = max(self.peak, self.bytes())
             return y
@@ -46,33 +75,33 @@ class HeldMeter:
             replace_method(undo, self.stage, "forward", counted)
             yield self
 
-    def bytes(self) -> int:
-        """Held now. A storage counts once however many tensors share it; parameters and buffers don't count."""
-        sizes = {key: self._sizes[key] for key, references in self._saved.items() if references}
+    def bytes(self, *, weights: bool = True) -> int:
+        """Held now. A storage counts once; parameters and buffers don't count, and without ``weights`` copies of them don't either."""
+        sizes = self._graphs.storages()
+        own = {_key(tensor) for tensor in (*self.stage.module.parameters(), *self.stage.module.buffers())}
         for runner in self.stage.runners:
             for held in runner.held.values():
-                for tensor in (*held.inputs, *held.outputs, *(held.weights or {}).values()):
+                copies = (held.weights or {}).values()
+                for tensor in (*held.inputs, *held.outputs, *copies):
                     sizes[_key(tensor)] = tensor.untyped_storage().nbytes()
-        own = {_key(tensor) for tensor in (*self.stage.module.parameters(), *self.stage.module.buffers())}
+                if not weights:
+                    own |= {_key(tensor) for tensor in copies}
         return sum(size for key, size in sizes.items() if key not in own)
-
-    def _pack(self, tensor: Tensor) -> _Saved:
-        return _Saved(tensor, self)
 
 
 class _Saved:
     """What a graph refers to instead of a tensor that it saved; it goes when the graph goes."""
 
-    def __init__(self, tensor: Tensor, meter: HeldMeter) -> None:
-        self._tensor, self._counts, self._key = tensor, meter._saved, _key(tensor)
+    def __init__(self, tensor: Tensor, meter: GraphMeter) -> None:
+        self._tensor, self._meter, self._key = tensor, meter, _key(tensor)
         meter._sizes[self._key] = tensor.untyped_storage().nbytes()
-        self._counts[self._key] += 1
+        meter._refer(self._key, 1)
 
     def tensor(self) -> Tensor:
         return self._tensor
 
     def __del__(self) -> None:
-        self._counts[self._key] -= 1
+        self._meter._refer(self._key, -1)
 
 
 def _key(tensor: Tensor) -> int:
