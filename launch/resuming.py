@@ -81,11 +81,24 @@ def require_same(found: Mapping[str, Any], wanted: Mapping[str, Any], path: Path
     Raises:
         ConfigError: they differ where it matters; it names the key.
     """
-    before, now = dict(_flat(found)), dict(_flat(wanted))
+    before, now = dict(flat(found)), dict(flat(wanted))
     for key in dict.fromkeys([*now, *before]):
-        matters = key in FIXED or not key.startswith(FREE)
-        if matters and before.get(key) != now.get(key):
+        if matters(key) and before.get(key) != now.get(key):
             raise ConfigError(f"{key}: found {now.get(key)} with resume, accepted is {before.get(key)} as in {path}")
+
+
+def matters(key: str) -> bool:
+    """Whether a key of the configuration changes what is computed, the length of the run aside."""
+    return key in FIXED or not key.startswith(FREE)
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Each key of a configuration, with the groups it is in."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def as_before(plan: Plan, start: Start, place: Place) -> Plan:
@@ -149,11 +162,3 @@ def _checkpoint(config: Config) -> Path | None:
     if (found := newest(path / FOLDER)) is None:
         raise ConfigError(f"resume: found no checkpoint in {path}, accepted are null, auto, a run's folder or a checkpoint's")
     return found
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

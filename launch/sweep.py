@@ -26,6 +26,7 @@ from omegaconf import OmegaConf
 from launch.build import AUTO, plan
 from launch.composing import composed, refusing
 from launch.config import Config
+from launch.markdown import table
 from launch.processes import Place
 from petra.errors import ConfigError, PetraError
 from petra.training import write_json
@@ -178,8 +179,7 @@ def gather(sweep: Sequence[Job], out: Path) -> str:
     finished = [(job, summary) for job, summary in summaries if summary is not None]
     keys = list(sweep[0].values)
     rows = [[*job.values.values(), *(show(summary) for show in COLUMNS.values())] for job, summary in finished]
-    table = [[*keys, *COLUMNS], ["---"] * (len(keys) + len(COLUMNS)), *rows]
-    text = "".join("| " + " | ".join(row) + " |\n" for row in table)
+    text = table([*keys, *COLUMNS], rows)
     text += f"\n{len(finished)} of {len(sweep)} runs finished\n"
     out.mkdir(parents=True, exist_ok=True)
     (out / "sweep.md").write_text(text)

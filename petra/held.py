@@ -76,7 +76,7 @@ class HeldMeter:
             yield self
 
     def bytes(self, *, weights: bool = True) -> int:
-        """Held now. A storage counts once; parameters and buffers don't count, and without ``weights`` copies of them don't either."""
+        """Held now. A storage counts once; parameters and buffers don't, and without ``weights`` copies of them don't either."""
         sizes = self._graphs.storages()
         own = {_key(tensor) for tensor in (*self.stage.module.parameters(), *self.stage.module.buffers())}
         for runner in self.stage.runners:

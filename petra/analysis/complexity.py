@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from petra.analysis.flops import FlopMeter
 
+from petra.analysis.flops import FlopMeter
 from petra.held import HeldMeter, graph_bytes
 from petra.method import METHODS, Keep, Method
 from petra.model import BlockSpec, Model

@@ -9,11 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 
-class FlopMeter(TorchDispatchMode):
-    """``total`` of what runs inside; unlike torch's FlopCounterMode it leaves modules alone, so graphs may be differentiated in parts."""
+class FlopMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """``total`` of what runs inside; unlike torch's FlopCounterMode it leaves modules alone, so graphs may be differentiated in
+    parts."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:

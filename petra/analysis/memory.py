@@ -68,11 +68,11 @@ def buffers(model: Model, inputs: TensorSpec) -> dict[tuple[bool, bool], int]:
 
 
 def table3(model: Model, inputs: TensorSpec) -> dict[tuple[bool, bool], list[int]]:
-    """PETRA's Tables 3 and 6: bytes of each stage, one block each, by (input buffers, parameter buffers), as :func:`buffers` has them.
+    """PETRA's Tables 3 and 6: bytes of each stage, one block each, by (input buffers, parameter buffers), as :func:`buffers`.
 
-    The paper adds up model, input buffers and parameter buffers (section 4.2) and leaves the rest to the authors' program: a stage has
-    its parameters, its running statistics and one input; its buffers have 2(J − j) inputs and 2(J − j) times the parameters. An input is
-    *one* of the two streams, but both at a downsampling stage; the first stage can read its data again.
+    The paper adds up model, input buffers and parameter buffers (section 4.2) and leaves the rest to the authors' program: a stage
+    has its parameters, its running statistics and one input; its buffers have 2(J − j) inputs and 2(J − j) times the parameters. An
+    input is *one* of the two streams, but both at a downsampling stage; the first stage can read its data again.
     """
     profiles = model.profile(inputs)
     found: dict[tuple[bool, bool], list[int]] = {(x, p): [] for x in (True, False) for p in (True, False)}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from petra.intervals import Interval, Kind
 
@@ -77,9 +78,58 @@ def timeline(intervals: Sequence[Interval], paths: Sequence[Path], title: str, u
             figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
+@dataclass(frozen=True)
+class Panel:
+    """One diagram: lines by name, of points (x, y).
+
+    Attributes:
+        scale: of the y axis; symlog is linear below 1e-6.
+        powers: whether the x axis shows powers of two.
+    """
+
+    xlabel: str
+    ylabel: str
+    lines: Mapping[str, Sequence[tuple[float, float]]]
+    scale: Literal["linear", "log", "symlog"] = "linear"
+    powers: bool = False
+
+
+def panels(found: Sequence[Panel], path: Path, *, columns: int = 2, shaded: bool = False) -> None:
+    """Draws diagrams side by side into a PNG file, with one legend.
+
+    Args:
+        shaded: lines are ordered, as stages are: from blue to red.
+    """
+    rows = -(-len(found) // columns)
+    figure = _figure(6 * columns, 3 * rows + 0.6)
+    for axes, panel in zip(figure.subplots(rows, columns, squeeze=False).flat, found, strict=False):
+        for i, (name, points) in enumerate(panel.lines.items()):
+            shade = i / max(len(panel.lines) - 1, 1)
+            colour = (shade, 0.3, 1 - shade) if shaded else f"C{i}"
+            axes.plot([x for x, _ in points], [y for _, y in points], marker=".", color=colour, label=name)
+        if panel.scale == "symlog":
+            axes.set_yscale("symlog", linthresh=1e-6)
+        else:
+            axes.set_yscale(panel.scale)
+        if panel.powers:
+            axes.set_xscale("log", base=2)
+        axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
+        axes.grid(alpha=0.3)
+    figure.axes[len(found) - 1].legend(fontsize=7, ncols=2 if shaded else 1)
+    for axes in figure.axes[len(found) :]:
+        axes.set_axis_off()
+    figure.savefig(path, dpi=120)
+
+
+def by_stage(rows: Sequence[Mapping[str, float]], key: str) -> dict[str, list[tuple[float, float]]]:
+    """Lines of one quantity of :class:`petra.analysis.gradients.GradientDiagnosis`'s rows, against the microbatch."""
+    stages = sorted({int(row["stage"]) for row in rows})
+    return {f"stage {j}": [(row["microbatch"], row[key]) for row in rows if row["stage"] == j and key in row] for j in stages}
+
+
 def gradient_quality(rows: Sequence[Mapping[str, float]], path: Path) -> None:
     """Draws the rows of :class:`petra.analysis.gradients.GradientDiagnosis`, a line for each stage, into a PNG file."""
-    panels = (
+    quantities = (
         ("cosine_end_to_end", "cosine to the end-to-end gradient"),
         ("norm_ratio_end_to_end", "norm over the end-to-end gradient's"),
         ("cosine_delayed", "cosine to the delayed gradient"),
@@ -87,21 +137,9 @@ def gradient_quality(rows: Sequence[Mapping[str, float]], path: Path) -> None:
         ("reconstruction_error", "relative error of the reconstructed input"),
         ("angle_stored", "angle to the stored-activation gradient (degrees)"),
     )
-    stages = sorted({int(row["stage"]) for row in rows})
-    figure = _figure(12, 9)
-    for axes, (key, label) in zip(figure.subplots(3, 2).flat, panels, strict=True):
-        for i, stage in enumerate(stages):
-            points = [(row["microbatch"], row[key]) for row in rows if row["stage"] == stage and key in row]
-            shade = i / max(len(stages) - 1, 1)
-            axes.plot(
-                [m for m, _ in points], [v for _, v in points], marker=".", color=(shade, 0.3, 1 - shade), label=f"stage {stage}"
-            )
-        if key in ("reconstruction_error", "angle_stored"):
-            axes.set_yscale("symlog", linthresh=1e-6)
-        axes.set(xlabel="microbatch", ylabel=label)
-        axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, ncols=2)
-    figure.savefig(path, dpi=120)
+    errors = ("reconstruction_error", "angle_stored")
+    found = [Panel("microbatch", label, by_stage(rows, key), "symlog" if key in errors else "linear") for key, label in quantities]
+    panels(found, path, shaded=True)
 
 
 def _figure(width: float, height: float) -> Any:
