@@ -86,11 +86,16 @@ def test_a_sweep_goes_on_where_it_stopped(trained: list[str], tmp_path: Path, ca
     assert rows[3].startswith(f"| 2 | {summaries[1]['test_accuracy']:.2%} | {summaries[1]['test_loss']:.4f} |")
     assert rows[-1] == "2 of 2 runs finished"
 
+    (tmp_path / "seed=2" / "summary.json").unlink()
+    assert swept(*here, "seed=1,2") == 0
+    assert trained == ["seed=1", "seed=13", "seed=2", "seed=2"]
+    assert "goes on from" in capsys.readouterr().out
+
     assert swept(*here, "seed=1,2", "schedule.gamma=0.5") == 2
     assert "found a finished run with another schedule.gamma in" in capsys.readouterr().err
     assert swept(*here, "k=1,0") == 2
     assert "error: k: found 0, accepted are integers >= 1" in capsys.readouterr().err
-    assert len(trained) == 3
+    assert len(trained) == 4
 
 
 def test_an_unfinished_run_is_resumed(trained: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from launch.reproducing.report import Request
 from launch.resuming import flat, matters
 from launch.sweep import Job
 from launch.train import CONF
-from petra.errors import ConfigError, PetraError
+from petra.errors import PetraError
 
 ALSO = ("trainer.epochs", "trainer.stages")
 """What must agree beside the keys that a resumed run may not change."""
@@ -61,8 +61,7 @@ def collect(request: Request, wanted: Mapping[str, Job], processes: int | None =
         return found
     count = request.processes if processes is None else processes
     for job in left:
-        if job.summary() is not None:
-            raise ConfigError(f"--out: found a run of other settings in {job.folder}, accepted is a new folder")
+        job.summary()  # refuses a folder where a run of other settings is
         sweep.check(job.config, count, here=True)
     failed = sweep.run_here(left, count)
     if failed:
@@ -86,10 +85,10 @@ def fits(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     before |= {
         f"schedule.{key}": before[f"optim.{key}"] for key in ("warmup_epochs", "milestones", "gamma") if f"optim.{key}" in before
     }
-    known = _defaults(tuple(f"{group}={wanted[group]['name']}" for group in GROUPS)) | before
+    known = _defaults(tuple(f"{group}={found[group]['name']}" for group in GROUPS if group in found)) | before
     for key, value in flat(wanted):
         compared = matters(key) or key in ALSO or (key == "trainer.diagnose" and value is not None)
-        if compared and AUTO not in (value, known[key]) and known[key] != value:
+        if compared and AUTO not in (value, known.get(key)) and known.get(key) != value:
             return False
     return "method.name" in before
 

@@ -99,7 +99,7 @@ def measure(contestant: Contestant, stages: int) -> Complexity:
         k=k,
         optimizer=lambda blocks: torch.optim.SGD(blocks.parameters() if [*blocks.parameters()] else [torch.zeros(1)], lr=1e-3),
     )
-    microbatches = max(pipeline.delays) + 2 * k
+    microbatches = 2 * (max(pipeline.delays) + k)
     first, versions, sent = pipeline.stages[1], [0], [0, 0]
     with ExitStack() as undo:
         meter = undo.enter_context(_Activations(first).watching())

@@ -1,0 +1,85 @@
+"""How costs grow with stages and with depth: measured, against the closed forms."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from petra.analysis.checkpointing import SCHEMES, everything, measure
+from petra.analysis.complexity import CONTESTANTS
+from petra.analysis.complexity import measure as measure_stage
+from petra.reversible import Coupling
+
+FORMS = {  # of J: graphs or inputs held, versions of parameters, messages, forwards of work
+    "backprop": ("graphs", lambda J: 1, lambda J: 1, (1, 1), 3),
+    "reversible": ("inputs", lambda J: 0, lambda J: 1, (2, 4), 4),
+    "delayed, graphs kept": ("graphs", lambda J: 2 * J - 1, lambda J: 2 * J, (1, 1), 3),
+    "dsp": ("inputs", lambda J: 2 * J - 1, lambda J: 1, (1, 1), 4),
+    "petra": ("inputs", lambda J: 0, lambda J: 1, (2, 4), 4),
+    "delayed, inputs kept": ("inputs", lambda J: 2 * J - 1, lambda J: 2 * J - 1, (1, 1), 4),
+    "pipedream": ("inputs", lambda J: J, lambda J: J, (1, 1), 4),
+    "pipedream_2bw": ("inputs", lambda J: J, lambda J: 2, (1, 1), 4),
+    "1f1b": ("graphs", lambda J: J, lambda J: 1, (1, 1), 3),
+    "gpipe": ("graphs", lambda J: J, lambda J: 1, (1, 1), 3),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_stage_holds_sends_and_computes_what_its_method_says(name: str, stages: int) -> None:
+    unit, held, versions, messages, work = FORMS[name]
+    found = measure_stage(CONTESTANTS[name], stages)
+    assert getattr(found, unit) == pytest.approx(held(stages))
+    assert found.weights == pytest.approx(versions(stages))
+    assert (found.forward, found.backward) == messages
+    assert found.flops == pytest.approx(work * stages)
+
+
+def test_reconstruction_with_other_weights_than_are_differentiated_costs_a_forward_more() -> None:
+    found = measure_stage(CONTESTANTS["reconstruct_stashed"], 4)
+    assert found.inputs == 0
+    assert found.weights == 7
+    assert 4 * 4 < found.flops < 5 * 4  # at the ends of the run no update comes in between
+
+
+def test_periods_are_those_of_the_schedules() -> None:
+    """In forwards of a stage: F and B in turn, all stages in turn, or (k + J − 1) / k of them with a flush, k = J = 4."""
+    periods = {name: measure_stage(CONTESTANTS[name], 4).period for name in ("backprop", "reversible", "petra", "1f1b")}
+    assert periods == {"backprop": 12, "reversible": 16, "petra": 4, "1f1b": pytest.approx(3 * 7 / 4)}
+
+
+ACTIVATIONS = {
+    "naive": lambda n: n,
+    "checkpointing": lambda n: 2 * math.sqrt(n),
+    "recursive checkpointing": lambda n: math.log2(n),
+    "reversible": lambda n: 1,
+}
+FORWARDS = {"naive": lambda n: 3, "checkpointing": lambda n: 4, "recursive checkpointing": lambda n: 3 + math.log2(n)}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("length", [4, 16, 64])
+def test_activations_of_a_scheme_grow_as_they_should(name: str, length: int) -> None:
+    found = measure(SCHEMES[name], length)
+    assert found.activations == pytest.approx(ACTIVATIONS[name](length), abs=1)
+    assert found.forwards == FORWARDS.get(name, lambda n: 4)(length)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_all_schemes_compute_the_same_gradient(name: str) -> None:
+    torch.manual_seed(1)
+    blocks = [Coupling(nn.Sequential(nn.Linear(3, 3), nn.Tanh())).double() for _ in range(7)]
+    x = torch.randn(2, 5, 3, dtype=torch.float64)
+    gradients = []
+    for scheme in (everything, SCHEMES[name]):
+        pair = [t.clone().requires_grad_() for t in x]
+        y1, y2 = scheme(blocks, (pair[0], pair[1]))
+        (y1 * y2).sum().backward()
+        gradients.append([t.grad for t in pair] + [p.grad for block in blocks for p in block.parameters()])
+        for block in blocks:
+            block.zero_grad()
+    for expected, found in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
