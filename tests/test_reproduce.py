@@ -187,11 +187,11 @@ def test_throughput_of_equal_stages() -> None:
     """Free links: J times as fast as in turn. Others: d = 2 sends behind what it computes, d = 1 can't, and none beats the link."""
     costs = [StageCost(1.0, 3.0, forward_bytes=10**9, backward_bytes=10**9)] * 6
     assert speed.speed_up(costs) == pytest.approx(6)
-    assert speed.period(costs, 2, 1.0) == pytest.approx(4, abs=1e-3)
-    assert speed.period(costs, 1, 1.0) > 4.5
-    assert speed.period(costs, 0, 1.0) > 6 * 4
+    assert speed.period(costs, 2, "lockstep", 1.0) == pytest.approx(4, abs=1e-3)
+    assert speed.period(costs, 1, "edge", 1.0) > 4.5
+    assert speed.period(costs, 0, "edge", 1.0) > 6 * 4
     for delay in (1, 2, 3):
-        assert speed.period(costs, delay, 0.01) >= 100  # a message alone
+        assert speed.period(costs, delay, "edge", 0.01) >= 100  # a message alone
 
 
 @pytest.mark.parametrize(
