@@ -56,7 +56,8 @@ def small(command: str) -> list[str] | None:
         return [*(word for word in words if not word.startswith("data")), *SMALL]
     if modules and modules[-1].startswith("benchmarks."):
         return [*words, "--rounds", "1"]
-    return [*words, "--help"] if words[-1] == "launch.compare" else words  # a sentence that names it
+    # A sentence that names it; and what would train for hours, of which tests/test_reproduce.py runs small versions.
+    return [*words, "--help"] if words[-1] == "launch.compare" or "launch.reproduce" in modules else words
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ FORMS = {  # of J: graphs or inputs held, versions of parameters, messages, forw
 
 
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [2, 3])
 def test_a_stage_holds_sends_and_computes_what_its_method_says(name: str, stages: int) -> None:
     unit, held, versions, messages, work = FORMS[name]
     found = measure_stage(CONTESTANTS[name], stages)
@@ -45,10 +45,13 @@ def test_reconstruction_with_other_weights_than_are_differentiated_costs_a_forwa
     assert 4 * 4 < found.flops < 5 * 4  # at the ends of the run no update comes in between
 
 
+PERIODS = {"backprop": 12, "reversible": 16, "petra": 4, "reconstruct_stashed": 5, "1f1b": 3 * 7 / 4}
+
+
 def test_periods_are_those_of_the_schedules() -> None:
     """In forwards of a stage: F and B in turn, all stages in turn, or (k + J − 1) / k of them with a flush, k = J = 4."""
-    periods = {name: measure_stage(CONTESTANTS[name], 4).period for name in ("backprop", "reversible", "petra", "1f1b")}
-    assert periods == {"backprop": 12, "reversible": 16, "petra": 4, "1f1b": pytest.approx(3 * 7 / 4)}
+    periods = {name: measure_stage(CONTESTANTS[name], 4).period for name in PERIODS}
+    assert periods == {name: pytest.approx(period) for name, period in PERIODS.items()}
 
 
 ACTIVATIONS = {
@@ -61,7 +64,7 @@ FORWARDS = {"naive": lambda n: 3, "checkpointing": lambda n: 4, "recursive check
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize("length", [4, 16, 64])
+@pytest.mark.parametrize("length", [4, 16])
 def test_activations_of_a_scheme_grow_as_they_should(name: str, length: int) -> None:
     found = measure(SCHEMES[name], length)
     assert found.activations == pytest.approx(ACTIVATIONS[name](length), abs=1)

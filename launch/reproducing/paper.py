@@ -11,7 +11,7 @@ RevNet: Gomez, Ren, Urtasun, Grosse, NeurIPS 2017, arXiv 1707.04585.
 from __future__ import annotations
 
 TABLE1 = {
-    "backprop": ("graph", "0", "1", "1", "3J", "3J"),
+    "backprop": ("graph", "", "1", "1", "3J", "3J"),
     "reversible": ("0", "0", "1", "4", "4J", "4J"),
     "delayed, graphs kept": ("2(J − j) graphs", "", "2(J − j) / k", "1", "3J", "2"),
     "dsp": ("", "2(J − j)", "1", "1", "4J", "3"),
