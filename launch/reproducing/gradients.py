@@ -51,12 +51,9 @@ def revnet_fig4(request: Request) -> Report:
     found = collect(request, wanted)
     run = _required(found, "reversible")
     rows = _rows(run)
-    lines = [
-        [f"{row['microbatch']:.0f}", f"{row['angle_stored']:.2g}", f"{row['reconstruction_error']:.2g}"] for row in _some(rows)
-    ]
-    header = ("microbatch", "angle, degrees", "relative error of the reconstructed input of the first block")
+    lines = [[f"{row['microbatch']:.0f}", f"{row['angle_stored']:.2g}"] for row in _some(rows)]
     ends = [[name, f"{of.rows[-1]['train_loss']:.4f}", f"{100 * of.summary['test_accuracy']:.2f} %"] for name, of in found.items()]
-    text = table(header, lines) + "\n" + table(("method", "train loss", "test accuracy"), ends)
+    text = table(("microbatch", "angle, degrees"), lines) + "\n" + table(("method", "train loss", "test accuracy"), ends)
     losses = {name: [(row["epoch"], row["train_loss"]) for row in of.rows] for name, of in found.items()}
     accuracies = {name: [(row["epoch"], 100 * row["test_accuracy"]) for row in of.rows] for name, of in found.items()}
     drawn = [
