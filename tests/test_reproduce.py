@@ -53,7 +53,6 @@ def finished(folder: Path, config: dict[str, Any], test_accuracy: float, **summa
 
 @cache
 def composed(*overrides: str) -> dict[str, Any]:
-    runs.register()
     return asdict(runs.job(Request(Scale.CPU, Path("out")), "x", *overrides).config)
 
 

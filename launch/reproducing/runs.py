@@ -9,17 +9,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from launch import sweep
 from launch.build import AUTO
 from launch.compare import history
-from launch.config import register, to_config
+from launch.composing import composed
 from launch.reproducing.report import Request
 from launch.resuming import flat, matters
 from launch.sweep import Job
-from launch.train import CONF
 from petra.errors import PetraError
 
 ALSO = ("trainer.epochs", "trainer.stages")
@@ -54,7 +52,6 @@ def collect(request: Request, wanted: Mapping[str, Job], processes: int | None =
     Raises:
         PetraError: a setting that can't work, before anything is trained; runs that failed, after all others.
     """
-    register()
     found = {name: run for name, job in wanted.items() if (run := _existing(request, job)) is not None}
     left = [job for name, job in wanted.items() if name not in found]
     if request.gather or not left:
@@ -117,5 +114,4 @@ def _run(folder: Path) -> Run:
 
 @cache
 def _defaults(groups: tuple[str, ...]) -> dict[str, Any]:
-    with initialize_config_dir(CONF, version_base="1.3"):
-        return dict(flat(asdict(to_config(compose("config", list(groups))))))
+    return dict(flat(asdict(composed(groups))))
