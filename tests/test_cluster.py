@@ -204,7 +204,7 @@ def test_the_first_failure_is_told_in_a_line(
     code: int, told: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(arguments: list[str]) -> None:
-        assert arguments == ["--standalone", "-m", "launch.train", "k=1"]
+        assert arguments == ["--signals-to-handle", "SIGHUP,SIGQUIT", "--standalone", "-m", "launch.train", "k=1"]
         raise ChildFailedError("launch.train", {3: ProcessFailure(local_rank=1, pid=1, exitcode=code, error_file="")})
 
     monkeypatch.setattr(agent, "torchrun", fail)

@@ -204,7 +204,7 @@ def has(module: str) -> bool:
         (["k=3"], "run: not given"),
         (["run"], "command line: found run"),
         (["run=."], "run: found neither exported weights nor a checkpoint in ."),
-        (["run=.", "trainer.epoch=3"], "trainer.epoch: Key 'epoch' not in 'TrainerConfig'"),
+        (["run=.", "trainer.epoch=3"], "trainer.epoch: no such key, the nearest is trainer.epochs"),
     ],
 )
 def test_evaluation_refuses(words: list[str], message: str, tmp_path: Path, monkeypatch, capsys) -> None:

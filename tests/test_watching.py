@@ -18,7 +18,7 @@ from tests.test_launch import ALONE, TINY, launched, planned
     [
         ("trainer.trace=0", r"trainer\.trace: found 0, accepted are null, or integers >= 1"),
         ("trainer.diagnose=0", r"trainer\.diagnose: found 0"),
-        ("trainer.concurrency=0", r"trainer\.concurrency: found 0, accepted are integers >= 1"),
+        ("trainer.concurrency=0", r"trainer\.concurrency: found 0, accepted are integers from 1 to 1000"),
         ("trainer.memory_limit=2", r"trainer\.memory_limit: found 2.0, accepted are null, or numbers > 0 with stages or keep auto"),
         ("method.keep=[graph,input]", r"method\.keep: found 2, accepted are one, or 10"),
         ("method.keep=[all]", r"method\.keep: found all"),
