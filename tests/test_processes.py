@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -194,3 +197,17 @@ def test_a_block_that_does_not_fit_the_next_is_an_error_everywhere(tmp_path: Pat
     first, second = run_processes(2, build_misfit, tmp_path)
     assert first == second
     assert "block block3 can't take float64[4, 8, 4, 4] from block odd" in first
+
+
+def test_no_thread_outlives_the_process_group(tmp_path: Path) -> None:
+    """One that does may crash the interpreter's exit, and the launcher then calls a finished run a failed one."""
+    program = f"""
+import os, torch, torch.distributed as dist, petra
+before = len(os.listdir("/proc/self/task"))
+dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
+import torch._dynamo  # as optimizers do
+dist.all_reduce(torch.zeros(3))
+dist.destroy_process_group()
+assert len(os.listdir("/proc/self/task")) == before
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=60)
