@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from benchmarks.report import kept_bytes
 from petra.errors import ConfigError, ModelError
-from petra.nn import CheckpointedABNConv, InPlaceABN, normalise
+from petra.nn import CheckpointedABNConv, InPlaceABN
 from petra.reversible import frozen_statistics
 from tests.processes import run_processes
 
@@ -85,20 +85,6 @@ def test_layouts_of_input_and_gradient(layout: Callable[[Tensor], Tensor], varia
     x, delta = torch.randn(2, 3, 4, 5, 6, dtype=torch.float64)
     expected = gradients(lambda x: F.leaky_relu(batch_norm(x), 0.01), x, batch_norm, delta)
     assert_same(gradients(lambda x: layer(layout(x.clone())), x, layer, layout(delta)), expected)
-
-
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_large_tensors_in_parts(
-    monkeypatch: pytest.MonkeyPatch, activation: str, variant: str, layout: torch.memory_format
-) -> None:
-    monkeypatch.setattr(normalise, "LARGE", 100)
-    monkeypatch.setattr(normalise, "PART", 100)
-    layer, batch_norm = pair(3, activation, variant)
-    x, delta = (t.contiguous(memory_format=layout) for t in torch.randn(2, 7, 3, 4, 4, dtype=torch.float64))  # parts of two
-    expected = gradients(lambda x: ACTIVATIONS[activation](batch_norm(x)), x, batch_norm, delta)
-    assert_same(gradients(lambda x: layer(x.clone(memory_format=torch.preserve_format)), x, layer, delta), expected)
 
 
 @pytest.mark.parametrize("training", [True, False])

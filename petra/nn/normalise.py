@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -15,9 +14,6 @@ from petra.errors import ModelError
 
 aten = torch.ops.aten
 Undo = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-LARGE = 1 << 22
-"""Values from which on a tensor is worked on in parts on the CPU: what is made between two passes then stays in the cache."""
-PART = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -99,26 +95,17 @@ def normalise_backward(
     With y = x̂ these are the lines of Algorithm 1, with y = γ x̂ + β those of Algorithm 2: one kernel does both.
 
     Args:
-        undo: from parts of dL/dz and z, cut along the batch, to those of dL/dy and y; None: they are that already.
+        undo: from dL/dz and z to dL/dy and y; None: they are that already.
     """
-
-    undone = undo or (lambda dy, y: (dy, y))
-    large = undo is not None and z.device.type == "cpu" and z.numel() > LARGE
-    size = max(1, PART * len(z) // z.numel()) if large else len(z)
-    parts = list(zip(torch.split(dz, size), torch.split(z, size), strict=True))
-    whole = needs_dx and not large and not statistics.running and statistics.joint is None
+    dy, y = (dz, z) if undo is None else undo(dz, z)
+    whole = needs_dx and not statistics.running and statistics.joint is None
     # The kernel takes x̂ as (input − mean) · invstd, and the rate as weight · invstd.
     moments = rate * scale, None, None, shift, 1 / scale
-    found = [aten.native_batch_norm_backward(*undone(*part), *moments, True, 0.0, [whole, True, True]) for part in parts]
-    dx = found[0][0] if whole else None
-    dgamma, dbeta = (reduce(torch.add, sums) for sums in (*zip(*found, strict=True),)[1:])
+    dx, dgamma, dbeta = aten.native_batch_norm_backward(dy, y, *moments, True, 0.0, [whole, True, True])
     if needs_dx and not whole:
         slope, offset = input_line(dgamma, dbeta, scale, shift, rate, statistics, z.numel() // len(rate))
-        dx = torch.empty_like(z)
-        for part, dx_part in zip(parts, torch.split(dx, size), strict=True):
-            dy, y = undone(*part)
-            dx_part.copy_(affine(y, slope, offset).addcmul_(dy, _per_channel(rate, dy)))
-    return dx, dgamma, dbeta
+        dx = affine(y, slope, offset).addcmul_(dy, _per_channel(rate, dy))
+    return dx if needs_dx else None, dgamma, dbeta
 
 
 def input_line(
