@@ -26,6 +26,8 @@ SMALL = (
     *("trainer.epochs=1", "trainer.limit_batches=2", "trainer.device=cpu"),
 )
 
+SMALL_TEXT = (f"data.root={ROOT / 'README.md'}", "trainer.limit_batches=2", "trainer.device=cpu")
+
 
 def inline(text: str) -> list[str]:
     """All `code` outside of fenced blocks, on one line each."""
@@ -53,7 +55,10 @@ def small(command: str) -> list[str] | None:
     if modules and modules[-1].startswith("tests."):
         return None
     if modules and modules[-1] in TRAINS:
-        return [*(word for word in words if not word.startswith("data")), *SMALL]
+        return [
+            *(word for word in words if not word.startswith("data")),
+            *(SMALL_TEXT if "experiment=text_short" in words else SMALL),
+        ]
     if modules and modules[-1].startswith("benchmarks."):
         return [*words, "--rounds", "1"]
     # A sentence that names it; and what would train for hours, of which tests/test_reproduce.py runs small versions.
