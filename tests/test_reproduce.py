@@ -16,7 +16,7 @@ import yaml
 
 from launch import reproduce, sweep
 from launch.processes import Place
-from launch.reproducing import TARGETS, accuracy, memory, runs, speed
+from launch.reproducing import TARGETS, accuracy, gap, memory, runs, speed
 from launch.reproducing.report import Request, Scale
 from launch.sweep import Job
 from launch.train import run
@@ -45,9 +45,17 @@ def finished(folder: Path, config: dict[str, Any], test_accuracy: float, **summa
     """The records of a run."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    row = {"epoch": 1, "train_loss": 1.0, "train_accuracy": 0.5, "test_loss": 1.0, "test_accuracy": test_accuracy}
+    row = {
+        "epoch": 1,
+        "microbatches": 100,
+        "train_loss": 1.0,
+        "train_accuracy": 0.5,
+        "test_loss": 1.0,
+        "test_accuracy": test_accuracy,
+    }
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    content = {"test_accuracy": test_accuracy, "train_accuracy": 0.5, "delay": 2, "stages": 10, "k": config["k"], "parameters": 7e5}
+    content = {"test_accuracy": test_accuracy, "train_accuracy": 0.5, "stages": 10, "k": config["k"], "parameters": 7e5}
+    content |= {"method": config["method"]["name"], "delay": config["method"]["delay"], "batch_size": config["data"]["batch_size"]}
     (folder / "summary.json").write_text(json.dumps(content | summary))
 
 
@@ -135,6 +143,30 @@ def test_figure_4_and_table_2_from_runs_that_exist(
         finished(tmp_path / "more" / f"{k}_{seed}", config_of(*settings), value, train_accuracy=train)
     request(tmp_path / "out", "table2", "scale=paper", "data=cifar10", "--gather", "--runs", str(tmp_path / "more"))
     assert "| petra | revnet18 | 0.70 | 4 | 82.00 % | 94.9 % |" in capsys.readouterr().out
+
+
+def test_the_gap_from_runs_that_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part that is closed, and times of an epoch of 6,400 images by the pipeline's period."""
+    monkeypatch.setattr(gap, "FINALISTS", (gap.EXACT, gap.PLAIN, "d = 1"))
+    for name, values in {gap.EXACT: (0.90, 0.92), gap.PLAIN: (0.80,), "d = 1": (0.88,)}.items():
+        for seed, value in enumerate(values):
+            settings = config_of(*accuracy.SHORT, *gap.TRIED[name], f"seed={seed}")
+            finished(tmp_path / "given" / f"{name}{seed}", settings, value)
+            finished(tmp_path / "short" / f"{name}{seed}", config_of(*gap.THREE_EPOCHS, *gap.TRIED[name], f"seed={seed}"), value)
+    request(tmp_path / "out", "gap", "--gather", "--runs", str(tmp_path / "given"))
+    rows = {line.split(" | ")[0].lstrip("| "): line.rstrip(" |").split(" | ") for line in capsys.readouterr().out.splitlines()}
+    assert rows["backprop"][2] == "91.00 ± 1.41"
+    assert [rows[name][3] for name in ("backprop", "petra", "d = 1")] == ["", "", "73 %"]
+    assert rows["backprop, pipelined"][1:3] == ["`method=1f1b`", "91.00 ± 1.41"]
+    speed_of = {name: float(rows[name][4]) for name in ("backprop", "backprop, pipelined", "petra", "d = 1")}
+    assert speed_of["backprop"] < speed_of["backprop, pipelined"] < speed_of["d = 1"] < speed_of["petra"]
+    assert speed_of["petra"] == pytest.approx(11921, rel=0.001)  # as in Table 5 over edge
+    for name, images in speed_of.items():
+        assert float(rows[name][6]) == pytest.approx(6400 / images, abs=0.5)
+    request(tmp_path / "out", "gap-search", "--gather", "--runs", str(tmp_path / "short"))
+    text = capsys.readouterr().out
+    assert "| d = 1 | `method=petra method.delay=1` | 88.00 | 80 % |" in text
+    assert text.index("| backprop |") < text.index("| d = 1 |") < text.index("| petra |")
 
 
 def test_figures_of_gradients_share_a_run(tmp_path: Path, trained: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,11 +25,15 @@ def test_torchrun_starts_a_killed_run_again_from_its_last_checkpoint(tmp_path: P
     assert under_torchrun(1, tmp_path, *uninterrupted(tmp_path)) == 1
 
 
+LOCAL = ("launch.local", "--processes", "2")
+BARE = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "launch.train")
+
+
 @contextmanager
-def local(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
-    """launch.local with two processes, once it trains; nothing of it is left afterwards."""
+def started(folder: Path, launcher: Sequence[str], *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    """Two processes below an agent, once they train; nothing of it is left afterwards."""
     agent = subprocess.Popen(
-        [sys.executable, "-m", "launch.local", "--processes", "2", *LONG, "resume=auto", *overrides],
+        [sys.executable, "-m", *launcher, *LONG, "resume=auto", *overrides],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -52,12 +56,12 @@ def local(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
 
 def test_the_agent_hands_signals_on_and_ends_with_the_status_of_the_run(tmp_path: Path) -> None:
     """SIGUSR1: saved, status 75. Going on, Ctrl-C twice: at once, status 130."""
-    with local(tmp_path, "checkpoint.every=4") as agent:
+    with started(tmp_path, LOCAL, "checkpoint.every=4") as agent:
         agent.send_signal(signal.SIGUSR1)
         _, told = agent.communicate(timeout=END)
         assert agent.returncode == 75, told
         assert len(re.findall(r"^stopped as asked after microbatch \d+, checkpoint written", told, re.MULTILINE)) == 1
-    with local(tmp_path) as agent:
+    with started(tmp_path, LOCAL) as agent:
         workers = children(agent.pid)
         for _ in range(2):
             agent.send_signal(signal.SIGINT)
@@ -65,6 +69,17 @@ def test_the_agent_hands_signals_on_and_ends_with_the_status_of_the_run(tmp_path
         _, told = agent.communicate(timeout=END)
         assert agent.returncode == 130, told
         assert "Traceback" not in told
+        assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+def test_torchrun_itself_ends_when_its_processes_have_saved(tmp_path: Path) -> None:
+    """It hands SIGTERM on as well, and waits."""
+    with started(tmp_path, BARE, "checkpoint.every=4") as agent:
+        workers = children(agent.pid)
+        agent.send_signal(signal.SIGTERM)
+        _, told = agent.communicate(timeout=END)
+        assert agent.returncode != 0
+        assert len(re.findall(r"^stopped as asked after microbatch \d+, checkpoint written", told, re.MULTILINE)) == 1, told
         assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 

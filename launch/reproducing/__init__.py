@@ -1,6 +1,6 @@
-"""What ``python -m launch.reproduce`` can make: the tables and figures of two papers."""
+"""What ``python -m launch.reproduce`` can make: the tables and figures of two papers, and our own comparison."""
 
-from launch.reproducing import accuracy, complexity, gradients, memory, speed
+from launch.reproducing import accuracy, complexity, gap, gradients, memory, speed
 from launch.reproducing.report import Target
 
 TARGETS = {
@@ -15,4 +15,6 @@ TARGETS = {
     "fig6": Target("PETRA, Fig. 6: ratios of gradients' norms", gradients.fig6, trains=True),
     "revnet-table1": Target("RevNet, Table 1: activations against work", complexity.revnet_table1),
     "revnet-fig4": Target("RevNet, Fig. 4: gradients from reconstructed activations", gradients.revnet_fig4, trains=True),
+    "gap-search": Target("Closing the gap: what each setting does for PETRA's accuracy", gap.search, trains=True),
+    "gap": Target("Closing the gap: accuracy at equal epochs, and time to an accuracy", gap.finals, trains=True),
 }

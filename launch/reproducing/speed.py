@@ -14,7 +14,7 @@ from launch.reproducing.paper import TABLE5
 from launch.reproducing.report import Report, Request, Scale
 from launch.reproducing.runs import collect, job
 from petra.analysis.plots import Panel
-from petra.method import METHODS
+from petra.method import METHODS, Method
 from petra.models import revnet18, revnet34
 from petra.profiling import BlockCost, count_blocks, profile_blocks
 from petra.simulator import Link, StageCost, predict
@@ -93,9 +93,9 @@ def _simulated(smaller: str) -> Report:
     return Report("\n".join([table(header, lines), *parts, note]) + "\n", data, drawn)
 
 
-def stages_of(blocks: Sequence[BlockCost], seconds: float = 1.0) -> list[StageCost]:
-    """PETRA's stages of one block each; ``seconds`` is the unit of the blocks' times."""
-    keeps = [METHODS["petra"].keep_of([b.reversible], last=i == len(blocks) - 1) for i, b in enumerate(blocks)]
+def stages_of(blocks: Sequence[BlockCost], seconds: float = 1.0, method: Method = METHODS["petra"]) -> list[StageCost]:
+    """Stages of one block each; ``seconds`` is the unit of the blocks' times."""
+    keeps = [method.keep_of([b.reversible], last=i == len(blocks) - 1) for i, b in enumerate(blocks)]
     costs = [stage_cost([block], keep) for block, keep in zip(blocks, keeps, strict=True)]
     return [replace(c, forward=c.forward * seconds, backward=c.backward * seconds) for c in costs]
 
