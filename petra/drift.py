@@ -14,12 +14,12 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
+from petra.block import BlockRunner
 from petra.errors import ConfigError
 from petra.method import Keep
 from petra.pipeline import Pipeline
 from petra.replacing import replace_method
 from petra.reversible import Gradients
-from petra.stage import BlockRunner
 from petra.streams import Streams
 
 EVERY = 200

@@ -8,7 +8,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from petra.stage import loss_and_gradient
 from petra.streams import IGNORED, Message, TensorSpec
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -61,7 +60,7 @@ class Objective:
     def send(self, m: int, message: Message) -> None:
         ((output,),) = message
         targets = self._targets(m)
-        loss, gradient = loss_and_gradient(self.loss, output, targets)
+        loss, gradient = _loss_and_gradient(self.loss, output, targets)
         self._pending[m] = ((output,), (gradient,), (self._report(output, targets, loss),))
 
     def receive(self, m: int) -> Message:
@@ -104,3 +103,12 @@ def correct(output: Tensor, targets: Tensor) -> Tensor:
 def among_five(output: Tensor, targets: Tensor) -> Tensor:
     """How many targets are among the five highest scores; more than five classes along dimension 1."""
     return (output.topk(5, 1).indices == targets.unsqueeze(1)).sum()
+
+
+def _loss_and_gradient(loss: Loss, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of one microbatch and its gradient with respect to the last stage's output, both detached."""
+    output = output.detach().requires_grad_()
+    with torch.enable_grad():
+        value = loss(output, targets)
+    (gradient,) = torch.autograd.grad(value, output)
+    return value.detach(), gradient

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from petra.block import Stash
 from petra.errors import ConfigError
 from petra.method import Method, Weights
-from petra.stage import Stage, Stash
+from petra.stage import Stage
 
 LearningRate = Callable[[int], float]
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from petra.block import BlockRunner
 from petra.ends import Objective, Stream, counted
 from petra.partition import Layout
 from petra.reversible import derive_seed, normalisations
-from petra.stage import BlockRunner
 from petra.streams import Message
 from petra.transport.port import named
 from petra.worker import Worker

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from petra.block import BlockRunner, Stash
 from petra.errors import ConfigError
 from petra.method import Weights
 from petra.pipeline import Pipeline
 from petra.replacing import replace_method
 from petra.reversible import Gradients
-from petra.stage import BlockRunner, Stage, Stash
+from petra.stage import Stage
 from petra.streams import Streams
 
 Flat = Tensor
