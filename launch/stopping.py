@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: it trains on to the next checkpoint, writes that and ends."""
+"""Signals that ask a run to stop: it drains the pipeline, writes a checkpoint and ends."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from petra.boundaries import TransportName, agree, boundary, choose_transport, connect, open_transport
 from petra.compiled import compile_block
+from petra.early import EarlyEnd
 from petra.ends import Loss, Metric, Objective, Source, Stream, correct
 from petra.errors import ConfigError, NumericsError
 from petra.method import METHODS, Keep, Method, Weights
@@ -191,12 +192,20 @@ class Pipeline:
 
     # -- running ---------------------------------------------------------------------------------------------------------------
 
-    def train(self, stream: Stream, microbatches: int, on_microbatch: Callable[[Tensor], None] | None = None) -> Result:
+    def train(
+        self,
+        stream: Stream,
+        microbatches: int,
+        on_microbatch: Callable[[Tensor], None] | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> Result:
         """Trains on the next ``microbatches`` of the stream, drains the pipeline and returns the means, the same in every process.
 
         Args:
             on_microbatch: called in the process of the first stage as each microbatch completes, with its report, a tensor on the
                 device: targets that count, summed loss, summed metrics. Of replicas each gets its own share's, times their number.
+            stop: asked now and then; soon after it says yes in some process, the pipeline is drained in all of them, and
+                :attr:`clock` tells how many microbatches were done. Whether there is one must be the same in every process.
 
         Raises:
             ModelError: exact streams that left their range, in every process.
@@ -205,9 +214,8 @@ class Pipeline:
         self._read(stream)
         self._on_microbatch = on_microbatch
         self._totals.zero_()
-        stop = self.clock + microbatches
-        self._run(self._training_orders, self.clock, stop, Worker.do, backward=True)
-        self.clock += microbatches
+        start = self.clock
+        self.clock += self._run(self._training_orders, start, start + microbatches, Worker.do, backward=True, stop=stop)
         if self.replicas is not None:
             self.replicas.settle()
         if self._grid is not None:
@@ -218,7 +226,7 @@ class Pipeline:
         if self.rules.nonfinite == "stop" and self.rules.loss_scale is None and not math.isfinite(result.loss):
             raise NumericsError(
                 f"stage {len(self.layout.stages)}: found a loss that isn't finite among microbatches "
-                f"{self.clock - microbatches + 1} to {self.clock}; lower optim.lr or set optim.clip",
+                f"{start + 1} to {self.clock}; lower optim.lr or set optim.clip",
                 origin=self.rank == 0,
             )
         return result
@@ -305,14 +313,28 @@ class Pipeline:
     def _evaluation_orders(self, start: int, stop: int) -> list[Iterator[tuple[Op, int]]]:
         return [evaluation_order(start, stop) for _ in self.layout.stages]
 
-    def _run(self, orders: Orders, start: int, stop: int, do: Callable[[Worker, Op, int], None], *, backward: bool) -> None:
-        """This process's part of the timetable, with messages exchanged between rounds."""
+    def _run(
+        self,
+        orders: Orders,
+        first: int,
+        end: int,
+        do: Callable[[Worker, Op, int], None],
+        *,
+        backward: bool,
+        stop: Callable[[], bool] | None = None,
+    ) -> int:
+        """This process's part of the timetable, with messages exchanged between rounds; how many microbatches were done."""
         warm_up = 2 * max(self.delays) + len(self.delays)
-        timed = rounds(orders, self.boundary_delays, start, stop, period=self._flush_every or 1, warm_up=warm_up)
+        timed = rounds(orders, self.boundary_delays, first, end, period=self._flush_every or 1, warm_up=warm_up)
         transport = self._transport
         if transport is not None:
-            transport.begin(stop - start, backward)
-        for shift, (steps, transfers, completed) in timed.map(self._own):
+            transport.begin(end - first, backward)
+        early = None
+        if stop is not None:
+            shorten = transport.shorten if transport is not None else lambda messages: None
+            early = EarlyEnd(stop, self.world, lambda bodies: shorten(bodies * timed.period))
+        mine = timed.map(self._own)
+        for shift, (steps, transfers, completed) in mine if early is None else mine.cut(early):
             if self._threads is None:
                 for worker, op, m in steps:
                     do(worker, op, m + shift)
@@ -326,6 +348,10 @@ class Pipeline:
                 self._update_together()
         if transport is not None:
             transport.finish()
+        if early is None:
+            return end - first
+        early.finish()
+        return end - first - early.dropped * timed.period
 
     def _own(self, round_: Sequence[Step]) -> tuple[list[tuple[Worker, Op, int]], Sequence[Transfer], int | None]:
         """What this process does in a round: its stages' steps, its share in an exchange; and the microbatch that all have done."""

@@ -171,13 +171,18 @@ class Rounds(Generic[R]):
     start: int
 
     def __iter__(self) -> Iterator[tuple[int, R]]:
-        shift = self.start
+        return self.cut(lambda left: left)
+
+    def cut(self, left: Callable[[int], int]) -> Iterator[tuple[int, R]]:
+        """As iterating, but ``left`` says before each body how many are to come, of so many: one less is one period less."""
+        shift, repeats = self.start, self.repeats
         for round_ in self.head:
             yield shift, round_
-        for _ in range(self.repeats):
+        while repeats and (repeats := left(repeats)):
             for round_ in self.body:
                 yield shift, round_
             shift += self.period
+            repeats -= 1
         for round_ in self.tail:
             yield shift, round_
 

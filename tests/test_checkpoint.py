@@ -203,7 +203,9 @@ class Epochs(RandomStream):
 
 def trainer(folder: Path, **options: Any) -> Trainer:
     data = Epochs()
-    made = Trainer(build(), data, data, lambda t: 0.1, checkpoints=Checkpoints(folder / "c", 9), every=4, **options)  # type: ignore[arg-type]
+    data.batches_per_epoch = options.pop("batches", data.batches_per_epoch)
+    options = {"checkpoints": Checkpoints(folder / "c", 9), "every": 4, **options}
+    made = Trainer(build(), data, data, lambda t: 0.1, **options)  # type: ignore[arg-type]
     made.loggers = [JsonLines(folder / "metrics.jsonl")]
     return made
 
@@ -236,6 +238,19 @@ def test_a_run_that_is_asked_to_stop_does_so_at_the_next_checkpoint(tmp_path: Pa
     with pytest.raises(Interrupted, match="stopped as asked after microbatch 8, checkpoint written"):
         stopped.fit(2)
     assert newest(tmp_path / "c") == tmp_path / "c" / "000000008"
+
+
+def test_a_run_without_planned_drains_stops_at_once(tmp_path: Path) -> None:
+    """In the middle of an epoch, and goes on from there."""
+    asked = iter([False] * 20)
+    stopped = trainer(tmp_path, every=None, batches=200, stop=lambda: next(asked, True))
+    with pytest.raises(Interrupted, match="checkpoint written") as ended:
+        stopped.fit(1)
+    assert 20 < ended.value.clock < 60
+    again = trainer(tmp_path, every=None, batches=200)
+    again.resume(restore(again.pipeline, newest(tmp_path / "c"))["trainer"])
+    (epoch,) = again.fit(1)
+    assert (epoch.microbatches, epoch.train.targets) == (200, 800)
 
 
 def test_another_configuration_is_refused() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from petra import BlockSpec, ConfigError, Keep, Method, Model, ModelError, Pipeline, TensorSpec
+from petra import BlockSpec, ConfigError, Keep, Method, Model, ModelError, Pipeline, TensorSpec, UpdateRules
 from petra.boundaries import TransportName
 from petra.models import revnet18
 from petra.remedies import Prediction, Remedy
@@ -69,6 +69,54 @@ def test_weights_do_not_depend_on_processes_or_transport(world: int, alone: dict
         for key, value in expected.items():
             assert torch.equal(weights[key], value), f"d={d} k={k} {transport}: {key}"
         assert all(part[d, k, transport][1] == results for part in parts)
+
+
+EARLY: dict[str, dict[str, Any]] = {
+    "petra": {},
+    "flush": {"method": "1f1b"},
+    "turns": {"method": "backprop"},
+    "together": {"method": "gpipe", "rules": UpdateRules(clip=0.1, clip_globally=True)},
+}
+
+
+def early(name: str, transport: TransportName) -> Pipeline:
+    net, learning_rate = mixed_net(), (lambda t: 0.02)
+    settings = {"k": 4, "stages": [1, 2, 1, 2], "optimizer": sgd, "learning_rate": learning_rate, **EARLY[name]}
+    return Pipeline(net, RandomStream().spec, transport=transport, **settings)
+
+
+def stop_early(rank: int, by: int, after: int) -> dict[tuple[str, str], tuple[int, dict[str, Tensor]]]:
+    """How far a stretch of 300 microbatches came that one process is asked to stop, and the weights after 5 more."""
+    found = {}
+    for name, transport in product(EARLY, ("lockstep", "edge")):
+        pipeline, asked = early(name, transport), iter([False] * after)  # type: ignore[arg-type]
+        pipeline.train(RandomStream(), 300, stop=lambda asked=asked: next(asked, rank == by))
+        clock = pipeline.clock
+        pipeline.train(RandomStream(), 5, stop=lambda: False)
+        found[name, transport] = clock, pipeline.state_dict()
+    return found
+
+
+@pytest.mark.parametrize(("world", "by", "after"), [(2, 1, 0), (4, 2, 1)])
+def test_all_processes_stop_after_the_same_microbatch(world: int, by: int, after: int, tmp_path: Path) -> None:
+    """As if so many had been asked for: the weights are those of one process that trains on as many."""
+    parts = run_processes(world, stop_early, tmp_path, by, after)
+    for name, transport in parts[0]:
+        (clock,) = {part[name, transport][0] for part in parts}
+        assert 16 <= clock < 200
+        planned = early(name, "local")
+        planned.train(RandomStream(), clock)
+        planned.train(RandomStream(), 5)
+        weights = {key: value for part in parts for key, value in part[name, transport][1].items()}
+        error = 1e-12 if name == "together" else 0  # the sum of a global norm depends on the processes
+        torch.testing.assert_close(weights, dict(planned.state_dict()), rtol=error, atol=error)
+
+
+def test_one_process_stops_at_once() -> None:
+    pipeline = early("petra", "local")
+    asked = iter([False] * 9)
+    assert pipeline.train(RandomStream(), 300, stop=lambda: next(asked, True)).targets == 4 * pipeline.clock
+    assert 9 < pipeline.clock < 40
 
 
 OTHERS: dict[str, dict[str, Any]] = {

@@ -126,6 +126,12 @@ def test_rounds_are_the_timetable_at_any_length(seed: int) -> None:
         grouped = [[(s.stage, s.op, s.microbatch) for s in round_] for _, round_ in groupby(steps, lambda step: step.round)]
         assert [[(s.stage, s.op, s.microbatch + shift) for s in round_] for shift, round_ in found] == grouped
     assert len(found.head) + len(found.body) + len(found.tail) < len(grouped), "a long run is not spelled out"
+    for dropped in range(min(found.repeats, 4) + 1):
+        steps = timetable(orders(made, stages, k, 150 - dropped * period, start), between)
+        grouped = [[(s.stage, s.op, s.microbatch) for s in round_] for _, round_ in groupby(steps, lambda step: step.round)]
+        asked = iter([found.repeats])
+        cut = found.cut(lambda left, dropped=dropped, asked=asked: left - dropped if next(asked, None) else left)
+        assert [[(s.stage, s.op, s.microbatch + shift) for s in round_] for shift, round_ in cut] == grouped
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -68,7 +68,7 @@ class Prefetcher:
 
 
 def _deafen(worker: int) -> None:
-    """Clusters and terminals signal all processes of a job, but a run that trains on to its next checkpoint needs its data."""
+    """Clusters and terminals signal all processes of a job, but a run that ends with a checkpoint needs its data until then."""
     for number in (signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

@@ -70,7 +70,7 @@ class Trainer:
         every: microbatches between two drains of the pipeline, counted from the start of the run, with a checkpoint at each; None
             for a drain at the end of epochs only.
         facts: of the run, for its checkpoints.
-        stop: asked at each drain whether this process has been told to stop.
+        stop: whether this process has been told to stop; asked at each drain and, without ``every``, all the time.
     """
 
     def __init__(
@@ -139,9 +139,10 @@ class Trainer:
             started = time.perf_counter()
             until = self.microbatches - done if self.every is None else self.every - self.pipeline.clock % self.every
             count = min(until, self.microbatches - done)
-            self._parts.append(self.pipeline.train(self.train, count, on_microbatch))
+            stop = self.stop if self.every is None else None  # planned drains are where runs are the same bit for bit
+            self._parts.append(self.pipeline.train(self.train, count, on_microbatch, stop))
             self._seconds += time.perf_counter() - started
-            done += count
+            done = self.pipeline.clock - (epoch - 1) * self.microbatches
             if done < self.microbatches:
                 self._drained(None)
         started = time.perf_counter()

@@ -61,6 +61,10 @@ class _Receiver:
         for _ in range(_POSTED):
             self._post()
 
+    def shorten(self, messages: int) -> None:
+        assert self._unposted >= messages, "receives that nothing will answer have been posted"
+        self._unposted -= messages
+
     def receive(self) -> Message:
         work, buffer = self._posted.popleft()
         work.wait()
@@ -126,6 +130,12 @@ class EdgeTransport:
             self.upstream.receiver.expect(microbatches)
         if self.downstream and backward:
             self.downstream.receiver.expect(microbatches)
+
+    def shorten(self, messages: int) -> None:
+        """So many fewer will come than :meth:`begin` has been told, in each direction."""
+        for port in (self.upstream, self.downstream):
+            if port:
+                port.receiver.shorten(messages)
 
     def transfers(self, steps: Sequence[Step]) -> Sequence[Transfer]:
         """Nothing to do after a round: messages leave when they are sent."""

@@ -90,6 +90,9 @@ class LockstepTransport:
     def begin(self, microbatches: int, backward: bool) -> None:
         """Nothing is posted ahead."""
 
+    def shorten(self, messages: int) -> None:
+        """As nothing is, there is nothing to take back."""
+
     def transfers(self, steps: Sequence[Step]) -> Sequence[Transfer]:
         """This process's share in the exchange of what all stages produced in one round, in the same order on every rank."""
         found: list[Transfer] = []
