@@ -252,7 +252,7 @@ def main() -> None:
     seconds = f"{time.monotonic() - started:.0f} s, the slowest {slowest:.1f} s of the processor"
     print(f"{outcomes.total()} configurations: {counts}; {seconds}")
     told(examples=outcomes.total(), ran=outcomes["ran"], refused=refused)
-    sys.exit(bool(failures))
+    sys.exit(1 if failures else 0)
 
 
 if __name__ == "__main__":

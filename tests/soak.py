@@ -121,7 +121,7 @@ def main() -> None:
     if options.out is not None:
         options.out.write_text(json.dumps({**vars(options), "out": str(options.out), "compared": rows, "samples": samples}) + "\n")
     print(table(rows))
-    sys.exit(any(map(grew, rows)))
+    sys.exit(1 if any(map(grew, rows)) else 0)
 
 
 if __name__ == "__main__":

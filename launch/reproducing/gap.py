@@ -36,6 +36,8 @@ TRIED: dict[str, tuple[str, ...]] = {
     "compensation and prediction": ("method=petra", "remedy=compensation_prediction"),
     "shrinking": ("method=petra", "remedy=shrinking"),
     "look-ahead": ("method=petra", "remedy=lookahead"),
+    "look-ahead, the step of momentum 0.9": ("method=petra", "remedy=lookahead", "optim.lr=1.0"),
+    "lower rate": ("method=petra", "optim.lr=0.05"),
 }
 """Settings of the search, by name."""
 FINALISTS = (EXACT, PLAIN, "d = 1")
