@@ -104,6 +104,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", help="JSON file to write")
     options = parser.parse_args()
+    for key in ("depths", "batches"):
+        if len(set(getattr(options, key))) < 2:
+            parser.error(f"--{key}: found one number, accepted are two or more, since a line is laid through them")
     torch.set_num_threads(1)
     print(f"{options.channels} channels, {options.size} pixels, one thread")
 
