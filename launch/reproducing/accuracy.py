@@ -95,9 +95,8 @@ def table4(request: Request) -> Report:
                 continue
             exact = mean(accuracies) if method == "reversible" else exact
             behind = "" if exact is None or method == "reversible" else f"{exact - mean(accuracies):.2f}"
-            spread = f" ± {stdev(accuracies):.2f}" if len(accuracies) > 1 else ""
             each = ", ".join(f"{accuracy:.2f}" for accuracy in accuracies)
-            lines.append([model, row, f"`{method}`", f"{mean(accuracies):.2f}{spread}", behind, each])
+            lines.append([model, row, f"`{method}`", mean_and_deviation(accuracies), behind, each])
     header = ("model", "row", "here", "test accuracy, % (mean ± deviation)", "behind backpropagation", "each seed")
     note = "The paper's own figures were not at hand. Backpropagation is done by `reversible`, whose gradients are the same." + (
         "" if request.scale is Scale.PAPER else f" Smaller than the paper: {smaller}."
@@ -135,6 +134,11 @@ def fig4(request: Request) -> Report:
     panel = Panel("k, microbatches of 64 images per update", "test accuracy (%)", drawn, powers=True)
     text = f"{table(header, lines)}{missing(list(wanted), found)}\n{note}\n"
     return Report(text, {"accuracies": values, "runs": _records(found)}, [panel], columns=1)
+
+
+def mean_and_deviation(values: Sequence[float]) -> str:
+    """As ``79.31 ± 0.50``; without a deviation of a single value."""
+    return f"{mean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
 
 
 def _accuracies(runs: Sequence[Run]) -> list[float]:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import mean, stdev
+from functools import cache
+from statistics import mean
 
 import torch
 
 from launch.markdown import table
-from launch.reproducing.accuracy import SEEDS, SHORT, SMALL
+from launch.reproducing.accuracy import SEEDS, SHORT, SMALL, mean_and_deviation
 from launch.reproducing.report import Report, Request, Scale
 from launch.reproducing.runs import Run, collect, job, missing
 from launch.reproducing.speed import FLOPS, LATENCY, stages_of
 from petra.analysis.plots import Panel
 from petra.method import METHODS, Method
 from petra.models import revnet18
-from petra.profiling import count_blocks
+from petra.profiling import BlockCost, count_blocks
 from petra.simulator import Link, predict
 from petra.streams import TensorSpec
 
@@ -85,11 +86,10 @@ def finals(request: Request) -> Report:
     lines, curves = [], dict[str, list[tuple[float, float]]]()
     for label, name, method in rows:
         runs = groups[name]
-        each = [100 * run.summary["test_accuracy"] for run in runs]
-        spread = f" ± {stdev(each):.2f}" if len(each) > 1 else ""
+        each = mean_and_deviation([100 * run.summary["test_accuracy"] for run in runs])
         seconds = [_seconds(runs[0], method, bandwidth) for bandwidth in LINKS]
         overrides = _code(TRIED[name] if label == name else ("method=1f1b",))
-        lines.append([label, overrides, f"{reached[name]:.2f}{spread}", _closed(reached[name], reached)])
+        lines.append([label, overrides, each, _closed(reached[name], reached)])
         course = [(epoch, 100 * mean(accuracies)) for epoch, accuracies in _epochs(runs).items()]
         first = next((epoch for epoch, accuracy in course if accuracy >= goal), None)
         lines[-1] += [f"{_images(runs[0]) / of:.0f}" for of in seconds]
@@ -137,10 +137,14 @@ def _images(run: Run) -> int:
 
 def _seconds(run: Run, method: Method, bandwidth: float) -> float:
     """Of an epoch on 10 devices with links of so many GB/s."""
-    blocks = count_blocks(revnet18(stem="cifar"), TensorSpec((run.summary["batch_size"], 3, 32, 32), torch.float32))
-    costs = stages_of(blocks, 1 / FLOPS, method)
+    costs = stages_of(_blocks(run.summary["batch_size"]), 1 / FLOPS, method)
     predicted = predict(costs, method, run.summary["k"], link=Link(1e9 * bandwidth, LATENCY))
     return float(run.rows[0]["microbatches"] * predicted.period)
+
+
+@cache
+def _blocks(batch: int) -> tuple[BlockCost, ...]:
+    return count_blocks(revnet18(stem="cifar"), TensorSpec((batch, 3, 32, 32), torch.float32))
 
 
 def _epochs(runs: Sequence[Run]) -> dict[int, list[float]]:
