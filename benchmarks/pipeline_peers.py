@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from benchmarks.two_stages import period, sgd
 from petra import Method, Model, Pipeline, TensorSpec
-from petra.boundaries import TransportName
 from petra.reversible import derive_seed
+from petra.transport.connect import TransportName
 
 
 class Batches:

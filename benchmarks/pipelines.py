@@ -29,9 +29,9 @@ from benchmarks.pipeline_peers import Batches, Peer, Run, Setting, checkpointed,
 from benchmarks.report import installed, machine, ratio, save
 from benchmarks.two_stages import build, sgd
 from petra import METHODS, Keep, Method
-from petra.profiling import measure_link, profile_blocks
-from petra.simulator import Link, StageCost, predict
-from petra.tuning import stage_cost
+from petra.cost_model.autotune import stage_cost
+from petra.cost_model.costs import measure_link, profile_blocks
+from petra.cost_model.simulator import Link, StageCost, predict
 
 NOTHING, GRAPH = METHODS["petra"], Method("petra", delay=2, keep=Keep.GRAPH)
 CONTESTANTS: dict[str, Peer] = {

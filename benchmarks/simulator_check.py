@@ -22,11 +22,11 @@ import torch.distributed as dist
 from benchmarks.report import machine, ratio, save, spread, table
 from benchmarks.two_stages import Head, Noise, Split, _coupling, sgd
 from petra import BlockSpec, Keep, Method, Model, Pipeline, TensorSpec
-from petra.boundaries import TransportName
-from petra.intervals import Interval, Kind
-from petra.profiling import measure_link
-from petra.recorder import Recorder
-from petra.simulator import Link, StageCost, simulate
+from petra.cost_model.costs import measure_link
+from petra.cost_model.simulator import Link, StageCost, simulate
+from petra.diagnostics.events import Interval, Kind
+from petra.diagnostics.recorder import Recorder
+from petra.transport.connect import TransportName
 
 METHODS: dict[str, tuple[Method, TransportName]] = {
     "petra, d = 2, lockstep": (Method("petra", 2, Keep.NOTHING), "lockstep"),

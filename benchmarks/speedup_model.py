@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from benchmarks.report import machine, save
 from petra import METHODS, BlockSpec, Keep, Method, Model, TensorSpec
+from petra.cost_model.autotune import choose_delays, line_costs, tune
+from petra.cost_model.costs import BlockCost, count_blocks, profile_blocks
+from petra.cost_model.simulator import Link, StageCost, predict
 from petra.models import revnet18, revnet34
 from petra.models.revnet import Downsample
-from petra.profiling import BlockCost, count_blocks, profile_blocks
 from petra.reversible import Coupling
-from petra.simulator import Link, StageCost, predict
 from petra.training import sgd
-from petra.tuning import choose_delays, line_costs, tune
 
 ONE_F_ONE_B = Method("1f1b", delay=1, keep=Keep.GRAPH, flush=True)
 PETRA = METHODS["petra"]

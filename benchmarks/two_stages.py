@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from benchmarks.report import machine, ratio, save, spread, table
 from benchmarks.reversible_sequence import branch
 from petra import BlockSpec, Keep, Method, Model, Pipeline, TensorSpec
-from petra.allocation import keep_freed_memory
-from petra.boundaries import TransportName
+from petra.process_memory import keep_freed_memory
 from petra.reversible import Coupling
+from petra.transport.connect import TransportName
 
 METHODS: dict[str, tuple[Method, TransportName]] = {
     "petra, d = 2, lockstep": (Method("petra", 2, Keep.NOTHING), "lockstep"),

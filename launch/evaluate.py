@@ -21,14 +21,14 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from launch.build import plan
-from launch.config import Config, LoggerConfig, to_config
-from launch.processes import Place
-from launch.refusals import reason
-from launch.resuming import FOLDER
-from launch.resuming import weights as weights_in
+from launch.config.errors import reason
+from launch.config.schema import Config, LoggerConfig, to_config
+from launch.run.build import plan
+from launch.run.resume import FOLDER
+from launch.run.resume import weights as weights_in
+from launch.runtime.rank import Place
+from petra.distributed import together
 from petra.errors import ConfigError, first_line
-from petra.together import together
 from petra.training import best_of, limited, load_into, means, newest
 from petra.training.export import FORMATS
 

@@ -10,11 +10,11 @@ import sys
 
 import torch
 
-from launch.agent import run_agent
-from launch.build import plan
-from launch.composing import compose
-from launch.config import to_config
-from launch.processes import Place
+from launch.config.compose import compose
+from launch.config.schema import to_config
+from launch.run.build import plan
+from launch.runtime.agent import run_agent
+from launch.runtime.rank import Place
 
 
 def main() -> None:

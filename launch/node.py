@@ -23,7 +23,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from launch.agent import run_agent
+from launch.runtime.agent import run_agent
 from petra.errors import ConfigError
 
 WORDS = ("auto", "cpu", "gpu")

@@ -10,12 +10,12 @@ from typing import Any, get_type_hints
 
 from omegaconf import OmegaConf
 
-from launch.config import Config
-from launch.refusals import CONF
+from launch.config.errors import CONF
+from launch.config.schema import Config
 
 HEAD = """# Configuration
 
-Made by `python -m launch.reference > docs/configuration.md` from `launch/config.py` and `conf/`; change those.
+Made by `python -m launch.reference > docs/configuration.md` from `launch/config/schema.py` and `conf/`; change those.
 
 `GROUP=FILE` chooses a file of a group, `GROUP.KEY=VALUE` sets a key; a later word wins. The first file of each list is the default.
 Names in brackets are the files that a value or meaning belongs to. Unknown keys, wrong types and values that aren't accepted are

@@ -23,15 +23,15 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from launch.build import AUTO, plan
-from launch.composing import composed, refusing
-from launch.config import Config
-from launch.markdown import table
-from launch.processes import Place
+from launch.config.compose import composed, refusing
+from launch.config.schema import Config
+from launch.reproduce.markdown import table
+from launch.run.build import AUTO, plan
+from launch.runtime.rank import Place
 from petra.errors import ConfigError, PetraError
 from petra.training import write_json
 
-SBATCH = Path(__file__).with_name("slurm.sbatch")
+SBATCH = Path(__file__).parent / "templates" / "slurm.sbatch"
 RESUME = f"resume={AUTO}"
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "test accuracy": lambda s: f"{s['test_accuracy']:.2%}",
@@ -132,7 +132,7 @@ def check(config: Config, processes: int, here: bool) -> None:
     """Refuses what can't work; a machine that only submits needn't have the devices.
 
     Raises:
-        PetraError: as :func:`launch.build.plan`.
+        PetraError: as :func:`launch.run.build.plan`.
     """
     device = config.trainer.device if here else "cpu"
     place = Place(rank=0, world=processes, local_rank=0, local_world=processes)

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import torch
 
-from launch.build import plan
-from launch.cluster import apply
-from launch.composing import compose
-from launch.config import Config, to_config
-from launch.processes import Place
-from launch.records import Records, headline, summarise
-from launch.resuming import FOLDER, as_before, begin, facts, find_start, require_shared
-from launch.stage_map import stage_map
-from launch.stopping import Stopping
-from launch.tuning import tuned
-from launch.watching import watching
-from petra.allocation import keep_freed_memory
+from launch.config.compose import compose
+from launch.config.schema import Config, to_config
+from launch.run.autotune import tuned
+from launch.run.build import plan
+from launch.run.diagnostics import watching
+from launch.run.dry_run import stage_map
+from launch.run.folder import Records, headline, summarise
+from launch.run.resume import FOLDER, as_before, begin, facts, find_start, require_shared
+from launch.runtime.network import apply
+from launch.runtime.rank import Place
+from launch.runtime.signals import Stopping
+from petra.distributed import gathered, together
 from petra.pipeline import Pipeline
-from petra.together import gathered, together
+from petra.process_memory import keep_freed_memory
 from petra.training import FORMATS, Bar, Checkpoints, Lines, Trainer, export, limited, peak_memory
 
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from petra.errors import ModelError, first_line
 from petra.reversible import ReversibleBlock, derive_seed, seeded
-from petra.streams import Streams, TensorSpec, as_streams
+from petra.specs import Streams, TensorSpec, as_streams
 
 
 @dataclass(frozen=True)

@@ -12,23 +12,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from petra.boundaries import TransportName, agree, boundary, choose_transport, connect, open_transport
-from petra.compiled import compile_block
-from petra.ends import Loss, Metric, Objective, Source, Stream, correct
-from petra.engine import Engine, stage_threads
+from petra.engine.compile import compile_block
+from petra.engine.data_parallel import Replicas, Share, ShareObjective, share_seed
+from petra.engine.endpoints import Loss, Metric, Objective, Source, Stream, correct
+from petra.engine.executor import Engine, stage_threads
+from petra.engine.stage import Stage
+from petra.engine.update import OptimizerFactory, Update, UpdateRules
+from petra.engine.worker import Worker
 from petra.errors import ConfigError, NumericsError
 from petra.method import METHODS, Keep, Method, Weights
 from petra.model import Model
-from petra.partition import Layout
-from petra.remedies import Remedy, StageRemedy
-from petra.replicas import Replicas, Share, ShareObjective, share_seed
+from petra.plan.layout import Layout
+from petra.plan.schedule import check, training_orders
 from petra.reversible import Grid
-from petra.schedule import check, training_orders
-from petra.stage import Stage
-from petra.streams import TensorSpec
+from petra.specs import TensorSpec
+from petra.staleness.remedies import Remedy, StageRemedy
 from petra.transport import Port
-from petra.update import OptimizerFactory, Update, UpdateRules
-from petra.worker import Worker
+from petra.transport.connect import TransportName, agree, boundary, choose_transport, connect, open_transport
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def small(command: str) -> list[str] | None:
         ]
     if modules and modules[-1].startswith("benchmarks."):
         return [*words, "--rounds", "1"]
-    # A sentence that names it; and what would train for hours, of which tests/test_reproduce.py runs small versions.
+    # A sentence that names it; and what would train for hours, of which tests/launch/test_reproduce.py runs small versions.
     return [*words, "--help"] if words[-1] == "launch.compare" or "launch.reproduce" in modules else words
 
 

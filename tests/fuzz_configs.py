@@ -32,15 +32,15 @@ import yaml
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from launch.build import plan
-from launch.composing import composed
-from launch.config import Config
-from launch.processes import Place
-from launch.refusals import CONF, schema_keys
-from launch.resuming import as_before, begin, find_start
-from launch.stage_map import stage_map
+from launch.config.compose import composed
+from launch.config.errors import CONF, schema_keys
+from launch.config.schema import Config
+from launch.run.autotune import tuned
+from launch.run.build import plan
+from launch.run.dry_run import stage_map
+from launch.run.resume import as_before, begin, find_start
+from launch.runtime.rank import Place
 from launch.train import run
-from launch.tuning import tuned
 from petra.errors import PetraError
 from petra.training import limited
 

@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from petra.training.checkpoint import LATEST, checkpoints, verify
-from tests.forked import Forked, used
+from tests.support.forked import Forked, used
 
 WORLD = 4
 RUN = (

@@ -23,8 +23,8 @@ import torch
 
 from petra import Pipeline
 from petra.training import Checkpoints, Trainer
-from tests.nets import RandomStream, mixed_net
-from tests.processes import run_processes
+from tests.support.nets import RandomStream, mixed_net
+from tests.support.processes import run_processes
 
 WORLD, EPOCHS = 4, 100
 MEMORY = 0.01

@@ -15,8 +15,8 @@ from benchmarks import pipelines, reversible_sequence, scaling
 from benchmarks.pipeline_peers import Batches, Run, Setting
 from benchmarks.reversible_peers import LIBRARIES, PEERS, gradients
 from benchmarks.two_stages import build
-from petra.simulator import StageCost
-from tests.processes import run_processes
+from petra.cost_model.simulator import StageCost
+from tests.support.processes import run_processes
 
 
 @pytest.mark.parametrize("name", PEERS)

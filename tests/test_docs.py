@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from torch.distributed.run import get_args_parser
 
 from examples.own_model import Patches, branch
-from launch.build import plan
-from launch.config import register, to_config
-from launch.processes import Place
+from launch.config.errors import CONF
+from launch.config.schema import register, to_config
 from launch.reference import page
-from launch.refusals import CONF
+from launch.run.build import plan
+from launch.runtime.rank import Place
 from launch.sweep import jobs
 from petra import Model, TensorSpec
 from petra.analysis import timeline

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from petra.analysis.flops import FlopMeter
-from petra.held import GraphMeter
+from petra.diagnostics.activation_memory import GraphMeter
 from petra.reversible import Coupling, ReversibleSequence
 from petra.reversible.coupling import Pair
 

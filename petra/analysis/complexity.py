@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from petra.analysis.flops import FlopMeter
-from petra.held import HeldMeter, graph_bytes
+from petra.cost_model.simulator import StageCost, predict
+from petra.diagnostics.activation_memory import HeldMeter, graph_bytes
+from petra.diagnostics.replacing import replace_method
+from petra.engine.stage import Stage
 from petra.method import METHODS, Keep, Method, Weights
 from petra.model import BlockSpec, Model
 from petra.pipeline import Pipeline
-from petra.replacing import replace_method
 from petra.reversible import Coupling
-from petra.simulator import StageCost, predict
-from petra.stage import Stage
-from petra.streams import TensorSpec
+from petra.specs import TensorSpec
 
 BATCH, FEATURES = 8, 32
 

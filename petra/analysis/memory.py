@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from petra.ends import Stream
-from petra.held import HeldMeter, graph_bytes
+from petra.cost_model.simulator import in_flight
+from petra.diagnostics.activation_memory import HeldMeter, graph_bytes
+from petra.engine.endpoints import Stream
 from petra.model import Model
 from petra.pipeline import Pipeline
-from petra.simulator import in_flight
-from petra.streams import TensorSpec
+from petra.specs import TensorSpec
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from petra.analysis.plots import timeline
+from petra.cost_model.simulator import Link, StageCost, predict, simulate
+from petra.diagnostics.events import Interval, Kind
 from petra.errors import ConfigError, PetraError
-from petra.intervals import Interval, Kind
 from petra.method import METHODS, Keep
-from petra.simulator import Link, StageCost, predict, simulate
 
 
 def write_trace(intervals: Sequence[Interval], path: Path) -> None:

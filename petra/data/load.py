@@ -15,7 +15,7 @@ from petra.data.imagenet import imagenet
 from petra.data.imagenet32 import imagenet32
 from petra.data.text import text
 from petra.errors import ConfigError
-from petra.streams import TensorSpec
+from petra.specs import TensorSpec
 
 DATASETS: dict[str, Callable[..., Dataset]] = {
     load.__name__: load for load in (digits, cifar10, cifar100, imagenet32, imagenet, synthetic, text)

@@ -11,7 +11,7 @@ from petra.data.dataset import Dataset
 from petra.data.prefetch import Prefetcher
 from petra.errors import ConfigError
 from petra.reversible import derive_seed
-from petra.streams import IGNORED
+from petra.specs import IGNORED
 
 _ORDER, _AUGMENTATION = 1, 2
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from petra.data.dataset import Dataset, Split
 from petra.data.files import folder_of, read
 from petra.errors import ConfigError, DataError
-from petra.streams import IGNORED
+from petra.specs import IGNORED
 
 HELP = "set data.root=<a file of text>"
 

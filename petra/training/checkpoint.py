@@ -22,9 +22,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from petra.distributed import together
 from petra.errors import ConfigError, DataError, first_line
 from petra.pipeline import Pipeline
-from petra.together import together
 from petra.training.export import State
 from petra.training.records import PART
 from petra.training.state import load_state, origin, read, state_of, within, write

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 
 class Progress(ABC):
-    """Sums the reports of the epoch under way (see :class:`petra.ends.Objective`) and shows their means now and then.
+    """Sums the reports of the epoch under way (see :class:`petra.engine.endpoints.Objective`) and shows their means now and then.
 
     Args:
         epochs, microbatches: of the run, of one epoch.

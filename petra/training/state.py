@@ -51,7 +51,7 @@ _ALLOWED = {
 def state_of(pipeline: Pipeline) -> State:
     """The state of this process's blocks; the pipeline is drained. Most tensors are the pipeline's own, not copies.
 
-    Of replicas the first one has it all (:meth:`petra.replicas.Replicas.settle`), and the others tell nothing.
+    Of replicas the first one has it all (:meth:`petra.engine.data_parallel.Replicas.settle`), and the others tell nothing.
     """
     state: State = {}
     if pipeline.replica:
@@ -198,7 +198,7 @@ def _alone() -> Iterator[None]:
 
 
 def _block(module: nn.Module, parts: Mapping[str, State]) -> dict[str, Any]:
-    """A block's part of :meth:`petra.update.Update.state_dict`."""
+    """A block's part of :meth:`petra.engine.update.Update.state_dict`."""
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     optimizer: dict[str, State] = {name: {} for name in parameters}
     for key, value in parts.get("optimizer", {}).items():

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from petra.data import EvalStream, TrainStream
+from petra.distributed import gathered
 from petra.errors import DataError, Interrupted, first_line
 from petra.pipeline import Pipeline, Result
-from petra.together import gathered
 from petra.training.checkpoint import Checkpoints
 from petra.training.progress import Progress
 from petra.training.records import Logger

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group
 
-from petra.schedule import Step
-from petra.streams import Message
+from petra.plan.schedule import Step
+from petra.specs import Message
 from petra.transport.lockstep import Transfer
 from petra.transport.packing import Packing
 from petra.transport.port import named

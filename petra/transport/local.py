@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from petra.streams import Message
+from petra.specs import Message
 from petra.transport.packing import MessageSpec, rounded
 
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from petra.schedule import Op, Step
-from petra.streams import Message
+from petra.plan.schedule import Op, Step
+from petra.specs import Message
 from petra.transport.packing import Packing
 from petra.transport.port import named
 

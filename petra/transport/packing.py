@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from petra.streams import Message, TensorSpec
+from petra.specs import Message, TensorSpec
 
 _ALIGNMENT = 64  # bytes: kernels choose their path by alignment, and results must not depend on the transport
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from petra.errors import CommunicationError, first_line
-from petra.streams import Message
+from petra.specs import Message
 
 
 class Port(Protocol):

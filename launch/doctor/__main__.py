@@ -1,0 +1,5 @@
+"""``python -m launch.doctor``."""
+
+from launch.doctor.command import main
+
+main()

@@ -1,0 +1,5 @@
+"""``python -m launch.reproduce``."""
+
+from launch.reproduce.command import main
+
+main()

@@ -1,0 +1,123 @@
+"""Targets that compare gradients during training: PETRA's Fig. 5 and 6, RevNet's Fig. 4."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from statistics import mean
+from typing import Any
+
+from launch.reproduce.accuracy import SIX_EPOCHS, SMALL
+from launch.reproduce.markdown import table
+from launch.reproduce.report import Report, Request, Scale
+from launch.reproduce.runs import Run, collect, job
+from petra.analysis.plots import Panel, by_stage
+from petra.errors import ConfigError
+
+Row = dict[str, float]
+PAIRS = {"end_to_end": "PETRA to end-to-end", "delayed": "PETRA to delayed", "delayed_end_to_end": "delayed to end-to-end"}
+
+
+def fig5(request: Request) -> Report:
+    """Cosines between PETRA's gradient, the delayed and the end-to-end one, for each stage."""
+    run, rows = _watched(request)
+    return _report(run, rows, "cosine", "cosine")
+
+
+def fig6(request: Request) -> Report:
+    """Ratios of the same gradients' norms; from the same run."""
+    run, rows = _watched(request)
+    for row in rows:
+        if "norm_ratio_delayed" in row:
+            row["norm_ratio_delayed_end_to_end"] = row["norm_ratio_end_to_end"] / row["norm_ratio_delayed"]
+    return _report(run, rows, "norm_ratio", "ratio of norms")
+
+
+def revnet_fig4(request: Request) -> Report:
+    """The angle between the whole network's gradients from reconstructed and from stored activations, and both trainings."""
+    smaller = "RevNet-38 on CIFAR-10, 2 epochs"
+    request.require_gpus(1, smaller)
+    base: tuple[str, ...]
+    if request.scale is Scale.PAPER:
+        base, watch = ("model=revnet164",), "trainer.diagnose=1000"
+    else:
+        base, watch = ("model=revnet38", "trainer.epochs=2", "schedule.milestones=[1]"), "trainer.diagnose=50"
+    base = ("experiment=revnet/cifar10", *base, "trainer.stages=1")
+    wanted = {
+        "reversible": job(request, "revnet_reversible", *base, "method=reversible", watch),
+        "backprop": job(request, "revnet_backprop", *base, "method=backprop"),
+    }
+    found = collect(request, wanted)
+    run = _required(found, "reversible")
+    rows = _rows(run)
+    lines = [[f"{row['microbatch']:.0f}", f"{row['angle_stored']:.2g}"] for row in _some(rows)]
+    ends = [[name, f"{of.rows[-1]['train_loss']:.4f}", f"{100 * of.summary['test_accuracy']:.2f} %"] for name, of in found.items()]
+    text = table(("microbatch", "angle, degrees"), lines) + "\n" + table(("method", "train loss", "test accuracy"), ends)
+    losses = {name: [(row["epoch"], row["train_loss"]) for row in of.rows] for name, of in found.items()}
+    accuracies = {name: [(row["epoch"], 100 * row["test_accuracy"]) for row in of.rows] for name, of in found.items()}
+    drawn = [
+        Panel("microbatch", "angle (degrees)", {"reversible": by_stage(rows, "angle_stored")["stage 1"]}, "symlog"),
+        Panel("epoch", "train loss", losses),
+        Panel("epoch", "test accuracy (%)", accuracies),
+    ]
+    note = "`backprop` stores the activations of the same network."
+    if request.scale is Scale.CPU:
+        note += f" Smaller than the paper: {smaller}."
+    data = {"rows": rows, "runs": {name: of.record() for name, of in found.items()}}
+    return Report(f"{text}\n{note}\n", data, drawn, columns=3)
+
+
+def _watched(request: Request) -> tuple[Run, list[Row]]:
+    """The run that both of PETRA's figures are drawn from."""
+    request.require_gpus(1, f"{SMALL}, k = 1, 6 epochs")
+    paper = request.scale is Scale.PAPER
+    base = ("experiment=petra/cifar10", "model=revnet18") if paper else SIX_EPOCHS
+    every = "trainer.diagnose=2000" if paper else "trainer.diagnose=100"
+    wanted = {"petra": job(request, "gradients_petra", *base, "method=petra", "k=1", every)}
+    run = _required(collect(request, wanted), "petra")
+    return run, _rows(run)
+
+
+def _report(run: Run, rows: Sequence[Row], quantity: str, label: str) -> Report:
+    stages = sorted({int(row["stage"]) for row in rows})
+    keys = [f"{quantity}_{pair}" for pair in PAIRS]
+    lines = [
+        [str(stage), *(f"{mean(row[key] for row in rows if row['stage'] == stage):.3f}" for key in keys)]
+        for stage in stages
+        if any(keys[0] in row for row in rows if row["stage"] == stage)
+    ]
+    text = f"Mean over {len(rows) // len(stages)} microbatches, {label}:\n\n" + table(("stage", *PAIRS.values()), lines)
+    note = (
+        "End-to-end: weights of the moment when the microbatch meets its loss, a stage's parameters as one vector. The authors' "
+        "program takes the weights of the moment of the stage's B, and means over its tensors."
+    )
+    drawn = [Panel("microbatch", f"{label}, {name}", by_stage(rows, key)) for key, name in zip(keys, PAIRS.values(), strict=True)]
+    data: Mapping[str, Any] = {"rows": list(rows), "run": run.record()}
+    return Report(f"{text}\n{note}\n", data, drawn, columns=3, shaded=True)
+
+
+def _required(found: Mapping[str, Run], name: str) -> Run:
+    if name not in found:
+        raise ConfigError(
+            "--gather: found no finished run with these settings and trainer.diagnose, accepted is --runs with its folder"
+        )
+    return found[name]
+
+
+def _rows(run: Run) -> list[Row]:
+    """What the diagnosis wrote.
+
+    Raises:
+        ConfigError: the file is gone.
+    """
+    path = run.folder / "gradients.jsonl"
+    if not path.exists():
+        raise ConfigError(f"{path}: found no such file, accepted is a run with trainer.diagnose")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _some(rows: Sequence[Row], count: int = 10) -> list[Row]:
+    """Of many rows the first, the last, and some between."""
+    step = max(1, math.ceil((len(rows) - 1) / (count - 1)))
+    return [*rows[:-1:step], rows[-1]]

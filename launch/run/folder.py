@@ -1,0 +1,110 @@
+"""The folder of a run: configuration, metrics, summary, curves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from statistics import harmonic_mean
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from launch.config.schema import Config
+from launch.run.build import AUTO, Plan
+from petra.analysis.plots import curves
+from petra.pipeline import Pipeline
+from petra.training import Epoch, JsonLines, Logger, TensorBoardLogger, WandbLogger, means, new_run_folder, write_json
+from petra.training.records import write_whole, writing
+
+
+class Records:
+    """Opens the run's folder with its config.yaml and metrics.jsonl, and completes it at the end.
+
+    Args:
+        rows: of the epochs that are done already; what the records of a folder that is resumed say of later ones is dropped.
+
+    Raises:
+        ConfigError: the folder is in use or can't be made.
+        DataError: a file in it can't be written.
+    """
+
+    def __init__(self, config: Config, rows: Sequence[Mapping[str, float]] = ()) -> None:
+        name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{config.model.name}_{config.method.name}_{config.data.name}"
+        path = Path("runs", name) if config.run_dir is None else Path(config.run_dir)
+        again = config.resume == AUTO and (path / "config.yaml").exists()
+        self.folder = path if again else new_run_folder(path)
+        (self.folder / "summary.json").unlink(missing_ok=True)
+        write_whole(self.folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
+        self.loggers: list[Logger] = [JsonLines(self.folder / "metrics.jsonl", rows)]
+        if config.logger.name == "wandb":
+            self.loggers.append(WandbLogger(self.folder, config.logger.project, config.logger.mode, asdict(config)))
+        if config.logger.name == "tensorboard":
+            self.loggers.append(TensorBoardLogger(self.folder, len(rows)))
+
+    def finish(self, summary: dict[str, Any], history: Sequence[Epoch]) -> None:
+        """Closes the logs, draws curves.png and writes summary.json last: where it stands, the run is complete."""
+        for logger in self.loggers:
+            logger.close()
+        title = f"{summary['model']}, {summary['method']} (d = {summary['delay']}), {summary['stages']} stages"
+        with writing(self.folder / "curves.png"):
+            curves({"": [epoch.row() for epoch in history]}, self.folder / "curves.png", title)
+        write_json(self.folder / "summary.json", summary)
+        print(
+            f"test accuracy {summary['test_accuracy']:.2%} after {summary['wall_seconds']:.0f} s; records in {self.folder}",
+            flush=True,
+        )
+
+
+def headline(plan: Plan, pipeline: Pipeline) -> str:
+    """What is about to run, in a line."""
+    facts = _facts(plan, pipeline)
+    idle = pipeline.layout.dp * sum(not stages for stages in pipeline.layout.processes)
+    return (
+        f"{facts['model']} with {facts['parameters']:,} parameters by {facts['method']} (d = {facts['delay']}, k = {facts['k']}): "
+        f"{facts['stages']} stages in {facts['processes']} process(es) on {facts['device']}, transport {facts['transport']}"
+        + (f"; {facts['dp']} replicas with {pipeline.layout.inputs.shape[0]} samples each" if facts["dp"] > 1 else "")
+        + (f"; {idle} process(es) without a stage stay idle" if idle else "")
+    )
+
+
+def summarise(plan: Plan, pipeline: Pipeline, history: Sequence[Epoch], memory: Sequence[int], seconds: float) -> dict[str, Any]:
+    """Content of summary.json: losses in nats, accuracies 0 … 1, speed over training alone, seconds of the whole run.
+
+    Args:
+        memory: peak of each process in bytes.
+    """
+    last = history[-1]
+    return _facts(plan, pipeline) | {
+        "epochs": len(history),
+        "microbatches": pipeline.clock,
+        **{f"train_{key}": value for key, value in means(last.train, plan.unit).items()},
+        **{f"test_{key}": value for key, value in means(last.test, plan.unit).items()},
+        f"{plan.unit}_per_second": harmonic_mean([epoch.train.targets / epoch.training_seconds for epoch in history]),
+        "peak_memory_bytes": list(memory),
+        "wall_seconds": seconds,
+        "seed": plan.config.seed,
+        "torch": torch.__version__,
+    }
+
+
+def _facts(plan: Plan, pipeline: Pipeline) -> dict[str, Any]:
+    return {
+        "method": plan.method.name,
+        "delay": plan.method.delay,
+        "remedy": plan.config.remedy.name,
+        "model": plan.model.name,
+        "model_options": plan.config.model.options(),
+        "data": plan.config.data.name,
+        "parameters": sum(block.parameters for block in pipeline.layout.profiles),
+        "stages": len(pipeline.layout.stages),
+        "processes": pipeline.world,
+        "dp": pipeline.layout.dp,
+        "transport": pipeline.transport_name,
+        "device": plan.device.type,
+        "precision": plan.config.trainer.precision,
+        "k": pipeline.k,
+        "batch_size": plan.config.data.batch_size,
+    }

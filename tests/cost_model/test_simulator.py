@@ -1,0 +1,174 @@
+"""Predictions against closed forms, and against a model of the pipeline of its own."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from petra import METHODS, ConfigError, Keep, Method
+from petra.cost_model.simulator import Link, StageCost, in_flight, predict, simulate
+from petra.diagnostics.events import Interval, Kind
+from petra.plan.schedule import Op, training_order
+
+LEAN, GRAPH = StageCost(1, 3), StageCost(1, 2)
+ONE_F_ONE_B = Method("1f1b", 1, Keep.GRAPH, flush=True)
+GPIPE = Method("gpipe", 0, Keep.GRAPH, flush=True, fill=True)
+TRANSPORTS = ("edge", "lockstep")
+
+
+def seconds_by_kind(intervals: Iterable[Interval]) -> Mapping[tuple[int, Kind], float]:
+    """The time that each stage spent on each kind of work."""
+    totals: dict[tuple[int, Kind], float] = defaultdict(float)
+    for interval in intervals:
+        totals[interval.stage, interval.kind] += interval.stop - interval.start
+    return totals
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("stages", [1, 2, 5, 10])
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_periods_of_equal_stages(stages: int, k: int, transport: str) -> None:
+    """DESIGN's units: PETRA 4 at d = 1 and d = 2, taking turns 4J, synchronous pipelines 3(k + J − 1)/k."""
+
+    def period(method: Method, cost: StageCost) -> float:
+        return predict([cost] * stages, method, k, transport=transport).period  # type: ignore[arg-type]
+
+    assert period(METHODS["petra"], LEAN) == pytest.approx(4)
+    assert period(Method("half", 1, Keep.NOTHING), LEAN) == pytest.approx(4)
+    assert period(METHODS["reversible"], LEAN) == pytest.approx(4 * stages)
+    assert period(METHODS["backprop"], GRAPH) == pytest.approx(3 * stages)
+    assert period(ONE_F_ONE_B, GRAPH) == pytest.approx(3 * (k + stages - 1) / k)
+    assert period(GPIPE, GRAPH) == pytest.approx(3 * (k + stages - 1) / k)
+
+
+def test_bubble_and_efficiency() -> None:
+    found = predict([GRAPH] * 4, ONE_F_ONE_B, k=5)
+    assert found.bubble == pytest.approx([1 - 5 / 8] * 4)
+    assert found.efficiency == pytest.approx(5 / 8)
+    unequal = predict([StageCost(1, 3), StageCost(2, 6), StageCost(1, 1)], METHODS["petra"])
+    assert unequal.period == pytest.approx(8)
+    assert unequal.bubble == pytest.approx([0.5, 0, 0.75])
+
+
+def test_updates_count_once_in_k() -> None:
+    assert predict([StageCost(1, 3, update=2)] * 3, METHODS["petra"], k=4).period == pytest.approx(4.5)
+
+
+def test_stages_of_one_process_take_turns() -> None:
+    assert predict([LEAN] * 6, METHODS["petra"], processes=[range(0, 4), range(4, 6)]).period == pytest.approx(16)
+    assert predict([LEAN] * 6, METHODS["petra"], processes=[range(6)]).period == pytest.approx(24)
+
+
+def test_memory_and_staleness() -> None:
+    costs = [StageCost(1, 3, held_bytes=10, fixed_bytes=5)] * 3
+    found = predict(costs, METHODS["petra"], k=4)
+    assert (found.in_flight, found.staleness, found.memory) == ([5, 3, 1], [1.0, 0.5, 0.0], [55, 35, 15])
+    assert predict(costs, GPIPE, k=4).memory == [45, 45, 45]
+    assert predict(costs, ONE_F_ONE_B, k=2).memory == [25, 25, 15]
+
+
+@pytest.mark.parametrize(("delay", "k", "flush"), [(0, 1, False), (4, 1, False), (6, 4, False), (5, 3, True), (2, 4, True)])
+def test_flight_and_staleness_are_those_of_the_order(delay: int, k: int, flush: bool) -> None:
+    order = list(training_order(delay, 0, 40 * k, k if flush else None))
+    held, most, updates, late, forward_at = 0, 0, 0, [], {}
+    for op, m in order:
+        held += 1 if op is Op.FORWARD else -1
+        most = max(most, held)
+        if op is Op.FORWARD:
+            forward_at[m] = updates
+            continue
+        if 10 * k <= m < 30 * k:
+            late.append(updates - forward_at[m])
+        updates += (m + 1) % k == 0
+    assert in_flight(delay, k, flush) == most
+    assert Method("x", delay, Keep.NOTHING, flush=flush).staleness(delay, k) == pytest.approx(sum(late) / len(late))
+
+
+def test_messages_that_hide_behind_compute_cost_nothing() -> None:
+    """At d = 2 a message has the other half of the tick to travel; at d = 1 a latency is paid in full, twice a tick at J = 2."""
+    link = Link(latency=0.5)
+    assert predict([LEAN] * 4, METHODS["petra"], link=link).period == pytest.approx(4)
+    assert predict([LEAN] * 2, Method("half", 1, Keep.NOTHING), link=link).period == pytest.approx(4.5)
+    assert predict([LEAN] * 3, METHODS["reversible"], link=link).period == pytest.approx(12 + 4 * 0.5)
+
+
+def test_a_slow_wire_sets_the_period() -> None:
+    costs = [StageCost(1, 3, forward_bytes=50, backward_bytes=100)] * 3
+    assert predict(costs, METHODS["petra"], link=Link(bandwidth=10)).period >= 10
+    assert predict(costs, METHODS["petra"], link=Link(bandwidth=1000)).period == pytest.approx(4)
+    assert predict(costs, METHODS["petra"], link=Link(bandwidth=100)).period == pytest.approx(4)
+
+
+def longest_paths(costs: list[StageCost], method: Method, k: int, microbatches: int) -> dict[tuple[Op, int, int], float]:
+    """When each step ends if messages take no time: the longest path through the stages' orders and the messages, relaxed."""
+    stages = len(costs)
+    flush = k if method.flush else None
+    orders = [list(training_order(d, 0, microbatches, flush)) for d in method.delays(stages, k)]
+    before: dict[tuple[Op, int, int], list[tuple[Op, int, int]]] = {}
+    for j, order in enumerate(orders):
+        for step in order:
+            before[(step[0], j, step[1])] = []
+        for first, second in pairwise(order):
+            before[(second[0], j, second[1])].append((first[0], j, first[1]))
+        for op, m in order:
+            source = j - 1 if op is Op.FORWARD else j + 1
+            if 0 <= source < stages:
+                before[(op, j, m)].append((op, source, m))
+    ends = dict.fromkeys(before, 0.0)
+    while True:
+        changed = False
+        for node, sources in before.items():
+            op, j, m = node
+            seconds = costs[j].forward if op is Op.FORWARD else costs[j].backward
+            end = max((ends[s] for s in sources), default=0.0) + seconds
+            if end > ends[node] + 1e-12:
+                ends[node], changed = end, True
+        if not changed:
+            return ends
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_pipelines_against_longest_paths(seed: int) -> None:
+    random = Random(seed)
+    stages, k, microbatches = random.randint(1, 5), random.randint(1, 4), random.randint(1, 14)
+    costs = [StageCost(random.uniform(0.5, 2), random.uniform(0.5, 4)) for _ in range(stages)]
+    flush = random.random() < 0.4
+    # Room for all messages, so that no sender waits.
+    method = (
+        Method("x", 2, Keep.NOTHING, flush=flush)
+        if stages < 2
+        else Method("x", tuple(random.randint(2, 4) for _ in range(stages - 1)), Keep.NOTHING, flush=flush)
+    )
+    found = {
+        (Op.FORWARD if i.kind is Kind.FORWARD else Op.BACKWARD, i.stage, i.microbatch): i.stop
+        for i in simulate(costs, method, k, microbatches)
+        if i.kind in (Kind.FORWARD, Kind.BACKWARD)
+    }
+    expected = longest_paths(costs, method, k, microbatches)
+    assert found.keys() == expected.keys()
+    # A sender at most waits for its oldest message, so the simulation is never faster.
+    assert all(found[node] >= expected[node] - 1e-9 for node in expected)
+    if max(found.values()) != pytest.approx(max(expected.values())):
+        waits = seconds_by_kind(simulate(costs, method, k, microbatches))
+        assert any(waits[j, Kind.SEND] > 0 for j in range(stages))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_process_does_one_thing_at_a_time(transport: str) -> None:
+    costs = [StageCost(1.0 + j / 7, 2.5, update=0.3, forward_bytes=10, backward_bytes=20) for j in range(5)]
+    processes = [range(0, 2), range(2, 5)]
+    found = simulate(costs, METHODS["petra"], 2, 11, processes=processes, link=Link(20, 0.1), transport=transport)  # type: ignore[arg-type]
+    for stages in processes:
+        own = sorted((i for i in found if i.stage in stages), key=lambda i: i.start)
+        assert all(a.stop <= b.start + 1e-9 for a, b in pairwise(own))
+    done = [i for i in found if i.kind is Kind.BACKWARD]
+    assert len(done) == 5 * 11
+
+
+def test_delays_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"method\.delay"):
+        predict([LEAN] * 4, Method("x", (1, 2), Keep.NOTHING))

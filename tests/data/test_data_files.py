@@ -1,0 +1,172 @@
+"""CIFAR-10, CIFAR-100 and ImageNet32 from files in the form of the real ones."""
+
+import os
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from petra.data import TrainStream, imagenet32, load_dataset
+from petra.data.cifar import CIFAR10, CIFAR100
+from petra.errors import DataError
+from tests.support.fakes import cifar_batch, md5, pickled, write_cifar, write_cifar_file, write_imagenet32
+
+RELEASES = pytest.mark.parametrize("release", [CIFAR10, CIFAR100], ids=lambda release: release.name)
+
+
+# --- CIFAR ---
+
+
+@RELEASES
+@pytest.mark.parametrize("core", ["numpy.core", "numpy._core"])
+def test_cifar_files_are_read_in_order(release, core, tmp_path, monkeypatch):
+    batches = write_cifar(release, tmp_path, monkeypatch, core)
+    data = load_dataset(release.name, root=str(tmp_path))
+    files = len(release.train)
+    assert (data.train.count, data.test.count, data.classes, data.size) == (4 * files, 4, release.classes, 32)
+    images = data.train.inputs.images
+    assert images.shape == (4 * files, 3, 32, 32)
+    assert images.dtype == torch.uint8
+    everything = torch.arange(4 * files)
+    assert data.train.targets(everything, None)[::4].tolist() == list(range(files))
+    assert data.test.targets(torch.arange(4), None).tolist() == [files, 1, 2, 3]
+    assert data.train.targets(everything, None).dtype == torch.int64
+    # A file holds 1024 red values, then green, then blue, each row by row.
+    name = list(release.train)[-1]
+    flat = batches[name][b"data"][1]
+    assert images[4 * files - 3, 2, 3, 7] == flat[2 * 1024 + 3 * 32 + 7]
+    assert data.train.inputs.flip
+
+
+def test_a_pickle_of_python_2(tmp_path, monkeypatch):
+    """The real files are of protocol 2, where text is bytes; numpy itself can't write them from Python 3."""
+    write_cifar(CIFAR10, tmp_path, monkeypatch)
+    images = np.arange(3072, dtype=np.uint8)
+    content = (
+        b"\x80\x02}q\x01(U\x04dataq\x02cnumpy.core.multiarray\n_reconstruct\nq\x03cnumpy\nndarray\nq\x04K\x00\x85U\x01b\x87Rq\x05"
+        b"(K\x01K\x01M\x00\x0c\x86cnumpy\ndtype\nq\x06U\x02u1K\x00K\x01\x87Rq\x07(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+        b"\x89T\x00\x0c\x00\x00" + images.tobytes() + b"tbU\x06labelsq\x08]q\x09K\x07au."
+    )
+    assert np.array_equal(pickle.loads(content, encoding="bytes")[b"data"][0], images)
+    write_cifar_file(CIFAR10, tmp_path, "test_batch", content, monkeypatch)
+    data = load_dataset("cifar10", root=tmp_path)
+    assert data.test.targets.labels.tolist() == [7]
+    assert np.array_equal(data.test.inputs.images.flatten().numpy(), images)
+
+
+@RELEASES
+def test_missing_file_says_what_to_get_and_where_to_put_it(release, tmp_path, monkeypatch):
+    write_cifar(release, tmp_path, monkeypatch)
+    path = tmp_path / release.folder / list(release.train)[-1]
+    path.unlink()
+    with pytest.raises(DataError) as error:
+        load_dataset(release.name, root=tmp_path)
+    for part in (str(path), release.archive, "https://www.cs.toronto.edu/~kriz/cifar.html", "data.root=", release.folder):
+        assert part in str(error.value)
+
+
+def test_damaged_file_is_named_with_both_sums(tmp_path, monkeypatch):
+    write_cifar(CIFAR10, tmp_path, monkeypatch)
+    path = tmp_path / CIFAR10.folder / "test_batch"
+    content = path.read_bytes()[:-1]
+    path.write_bytes(content)
+    with pytest.raises(DataError) as error:
+        load_dataset("cifar10", root=tmp_path)
+    for part in (str(path), CIFAR10.test["test_batch"], md5(content)):
+        assert part in str(error.value)
+
+
+class Attack:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_pickle_that_calls_a_function_is_refused(tmp_path, monkeypatch):
+    write_cifar(CIFAR10, tmp_path, monkeypatch)
+    write_cifar_file(CIFAR10, tmp_path, "data_batch_1", pickle.dumps(Attack(tmp_path / "trace")), monkeypatch)
+    with pytest.raises(DataError, match=r"data_batch_1: not a file of images \(it asks for (posix|nt)\.mkdir\)"):
+        load_dataset("cifar10", root=tmp_path)
+    assert not (tmp_path / "trace").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({b"data": np.zeros((4, 3071), np.uint8)}, r"data are uint8\[4, 3071\] and should be uint8\[N, 3072\]"),
+        ({b"data": np.zeros((4, 3072), np.float32)}, r"data are float32\[4, 3072\]"),
+        ({b"data": np.zeros((0, 3072), np.uint8), b"labels": []}, r"data are uint8\[0, 3072\]"),
+        ({b"data": np.zeros((4, 3072), complex)}, r"an array of <c16"),
+        ({b"labels": [0, 1, 2]}, r"labels are int64\[3\] and should be integers\[4\]"),
+        ({b"labels": [0, 1, 2, 10]}, r"labels reach from 0 to 10 and should from 0 to 9"),
+        ({b"labels": [0, 1, 2, -1]}, r"labels reach from -1 to 2"),
+        ({b"labels": [0, 1, 2, 2.5]}, r"labels are float64\[4\]"),
+        ({b"labels": None}, r"labels are object\[\]"),
+        ({b"labels": ...}, r"it asks for builtins.Ellipsis"),
+    ],
+)
+def test_file_with_the_right_sum_and_the_wrong_content(change, message, tmp_path, monkeypatch):
+    write_cifar(CIFAR10, tmp_path, monkeypatch)
+    content = pickled(cifar_batch(1, "labels") | change)
+    write_cifar_file(CIFAR10, tmp_path, "data_batch_2", content, monkeypatch)
+    with pytest.raises(DataError, match=rf"data_batch_2: not a file of images \({message}"):
+        load_dataset("cifar10", root=tmp_path)
+
+
+def test_file_without_labels(tmp_path, monkeypatch):
+    write_cifar(CIFAR10, tmp_path, monkeypatch)
+    write_cifar_file(CIFAR10, tmp_path, "data_batch_2", pickled({b"data": np.zeros((1, 3072), np.uint8)}), monkeypatch)
+    with pytest.raises(DataError, match=r"data_batch_2: not a file of images \(no 'labels'\)"):
+        load_dataset("cifar10", root=tmp_path)
+
+
+# --- ImageNet32 ---
+
+
+@pytest.mark.parametrize("zipped", [False, True], ids=["pickle", "npz"])
+def test_imagenet32_files_are_read_in_order(zipped, tmp_path, monkeypatch):
+    batches = write_imagenet32(tmp_path, monkeypatch, zipped)
+    data = load_dataset("imagenet32", root=tmp_path)
+    assert (data.train.count, data.test.count, data.classes, data.size) == (30, 3, 1000, 32)
+    # File number i has the labels i + 1, 1000 and 1, in order of the numbers and not of the names.
+    assert data.train.targets.labels.tolist() == [label for i in range(10) for label in (i, 999, 0)]
+    assert data.test.targets.labels.tolist() == [10, 999, 0]
+    expected = np.concatenate([batch["data"] for batch in batches.values()]).reshape(-1, 3, 32, 32)
+    assert np.array_equal(data.train.inputs.images.numpy(), expected[:30])
+    assert np.array_equal(data.test.inputs.images.numpy(), expected[30:])
+    mean, std = (torch.tensor(values) for values in data.train.inputs.moments)
+    assert torch.allclose(mean, torch.tensor(expected[:30] / 255).mean((0, 2, 3)).float())
+    assert torch.allclose(std, torch.tensor(expected[:30] / 255).std((0, 2, 3), correction=0).float())
+    assert TrainStream(data, 4, seed=0).inputs(0).shape == (4, 3, 32, 32)
+
+
+def test_imagenet32_file_that_is_missing_or_damaged(tmp_path, monkeypatch):
+    write_imagenet32(tmp_path, monkeypatch, zipped=True)
+    path = tmp_path / "train_data_batch_7.npz"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 4] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"train_data_batch_7\.npz: not a file of images \(Bad CRC-32 for file 'data\.npy'\)"):
+        load_dataset("imagenet32", root=tmp_path)
+    path.unlink()
+    with pytest.raises(DataError, match=r"train_data_batch_7: can't be read .*download Imagenet32_train\.zip .*set data\.root"):
+        load_dataset("imagenet32", root=tmp_path)
+
+
+def test_imagenet32_pickle_is_checked_by_its_sum(tmp_path, monkeypatch):
+    write_imagenet32(tmp_path, monkeypatch, zipped=False)
+    monkeypatch.setitem(imagenet32.MD5, "val_data", "0" * 32)
+    with pytest.raises(DataError, match=r"val_data: damaged, its md5 is \w{32} and should be 0{32}"):
+        load_dataset("imagenet32", root=tmp_path)
+
+
+def test_npz_file_with_objects_is_refused(tmp_path, monkeypatch):
+    """Arrays of objects are pickles, which could run code."""
+    write_imagenet32(tmp_path, monkeypatch, zipped=True)
+    np.savez(tmp_path / "val_data.npz", data=np.array([Attack(tmp_path / "trace")]), labels=np.array([1]))
+    with pytest.raises(DataError, match=r"val_data\.npz: not a file of images \(Object arrays cannot be loaded"):
+        load_dataset("imagenet32", root=tmp_path)
+    assert not (tmp_path / "trace").exists()

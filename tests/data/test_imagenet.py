@@ -1,0 +1,166 @@
+"""Photographs in folders of classes, decoded, cut and resized."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from petra.data import EvalStream, TrainStream, imagenet, load_dataset
+from petra.data.imagenet import decoded, random_box
+from petra.errors import DataError
+from tests.support.fakes import jpeg, photograph, write_photographs
+
+MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+
+
+def test_folders_are_classes_in_the_order_of_their_names(tmp_path):
+    write_photographs(tmp_path)
+    (tmp_path / "train" / "n01" / "notes.txt").write_text("no image")
+    (tmp_path / "train" / "labels.csv").write_text("no class")
+    data = load_dataset("imagenet", root=tmp_path, size=16)
+    assert (data.classes, data.size, data.train.count, data.test.count) == (3, 16, 12, 6)
+    assert data.train.targets(torch.arange(12), None).tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert data.test.targets(torch.arange(6), None).tolist() == [0, 0, 1, 1, 2, 2]
+    # In the order of their names: n01/2.JPEG is the training set's seventh.
+    expected = decoded(tmp_path / "train" / "n01" / "2.JPEG", 16, None)
+    pixels = data.train.inputs(torch.tensor([6]), None)[0] * STD + MEAN
+    assert torch.equal((255 * pixels).round().to(torch.uint8).permute(1, 2, 0), torch.tensor(expected))
+
+
+def test_evaluation_takes_the_centre_of_the_resized_image(tmp_path):
+    """Against resizing and cutting with Pillow step by step: 45x90 → shorter side 32, of which 28 pixels are left."""
+    path = tmp_path / "tall.JPEG"
+    path.write_bytes(jpeg(photograph(45, 90)))
+    found = decoded(path, 28, None)
+    with Image.open(path) as image:
+        expected = image.resize((32, 64), Image.Resampling.BILINEAR).crop((2, 18, 30, 46))
+    assert np.array_equal(found, np.asarray(expected))
+
+
+@pytest.mark.parametrize(("width", "height"), [(1, 1), (1, 50), (50, 1), (300, 7), (33, 32)])
+def test_images_of_any_form_are_read(width, height, tmp_path):
+    path = tmp_path / "odd.JPEG"
+    path.write_bytes(jpeg(photograph(width, height)))
+    for rng in (None, random.Random(0)):
+        assert decoded(path, 16, rng).shape == (16, 16, 3)
+
+
+@pytest.mark.parametrize("mode", ["L", "CMYK", "RGB"])
+def test_colour_models_become_rgb(mode, tmp_path):
+    path = tmp_path / f"{mode}.JPEG"
+    path.write_bytes(jpeg(photograph(32, 32, mode)))
+    with Image.open(path) as image:
+        assert image.mode == mode
+    found = decoded(path, 28, None).astype(float)
+    expected = np.asarray(photograph(32, 32, mode).convert("RGB").crop((2, 2, 30, 30)), float)
+    assert np.abs(found - expected).mean() < 3
+    if mode == "L":
+        assert np.ptp(found, axis=2).max() == 0
+
+
+def test_png_file_with_the_name_of_a_jpeg(tmp_path):
+    path = tmp_path / "really_png.JPEG"
+    photograph(32, 32).save(path, "PNG")
+    assert np.array_equal(decoded(path, 28, None), np.asarray(photograph(32, 32).crop((2, 2, 30, 30))))
+
+
+@pytest.mark.parametrize("content", ["truncated", "empty", "no image", "gif"])
+def test_file_that_is_no_image_is_named(content, tmp_path):
+    path = tmp_path / "n00" / "broken.JPEG"
+    path.parent.mkdir()
+    whole = jpeg(photograph(60, 60))
+    path.write_bytes({"truncated": whole[: len(whole) // 2], "empty": b"", "no image": b"some text", "gif": b"GIF89a"}[content])
+    with pytest.raises(DataError, match=r"n00/broken\.JPEG: can't be read as a JPEG or PNG image \(.+\); replace this file"):
+        decoded(path, 16, None)
+
+
+def test_training_cuts_parts_of_the_right_area_and_ratio():
+    """8 to 100 % of the area, uniformly; ratios from 3/4 to 4/3, as many above 1 as below; every place possible."""
+    rng = random.Random(0)
+    boxes = np.array([random_box(400, 400, rng) for _ in range(4000)])
+    left, top, right, bottom = boxes.T
+    assert boxes.min() >= 0
+    assert boxes.max() <= 400
+    width, height = right - left, bottom - top
+    area, ratio = width * height / 400**2, width / height
+    assert 0.075 < area.min() < 0.1
+    assert 0.95 < area.max() <= 1
+    assert 0.73 < ratio.min() < 0.77
+    assert 1.3 < ratio.max() < 1.36
+    assert abs(np.median(np.log(ratio))) < 0.02
+    fitting = np.histogram(area, bins=[0.08, 0.28, 0.48, 0.68])[0]  # larger ones stick out more often and are drawn again
+    assert fitting.min() > 0.88 * fitting.max()
+    assert left.min() == top.min() == 0
+    assert right.max() == bottom.max() == 400
+
+
+@pytest.mark.parametrize(("size", "box"), [((400, 30), (180, 0, 220, 30)), ((30, 400), (0, 180, 30, 220)), ((1, 9), (0, 4, 1, 5))])
+def test_part_of_an_image_that_is_too_narrow_for_any(size, box):
+    assert box in {random_box(*size, random.Random(seed)) for seed in range(50)}
+
+
+def test_training_depends_on_seed_and_number_alone_and_mirrors_half(tmp_path):
+    write_photographs(tmp_path)
+    data = load_dataset("imagenet", root=tmp_path, size=12)
+    one, other = (TrainStream(data, 4, seed=3) for _ in range(2))
+    expected = [one.inputs(m) for m in range(6)]
+    assert all(torch.equal(other.inputs(m), expected[m]) for m in (5, 0, 3, 1))
+    assert not torch.equal(expected[0], TrainStream(data, 4, seed=4).inputs(0))
+
+    half = Image.new("RGB", (40, 40))
+    half.paste((255, 255, 255), (0, 0, 20, 40))
+    half.save(tmp_path / "half.png")
+    sides = [np.diff(decoded(tmp_path / "half.png", 16, random.Random(s)).astype(int).mean((0, 2))).sum() for s in range(200)]
+    darker, brighter = (sum(sign * side > 100 for side in sides) for sign in (-1, 1))
+    assert 0.35 < brighter / (darker + brighter) < 0.65
+    assert darker + brighter > 60
+
+
+def test_a_share_decodes_its_own_files_alone_and_alike(tmp_path, monkeypatch):
+    write_photographs(tmp_path)
+    data = load_dataset("imagenet", root=tmp_path, size=12)
+    whole = TrainStream(data, 4, seed=3).inputs(2)
+    decoder, opened = imagenet.decoded, []
+    monkeypatch.setattr(imagenet, "decoded", lambda path, *rest: (opened.append(path), decoder(path, *rest))[1])
+    assert torch.equal(TrainStream(data, 4, seed=3, share=slice(2, 4)).inputs(2), whole[2:])
+    assert len(opened) == 2
+
+
+def test_evaluation_pads_and_normalises(tmp_path):
+    write_photographs(tmp_path)
+    data = load_dataset("imagenet", root=tmp_path, size=12)
+    stream = EvalStream(data, 4)
+    assert stream.batches == 2
+    last = stream.inputs(1)
+    assert last.shape == (4, 3, 12, 12)
+    assert last.dtype == torch.float32
+    assert torch.equal(last[1], last[3])
+    assert stream.targets(1).tolist() == [2, 2, -100, -100]
+    assert torch.equal(
+        last[0], (torch.tensor(decoded(tmp_path / "val/n02/0.JPEG", 12, None)).permute(2, 0, 1) - 255 * MEAN) / (255 * STD)
+    )
+
+
+def test_folders_that_do_not_fit(tmp_path):
+    with pytest.raises(
+        DataError, match=r"train: can't be read \(No such file or directory\); data\.root is a folder with train/<class>"
+    ):
+        load_dataset("imagenet", root=tmp_path)
+    write_photographs(tmp_path)
+    for file in (tmp_path / "val" / "n02").iterdir():
+        file.rename(tmp_path / "val" / file.name)
+    with pytest.raises(DataError, match=r"val/n02: found no file that ends in \.jpeg, \.jpg, \.png"):
+        load_dataset("imagenet", root=tmp_path)
+    (tmp_path / "val" / "n02").rmdir()
+    with pytest.raises(DataError, match=r"train and val have different classes, such as n02"):
+        load_dataset("imagenet", root=tmp_path)
+    for folder in (tmp_path / "val").glob("n*"):
+        folder.rename(tmp_path / folder.name)
+    with pytest.raises(
+        DataError, match=r"val: found 0 folder\(s\) of classes, accepted are 2 or more; .*move the validation images"
+    ):
+        load_dataset("imagenet", root=tmp_path)

@@ -1,0 +1,219 @@
+"""Records of what stages do when: complete, in order, without a trace of them in the pipeline, and harmless to training."""
+
+from __future__ import annotations
+
+import json
+import platform
+from itertools import count, pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from petra import METHODS, Keep, Method, Pipeline
+from petra.analysis.timeline import main, write_timeline, write_trace
+from petra.cost_model.simulator import StageCost, simulate
+from petra.diagnostics.events import Interval, Kind, split_waits
+from petra.diagnostics.recorder import WAITING, Recorder, StageTimes, clock_offset, gathered_intervals
+from petra.plan.schedule import Op
+from tests.cost_model.test_simulator import seconds_by_kind
+from tests.support.nets import RandomStream, mixed_net
+from tests.support.processes import run_processes
+
+COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
+
+
+def sgd(module: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=0.05)
+
+
+def built(method: Method = METHODS["petra"], **options: object) -> Pipeline:
+    return Pipeline(mixed_net(), RandomStream().spec, method=method, optimizer=sgd, seed=2, **options)  # type: ignore[arg-type]
+
+
+def test_every_step_is_recorded_and_training_is_the_same() -> None:
+    plain, pipeline = built(k=2), built(k=2)
+    recorder = Recorder(pipeline)
+    with recorder.recording():
+        pipeline.train(RandomStream(), 9)
+    plain.train(RandomStream(), 9)
+    for key, value in plain.state_dict().items():
+        assert torch.equal(value, pipeline.state_dict()[key]), key
+    for j in range(6):
+        own = [i for i in recorder.intervals if i.stage == j]
+        for kind, op in ((Kind.FORWARD, Op.FORWARD), (Kind.BACKWARD, Op.BACKWARD)):
+            assert [i.microbatch for i in own if i.kind is kind] == list(range(9)), op
+        assert [i.microbatch for i in own if i.kind is Kind.UPDATE] == [1, 3, 5, 7]
+        assert all(a.stop <= b.start for a, b in pairwise(sorted((i for i in own if i.kind in COMPUTE), key=lambda i: i.start)))
+    assert sum(i.kind is Kind.LOSS for i in recorder.intervals) == 9
+
+
+def test_nothing_of_it_stays_behind() -> None:
+    pipeline = built()
+    before = {name: set(vars(o)) for name, o in _parts(pipeline).items()}
+    recorder = Recorder(pipeline)
+    with recorder.attached():
+        pipeline.train(RandomStream(), 3)
+        pipeline.evaluate(RandomStream(), 2)
+    assert {name: set(vars(o)) for name, o in _parts(pipeline).items()} == before
+    assert {i.kind for i in recorder.intervals} == {Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE, Kind.LOSS, Kind.RECEIVE, Kind.SEND}
+    count = len(recorder.intervals)
+    pipeline.train(RandomStream(), 3)
+    assert len(recorder.intervals) == count
+
+
+def _parts(pipeline: Pipeline) -> dict[str, object]:
+    workers = pipeline.workers.items()
+    return {"pipeline": pipeline} | {f"{j} {n}": getattr(w, n) for j, w in workers for n in ("stage", "upstream", "downstream")}
+
+
+def test_only_the_first_microbatches() -> None:
+    pipeline = built()
+    recorder = Recorder(pipeline, first=4)
+    with recorder.attached():
+        pipeline.train(RandomStream(), 3)
+        pipeline.train(RandomStream(), 3)
+        pipeline.train(RandomStream(), 3)
+    assert {i.microbatch for i in recorder.intervals} == {0, 1, 2, 3}
+
+
+def test_metrics_of_stages() -> None:
+    pipeline = built(Method("petra", 2, Keep.INPUT), k=4, stages=3)
+    recorder = StageTimes(pipeline)
+    pipeline.measures.append(recorder.metrics)
+    with recorder.attached():
+        pipeline.train(RandomStream(), 8)
+    rows = pipeline.stage_metrics()
+    names = ("forward_seconds", "backward_seconds", "update_seconds", "data_seconds", "waiting_seconds")
+    assert {key.rpartition("/")[2] for key in rows} >= {*names, "in_flight", "staleness", "buffer_bytes"}
+    assert [rows[f"stage/{j}/in_flight"] for j in (1, 2, 3)] == [5, 3, 1]
+    assert [rows[f"stage/{j}/staleness"] for j in (1, 2, 3)] == [1.0, 0.5, 0.0]
+    assert rows["stage/1/data_seconds"] > 0 == rows["stage/2/data_seconds"]
+    assert all(rows[f"stage/{j}/{name}"] > 0 for j in (1, 2, 3) for name in names[:3])
+    assert rows["stage/1/buffer_bytes"] == 5 * RandomStream().spec.bytes + 5 * 2 * 4 * 4 * 64 * 8 * (
+        pipeline.layout.stages[0].stop - 1
+    )
+    assert not any(pipeline.stage_metrics()[f"stage/{j}/forward_seconds"] for j in (1, 2, 3))
+
+
+def test_sums_are_those_of_the_intervals_and_hold_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Recorder] = []
+    for build in (Recorder, StageTimes):
+        clock = count()
+        monkeypatch.setattr("petra.diagnostics.recorder.time.perf_counter", lambda clock=clock: float(next(clock)))
+        pipeline = built(k=2, stages=3)
+        found.append(build(pipeline))
+        with found[-1].attached():
+            pipeline.train(RandomStream(), 9)
+    recorder, times = found
+    assert isinstance(times, StageTimes)
+    assert not times.intervals
+    assert not times._marks
+    seconds, rows = seconds_by_kind(recorder.intervals), times.metrics()
+    for j in range(3):
+        data = sum(i.stop - i.start for i in recorder.intervals if i.kind is Kind.RECEIVE and i.stage == j == 0)
+        expected = {
+            "forward": seconds[j, Kind.FORWARD] + seconds[j, Kind.LOSS],
+            "backward": seconds[j, Kind.BACKWARD],
+            "update": seconds[j, Kind.UPDATE],
+            "data": data,
+            "waiting": seconds[j, Kind.RECEIVE] + seconds[j, Kind.SEND] - data,
+        }
+        assert {name: rows[f"stage/{j + 1}/{name}_seconds"] for name in expected} == expected
+
+
+class Event:
+    """A CUDA event at a moment in milliseconds, which comes to pass when the test says so."""
+
+    now = 0.0
+
+    def __init__(self, moment: float) -> None:
+        self.moment = moment
+
+    def query(self) -> bool:
+        return self.moment <= Event.now
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.moment - self.moment
+
+
+def test_events_of_a_gpu_are_read_once_they_have_come_to_pass() -> None:
+    times = StageTimes(built(stages=3))
+    Event.now = WAITING - 24.5
+    for i in range(WAITING):
+        times._note((1, Kind.FORWARD, i, Event(i), Event(i + 0.5), None))
+    assert len(times._marks) == 24
+    assert times.metrics()["stage/2/forward_seconds"] == pytest.approx((WAITING - 24) * 0.0005)
+
+
+def test_a_receive_is_cut_where_its_message_left() -> None:
+    send = Interval(0, Kind.SEND, 3, 1.0, 2.0, 1)
+    receive = Interval(1, Kind.RECEIVE, 3, 0.5, 2.5, 0)
+    other = Interval(1, Kind.RECEIVE, 4, 2.6, 2.7, 0)
+    assert split_waits([send, receive, other]) == [
+        send,
+        Interval(1, Kind.WAIT, 3, 0.5, 2.0, 0),
+        Interval(1, Kind.RECEIVE, 3, 2.0, 2.5, 0),
+        other,
+    ]
+
+
+def clock_of_another_machine(rank: int) -> float:
+    platform.node = lambda: f"machine {rank}"  # type: ignore[assignment]
+    return clock_offset(rounds=25)
+
+
+def test_clocks_of_machines_are_compared(tmp_path: Path) -> None:
+    own, other = run_processes(2, clock_of_another_machine, tmp_path)
+    assert own == 0
+    assert 0 < abs(other) < 0.1, "the clock is the same, so what is found is the error"
+
+
+def recorded(rank: int, transport: str) -> tuple[list[Interval], float, dict[str, float]]:
+    pipeline = built(transport=transport, stages=3)
+    recorder, times = Recorder(pipeline), StageTimes(pipeline)
+    pipeline.measures.append(times.metrics)
+    with recorder.attached(), times.attached():
+        pipeline.train(RandomStream(), 6)
+    found = gathered_intervals(recorder.intervals)
+    return found, clock_offset(), pipeline.stage_metrics()
+
+
+@pytest.mark.parametrize("transport", ["lockstep", "edge"])
+def test_all_processes_in_one_trace(transport: str, tmp_path: Path) -> None:
+    (found, _, metrics), (same, offset, _) = run_processes(2, recorded, tmp_path, transport)
+    assert found == same
+    assert offset == 0
+    assert {i.stage for i in found} == {0, 1, 2}
+    assert {"stage/1/waiting_seconds", "stage/3/waiting_seconds"} <= metrics.keys()
+    ends = {(i.kind, i.stage, i.microbatch): i for i in found}
+    for m in range(6):
+        for j in (0, 1):
+            assert ends[Kind.FORWARD, j, m].stop <= ends[Kind.FORWARD, j + 1, m].start
+            assert ends[Kind.BACKWARD, j + 1, m].stop <= ends[Kind.BACKWARD, j, m].start
+    write_timeline(found, tmp_path, "two processes")
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    slices = [event for event in trace if event["ph"] == "X"]
+    assert len(slices) == len(found)
+    assert sum(event["name"] == "F3" for event in slices) == 3
+    starts, finishes = ({e["id"] for e in trace if e["ph"] == phase} for phase in "sf")
+    assert len(starts & finishes) >= 2 * 6
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "timeline.svg").read_text()
+
+
+def test_schedules_are_drawn_without_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--method", "petra", "--stages", "3", "--microbatches", "6", "--out", str(tmp_path / "a.svg")])
+    assert "petra, 3 stages: period 4, idle 0%" in capsys.readouterr().out
+    assert "stage 3" in (tmp_path / "a.svg").read_text() or "<svg" in (tmp_path / "a.svg").read_text()
+    with pytest.raises(SystemExit):
+        main(["--stages", "0"])
+    assert capsys.readouterr().err == "error: --stages: found 0, accepted are integers >= 1\n"
+
+
+def test_traces_are_in_microseconds(tmp_path: Path) -> None:
+    write_trace(simulate([StageCost(1, 3)] * 2, METHODS["petra"], 1, 3), tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    (first,) = [e for e in events if e["ph"] == "X" and e["name"] == "B0" and e["tid"] == 1]
+    assert (first["ts"], first["dur"]) == (2e6, 3e6)

@@ -1,0 +1,348 @@
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from petra import (
+    METHODS,
+    BlockSpec,
+    ConfigError,
+    DataError,
+    Keep,
+    Method,
+    Model,
+    ModelError,
+    PetraError,
+    Pipeline,
+    TensorSpec,
+    Weights,
+)
+from petra.models import MODELS
+from petra.staleness.remedies import Prediction, Remedy
+from tests.support.nets import RandomStream, mixed_net
+
+
+def sgd(module: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
+
+
+def adam(module: nn.Module) -> torch.optim.Adam:
+    return torch.optim.Adam(module.parameters())
+
+
+def plain_sgd(module: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=0.05)
+
+
+def variants() -> dict[str, Method]:
+    """All switches crossed, beside the named methods."""
+    made = dict(METHODS)
+    for delay in (0, 1, 2, (3, 0, 1, 2, 1)):
+        for keep in Keep:
+            for weights in Weights if delay != 2 else (Weights.CURRENT, Weights.STASHED):
+                made[f"d={delay} {keep} {weights}"] = Method("x", delay, keep, weights)
+    for keep in Keep:
+        made[f"flush {keep}"] = Method("x", 1, keep, flush=True)
+        made[f"fill {keep}"] = Method("x", 0, keep, flush=True, fill=True)
+    return made
+
+
+class Recorder(torch.optim.SGD):
+    """Changes nothing and remembers the gradients of its first step."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module.parameters(), lr=0.0)
+        self.gradients: list[torch.Tensor] = []
+
+    def step(self) -> None:  # type: ignore[override]
+        self.gradients = [p.grad.clone() for p in self.param_groups[0]["params"]]
+
+
+@pytest.mark.parametrize("name", variants())
+def test_frozen_weights_give_the_plain_gradient(name: str) -> None:
+    """Invariant 2."""
+    model, data, k = mixed_net(), RandomStream(), 7
+    pipeline = Pipeline(model, data.spec, method=variants()[name], k=k, optimizer=Recorder, seed=3)
+    pipeline.train(data, k)
+    found = [g for worker in pipeline.workers.values() for g in worker.update.optimizer.gradients]  # type: ignore[union-attr]
+    plain = model.build(3)
+    for m in range(k):
+        (F.cross_entropy(plain(data.inputs(m)), data.targets(m)) / k).backward()
+    for (key, p), g in zip(plain.named_parameters(), found, strict=True):
+        torch.testing.assert_close(g, p.grad, rtol=1e-9, atol=1e-11, msg=key)
+    state = pipeline.state_dict()
+    for key, buffer in plain.named_buffers():
+        torch.testing.assert_close(state[key], buffer, rtol=1e-9, atol=1e-11, msg=f"{key}: running statistics")
+
+
+EXACT = {
+    name: method
+    for name, method in variants().items()
+    if method.flush or (method.delay == 0 and method.weights is not Weights.DOUBLE)
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("stages", [None, 2, 1])
+@pytest.mark.parametrize("k", [1, 3])
+def test_without_staleness_training_is_plain_training(name: str, stages: int | None, k: int) -> None:
+    """Invariant 3, over two calls that k does not divide: a partial accumulation is carried over."""
+    method = EXACT[name]
+    if stages is not None and isinstance(method.delay, tuple):
+        pytest.skip("delays are given for six stages")
+    model, data = mixed_net(), RandomStream()
+    pipeline = Pipeline(model, data.spec, method=method, k=k, stages=stages, optimizer=sgd, seed=3)
+    results = [pipeline.train(data, 4), pipeline.train(data, 7)]
+    assert [r.targets for r in results] == [16, 28]
+
+    plain = model.build(3)
+    optimizer, losses = sgd(plain), []
+    for m in range(11):
+        loss = F.cross_entropy(plain(data.inputs(m)), data.targets(m))
+        (loss / k).backward()
+        losses.append(loss.item())
+        if (m + 1) % k == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close([r.loss for r in results], [sum(losses[:4]) / 4, sum(losses[4:]) / 7], rtol=1e-9, atol=0)
+    for key, value in pipeline.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-8, atol=1e-10, msg=key)
+
+
+@pytest.mark.parametrize("delay", [1, 2])
+def test_one_stage_is_plain_training(delay: int) -> None:
+    model, data = mixed_net(), RandomStream()
+    pipeline = Pipeline(model, data.spec, method=Method("petra", delay, Keep.NOTHING), stages=1, optimizer=sgd, seed=1)
+    pipeline.train(data, 6)
+    plain = model.build(1)
+    optimizer = sgd(plain)
+    for m in range(6):
+        optimizer.zero_grad()
+        F.cross_entropy(plain(data.inputs(m)), data.targets(m)).backward()
+        optimizer.step()
+    for key, value in pipeline.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-8, atol=1e-10, msg=key)
+
+
+NETWORKS = {
+    **{name: {"width": 1 / 32} for name in ("resnet34", "resnet50", "revnet34", "revnet50", "revnet104")},
+    "revnet50 convolution": {"width": 1 / 32, "downsampling": "convolution"},
+    "resnet32": {"width": 1 / 16},
+    "resnet164": {"width": 1 / 16},
+    "revnet38": {"width": 1 / 8},
+    "irevnet163": {"width": 1 / 4},
+}
+
+
+@pytest.mark.parametrize("method", ["petra", "backprop", "reversible"])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_every_kind_of_network_gives_its_plain_gradient(network: str, method: str) -> None:
+    """Cut down to the first two blocks of each layer: the rest are of the same kinds."""
+    model = MODELS[network.split()[0]](classes=5, **NETWORKS[network])
+    kept = [b for b in model.blocks if b.name in ("stem", "head") or b.name.endswith(("_0", "_1"))]
+    double = Model(network, tuple(BlockSpec(b.name, lambda build=b.build: build().double()) for b in kept))
+    data = RandomStream(batch=2, size=32)
+    pipeline = Pipeline(double, data.spec, method=method, k=2, optimizer=Recorder, seed=3)
+    pipeline.train(data, 2)
+    plain = double.build(3)
+    for m in range(2):
+        (F.cross_entropy(plain(data.inputs(m)), data.targets(m)) / 2).backward()
+    found = [g for worker in pipeline.workers.values() if worker.update.optimizer for g in worker.update.optimizer.gradients]  # type: ignore[attr-defined]
+    for (key, p), g in zip(plain.named_parameters(), found, strict=True):
+        torch.testing.assert_close(g, p.grad, rtol=1e-7, atol=1e-9, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_stages_of_a_round_in_threads_give_the_same_bits(method: str, dropout: float) -> None:
+    states = []
+    for concurrency in (1, 3):
+        model, data = mixed_net(dropout=dropout), RandomStream()
+        pipeline = Pipeline(model, data.spec, method=method, k=5, optimizer=sgd, seed=4, concurrency=concurrency)
+        results = [pipeline.train(data, 12), pipeline.evaluate(data, 3)]
+        states.append((pipeline.state_dict(), results))
+    (alone, expected), (together, found) = states
+    assert found == expected
+    assert all(torch.equal(alone[key], together[key]) for key in alone)
+
+
+def test_evaluation_uses_running_statistics_and_ignores_filling_targets() -> None:
+    class Padded(RandomStream):
+        def targets(self, m: int) -> torch.Tensor:
+            targets = super().targets(m)
+            if m == 2:
+                targets[1:] = -100
+            return targets
+
+    model, data = mixed_net(), Padded()
+    pipeline = Pipeline(model, data.spec, optimizer=sgd, seed=1)
+    pipeline.train(data, 9)
+    before = {key: value.clone() for key, value in pipeline.state_dict().items()}
+    result = pipeline.evaluate(data, 3)
+    plain = model.build(1).eval()
+    plain.load_state_dict(before)
+    with torch.no_grad():
+        logits = torch.cat([plain(data.inputs(m)) for m in range(3)])
+    targets = torch.cat([data.targets(m) for m in range(3)])
+    assert result.targets == 9
+    assert result.loss == pytest.approx(F.cross_entropy(logits, targets).item(), rel=1e-9)
+    assert result.metrics["accuracy"] == pytest.approx((logits.argmax(1) == targets).sum().item() / 9)
+    assert all(torch.equal(before[key], value) for key, value in pipeline.state_dict().items())
+    assert all(stage.module.training for stage in pipeline.stages.values())
+
+
+def test_learning_rate_follows_each_stages_own_clock() -> None:
+    seen: dict[int, list[float]] = {}
+
+    class Spy(torch.optim.SGD):
+        def step(self) -> None:  # type: ignore[override]
+            seen.setdefault(id(self), []).append(self.param_groups[0]["lr"])
+
+    data = RandomStream()
+    pipeline = Pipeline(
+        mixed_net(), data.spec, k=3, optimizer=lambda m: Spy(m.parameters(), lr=9.0), learning_rate=lambda t: t / 100
+    )
+    pipeline.train(data, 4)
+    pipeline.train(data, 5)
+    assert list(seen.values()) == [[0.03, 0.06, 0.09]] * 6
+
+
+@pytest.mark.parametrize("method", ["petra", "backprop"])
+def test_stages_without_parameters_need_no_optimizer(method: str) -> None:
+    model = Model(
+        "plain",
+        (
+            BlockSpec("flatten", nn.Flatten),
+            BlockSpec("first", lambda: nn.Linear(12, 4)),
+            BlockSpec("middle", nn.Tanh),
+            BlockSpec("head", lambda: nn.Linear(4, 5)),
+        ),
+    )
+    data = RandomStream(size=2, dtype=torch.float32)
+    pipeline = Pipeline(model, data.spec, method=method, optimizer=sgd)
+    assert pipeline.train(data, 5).loss > 0
+    assert [worker.update.optimizer is None for worker in pipeline.workers.values()] == [True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("method", "remedy"),
+    [
+        ("pipedream_2bw", Remedy()),
+        ("petra", Remedy(correction=0.3, prediction=Prediction.DIFFERENCE, compensation=True)),
+        ("dsp", Remedy(prediction=Prediction.VELOCITY)),
+    ],
+    ids=str,
+)
+def test_method_state_goes_on_where_it_was(method: str, remedy: Remedy) -> None:
+    """With weights, optimizers and clocks: bit for bit."""
+
+    def build() -> Pipeline:
+        return Pipeline(model, data.spec, method=method, remedy=remedy, k=5, optimizer=sgd, seed=3)
+
+    model, data = mixed_net(), RandomStream()
+    whole, resumed = build(), build()
+    whole.train(data, 12)
+    for j, stage in whole.stages.items():
+        resumed.stages[j].module.load_state_dict(stage.module.state_dict())
+        resumed.workers[j].update.load_state_dict(copy.deepcopy(whole.workers[j].update.state_dict()))
+        resumed.workers[j].t = whole.workers[j].t
+    resumed.clock = whole.clock
+    resumed.load_method_state(whole.method_state())
+    for pipeline in (whole, resumed):
+        pipeline.train(data, 11)
+    for key, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[key]), key
+
+
+@pytest.mark.parametrize("evaluating", [False, True])
+def test_what_an_error_left_on_its_way_is_not_trained_on(evaluating: bool) -> None:
+    class Ends(RandomStream):
+        def targets(self, m: int) -> Tensor:
+            if m == 5:
+                raise DataError("no more")
+            return super().targets(m)
+
+    pipeline = Pipeline(mixed_net(), RandomStream().spec, optimizer=sgd)
+    with pytest.raises(DataError):
+        (pipeline.evaluate if evaluating else pipeline.train)(Ends(), 9)
+    assert all(stage.module.training for stage in pipeline.stages.values())
+    with pytest.raises(PetraError, match="pipeline: found one whose last call ended in an error"):
+        pipeline.train(RandomStream(), 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": 0}, "k: found 0"),
+        ({"k": 1.5}, "k: found 1.5"),
+        ({"method": Method("x", (1, 2), Keep.GRAPH, flush=True, fill=True)}, "found 2 delays"),
+        ({"stages": 7}, "stages: found 7, accepted are 1 to 6"),
+        ({"stages": [3, 2]}, "sum to 6"),
+        ({"method": "petri"}, "method: found 'petri', accepted are petra"),
+        ({"method": Method("x", (1, 2), Keep.NOTHING)}, "found 2 delays"),
+        ({"transport": "edge"}, "transport: found edge in one process"),
+        ({"concurrency": 0}, "concurrency: found 0"),
+        ({"method": "pipedream_2bw", "k": 4}, "k: found 4, accepted are integers >= 5 .the delay of stage 1"),
+        ({"method": Method("x", 1, Keep.GRAPH), "autocast": torch.bfloat16}, "the graph holds casts of the weights"),
+        ({"exact_streams": True, "wire": torch.bfloat16}, "exact_streams: found true with wire"),
+        ({"method": "delayed", "remedy": Remedy(correction=0.1)}, "remedy.correction: found 0.1"),
+        ({"method": Method("x", 1, Keep.GRAPH), "remedy": Remedy(correction=0.1)}, "remedy.correction: found 0.1"),
+        ({"method": "pipedream_2bw", "k": 5, "remedy": Remedy(prediction=Prediction.VELOCITY)}, "prediction: found velocity"),
+        ({"remedy": Remedy(discount=9)}, "learning_rate: found None"),
+        ({"remedy": Remedy(compensation=True), "optimizer": adam}, "remedy.compensation: found adam, accepted is sgd"),
+        (
+            {"remedy": Remedy(prediction=Prediction.VELOCITY), "optimizer": plain_sgd},
+            "found sgd, accepted is adam, adamw, sgd with",
+        ),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Pipeline(mixed_net(), RandomStream().spec, **{"optimizer": sgd, **change})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"discount": -1}, "discount: found -1"),
+        ({"correction": 1.0}, "correction: found 1.0"),
+        ({"horizon": 0.0}, "horizon: found 0.0"),
+        ({"shrink": 0.0}, "shrink: found 0.0, accepted are numbers above 0 to 1"),
+        ({"lookahead": 1.0}, "lookahead: found 1.0"),
+        ({"lookahead": 0.9, "compensation": True}, "compensation: found True, accepted are false with remedy.lookahead"),
+    ],
+)
+def test_remedies_out_of_range_are_refused(change: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"remedy\.{message}"):
+        Remedy(**change)  # type: ignore[arg-type]
+
+
+def test_data_of_another_form_is_refused() -> None:
+    pipeline = Pipeline(mixed_net(), RandomStream().spec, optimizer=sgd)
+    with pytest.raises(ModelError, match=r"microbatch 0: found float64\[1, 3, 8, 8\], accepted is float64\[4, 3, 8, 8\]"):
+        pipeline.train(RandomStream(batch=1), 2)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_first_block_that_writes_into_the_data_is_refused(method: str) -> None:
+    class Scaling(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mul_(2)
+
+    model = Model("bad", (BlockSpec("scaling", Scaling), *mixed_net().blocks))
+    with pytest.raises(ModelError, match="Scaling changes its input in place"):
+        Pipeline(model, RandomStream().spec, method=method, k=6, optimizer=sgd).train(RandomStream(), 1)
+
+
+def test_a_network_in_bf16_runs_without_autocast() -> None:
+    data = RandomStream(dtype=torch.bfloat16)
+    pipeline = Pipeline(mixed_net(dtype=torch.bfloat16), data.spec, optimizer=sgd)
+    assert pipeline.train(data, 3).loss > 0
+
+
+def test_blocks_that_do_not_fit_are_named() -> None:
+    model = Model("bad", (BlockSpec("stem", lambda: nn.Conv2d(3, 4, 3)), BlockSpec("head", lambda: nn.Conv2d(5, 2, 3))))
+    with pytest.raises(ModelError, match=r"block head can't take float32\[4, 4, 6, 6\] from block stem"):
+        Pipeline(model, TensorSpec((4, 3, 8, 8), torch.float32), optimizer=sgd)

@@ -1,0 +1,259 @@
+"""Many processes against one: the same weights bit for bit, and errors instead of hangs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from petra import BlockSpec, ConfigError, Keep, Method, Model, ModelError, Pipeline, TensorSpec, UpdateRules
+from petra.models import revnet18
+from petra.staleness.remedies import Prediction, Remedy
+from petra.transport.connect import TransportName
+from tests.support.nets import RandomStream, mixed_net
+from tests.support.processes import run_processes
+
+DELAYS, KS, MICROBATCHES = (1, 2), (1, 3), 61
+
+
+def sgd(module: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=0.02, momentum=0.9, nesterov=True, weight_decay=5e-4)
+
+
+def data() -> RandomStream:
+    return RandomStream(batch=2, size=16, classes=10, dtype=torch.float32)
+
+
+def trained(delay: int, k: int, transport: TransportName, microbatches: int = MICROBATCHES) -> tuple[dict[str, Tensor], object]:
+    """Ten stages of RevNet-18; a first stretch that k does not divide, an evaluation, a second stretch."""
+    pipeline = Pipeline(
+        revnet18(width=1 / 16),
+        data().spec,
+        method=Method("petra", delay, Keep.NOTHING),
+        k=k,
+        optimizer=sgd,
+        learning_rate=lambda t: 0.02 / (1 + t / 50),
+        transport=transport,
+        channels_last=k == 3,
+        seed=6,
+    )
+    results = [pipeline.train(data(), 20), pipeline.evaluate(data(), 3), pipeline.train(data(), microbatches - 20)]
+    return {key: value.clone() for key, value in pipeline.state_dict().items()}, results
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[tuple[int, int], tuple[dict[str, Tensor], object]]:
+    torch.set_num_threads(1)
+    return {(d, k): trained(d, k, "local") for d, k in product(DELAYS, KS)}
+
+
+def train_all(rank: int) -> dict[tuple[int, int, str], tuple[dict[str, Tensor], object]]:
+    return {(d, k, t): trained(d, k, t) for d, k, t in product(DELAYS, KS, ("lockstep", "edge"))}
+
+
+@pytest.mark.parametrize("world", [2, 4, 10])
+def test_weights_do_not_depend_on_processes_or_transport(world: int, alone: dict, tmp_path: Path) -> None:
+    """Invariant 1."""
+    parts = run_processes(world, train_all, tmp_path)
+    for d, k, transport in parts[0]:
+        expected, results = alone[d, k]
+        weights = {key: value for part in parts for key, value in part[d, k, transport][0].items()}
+        assert sum(len(part[d, k, transport][0]) for part in parts) == len(expected)
+        for key, value in expected.items():
+            assert torch.equal(weights[key], value), f"d={d} k={k} {transport}: {key}"
+        assert all(part[d, k, transport][1] == results for part in parts)
+
+
+EARLY: dict[str, dict[str, Any]] = {
+    "petra": {},
+    "flush": {"method": "1f1b"},
+    "turns": {"method": "backprop"},
+    "together": {"method": "gpipe", "rules": UpdateRules(clip=0.1, clip_globally=True)},
+    "replicas": {"dp": 2, "stages": [3, 3]},
+}
+
+
+def early(name: str, transport: TransportName) -> Pipeline:
+    net, learning_rate = mixed_net(), (lambda t: 0.02)
+    settings = {"k": 4, "stages": [1, 2, 1, 2], "optimizer": sgd, "learning_rate": learning_rate, **EARLY[name]}
+    return Pipeline(net, RandomStream().spec, transport=transport, **settings)
+
+
+def stop_early(rank: int, by: int, after: int) -> dict[tuple[str, str], tuple[int, bool]]:
+    """How far a stretch of 300 microbatches came that one process stops, and whether it is as if so many had been planned."""
+    found = {}
+    for name, transport in product(EARLY, ("lockstep", "edge")):
+        transport = "auto" if name == "replicas" else transport
+        stopped, asked = early(name, transport), iter([False] * after)  # type: ignore[arg-type]
+        stopped.train(RandomStream(), 300, stop=lambda asked=asked: next(asked, rank == by))
+        planned = early(name, transport)  # type: ignore[arg-type]
+        planned.train(RandomStream(), stopped.clock)
+        results = [pipeline.train(RandomStream(), 5) for pipeline in (stopped, planned)]
+        weights = planned.state_dict()
+        same = results[0] == results[1] and all(torch.equal(v, weights[key]) for key, v in stopped.state_dict().items())
+        found[name, transport] = stopped.clock - 5, same
+    return found
+
+
+@pytest.mark.parametrize(("world", "by", "after"), [(2, 1, 0), (4, 2, 1)])
+def test_all_processes_stop_after_the_same_microbatch(world: int, by: int, after: int, tmp_path: Path) -> None:
+    parts = run_processes(world, stop_early, tmp_path, by, after)
+    for case, (clock, _) in parts[0].items():
+        assert 16 <= clock < 200, case
+        assert all(part[case] == (clock, True) for part in parts), case
+
+
+def test_one_process_stops_at_once() -> None:
+    pipeline = early("petra", "local")
+    asked = iter([False] * 9)
+    assert pipeline.train(RandomStream(), 300, stop=lambda: next(asked, True)).targets == 4 * pipeline.clock
+    assert 9 < pipeline.clock < 40
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "turns": {"method": Method("reversible", 0, Keep.NOTHING)},
+    "graph": {"method": Method("backprop", 0, Keep.GRAPH)},
+    "unequal": {"method": Method("x", (3, 0, 1), Keep.INPUT)},
+    "flush": {"method": "1f1b"},
+    "fill": {"method": "gpipe"},
+    "double": {"method": "pipedream_2bw"},
+    "remedies": {"remedy": Remedy(9, 0.3, Prediction.DIFFERENCE, 1.5, True, 0.9)},
+    "exact streams": {"exact_streams": True},
+    "wire": {"wire": torch.bfloat16},
+}
+
+
+def train_others(rank: int | None) -> dict[tuple[str, str], dict[str, Tensor]]:
+    states = {}
+    stream = RandomStream()
+    for name, transport in product(OTHERS, ("local",) if rank is None else ("lockstep", "edge")):
+        pipeline = Pipeline(
+            mixed_net(),
+            stream.spec,
+            k=4,
+            stages=[1, 2, 1, 2],
+            optimizer=sgd,
+            learning_rate=lambda t: 0.02,
+            transport=transport,  # type: ignore[arg-type]
+            **OTHERS[name],
+        )
+        pipeline.train(stream, 14)
+        states[name, transport] = pipeline.state_dict()
+    return states
+
+
+@pytest.mark.parametrize("world", [3, 5])
+def test_other_methods_do_not_depend_on_processes(world: int, tmp_path: Path) -> None:
+    """Among them delays that differ and more processes (five) than stages (four)."""
+    expected = train_others(None)
+    parts = run_processes(world, train_others, tmp_path)
+    for name, transport in parts[0]:
+        weights = {key: value for part in parts for key, value in part[name, transport].items()}
+        for key, value in expected[name, "local"].items():
+            assert torch.equal(weights[key], value), f"{name} {transport}: {key}"
+
+
+def disagree(rank: int) -> str:
+    stream = RandomStream(batch=4 if rank == 0 else 8)
+    try:
+        Pipeline(mixed_net(), stream.spec, optimizer=sgd, stages=2)
+    except ModelError as error:
+        return str(error)
+    return "no error"
+
+
+def test_stages_that_disagree_are_named_in_both_processes(tmp_path: Path) -> None:
+    """Invariant 8."""
+    first, second = run_processes(2, disagree, tmp_path)
+    assert first == second
+    assert "stage 1 (process 0) and stage 2 (process 1) disagree" in first
+    assert "float64[4, 8, 4, 4]" in first
+    assert "float64[8, 8, 4, 4]" in first
+
+
+def disagree_on_settings(rank: int) -> str:
+    stream = RandomStream()
+    with pytest.raises(ConfigError) as caught:
+        Pipeline(mixed_net(), stream.spec, k=1 + rank, optimizer=sgd)
+    return str(caught.value)
+
+
+def test_processes_with_other_settings_are_named(tmp_path: Path) -> None:
+    assert run_processes(2, disagree_on_settings, tmp_path) == ["k: found 2 in process 1, accepted is 1 as in process 0"] * 2
+
+
+class Enlarge(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.expand(-1, -1, 4200, 4200) * 1.0
+
+
+class Mean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.mean((2, 3)))
+
+
+def send_large(rank: int) -> list[float]:
+    model = Model("large", (BlockSpec("enlarge", Enlarge), BlockSpec("scale", lambda: nn.Conv2d(1, 1, 1)), BlockSpec("mean", Mean)))
+    stream = RandomStream(batch=1, size=1, dtype=torch.float32)
+    stream.inputs = lambda m: torch.full((1, 1, 1, 1), float(m))  # type: ignore[method-assign]
+    spec = TensorSpec((1, 1, 1, 1), torch.float32)
+    losses = []
+    for transport in ("lockstep", "edge"):
+        pipeline = Pipeline(model, spec, stages=[1, 1, 1], optimizer=sgd, transport=transport)  # type: ignore[arg-type]
+        losses.append(pipeline.train(stream, 6).loss)
+    return losses
+
+
+def test_messages_above_64_megabytes_arrive(tmp_path: Path) -> None:
+    """Small ones would pass where sizes that block the sender hang."""
+    results = run_processes(3, send_large, tmp_path)
+    assert results[0] == results[1] == results[2]
+    assert results[0][0] == results[0][1] > 0
+
+
+class OneStream(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1, dtype=torch.float64)
+
+    def forward(self, x1: Tensor, x2: Tensor) -> Tensor:
+        return self.conv(x1)
+
+
+def build_misfit(rank: int) -> str:
+    good = mixed_net()
+    model = Model("bad", (*good.blocks[:3], BlockSpec("odd", OneStream), *good.blocks[4:]))
+    with pytest.raises(ModelError) as caught:
+        Pipeline(model, RandomStream().spec, optimizer=sgd)
+    return str(caught.value)
+
+
+def test_a_block_that_does_not_fit_the_next_is_an_error_everywhere(tmp_path: Path) -> None:
+    first, second = run_processes(2, build_misfit, tmp_path)
+    assert first == second
+    assert "block block3 can't take float64[4, 8, 4, 4] from block odd" in first
+
+
+def test_no_thread_outlives_the_process_group(tmp_path: Path) -> None:
+    """One that does may crash the interpreter's exit, and the launcher then calls a finished run a failed one."""
+    program = f"""
+import os, torch, torch.distributed as dist, petra
+before = len(os.listdir("/proc/self/task"))
+dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
+import torch._dynamo  # as optimizers do
+dist.all_reduce(torch.zeros(3))
+dist.destroy_process_group()
+assert len(os.listdir("/proc/self/task")) == before
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=60)

@@ -1,0 +1,332 @@
+"""Replicas of all stages against one pipeline on the joint batch, over real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from petra import BlockSpec, ConfigError, Model, ModelError, Pipeline, TensorSpec, UpdateRules
+from petra.errors import CommunicationError
+from petra.plan.layout import Layout
+from petra.specs import IGNORED
+from petra.training import Checkpoints, newest, restore
+from tests.support.nets import RandomStream, mixed_net
+from tests.support.processes import run_processes
+
+
+def without_norms() -> Model:
+    """The mixed net with the normalisation taken out: nothing in it looks at more than one sample."""
+    return Model("normless", tuple(BlockSpec(b.name, partial(_stripped, b.build)) for b in mixed_net().blocks))
+
+
+def _stripped(build: Any) -> nn.Module:
+    module = build()
+    for parent in [*module.modules()]:
+        for name, child in parent.named_children():
+            if isinstance(child, nn.BatchNorm2d):
+                setattr(parent, name, nn.Identity())
+    return module
+
+
+def sgd(module: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+
+
+class Ignoring(RandomStream):
+    """The last m mod 4 targets of microbatch m don't count: shares have different numbers of them, and some none."""
+
+    def targets(self, m: int) -> Tensor:
+        return super().targets(m).masked_fill(torch.arange(self.batch) >= self.batch - m % 4, IGNORED)
+
+
+class Poisoned(RandomStream):
+    """The last sample of microbatch 6 is no number."""
+
+    def inputs(self, m: int) -> Tensor:
+        x = super().inputs(m)
+        x[-1] *= float("nan") if m == 6 else 1.0
+        return x
+
+
+@dataclass
+class Case:
+    method: str
+    k: int
+    rules: UpdateRules = UpdateRules()  # noqa: RUF009 (frozen)
+    stream: RandomStream = field(default_factory=lambda: RandomStream(batch=6))
+
+
+CASES = {
+    **{f"{method}, k = {k}": Case(method, k) for method, k in product(("petra", "backprop", "1f1b", "gpipe"), (1, 3))},
+    "clipped": Case("petra", 2, UpdateRules(clip=0.05)),
+    "clipped as a whole": Case("1f1b", 3, UpdateRules(clip=0.05, clip_globally=True)),
+    "averages": Case("pipedream", 3, UpdateRules(average=0.9)),
+    "targets that don't count": Case("petra", 3, stream=Ignoring(batch=6)),
+    "skipped": Case("petra", 2, UpdateRules(nonfinite="skip"), Poisoned(batch=6)),
+    "loss scale": Case("petra", 2, UpdateRules(loss_scale="dynamic", nonfinite="skip"), Poisoned(batch=6)),
+}
+AGAIN = "petra, k = 3"
+SOME = (AGAIN, "1f1b, k = 3", "targets that don't count")
+
+
+def train(case: Case, dp: int) -> dict[str, Any]:
+    """Weights, results and measures of a first stretch that k does not divide, an evaluation, and a second stretch."""
+    pipeline = Pipeline(
+        without_norms(),
+        case.stream.spec,
+        method=case.method,
+        k=case.k,
+        optimizer=sgd,
+        learning_rate=lambda t: 0.1,
+        rules=case.rules,
+        dp=dp,
+    )
+    results = [pipeline.train(case.stream, 8), pipeline.evaluate(case.stream, 4), pipeline.train(case.stream, 5)]
+    metrics = pipeline.stage_metrics()
+    return {"weights": pipeline.state_dict(), "results": results, "metrics": metrics, "transport": pipeline.transport_name}
+
+
+def train_all(rank: int, dp: int, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    return {name: train(CASES[name], dp) for name in names} | {"again": train(CASES[AGAIN], dp)}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict[str, Any]]:
+    torch.set_num_threads(1)
+    return {name: train(case, 1) for name, case in CASES.items()}
+
+
+@pytest.mark.parametrize(("world", "dp", "names"), [(4, 2, tuple(CASES)), (3, 3, SOME)])
+def test_replicas_train_as_one_pipeline_on_the_joint_batch(
+    world: int, dp: int, names: tuple[str, ...], alone: dict[str, Any], tmp_path: Path
+) -> None:
+    """Two replicas of two processes over the transports that the methods take, three of one; in float64, one run repeated."""
+    parts = run_processes(world, train_all, tmp_path, dp, names)
+    length = world // dp
+    for name, expected in ((name, alone[name]) for name in names):
+        lines = [parts[start : start + length] for start in range(0, world, length)]
+        states = [{key: w for part in line for key, w in part[name]["weights"].items()} for line in lines]
+        assert [*states[0]] == [*expected["weights"]]
+        for key, value in expected["weights"].items():
+            torch.testing.assert_close(states[0][key], value, rtol=1e-9, atol=1e-12, msg=f"{name}: {key}")
+            assert all(torch.equal(state[key], states[0][key]) for state in states), f"{name}: {key} differs between replicas"
+        for part in parts:
+            for found, wanted in zip(part[name]["results"], expected["results"], strict=True):
+                assert (found.targets, found.loss) == pytest.approx((wanted.targets, wanted.loss), rel=1e-9, nan_ok=True)
+                assert found.metrics == pytest.approx(wanted.metrics, rel=1e-9)
+            assert part[name]["metrics"] == pytest.approx(expected["metrics"], rel=1e-9), name
+    for part in parts:
+        assert all(torch.equal(value, part[AGAIN]["weights"][key]) for key, value in part["again"]["weights"].items())
+    if length > 1:
+        assert {run["transport"] for run in parts[0].values()} == {"lockstep", "edge"}
+    assert all(alone[name]["metrics"]["stage/6/skipped_updates"] == 1 for name in ("skipped", "loss scale"))
+
+
+class Half(RandomStream):
+    """One of two replicas' share of a stream, as a stream of its own."""
+
+    def __init__(self, whole: RandomStream, replica: int) -> None:
+        super().__init__(batch=whole.batch // 2)
+        self.whole, self.replica = whole, replica
+
+    def inputs(self, m: int) -> Tensor:
+        return self.whole.inputs(m).chunk(2)[self.replica]
+
+    def targets(self, m: int) -> Tensor:
+        return self.whole.targets(m).chunk(2)[self.replica]
+
+
+class Doubled(RandomStream):
+    """Both halves of a microbatch are the same."""
+
+    def inputs(self, m: int) -> Tensor:
+        return super().inputs(m)[: self.batch // 2].repeat(2, 1, 1, 1)
+
+    def targets(self, m: int) -> Tensor:
+        return super().targets(m)[: self.batch // 2].repeat(2)
+
+
+def plain(module: nn.Module, rate: float) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=rate)
+
+
+def step(stream: RandomStream, dp: int, *, rate: float, dropout: float = 0.0, microbatches: int = 1) -> dict[str, Tensor]:
+    pipeline = Pipeline(mixed_net(dropout=dropout), stream.spec, method="reversible", optimizer=partial(plain, rate=rate), dp=dp)
+    pipeline.train(stream, microbatches)
+    return pipeline.state_dict()
+
+
+def in_two_replicas(rank: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "statistics": step(RandomStream(batch=8), 2, rate=0.0, microbatches=3),
+        "masks": step(Doubled(batch=8), 2, rate=1.0, dropout=0.5),
+        "order": order_of_work(),
+    }
+    pipelines = []
+    for stretches in ((7, 6), (7, 0), (0, 6)):
+        pipeline = accumulating(dp=2)
+        if stretches[0]:
+            pipeline.train(RandomStream(batch=8), stretches[0])
+        checkpoints = Checkpoints(folder / "two")
+        if stretches[1] == 0:
+            checkpoints.save(pipeline, {})
+        elif stretches[0] == 0:
+            restore(pipeline, newest(folder / "two"))
+        if stretches[1]:
+            pipeline.train(RandomStream(batch=8), stretches[1])
+        pipelines.append(pipeline.state_dict())
+    found["uninterrupted"], _, found["resumed"] = pipelines
+    pipeline = accumulating(dp=2)
+    restore(pipeline, newest(folder / "one"))
+    pipeline.train(RandomStream(batch=8), 6)
+    found["from one"] = pipeline.state_dict()
+    for number, (settings, spec) in enumerate((({"dp": 1 + rank}, (8,)), ({"dp": 2}, (8 + 8 * rank,)))):
+        with pytest.raises((ConfigError, ModelError)) as caught:
+            Pipeline(mixed_net(), RandomStream(batch=spec[0]).spec, optimizer=sgd, **settings)
+        found[f"error {number}"] = str(caught.value)
+    pipeline = Pipeline(without_norms(), RandomStream(batch=8).spec, method="backprop", optimizer=sgd, dp=2)
+    with pytest.raises(CommunicationError if rank == 0 else ZeroDivisionError) as lost:
+        pipeline.train(Ending(batch=8) if rank else RandomStream(batch=8), 9)
+    found["lost"] = str(lost.value)
+    return found
+
+
+def order_of_work() -> list[str]:
+    """What a stage of all six blocks does in two microbatches, which make one update."""
+    done: list[str] = []
+    pipeline = Pipeline(without_norms(), RandomStream(batch=8).spec, k=2, stages=1, optimizer=sgd, dp=2)
+    all_reduce = dist.all_reduce
+
+    def noted(name: str, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        done.append(name)
+        return call(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", partial(noted, "sum", all_reduce))
+        for i, runner in enumerate(pipeline.stages[0].runners):
+            patch.setattr(runner, "backward", partial(noted, f"B{i}", runner.backward))
+        update = pipeline.workers[0].update
+        patch.setattr(update, "apply", partial(noted, "update", update.apply))
+        pipeline.train(RandomStream(batch=8), 2)
+    return done[: done.index("update") + 1]
+
+
+class Ending(RandomStream):
+    """Its process ends with microbatch 3."""
+
+    def inputs(self, m: int) -> Tensor:
+        return super().inputs(m // (m < 3))
+
+
+def accumulating(dp: int) -> Pipeline:
+    """Seven microbatches of which are two updates and a third of one."""
+    stream, rules = RandomStream(batch=8), UpdateRules(average=0.9)
+    return Pipeline(without_norms(), stream.spec, k=3, optimizer=sgd, learning_rate=lambda t: 0.1, rules=rules, dp=dp)
+
+
+@pytest.fixture(scope="module")
+def replicated(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any], Path]:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("replicas")
+    pipeline = accumulating(dp=1)
+    pipeline.train(RandomStream(batch=8), 7)
+    Checkpoints(folder / "one").save(pipeline, {})
+    first, second = run_processes(2, in_two_replicas, folder / "processes", folder)
+    return first, second, folder
+
+
+def test_running_statistics_are_the_mean_of_the_replicas(replicated: tuple[dict[str, Any], dict[str, Any], Path]) -> None:
+    halves = [step(Half(RandomStream(batch=8), replica), 1, rate=0.0, microbatches=3) for replica in (0, 1)]
+    moved = [key for key in halves[0] if "running" in key]
+    assert moved
+    for key, found in ((key, part["statistics"][key]) for part in replicated[:2] for key in moved):
+        assert not torch.equal(halves[0][key], halves[1][key])
+        torch.testing.assert_close(found, (halves[0][key] + halves[1][key]) / 2, rtol=1e-12, atol=1e-15, msg=key)
+
+
+def test_each_replica_draws_numbers_of_its_own(replicated: tuple[dict[str, Any], dict[str, Any], Path]) -> None:
+    """The step is the mean of the first replica's, which draws as one pipeline does, and of another."""
+    half = Half(Doubled(batch=8), 0)
+    before, after = step(half, 1, rate=0.0, dropout=0.5), step(half, 1, rate=1.0, dropout=0.5)
+    key = (
+        "block1.f.0.weight"
+        if "block1.f.0.weight" in before
+        else next(k for k in before if k.startswith("block1") and "weight" in k)
+    )
+    first = after[key] - before[key]
+    second = 2 * (replicated[0]["masks"][key] - before[key]) - first
+    assert not torch.allclose(second, first, rtol=0.01)
+    torch.testing.assert_close(second.norm(), first.norm(), rtol=0.9, atol=0.0)
+
+
+def test_a_run_goes_on_exactly_and_with_another_number_of_replicas(
+    replicated: tuple[dict[str, Any], dict[str, Any], Path],
+) -> None:
+    """From the middle of an update: the first replica takes over what all have accumulated."""
+    *parts, folder = replicated
+    whole, from_two = accumulating(dp=1), accumulating(dp=1)
+    whole.train(RandomStream(batch=8), 7)
+    whole.train(RandomStream(batch=8), 6)
+    restore(from_two, newest(folder / "two"))  # type: ignore[arg-type]
+    from_two.train(RandomStream(batch=8), 6)
+    for key, value in whole.state_dict().items():
+        assert all(torch.equal(part["resumed"][key], parts[0]["uninterrupted"][key]) for part in parts)
+        for found in (from_two.state_dict()[key], parts[0]["from one"][key], parts[1]["from one"][key]):
+            torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-12, msg=key)
+
+
+def test_processes_that_disagree_on_replicas_are_named(replicated: tuple[dict[str, Any], dict[str, Any], Path]) -> None:
+    for part in replicated[:2]:
+        assert part["error 0"] == "dp: found 2 in process 1, accepted is 1 as in process 0"
+        assert "process 1" in part["error 1"]
+        assert "float64[8, 3, 8, 8]" in part["error 1"]
+
+
+def test_each_block_is_summed_while_those_in_front_go_backward(replicated: tuple[dict[str, Any], dict[str, Any], Path]) -> None:
+    """Only in the last backward before an update; the last sum is of two numbers, whether anything wasn't finite."""
+    blocks = ["B5", "B4", "B3", "B2", "B1", "B0"]
+    assert replicated[0]["order"] == [*blocks, *(step for block in blocks for step in (block, "sum")), "sum", "update"]
+
+
+def test_a_lost_replica_is_told(replicated: tuple[dict[str, Any], dict[str, Any], Path]) -> None:
+    assert replicated[0]["lost"].startswith("summing the gradients of stage 6 over its replicas, microbatch 3: ")
+
+
+@pytest.mark.parametrize(
+    ("samples", "processes", "dp", "message"),
+    [
+        (8, 1, 2, "dp: found 2 in one process, accepted is 1, since replicas need processes of their own"),
+        (8, 4, 3, "dp: found 3, accepted are divisors of 4, the number of processes"),
+        (8, 4, 0, "dp: found 0, accepted are integers >= 1"),
+        (6, 4, 4, "dp: found 4, accepted are divisors of 6, the samples of a microbatch"),
+        (8, 16, 2, "processes: found 8, accepted are 1 to 6, since mixed has 6 blocks"),
+    ],
+)
+def test_replicas_that_nothing_can_be_shared_out_to(samples: int, processes: int, dp: int, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Layout.plan(mixed_net(), RandomStream(batch=samples).spec, None, processes, dp)
+    assert str(caught.value) == message
+
+
+def test_a_share_too_small_for_batch_statistics() -> None:
+    with pytest.raises(
+        ConfigError, match=r"dp: a replica's share float64\[1, 3, 2, 2\] of a microbatch float64\[2, 3, 2, 2\] is too"
+    ):
+        Layout.plan(mixed_net(), RandomStream(batch=2, size=2).spec, None, 2, 2)
+    with pytest.raises(ModelError, match="Expected more than 1 value per channel"):
+        Layout.plan(mixed_net(), RandomStream(batch=1, size=2).spec, None, 1)
+
+
+def test_neighbouring_stages_of_a_replica_have_neighbouring_ranks() -> None:
+    layout = Layout.plan(mixed_net(), TensorSpec((8, 3, 8, 8), torch.float64), 2, 4, 2)
+    assert [layout.place(rank) for rank in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert layout.inputs.shape == (4, 3, 8, 8)

@@ -1,0 +1,393 @@
+"""Updates of stages: clipping, averages, loss scale, numbers that aren't finite, state; against plain autograd."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from petra import BlockSpec, ConfigError, Keep, Method, Model, NumericsError, Pipeline, TensorSpec, UpdateRules
+from petra.engine.update import GROWTH_INTERVAL
+from petra.errors import CommunicationError
+from petra.staleness.remedies import Prediction, Remedy
+from petra.training import Checkpoints, restore
+from petra.training.optim import OPTIMIZERS
+from tests.support.nets import RandomStream, mixed_net
+from tests.support.processes import run_processes
+
+ONE_F_ONE_B = Method("1f1b", 1, Keep.GRAPH, flush=True)
+TOGETHER = ["reversible", ONE_F_ONE_B, Method("gpipe", 0, Keep.GRAPH, flush=True, fill=True)]
+
+
+def sgd(module: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+
+
+def pipeline(rules: UpdateRules, method: str | Method = "reversible", **settings: object) -> Pipeline:
+    settings = {"k": 2, "stages": 3, "optimizer": sgd, "seed": 3} | settings
+    return Pipeline(mixed_net(), RandomStream().spec, method=method, rules=rules, **settings)  # type: ignore[arg-type]
+
+
+def plainly(steps: int, k: int = 2, clip: float | None = None, average: float | None = None) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Ordinary training of the same network, its gradient clipped as a whole, and a moving average of its parameters."""
+    data, net = RandomStream(), mixed_net().build(3)
+    optimizer, means = sgd(net), {name: p.detach().clone() for name, p in net.named_parameters()}
+    for update in range(steps):
+        optimizer.zero_grad()
+        for m in range(update * k, (update + 1) * k):
+            (F.cross_entropy(net(data.inputs(m)), data.targets(m)) / k).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(net.parameters(), clip)
+        optimizer.step()
+        if average is not None:
+            decay = min(average, (1 + update) / (10 + update))
+            means = {name: decay * means[name] + (1 - decay) * p.detach() for name, p in net.named_parameters()}
+    return net, means
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-8) -> None:
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=rtol, atol=1e-10, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("method", TOGETHER)
+def test_global_clipping_is_clipping_of_the_whole_network(method: str | Method) -> None:
+    found = pipeline(UpdateRules(clip=0.2, clip_globally=True), method)
+    found.train(RandomStream(), 5)  # a partial accumulation is carried over
+    found.train(RandomStream(), 3)
+    assert_same(found.state_dict(), plainly(4, clip=0.2)[0].state_dict())
+
+
+def clipped_globally(rank: int) -> dict[str, Tensor]:
+    for transport in ("lockstep", "edge"):
+        found = pipeline(UpdateRules(clip=0.2, clip_globally=True), ONE_F_ONE_B, stages=2, transport=transport)
+        found.train(RandomStream(), 8)
+    return found.state_dict()
+
+
+def test_global_clipping_in_many_processes(tmp_path: Path) -> None:
+    """Three processes for two stages: an idle one takes part in the sum too."""
+    parts = run_processes(3, clipped_globally, tmp_path)
+    assert_same({key: value for part in parts for key, value in part.items()}, plainly(4, clip=0.2)[0].state_dict())
+
+
+def test_clipping_of_a_stage_takes_its_own_norm() -> None:
+    one = pipeline(UpdateRules(clip=0.2), stages=1)
+    one.train(RandomStream(), 6)
+    assert_same(one.state_dict(), plainly(3, clip=0.2)[0].state_dict())
+
+    seen: list[float] = []
+
+    class Spy(torch.optim.SGD):
+        def step(self) -> None:  # type: ignore[override]
+            seen.append(torch.cat([p.grad.flatten() for p in self.param_groups[0]["params"]]).norm().item())
+
+    many = pipeline(UpdateRules(clip=0.01), "petra", optimizer=lambda m: Spy(m.parameters(), lr=0.1))
+    many.train(RandomStream(), 8)
+    assert len(seen) == 12
+    assert seen == pytest.approx([0.01] * 12, rel=1e-3)
+    assert all(value > 0.01 for key, value in many.stage_metrics().items() if key.endswith("gradient_norm"))
+
+
+def test_global_clipping_is_refused_where_stages_update_at_different_times() -> None:
+    with pytest.raises(ConfigError, match=r"optim\.clip_scope: found global with method\.delay=2 and no flush, accepted is stage"):
+        pipeline(UpdateRules(clip=1.0, clip_globally=True), "petra")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"clip": 0.0}, r"optim\.clip: found 0\.0"),
+        ({"clip_globally": True}, r"optim\.clip_scope: found global without a norm"),
+        ({"average": 1.0}, r"optim\.ema: found 1\.0, accepted are null or numbers between 0 and 1"),
+        ({"loss_scale": "big"}, r"trainer\.loss_scale: found big, accepted are null, dynamic, or numbers > 0"),
+        ({"nonfinite": "go"}, r"trainer\.nonfinite: found go, accepted are stop, skip"),
+    ],
+)
+def test_rules_that_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        UpdateRules(**settings)  # type: ignore[arg-type]
+
+
+def test_evaluation_uses_averaged_weights_and_training_goes_on_from_the_others() -> None:
+    found, data = pipeline(UpdateRules(average=0.9)), RandomStream()
+    found.train(data, 8)
+    net, means = plainly(4, average=0.9)
+    weights = net.state_dict()
+    with found.averaged():
+        assert_same(found.state_dict(), weights | means)  # running statistics as they are
+    result = found.evaluate(data, 2)
+    net.load_state_dict(weights | means)
+    net.eval()
+    with torch.no_grad():
+        expected = sum(F.cross_entropy(net(data.inputs(m)), data.targets(m)).item() for m in range(2)) / 2
+    assert result.loss == pytest.approx(expected, rel=1e-9)
+    found.train(data, 4)
+    assert_same(found.state_dict(), plainly(6)[0].state_dict())
+
+
+@pytest.mark.parametrize("scale", [1024.0, "dynamic"])
+@pytest.mark.parametrize("method", ["petra", "backprop"])
+def test_a_loss_scale_changes_nothing_where_nothing_overflows(scale: float | str, method: str) -> None:
+    """A power of two is exact."""
+    scaled, plain = (pipeline(UpdateRules(loss_scale=s, clip=0.1), method) for s in (scale, None))  # type: ignore[arg-type]
+    for run in (scaled, plain):
+        run.train(RandomStream(), 9)
+    assert_same(scaled.state_dict(), plain.state_dict(), rtol=1e-10)
+    numbers = scaled.stage_metrics()
+    assert numbers["stage/2/gradient_norm"] == pytest.approx(plain.stage_metrics()["stage/2/gradient_norm"])
+    assert numbers["stage/2/loss_scale"] == (1024 if scale == 1024 else 2**16)
+
+
+class Overflow(torch.autograd.Function):
+    """The identity, whose gradient overflows beyond a limit as fp16's does beyond 65504."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, dy: Tensor) -> Tensor:
+        return torch.where(dy.abs() > 20, torch.inf, dy)
+
+
+class Limited(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return Overflow.apply(super().forward(x))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def limited_net(poison: float = 0.0) -> Model:
+    """Three linear stages; the gradient of the middle one overflows at large loss scales, or its weights are poisoned."""
+
+    def middle() -> nn.Module:
+        layer = Limited(4, 4).double()
+        layer.weight.data += poison
+        return layer
+
+    def first() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(12, 4)).double()
+
+    return Model(
+        "limited", (BlockSpec("first", first), BlockSpec("middle", middle), BlockSpec("last", lambda: nn.Linear(4, 5).double()))
+    )
+
+
+def limited(rules: UpdateRules, poison: float = 0.0) -> Pipeline:
+    return Pipeline(limited_net(poison), RandomStream(size=2).spec, method="petra", optimizer=sgd, rules=rules, seed=1)
+
+
+def test_a_dynamic_scale_falls_only_where_it_overflows_and_grows_again() -> None:
+    run = limited(UpdateRules(loss_scale="dynamic"))
+    run.train(RandomStream(size=2), 40)
+    numbers = run.stage_metrics()
+    assert numbers["stage/1/loss_scale"] == numbers["stage/3/loss_scale"] == 2**16
+    assert 1 < numbers["stage/2/loss_scale"] < 2**12
+    assert numbers["stage/2/skipped_updates"] == numbers["stage/1/skipped_updates"] > 0
+    assert numbers["stage/3/skipped_updates"] == 0
+    assert all(p.isfinite().all() for p in run.state_dict().values())
+    last = run.workers[2].update
+    last._good.fill_(GROWTH_INTERVAL - 1)
+    run.train(RandomStream(size=2), 1)
+    assert run.stage_metrics()["stage/3/loss_scale"] == 2**17
+
+
+def test_a_fixed_scale_that_overflows_stops_and_names_the_stage() -> None:
+    with pytest.raises(
+        NumericsError, match=r"stage 2: found a gradient that isn't finite in the update after microbatch 1;"
+    ) as error:
+        limited(UpdateRules(loss_scale=2.0**16)).train(RandomStream(size=2), 20)
+    assert error.value.origin
+
+
+def test_a_loss_that_is_not_finite_stops_at_the_last_stage_with_weights_untouched() -> None:
+    run = limited(UpdateRules(), poison=float("nan"))
+    before = {key: value.clone() for key, value in run.state_dict().items()}
+    with pytest.raises(NumericsError, match="stage 3: found a loss or gradient that isn't finite"):
+        run.train(RandomStream(size=2), 20)
+    for key, value in run.state_dict().items():
+        assert torch.equal(value, before[key]) or "middle" in key
+
+
+def test_a_stage_that_received_it_says_so() -> None:
+    run = limited(UpdateRules())
+    update = run.workers[0].update
+    update.scaled((torch.tensor([torch.nan], dtype=torch.float64),))
+    run.stages[0].module[0][1].weight.grad.fill_(torch.nan)
+    with pytest.raises(NumericsError, match="first seen in what stage 2 sent") as error:
+        update(4)
+    assert not error.value.origin
+
+
+def test_skipping_leaves_weights_and_momentum() -> None:
+    run = limited(UpdateRules(nonfinite="skip"), poison=float("nan"))
+    before = {key: value.clone() for key, value in run.state_dict().items()}
+    run.train(RandomStream(size=2), 5)
+    assert all(torch.equal(value, before[key]) for key, value in run.state_dict().items() if "middle" not in key)
+    assert run.stage_metrics()["stage/3/skipped_updates"] == 5
+
+
+class Broken(RandomStream):
+    """One microbatch that isn't finite."""
+
+    def inputs(self, m: int) -> Tensor:
+        return super().inputs(m) * (float("inf") if m == 4 else 1)
+
+
+@pytest.mark.parametrize("method", ["petra", "backprop"])
+def test_a_drain_inside_an_update_finds_what_is_not_finite(method: str) -> None:
+    """Before somebody writes a checkpoint of it: the update comes after microbatch 6 only."""
+    run = pipeline(UpdateRules(), method, k=3)
+    run.train(Broken(), 4)
+    with pytest.raises(
+        NumericsError, match=r"stage \d: found a gradient that isn't finite in the update that began after microbatch 3"
+    ):
+        run.train(Broken(), 1)
+
+
+def test_running_statistics_that_are_not_finite_stop() -> None:
+    run = pipeline(UpdateRules(), "petra", k=2)
+    run.train(RandomStream(), 2)
+    next(m for m in run.stages[1].module.modules() if isinstance(m, nn.BatchNorm2d)).running_var[0] = torch.inf
+    with pytest.raises(NumericsError, match="stage 2: found running statistics that aren't finite after microbatch 4"):
+        run.train(RandomStream(), 2)
+
+
+def test_a_loss_that_is_not_finite_stops_even_if_its_gradient_is() -> None:
+    def infinite(output: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(output, targets) + torch.inf
+
+    run = Pipeline(mixed_net(), RandomStream().spec, optimizer=sgd, loss=infinite)
+    with pytest.raises(NumericsError, match="stage 6: found a loss that isn't finite among microbatches 1 to 3"):
+        run.train(RandomStream(), 3)
+
+
+def test_running_statistics_are_mended_where_an_update_is_skipped() -> None:
+    run = pipeline(UpdateRules(nonfinite="skip"), "petra", k=2)
+    run.train(Broken(), 8)
+    assert all(value.isfinite().all() for value in run.state_dict().values())
+    assert run.stage_metrics()["stage/1/skipped_updates"] == 1
+    assert run.evaluate(RandomStream(), 2).loss < 10
+
+
+def stopped(rank: int, folder: str, transport: str) -> str:
+    """A run with a checkpoint every two microbatches, one of which is not finite."""
+    run = pipeline(UpdateRules(), "petra", k=3, stages=3, transport=transport)
+    checkpoints = Checkpoints(Path(folder) / transport, keep=1)
+    try:
+        for _ in range(4):
+            run.train(Broken(), 2)
+            checkpoints.save(run, {})
+    except NumericsError as error:
+        return f"{error.origin} {error}"
+    except (CommunicationError, RuntimeError) as error:
+        return f"lost: {error}"
+    return "went on"
+
+
+@pytest.mark.parametrize("transport", ["lockstep", "edge"])
+def test_the_last_good_checkpoint_is_untouched(transport: str, tmp_path: Path) -> None:
+    texts = run_processes(3, stopped, tmp_path / "run", str(tmp_path), transport)
+    assert any(re.match(r"True stage 3: found a (loss or )?gradient that isn't finite in the update", text) for text in texts), (
+        texts
+    )
+    assert "went on" not in texts
+    (kept,) = [path for path in (tmp_path / transport).iterdir() if path.is_dir() and not path.name.endswith(".part")]
+    assert kept.name == "000000004"
+    again = pipeline(UpdateRules(), "petra", k=3, stages=3)
+    restore(again, kept)
+    assert all(value.isfinite().all() for value in again.state_dict().values())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_by_block_continues_exactly(name: str) -> None:
+    """Stopped inside an accumulation, with clocks, averages, optimizer and gradient taken over into a new pipeline."""
+    rules, data = UpdateRules(average=0.9, loss_scale="dynamic"), RandomStream()
+    make = partial(pipeline, rules, "petra", k=3, optimizer=OPTIMIZERS[name], learning_rate=lambda t: 0.01 / t)
+    whole, first, second = make(), make(), make()
+    whole.train(data, 7)
+    whole.train(data, 6)
+    first.train(data, 7)
+    for worker, old in zip(second.workers.values(), first.workers.values(), strict=True):
+        worker.stage.module.load_state_dict(old.stage.module.state_dict())
+        worker.update.load_state_dict(old.update.state_dict())
+        worker.t = old.t
+    second.clock = first.clock
+    second.train(data, 6)
+    for key, value in whole.state_dict().items():
+        assert torch.equal(second.state_dict()[key], value), key
+    with whole.averaged(), second.averaged():
+        for key, value in whole.state_dict().items():
+            assert torch.equal(second.state_dict()[key], value), key
+    state = whole.workers[1].update.state_dict()["blocks"][0]
+    assert state["optimizer"].keys() == state["average"].keys() == state["gradient"].keys()
+    assert "weight" in next(iter(state["average"]))
+
+
+def test_a_stage_whose_message_overflows_halves_its_scale() -> None:
+    """The head's own gradient is small, but its weights are large: only δ on its way to the stage before overflows in fp16."""
+
+    def head() -> nn.Module:
+        linear = nn.Linear(8, 5)
+        linear.weight.data.mul_(500)
+        return linear
+
+    class Data(RandomStream):
+        def inputs(self, m: int) -> Tensor:
+            return 0.1 * torch.randn(4, 8, generator=self._generator(m, 0))
+
+    model = Model("steep", (BlockSpec("first", partial(nn.Linear, 8, 8)), BlockSpec("head", head)))
+    found = Pipeline(
+        model,
+        TensorSpec((4, 8), torch.float32),
+        method="petra",
+        optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=1e-4),
+        autocast=torch.float16,
+        rules=UpdateRules(loss_scale="dynamic"),
+    )
+    found.train(Data(), 40)
+    skipped = found.stage_metrics()["stage/1/skipped_updates"]
+    assert 0 < skipped < 20
+    found.train(Data(), 10)
+    assert found.stage_metrics()["stage/1/skipped_updates"] == skipped
+
+
+def test_the_mean_norm_leaves_out_skipped_updates() -> None:
+    class Data(RandomStream):
+        def inputs(self, m: int) -> Tensor:
+            return super().inputs(m) * (float("nan") if m == 2 else 1)
+
+    found = pipeline(UpdateRules(nonfinite="skip"), k=1)
+    found.train(Data(), 4)
+    numbers = found.stage_metrics()
+    assert numbers["stage/1/skipped_updates"] == 1
+    assert 0 < numbers["stage/1/gradient_norm"] < float("inf")
+
+
+def test_a_step_that_a_fused_optimizer_skips_is_not_compensated() -> None:
+    found = pipeline(UpdateRules(), "petra", k=1, optimizer=OPTIMIZERS["sgd"], remedy=Remedy(compensation=True))
+    found.train(RandomStream(), 4)
+    optimizer, parameters = found.workers[0].update.optimizer, list(found.stages[0].module.parameters())
+    before = [p.detach().clone() for p in parameters]
+    for p in parameters:
+        p.grad = torch.full_like(p, float("nan"))
+    assert optimizer is not None
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(parameters, before, strict=True))
+
+
+def test_a_remedy_goes_on_from_a_cut_with_other_late_stages() -> None:
+    """The last stage is never late and remembers nothing; on the other cut one of its blocks is in a late stage."""
+    remedy = Remedy(prediction=Prediction.DIFFERENCE)
+    before, after = (pipeline(UpdateRules(), "petra", remedy=remedy, stages=cut) for cut in ([4, 2], [5, 1]))
+    before.train(RandomStream(), 6)
+    after.load_method_state(before.method_state())
+    kept, found = before.method_state()["change"], after.method_state()["change"]
+    assert {key.split(".")[0] for key in found} - {key.split(".")[0] for key in kept} == {"block3"}
+    assert all(torch.equal(value, kept.get(key, torch.zeros_like(value))) for key, value in found.items())

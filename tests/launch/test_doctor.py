@@ -1,0 +1,137 @@
+"""The doctor's measurements against links of known speed, and its findings against machines of known faults."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from launch.doctor import command as doctor
+from launch.doctor import links
+from launch.doctor.links import LARGE, Link
+from launch.doctor.machine import Report, compare, look
+from launch.runtime.rank import Place
+from tests.support.processes import run_processes
+
+ALONE = Place(rank=0, world=1, local_rank=0, local_world=1)
+CPU = torch.device("cpu")
+
+
+def slow_links(rank: int) -> list[Link]:
+    """As if rank 1 took a second to send a large message on, and rank 2 0.1 s for a small one."""
+    send = dist.send
+
+    def slowly(tensor: torch.Tensor, peer: int) -> None:
+        time.sleep({1: 1.0 * (tensor.nbytes == LARGE and peer == 2), 2: 0.1 * (tensor.nbytes < LARGE)}.get(rank, 0.0))
+        send(tensor, peer)
+
+    links.dist.send, links.ROUND_TRIPS, links.MESSAGES = slowly, 10, 2  # type: ignore[attr-defined]
+    return links.measure_links(CPU)
+
+
+def test_links_are_measured_one_by_one(tmp_path: Path) -> None:
+    first, second, third = run_processes(3, slow_links, tmp_path)
+    assert first == second == third
+    fast, slow = first
+    assert (fast.rank, slow.rank) == (0, 1)
+    assert 0 < fast.latency < 0.05 <= slow.latency
+    assert slow.forward < LARGE / 1.0 < min(slow.backward, fast.forward, fast.backward)
+
+
+def pairs(rank: int) -> list[tuple[int, int]]:
+    links.LARGE, links.ROUND_TRIPS, links.MESSAGES = 100, 1, 1  # type: ignore[misc]
+    return [(link.rank, link.rank + link.step) for link in links.measure_links(CPU, dp=2)]
+
+
+def test_links_within_replicas_and_between_them(tmp_path: Path) -> None:
+    assert run_processes(4, pairs, tmp_path)[3] == [(0, 1), (2, 3), (0, 2), (1, 3)]
+
+
+def report(rank: int, node: str = "0 (a)", device: str = "cuda:0", versions: str = "2.13", wrong: tuple[str, ...] = ()) -> Report:
+    return Report(rank, node, device, 2**30, 8, {"PyTorch": versions}, {}, wrong)
+
+
+def test_nothing_is_wrong_with_processes_that_agree() -> None:
+    assert compare([report(0), report(1, device="cuda:1"), report(2, "1 (b)")], line=3) == []
+
+
+def test_what_is_wrong_between_processes() -> None:
+    reports = [report(0, wrong=("broken",)), report(1, "1 (b)"), report(2, wrong=("broken",)), report(3, "1 (b)", "cpu", "2.11")]
+    assert compare(reports, line=4) == [
+        "node 0 (a): broken",
+        "PyTorch: found 2.13 (rank 0), 2.11 (rank 3), accepted is the same in every process",
+        "node 0 (a): its ranks don't follow each other, so neighbouring stages talk across nodes needlessly",
+        "node 1 (b): its ranks don't follow each other, so neighbouring stages talk across nodes needlessly",
+        "devices: found cpu and cuda, accepted is one kind in every process",
+    ]
+
+
+def test_replicas_that_would_fit_on_a_node() -> None:
+    reports = [report(rank, "0 (a)" if rank < 3 else "1 (b)") for rank in range(6)]
+    assert compare(reports, line=3) == compare(reports, line=6) == []
+    assert compare(reports, line=2) == [
+        "ranks 2 to 3: a replica on nodes 0 (a), 1 (b) that would fit on one, so its stages talk across nodes needlessly; "
+        "accepted on a node are multiples of 2 processes"
+    ]
+
+
+def test_what_is_wrong_with_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"):
+        monkeypatch.delenv(name, raising=False)
+    assert look(ALONE, CPU, 2, None).wrong == ()
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
+    nodes = Place(rank=0, world=4, local_rank=0, local_world=2)
+    found = look(nodes, CPU, 2, None)
+    assert found.node == "0 (here)"
+    assert found.environment["NCCL_P2P_DISABLE"] == "1"
+    assert found.wrong == (
+        "2 core(s) for 2 process(es) of 2 thread(s): stages slow each other down",
+        "here stands for 127.0.1.1, which other nodes can't reach: set cluster.interfaces",
+        "NCCL_P2P_DISABLE=1: messages take a slower way than they may have to",
+    )
+    assert not any("cluster.interfaces" in text for text in look(nodes, CPU, 2, ["eth0"]).wrong)
+
+
+def test_what_is_wrong_with_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="H100", total_memory=2**36)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: False)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=64 * 2**20))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2**23, 2**23))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    found = look(ALONE, torch.device("cuda", 0), 1, None)
+    assert (found.device, found.memory) == ("cuda:0 (H100)", 2**36)
+    assert "/dev/shm: found 64 MiB, accepted are 1 GiB or more (docker run --shm-size=8g)" in found.wrong
+    assert "cuda:0 can't reach cuda:1 directly: messages between them go through the host's memory" in found.wrong
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert any(text.startswith("PyTorch is built for CUDA 13.0 and finds no GPU") for text in look(ALONE, CPU, 1, None).wrong)
+
+
+def test_the_doctor_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, "NCCL_DEBUG": "INFO"})
+    monkeypatch.setattr(sys, "argv", ["doctor", "trainer.device=cpu"])
+    doctor.main()
+    out = capsys.readouterr().out
+    assert f"PyTorch {torch.__version__}" in out
+    assert f"| 0 | 0 ({socket.gethostname()}) | cpu |" in out
+    assert "TORCH_NCCL_DUMP_ON_TIMEOUT=1" in out
+    assert "- NCCL_DEBUG=INFO in the environment stays; the configuration would set WARN" in out
+
+
+def test_the_table_of_links() -> None:
+    shown = doctor.text([report(0), report(1)], [Link(0, 12e-6, LARGE / 0.05, 2.5e9)], [])
+    assert "| 0 – 1 | 12 | 1.34 | 2.50 | 50.0 |" in shown
+    assert shown.endswith("Nothing wrong found.")

@@ -1,0 +1,194 @@
+"""A process that is killed, stopped, out of memory or wrong: all end in time, one says where, none stays."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch.run import resume
+from launch.runtime.rank import Place
+from petra.engine.stage import Stage
+from petra.specs import Streams
+from tests.support.forked import Forked, used
+
+LONG = (
+    "data=synthetic",
+    "data.images=10000",
+    "data.batch_size=4",
+    "data.size=16",
+    "model.width=0.0625",
+    "trainer.device=cpu",
+    "run_dir=run",
+)
+"""An epoch of some minutes."""
+MESSAGE = r"(receiving|sending|exchanging) the message of stage \d+ to stage \d+( and back)?, microbatch \d+"
+TIMEOUT, START, END = 3, 60, 30
+"""Seconds: trainer.timeout; what a start may take at most; what an end may, beside the timeout."""
+
+
+def training(run: Forked) -> None:
+    """Waits until all processes of a run are well into its training."""
+    deadline = time.monotonic() + START
+    while "records in" not in run.told("out"):
+        assert all(process.is_alive() for process in run.processes), run.told()
+        assert time.monotonic() < deadline, run.told()
+        time.sleep(0.01)
+    for process in run.processes:
+        used(process.pid, used(process.pid, 0) + 0.2)
+
+
+def errors(run: Forked) -> list[str]:
+    return [line for line in run.told().splitlines() if line.startswith("error: ")]
+
+
+@pytest.mark.parametrize(
+    ("number", "transport"), [(signal.SIGKILL, "lockstep"), (signal.SIGSTOP, "edge")], ids=["killed", "stopped"]
+)
+def test_a_lost_process_ends_all_within_the_timeout(number: signal.Signals, transport: str, tmp_path: Path) -> None:
+    """Stopped, it is noticed by the timeout alone; it doesn't stay either once it may run again, as torchrun's SIGKILL sees to."""
+    with Forked(tmp_path, [*LONG, f"trainer.transport={transport}", f"trainer.timeout={TIMEOUT}"], 3) as run:
+        training(run)
+        lost = time.monotonic()
+        run.signal(number, [1])
+        statuses = run.wait(TIMEOUT + END, but=[1])
+        waited = time.monotonic() - lost
+        assert (statuses[0], statuses[2]) == (2, 2), run.told()
+        assert number == signal.SIGKILL or waited > TIMEOUT / 2
+        assert len(errors(run)) == 1, run.told()
+        assert re.fullmatch(rf"error: {MESSAGE}: .*; another process has died, hangs or can't be reached", errors(run)[0])
+        assert "Traceback" not in run.told()
+        run.signal(signal.SIGCONT)
+        assert all(run.wait(END))
+        assert len(errors(run)) == 1
+
+
+def fail_at(microbatch: int, operation: str, failure: Callable[[], object], rank: int) -> None:
+    """Makes the first stage of process 1 fail at one microbatch."""
+    if rank != 1:
+        return
+    calls = [0]
+    whole = getattr(Stage, operation)
+
+    def failing(stage: Stage, *arguments: object) -> object:
+        if operation != "evaluate" and arguments[0] == microbatch:
+            failure()
+        if operation == "evaluate":
+            calls[0] += 1
+            if calls[0] == 1:
+                failure()
+        return whole(stage, *arguments)
+
+    setattr(Stage, operation, failing)
+
+
+def raise_(error: Exception) -> None:
+    raise error
+
+
+def allocate() -> torch.Tensor:
+    return torch.empty(2**58)
+
+
+FAILURES: dict[str, tuple[str, Callable[[], object], str]] = {
+    "memory": (
+        "backward",
+        allocate,
+        r"error: out of memory in stage 10, microbatch 5, backward: can't allocate memory: you tried to allocate \d+ bytes",
+    ),
+    "wrong": ("backward", partial(raise_, ValueError("a mistake")), "in stage 10, microbatch 5, backward"),
+    "evaluation": ("evaluate", partial(raise_, ValueError("a mistake")), "in stage 6, microbatch 0, evaluation"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_stage_that_fails_is_named_once(failure: str, tmp_path: Path) -> None:
+    operation, fails, told = FAILURES[failure]
+    with Forked(tmp_path, [*LONG, "trainer.limit_batches=8"], 2, prepare=partial(fail_at, 5, operation, fails)) as run:
+        statuses = run.wait(START)
+    assert all(statuses)
+    lines = [line for line in run.told().splitlines() if re.fullmatch(told, line)]
+    assert len(lines) == 1, run.told()
+    assert run.told().count("Traceback (most recent call last)") == (failure != "memory")
+    assert errors(run) == [line for line in lines if line.startswith("error: ")]
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (MemoryError(), "no more can be had"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB."),
+            "CUDA out of memory. Tried to allocate 2.00 GiB",
+        ),
+    ],
+    ids=["host", "device"],
+)
+def test_out_of_memory_is_one_line(error: Exception, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    error.add_note("in stage 6, microbatch 5, forward")
+    with pytest.raises(SystemExit) as ended, Place(0, 1, 0, 1).reporting():
+        raise error
+    assert (ended.value.code, capsys.readouterr().err) == (2, f"error: out of memory in stage 6, microbatch 5, forward: {told}\n")
+
+
+def own_session(rank: int) -> None:
+    os.setsid()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_to_every_process_of_a_job_lets_it_save(number: signal.Signals, tmp_path: Path) -> None:
+    """Those that prepare data among them."""
+    with Forked(tmp_path, [*LONG, "data.workers=1", "checkpoint.every=4"], 2, prepare=own_session) as run:
+        training(run)
+        for process in run.processes:
+            assert process.pid is not None
+            os.killpg(process.pid, number)
+        assert run.wait(END) == [75, 75], run.told()
+    assert re.fullmatch(r"stopped as asked after microbatch \d+, checkpoint written, .*\n", run.told())
+
+
+def on_its_own_disk(rank: int) -> None:
+    os.mkdir(f"disk{rank}")
+    os.chdir(f"disk{rank}")
+    resume.SHOWN = 0.5
+
+
+def test_a_run_folder_that_one_machine_alone_sees_is_refused_before_training(tmp_path: Path) -> None:
+    with Forked(tmp_path, [*LONG, "run_dir=run"], 2, prepare=on_its_own_disk) as run:
+        assert run.wait(START) == [2, 2]
+    assert errors(run) == [
+        f"error: checkpoint.keep: found 2, but {socket.gethostname()} doesn't see the run's folder run, accepted are a run_dir on "
+        "storage that all machines share, or checkpoint.keep=0"
+    ]
+    assert not (tmp_path / "disk0" / "run" / "checkpoints").exists()
+
+
+def slow_forward(rank: int) -> None:
+    forward = Stage.forward
+
+    def slowly(stage: Stage, m: int, x: Streams) -> Streams:
+        time.sleep(2 * TIMEOUT / 100)
+        return forward(stage, m, x)
+
+    Stage.forward = slowly  # type: ignore[method-assign]
+
+
+def test_a_process_without_a_stage_waits_for_those_that_work(tmp_path: Path) -> None:
+    overrides = ["trainer.stages=2", "trainer.epochs=1", "trainer.limit_batches=100", "checkpoint.every=1000"]
+    with Forked(tmp_path, [*LONG, *overrides, f"trainer.timeout={TIMEOUT}"], 3, prepare=slow_forward) as run:
+        assert run.wait(START) == [0, 0, 0], run.told()
+
+
+def test_runs_of_one_start_join_anew(tmp_path: Path) -> None:
+    overrides = ["data.images=8", "trainer.epochs=1", "k=1,2", "run_dir=null", "--multirun"]
+    with Forked(tmp_path, [*LONG, *overrides], 2) as run:
+        assert run.wait(START) == [0, 0], run.told()
+    assert len(list(tmp_path.glob("runs/*/summary.json"))) == 2

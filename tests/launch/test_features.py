@@ -1,0 +1,307 @@
+"""Options of training: precision, compilation, metrics, export and evaluation, loggers, presets, the dry run, help."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from launch.config.errors import CONF
+from launch.config.schema import to_config
+from launch.evaluate import main as evaluate
+from launch.run.build import plan
+from launch.run.dry_run import stage_map, stage_rows
+from launch.train import run
+from petra import BlockSpec, ConfigError, DataError, Keep, Method, Model, Pipeline, TensorSpec, UpdateRules, Weights
+from petra.engine.endpoints import among_five
+from petra.models import revnet18
+from petra.training import export, gathered_blocks, load, load_into, means, sgd
+from tests.launch.test_launch import ALONE, ROOT, TINY, planned, to_composed
+from tests.support.nets import RandomStream, mixed_net
+from tests.support.processes import run_processes
+
+
+def trained(method: str | Method, microbatches: int = 5, **settings: object) -> Pipeline:
+    data = RandomStream()
+    pipeline = Pipeline(mixed_net(), data.spec, method=method, k=2, optimizer=sgd, learning_rate=lambda t: 0.05, seed=2, **settings)  # type: ignore[arg-type]
+    pipeline.train(data, microbatches)
+    return pipeline
+
+
+@pytest.mark.parametrize("method", ["petra", Method("s", 2, Keep.INPUT, Weights.STASHED)])
+def test_compiled_blocks_train_like_uncompiled_ones(method: str | Method) -> None:
+    compiled, plain = trained(method, compile="aot_eager"), trained(method)
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(compiled.state_dict()[key], value, rtol=1e-9, atol=1e-11)
+    data = RandomStream()
+    assert compiled.evaluate(data, 2).loss == pytest.approx(plain.evaluate(data, 2).loss, rel=1e-9)
+
+
+def test_fp16_trains_with_streams_in_float32() -> None:
+    data = RandomStream(batch=2, size=16, classes=10, dtype=torch.float32)
+    losses = {}
+    for autocast in (None, torch.float16):
+        rules = UpdateRules(loss_scale="dynamic" if autocast else None)
+        pipeline = Pipeline(
+            revnet18(width=1 / 16),
+            data.spec,
+            k=2,
+            optimizer=sgd,
+            learning_rate=lambda t: 0.01,
+            autocast=autocast,
+            rules=rules,
+        )
+        losses[autocast] = pipeline.train(data, 6).loss
+        assert all(p.dtype == torch.float32 for p in pipeline.stages[0].module.parameters())
+    assert losses[torch.float16] == pytest.approx(losses[None], rel=0.02)
+    assert losses[torch.float16] != losses[None]
+
+
+def test_label_smoothing_is_for_training_only() -> None:
+    data = RandomStream()
+    smoothed = partial(F.cross_entropy, label_smoothing=0.3)
+    pipeline = Pipeline(
+        mixed_net(),
+        data.spec,
+        method="backprop",
+        optimizer=sgd,
+        learning_rate=lambda t: 0.0,
+        loss=smoothed,
+        evaluation_loss=F.cross_entropy,
+    )
+    plain = mixed_net().build(0)
+    assert pipeline.train(data, 1).loss == pytest.approx(smoothed(plain(data.inputs(0)), data.targets(0)).item())
+    plain.load_state_dict(pipeline.state_dict())
+    assert pipeline.evaluate(data, 1).loss == pytest.approx(F.cross_entropy(plain.eval()(data.inputs(0)), data.targets(0)).item())
+
+
+def test_top_five() -> None:
+    scores = torch.arange(8.0).repeat(3, 1)
+    assert among_five(scores, torch.tensor([3, 2, -100])).item() == 1
+
+
+def test_metrics_follow_the_data() -> None:
+    for classes, names in ((5, ["accuracy"]), (6, ["accuracy", "top5"])):
+        plan_ = planned("data=synthetic", f"data.classes={classes}", "model.width=0.0625")
+        assert list(plan_.pipeline(plan_.learning_rate(1)).metrics) == names
+
+
+class Words(RandomStream):
+    def __init__(self) -> None:
+        super().__init__(batch=2, size=3, classes=7)
+        self.spec = TensorSpec((2, 3), torch.int64)
+
+    def inputs(self, m: int) -> Tensor:
+        return torch.randint(7, (2, 3), generator=self._generator(m, 0))
+
+    def targets(self, m: int) -> Tensor:
+        return torch.randint(7, (6,), generator=self._generator(m, 1))
+
+
+def test_perplexity_of_text() -> None:
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 7)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).flatten(0, 1)
+
+    model = Model("words", (BlockSpec("table", partial(nn.Embedding, 7, 4)), BlockSpec("head", Flat)))
+    pipeline = Pipeline(model, Words().spec, optimizer=sgd, learning_rate=lambda t: 0.1)
+    pipeline.train(Words(), 3)
+    numbers = means(pipeline.evaluate(Words(), 4), "tokens")
+    plain = model.build(0)
+    plain.load_state_dict(pipeline.state_dict())
+    with torch.no_grad():
+        loss = torch.cat([F.cross_entropy(plain(Words().inputs(m)), Words().targets(m), reduction="none") for m in range(4)]).mean()
+    assert numbers["perplexity"] == pytest.approx(loss.exp().item(), rel=1e-5)
+    assert numbers.keys() == {"loss", "accuracy", "perplexity"}
+
+
+# --- export and evaluation ---
+
+
+def exported(rank: int, folder: str) -> dict[str, Tensor]:
+    data = RandomStream()
+    pipeline = Pipeline(mixed_net(), data.spec, k=2, optimizer=sgd, learning_rate=lambda t: 0.05, seed=2, stages=2)
+    pipeline.train(data, 4)
+    export(pipeline, Path(folder) / "model.pt")
+    names = [name for name, _ in gathered_blocks(pipeline)]
+    assert names == ([block.name for block in pipeline.model.blocks] if rank == 0 else [])
+    return pipeline.state_dict()
+
+
+def test_many_processes_export_one_whole_network(tmp_path: Path) -> None:
+    parts = run_processes(3, exported, tmp_path / "group", str(tmp_path))
+    plain = mixed_net().build(0)
+    plain.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True), strict=True)
+    for key, value in (item for part in parts for item in part.items()):
+        assert torch.equal(plain.state_dict()[key], value)
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_exports_load_strictly_and_back_into_a_pipeline(suffix: str, tmp_path: Path) -> None:
+    if suffix == "safetensors":
+        pytest.importorskip("safetensors")
+    pipeline, path = trained("petra", channels_last=True), tmp_path / f"model.{suffix}"
+    export(pipeline, path)
+    mixed_net().build(0).load_state_dict(load(path), strict=True)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    other = trained("petra", 1)
+    load_into(other, load(path), "x")
+    assert all(torch.equal(value, other.state_dict()[key]) for key, value in pipeline.state_dict().items())
+    with pytest.raises(DataError, match=r"x: found nose\.weight, but mixed has no such block"):
+        load_into(other, {"nose.weight": torch.zeros(1)}, "x")
+    with pytest.raises(DataError, match=r"x: block stem does not fit \(.*Missing key"):
+        load_into(other, {}, "x")
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(DataError, match="can't be read as exported weights"):
+        load(path)
+    with pytest.raises(ConfigError, match=r"weights: found a file that ends in \.bin, accepted are \.pt, \.safetensors"):
+        load(tmp_path / "model.bin")
+    with pytest.raises(DataError, match="can't be written"):
+        export(pipeline, tmp_path / "nowhere" / path.name)
+
+
+def test_a_run_exports_and_is_evaluated_to_its_own_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    overrides = [*TINY, f"run_dir={folder}", "trainer.export=pt", "optim.ema=0.9", "trainer.limit_batches=3", "trainer.stages=3"]
+    run(to_config(to_composed(*overrides, "logger=tensorboard" if has("tensorboard") else "logger=jsonl")), ALONE)
+    (row,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert row["microbatches"] == 3
+    assert {f"stage/{j}/gradient_norm" for j in (1, 2, 3)} <= row.keys()
+    assert all(row[f"stage/{j}/gradient_norm"] >= 0 for j in (1, 2, 3))
+    assert {"train_top5", "test_top5", "train_accuracy", "images_per_second"} <= row.keys()
+    assert bool(list(folder.glob("events.out.tfevents*"))) == has("tensorboard")
+    capsys.readouterr()
+
+    evaluate([f"run={folder}"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["weights"].endswith("ema.pt")
+    assert [found[key] for key in ("loss", "accuracy", "top5")] == [row[f"test_{key}"] for key in ("loss", "accuracy", "top5")]
+    evaluate([f"run={folder}", f"weights={folder}/model.pt", "trainer.limit_batches=null"])
+    assert json.loads(capsys.readouterr().out)["images"] == 16
+
+
+def has(module: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(module) is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run=nowhere"], "run: found no config.yaml in nowhere"),
+        (["k=3"], "run: not given"),
+        (["run"], "command line: found run"),
+        (["run=."], "run: found neither exported weights nor a checkpoint in ."),
+        (["run=.", "trainer.epoch=3"], "trainer.epoch: no such key, the nearest is trainer.epochs"),
+    ],
+)
+def test_evaluation_refuses(words: list[str], message: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    from omegaconf import OmegaConf
+
+    OmegaConf.save(to_composed(), tmp_path / "config.yaml")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        evaluate(words)
+    assert f"error: {message}" in capsys.readouterr().err
+
+
+# --- configuration ---
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["optim=adamw", "optim.nesterov=true"],
+            "optim.nesterov: adamw has no such setting, accepted are weight_decay, ",
+        ),
+        (
+            ["optim.betas=[0.9,0.99]"],
+            "optim.betas: sgd has no such setting, accepted are momentum",
+        ),
+        (["optim=adam", "optim.betas=[0.9,1.0]"], "optim.betas: found .*, accepted are two numbers from 0 up to 1"),
+        (["optim.momentum=1.5"], "optim.momentum: found 1.5, accepted are numbers from 0 up to 1"),
+        (["optim.weight_decay=-1"], "optim.weight_decay: found -1.0, accepted are numbers >= 0"),
+        (
+            ["schedule=cosine", "schedule.gamma=0.1"],
+            "schedule.gamma: cosine has no such setting, accepted are",
+        ),
+        (["optim.scaling=big"], "optim.scaling: found big, accepted are goyal, none"),
+        (["optim.clip=1", "optim.clip_scope=global"], "optim.clip_scope: found global with method.delay=2"),
+        (["trainer.loss_scale=8"], "trainer.loss_scale: found 8, accepted is null for trainer.precision=float32"),
+        (["trainer.label_smoothing=1"], "trainer.label_smoothing: found 1.0"),
+        (["trainer.limit_batches=0"], "trainer.limit_batches: found 0"),
+        (["trainer.compile=fast"], "trainer.compile: found fast, accepted are eager, aot_eager, inductor"),
+        (["trainer.export=onnx"], "trainer.export: found onnx, accepted are none, pt, safetensors"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_settings_that_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
+        planned(*overrides)
+
+
+ROWS = re.findall(r"\| `(experiment=[^`]*)` \|", (ROOT / "docs" / "experiments.md").read_text())
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_every_row_of_the_papers_composes_and_plans(row: str) -> None:
+    config = to_config(to_composed(*row.split()))
+    plan(config, ALONE)
+    if "petra/cifar10" in row:
+        assert (config.trainer.epochs, config.schedule.milestones, config.data.batch_size) == (300, [150, 225], 64)
+    if "petra/imagenet" in row:
+        assert (config.trainer.epochs, config.schedule.milestones, config.optim.weight_decay) == (90, [30, 60, 80], 1e-4)
+
+
+def test_every_preset_has_a_row() -> None:
+    folder = Path(CONF) / "experiment"
+    presets = {str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")}
+    assert presets <= {row.split()[0].removeprefix("experiment=") for row in ROWS}
+    recipe = to_config(to_composed("experiment=revnet/cifar10"))
+    assert (recipe.optim.scaling, recipe.optim.nesterov, recipe.schedule.milestones) == ("none", False, [80, 120])
+    plan(recipe, ALONE)
+
+
+@pytest.mark.parametrize("keep", ["nothing", "[input,graph,nothing,nothing,input,graph,input,nothing,graph,graph]"])
+def test_the_stage_map_tells_what_the_pipeline_does(keep: str) -> None:
+    plan_ = planned("model.width=0.0625", "trainer.stages=4", f"method.keep={keep}")
+    rows, pipeline = stage_rows(plan_), plan_.pipeline(plan_.learning_rate(1))
+    assert sum(block.parameters for row in rows for block in row.blocks) == sum(
+        p.numel() for p in plan_.model.build(0).parameters()
+    )
+    assert [row.delay for row in rows] == list(pipeline.delays)
+    assert [row.keeps for row in rows] == [tuple(r.keep for r in pipeline.stages[j].runners) for j in range(4)]
+    text = stage_map(plan_)
+    assert text.startswith("revnet18 on digits by petra (d = 2, k = 4): 4 stages in 1 process(es), ")
+    assert len(text.splitlines()) == 2 + 2 + 4
+
+
+def test_a_dry_run_prints_and_leaves_nothing(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(to_config(to_composed(*TINY, "dry_run=true")), ALONE)
+    assert "| stage |" in capsys.readouterr().out.replace("  ", " ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_names_groups_and_examples(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from launch.train import compose
+
+    monkeypatch.setattr(sys, "argv", ["launch.train", "--help"])
+    with pytest.raises(SystemExit):
+        compose()
+    text = capsys.readouterr().out
+    for part in ("python -m launch.train", "optim: adam, adamw, lars, muon, sgd", "dry_run=true", "warmup_epochs: 5"):
+        assert part in text

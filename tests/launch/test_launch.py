@@ -1,0 +1,435 @@
+"""Configurations that work, those that are refused, and whole runs in one process and under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+
+from launch.compare import main as compare
+from launch.config.compose import compose as compose_arguments
+from launch.config.errors import CONF
+from launch.config.schema import DataConfig, register, to_config
+from launch.run.build import Plan, plan
+from launch.run.data import streams
+from launch.runtime.rank import Place
+from petra import ConfigError, DataError, Model, ModelError, PetraError, TensorSpec
+from petra.data import Dataset, EvalStream, TrainStream, load_dataset
+from petra.distributed import together
+from petra.models import MODELS, revnet18
+from petra.plan.layout import Layout
+from tests.support.processes import run_processes
+
+ROOT = Path(__file__).parents[2]
+ALONE = Place(rank=0, world=1, local_rank=0, local_world=1)
+TINY = ["data=synthetic", "data.images=64", "data.batch_size=8", "model.width=0.0625", "trainer.epochs=1", "trainer.device=cpu"]
+
+
+def to_composed(*overrides: str) -> DictConfig:
+    register()
+    with initialize_config_dir(CONF, version_base="1.3"):
+        return compose("config", [*overrides])
+
+
+def planned(*overrides: str, place: Place = ALONE) -> Plan:
+    return plan(to_config(to_composed(*overrides)), place)
+
+
+def test_defaults_are_the_papers_recipe() -> None:
+    result = planned()
+    assert (result.method.delay, result.config.k, result.stages, result.autocast) == (2, 4, None, None)
+    rate = result.learning_rate(microbatches_per_epoch=100)
+    assert rate(500) == pytest.approx(0.1 * 64 * 4 / 256)
+    assert [rate(t) / rate(500) for t in (1, 15_001, 22_501)] == pytest.approx([1 / 500, 0.1, 0.01])
+
+
+@pytest.mark.parametrize("group", sorted(path.relative_to(CONF) for path in Path(CONF).glob("*/*.yaml")), ids=str)
+def test_every_file_of_every_group_works(group: Path) -> None:
+    if group.stem in ("wandb", "tensorboard") and find_spec(group.stem) is None:
+        with pytest.raises(ConfigError, match=rf"pip install -e '\.\[{group.stem}\]'"):
+            planned(f"logger={group.stem}")
+    elif group.stem in ("text", "revgpt"):
+        assert planned("data=text", "model=revgpt").inputs == TensorSpec((64, 256), torch.int64)
+    else:
+        planned(f"{group.parent}={group.stem}", "k=9")  # PipeDream-2BW needs as many microbatches as stage 1 is ahead
+
+
+@pytest.mark.parametrize(
+    ("overrides", "found"),
+    [(["data=text"], "int64[64, 256]"), (["model=revgpt"], "float32[64, 3, 32, 32]")],
+)
+def test_networks_for_images_take_no_texts_and_the_reverse(overrides: list[str], found: str) -> None:
+    with pytest.raises(ModelError, match=rf"block stem can't take {re.escape(found)} from the data"):
+        planned(*overrides)
+
+
+@pytest.mark.parametrize("path", sorted(Path(CONF).rglob("*.yaml")), ids=lambda path: path.stem)
+def test_every_key_has_a_comment(path: Path) -> None:
+    if "experiment" in path.parts:
+        return  # These repeat keys that are explained in their groups.
+    keys = path.read_text().partition("override hydra/job_logging: none")[2] or path.read_text()
+    bare = [line for line in keys.splitlines() if line and not line.startswith((" ", "#")) and "#" not in line]
+    assert not bare
+
+
+def test_switches_of_the_method() -> None:
+    method = planned("method.delay=[1,2,0,1,1,1,1,1,1]", "method.keep=input", "method.weights=stashed").method
+    assert (method.delay, method.keep, method.weights) == ((1, 2, 0, 1, 1, 1, 1, 1, 1), "input", "stashed")
+
+
+def test_options_of_a_model_reach_its_builder(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, object] = {}
+
+    def sized(classes: int, size: int, width: float = 1.0) -> Model:
+        seen.update(classes=classes, size=size, width=width)
+        return revnet18(classes, 1 / 16)
+
+    monkeypatch.setitem(MODELS, "sized", sized)
+    unset = ("model.stem=null", "model.norm=null")
+    planned("model.name=sized", "model.width=0.5", *unset)
+    assert seen == {"classes": 10, "size": 32, "width": 0.5}
+    planned("model.name=sized", "model.width=null", *unset, "data=synthetic", "data.classes=7", "data.size=48")
+    assert seen == {"classes": 7, "size": 48, "width": 1.0}
+    with pytest.raises(ConfigError, match=r"model\.stem: sized has no such setting, accepted are width"):
+        planned("model.name=sized", "model.norm=null", "model.stem=cifar")
+    profiles = planned("model=revnet50", "model.downsampling=convolution").model.profile(TensorSpec((2, 3, 32, 32), torch.float32))
+    assert sum(block.parameters for block in profiles) > 48_000_000
+
+
+def test_remedies_are_built_in_microbatches() -> None:
+    remedy = planned("remedy=pipemare").remedy(microbatches_per_epoch=100)
+    assert (remedy.discount, remedy.correction, remedy.shrink) == (500, 0.135, 1)
+
+
+def test_settings_that_exclude_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.exact_streams: found True, accepted are false with trainer\.wire=bf16"):
+        planned("trainer.exact_streams=true", "trainer.wire=bf16")
+    with pytest.raises(ConfigError, match=r"remedy\.correction: found 0\.135, accepted are 0 unless method\.weights=current"):
+        planned("method=delayed", "remedy=pipemare")
+    with pytest.raises(ConfigError, match=r"remedy\.compensation: found adam, accepted is sgd with momentum > 0"):
+        planned("optim=adam", "remedy=compensation")
+    with pytest.raises(ConfigError, match=r"method\.keep: found graph with method\.weights=current under autocast"):
+        planned("method=dsp", "method.keep=graph", "trainer.precision=bf16")
+    planned("method=1f1b", "trainer.precision=bf16")
+
+
+def test_precision_and_stages() -> None:
+    result = planned("trainer.precision=bf16", "trainer.stages=[4,6]")
+    assert (result.autocast, result.stages) == (torch.bfloat16, [4, 6])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("k=0", "k: found 0, accepted are integers >= 1"),
+        ("seed=-1", "seed: found -1"),
+        (
+            "data.name=mnist",
+            "data.name: found 'mnist', accepted are digits, cifar10, cifar100, imagenet32, imagenet, synthetic, text",
+        ),
+        ("data.batch_size=0", "data.batch_size: found 0"),
+        ("data.size=0", "data.size: found 0, accepted are integers >= 1"),
+        ("data.workers=-1", "data.workers: found -1, accepted are integers >= 0"),
+        ("data.root=folder", "data.root: found folder, accepted are null for digits"),
+        ("data.validation=0.1", "data.validation: found 0.1, accepted are null for digits"),
+        ("data.images=100", "data.images: found 100, accepted are null for digits"),
+        ("model.name=revnet99", "model.name: found revnet99, accepted are resnet18, resnet34"),
+        ("model.width=0.3", "model.width: found 0.3"),
+        ("model.stem=big", "model.stem: found 'big'"),
+        ("model.patch=4", "model.patch: revnet18 has no such setting, accepted are width, stem"),
+        ("model.downsampling=projection", "model.downsampling: revnet18 has no such setting, accepted are width, stem"),
+        ("method.delay=-1", "method.delay: found -1"),
+        ("method.delay=abc", "method.delay: found abc, accepted are integers >= 0"),
+        ("method.delay=[1,2]", "method.delay: found 2 delays, accepted are one, or 9 for 10 stages"),
+        ("method.keep=all", "method.keep: found all, accepted are graph, input, nothing"),
+        ("method.weights=old", "method.weights: found old, accepted are current, stashed, double"),
+        ("method=pipedream_2bw", "k: found 4, accepted are integers >= 9"),
+        ("remedy.correction=1", "remedy.correction: found 1.0, accepted are numbers from 0 to below 1"),
+        ("remedy.prediction=soon", "remedy.prediction: found soon, accepted are none, velocity, difference"),
+        ("trainer.wire=fp8", "trainer.wire: found fp8, accepted are float32, bf16"),
+        ("method.fill=true", "method.fill: found true with method.flush=false"),
+        ("schedule.milestones=[3,2]", "schedule.milestones: found"),
+        ("optim.momentum=0", "optim.nesterov: found True, accepted are false where optim.momentum=0"),
+        ("trainer.epochs=0", "trainer.epochs: found 0"),
+        ("trainer.stages=11", "stages: found 11, accepted are 1 to 10"),
+        ("trainer.stages=[5,4]", "stages: found .5, 4., accepted are positive numbers of blocks that sum to 10"),
+        ("trainer.stages=many", "trainer.stages: found many"),
+        ("trainer.transport=mail", "trainer.transport: found mail, accepted are auto, local"),
+        ("trainer.precision=fp8", "trainer.precision: found fp8, accepted are float32, bf16, fp16"),
+        ("trainer.device=tpu", "trainer.device: found tpu, accepted are auto, cpu, cuda"),
+        ("trainer.timeout=0", "trainer.timeout: found 0"),
+    ],
+)
+def test_values_that_are_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planned(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("k=abc", "k: found abc, accepted are integers"),
+        ("k=???", "k: found nothing, accepted are integers"),
+        ("k=[1", "k=[1: no viable alternative at input '[1', accepted are overrides as Hydra reads them"),
+        ("k=${missing}", "k: Interpolation key 'missing' not found"),
+        ("k=1,2", "k=1,2: Ambiguous value for argument 'k=1,2'"),
+        ("trainer.epochs=1.5", "trainer.epochs: found 1.5, accepted are integers"),
+        ("trainer.epochs=null", "trainer.epochs: found null, accepted are integers"),
+        ("trainer.epoch=3", "trainer.epoch: no such key, the nearest is trainer.epochs"),
+        ("+trainer.epoch=3", "trainer.epoch: no such key, the nearest is trainer.epochs"),
+        ("epochs=3", "epochs: no such key, the nearest is trainer.epochs"),
+        ("modle=revnet18", "modle: no such key, the nearest is model"),
+        ("schedule.colour=red", "schedule.colour: no such key, accepted are name, warmup_epochs, milestones, gamma, power"),
+        ("model.width=wide", "model.width: found wide, accepted are null or numbers"),
+        ("optim.betas=[a]", "optim.betas[0]: found a, accepted are null or lists of numbers"),
+        ("optim.betas=3", "optim.betas: found int, accepted are null or lists of numbers"),
+        ("data.augment=maybe", "data.augment: found maybe, accepted are true, false"),
+        ("schedule=linear", "schedule: found linear, accepted are cosine, multistep, polynomial"),
+        ("logger=null", "logger=null: Config group override must be a string or a list. Got NoneType"),
+    ],
+)
+def test_what_hydra_refuses_is_one_line(override: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["launch.train", override])
+    with pytest.raises(ConfigError) as told:
+        [to_config(config) for config in compose_arguments()]
+    assert str(told.value) == message
+
+
+def test_more_processes_than_blocks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="processes: found 11, accepted are 1 to 10, since revnet18 has 10 blocks"):
+        planned(place=Place(rank=3, world=11, local_rank=3, local_world=11))
+
+
+def test_a_gpu_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    third = Place(rank=3, world=4, local_rank=1, local_world=2)
+    assert third.device("auto") == torch.device("cuda", 1)
+    assert third.device("cpu") == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"found auto for 3 process\(es\) and 2 GPU\(s\)"):
+        Place(rank=0, world=3, local_rank=0, local_world=3).device("auto")
+
+
+def test_data_that_does_not_fit() -> None:
+    with pytest.raises(PetraError, match=r"data\.classes: found 7, accepted is 10 for digits"):
+        planned("data.classes=7").data()
+    with pytest.raises(PetraError, match=r"data\.size: found 64, accepted is 32 for digits"):
+        planned("data.size=64").data()
+    with pytest.raises(PetraError, match=r"data\.root: not given"):
+        planned("data=cifar10").data()
+
+
+def test_image_size_reaches_the_model_and_the_data() -> None:
+    result = planned("data=synthetic", "data.size=16", "data.batch_size=3", "data.images=8")
+    assert result.inputs.shape == (3, 3, 16, 16)
+    train, _ = result.data()
+    result.inputs.require(train.inputs(0), "the data")
+
+
+def test_the_stem_follows_the_images_unless_it_is_set() -> None:
+    def resolution(*overrides: str) -> int:
+        return planned("data=synthetic", *overrides).layout.profiles[0].outputs[0].shape[-1]
+
+    assert [resolution(f"data.size={size}") for size in (32, 64, 128)] == [32, 64, 32]
+    assert resolution("data.size=128", "model.stem=cifar") == 128
+
+
+def _loaded(rank: int, roots: list[str], dp: int = 1) -> tuple[object, ...]:
+    """What one process of four has, the last of which is idle but for two replicas, and which of them opened the file."""
+    opened = False
+
+    def load(*args: object, **options: object) -> Dataset:
+        nonlocal opened
+        opened = True
+        return load_dataset("text", root=roots[rank], size=8)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("launch.run.data.load_dataset", load)
+        config = DataConfig(name="text", root="", batch_size=4, augment=True, classes=256, size=8, workers=0)
+        layout = Layout(
+            (),
+            (range(0, 1), range(1, 2), range(2, 3)),
+            (range(0, 1), range(1, 2), range(2, 3), range(0)),
+            TensorSpec((4, 8), torch.int64),
+        )
+        if dp == 2:
+            layout = Layout((), layout.stages[:2], layout.processes[:2], TensorSpec((2, 8), torch.int64), dp)
+        try:
+            train, test = streams(config, 5, layout)
+        except PetraError as error:
+            return opened, str(error)
+    read = []
+    for stream in (train.inputs, test.inputs, train.targets, test.targets):
+        try:
+            read.append(stream(1))
+        except AssertionError:
+            read.append(None)
+    return opened, train.batches_per_epoch, test.batches, *read
+
+
+def test_only_the_first_process_reads_and_the_last_one_gets_the_targets(tmp_path: Path) -> None:
+    path = tmp_path / "letters.txt"
+    path.write_bytes(bytes(range(200)) * 2)
+    whole = load_dataset("text", root=path, size=8)
+    train, test = TrainStream(whole, 4, seed=5), EvalStream(whole, 4)
+    first, middle, last, idle = run_processes(4, _loaded, tmp_path / "processes", [str(path)] * 4)
+    counts = (train.batches_per_epoch, test.batches)
+    assert first[:3] == (True, *counts)
+    assert middle == idle == (False, *counts, None, None, None, None)
+    assert last[:5] == (False, *counts, None, None)
+    assert torch.equal(first[3], train.inputs(1))
+    assert torch.equal(first[4], test.inputs(1))
+    assert first[5] is first[6] is None
+    assert torch.equal(last[5], train.targets(1))
+    assert torch.equal(last[6], test.targets(1))
+
+
+def test_each_replica_reads_its_share_and_they_must_have_the_same_data(tmp_path: Path) -> None:
+    """The second file has as many samples, as another version of a data set has; labels come with the images."""
+    files = [tmp_path / "letters.txt", tmp_path / "others.txt", tmp_path / "more.txt"]
+    for path, content in zip(files, (bytes(range(200)) * 2, bytes(range(50, 250)) * 2, bytes(range(200)) * 3), strict=True):
+        path.write_bytes(content)
+    first, other, more = map(str, files)
+    streams_of = {path: TrainStream(load_dataset("text", root=path, size=8), 4, seed=5) for path in (first, other)}
+    parts = run_processes(4, _loaded, tmp_path / "processes", [first, "", other, ""], 2)
+    assert [part[0] for part in parts] == [True, False, True, False]
+    for replica, path in enumerate((first, other)):
+        reader, last = parts[2 * replica : 2 * replica + 2]
+        assert torch.equal(reader[3], streams_of[path].inputs(1)[2 * replica :][:2])
+        assert torch.equal(last[5], streams_of[path].targets(1))
+    texts = {text for _, text in run_processes(4, _loaded, tmp_path / "differing", [first, "", more, ""], 2)}
+    assert texts == {
+        "data.root: found 67 samples for training and 8 for testing in process 2, "
+        "accepted are 44 samples for training and 5 for testing as in process 0"
+    }
+
+
+def test_data_that_one_process_can_not_read_is_an_error_of_all(tmp_path: Path) -> None:
+    results = run_processes(2, _loaded, tmp_path / "processes", [str(tmp_path / "none.txt")] * 2)
+    assert [opened for opened, _ in results] == [True, False]
+    assert {text for _, text in results} == {
+        f"{tmp_path}/none.txt: can't be read (No such file or directory); set data.root=<a file of text>"
+    }
+
+
+def test_an_error_alone_is_the_error_of_all() -> None:
+    with pytest.raises(PetraError, match="file x"), together():
+        raise DataError("file x")
+
+
+def launched(processes: int, *overrides: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """One run of launch.train, by torchrun unless alone; its whole process group is gone afterwards."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
+    command = [sys.executable, *torchrun, "-m", "launch.train", *overrides]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    """What doesn't depend on the clock."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key not in ("seconds", "images_per_second")} for row in rows]
+
+
+def test_two_processes_give_the_numbers_of_one_and_leave_all_records(tmp_path: Path) -> None:
+    for processes in (1, 2):
+        done = launched(processes, *TINY, f"run_dir={tmp_path}/{processes}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("epoch 1/1: loss ") == 1
+    assert metrics(tmp_path / "1") == metrics(tmp_path / "2")
+    assert len(metrics(tmp_path / "1")) == 1
+
+    folder = tmp_path / "2"
+    assert {p.name for p in folder.iterdir()} == {"config.yaml", "metrics.jsonl", "summary.json", "curves.png", "checkpoints"}
+    assert {p.name for p in tmp_path.iterdir()} == {"1", "2"}
+    summary = json.loads((folder / "summary.json").read_text())
+    found = {key: summary[key] for key in ("method", "delay", "model", "stages", "processes", "transport", "k", "epochs")}
+    assert found == dict(method="petra", delay=2, model="revnet18", stages=10, processes=2, transport="lockstep", k=4, epochs=1)
+    assert {"parameters", "microbatches", "train_loss", "test_accuracy", "images_per_second", "wall_seconds"} <= summary.keys()
+    assert summary["microbatches"] == 8
+    assert len(summary["peak_memory_bytes"]) == 2
+
+
+def test_replicas_give_the_numbers_of_one_pipeline(tmp_path: Path) -> None:
+    """A network without batch normalisation; the last microbatch for testing has samples in one replica only."""
+    path = tmp_path / "letters.txt"
+    path.write_bytes(bytes(range(200)) * 20)
+    sizes = [
+        "data.size=16",
+        "data.batch_size=8",
+        "model.dim=16",
+        "model.depth=2",
+        "model.heads=2",
+        "trainer.limit_batches=6",
+        "k=2",
+    ]
+    settings = ["data=text", f"data.root={path}", "model=revgpt", "trainer.epochs=1", "trainer.device=cpu", *sizes]
+    for dp in (1, 2):
+        done = launched(
+            dp, *settings, f"dp={dp}", "trainer.stage_metrics=true", "trainer.trace=4", f"run_dir={tmp_path}/{dp}", cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr
+    assert "in 2 process(es) on cpu, transport local; 2 replicas with 4 samples each" in done.stdout
+    one, two = (metrics(tmp_path / str(dp))[0] for dp in (1, 2))
+    other = ("seconds", "per_second", "buffer_bytes")
+    numbers = {key: value for key, value in one.items() if not key.endswith(other)}
+    assert {key: value for key, value in two.items() if not key.endswith(other)} == pytest.approx(numbers, rel=1e-4)
+    assert two["stage/1/buffer_bytes"] == one["stage/1/buffer_bytes"] / 2
+    assert json.loads((tmp_path / "2" / "summary.json").read_text())["dp"] == 2
+
+
+def test_runs_are_compared_from_their_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"epoch": 1, "train_loss": 1.5, "train_accuracy": 0.4, "test_loss": 1.25, "test_accuracy": 0.5}
+    for name, accuracy in (("a", 0.5), ("b", 0.75)):
+        (tmp_path / name).mkdir()
+        OmegaConf.save(to_composed(f"method.delay={len(name)}"), tmp_path / name / "config.yaml")
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(row | {"test_accuracy": accuracy}) + "\n")
+    compare([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "plot" / "c.png")])
+    assert "| b | petra | 1 | 4 | 1 of 300 | 1.5000 | 1.2500 | 75.00% | 75.00% |" in capsys.readouterr().out
+    assert (tmp_path / "plot" / "c.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit):
+        compare([str(tmp_path)])
+    assert "metrics.jsonl: found no finished epoch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["k=0"], "error: k: found 0, accepted are integers >= 1"),
+        (["model=revnet99"], "error: model: found revnet99, accepted are irevnet163"),
+        (["data=cifar10", "data.root=nowhere"], "data_batch_1: can't be read"),
+    ],
+    ids=["value", "composition", "data"],
+)
+def test_an_error_is_told_once_under_torchrun(overrides: list[str], message: str, tmp_path: Path) -> None:
+    failed = launched(2, *overrides, cwd=tmp_path, timeout=60)
+    assert failed.returncode != 0
+    assert failed.stderr.count(message) == 1
+    assert "launch/" not in failed.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_alone_is_one_line_and_status_2(tmp_path: Path) -> None:
+    failed = launched(1, "k=0", cwd=tmp_path, timeout=60)
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert failed.stderr == "error: k: found 0, accepted are integers >= 1\n"

@@ -1,0 +1,270 @@
+"""Reproductions: which runs answer for a row, what is trained, what a table says, what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launch import sweep
+from launch.reproduce import TARGETS, accuracy, gap, memory, runs, speed
+from launch.reproduce import command as reproduce
+from launch.reproduce.report import Request, Scale
+from launch.runtime.rank import Place
+from launch.sweep import Job
+from launch.train import run
+from petra.cost_model.autotune import choose_delays
+from petra.cost_model.simulator import Link, StageCost, predict
+from petra.method import METHODS
+from petra.models import revnet18
+
+TINY = ["data=synthetic", "data.images=16", "data.batch_size=8", "model.width=0.0625", "trainer.epochs=1", "trainer.device=cpu"]
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lets runs train in this process; the names of their folders."""
+    names: list[str] = []
+
+    def here(left: Sequence[Job], processes: int) -> list[Job]:
+        for job in left:
+            names.append(job.folder.name)
+            run(job.config, Place(rank=0, world=1, local_rank=0, local_world=1))
+        return []
+
+    monkeypatch.setattr(sweep, "run_here", here)
+    return names
+
+
+def finished(folder: Path, config: dict[str, Any], test_accuracy: float, **summary: Any) -> None:
+    """The records of a run."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    row = {
+        "epoch": 1,
+        "microbatches": 100,
+        "train_loss": 1.0,
+        "train_accuracy": 0.5,
+        "test_loss": 1.0,
+        "test_accuracy": test_accuracy,
+    }
+    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    content = {"test_accuracy": test_accuracy, "train_accuracy": 0.5, "stages": 10, "k": config["k"], "parameters": 7e5}
+    content |= {"method": config["method"]["name"], "delay": config["method"]["delay"], "batch_size": config["data"]["batch_size"]}
+    (folder / "summary.json").write_text(json.dumps(content | summary))
+
+
+@cache
+def composed(*overrides: str) -> dict[str, Any]:
+    return asdict(runs.job(Request(Scale.CPU, Path("out")), "x", *overrides).config)
+
+
+def config_of(*overrides: str) -> dict[str, Any]:
+    return deepcopy(composed(*overrides))
+
+
+def request(out: Path, *arguments: str) -> None:
+    reproduce.main([*arguments, "--out", str(out)])
+
+
+def test_a_run_answers_for_another_if_they_compute_the_same() -> None:
+    wanted = config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp")
+    assert runs.fits(config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp", "data.root=/other", "trainer.threads=2"), wanted)
+    assert runs.fits(config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp", "trainer.diagnose=7", "model.stem=cifar"), wanted)
+    for other in (
+        "k=2",
+        "method=petra",
+        "trainer.epochs=7",
+        "trainer.precision=float32",
+        "remedy=shrinking",
+    ):
+        assert not runs.fits(config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp", other), wanted), other
+    watched = config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp", "trainer.diagnose=7")
+    assert not runs.fits(wanted, watched)
+
+
+def test_a_run_of_an_earlier_version_answers_too() -> None:
+    """Without groups that came later, and with the schedule in the optimizer's."""
+    wanted = config_of(*accuracy.SIX_EPOCHS, "k=1")
+    earlier = config_of(*accuracy.SIX_EPOCHS, "k=1")
+    for group in ("remedy", "checkpoint", "cluster"):
+        del earlier[group]
+    schedule = earlier.pop("schedule")
+    earlier["optim"] |= {key: schedule[key] for key in ("warmup_epochs", "milestones", "gamma")}
+    del earlier["data"]["size"], earlier["trainer"]["wire"]
+    assert runs.fits(earlier, wanted)
+    assert not runs.fits(earlier, config_of(*accuracy.SIX_EPOCHS, "k=1", "remedy=shrinking"))
+    earlier["optim"]["milestones"] = [4]
+    assert not runs.fits(earlier, wanted)
+
+
+def test_table_4_from_runs_that_exist(
+    tmp_path: Path, trained: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accuracy, "ROWS", {row: m for row, m in accuracy.ROWS.items() if m in ("reversible", "dsp", "petra")})
+    for method, accuracies in {"reversible": (0.80, 0.81, 0.82), "petra": (0.70, 0.73, 0.76), "dsp": (0.5,)}.items():
+        for seed, value in enumerate(accuracies):
+            folder = tmp_path / "given" / f"{method}{seed}"
+            finished(folder, config_of(*accuracy.SIX_EPOCHS, "k=1", f"method={method}", f"seed={seed}"), value)
+    (tmp_path / "given" / "dsp0" / "summary.json").unlink()  # it goes on yet
+    request(tmp_path / "out", "table4", "--gather", "--runs", str(tmp_path / "given"))
+    text = capsys.readouterr().out
+    assert "| backpropagation | `reversible` | 81.00 ± 1.00 |  | 80.00, 81.00, 82.00 |" in text
+    assert "| PETRA: without either | `petra` | 73.00 ± 3.00 | 8.00 | 70.00, 73.00, 76.00 |" in text
+    assert "`dsp`" not in text
+    assert "6 of 9 runs finished" in text
+    assert (tmp_path / "out" / "table4.md").read_text() == text
+    data = json.loads((tmp_path / "out" / "table4.json").read_text())
+    assert data["scale"] == "cpu"
+    assert data["data"]["revnet18_petra_s2"]["summary"]["test_accuracy"] == 0.76
+    assert not trained
+
+
+def test_figure_4_and_table_2_from_runs_that_exist(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accuracy, "ACCUMULATIONS", (1, 4))
+    for k, value in ((1, 0.6), (4, 0.7)):
+        finished(tmp_path / f"petra{k}", config_of(*accuracy.SIX_EPOCHS, f"k={k}"), value)
+    finished(tmp_path / "exact", config_of(*accuracy.SIX_EPOCHS, "k=4", "method=reversible"), 0.75)
+    request(tmp_path / "out", "fig4", "--gather", "--runs", str(tmp_path))
+    text = capsys.readouterr().out
+    assert "| 1 | 60.00 % |  |  | 18 |" in text
+    assert "| 4 | 70.00 % | 75.00 % | 5.00 | 4.5 |" in text
+    assert (tmp_path / "out" / "fig4.png").stat().st_size > 1000
+    monkeypatch.setattr(accuracy, "TABLE2", {("petra", "revnet18"): (94.9, 54.6, 71.0)})
+    for k, seed, value, train in ((1, 0, 0.9, 0.8), (4, 0, 0.8, 0.9), (4, 1, 0.84, 0.9)):
+        settings = ("experiment=petra/cifar10", "model=revnet18", f"k={k}", f"seed={seed}")
+        finished(tmp_path / "more" / f"{k}_{seed}", config_of(*settings), value, train_accuracy=train)
+    request(tmp_path / "out", "table2", "scale=paper", "data=cifar10", "--gather", "--runs", str(tmp_path / "more"))
+    assert "| petra | revnet18 | 0.70 | 4 | 82.00 % | 94.9 % |" in capsys.readouterr().out
+
+
+def test_the_gap_from_runs_that_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part that is closed, and times of an epoch of 6,400 images by the pipeline's period."""
+    monkeypatch.setattr(gap, "FINALISTS", (gap.EXACT, gap.PLAIN, "d = 1"))
+    for name, values in {gap.EXACT: (0.90, 0.92), gap.PLAIN: (0.80,), "d = 1": (0.88,)}.items():
+        for seed, value in enumerate(values):
+            settings = config_of(*accuracy.SHORT, *gap.TRIED[name], f"seed={seed}")
+            finished(tmp_path / "given" / f"{name}{seed}", settings, value)
+            finished(tmp_path / "short" / f"{name}{seed}", config_of(*gap.THREE_EPOCHS, *gap.TRIED[name], f"seed={seed}"), value)
+    request(tmp_path / "out", "gap", "--gather", "--runs", str(tmp_path / "given"))
+    rows = {line.split(" | ")[0].lstrip("| "): line.rstrip(" |").split(" | ") for line in capsys.readouterr().out.splitlines()}
+    assert rows["backprop"][2] == "91.00 ± 1.41"
+    assert [rows[name][3] for name in ("backprop", "petra", "d = 1")] == ["", "", "73 %"]
+    assert rows["backprop, pipelined"][1:3] == ["`method=1f1b`", "91.00 ± 1.41"]
+    speed_of = {name: float(rows[name][4]) for name in ("backprop", "backprop, pipelined", "petra", "d = 1")}
+    assert speed_of["backprop"] < speed_of["backprop, pipelined"] < speed_of["d = 1"] < speed_of["petra"]
+    assert speed_of["petra"] == pytest.approx(7736, rel=0.001)  # as in Table 5: auto is lockstep
+    assert rows["petra over edge"][1] == "`method=petra trainer.transport=edge`"
+    assert float(rows["petra over edge"][4]) == pytest.approx(11912, rel=0.001)
+    for name, images in speed_of.items():
+        assert float(rows[name][6]) == pytest.approx(6400 / images, abs=0.5)
+    request(tmp_path / "out", "gap-search", "--gather", "--runs", str(tmp_path / "short"))
+    text = capsys.readouterr().out
+    assert "| d = 1 | `method=petra method.delay=1` | 88.00 | 80 % |" in text
+    assert text.index("| backprop |") < text.index("| d = 1 |") < text.index("| petra |")
+
+
+def test_the_free_delays_are_those_that_the_simulator_chooses() -> None:
+    costs = speed.stages_of(gap._blocks(32), 1 / speed.FLOPS, METHODS["petra"])
+    link = Link(1e9 * gap.LINKS[0], speed.LATENCY)
+    free = choose_delays(costs, METHODS["petra"], 8, link=link)
+    assert list(free) == yaml.safe_load(gap.FREE)
+    periods = [predict(costs, replace(METHODS["petra"], delay=delay), 8, link=link).period for delay in (free, 4)]
+    assert periods[0] == pytest.approx(periods[1], rel=0.01)
+
+
+def test_figures_of_gradients_share_a_run(tmp_path: Path, trained: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    watched = [*TINY, "trainer.diagnose=1"]
+    for target in ("fig5", "fig6"):
+        request(tmp_path, target, *watched)
+    assert trained == ["gradients_petra"]
+    text, rows = capsys.readouterr().out, json.loads((tmp_path / "fig6.json").read_text())["data"]["rows"]
+    assert len(re.findall(r"^\| \d+ \|", text, re.MULTILINE)) == 2 * 10
+    last = [row for row in rows if row["stage"] == 10][-1]
+    assert last["norm_ratio_delayed_end_to_end"] == pytest.approx(last["norm_ratio_end_to_end"] / last["norm_ratio_delayed"])
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "runs",
+        *(f"fig{n}.{kind}" for n in (5, 6) for kind in ("md", "json", "png")),
+    }
+    with pytest.raises(SystemExit):
+        request(tmp_path, "fig5", *watched, "k=2")
+    assert "error: --out: found a finished run with another k in" in capsys.readouterr().err
+
+
+def test_revnets_figure_4(tmp_path: Path, trained: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    request(tmp_path, "revnet-fig4", *TINY, "model=revnet18", "trainer.diagnose=1", "schedule.milestones=[1]")
+    assert trained == ["revnet_reversible", "revnet_backprop"]
+    rows = json.loads((tmp_path / "revnet-fig4.json").read_text())["data"]["rows"]
+    assert [row["stage"] for row in rows] == [1, 1]
+    assert all(0 < row["angle_stored"] < 1 for row in rows)
+    assert capsys.readouterr().out.count("| backprop |") == 1
+
+
+def test_tables_of_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "MODELS", {"revnet18": revnet18})
+    request(tmp_path, "table3")
+    text = capsys.readouterr().out
+    for row in (
+        "| 44.45 | 0.0 | 44.5 | 0.0 |",
+        "| 43.58 | 2.0 | 43.6 | 2.0 |",
+        "| 21.20 | 52.3 | 21.2 | 52.3 |",
+        "| 20.33 | 54.3 |",
+    ):
+        assert row in text
+    request(tmp_path, "table6")
+    stages = {name: len(rows[0]["bytes"]) for name, rows in json.loads((tmp_path / "table6.json").read_text())["data"].items()}
+    assert stages == {"revnet18": 10}
+
+
+def test_throughput_of_equal_stages() -> None:
+    """Free links: J times as fast as in turn. Others: d = 2 sends behind what it computes, d = 1 can't, and none beats the link."""
+    costs = [StageCost(1.0, 3.0, forward_bytes=10**9, backward_bytes=10**9)] * 6
+    assert speed.speed_up(costs) == pytest.approx(6)
+    assert speed.period(costs, 2, "lockstep", 1.0) == pytest.approx(4, abs=1e-3)
+    assert speed.period(costs, 1, "edge", 1.0) > 4.5
+    assert speed.period(costs, 0, "edge", 1.0) > 6 * 4
+    for delay in (1, 2, 3):
+        assert speed.period(costs, delay, "edge", 0.01) >= 100  # a message alone
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["table2", "scale=paper"], "scale: found paper with 0 GPU(s), accepted is paper with 1 or more, or cpu: backprop of a"),
+        (["table5", "scale=paper"], "scale: found paper with 0 GPU(s), accepted is paper with 10 or more, or cpu: the simulator"),
+        (["fig4", "scale=gpu"], "scale: found gpu, accepted are paper, cpu"),
+        (["table3", "k=2"], "k: found with table3, which trains nothing; accepted is scale"),
+        (["table4", "k"], "command line: found k, accepted are scale=paper, scale=cpu and key=value"),
+        (["fig5", "k=0", *TINY], "k: found 0, accepted are integers >= 1"),
+        (["fig5", "--gather"], "--gather: found no finished run"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_a_line(
+    arguments: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(SystemExit) as ended:
+        request(tmp_path / "out", *arguments)
+    assert ended.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {reason}")
+    assert captured.err.count("\n") == 1
+    assert not captured.out
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_names_every_target(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        reproduce.main(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"    {name} " in text for name in TARGETS)

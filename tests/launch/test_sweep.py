@@ -1,0 +1,151 @@
+"""Sweeps: what is run, what is skipped, what is gathered; here, and through a Slurm that the test plays."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import local, sweep
+from launch.config.compose import composed
+from launch.runtime.rank import Place
+from launch.train import run
+from petra import ConfigError
+
+TINY = ["data=synthetic", "data.images=16", "data.batch_size=8", "model.width=0.0625", "trainer.epochs=1"]
+
+
+def test_every_combination_is_a_job_with_a_folder_of_its_own() -> None:
+    found = sweep.jobs(["k=1,2", "seed=3", "method.delay=[1,2],1", "trainer.stages=[4,6]"], Path("out"))
+    assert [job.folder.name for job in found] == [
+        f"k={k}_method.delay={delay}" for k, delay in (("1", "-1,2-"), ("1", "1"), ("2", "-1,2-"), ("2", "1"))
+    ]
+    assert found[1].values == {"k": "1", "method.delay": "1"}
+    assert found[1].overrides == ("k=1", "seed=3", "method.delay=1", "trainer.stages=[4,6]")
+    assert [job.folder for job in sweep.jobs(["k=3"], Path("out"))] == [Path("out/run")]
+    with pytest.raises(ConfigError, match=r"k=\[1: .*, accepted are overrides as Hydra reads them"):
+        sweep.jobs(["k=[1"], Path("out"))
+
+
+@pytest.mark.parametrize("name", ["plain", "two words", "it's", 'say "a"', "x=1,2"])
+def test_hydra_reads_the_folder_as_it_was_written(name: str) -> None:
+    job = sweep.Job({}, (), Path("/out") / name)
+    assert composed(job.command()).run_dir == f"/out/{name}"
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lets the sweep's launch.local run in this process; the folders that it was asked to train in."""
+    folders: list[str] = []
+
+    def in_this_process(command: list[str]) -> subprocess.CompletedProcess[str]:
+        assert command[:3] == [sys.executable, "-m", "launch.local"]
+        monkeypatch.setattr(sys, "argv", command[2:])
+        local.main()
+        return subprocess.CompletedProcess(command, int("seed=13" in command))
+
+    def train(flags: list[str], module: str, overrides: list[str]) -> None:
+        assert (flags, module) == (["--standalone", "--nproc-per-node", "2"], "launch.train")
+        config = composed(overrides)
+        folders.append(Path(str(config.run_dir)).name)
+        if config.seed != 13:
+            run(config, Place(rank=0, world=1, local_rank=0, local_world=1))
+
+    monkeypatch.setattr(sweep.subprocess, "run", in_this_process)
+    monkeypatch.setattr(local, "run_agent", train)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    return folders
+
+
+def swept(*arguments: str) -> int | str | None:
+    with pytest.raises(SystemExit) as ended:
+        sweep.main([*arguments, *TINY])
+    return ended.value.code
+
+
+def test_a_sweep_goes_on_where_it_stopped(trained: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here = ["--processes", "2", "--out", str(tmp_path), "trainer.device=cpu"]
+    assert swept(*here, "seed=1,13") == 1
+    assert trained == ["seed=1", "seed=13"]
+    captured = capsys.readouterr()
+    assert f"failed: {tmp_path}/seed=13" in captured.err
+    assert "1 of 2 runs finished" in captured.out
+
+    assert swept(*here, "seed=1,2") == 0
+    assert trained == ["seed=1", "seed=13", "seed=2"]
+    summaries = [json.loads((tmp_path / f"seed={seed}" / "summary.json").read_text()) for seed in (1, 2)]
+    runs = json.loads((tmp_path / "sweep.json").read_text())["runs"]
+    assert [row["values"] for row in runs] == [{"seed": "1"}, {"seed": "2"}]
+    assert [row["summary"] for row in runs] == summaries
+    rows = (tmp_path / "sweep.md").read_text().splitlines()
+    assert rows[0].startswith("| seed | test accuracy | test loss |")
+    assert rows[3].startswith(f"| 2 | {summaries[1]['test_accuracy']:.2%} | {summaries[1]['test_loss']:.4f} |")
+    assert rows[-1] == "2 of 2 runs finished"
+
+    (tmp_path / "seed=2" / "summary.json").unlink()
+    assert swept(*here, "seed=1,2") == 0
+    assert trained == ["seed=1", "seed=13", "seed=2", "seed=2"]
+    assert "goes on from" in capsys.readouterr().out
+
+    assert swept(*here, "seed=1,2", "schedule.gamma=0.5") == 2
+    assert "found a finished run with another schedule.gamma in" in capsys.readouterr().err
+    assert swept(*here, "k=1,0") == 2
+    assert "error: k: found 0, accepted are integers >= 1" in capsys.readouterr().err
+    assert len(trained) == 4
+
+
+def test_an_unfinished_run_is_resumed(trained: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    run(
+        composed([*TINY, "trainer.device=cpu", "seed=2", f"run_dir='{folder}'"]),
+        Place(rank=0, world=1, local_rank=0, local_world=1),
+    )
+    (folder / "summary.json").unlink()
+    first = (folder / "metrics.jsonl").read_text()
+    with pytest.raises(SystemExit) as ended:
+        sweep.main(["--out", str(tmp_path), "--processes", "2", "seed=2", "trainer.device=cpu", *TINY, "trainer.epochs=2"])
+    assert ended.value.code == 0
+    assert f"goes on from {folder}/checkpoints/000000002, after microbatch 2" in capsys.readouterr().out
+    rows = (folder / "metrics.jsonl").read_text()
+    assert rows.startswith(first)
+    assert len(rows.splitlines()) == 2
+    assert json.loads((folder / "summary.json").read_text())["epochs"] == 2
+
+
+def test_a_sweep_through_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, lines in (
+        ("sbatch", f'echo "$@" >> {tmp_path}/sbatch.txt; echo "$((41 + $(wc -l < {tmp_path}/sbatch.txt)));cluster"'),
+        ("squeue", f"grep --silent $3 {tmp_path}/waiting && echo $3"),
+    ):
+        (tools / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    out = tmp_path / "out"
+    arguments = ["--out", str(out), "--slurm", "--nodes 3 --gpus-per-node 4", "k=1,2", "trainer.device=cuda"]
+
+    assert swept(*arguments) == 0
+    submitted = (tmp_path / "sbatch.txt").read_text().splitlines()
+    assert submitted[1] == (
+        f"--parsable --job-name=k=2 --output={out}/k=2.log --nodes 3 --gpus-per-node 4 {sweep.SBATCH} "
+        f"resume=auto k=2 trainer.device=cuda {' '.join(TINY)} run_dir='{out}/k=2'"
+    )
+    assert "k=2: Slurm job 43" in capsys.readouterr().out
+
+    (tmp_path / "waiting").write_text("42\n")
+    assert swept(*arguments) == 0
+    assert "k=1: Slurm job 42 has not ended" in capsys.readouterr().out
+    again = (tmp_path / "sbatch.txt").read_text().splitlines()
+    assert again == [*submitted, submitted[1]]
+
+    (tools / "sbatch").write_text("#!/bin/sh\necho no such partition >&2; exit 1\n")
+    assert swept(*arguments) == 1
+    assert "no such partition" in capsys.readouterr().err
+    (tools / "sbatch").unlink()
+    assert swept(*arguments) == 2
+    assert "--slurm: found no sbatch on this machine" in capsys.readouterr().err

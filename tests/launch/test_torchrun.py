@@ -1,0 +1,136 @@
+"""torchrun around a run: processes that are killed start again, signals reach them, and nothing stays, listens or is told more."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.commands import ROOT
+from tests.kill_many import RUN, children, under_torchrun, uninterrupted
+from tests.launch.test_faults import END, LONG, training
+from tests.support.forked import Forked
+
+
+def test_torchrun_starts_a_killed_run_again_from_its_last_checkpoint(tmp_path: Path) -> None:
+    assert under_torchrun(1, tmp_path, *uninterrupted(tmp_path)) == 1
+
+
+LOCAL = ("launch.local", "--processes", "2")
+BARE = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "launch.train")
+
+
+@contextmanager
+def started(folder: Path, launcher: Sequence[str], *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    """Two processes below an agent, once they train; nothing of it is left afterwards."""
+    agent = subprocess.Popen(
+        [sys.executable, "-m", *launcher, *LONG, "resume=auto", *overrides],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert agent.stdout is not None
+        while (line := agent.stdout.readline()) and "records in" not in line:
+            pass
+        assert line
+        time.sleep(0.3)
+        yield agent
+    finally:
+        for pid in (*children(agent.pid), agent.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        agent.wait()
+
+
+def test_the_agent_hands_signals_on_and_ends_with_the_status_of_the_run(tmp_path: Path) -> None:
+    """SIGUSR1: saved, status 75. Going on, Ctrl-C twice: at once, status 130."""
+    with started(tmp_path, LOCAL, "checkpoint.every=4") as agent:
+        agent.send_signal(signal.SIGUSR1)
+        _, told = agent.communicate(timeout=END)
+        assert agent.returncode == 75, told
+        assert len(re.findall(r"^stopped as asked after microbatch \d+, checkpoint written", told, re.MULTILINE)) == 1
+    with started(tmp_path, LOCAL) as agent:
+        workers = children(agent.pid)
+        for _ in range(2):
+            agent.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+        _, told = agent.communicate(timeout=END)
+        assert agent.returncode == 130, told
+        assert "Traceback" not in told
+        assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+def test_torchrun_itself_ends_when_its_processes_have_saved(tmp_path: Path) -> None:
+    """It hands SIGTERM on as well, and waits; a long epoch is left where it is."""
+    with started(tmp_path, BARE) as agent:
+        workers = children(agent.pid)
+        agent.send_signal(signal.SIGTERM)
+        _, told = agent.communicate(timeout=END)
+        assert agent.returncode != 0
+        assert len(re.findall(r"^stopped as asked after microbatch \d+, checkpoint written", told, re.MULTILINE)) == 1, told
+        assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+def listeners(pid: int) -> set[str]:
+    """Addresses on which a process listens, in the notation of /proc/net."""
+    sockets = set()
+    for handle in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            sockets.add(os.readlink(handle))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, address, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in sockets:
+                found.add(address.partition(":")[0])
+    return found
+
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+
+
+@pytest.mark.parametrize("transport", ["lockstep", "edge"])
+def test_processes_listen_for_their_neighbours_alone(transport: str, tmp_path: Path) -> None:
+    """On the interface that cluster.interfaces names; everything else that torchrun needs is its agent's."""
+    with Forked(tmp_path, [*LONG, f"trainer.transport={transport}", "cluster.interfaces=[lo]"], 2) as run:
+        training(run)
+        for process in run.processes:
+            assert process.pid is not None
+            assert listeners(process.pid) <= LOOPBACK
+            assert listeners(process.pid)
+
+
+SECRETS = {
+    "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
+    "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY",
+    "HF_TOKEN": "hf_notarealtokenatall",
+}
+
+
+def test_no_secret_reaches_a_log_or_a_run_folder(tmp_path: Path) -> None:
+    """Of a run that ends well, with the loggers that there are, and of one that ends in a traceback."""
+    loggers = ["jsonl", *(name for name in ("wandb", "tensorboard") if find_spec(name))]
+    for logger in loggers:
+        with Forked(tmp_path / logger, [*RUN, f"logger={logger}"], 1, environment=SECRETS) as run:
+            assert run.wait(120) == [0], run.told()
+    refused = [*RUN, "run_dir=refused", f"+logger.api_key={SECRETS['WANDB_API_KEY']}"]
+    with Forked(tmp_path / "refused", refused, 1, environment=SECRETS) as run:
+        assert run.wait(120) == [2], run.told()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    for path in files:
+        content = path.read_bytes()
+        found = [name for name, value in SECRETS.items() if value.encode() in content]
+        assert not found, f"{path}: {found}"

@@ -1,0 +1,94 @@
+"""Settings that a run chooses for itself or watches, as launch.train takes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launch.run.autotune import tuned
+from launch.run.resume import Start, as_before
+from launch.runtime.rank import Place
+from petra import ConfigError, Keep, PetraError
+from tests.launch.test_launch import ALONE, TINY, launched, planned
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.trace=0", r"trainer\.trace: found 0, accepted are null, or integers >= 1"),
+        ("trainer.diagnose=0", r"trainer\.diagnose: found 0"),
+        ("trainer.concurrency=0", r"trainer\.concurrency: found 0, accepted are integers from 1 to 1000"),
+        ("trainer.memory_limit=2", r"trainer\.memory_limit: found 2.0, accepted are null, or numbers > 0 with stages or keep auto"),
+        ("method.keep=[graph,input]", r"method\.keep: found 2, accepted are one, or 10"),
+        ("method.keep=[all]", r"method\.keep: found all"),
+    ],
+)
+def test_values_that_are_refused(override: str, message: str) -> None:
+    rate = planned().learning_rate(microbatches_per_epoch=1)
+    with pytest.raises(ConfigError, match=message):
+        planned(override).pipeline(rate)
+
+
+def test_two_settings_that_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match=r"method\.delay: found auto, accepted are integers >= 0 with method\.fill=true"):
+        planned("method.delay=auto", "method.fill=true", "method.flush=true")
+    with pytest.raises(ConfigError, match=r"trainer\.concurrency: found 2, accepted are 1 but for one process on the CPU"):
+        planned("trainer.concurrency=2", place=Place(rank=0, world=2, local_rank=0, local_world=2))
+    with pytest.raises(ConfigError, match=r"trainer\.diagnose: found 5 in 2 processes"):
+        planned("trainer.diagnose=5", place=Place(rank=0, world=2, local_rank=0, local_world=2))
+    with pytest.raises(PetraError, match=r"trainer\.memory_limit: found 1e-06 GB, less than stage 1 needs"):
+        tuned(planned(*TINY, "method.keep=auto", "trainer.memory_limit=1e-6", "trainer.stages=2"), ALONE)
+
+
+def test_a_plan_that_chooses(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tuned(planned(*TINY, "method.delay=auto", "method.keep=auto", "trainer.stages=3"), ALONE)
+    assert set(plan.method.keep) == {"graph"}, "memory has no limit"
+    assert isinstance(plan.method.delay, tuple)
+    assert all(0 <= d <= 2 for d in plan.method.delay)
+    assert capsys.readouterr().out.startswith("chosen: stages=[")
+    assert tuned(plan, ALONE) is plan
+
+
+def test_another_cut_than_the_checkpoints_is_chosen_for_anew() -> None:
+    settings = (*TINY, "method=petra_fresh")
+    before = tuned(planned(*settings, "trainer.stages=3"), ALONE)
+    chosen = {"stages": [len(s) for s in before.layout.stages], "delay": list(before.method.delay), "keep": before.method.keep}
+    start = Start(None, {"chosen": chosen})
+    assert as_before(planned(*settings, "trainer.stages=3"), start, ALONE).method.delay == before.method.delay
+    other = tuned(as_before(planned(*settings, "trainer.stages=5"), start, ALONE), ALONE)
+    assert len(other.layout.stages) == 5
+    assert isinstance(other.method.delay, tuple)
+    assert len(other.method.delay) == 4
+
+
+def test_two_processes_choose_and_trace(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    done = launched(
+        2, *TINY, "trainer.stages=auto", "method=petra_fresh", "trainer.trace=4", "trainer.stage_metrics=true", f"run_dir={folder}",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("chosen: stages=[") == 1
+    assert {"trace.json", "timeline.png", "timeline.svg"} <= {p.name for p in folder.iterdir()}
+    trace = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert {event["tid"] for event in trace} == {0, 1}
+    assert {f"{op}{m}" for op in "FB" for m in range(4)} <= {event["name"] for event in trace}
+    (row,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert {"stage/1/forward_seconds", "stage/2/waiting_seconds", "stage/2/staleness"} <= row.keys()
+
+
+def test_a_run_that_is_diagnosed(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    done = launched(1, *TINY, "trainer.diagnose=4", f"run_dir={folder}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (folder / "gradients.jsonl").read_text().splitlines()]
+    assert {(row["microbatch"], row["stage"]) for row in rows} == {(m, j) for m in (0, 4) for j in range(1, 11)}
+    assert (folder / "gradients.png").exists()
+
+
+@pytest.mark.parametrize("override", ["trainer.precision=bf16", "remedy=prediction", "remedy=pipemare"])
+def test_what_is_chosen_goes_with_precision_and_remedy(override: str) -> None:
+    plan = tuned(planned(*TINY, "method.keep=auto", "trainer.stages=2", override), ALONE)
+    assert plan.pipeline(plan.learning_rate(1)).method.keep is Keep.NOTHING

@@ -1,0 +1,291 @@
+import pytest
+import torch
+from torch import nn
+
+from petra.errors import ConfigError
+from petra.models import MODELS, resnet18, revnet18
+from petra.models.irevnet import InvertibleStem
+from petra.reversible import ReversibleBlock
+from petra.specs import TensorSpec, as_streams
+
+NAMES = ("stem", *(f"layer{layer}_{i}" for layer in (1, 2, 3, 4) for i in (0, 1)), "head")
+SMALL = 1 / 8
+RUN = ("resnet18", "revnet18", "revnet50", "resnet32", "revnet38")  # one of each kind of block
+SECOND_SHORTCUTS = sum(a * b + 2 * b for a, b in ((64, 256), (256, 512), (512, 1024), (1024, 2048)))
+
+
+def walk(model, x, training=True):
+    """Every block of a model with the streams it gets and the ones it returns."""
+    streams = (x,)
+    for i, spec in enumerate(model.blocks):
+        block = model.build_block(i, seed=0).to(x.dtype).train(training)
+        given, streams = streams, as_streams(block(*streams))
+        yield spec.name, block, given, streams
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks", "reversible", "parameters"),
+    # ResNets: torchvision's counts. RevNets: more in the stem, the head and, with bottlenecks, the second shortcuts; in PETRA's
+    # Table 2 they have 12.2, 22.3 and 30.4 million.
+    [
+        ("resnet18", 10, 0, 11_689_512),
+        ("resnet34", 18, 0, 21_797_672),
+        ("resnet50", 18, 0, 25_557_032),
+        ("resnet101", 35, 0, 44_549_160),
+        ("revnet18", 10, 5, 11_689_512 + 3 * 49 * 64 + 2 * 64 + 512 * 1000),
+        ("revnet34", 18, 13, 21_797_672 + 3 * 49 * 64 + 2 * 64 + 512 * 1000),
+        ("revnet50", 18, 12, 25_557_032 + 3 * 49 * 64 + 2 * 64 + 2048 * 1000 + SECOND_SHORTCUTS),
+        ("revnet101", 35, 29, 44_549_160 + 3 * 49 * 64 + 2 * 64 + 2048 * 1000 + SECOND_SHORTCUTS),
+    ],
+)
+def test_size_with_imagenet_stem_and_head(name, blocks, reversible, parameters):
+    profile = MODELS[name](classes=1000, stem="imagenet").profile(TensorSpec((2, 3, 224, 224), torch.float32))
+    assert len(profile) == blocks
+    assert sum(block.reversible for block in profile) == reversible
+    assert sum(block.parameters for block in profile) == parameters
+    assert profile[-2].outputs[0].shape[2:] == (7, 7)
+
+
+@pytest.mark.parametrize(("name", "millions"), [("revnet18", 12.21), ("revnet34", 22.32), ("revnet50", 30.39)])
+def test_revnets_have_the_papers_sizes(name, millions):
+    profile = MODELS[name](classes=1000, stem="imagenet").profile(TensorSpec((2, 3, 64, 64), torch.float32))
+    assert round(sum(block.parameters for block in profile) / 1e6, 2) == millions
+
+
+def test_heavier_downsampling_of_revnet50():
+    """A 3x3 instead of a 1x1 convolution of x2 in the four resizing blocks, whose first convolution reads its result."""
+    sizes = [(64, 64, 256), (256, 128, 512), (512, 256, 1024), (1024, 512, 2048)]
+    more = sum(8 * a * b + (b - a) * hidden for a, hidden, b in sizes)
+    light, heavy = (
+        MODELS["revnet50"](1000, stem="imagenet", downsampling=d).profile(TensorSpec((2, 3, 64, 64), torch.float32))
+        for d in ("projection", "convolution")
+    )
+    assert sum(b.parameters for b in heavy) == sum(b.parameters for b in light) + more == 53_242_728
+    assert [b.reversible for b in heavy] == [b.reversible for b in light]
+    assert [b.outputs for b in heavy] == [b.outputs for b in light]
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks", "reversible", "parameters", "millions"),
+    # The counts follow from the channels and repeats of the authors' configuration; the millions are in their Tables 3 and 4, but
+    # for RevNet-104, where the table says 45.2.
+    [
+        ("resnet32", 17, 0, 464_154, 0.46),
+        ("resnet110", 56, 0, 1_727_962, 1.73),
+        ("resnet164", 56, 0, 1_703_258, 1.70),
+        ("resnet101_preact", 35, 0, 44_541_480, 44.54),
+        ("revnet38", 11, 7, 464_890, 0.46),
+        ("revnet110", 29, 25, 1_729_194, 1.73),
+        ("revnet164", 29, 24, 1_748_778, 1.75),
+        ("revnet104", 19, 13, 45_428_072, 45.43),
+    ],
+)
+def test_sizes_of_gomez_et_al(name, blocks, reversible, parameters, millions):
+    imagenet = name in ("resnet101_preact", "revnet104")
+    classes, pixels = (1000, 64) if imagenet else (10, 32)
+    profile = MODELS[name](classes).profile(TensorSpec((2, 3, pixels, pixels), torch.float32))
+    assert (len(profile), sum(block.reversible for block in profile)) == (blocks, reversible)
+    assert sum(block.parameters for block in profile) == parameters
+    assert round(parameters / 1e6, 2) == millions
+    assert profile[-2].outputs[0].shape[2:] == ((2, 2) if imagenet else (8, 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "pixels", "classes", "blocks", "parameters"),
+    # 29 million in the paper's Table 1.
+    [("irevnet163", 32, 10, 56, 6_274_826), ("irevnet301", 64, 1000, 102, 29_201_092)],
+)
+def test_irevnets_need_buffers_at_their_ends_only(name, pixels, classes, blocks, parameters):
+    profile = MODELS[name](classes).profile(TensorSpec((2, 3, pixels, pixels), torch.float32))
+    assert [block.reversible for block in profile] == [False, *[True] * (blocks - 2), False]
+    assert sum(block.parameters for block in profile) == parameters
+    values = {sum(torch.Size(t.shape).numel() for t in block.outputs) for block in profile[:-1]}
+    assert len(values) == 1  # nothing is lost on the way
+
+
+@pytest.mark.parametrize(("factor", "channels"), [(1, 2), (1, 5), (2, 6), (2, 9)])
+def test_invertible_stem(factor, channels):
+    stem, x = InvertibleStem(factor, channels), torch.randn(2, 3, 8, 4)
+    y1, y2 = stem(x)
+    assert y1.shape == y2.shape == (2, channels, 8 // factor, 4 // factor)
+    assert torch.equal(stem.inverse(y1, y2), x)
+
+
+def test_irevnet_gives_the_image_back():
+    model = MODELS["irevnet163"](width=1 / 4)
+    blocks = [model.build_block(i, 0).double() for i in range(len(model.blocks) - 1)]
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    streams = blocks[0](x)
+    for block in blocks[1:]:
+        streams = block(*streams)
+    for block in reversed(blocks[1:]):
+        streams = block.inverse(*streams)
+    torch.testing.assert_close(blocks[0].inverse(*streams), x, rtol=1e-9, atol=1e-9)
+
+
+def test_the_first_branch_of_gomez_et_al_reads_what_the_stem_activated():
+    for name, branches in (("resnet32", ("branch",)), ("revnet38", ("f", "g"))):
+        first, second = (MODELS[name]().build_block(i, 0) for i in (1, 2))
+        kinds = [[type(getattr(block, b)[0]) for b in branches] for block in (first, second)]
+        assert kinds == [[nn.Conv2d, *[nn.BatchNorm2d] * (len(branches) - 1)], [nn.BatchNorm2d] * len(branches)]
+
+
+def test_shortcuts_without_parameters_pool_and_pad():
+    block = MODELS["revnet38"]().build_block(4, 0)
+    x1, x2 = torch.randn(2, 2, 16, 8, 8).unbind(0)
+    y1, y2 = block(x1, x2)
+    assert y1.shape == (2, 32, 4, 4)
+    pooled = x1.unflatten(2, (4, 2)).unflatten(4, (4, 2)).mean((3, 5))
+    torch.testing.assert_close((y1 - block.f(x2))[:, 8:24], pooled)
+    pooled = x2.unflatten(2, (4, 2)).unflatten(4, (4, 2)).mean((3, 5))
+    torch.testing.assert_close((y2 - block.g(y1))[:, 8:24], pooled)
+    assert (block.shortcut1(x1)[:, :8] == 0).all()
+    assert (block.shortcut1(x1)[:, 24:] == 0).all()
+
+
+def test_flops_of_resnet50_are_the_known_ones():
+    """4.09 billion multiply-adds for an image of 224x224."""
+    profile = MODELS["resnet50"](classes=1000, stem="imagenet").profile(TensorSpec((1, 3, 224, 224), torch.float32))
+    assert sum(block.flops for block in profile) / 2e9 == pytest.approx(4.09, abs=0.01)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "revnet18"])
+def test_ten_blocks_named_after_their_layers(name):
+    model = MODELS[name]()
+    assert model.name == name
+    assert tuple(block.name for block in model.blocks) == NAMES
+
+
+def test_bottleneck_resizing_gives_each_stream_a_shortcut():
+    block = MODELS["revnet50"](width=SMALL).build_block(1, 0)
+    x1, x2 = torch.randn(2, 2, 8, 8, 8).unbind(0)
+    y1, y2 = block(x1, x2)
+    assert y1.shape == y2.shape == (2, 32, 8, 8)
+    assert torch.equal(y1, block.shortcut2(x2))
+    assert torch.equal(y2, block.shortcut1(x1) + block.f(x2))
+
+
+def test_reversible_blocks_are_the_ones_that_keep_their_shape():
+    model = revnet18(width=SMALL)
+    reversible = [s.name for i, s in enumerate(model.blocks) if isinstance(model.build_block(i, 0), ReversibleBlock)]
+    assert reversible == ["layer1_0", "layer1_1", "layer2_1", "layer3_1", "layer4_1"]
+    model = resnet18(width=SMALL)
+    assert not any(isinstance(model.build_block(i, 0), ReversibleBlock) for i in range(10))
+
+
+@pytest.mark.parametrize(("name", "streams"), [("resnet18", 1), ("revnet18", 2)])
+@pytest.mark.parametrize(("stem", "pixels", "first"), [("cifar", 32, 32), ("imagenet", 64, 16)])
+def test_shapes_between_blocks(name, streams, stem, pixels, first):
+    model = MODELS[name](classes=7, width=SMALL, stem=stem)
+    shapes = {block: [tuple(y.shape) for y in out] for block, _, _, out in walk(model, torch.randn(2, 3, pixels, pixels))}
+    assert shapes.pop("head") == [(2, 7)]
+    assert shapes.pop("stem") == [(2, 8, first, first)] * streams
+    for block, shape in shapes.items():
+        layer = int(block[5]) - 1
+        assert shape == [(2, 8 << layer, first >> layer, first >> layer)] * streams
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_streams_are_dense(name):
+    for _, _, _, out in walk(MODELS[name](width=SMALL), torch.randn(2, 3, 32, 32)):
+        assert all(y.is_contiguous() for y in out)
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_weights_do_not_depend_on_the_cut(name):
+    model = MODELS[name](width=SMALL)
+    whole = model.build(seed=5).state_dict()
+    for i in reversed(range(len(model.blocks))):
+        for key, value in model.build_block(i, seed=5).state_dict().items():
+            assert torch.equal(value, whole[f"{model.blocks[i].name}.{key}"])
+    other = model.build(seed=6).state_dict()
+    key = next(key for key in whole if key.endswith("linear.weight"))
+    assert not torch.equal(whole[key], other[key])
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_initial_weights(name):
+    convolutions = []
+    for layer in MODELS[name](width=0.5).build(0).modules():
+        if isinstance(layer, nn.Conv2d):
+            assert layer.bias is None
+            fan_out = layer.out_channels * layer.kernel_size[0] ** 2
+            convolutions.append(layer.weight.detach().flatten() * (fan_out / 2) ** 0.5)
+        if isinstance(layer, nn.BatchNorm2d):
+            assert (layer.weight == 1).all()
+            assert (layer.bias == 0).all()
+    assert torch.cat(convolutions).std().item() == pytest.approx(1, rel=0.01)
+
+
+def test_revnet_blocks_are_undone_by_subtraction():
+    checked = 0
+    for _, block, given, out in walk(revnet18(width=SMALL), torch.randn(2, 3, 32, 32, dtype=torch.float64)):
+        if isinstance(block, ReversibleBlock):
+            (x1, x2), (y1, y2) = given, out
+            assert torch.equal(y1, x2)
+            torch.testing.assert_close(y2 - block.f(y1), x1, rtol=1e-12, atol=1e-12)
+            assert (block.f(y1) >= 0).all()  # the branch ends with a ReLU
+            checked += 1
+    assert checked == 5
+
+
+def test_downsampling_passes_the_first_convolution_on():
+    block = revnet18(width=SMALL).build_block(3, 0)
+    x1, x2 = torch.randn(2, 2, 8, 8, 8).unbind(0)
+    y1, y2 = block(x1, x2)
+    assert torch.equal(y1, block.first(x2))
+    assert torch.equal(block(torch.zeros_like(x1), x2)[0], y1)
+    assert torch.equal(y2, block.shortcut(x1) + block.second(y1))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("stem", ["cifar", "imagenet"])
+@pytest.mark.parametrize("name", RUN)
+def test_blocks_leave_tensors_of_the_caller_alone(name, stem, training):
+    model = MODELS[name](width=SMALL, stem=stem)
+    made = [torch.randn(2, 3, 32, 32)]
+    copies = [made[0].clone()]
+    for _, _, _, out in walk(model, made[0], training):
+        made += out
+        copies += [y.clone() for y in out]
+    assert all(torch.equal(a, b) for a, b in zip(made, copies, strict=True))
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_every_parameter_gets_a_gradient(name):
+    chain = MODELS[name](width=SMALL).build(0)
+    chain(torch.randn(4, 3, 32, 32)).square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in chain.parameters())
+
+
+@pytest.mark.parametrize("name", RUN)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"width": 0.3}, "model.width: found 0.3, which makes .* accepted are multiples of 1/"),
+        ({"width": 0}, "model.width: found 0"),
+        ({"width": -1}, "model.width: found -1"),
+        ({"width": float("nan")}, "model.width: found nan"),
+        ({"width": float("inf")}, "model.width: found inf"),
+        ({"stem": "tiny"}, "model.stem: found 'tiny', accepted are cifar, imagenet"),
+        ({"classes": 0}, "model.classes: found 0"),
+    ],
+)
+def test_bad_arguments(name, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        MODELS[name](**arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("revnet50", {"downsampling": "pool"}, "model.downsampling: found 'pool', accepted are projection, convolution"),
+        ("revnet38", {"width": 1 / 16}, "makes 3.5 channels in a layer; accepted are multiples of 1/8"),
+        ("irevnet163", {"width": 1 / 8}, "model.width: found 0.125"),
+        ("irevnet301", {"width": 1 / 2}, "model.width: found 0.5, accepted are numbers from 1 on"),
+        ("irevnet301", {"classes": 0}, "model.classes: found 0"),
+    ],
+)
+def test_bad_options(name, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        MODELS[name](**arguments)

@@ -1,0 +1,288 @@
+"""Reversible transformers: their layers against other formulas, and their training against plain autograd."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from petra import METHODS, BlockSpec, ConfigError, Keep, Method, Model, ModelError, Pipeline, TensorSpec, Weights
+from petra.models import revgpt, revvit
+from petra.models.transformer import MLP, Attention
+from petra.reversible import derive_seed
+from petra.specs import as_streams
+from petra.transport.connect import TransportName
+from tests.support.nets import RandomStream
+from tests.support.processes import run_processes
+
+CLASSES, LENGTH, BATCH = 11, 6, 3
+
+
+class Texts:
+    """Random tokens; targets are the tokens that follow."""
+
+    spec = TensorSpec((BATCH, LENGTH), torch.int64)
+
+    def _tokens(self, m: int) -> Tensor:
+        generator = torch.Generator().manual_seed(derive_seed(5, m))
+        return torch.randint(CLASSES, (BATCH, LENGTH + 1), generator=generator)
+
+    def inputs(self, m: int) -> Tensor:
+        return self._tokens(m)[:, :-1]
+
+    def targets(self, m: int) -> Tensor:
+        return self._tokens(m)[:, 1:].flatten()
+
+
+def gpt(dropout: float = 0.0) -> Model:
+    return revgpt(CLASSES, dim=8, depth=3, heads=2, dropout=dropout, size=LENGTH)
+
+
+def vit(dropout: float = 0.0) -> Model:
+    return revvit(CLASSES, patch=4, dim=8, depth=3, heads=2, dropout=dropout, size=8)
+
+
+def double(model: Model) -> Model:
+    return Model(model.name, tuple(BlockSpec(b.name, lambda build=b.build: build().double()) for b in model.blocks))
+
+
+NETS = {"revgpt": (gpt, Texts()), "revvit": (vit, RandomStream(BATCH, 8, CLASSES))}
+
+
+# --- layers ---
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_is_torchs(causal: bool) -> None:
+    layer = Attention(12, heads=3, dropout=0.0, causal=causal, deviation=0.3)
+    x = torch.randn(2, 5, 12)
+    reference = nn.MultiheadAttention(12, 3, batch_first=True)
+    reference.load_state_dict(
+        {
+            "in_proj_weight": layer.qkv.weight,
+            "in_proj_bias": layer.qkv.bias,
+            "out_proj.weight": layer.out.weight,
+            "out_proj.bias": layer.out.bias,
+        }
+    )
+    normalised = F.layer_norm(x, (12,))
+    mask = torch.ones(5, 5, dtype=torch.bool).triu(1) if causal else None
+    expected, _ = reference(normalised, normalised, normalised, attn_mask=mask)
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_mlp_is_two_layers_behind_a_normalisation() -> None:
+    mlp = MLP(6, dropout=0.0, deviation=0.1).double()
+    x = torch.randn(2, 4, 6, dtype=torch.float64)
+    (w1, b1), (w2, b2) = ((layer.weight, layer.bias) for layer in mlp if isinstance(layer, nn.Linear))
+    assert w1.shape == (24, 6)
+    hidden = (x - x.mean(2, keepdim=True)) / (x.var(2, unbiased=False, keepdim=True) + 1e-5).sqrt() @ w1.T + b1
+    torch.testing.assert_close(mlp(x), hidden * (1 + torch.erf(hidden / 2**0.5)) / 2 @ w2.T + b2)
+
+
+def test_a_layer_adds_attention_to_one_stream_and_the_mlp_to_the_other() -> None:
+    block = gpt().build_block(1, 0)
+    x1, x2 = torch.randn(2, BATCH, LENGTH, 8).unbind(0)
+    y1, y2 = block(x1, x2)
+    assert torch.equal(y1, x1 + block.f(x2))
+    assert torch.equal(y2, x2 + block.g(y1))
+    assert isinstance(block.f, Attention)
+    assert isinstance(block.g, MLP)
+
+
+def test_stems_give_both_streams_content_and_position() -> None:
+    stem, tokens = gpt().build_block(0, 0), Texts().inputs(0)
+    x1, x2 = stem(tokens)
+    assert torch.equal(x1, x2)
+    assert torch.equal(x1[1, 2], stem.tokens.weight[tokens[1, 2]] + stem.positions[2])
+    assert torch.equal(stem(tokens[:, :4])[0], x1[:, :4])
+
+    stem, images = vit().build_block(0, 0), torch.randn(2, 3, 8, 8)
+    x1, x2 = stem(images)
+    assert torch.equal(x1, x2)
+    assert x1.is_contiguous()
+    patch = images[1, :, 4:, :4].flatten()  # the third of four, row by row
+    torch.testing.assert_close(x1[1, 2], stem.patches.weight.flatten(1) @ patch + stem.positions[2])
+
+
+def test_heads_read_both_streams() -> None:
+    x1, x2 = torch.randn(2, BATCH, 4, 8).unbind(0)
+    for model, pooled in ((gpt(), False), (vit(), True)):
+        head = model.build_block(len(model.blocks) - 1, 0)
+        x = F.layer_norm(torch.cat([x1, x2], 2), (16,))
+        expected = head.linear(x.mean(1)) if pooled else head.linear(x.reshape(BATCH * 4, 16))
+        torch.testing.assert_close(head(x1, x2), expected)
+
+
+def test_language_model_sees_no_later_token() -> None:
+    chain, tokens = gpt().build(0).double(), Texts().inputs(0)
+    changed = tokens.clone()
+    changed[:, 3] = (changed[:, 3] + 1) % CLASSES
+    a, b = (chain(t).view(BATCH, LENGTH, CLASSES) for t in (tokens, changed))
+    assert torch.equal(a[:, :3], b[:, :3])
+    assert ((a[:, 3:] - b[:, 3:]).abs().amax(2) > 0).all()
+
+
+# --- size and cost ---
+
+
+def test_parameters_and_flops_of_revgpt() -> None:
+    v, d, length, depth, batch = 50, 24, 16, 5, 2
+    profile = revgpt(v, dim=d, depth=depth, heads=4, size=length).profile(TensorSpec((batch, length), torch.int64))
+    stem, *layers, head = profile
+    assert [b.reversible for b in profile] == [False, *[True] * depth, False]
+    assert [b.outputs[0].shape for b in profile] == [*[(batch, length, d)] * (depth + 1), (batch * length, v)]
+    assert stem.parameters == (v + length) * d
+    assert {b.parameters for b in layers} == {12 * d * d + 13 * d}
+    assert head.parameters == 4 * d + 2 * d * v + v
+    tokens = batch * length
+    assert stem.flops == 0
+    # Attention is counted as the full square, as if no position were masked.
+    assert {b.flops for b in layers} == {2 * tokens * 12 * d * d + 4 * tokens * length * d}
+    assert head.flops == 2 * tokens * 2 * d * v
+
+
+@pytest.mark.parametrize(("dim", "heads", "millions", "gigaflops"), [(384, 6, 22, 4.6), (768, 12, 87, 17.6)])
+def test_revvit_has_the_papers_size(dim: int, heads: int, millions: int, gigaflops: float) -> None:
+    """Rev-ViT-S and Rev-ViT-B (Mangalam et al. 2022, Table 1), which count multiply-adds."""
+    model = revvit(1000, patch=16, dim=dim, depth=12, heads=heads, size=224)
+    profile = model.profile(TensorSpec((1, 3, 224, 224), torch.float32))
+    assert round(sum(b.parameters for b in profile) / 1e6) == millions
+    assert sum(b.flops for b in profile) / 2e9 == pytest.approx(gigaflops, rel=0.015)
+
+
+@pytest.mark.parametrize("model", [revgpt(dim=96, depth=8, heads=4, size=64), revvit(dim=96, depth=8, heads=4)])
+def test_initial_weights_are_gpt2s(model: Model) -> None:
+    for name, p in model.build(1).named_parameters():
+        if name.endswith("norm.weight") or ".g.0.weight" in name:
+            assert (p == 1).all(), name
+        elif name.endswith("bias"):
+            assert (p == 0).all(), name
+        else:
+            ends_branch = name.endswith(("f.out.weight", "g.3.weight"))
+            assert p.std().item() == pytest.approx(0.02 / 4 if ends_branch else 0.02, rel=0.05), name
+
+
+@pytest.mark.parametrize("build", [revgpt, revvit])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"classes": 0}, "model.classes: found 0"),
+        ({"depth": 0}, "model.depth: found 0"),
+        ({"heads": 0}, "model.heads: found 0"),
+        ({"dim": 50, "heads": 4}, "model.dim: found 50, accepted are multiples of model.heads, which is 4"),
+        ({"dropout": 1.0}, "model.dropout: found 1.0"),
+        ({"dropout": -0.1}, "model.dropout: found -0.1"),
+    ],
+)
+def test_bad_arguments(build: type, arguments: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(**arguments)
+
+
+def test_data_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.patch: found 5, accepted are divisors of 32, the side of the images"):
+        revvit(patch=5)
+    with pytest.raises(ConfigError, match=r"model\.size: found 0"):
+        revgpt(size=0)
+    with pytest.raises(ModelError, match=r"block stem can't take .* from the data: found 7 tokens, accepted are at most 6"):
+        gpt().profile(TensorSpec((2, LENGTH + 1), torch.int64))
+    with pytest.raises(ModelError, match=r"block stem can't take .* from the data"):
+        vit().profile(TensorSpec((2, 3, 16, 16), torch.float32))
+
+
+# --- training ---
+
+
+def gradients(name: str, method: str | Method, k: int, dropout: float = 0.0, seed: int = 3) -> dict[str, Tensor]:
+    """The sum of the gradients of the first ``k`` microbatches; no update comes."""
+    build, data = NETS[name]
+    model, never = double(build(dropout)), 100
+    pipeline = Pipeline(model, data.spec, method=method, k=never, optimizer=lambda m: torch.optim.SGD(m.parameters()), seed=seed)
+    pipeline.train(data, k)
+    return {
+        f"{model.blocks[b].name}.{key}": p.grad * never
+        for j, stage in pipeline.stages.items()
+        for b, block in zip(pipeline.layout.stages[j], stage.module, strict=True)
+        for key, p in block.named_parameters()
+    }
+
+
+CROSSED = {f"d={d} {keep} {w}": Method("x", d, keep, w) for d in (0, 1, 2) for keep in Keep for w in Weights}
+
+
+@pytest.mark.parametrize("method", [*METHODS, *CROSSED])
+@pytest.mark.parametrize("name", NETS)
+def test_frozen_weights_give_the_plain_gradient(name: str, method: str) -> None:
+    build, data = NETS[name]
+    k = 3
+    found = gradients(name, CROSSED.get(method, method), k)
+    plain = double(build()).build(3)
+    for m in range(k):
+        F.cross_entropy(plain(data.inputs(m)), data.targets(m)).backward()
+    for key, p in plain.named_parameters():
+        torch.testing.assert_close(found[key], p.grad, rtol=1e-9, atol=1e-12, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_backward_repeats_the_forwards_dropout(name: str) -> None:
+    """Whatever is kept, with several microbatches in flight: one that kept its graph needs no second mask."""
+    expected = gradients(name, Method("x", 2, Keep.GRAPH), k=4, dropout=0.3)
+    for keep in (Keep.INPUT, Keep.NOTHING):
+        found = gradients(name, Method("x", 2, keep), k=4, dropout=0.3)
+        for key, gradient in expected.items():
+            torch.testing.assert_close(found[key], gradient, rtol=1e-9, atol=1e-12, msg=lambda text, key=key: f"{key}: {text}")
+    plain = gradients(name, Method("x", 2, Keep.GRAPH), k=4)
+    assert not any(torch.allclose(plain[key], gradient, rtol=1e-3) for key, gradient in expected.items() if "qkv.weight" in key)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_evaluation_is_without_dropout(name: str) -> None:
+    build, data = NETS[name]
+    pipeline = Pipeline(double(build(0.5)), data.spec, optimizer=lambda m: torch.optim.SGD(m.parameters()), seed=2)
+    result = pipeline.evaluate(data, 2)
+    plain = double(build()).build(2)
+    with torch.no_grad():
+        losses = [F.cross_entropy(plain(data.inputs(m)), data.targets(m)).item() for m in range(2)]
+    assert result.loss == pytest.approx(sum(losses) / 2, rel=1e-9)
+    assert result.targets == sum(len(data.targets(m)) for m in range(2))
+
+
+@pytest.mark.parametrize("build", [revgpt, revvit])
+def test_bf16_autocast_keeps_streams_in_float32(build: type) -> None:
+    model = build(CLASSES, dim=8, depth=2, heads=2, dropout=0.1, size=8)
+    data = RandomStream(BATCH, 8, CLASSES, torch.float32) if build is revvit else Texts()
+    pipeline = Pipeline(
+        model, data.spec, k=4, optimizer=lambda m: torch.optim.SGD(m.parameters()), autocast=torch.bfloat16, stages=2, seed=1
+    )
+    streams = as_streams(pipeline.stages[0].forward(0, (data.inputs(0),)))
+    assert [t.dtype for t in streams] == [torch.float32] * 2
+    x, dx = pipeline.stages[0].backward(0, streams, streams)
+    assert (x, dx) == ((), ())  # nothing stands before the data
+    pipeline.train(data, 3)
+    parameters = [p for stage in pipeline.stages.values() for p in stage.module.parameters()]
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() and p.grad.abs().sum() > 0 for p in parameters)
+
+
+def trained(transport: TransportName) -> dict[str, Tensor]:
+    model = revgpt(CLASSES, dim=8, depth=2, heads=2, dropout=0.1, size=LENGTH)
+    pipeline = Pipeline(
+        model, Texts.spec, k=2, optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.01), transport=transport, seed=4
+    )
+    pipeline.train(Texts(), 7)
+    return pipeline.state_dict()
+
+
+def train_both(rank: int) -> list[dict[str, Tensor]]:
+    return [trained("lockstep"), trained("edge")]
+
+
+def test_two_processes_give_the_weights_of_one(tmp_path: Path) -> None:
+    expected = trained("local")
+    for first, second in zip(*run_processes(2, train_both, tmp_path), strict=True):
+        found = first | second
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], value) for key, value in expected.items())

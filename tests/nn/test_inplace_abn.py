@@ -1,0 +1,330 @@
+"""InPlace-ABN against BatchNorm + activation under plain autograd."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from benchmarks.report import kept_bytes
+from petra.errors import ConfigError, ModelError
+from petra.nn import CheckpointedABNConv, InPlaceABN
+from petra.reversible import frozen_statistics
+from tests.support.processes import run_processes
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "leaky_relu": lambda y: F.leaky_relu(y, 0.01),
+    "elu": F.elu,
+    "identity": lambda y: y,
+}
+VARIANTS = ("I", "II")
+
+
+def pair(channels: int, activation: str, variant: str = "II", **options) -> tuple[InPlaceABN, nn.Module]:
+    """The layer and the batch normalisation with the same parameters: some γ negative, β far from zero."""
+    layer = InPlaceABN(channels, activation, variant=variant, **options).double()
+    batch_norm = nn.BatchNorm1d(channels, affine=options.get("affine", True), momentum=options.get("momentum", 0.1)).double()
+    batch_norm._check_input_dim = lambda x: None
+    if layer.affine:
+        with torch.no_grad():
+            layer.weight.copy_(torch.randn(channels).sign() * (0.3 + torch.rand(channels)))
+            layer.bias.copy_(2 * torch.randn(channels))
+    batch_norm.load_state_dict(layer.state_dict())
+    return layer, batch_norm
+
+
+def gradients(function: Callable[[Tensor], Tensor], x: Tensor, module: nn.Module, delta: Tensor) -> list[Tensor]:
+    """Output, and the gradients of input and parameters."""
+    x = x.detach().requires_grad_()
+    z = function(x)
+    found = torch.autograd.grad(z, [x, *module.parameters()], delta)
+    return [z.detach(), *found]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-9) -> None:
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("shape", [(2, 1), (7, 5), (3, 4, 9), (5, 3, 7, 1), (1, 6, 5, 3), (2, 3, 3, 4, 5)])
+def test_equals_batch_norm_and_activation(shape: tuple[int, ...], activation: str, variant: str, affine: bool) -> None:
+    torch.manual_seed(0)
+    layer, batch_norm = pair(shape[1], activation, variant, affine=affine)
+    reference = ACTIVATIONS[activation]
+    for training in (True, True, False):
+        layer.train(training), batch_norm.train(training)
+        x, delta = 3 * torch.randn(shape, dtype=torch.float64) + 1, torch.randn(shape, dtype=torch.float64)
+        found = gradients(lambda x: layer(x.clone()), x, layer, delta)
+        assert_same(found, gradients(lambda x: reference(batch_norm(x)), x, batch_norm, delta))
+        for (name, a), b in zip(layer.named_buffers(), batch_norm.buffers(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda x: x.contiguous(memory_format=torch.channels_last),
+        lambda x: x.transpose(0, 3).contiguous().transpose(0, 3),
+        lambda x: torch.stack([x, x], -1)[..., 0],
+    ],
+)
+def test_layouts_of_input_and_gradient(layout: Callable[[Tensor], Tensor], variant: str) -> None:
+    layer, batch_norm = pair(4, "leaky_relu", variant)
+    x, delta = torch.randn(2, 3, 4, 5, 6, dtype=torch.float64)
+    expected = gradients(lambda x: F.leaky_relu(batch_norm(x), 0.01), x, batch_norm, delta)
+    assert_same(gradients(lambda x: layer(layout(x.clone())), x, layer, layout(delta)), expected)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradcheck(activation: str, variant: str, training: bool) -> None:
+    torch.manual_seed(1)
+    layer, _ = pair(2, activation, variant)
+    layer.train(training)
+
+    def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, {"weight": weight, "bias": bias}, x.clone())
+
+    x = torch.randn(3, 2, 2, dtype=torch.float64, requires_grad=True)
+    with frozen_statistics([layer]):
+        assert torch.autograd.gradcheck(function, (x, *(p.detach().requires_grad_() for p in layer.parameters())))
+
+
+def test_result_lies_in_the_memory_of_the_input() -> None:
+    layer, x = InPlaceABN(3), torch.randn(2, 3, 4, 4)
+    assert layer(x).data_ptr() == x.data_ptr()
+    with torch.no_grad():
+        assert layer.eval()(x).data_ptr() == x.data_ptr()
+
+
+def test_halves_the_bytes_kept() -> None:
+    """BatchNorm keeps x and the activation (or the convolution behind it) z; this layer z alone."""
+    conv, standard, layer = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), InPlaceABN(8)
+    parameters = [*conv.parameters(), *standard.parameters(), *layer.parameters()]
+    x = torch.randn(4, 8, 32, 32)
+    own = kept_bytes(lambda: conv(x), parameters)
+    one = x.nbytes
+    assert own == one
+    with_batch_norm = kept_bytes(lambda: conv(F.leaky_relu(standard(conv(x)), inplace=True)), parameters) - own
+    with_abn = kept_bytes(lambda: conv(layer(conv(x))), parameters) - own
+    few = 4 * 8 * 4  # four numbers for each channel
+    assert 2 * one <= with_batch_norm <= 2 * one + few
+    assert one <= with_abn <= one + few
+
+
+def test_standard_checkpoint_keeps_one_tensor_for_the_whole_block() -> None:
+    x = torch.randn(4, 8, 32, 32)
+    for keep in ("input", "normalised"):
+        block = CheckpointedABNConv(InPlaceABN(8), nn.Conv2d(8, 8, 3, padding=1), keep)
+        held = kept_bytes(lambda block=block: block(x.clone().requires_grad_() * 1), block.parameters())
+        assert x.nbytes <= held <= x.nbytes + 4 * 8 * 4
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("keep", ["input", "normalised"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("affine", [True, False])
+def test_checkpointing_equals_plain_autograd(activation: str, keep: str, training: bool, affine: bool) -> None:
+    torch.manual_seed(2)
+    norm, batch_norm = pair(4, activation, affine=affine)
+    conv = nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2, bias=affine).double()
+    block, plain = CheckpointedABNConv(norm, conv, keep), nn.ModuleList([batch_norm, copy.deepcopy(conv)])
+    block.train(training), plain.train(training)
+    x, delta = torch.randn(3, 4, 7, 5, dtype=torch.float64), torch.randn(3, 6, 4, 3, dtype=torch.float64)
+
+    def reference(x: Tensor) -> Tensor:
+        return plain[1](ACTIVATIONS[activation](batch_norm(x)))
+
+    assert_same(gradients(lambda x: block(x.clone()), x, block, delta), gradients(reference, x, plain, delta))
+    for a, b in zip(block.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_gamma_near_zero_is_kept_away_and_still_learns() -> None:
+    layer, batch_norm = pair(3, "leaky_relu")
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([0.0, 1e-7, -1e-7]))
+        batch_norm.weight.copy_(torch.tensor([1e-5, 1e-5, -1e-5]))
+    batch_norm.bias.data.copy_(layer.bias)
+    x, delta = torch.randn(2, 6, 3, 5, dtype=torch.float64)
+    found = gradients(lambda x: layer(x.clone()), x, layer, delta)
+    assert_same(found, gradients(lambda x: F.leaky_relu(batch_norm(x), 0.01), x, batch_norm, delta))
+    assert (found[2] != 0).all()
+
+
+def test_elu_far_below_zero_gives_finite_gradients() -> None:
+    layer = InPlaceABN(1, "elu")
+    x = torch.full((2000, 1), 0.1)
+    x[0] = -100  # x̂ about -45: z is -1 in float32
+    z = layer(x.requires_grad_().clone())
+    assert z[0] == -1
+    z.square().sum().backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+    assert layer.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parameters_moved_before_the_backward_pass(variant: str) -> None:
+    """A pipeline that keeps graphs updates weights in between: gradients are those of batch norm in the same position."""
+    torch.manual_seed(3)
+    layer, batch_norm = pair(3, "leaky_relu", variant)
+    x, delta = torch.randn(2, 6, 3, 5, dtype=torch.float64)
+    results = []
+    for module, function in ((layer, lambda x: layer(x.clone())), (batch_norm, lambda x: F.leaky_relu(batch_norm(x), 0.01))):
+        x = x.detach().requires_grad_()
+        z = function(x)
+        with torch.autograd._unsafe_preserve_version_counter(tuple(module.parameters())), torch.no_grad():
+            for p in module.parameters():
+                p.mul_(-1.5)
+        results.append(torch.autograd.grad(z, [x, *module.parameters()], delta))
+    assert_same(*map(list, results))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_backward_twice_through_a_retained_graph(variant: str) -> None:
+    layer, _ = pair(3, "leaky_relu", variant)
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    z = layer(x.clone())
+    before = z.detach().clone()
+    first = torch.autograd.grad(z.sum(), x, retain_graph=True)
+    assert torch.equal(torch.autograd.grad(z.sum(), x)[0], first[0])
+    assert torch.equal(z, before)
+
+
+@pytest.mark.parametrize("module", ["abn", "input", "normalised"])
+def test_autocast_in_bf16(module: str) -> None:
+    """bf16 between layers, statistics and parameters in float32."""
+    torch.manual_seed(4)
+    layer = InPlaceABN(8)
+    first, second = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.Conv2d(8, 8, 3, padding=1)
+    block = nn.Sequential(layer, second) if module == "abn" else CheckpointedABNConv(layer, second, module)
+    batch_norm = nn.BatchNorm2d(8)
+    x = torch.randn(16, 3, 8, 8)
+    results = []
+    for function in (block, lambda x: second(F.leaky_relu(batch_norm(x), 0.01))):
+        norm = layer if function is block else batch_norm
+        with torch.autocast("cpu", torch.bfloat16):
+            y = function(first(x))
+        assert y.dtype == torch.bfloat16
+        parameters = [*first.parameters(), *norm.parameters(), *second.parameters()]
+        results.append([y.detach().float(), *torch.autograd.grad(y.float().square().mean(), parameters)])
+    for a, b in zip(*results, strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.02 * b.abs().max().item())
+    torch.testing.assert_close(layer.running_mean, batch_norm.running_mean, rtol=0.01, atol=1e-3)
+
+
+def test_fine_tuning_in_bf16_with_fixed_statistics() -> None:
+    layer = InPlaceABN(4).eval()
+    x = torch.randn(8, 4, 3, dtype=torch.bfloat16)
+    (dx,) = torch.autograd.grad(layer((y := x.clone().requires_grad_()).clone()).sum(), y)
+    torch.testing.assert_close(dx, torch.where(x > 0, 1.0, 0.01).bfloat16(), rtol=0.01, atol=0)
+
+
+def test_whole_network_in_bf16() -> None:
+    layer = InPlaceABN(4).bfloat16()
+    x = torch.randn(8, 4, 3, dtype=torch.bfloat16, requires_grad=True)
+    layer(x.clone()).sum().backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+
+
+def test_cumulative_average_and_untracked_statistics() -> None:
+    layer, batch_norm = pair(3, "identity", momentum=None)
+    for _ in range(3):
+        x = torch.randn(5, 3, dtype=torch.float64)
+        batch_norm(x), layer(x)
+    for a, b in zip(layer.buffers(), batch_norm.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
+    untracked = InPlaceABN(3, "identity", track_running_stats=False).eval()
+    z = untracked(torch.randn(50, 3) + 7)
+    torch.testing.assert_close(z.mean(0), torch.zeros(3), atol=1e-5, rtol=0)
+    assert not list(untracked.buffers())
+
+
+def test_without_data() -> None:
+    """Shapes on the meta device; bytes and gradients of tensors that stand for ones on the CPU."""
+    with torch.device("meta"):
+        layer = InPlaceABN(3)
+    assert layer(torch.empty(2, 3, 4, 4, device="meta")).shape == (2, 3, 4, 4)
+    with FakeTensorMode():
+        layer, x = InPlaceABN(3), torch.empty(2, 3, 64, 64, requires_grad=True)
+        assert 2 * 3 * 64 * 64 * 4 <= kept_bytes(lambda: layer(x.clone()), layer.parameters()) < 2 * 3 * 64 * 64 * 4 + 64
+        layer(x.clone()).sum().backward()
+        assert x.grad is not None
+
+
+def test_bad_arguments_and_inputs() -> None:
+    with pytest.raises(ConfigError, match="activation: found 'relu', accepted are leaky_relu, elu, identity"):
+        InPlaceABN(3, "relu")
+    with pytest.raises(ConfigError, match="slope: found 0, accepted"):
+        InPlaceABN(3, slope=0)
+    with pytest.raises(ConfigError, match="variant: found 'III', accepted are I and II"):
+        InPlaceABN(3, variant="III")
+    with pytest.raises(ConfigError, match="keep: found 'graph', accepted are input and normalised"):
+        CheckpointedABNConv(InPlaceABN(3), nn.Conv2d(3, 3, 1), "graph")
+    with pytest.raises(ConfigError, match=r"conv: found padding \(1, 1\) of circular"):
+        CheckpointedABNConv(InPlaceABN(3), nn.Conv2d(3, 3, 3, padding=1, padding_mode="circular"), "input")
+    for layer in (InPlaceABN(3), CheckpointedABNConv(InPlaceABN(3), nn.Conv2d(3, 3, 1), "input")):
+        with pytest.raises(ModelError, match=r"InPlaceABN: found one value for each channel in \[1, 3, 1, 1\]"):
+            layer(torch.randn(1, 3, 1, 1))
+        with pytest.raises(
+            ModelError, match=r"InPlaceABN: found an input float32\[2, 4, 1, 1\], accepted are floats \[B, 3, ...\]"
+        ):
+            layer(torch.randn(2, 4, 1, 1))
+    assert InPlaceABN(3).eval()(torch.randn(1, 3, 1, 1)).isfinite().all()
+
+
+# -- shared statistics ---------------------------------------------------------------------------------------------------------
+
+
+def joint_batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x, delta = torch.randn(2, 7, 3, 4, 5, generator=generator, dtype=torch.float64)
+    return x + torch.arange(7).view(-1, 1, 1, 1), delta
+
+
+def layers(group: dist.ProcessGroup | None) -> list[nn.Module]:
+    """Both variants and both checkpointing modes."""
+    torch.manual_seed(6)
+    made: list[nn.Module] = [pair(3, a, v, group=group)[0] for a, v in itertools.product(ACTIVATIONS, VARIANTS)]
+    for keep in ("input", "normalised"):
+        made.append(CheckpointedABNConv(pair(3, "leaky_relu", group=group)[0], nn.Conv2d(3, 3, 1).double(), keep))
+    return made
+
+
+def shared(rank: int) -> list[tuple[list[Tensor], list[Tensor]]]:
+    x, delta = (t[:5] if rank == 0 else t[5:] for t in joint_batch())  # parts of different size
+    results = []
+    for layer in layers(dist.group.WORLD):
+        results.append((gradients(lambda x, layer=layer: layer(x.clone()), x, layer, delta), list(layer.buffers())))
+    one_each = InPlaceABN(3, group=dist.group.WORLD)(torch.full((1, 3), float(rank)))
+    return [*results, ([one_each.detach()], [])]
+
+
+def test_two_processes_equal_one_on_the_joint_batch(tmp_path: Path) -> None:
+    x, delta = joint_batch()
+    parts = run_processes(2, shared, tmp_path)
+    for i, layer in enumerate(layers(None)):
+        z, dx, *expected = gradients(lambda x, layer=layer: layer(x.clone()), x, layer, delta)
+        (first, buffers), (second, other_buffers) = parts[0][i], parts[1][i]
+        assert_same([torch.cat([first[0], second[0]]), torch.cat([first[1], second[1]])], [z, dx])
+        assert_same([a + b for a, b in zip(first[2:], second[2:], strict=True)], expected)
+        assert_same(buffers, list(layer.buffers()))
+        assert_same(other_buffers, list(layer.buffers()))
+    ones = [part[-1][0][0] for part in parts]  # one value in each process makes two
+    torch.testing.assert_close(torch.cat(ones), InPlaceABN(3)(torch.tensor([[0.0] * 3, [1.0] * 3])).detach())

@@ -1,0 +1,170 @@
+"""Networks with InPlace-ABN against the same networks with batch normalisation and leaky ReLU; ResNeXt and WideResNet-38."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.report import kept_bytes
+from petra import Pipeline
+from petra.analysis.memory import measured, predicted
+from petra.engine.stage import Stage
+from petra.errors import ConfigError, ModelError
+from petra.method import Keep
+from petra.model import Chain
+from petra.models import MODELS, revnet18
+from petra.nn import InPlaceABN
+from petra.reversible import Coupling, ReversibleBlock
+from petra.specs import TensorSpec, as_streams
+from petra.training import sgd
+from tests.support.nets import RandomStream
+
+SMALL = {"resnext101": {"cardinality": 2, "base_width": 16}}
+FAMILIES = ("resnet18", "resnet50", "revnet18", "revnet50", "resnext101", "wide_resnet38")
+
+
+def small(name: str, norm: str) -> Chain:
+    width = 1 / 64 if name == "wide_resnet38" else 1 / 16
+    return MODELS[name](classes=3, width=width, norm=norm, activation="leaky_relu", **SMALL.get(name, {})).build(seed=1).double()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "blocks", "parameters"),
+    # torchvision's (64x4d, 32x8d), timm's (32x4d); the authors' code of InPlace-ABN for WideResNet-38.
+    [
+        ("resnext101", {"stem": "imagenet"}, 35, 44_177_704),
+        ("resnext101", {"stem": "imagenet", "cardinality": 64}, 35, 83_455_272),
+        ("resnext101", {"stem": "imagenet", "base_width": 8}, 35, 88_791_336),
+        ("resnext152", {"stem": "imagenet"}, 52, 59_951_400),
+        ("wide_resnet38", {}, 19, 109_167_912),
+    ],
+)
+def test_size(name: str, options: dict[str, object], blocks: int, parameters: int) -> None:
+    with torch.device("meta"):
+        chain = MODELS[name](1000, norm="inplace_abn", **options).build(0)
+    assert len(list(chain.children())) == blocks
+    assert sum(p.numel() for p in chain.parameters()) == parameters
+
+
+def test_resnext_flops_and_shapes_without_data() -> None:
+    """8.0 billion multiply-adds for ResNeXt-101 32x4d and an image of 224x224 (Xie et al. 2017, section 5.1)."""
+    profile = MODELS["resnext101"](1000, stem="imagenet", norm="inplace_abn").profile(TensorSpec((1, 3, 224, 224), torch.float32))
+    assert sum(block.flops for block in profile) / 2e9 == pytest.approx(8.0, abs=0.05)
+    assert profile[-2].outputs[0].shape == (1, 2048, 7, 7)
+
+
+def test_wide_resnet_halves_the_image_five_times() -> None:
+    profile = MODELS["wide_resnet38"](norm="inplace_abn").profile(TensorSpec((1, 3, 64, 64), torch.float32))
+    assert [block.outputs[0].shape[2] for block in profile[:-1]] == [64, *[32] * 3, *[16] * 3, *[8] * 6, *[4] * 3, 2, 2]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_inplace_abn_equals_batch_norm_and_leaky_relu(name: str) -> None:
+    x = torch.randn(3, 3, 32, 32, dtype=torch.float64)
+    with_abn, plain = small(name, "inplace_abn"), small(name, "batchnorm")
+    assert with_abn.state_dict().keys() == plain.state_dict().keys()
+    assert not any(isinstance(m, nn.BatchNorm2d | nn.LeakyReLU) for m in with_abn.modules())
+    for chain in (with_abn, plain):
+        chain(x).square().sum().backward()
+    for p, q in zip(with_abn.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-9 * max(1, q.grad.abs().max().item()))
+    for a, b in zip(with_abn.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(with_abn.eval()(x), plain.eval()(x), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_blocks_leave_tensors_of_the_caller_alone(name: str) -> None:
+    made = [torch.randn(2, 3, 32, 32, dtype=torch.float64)]
+    copies, streams = [made[0].clone()], (made[0],)
+    for block in small(name, "inplace_abn").children():
+        streams = as_streams(block(*streams))
+        made += streams
+        copies += [y.clone() for y in streams]
+    assert all(torch.equal(a, b) for a, b in zip(made, copies, strict=True))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_keeps_less(name: str) -> None:
+    x = torch.randn(3, 3, 32, 32, dtype=torch.float64)
+    chains = [small(name, norm) for norm in ("inplace_abn", "batchnorm")]
+    with_abn, plain = (kept_bytes(lambda c=c: c(x), c.parameters()) for c in chains)
+    assert with_abn < 0.9 * plain
+
+
+@pytest.mark.parametrize("keep", list(Keep))
+def test_every_way_of_keeping_equals_plain_autograd(keep: Keep) -> None:
+    """Three microbatches in flight; statistics move once for each."""
+    made, chain = small("revnet18", "inplace_abn"), small("revnet18", "inplace_abn")
+    blocks = list(made.children())
+    keeps = [Keep.INPUT if keep is Keep.NOTHING and not isinstance(b, ReversibleBlock) else keep for b in blocks]
+    stage = Stage(blocks, keeps, k=3)
+    data = torch.randn(3, 4, 3, 16, 16, dtype=torch.float64)
+    outputs = [stage.forward(m, (x,)) for m, x in enumerate(data)]
+    for m, y in enumerate(outputs):
+        stage.backward(m, y, tuple(torch.ones_like(t) for t in y))
+    for x, (y,) in zip(data, outputs, strict=True):
+        plain = chain(x)
+        torch.testing.assert_close(y, plain, rtol=1e-12, atol=1e-12)
+        (plain.sum() / 3).backward()
+    for p, q in zip(stage.module.parameters(), chain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-10)
+    for a, b in zip(stage.module.buffers(), chain.buffers(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+def test_reversible_block_holds_less_for_a_moment() -> None:
+    """The graph of F that PETRA's backward pass rebuilds."""
+    x = (torch.randn(4, 8, 16, 16), torch.randn(4, 8, 16, 16))
+    held = []
+    for norm in ("inplace_abn", "batchnorm"):
+        block = revnet18(width=1 / 8, norm=norm).build_block(1, 0)
+        held.append(kept_bytes(lambda block=block: block.inverse_vjp(x, x), block.parameters()))
+    one = x[0].nbytes
+    few = 2 * 4 * 8 * 4
+    assert 3 * one <= held[0] <= 3 * one + few  # x2, z and z
+    assert 5 * one <= held[1] <= 5 * one + few
+
+
+def test_a_stage_holds_less_and_as_much_as_predicted() -> None:
+    held = {}
+    for norm in ("inplace_abn", "batchnorm"):
+        model, data = revnet18(width=1 / 16, norm=norm), RandomStream(size=32, dtype=torch.float32)
+        pipeline = Pipeline(model, data.spec, method="backprop", stages=[3, 7], optimizer=sgd, learning_rate=lambda t: 0.01)
+        held[norm] = measured(pipeline, data, 2)
+        assert held[norm] == [stage.held for stage in predicted(pipeline, data.spec)]
+    assert all(less < 0.75 * more for less, more in zip(held["inplace_abn"], held["batchnorm"], strict=True))
+
+
+def test_a_block_may_not_normalise_its_input_in_place() -> None:
+    block = Coupling(InPlaceABN(4))
+    with pytest.raises(ModelError, match="InPlaceABN changes its input in place"):
+        block(torch.randn(3, 4, 5, 5), torch.randn(3, 4, 5, 5))
+    x1, x2 = torch.randn(3, 4, 5, 5), torch.randn(3, 4, 5, 5)
+    y1, y2 = Coupling(InPlaceABN(4, overwrite=False))(x1, x2)
+    torch.testing.assert_close(y2 - x1, InPlaceABN(4)(y1.clone()))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"norm": "groupnorm"}, "model.norm: found 'groupnorm', accepted are batchnorm, inplace_abn"),
+        (
+            {"norm": "inplace_abn", "activation": "relu"},
+            "model.activation: found 'relu', accepted are leaky_relu for model.norm=inplace_abn",
+        ),
+        ({"activation": "elu"}, "model.activation: found 'elu', accepted are relu, leaky_relu for model.norm=batchnorm"),
+    ],
+)
+def test_bad_norms(name: str, arguments: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MODELS[name](**arguments)
+
+
+@pytest.mark.parametrize("arguments", [{"cardinality": 0}, {"base_width": 0}, {"width": 1 / 8}])
+def test_bad_sizes_of_resnext(arguments: dict[str, float]) -> None:
+    (key,) = arguments
+    with pytest.raises(ConfigError, match=f"model.{key}: found"):
+        MODELS["resnext101"](**arguments)

@@ -1,0 +1,52 @@
+from itertools import combinations, pairwise
+from random import Random
+
+import pytest
+import torch
+
+from petra import ConfigError
+from petra.models import revnet18
+from petra.plan.layout import Layout, balanced_cut
+from petra.specs import TensorSpec
+from tests.support.nets import RandomStream, mixed_net
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_cut_has_a_cheaper_worst_part(seed: int) -> None:
+    random = Random(seed)
+    costs = [random.choice([0, 1, random.random() * 10]) for _ in range(random.randint(1, 9))]
+    parts = random.randint(1, len(costs))
+    found = balanced_cut(costs, parts)
+    assert [i for part in found for i in part] == list(range(len(costs)))
+    assert all(found)
+    assert len(found) == parts
+
+    def worst(bounds: tuple[int, ...]) -> float:
+        return max(sum(costs[a:b]) for a, b in pairwise((0, *bounds, len(costs))))
+
+    best = min(worst(bounds) for bounds in combinations(range(1, len(costs)), parts - 1))
+    assert max(sum(costs[i] for i in part) for part in found) == pytest.approx(best)
+
+
+def test_more_parts_than_items_are_refused() -> None:
+    with pytest.raises(ConfigError, match="can't cut 2 items into 3"):
+        balanced_cut([1.0, 2.0], 3)
+
+
+def test_layout_is_contiguous_and_leaves_superfluous_processes_empty() -> None:
+    layout = Layout.plan(mixed_net(), RandomStream().spec, stages=[1, 2, 1, 2], processes=5)
+    assert layout.stages == (range(0, 1), range(1, 3), range(3, 4), range(4, 6))
+    assert layout.processes[4] == range(0)
+    assert [j for stages in layout.processes for j in stages] == [0, 1, 2, 3]
+
+
+def test_stages_balance_flops() -> None:
+    spec = TensorSpec((8, 3, 32, 32), torch.float32)
+    layout = Layout.plan(revnet18(width=0.25), spec, stages=2, processes=1)
+    halves = [sum(layout.profiles[b].flops for b in blocks) for blocks in layout.stages]
+    assert max(halves) < 0.6 * sum(halves)
+
+
+def test_more_processes_than_blocks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="processes: found 7, accepted are 1 to 6, since mixed has 6 blocks"):
+        Layout.plan(mixed_net(), RandomStream().spec, stages=None, processes=7)

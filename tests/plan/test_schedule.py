@@ -1,0 +1,199 @@
+from collections import deque
+from collections.abc import Sequence
+from itertools import groupby, product
+from random import Random
+
+import pytest
+
+from petra import METHODS, ConfigError, Keep, Method, ScheduleError
+from petra.plan.schedule import Op, check, evaluation_order, rounds, timetable, training_order
+
+F, B = Op.FORWARD, Op.BACKWARD
+
+
+def method(delay: int | tuple[int, ...], flush: bool = False, fill: bool = False) -> Method:
+    return Method("test", delay, Keep.NOTHING, flush=flush, fill=fill)
+
+
+def orders(made: Method, stages: int, k: int, microbatches: int, start: int = 0) -> list[list[tuple[Op, int]]]:
+    flush = k if made.flush else None
+    return [list(training_order(delay, start, start + microbatches, flush)) for delay in made.delays(stages, k)]
+
+
+def drawn(delay: int, stages: int, microbatches: int) -> list[str]:
+    rows = [{} for _ in range(stages)]
+    for step in timetable(orders(method(delay), stages, 1, microbatches), [delay] * (stages - 1)):
+        rows[step.stage][step.round] = f"{step.op}{step.microbatch}"
+    return [" ".join(row.get(i, "  ") for i in range(max(row) + 1)) for row in rows]
+
+
+def test_petra_timetable() -> None:
+    assert drawn(2, 3, 5) == [
+        "F0    F1    F2    F3    F4 B0    B1    B2    B3    B4",
+        "      F0    F1    F2 B0 F3 B1 F4 B2    B3    B4",
+        "            F0 B0 F1 B1 F2 B2 F3 B3 F4 B4",
+    ]
+
+
+def test_half_delay_timetable() -> None:
+    assert drawn(1, 3, 4) == [
+        "F0    F1    F2 B0 F3 B1    B2    B3",
+        "   F0    F1 B0 F2 B1 F3 B2    B3",
+        "      F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
+
+
+def test_without_delay_stages_take_turns() -> None:
+    assert drawn(0, 2, 2) == ["F0       B0 F1       B1", "   F0 B0       F1 B1"]
+
+
+@pytest.mark.parametrize(("stages", "delays"), [(1, (0,)), (4, (6, 4, 2, 0)), (10, tuple(range(18, -1, -2)))])
+def test_petra_delays(stages: int, delays: tuple[int, ...]) -> None:
+    assert METHODS["petra"].delays(stages, k=3) == delays
+
+
+def test_delays_of_boundaries_and_fill() -> None:
+    assert method((0, 3, 1)).delays(4, 1) == (4, 4, 1, 0)
+    assert method(0, flush=True, fill=True).delays(3, 5) == (4, 4, 4)
+    with pytest.raises(ConfigError, match="3 delays"):
+        method((0, 3, 1)).delays(3, 1)
+    with pytest.raises(ConfigError, match=r"method\.delay"):
+        method(-1)
+    with pytest.raises(ConfigError, match=r"method\.fill"):
+        method(0, fill=True)
+
+
+@pytest.mark.parametrize(("delay", "microbatches"), [(0, 5), (3, 10), (6, 4), (2, 1)])
+def test_order_has_the_delay_and_loses_nothing(delay: int, microbatches: int) -> None:
+    order = list(training_order(delay, 7, 7 + microbatches))
+    assert [m for op, m in order if op is F] == [m for op, m in order if op is B] == list(range(7, 7 + microbatches))
+    for m in range(7, 7 + microbatches):
+        between = order[order.index((F, m)) + 1 : order.index((B, m))]
+        assert sum(op is F for op, _ in between) == min(delay, 7 + microbatches - 1 - m, microbatches)
+
+
+def test_flush_drains_at_multiples_of_k() -> None:
+    order = list(training_order(2, 1, 9, flush_every=4))
+    in_flight = 0
+    for op, m in order:
+        in_flight += 1 if op is F else -1
+        if op is B and (m + 1) % 4 == 0:
+            assert in_flight == 0
+    assert len(order) == 16
+
+
+def random_case(seed: int) -> tuple[Method, int, int, int, int]:
+    random = Random(seed)
+    stages = random.randint(1, 9)
+    delay = random.choice([0, 1, 2, 3, tuple(random.randint(0, 5) for _ in range(stages - 1))])
+    flush = random.random() < 0.3
+    made = method(delay, flush, fill=flush and random.random() < 0.5)
+    return made, stages, random.randint(1, 5), random.randint(0, 40), random.randint(0, 9)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_accepted_schedule_runs_to_the_end(seed: int) -> None:
+    made, stages, k, microbatches, start = random_case(seed)
+    between = made.boundary_delays(stages - 1)[: stages - 1]
+    wanted = orders(made, stages, k, microbatches, start)
+    steps = list(timetable(wanted, between))
+    for j in range(stages):
+        assert [(s.op, s.microbatch) for s in steps if s.stage == j] == wanted[j]
+    done = {}
+    for step in steps:
+        source = step.stage - 1 if step.op is F else step.stage + 1
+        if 0 <= source < stages:
+            assert done[step.op, source, step.microbatch] < step.round, "used before an exchange could bring it"
+        assert all(step.round > r for (_, j, _), r in done.items() if j == step.stage), "two steps in one round"
+        done[step.op, step.stage, step.microbatch] = step.round
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_rounds_are_the_timetable_at_any_length(seed: int) -> None:
+    made, stages, k, _, start = random_case(seed)
+    between, delays = made.boundary_delays(stages - 1)[: stages - 1], made.delays(stages, k)
+    period = k if made.flush else 1
+    for microbatches in (0, 1, 23, 97, 150):
+        found = rounds(
+            lambda a, b: [training_order(delay, a, b, k if made.flush else None) for delay in delays],
+            between,
+            start,
+            start + microbatches,
+            period=period,
+            warm_up=2 * max(delays) + stages,
+        )
+        steps = timetable(orders(made, stages, k, microbatches, start), between)
+        grouped = [[(s.stage, s.op, s.microbatch) for s in round_] for _, round_ in groupby(steps, lambda step: step.round)]
+        assert [[(s.stage, s.op, s.microbatch + shift) for s in round_] for shift, round_ in found] == grouped
+    assert len(found.head) + len(found.body) + len(found.tail) < len(grouped), "a long run is not spelled out"
+    for dropped in range(min(found.repeats, 4) + 1):
+        steps = timetable(orders(made, stages, k, 150 - dropped * period, start), between)
+        grouped = [[(s.stage, s.op, s.microbatch) for s in round_] for _, round_ in groupby(steps, lambda step: step.round)]
+        asked = iter([found.repeats])
+        cut = found.cut(lambda left, dropped=dropped, asked=asked: left - dropped if next(asked, None) else left)
+        assert [[(s.stage, s.op, s.microbatch + shift) for s in round_] for shift, round_ in cut] == grouped
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_processes_with_blocking_messages_finish(seed: int) -> None:
+    """An independent model of the edge transport: sends wait when d + 1 messages are under way, receives wait for their message."""
+    made, stages, k, microbatches, start = random_case(seed)
+    between = made.boundary_delays(stages - 1)[: stages - 1]
+    processes = Random(seed).randint(1, stages)
+    bounds = sorted(Random(seed + 1).sample(range(1, stages), processes - 1)) if stages > 1 else []
+    owner = [sum(b <= j for b in bounds) for j in range(stages)]
+    programs: list[deque[tuple[str, Op, int, int]]] = [deque() for _ in range(processes)]
+    for step in timetable(orders(made, stages, k, microbatches, start), between):
+        source = step.stage - 1 if step.op is F else step.stage + 1
+        target = step.stage + 1 if step.op is F else step.stage - 1
+        if 0 <= source < stages and owner[source] != owner[step.stage]:
+            programs[owner[step.stage]].append(("receive", step.op, step.stage, step.microbatch))
+        if 0 <= target < stages and owner[target] != owner[step.stage]:
+            programs[owner[step.stage]].append(("send", step.op, target, step.microbatch))
+    wires: dict[tuple[Op, int], deque[int]] = {(op, j): deque() for op, j in product(Op, range(stages))}
+    progress = True
+    while progress:
+        progress = False
+        for program in programs:
+            while program:
+                kind, op, j, m = program[0]
+                wire = wires[op, j]
+                if kind == "receive":
+                    if not wire:
+                        break
+                    assert wire.popleft() == m
+                elif len(wire) > between[j - 1 if op is F else j]:
+                    break
+                else:
+                    wire.append(m)
+                program.popleft()
+                progress = True
+    assert not any(programs), "the processes wait for each other"
+
+
+def deadlocked(*rows: str) -> Sequence[Sequence[tuple[Op, int]]]:
+    return [[(Op(word[0]), int(word[1:])) for word in row.split()] for row in rows]
+
+
+def test_checker_finds_deadlocks() -> None:
+    with pytest.raises(ScheduleError, match="stage 1 waits to do B0, stage 2 waits to do F1"):
+        check(deadlocked("F0 B0 F1 B1", "F0 F1 B0 B1"), [0])
+    with pytest.raises(ScheduleError, match="deadlocks: stage 3 waits to do F1"):
+        check(deadlocked("F0 B0", "F0 B0", "F0 B0 F1 B1"), [0, 0])
+    with pytest.raises(ScheduleError, match="stage 2: backward of microbatch 0 comes before its forward"):
+        check(deadlocked("F0 B0", "B0 F0"), [0])
+
+
+def test_checker_knows_how_many_messages_may_wait() -> None:
+    """Three forwards ahead of a neighbour that takes none in fill a boundary of d = 1."""
+    ahead = deadlocked("F0 F1 F2 F3 B0 B1 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3")
+    check(ahead, [3])
+    check(ahead, [1])  # the second stage takes messages in while the first runs ahead
+    with pytest.raises(ScheduleError, match="deadlocks"):
+        check(deadlocked("F0 F1 F2 B0 B1 B2", "F0 B0 F2 F1 B1 B2"), [0])
+
+
+def test_evaluation_has_forwards_only() -> None:
+    steps = list(timetable([evaluation_order(0, 5) for _ in range(3)], [0, 0]))
+    assert len(steps) == 15
+    assert all(step.op is F for step in steps)

@@ -1,0 +1,257 @@
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from petra import ModelError
+from petra.reversible import (
+    Coupling,
+    DownsamplingCoupling,
+    ReversibleBlock,
+    ReversibleSequence,
+    TwoFunctionCoupling,
+    derive_seed,
+    frozen_statistics,
+    normalisations,
+    seeded,
+)
+from tests.support.nets import branch
+
+
+class Counted(nn.Module):
+    """Counts evaluations of the function it wraps."""
+
+    def __init__(self, f: nn.Module) -> None:
+        super().__init__()
+        self.f, self.calls = f, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.f(x)
+
+
+def pair(channels: int = 4, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x1, x2 = torch.randn(2, 3, channels, 6, 6, generator=generator, dtype=dtype)
+    return x1, x2
+
+
+def blocks(dropout: float = 0.0) -> list[ReversibleBlock]:
+    torch.manual_seed(0)
+    made = [
+        Coupling(branch(4, dropout)),
+        TwoFunctionCoupling(branch(4, dropout), branch(4, dropout)),
+        DownsamplingCoupling(nn.Sequential(nn.Conv2d(4, 16, 2, stride=2), branch(16, dropout))),
+    ]
+    return [block.double() for block in made]
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_inverse_returns_the_input(index: int, dropout: float) -> None:
+    block, x = blocks(dropout)[index], pair()
+    y = block(*x, seed=7)
+    for found, expected in zip(block.inverse(*y, seed=7), x, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_fused_backward_equals_plain_autograd(index: int, dropout: float) -> None:
+    block = blocks(dropout)[index]
+    plain = copy.deepcopy(block)
+    x = tuple(t.requires_grad_() for t in pair())
+    y = plain(*x, seed=3)
+    dy = tuple(torch.randn_like(t) for t in y)
+    expected = torch.autograd.grad(y, [*x, *plain.parameters()], dy)
+
+    with torch.no_grad(), frozen_statistics(normalisations(block)):
+        y = block(*x, seed=3)
+    found_x, found_dx, gradients = block.inverse_vjp(y, dy, seed=3)
+    found = [*found_dx, *(gradients[p] for p in block.parameters())]
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+    for a, b in zip(found_x, x, strict=True):
+        torch.testing.assert_close(a, b.detach(), rtol=1e-12, atol=1e-12)
+    for (name, a), b in zip(block.named_buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(a, b, msg=f"{name}: statistics moved other than once")
+
+
+def test_downsampling_moves_pixels_to_channels() -> None:
+    """(S x2, S x1 + F(x2)): channel 4c + 2i + j of S x has the pixels (2h + i, 2w + j) of channel c."""
+    f = nn.Conv2d(4, 16, 2, stride=2).double()
+    x1, x2 = pair()
+    y1, y2 = DownsamplingCoupling(f)(x1, x2)
+    for found, x in ((y1, x2), (y2 - f(x2), x1)):
+        shuffled = torch.stack([x[:, c, i::2, j::2] for c in range(4) for i in (0, 1) for j in (0, 1)], dim=1)
+        torch.testing.assert_close(found, shuffled, rtol=1e-12, atol=1e-12)
+
+
+def test_backward_evaluates_each_function_once() -> None:
+    f, g = Counted(branch(4)), Counted(branch(4))
+    block = TwoFunctionCoupling(f, g).double()
+    y = block(*pair())
+    f.calls = g.calls = 0
+    block.inverse_vjp(y, pair())
+    assert (f.calls, g.calls) == (1, 1)
+
+
+def test_inverse_and_frozen_forward_leave_statistics_alone() -> None:
+    block = blocks()[1]
+    before = {name: b.clone() for name, b in block.named_buffers()}
+    with frozen_statistics(normalisations(block)):
+        y = block(*pair())
+    block.inverse(*y)
+    for name, buffer in block.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+    assert all(m.track_running_stats for m in block.modules() if isinstance(m, nn.BatchNorm2d))
+
+
+def test_seeded_replays_and_puts_the_generator_back() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    with seeded(1):
+        first = torch.rand(3)
+    with seeded(1):
+        assert torch.equal(torch.rand(3), first)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_derived_seeds_differ() -> None:
+    seeds = {derive_seed(run, block, m) for run in range(5) for block in range(20) for m in range(50)}
+    assert len(seeds) == 5 * 20 * 50
+    assert all(0 <= seed < 1 << 63 for seed in seeds)
+
+
+def test_a_function_that_writes_into_its_input_is_refused() -> None:
+    block = Coupling(nn.Sequential(nn.ReLU(inplace=True), branch(4))).double()
+    with torch.no_grad(), pytest.raises(ModelError, match="in place"):
+        block(*pair())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_sequence_equals_plain_autograd(dropout: float) -> None:
+    *kept, last = blocks(dropout)
+    sequence = ReversibleSequence([*kept, *blocks(dropout)[:2], last])
+    plain = copy.deepcopy(sequence)
+    x = tuple(t.requires_grad_() for t in pair())
+    torch.manual_seed(11)
+    y = sequence(*x)
+    (y[0] * y[1].sin()).sum().backward()
+    found = [*(t.grad for t in x), *(p.grad for p in sequence.parameters())]
+
+    torch.manual_seed(11)
+    seed = int(torch.randint(1 << 62, ()))
+    streams = x
+    for i, block in enumerate(plain.blocks):
+        streams = block(*streams, seed=derive_seed(seed, i))
+    expected = torch.autograd.grad((streams[0] * streams[1].sin()).sum(), [*x, *plain.parameters()])
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+    for a, b in zip(sequence.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_sequence_gives_parameter_gradients_to_an_input_that_needs_none() -> None:
+    sequence = ReversibleSequence(blocks())
+    sum(t.square().sum() for t in sequence(*pair())).backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in sequence.parameters())
+
+
+def test_sequence_leaves_the_callers_tensors_alone() -> None:
+    sequence, x = ReversibleSequence(blocks()), pair()
+    copies = [t.clone() for t in x]
+    y = sequence(*x)
+    kept = [t.detach().clone() for t in y]
+    sum(t.square().sum() for t in y).backward()
+    for tensor, expected in zip([*x, *y], [*copies, *kept], strict=True):
+        assert torch.equal(tensor, expected)
+
+
+def test_sequence_notices_an_output_changed_before_backward() -> None:
+    y1, y2 = ReversibleSequence(blocks())(*pair())
+    loss = (y1 * y2).sum()
+    with torch.no_grad():
+        y2.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("depth", [2, 12])
+def test_sequence_holds_only_its_output(depth: int) -> None:
+    saved: list[Tensor] = []
+    sequence = ReversibleSequence([Coupling(branch(4)) for _ in range(depth)]).double()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = sequence(*pair())
+    assert sum(t.nbytes for t in saved) == sum(t.nbytes for t in y)
+
+
+def test_sequence_replays_autocast() -> None:
+    sequence = ReversibleSequence([Coupling(branch(4)) for _ in range(3)])
+    plain = copy.deepcopy(sequence)
+    x = pair(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = sequence(*x)
+        streams = x
+        for block in plain.blocks:
+            streams = block(*streams)
+    assert y[0].dtype == torch.float32
+    for module, out in ((sequence, y), (plain, streams)):
+        sum(t.square().mean() for t in out).backward()
+        assert all(p.grad.dtype == torch.float32 for p in module.parameters())
+    for a, b in zip(sequence.parameters(), plain.parameters(), strict=True):
+        assert torch.nn.functional.cosine_similarity(a.grad.flatten(), b.grad.flatten(), dim=0) > 0.99
+
+
+class FullPrecision(nn.Module):
+    """Opts out of autocast, in forward and so in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return torch.tanh(x.float() @ self.weight)
+
+
+def test_backward_runs_outside_autocast_as_plain_autograd_does() -> None:
+    torch.manual_seed(0)
+    sequence = ReversibleSequence([Coupling(FullPrecision()) for _ in range(2)])
+    plain, x = copy.deepcopy(sequence), torch.randn(2, 8, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = sequence(x[0], x[1])
+        expected = plain.blocks[1](*plain.blocks[0](x[0], x[1]))
+    for y in (found, expected):
+        y[1].square().sum().backward()
+    for a, b in zip(sequence.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_sequence_without_gradients_is_a_plain_forward() -> None:
+    sequence = ReversibleSequence(blocks()).eval()
+    with torch.no_grad():
+        y = sequence(*pair())
+    assert not y[0].requires_grad
+    streams = pair()
+    for block in sequence.blocks:
+        streams = block(*streams)
+    assert torch.equal(y[1], streams[1])
+
+
+def test_gradients_of_a_block_are_added_before_the_next_ones_are_made() -> None:
+    """So that memory for them doesn't grow with depth; and a second backward through the same graph gives the same again."""
+    sequence = ReversibleSequence([Coupling(branch(4)) for _ in range(3)]).double()
+    first, last = ([*block.parameters()] for block in (sequence.blocks[0], sequence.blocks[2]))
+    there: list[bool] = []
+    first[0].register_post_accumulate_grad_hook(lambda _: there.append(all(p.grad is not None for p in last)))
+    y1, y2 = sequence(*torch.randn(2, 2, 4, 4, 4, dtype=torch.float64))
+    loss = y1.square().sum() + y2.sum()
+    loss.backward(retain_graph=True)
+    once = [p.grad.clone() for p in sequence.parameters()]
+    loss.backward()
+    assert there == [True, True]
+    for p, gradient in zip(sequence.parameters(), once, strict=True):
+        torch.testing.assert_close(p.grad, 2 * gradient, rtol=1e-9, atol=1e-12)

@@ -1,0 +1,289 @@
+"""Checkpoints: resumed runs equal uninterrupted ones bit for bit, and nothing that is interrupted or damaged costs an older one."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from launch.evaluate import main as evaluate
+from launch.run.resume import require_same
+from launch.runtime.rank import STOPPED
+from petra import ConfigError, DataError, PetraError, Pipeline, UpdateRules
+from petra.errors import Interrupted
+from petra.staleness.remedies import Prediction, Remedy
+from petra.training import OPTIMIZERS, Checkpoints, JsonLines, Trainer, best_of, newest, restore
+from petra.training.checkpoint import MANIFEST, checkpoints
+from tests.kill_many import kill_many
+from tests.launch.test_launch import ROOT, TINY, launched, metrics
+from tests.support.nets import RandomStream, mixed_net
+from tests.support.processes import run_processes
+
+CASES: dict[str, dict[str, Any]] = {
+    "petra": {"rules": UpdateRules(average=0.9, loss_scale="dynamic")},
+    "adam": {"optimizer": OPTIMIZERS["adam"], "channels_last": True},
+    "double": {"method": "pipedream_2bw", "k": 10},
+    "stashed": {"method": "delayed", "optimizer": OPTIMIZERS["lars"]},
+    "difference": {"remedy": Remedy(9, 0.3, Prediction.DIFFERENCE, 1.5, True, 0.9)},
+    "velocity": {"method": "dsp", "remedy": Remedy(prediction=Prediction.VELOCITY)},
+}
+
+
+def sgd(module: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
+
+
+def build(**settings: Any) -> Pipeline:
+    given = {"k": 5, "optimizer": sgd, "learning_rate": lambda t: 0.02 / (1 + t / 9), "seed": 3, **settings}
+    return Pipeline(mixed_net(dropout=0.2), RandomStream().spec, **given)
+
+
+def weights(pipeline: Pipeline) -> dict[str, Tensor]:
+    return {key: value.clone() for key, value in pipeline.state_dict().items()}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_pipeline_goes_on_bit_for_bit(case: str, background: bool, tmp_path: Path) -> None:
+    """Stopped inside an accumulation."""
+    data, whole, resumed = RandomStream(), build(**CASES[case]), build(**CASES[case])
+    whole.train(data, 12)
+    store = Checkpoints(tmp_path, background=background)
+    store.save(whole, {"note": case})
+    whole.train(data, 11)
+    store.wait()
+    path = newest(tmp_path)
+    assert path is not None
+    assert restore(resumed, path) == {"note": case, "clock": 12, "score": None}
+    resumed.train(data, 11)
+    assert_same(weights(resumed), weights(whole))
+    assert resumed.stage_metrics() == whole.stage_metrics()
+    with whole.averaged(), resumed.averaged():
+        assert_same(weights(resumed), weights(whole))
+
+
+@pytest.mark.parametrize("case", ["petra", "difference"])
+def test_another_cut_loads_every_block(case: str, tmp_path: Path) -> None:
+    whole, other = build(**CASES[case]), build(**CASES[case], stages=[1, 3, 2])
+    whole.train(RandomStream(), 12)
+    Checkpoints(tmp_path).save(whole, {})
+    restore(other, tmp_path / "000000012")
+    assert_same(weights(other), weights(whole))
+    gradients = {name: [p.grad for p in block.parameters()] for name, block in whole.blocks()}
+    for name, block in other.blocks():
+        for p, expected in zip(block.parameters(), gradients[name], strict=True):
+            torch.testing.assert_close(p.grad, expected, rtol=0, atol=0)
+    momenta = [
+        [w.update.optimizer.state[p] for w in pipeline.workers.values() for p in w.stage.module.parameters()]  # type: ignore[union-attr]
+        for pipeline in (whole, other)
+    ]
+    torch.testing.assert_close(momenta[1], momenta[0], rtol=0, atol=0)
+    assert other.train(RandomStream(), 11).loss > 0
+
+
+def save_in_processes(rank: int, folder: str) -> dict[str, Tensor]:
+    pipeline = build()
+    pipeline.train(RandomStream(), 12)
+    store = Checkpoints(Path(folder), background=True)
+    store.save(pipeline, {})
+    pipeline.train(RandomStream(), 11)
+    store.wait()
+    return weights(pipeline)
+
+
+def resume_in_processes(rank: int, folder: str) -> dict[str, Tensor]:
+    pipeline = build()
+    restore(pipeline, Path(folder, "000000012"))
+    pipeline.train(RandomStream(), 11)
+    return weights(pipeline)
+
+
+def test_another_number_of_processes_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """Saved by three while training went on, resumed by one and by two."""
+    folder = str(tmp_path / "checkpoints")
+    expected = {k: v for part in run_processes(3, save_in_processes, tmp_path / "a", folder) for k, v in part.items()}
+    assert_same(resume_in_processes(0, folder), expected)
+    parts = run_processes(2, resume_in_processes, tmp_path / "b", folder)
+    assert_same({k: v for part in parts for k, v in part.items()}, expected)
+
+
+def saved(folder: Path, count: int = 2, **options: Any) -> Pipeline:
+    pipeline = build()
+    store = Checkpoints(folder, **options)
+    for _ in range(count):
+        pipeline.train(RandomStream(), 2)
+        store.save(pipeline, {})
+    return pipeline
+
+
+def test_damage_is_detected_and_the_one_before_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(tmp_path)
+    last = tmp_path / "000000004"
+    for path in last.iterdir():
+        whole = path.read_bytes()
+        for at in {0, len(whole) // 2, len(whole) - 2}:
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :])
+            found = newest(tmp_path)
+            if found == last:  # white space in the manifest, or a name's case
+                assert path.name == MANIFEST
+            else:
+                assert found == tmp_path / "000000002"
+                assert f"warning: checkpoint {last}: " in (told := capsys.readouterr().err)
+                assert path.name in told or path.name == MANIFEST
+        path.write_bytes(whole[: len(whole) // 2])
+        assert newest(tmp_path) == tmp_path / "000000002"
+        path.unlink()
+        assert newest(tmp_path) == tmp_path / "000000002"
+        assert "incomplete" in capsys.readouterr().err
+        path.write_bytes(whole)
+    assert newest(tmp_path) == last
+    for path in checkpoints(tmp_path):
+        (path / MANIFEST).unlink()
+    with pytest.raises(DataError, match=r"found 2 checkpoint\(s\), all damaged"):
+        newest(tmp_path)
+    assert newest(tmp_path / "none") is None
+
+
+def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / "000000004" / ".metadata").write_bytes(pickle.dumps(os.system))
+    with pytest.raises(DataError, match=r"it asks for posix\.system"):
+        restore(build(), tmp_path / "000000004")
+
+
+def save_into_a_file(rank: int, folder: str) -> str:
+    pipeline = build()
+    with pytest.raises(PetraError) as caught:
+        Checkpoints(Path(folder)).save(pipeline, {})
+    return str(caught.value)
+
+
+def test_a_folder_that_can_not_be_written_is_one_error_in_all_processes(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    folder = tmp_path / "file" / "checkpoints"
+    texts = run_processes(2, save_into_a_file, tmp_path / "p", str(folder))
+    assert texts[0] == texts[1]
+    assert texts[0].startswith(
+        f"checkpoint {folder}/000000000: can't be written (Not a directory); earlier checkpoints are untouched"
+    )
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    pipeline, store = build(), Checkpoints(tmp_path, keep=2)
+    for clock, score in enumerate([0.1, 0.7, None, 0.7, 0.3, None]):
+        pipeline.clock = clock
+        store.save(pipeline, {}, score)
+    assert [int(path.name) for path in checkpoints(tmp_path)] == [5, 4, 1]
+    assert best_of(tmp_path) == tmp_path / "000000001"
+    with pytest.raises(ConfigError, match=r"checkpoint\.keep: found 0"):
+        Checkpoints(tmp_path, keep=0)
+
+
+class Epochs(RandomStream):
+    """Random microbatches in epochs of eleven, which neither k nor the interval of checkpoints divides."""
+
+    batches_per_epoch, batches = 11, 2
+
+
+def trainer(folder: Path, **options: Any) -> Trainer:
+    data = Epochs()
+    data.batches_per_epoch = options.pop("batches", data.batches_per_epoch)
+    options = {"checkpoints": Checkpoints(folder / "c", 9), "every": 4, **options}
+    made = Trainer(build(), data, data, lambda t: 0.1, **options)  # type: ignore[arg-type]
+    made.loggers = [JsonLines(folder / "metrics.jsonl")]
+    return made
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if "second" not in key} for row in found]
+
+
+def test_metrics_and_epochs_go_on_from_any_checkpoint(tmp_path: Path) -> None:
+    whole = trainer(tmp_path)
+    whole.fit(2)
+    expected = rows(tmp_path)
+    assert [int(path.name) for path in checkpoints(tmp_path / "c")] == [22, 20, 16, 12, 11, 8, 4]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 3, "torn')
+    for clock in (8, 11, 16, 22):
+        again = trainer(tmp_path / "c")
+        again.resume(restore(again.pipeline, tmp_path / "c" / f"{clock:09}")["trainer"])
+        again.checkpoints = None
+        again.loggers = [JsonLines(tmp_path / "metrics.jsonl", [epoch.row() for epoch in again.history])]
+        again.fit(2)
+        assert rows(tmp_path) == expected
+        assert_same(weights(again.pipeline), weights(whole.pipeline))
+
+
+def test_a_run_that_is_asked_to_stop_does_so_at_the_next_checkpoint(tmp_path: Path) -> None:
+    asked = [False, True]
+    stopped = trainer(tmp_path, stop=lambda: asked.pop(0))
+    with pytest.raises(Interrupted, match="stopped as asked after microbatch 8, checkpoint written"):
+        stopped.fit(2)
+    assert newest(tmp_path / "c") == tmp_path / "c" / "000000008"
+
+
+def test_a_run_without_planned_drains_stops_at_once(tmp_path: Path) -> None:
+    """In the middle of an epoch, and goes on from there."""
+    asked = iter([False] * 20)
+    stopped = trainer(tmp_path, every=None, batches=200, stop=lambda: next(asked, True))
+    with pytest.raises(Interrupted, match="checkpoint written") as ended:
+        stopped.fit(1)
+    assert 20 < ended.value.clock < 60
+    again = trainer(tmp_path, every=None, batches=200)
+    again.resume(restore(again.pipeline, newest(tmp_path / "c"))["trainer"])
+    (epoch,) = again.fit(1)
+    assert (epoch.microbatches, epoch.train.targets) == (200, 800)
+
+
+def test_another_configuration_is_refused() -> None:
+    found = {"k": 4, "data": {"root": "a", "name": "digits"}, "trainer": {"stages": 3, "wire": "bf16"}}
+    same = {"k": 4, "data": {"root": "b", "name": "digits"}, "trainer": {"stages": 2, "wire": "bf16"}}
+    require_same(found, same, Path("c"))
+    with pytest.raises(ConfigError, match=r"trainer\.wire: found float32 with resume, accepted is bf16 as in c"):
+        require_same(found, same | {"trainer": {"wire": "float32"}}, Path("c"))
+    with pytest.raises(ConfigError, match="k: found 2 with resume, accepted is 4"):
+        require_same(found, same | {"k": 2}, Path("c"))
+
+
+def test_killed_processes_resume_to_the_same_bits(tmp_path: Path) -> None:
+    assert kill_many(10, tmp_path).total() == 10
+
+
+def test_a_signal_stops_a_run_that_then_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same numbers as without; evaluation reads the checkpoint."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    settings = [*TINY, "trainer.epochs=2", "checkpoint.every=3"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "launch.train", *settings, f"run_dir={run}", "resume=auto"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    while not (run / "checkpoints").exists() and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == STOPPED, err
+    assert err.startswith("stopped as asked after microbatch ")
+    evaluate([f"run={run}"])
+    assert json.loads(capsys.readouterr().out)["weights"].startswith(str(run / "checkpoints"))
+    for folder in (run, whole):
+        done = launched(1, *settings, f"run_dir={folder}", "resume=auto", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert metrics(run) == metrics(whole)
+    assert len(metrics(run)) == 2

@@ -1,0 +1,194 @@
+"""Checkpoints with random damage: passed over with a warning, refused in one line or read correctly, and no code in them is run.
+
+A few hundred at each run of the tests; ``pytest tests/training/test_damaged_checkpoints.py --hypothesis-profile=long`` tries 3,750
+other ones.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from petra import DataError, PetraError, Pipeline
+from petra.training import Checkpoints, export, load, newest, restore
+from petra.training.checkpoint import FACTS, MANIFEST, _json, _sum
+from petra.training.export import State
+from petra.training.state import state_of
+from tests.data.test_damaged_files import damaged
+from tests.support.nets import RandomStream, mixed_net
+
+OLD, NEW = "000000003", "000000006"
+FILES = (".metadata", "__0_0.distcp", FACTS, MANIFEST)
+OBJECTS: list[Any] = [{}, [], None, 3, "text", {"files": {}}, {"files": []}, {"files": {FACTS: 1}}, {"clock": "x", "score": "y"}]
+OBJECTS += [{"clock": 6, "score": [1]}, {"clock": -1, "score": None}, {"clock": 6, "score": None, "trainer": 3}, {"clock": 1e400}]
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return Path.touch, (self.canary,)
+
+
+@dataclass(frozen=True, repr=False)
+class Saved:
+    """A run's folder with two checkpoints as they should be, a pipeline to load them into, and the states they hold."""
+
+    folder: Path
+    pipeline: Pipeline
+    states: dict[str, State]
+    contents: dict[str, dict[str, bytes]]
+    evil: bytes
+    canary: Path
+
+    def reset(self) -> None:
+        """Undoes all damage."""
+        shutil.rmtree(self.folder)
+        for name, files in self.contents.items():
+            (self.folder / name).mkdir(parents=True)
+            for file, content in files.items():
+                (self.folder / name / file).write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("damaged")
+    pipeline = Pipeline(
+        mixed_net(channels=2),
+        RandomStream().spec,
+        k=2,
+        optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9),
+    )
+    checkpoints, states = Checkpoints(root / "checkpoints"), {}
+    for name in (OLD, NEW):
+        pipeline.train(RandomStream(), 3)
+        checkpoints.save(pipeline, {"trainer": {}})
+        states[name] = {key: value.clone() for key, value in state_of(pipeline).items()}
+    contents = {name: {f.name: f.read_bytes() for f in (root / "checkpoints" / name).iterdir()} for name in states}
+    assert sorted(contents[NEW]) == sorted(FILES)
+    canary = root / "canary"
+    yield Saved(root / "checkpoints", pipeline, states, contents, pickle.dumps(Evil(canary)), canary)
+    assert not canary.exists(), "code from a file was run"
+
+
+@st.composite
+def damages(draw: st.DrawFn) -> Callable[[Saved, Path], None]:
+    """What is done to the folder of a checkpoint, one or two things."""
+
+    def one() -> Callable[[Saved, Path], None]:
+        name, other = draw(st.sampled_from(FILES)), draw(st.sampled_from(FILES))
+        how = draw(st.sampled_from(["bytes", "flip", "missing", "older", "other", "json", "evil", "cut", "folder"]))
+        fraction, seed = draw(st.floats(0, 1, exclude_max=True)), draw(st.integers(0, 7))
+        value = draw(st.sampled_from(OBJECTS))
+        wrong = draw(damaged(b"0" * 500)) if how == "bytes" else b""
+
+        def apply(saved: Saved, folder: Path) -> None:
+            path = folder / name
+            content = path.read_bytes() if path.is_file() else b" "
+            place = int(fraction * len(content))
+            path.unlink() if path.is_file() else None
+            if how == "folder":
+                path.mkdir(exist_ok=True)
+            elif path.is_dir() or how == "missing":
+                return
+            elif how == "flip":
+                path.write_bytes(content[:place] + bytes([content[place] ^ 1 << seed]) + content[place + 1 :])
+            else:
+                path.write_bytes(
+                    {
+                        "bytes": content[:place] + wrong + content[place:],
+                        "older": saved.contents[OLD][name],
+                        "other": saved.contents[NEW][other],
+                        "json": json.dumps(value).encode(),
+                        "evil": saved.evil * (1 + 100 * seed),
+                        "cut": content[:place],
+                    }[how]
+                )
+
+        return apply
+
+    steps = [one() for _ in range(draw(st.integers(1, 2)))]
+
+    def all_of_them(saved: Saved, folder: Path) -> None:
+        for step in steps:
+            step(saved, folder)
+
+    return all_of_them
+
+
+def same(saved: Saved, name: str) -> bool:
+    """Whether the pipeline is in the state of a checkpoint, to the last bit."""
+    found, expected = state_of(saved.pipeline), saved.states[name]
+    return found.keys() == expected.keys() and all(torch.equal(value, found[key]) for key, value in expected.items())
+
+
+@given(damage=damages())
+def test_the_one_before_a_damaged_checkpoint_is_taken(damage: Any, saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+    saved.reset()
+    damage(saved, saved.folder / NEW)
+    capsys.readouterr()
+    path = newest(saved.folder)
+    assert path is not None
+    restore(saved.pipeline, path)
+    assert same(saved, path.name), f"{path.name} was read, but not correctly"
+    warned = capsys.readouterr().err
+    if path.name == OLD:
+        assert warned.startswith(f"warning: checkpoint {saved.folder / NEW}: ")
+        assert len(warned.splitlines()) == 1
+    else:
+        assert not warned
+
+
+@given(damage=damages())
+def test_a_manifest_that_was_made_to_fit_runs_no_code(damage: Any, saved: Saved) -> None:
+    """Then wrong numbers can't be told from right ones, but whatever else is read has to be refused in one line."""
+    saved.reset()
+    folder = saved.folder / NEW
+    damage(saved, folder)
+    if not (folder / MANIFEST).is_dir():
+        sums = {path.name: _sum(path) for path in folder.iterdir() if path.name != MANIFEST and path.is_file()}
+        (folder / MANIFEST).write_bytes(_json({"files": sums}))
+    try:
+        path = newest(saved.folder)
+        assert path is not None
+        restore(saved.pipeline, path)
+    except PetraError as error:
+        text = str(error)
+    else:
+        text = f"{saved.folder}: nothing to refuse"
+    assert str(saved.folder) in text
+    assert "\n" not in text
+    assert not saved.canary.exists()
+
+
+@given(content=st.data())
+def test_exported_weights(content: st.DataObject, saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "model.pt"
+    if not path.exists():
+        export(saved.pipeline, path)
+    whole = path.read_bytes()
+    path.write_bytes(content.draw(st.just(saved.evil) | damaged(whole)))
+    try:
+        found, text = load(path), f"{path}: nothing to refuse"
+    except DataError as error:
+        found, text = {}, str(error)
+    finally:
+        path.write_bytes(whole)
+    assert all(isinstance(value, torch.Tensor) for value in found.values())
+    assert text.startswith(f"{path}: ")
+    assert "\n" not in text
+    assert not saved.canary.exists()

@@ -1,0 +1,186 @@
+"""Optimizers against their formulas, schedules against closed forms at every update of a real pipeline."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from petra import BlockSpec, ConfigError, Model, Pipeline
+from petra.staleness.remedies import Prediction, Remedy
+from petra.training import LARS, MultiStep, Polynomial
+from petra.training.learning_rate import SCHEDULES
+from petra.training.optim import OPTIMIZERS
+from tests.support.nets import RandomStream, mixed_net
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2)).double()
+
+
+def stepped(optimizer: torch.optim.Optimizer, module: nn.Module, rate: float, steps: int = 3) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        for p in module.parameters():
+            p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_biases_and_normalisation_do_not_decay(name: str) -> None:
+    module = net()
+    for group in OPTIMIZERS[name](module, weight_decay=0.25).param_groups:
+        for p in group["params"]:
+            assert group["weight_decay"] == (0.25 if p.dim() > 1 else 0.0)
+    frozen = net()
+    frozen.requires_grad_(False)
+    frozen[3].weight.requires_grad_()
+    assert sum(len(group["params"]) for group in OPTIMIZERS[name](frozen).param_groups) == 1
+
+
+def test_lars_is_algorithm_1_of_its_paper() -> None:
+    module, expected = net(), net()
+    rate, trust, decay, momentum = 2.0, 0.02, 0.1, 0.9
+    stepped(OPTIMIZERS["lars"](module, momentum=momentum, trust=trust, weight_decay=decay), module, rate)
+    generator = torch.Generator().manual_seed(1)
+    velocities = [torch.zeros_like(p) for p in expected.parameters()]
+    for _ in range(3):
+        for p, v in zip(expected.parameters(), velocities, strict=True):
+            g = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+            local, beta = 1.0, 0.0
+            if p.dim() > 1:
+                beta = decay
+                local = trust * p.norm().item() / (g.norm().item() + beta * p.norm().item())
+            v.mul_(momentum).add_(g + beta * p.detach(), alpha=rate * local)
+            p.data -= v
+    for found, p in zip(module.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(found, p, rtol=1e-12, atol=1e-14)
+
+
+def test_lars_of_a_weight_or_gradient_that_is_zero_stays_finite() -> None:
+    weight = nn.Parameter(torch.zeros(2, 2))
+    weight.grad = torch.ones(2, 2)
+    optimizer = LARS([{"params": [weight], "weight_decay": 0.0}], lr=0.5)
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.full((2, 2), -0.5))
+    weight.grad.zero_()
+    optimizer.step()
+    assert weight.isfinite().all()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_that_the_device_skips_changes_nothing(name: str) -> None:
+    """How updates are skipped on a GPU, by the optimizers that can: the first step too leaves a sound state."""
+    module, other = net(), net()
+    optimizer = OPTIMIZERS[name](module)
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return
+    before = [p.detach().clone() for p in module.parameters()]
+    optimizer.found_inf = torch.tensor(1.0)  # type: ignore[attr-defined]
+    stepped(optimizer, module, 0.1, steps=2)
+    assert all(torch.equal(p, b) for p, b in zip(module.parameters(), before, strict=True))
+    optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
+    stepped(optimizer, module, 0.1)
+    stepped(OPTIMIZERS[name](other), other, 0.1)
+    for p, q in zip(module.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_a_first_step_that_is_skipped_predicts_no_change(name: str) -> None:
+    pipeline = Pipeline(
+        mixed_net(), RandomStream().spec, optimizer=OPTIMIZERS[name], remedy=Remedy(prediction=Prediction.VELOCITY), k=2
+    )
+    stage, optimizer = pipeline.stages[0], pipeline.workers[0].update.optimizer
+    assert optimizer is not None
+    optimizer.found_inf = torch.tensor(1.0)  # type: ignore[attr-defined]
+    optimizer.step()
+    for runner in stage.runners:
+        assert runner.predicted is not None
+        assert all(torch.equal(runner.predicted[key], p) for key, p in runner.parameters.items())
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_adam_is_torchs(name: str) -> None:
+    module, expected = net(), net()
+    stepped(OPTIMIZERS[name](module, betas=[0.8, 0.9], eps=1e-6, weight_decay=0.0), module, 0.01)
+    plain = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
+    stepped(plain(expected.parameters(), betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0, foreach=False), expected, 0.01)
+    for p, q in zip(module.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+
+
+def test_muon_takes_matrices_and_adamw_the_rest() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.table, self.linear, self.norm = nn.Embedding(5, 4), nn.Linear(4, 6), nn.LayerNorm(6)
+
+    module, expected = Words(), Words()
+    stepped(OPTIMIZERS["muon"](module, weight_decay=0.1), module, 0.01)
+    muon = torch.optim.Muon([expected.linear.weight], weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    rest = [p for p in expected.parameters() if p is not expected.linear.weight]
+    groups = [{"params": rest[:1], "weight_decay": 0.1}, {"params": rest[1:], "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, foreach=False)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        for p in expected.parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+        for optimizer in (muon, adamw):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01
+            optimizer.step()
+    for p, q in zip(module.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+PER_EPOCH, EPOCHS, WARMUP, K, PEAK = 4, 200, 5, 3, 0.4
+
+
+def closed_form(name: str, t: int) -> float:
+    """The rate at microbatch t = 1 … 800 of 200 epochs, written without the code under test."""
+    ramp = min(1.0, t / 20)
+    if name == "multistep":
+        return PEAK * ramp * (1.0 if t <= 240 else 0.2 if t <= 480 else 0.04 if t <= 640 else 0.008)
+    share = max(0.0, (t - 21) / 780)
+    return PEAK * ramp * (0.5 * (1 + math.cos(math.pi * share)) if name == "cosine" else (1 - share) ** 2)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_stage_follows_a_schedule_of_200_epochs_at_every_update(name: str) -> None:
+    settings = {"milestones": [60, 120, 160], "gamma": 0.2} if name == "multistep" else {}
+    rate = SCHEDULES[name](PEAK, PER_EPOCH, EPOCHS, warmup_epochs=WARMUP, **settings)
+    seen: dict[int, list[float]] = {}
+
+    class Spy(torch.optim.SGD):
+        def step(self) -> None:  # type: ignore[override]
+            seen.setdefault(id(self), []).append(self.param_groups[0]["lr"])
+
+    def first() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(12, 2))
+
+    middle, head = (BlockSpec(name, partial(nn.Linear, 2, out)) for name, out in (("middle", 2), ("head", 5)))
+    model = Model("tiny", (BlockSpec("first", first), middle, head))
+    data = RandomStream(batch=1, size=2, dtype=torch.float32)
+    pipeline = Pipeline(model, data.spec, method="petra", k=K, optimizer=lambda m: Spy(m.parameters(), lr=9.0), learning_rate=rate)
+    for microbatches in (300, 500):
+        pipeline.train(data, microbatches)
+    expected = [closed_form(name, t) for t in range(K, PER_EPOCH * EPOCHS + 1, K)]
+    assert len(seen) == 3
+    for rates in seen.values():
+        assert rates == pytest.approx(expected, rel=1e-12)
+
+
+def test_schedules_refuse() -> None:
+    for power in (0.0, math.inf):
+        with pytest.raises(ConfigError, match=r"schedule\.power: found"):
+            Polynomial(0.1, 10, 5, power=power)
+    with pytest.raises(ConfigError, match=r"schedule\.warmup_epochs: found nan"):
+        MultiStep(0.1, 10, 5, warmup_epochs=math.nan)

@@ -1,0 +1,206 @@
+"""A save that is killed, or finds the disk full or read-only, costs nothing that was there before."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import filesystem
+
+from petra import BlockSpec, Model, PetraError, Pipeline
+from petra.training import Checkpoints, newest, restore, sgd
+from petra.training import checkpoint as protocol
+from tests.kill_many import RUN, left, same, undamaged
+from tests.support.forked import Forked
+from tests.support.nets import RandomStream
+from tests.support.processes import context
+
+DATA = RandomStream(size=2, dtype=torch.float32)
+
+
+def small() -> Pipeline:
+    linear = Model("small", (BlockSpec("a", nn.Flatten), BlockSpec("b", lambda: nn.Linear(12, 5))))
+    return Pipeline(linear, DATA.spec, optimizer=sgd, learning_rate=lambda t: 0.1)
+
+
+def weights(pipeline: Pipeline) -> dict[str, Tensor]:
+    return {key: value.clone() for key, value in pipeline.state_dict().items()}
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(value, b[key]) for key, value in a.items())
+
+
+class Tracer:
+    """Ends this process before a step of a save: the one that would be number ``last``, or none.
+
+    Attributes:
+        steps: those that were reached, in their order: our lines, and the functions of torch.distributed.checkpoint that write.
+    """
+
+    def __init__(self, last: int | None) -> None:
+        self.last, self.steps = last, list[str]()
+        threading.settrace(self.call)  # the thread that writes in the background
+        sys.settrace(self.call)
+
+    def call(self, frame: FrameType, event: str, argument: object) -> Tracer | None:
+        if frame.f_code.co_filename == filesystem.__file__:
+            self.reach(frame)
+        return self if frame.f_code.co_filename == protocol.__file__ else None
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> Tracer:
+        if event == "line":
+            self.reach(frame)
+        return self
+
+    def reach(self, frame: FrameType) -> None:
+        if len(self.steps) == self.last:
+            os._exit(9)
+        self.steps.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+
+
+def save_forked(pipeline: Pipeline, folder: Path, background: bool, last: int | None) -> int:
+    """Trains and saves in a fork that ends before step ``last``; its status."""
+    if (pid := os.fork()) == 0:
+        store = Checkpoints(folder, keep=1, background=background)
+        tracer = Tracer(last)
+        pipeline.train(DATA, 1)
+        store.save(pipeline, {})
+        if background:
+            pipeline.train(DATA, 1)
+        store.wait()
+        sys.settrace(None)
+        (folder.parent / "steps").write_text(json.dumps(tracer.steps))
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def die_everywhere(folder: Path, background: bool) -> None:
+    """Dies before every step of a save, where it is reached first and where last; removing the older checkpoint is part of it."""
+    torch.set_num_threads(1)
+    pipeline, expected = small(), dict[int, dict[str, Tensor]]()
+    for clock in (1, 2):
+        pipeline.train(DATA, 1)
+        expected[clock] = weights(pipeline)
+    before, work = folder / "before", folder / "work"
+    pipeline = small()
+    pipeline.train(DATA, 1)
+    Checkpoints(before, keep=1).save(pipeline, {})
+
+    def attempt(last: int | None) -> int:
+        shutil.rmtree(work, ignore_errors=True)
+        shutil.copytree(before, work)
+        return save_forked(pipeline, work, background, last)
+
+    assert attempt(None) == 0
+    steps = json.loads((folder / "steps").read_text())
+    first = {step: index for index, step in reversed(list(enumerate(steps)))}
+    last = {step: index for index, step in enumerate(steps) if step.startswith("checkpoint.py")}
+    found = set()
+    for index in sorted({*first.values(), *last.values()})[:: 3 if background else 1]:
+        assert attempt(index) == 9, steps[index]
+        restored, path = small(), newest(work)
+        assert path is not None, steps[index]
+        restore(restored, path)
+        assert equal(weights(restored), expected[restored.clock]), steps[index]
+        found.add(restored.clock)
+        restored.train(DATA, 2 - restored.clock)
+        Checkpoints(work, keep=1).save(restored, {})
+        assert equal(weights(restored), expected[2])
+        assert {p.name for p in work.iterdir()} == {"000000002", "latest"}, steps[index]
+    assert found == {1, 2}
+    assert len(first) > 80
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_checkpoint_before_loads_whatever_step_of_a_save_is_the_last(background: bool, tmp_path: Path) -> None:
+    process = context.Process(target=die_everywhere, args=(tmp_path, background))  # where nothing but this has started threads
+    process.start()
+    process.join(170)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "petra", str(place)], capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def remount(place: Path, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", str(place)], check=True)
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(
+    ("options", "reason"), [("full", "No space left on device"), ("ro", "Read-only file system")], ids=["full", "read-only"]
+)
+def test_a_disk_that_takes_no_more_costs_nothing(options: str, reason: str, background: bool, disk: Path) -> None:
+    """Training could go on, and the next save works if there is room again."""
+    pipeline, store = small(), Checkpoints(disk / "c", keep=1, background=background)
+    pipeline.train(DATA, 1)
+    store.save(pipeline, {})
+    store.wait()
+    before = weights(pipeline)
+    if options == "ro":
+        remount(disk, "ro")
+    else:
+        (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free))
+    pipeline.train(DATA, 1)
+    trained = weights(pipeline)
+
+    def save() -> None:
+        store.save(pipeline, {})
+        store.wait()
+
+    with pytest.raises(PetraError, match=rf"checkpoint {disk}/c/000000002: can't be written \({reason}\); earlier checkpoints are"):
+        save()
+    assert equal(weights(pipeline), trained)
+    restored, path = small(), newest(disk / "c")
+    assert path is not None
+    restore(restored, path)
+    assert equal(weights(restored), before)
+    if options == "ro":
+        remount(disk, "rw")
+    else:
+        (disk / "filler").unlink()
+    save()
+    restored, path = small(), newest(disk / "c")
+    assert path is not None
+    restore(restored, path)
+    assert equal(weights(restored), trained)
+    assert {p.name for p in (disk / "c").iterdir()} == {"000000002", "latest"}
+
+
+def test_a_run_on_a_full_disk_tells_it_once_and_goes_on_when_there_is_room(disk: Path, tmp_path: Path) -> None:
+    """The third checkpoint has none."""
+    with Forked(tmp_path / "whole", RUN, 2) as run:
+        assert run.wait(60) == [0, 0], run.told()
+    expected = left(tmp_path / "whole" / "run")
+    with Forked(disk, RUN, 2) as run:
+        assert run.wait(60) == [2, 2], run.told()
+    told = run.told()
+    assert told.startswith("error: checkpoint run/checkpoints/0000000"), told
+    assert told.count("\n") == 1
+    assert "can't be written (No space left on device); earlier checkpoints are untouched" in told
+    undamaged(disk / "run", expected)
+    remount(disk, "size=50m")
+    with Forked(disk, RUN, 2) as run:
+        assert run.wait(60) == [0, 0], run.told()
+    same(left(disk / "run"), expected, "full")
