@@ -25,8 +25,8 @@ from omegaconf import OmegaConf
 
 from launch.config.compose import composed, refusing
 from launch.config.schema import Config
-from launch.reproduce.markdown import table
 from launch.run.build import AUTO, plan
+from launch.run.markdown import table
 from launch.runtime.rank import Place
 from petra.errors import ConfigError, PetraError
 from petra.training import write_json

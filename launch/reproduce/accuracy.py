@@ -7,10 +7,10 @@ from dataclasses import replace
 from statistics import mean, stdev
 from typing import Any
 
-from launch.reproduce.markdown import table
 from launch.reproduce.paper import TABLE2
 from launch.reproduce.report import Report, Request, Scale
 from launch.reproduce.runs import Run, collect, job, missing
+from launch.run.markdown import table
 from launch.sweep import Job
 from petra.analysis.plots import Panel
 from petra.errors import ConfigError

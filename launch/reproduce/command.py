@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from launch.reproduce import TARGETS
 from launch.reproduce.report import Report, Request, Scale
+from launch.reproduce.targets import TARGETS
 from petra.analysis.plots import panels
 from petra.errors import ConfigError, PetraError
 from petra.training import write_json

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from launch.reproduce.markdown import table
 from launch.reproduce.paper import TABLE1
 from launch.reproduce.report import Report, Request
+from launch.run.markdown import table
 from petra.analysis import checkpointing
 from petra.analysis.complexity import CONTESTANTS, measure
 from petra.analysis.plots import Panel

@@ -10,10 +10,10 @@ from statistics import mean
 import torch
 
 from launch.reproduce.accuracy import SEEDS, SHORT, SMALL, mean_and_deviation
-from launch.reproduce.markdown import table
 from launch.reproduce.report import Report, Request, Scale
 from launch.reproduce.runs import Run, collect, job, missing
 from launch.reproduce.speed import FLOPS, LATENCY, stages_of
+from launch.run.markdown import table
 from petra.analysis.plots import Panel
 from petra.cost_model.costs import BlockCost, count_blocks
 from petra.cost_model.simulator import Link, predict

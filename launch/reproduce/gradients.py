@@ -9,9 +9,9 @@ from statistics import mean
 from typing import Any
 
 from launch.reproduce.accuracy import SIX_EPOCHS, SMALL
-from launch.reproduce.markdown import table
 from launch.reproduce.report import Report, Request, Scale
 from launch.reproduce.runs import Run, collect, job
+from launch.run.markdown import table
 from petra.analysis.plots import Panel, by_stage
 from petra.errors import ConfigError
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from launch.reproduce.markdown import table
 from launch.reproduce.paper import TABLE3
 from launch.reproduce.report import Report, Request
+from launch.run.markdown import table
 from petra.analysis import memory
 from petra.model import Model
 from petra.models import revnet18, revnet34, revnet50

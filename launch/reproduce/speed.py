@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import torch
 
-from launch.reproduce.markdown import table
 from launch.reproduce.paper import TABLE5
 from launch.reproduce.report import Report, Request, Scale
 from launch.reproduce.runs import collect, job
+from launch.run.markdown import table
 from petra.analysis.plots import Panel
 from petra.cost_model.autotune import line_costs
 from petra.cost_model.costs import BlockCost, count_blocks, profile_blocks

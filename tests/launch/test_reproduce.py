@@ -15,9 +15,10 @@ import pytest
 import yaml
 
 from launch import sweep
-from launch.reproduce import TARGETS, accuracy, gap, memory, runs, speed
+from launch.reproduce import accuracy, gap, memory, runs, speed
 from launch.reproduce import command as reproduce
 from launch.reproduce.report import Request, Scale
+from launch.reproduce.targets import TARGETS
 from launch.runtime.rank import Place
 from launch.sweep import Job
 from launch.train import run

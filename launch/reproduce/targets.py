@@ -1,0 +1,20 @@
+"""What ``python -m launch.reproduce`` can make: the tables and figures of two papers, and our own comparison."""
+
+from launch.reproduce import accuracy, complexity, gap, gradients, memory, speed
+from launch.reproduce.report import Target
+
+TARGETS = {
+    "table1": Target("PETRA, Table 1: complexity of one stage", complexity.table1),
+    "table2": Target("PETRA, Table 2: accuracy", accuracy.table2, trains=True),
+    "table3": Target("PETRA, Table 3: memory of RevNet-50 on ImageNet", memory.table3),
+    "table4": Target("PETRA, Table 4: which buffers delayed gradients need", accuracy.table4, trains=True),
+    "table5": Target("PETRA, Table 5: throughput", speed.table5, trains=True),
+    "table6": Target("PETRA, Table 6: memory by stage", memory.table6),
+    "fig4": Target("PETRA, Fig. 4: accumulation", accuracy.fig4, trains=True),
+    "fig5": Target("PETRA, Fig. 5: cosines between gradients", gradients.fig5, trains=True),
+    "fig6": Target("PETRA, Fig. 6: ratios of gradients' norms", gradients.fig6, trains=True),
+    "revnet-table1": Target("RevNet, Table 1: activations against work", complexity.revnet_table1),
+    "revnet-fig4": Target("RevNet, Fig. 4: gradients from reconstructed activations", gradients.revnet_fig4, trains=True),
+    "gap-search": Target("Closing the gap: what each setting does for PETRA's accuracy", gap.search, trains=True),
+    "gap": Target("Closing the gap: accuracy at equal epochs, and time to an accuracy", gap.finals, trains=True),
+}
