@@ -18,6 +18,7 @@ from benchmarks.report import alternate, machine, ratio, save, spread, table
 from benchmarks.two_stages import Noise, sgd
 from petra import METHODS, Keep, Method, Pipeline, TensorSpec, Weights
 from petra.models import MODELS
+from petra.settings import Numerics, Runtime
 
 METHODS_HERE = {
     "petra": METHODS["petra"],
@@ -78,9 +79,8 @@ def main() -> None:
             method=method,
             k=options.k,
             optimizer=sgd,
-            autocast=None if options.float32 else torch.bfloat16,
-            channels_last=True,
-            concurrency=options.cores,
+            numerics=Numerics(autocast=None if options.float32 else torch.bfloat16, channels_last=True),
+            runtime=Runtime(concurrency=options.cores),
         )
         contestants[name] = partial(piped, pipeline, stream, options.microbatches)
     network = model.build(0).to(memory_format=torch.channels_last)

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from benchmarks.two_stages import period, sgd
 from petra import Method, Model, Pipeline, TensorSpec
 from petra.reversible import derive_seed
-from petra.transport.connect import TransportName
+from petra.settings import Numerics, Runtime, TransportName
 
 
 class Batches:
@@ -131,11 +131,11 @@ def petra(method: Method, transport: TransportName) -> Peer:
             setting.inputs,
             method=method,
             stages=setting.stages,
-            transport=transport,
+            runtime=Runtime(transport=transport),
             k=setting.k,
             optimizer=sgd,
             metrics={},
-            channels_last=True,
+            numerics=Numerics(channels_last=True),
         )
         blocks = dict(zip(setting.blocks(setting.rank), pipeline.stages[setting.rank].module, strict=True))
 

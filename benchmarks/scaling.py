@@ -25,6 +25,7 @@ from benchmarks.report import alternate, machine, peak_mib, save, spread, table
 from benchmarks.two_stages import Noise, build, period, sgd
 from petra import METHODS, Keep, Method, Pipeline
 from petra.analysis.memory import measured
+from petra.settings import Numerics
 
 KEEPS = {"nothing": METHODS["petra"], "graphs": Method("petra", delay=2, keep=Keep.GRAPH)}
 COPIES = 3  # of the parameters: weights, gradients, momentum
@@ -37,7 +38,9 @@ def pipeline(stages: Sequence[int], method: Method, options: argparse.Namespace,
     counts = list(stages)
     counts[0] += 1
     counts[-1] += 1
-    return Pipeline(model, inputs, method=method, stages=counts, optimizer=sgd, channels_last=True), Noise(inputs)
+    return Pipeline(model, inputs, method=method, stages=counts, optimizer=sgd, numerics=Numerics(channels_last=True)), Noise(
+        inputs
+    )
 
 
 def seconds(works: dict[int, tuple[int, int]], options: argparse.Namespace) -> dict[int, list[float]]:

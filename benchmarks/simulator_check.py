@@ -26,7 +26,7 @@ from petra.cost_model.costs import measure_link
 from petra.cost_model.simulator import Link, StageCost, simulate
 from petra.diagnostics.events import Interval, Kind
 from petra.diagnostics.recorder import Recorder
-from petra.transport.connect import TransportName
+from petra.settings import Numerics, Runtime, TransportName
 
 METHODS: dict[str, tuple[Method, TransportName]] = {
     "petra, d = 2, lockstep": (Method("petra", 2, Keep.NOTHING), "lockstep"),
@@ -50,7 +50,14 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
     stages, stream = [counts[0] + 1, counts[1] + 1], Noise(inputs)
     pipelines = {
         name: Pipeline(
-            model, inputs, method=method, stages=stages, transport=transport, k=options.k, optimizer=sgd, channels_last=True
+            model,
+            inputs,
+            method=method,
+            stages=stages,
+            runtime=Runtime(transport=transport),
+            k=options.k,
+            optimizer=sgd,
+            numerics=Numerics(channels_last=True),
         )
         for name, (method, transport) in METHODS.items()
     }

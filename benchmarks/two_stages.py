@@ -21,7 +21,7 @@ from benchmarks.reversible_sequence import branch
 from petra import BlockSpec, Keep, Method, Model, Pipeline, TensorSpec
 from petra.process_memory import keep_freed_memory
 from petra.reversible import Coupling
-from petra.transport.connect import TransportName
+from petra.settings import Numerics, Runtime, TransportName
 
 METHODS: dict[str, tuple[Method, TransportName]] = {
     "petra, d = 2, lockstep": (Method("petra", 2, Keep.NOTHING), "lockstep"),
@@ -80,12 +80,25 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
     stream = Noise(inputs)
     pipelines = {
         name: Pipeline(
-            model, inputs, method=method, stages=stages, transport=transport, k=options.k, optimizer=sgd, channels_last=True
+            model,
+            inputs,
+            method=method,
+            stages=stages,
+            runtime=Runtime(transport=transport),
+            k=options.k,
+            optimizer=sgd,
+            numerics=Numerics(channels_last=True),
         )
         for name, (method, transport) in METHODS.items()
     }
     apart = Pipeline(
-        model, inputs, method=METHODS["petra, d = 2, lockstep"][0], stages=stages, k=options.k, optimizer=sgd, channels_last=True
+        model,
+        inputs,
+        method=METHODS["petra, d = 2, lockstep"][0],
+        stages=stages,
+        k=options.k,
+        optimizer=sgd,
+        numerics=Numerics(channels_last=True),
     )
     figures: dict[str, list[float]] = {name: [] for name in [*METHODS, "compute"]}
     for round_ in range(options.rounds + 1):

@@ -50,6 +50,24 @@ class Interrupted(PetraError):
         self.clock = clock
 
 
+def invalid(name: str, expected: str, got: object, kind: type[PetraError] = ConfigError) -> PetraError:
+    """Return the error for a bad value, in the one form that all of petra uses: ``k: expected an integer >= 1, got 0``.
+
+    Args:
+        name: The key, argument, file or variable, as the user wrote it.
+        expected: What is accepted, with its article: ``an integer >= 1``, ``auto, local or edge``.
+        got: What was found.
+        kind: Class of the error.
+    """
+    return kind(f"{name}: expected {expected}, got {got}")
+
+
+def require(condition: bool, name: str, expected: str, got: object, kind: type[PetraError] = ConfigError) -> None:
+    """Raise :func:`invalid` unless ``condition`` holds."""
+    if not condition:
+        raise invalid(name, expected, got, kind)
+
+
 def first_line(error: BaseException) -> str:
     """Of what another library says about an error; the error's type where it says nothing."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from petra.engine.compile import compile_block
 from petra.engine.data_parallel import Replicas, Share, ShareObjective, share_seed
-from petra.engine.endpoints import Loss, Metric, Objective, Source, Stream, correct
+from petra.engine.endpoints import Loss, Losses, Metric, Objective, Source, Stream, correct
 from petra.engine.executor import Engine, stage_threads
 from petra.engine.stage import Stage
 from petra.engine.update import OptimizerFactory, Update, UpdateRules
@@ -25,10 +25,11 @@ from petra.model import Model
 from petra.plan.layout import Layout
 from petra.plan.schedule import check, training_orders
 from petra.reversible import Grid
+from petra.settings import Numerics, Runtime
 from petra.specs import TensorSpec
 from petra.staleness.remedies import Remedy, StageRemedy
 from petra.transport import Port
-from petra.transport.connect import TransportName, agree, boundary, choose_transport, connect, open_transport
+from petra.transport.connect import agree, boundary, choose_transport, connect, open_transport
 
 
 @dataclass(frozen=True)
@@ -85,20 +86,17 @@ class Pipeline:
         optimizer: OptimizerFactory,
         learning_rate: Callable[[int], float] | None = None,
         rules: UpdateRules = UpdateRules(),  # noqa: B008 (frozen)
-        loss: Loss = F.cross_entropy,
-        evaluation_loss: Loss | None = None,
+        loss: Loss | Losses = F.cross_entropy,
         metrics: Mapping[str, Metric] | None = None,
         seed: int = 0,
-        autocast: torch.dtype | None = None,
-        channels_last: bool = False,
-        exact_streams: bool = False,
-        wire: torch.dtype | None = None,
-        compile: str | None = None,
-        device: torch.device | str = "cpu",
-        concurrency: int = 1,
+        numerics: Numerics = Numerics(),  # noqa: B008 (frozen)
+        runtime: Runtime = Runtime(),  # noqa: B008
         dp: int = 1,
-        transport: TransportName = "auto",
     ) -> None:
+        autocast, channels_last, wire = numerics.autocast, numerics.channels_last, numerics.wire
+        exact_streams, compile, device = numerics.exact_streams, runtime.compile, runtime.device
+        concurrency, transport = runtime.concurrency, runtime.transport
+        losses = loss if isinstance(loss, Losses) else Losses(loss, loss)
         if not isinstance(k, int) or k < 1:
             raise ConfigError(f"k: found {k}, accepted are integers >= 1")
         if isinstance(method, str):
@@ -107,8 +105,6 @@ class Pipeline:
             method = METHODS[method]
         self.remedy = Remedy() if remedy is None else remedy
         self.remedy.check(method)
-        if exact_streams and wire is not None:
-            raise ConfigError("exact_streams: found true with wire in a smaller type, accepted is wire in the streams' own type")
         distributed = dist.is_available() and dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
         self.layout = Layout.plan(model, inputs, stages, self.world, dp)
@@ -138,7 +134,7 @@ class Pipeline:
         rules.require_moment(method, self.delays)
         self._source = Source(self.layout.inputs, self.device, channels_last, self._report)
         objective = Objective if dp == 1 else ShareObjective
-        self._objective = objective(self.device, loss, evaluation_loss or loss, self.metrics)
+        self._objective = objective(self.device, losses, self.metrics)
         self._totals = torch.zeros(2 + len(self.metrics), dtype=torch.float64, device=self.device)
         self._on_microbatch: Callable[[Tensor], None] | None = None
         self.measures: list[Callable[[], dict[str, float]]] = []

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from petra import Pipeline
+from petra.settings import Runtime
 from petra.training import Checkpoints, Trainer
 from tests.support.nets import RandomStream, mixed_net
 from tests.support.processes import run_processes
@@ -51,7 +52,7 @@ def train(rank: int, microbatches: int, transport: str, folder: str) -> list[dic
         stages=WORLD,
         optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9),
         learning_rate=lambda t: 0.01,
-        transport=transport,  # type: ignore[arg-type]
+        runtime=Runtime(transport=transport),  # type: ignore[arg-type]
     )
     trainer = Trainer(pipeline, data, data, lambda t: 0.01, checkpoints=Checkpoints(Path(folder)))  # type: ignore[arg-type]
     samples = []

@@ -17,7 +17,7 @@ from petra.distributed import together
 from petra.errors import ConfigError
 from petra.method import Keep
 from petra.plan.layout import Layout
-from petra.transport.connect import TransportName
+from petra.settings import TransportName
 
 
 def tuned(plan: Plan, place: Place) -> Plan:

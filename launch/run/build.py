@@ -23,11 +23,11 @@ from petra.model import Model
 from petra.models import MODELS
 from petra.pipeline import Pipeline
 from petra.plan.layout import Layout, line_length
+from petra.settings import Numerics, Runtime, TransportName
 from petra.specs import TensorSpec
 from petra.staleness.remedies import Prediction, Remedy
 from petra.training import FORMATS, OPTIMIZERS, SCHEDULES, Schedule, TensorBoardLogger, WandbLogger
 from petra.training.export import require
-from petra.transport.connect import TransportName
 
 LONGEST = 10**7
 """Seconds of a timeout; torch refuses much longer ones."""
@@ -89,7 +89,6 @@ class Plan:
     def pipeline(self, learning_rate: Schedule) -> Pipeline:
         """This process's part of the pipeline."""
         trainer = self.config.trainer
-        loss, evaluation_loss = recipe.losses(self.config)
         return Pipeline(
             self.model,
             self.inputs,
@@ -101,18 +100,11 @@ class Plan:
             optimizer=recipe.optimizer(self.config),
             learning_rate=learning_rate,
             rules=recipe.rules(self.config),
-            loss=loss,
-            evaluation_loss=evaluation_loss,
+            loss=recipe.losses(self.config),
             metrics=recipe.metrics(self.config.data.classes, self.unit),
             seed=self.config.seed,
-            autocast=self.autocast,
-            channels_last=trainer.channels_last,
-            exact_streams=trainer.exact_streams,
-            wire=self.wire,
-            compile=trainer.compile,
-            concurrency=trainer.concurrency,
-            device=self.device,
-            transport=cast(TransportName, trainer.transport),
+            numerics=Numerics(self.autocast, trainer.channels_last, trainer.exact_streams, self.wire),
+            runtime=Runtime(self.device, cast(TransportName, trainer.transport), trainer.concurrency, trainer.compile),
         )
 
 

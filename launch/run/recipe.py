@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from launch.config.options import options
 from launch.config.schema import Config
-from petra.engine.endpoints import Loss, Metric, among_five, correct
+from petra.engine.endpoints import Losses, Metric, among_five, correct
 from petra.engine.update import OptimizerFactory, UpdateRules
 from petra.errors import ConfigError
 from petra.training import OPTIMIZERS, SCHEDULES, Schedule, peak_rate
@@ -80,7 +80,7 @@ def rules(config: Config) -> UpdateRules:
     )
 
 
-def losses(config: Config) -> tuple[Loss, Loss]:
+def losses(config: Config) -> Losses:
     """Of training and of evaluation, which is never smoothed.
 
     Raises:
@@ -89,7 +89,7 @@ def losses(config: Config) -> tuple[Loss, Loss]:
     smoothing = config.trainer.label_smoothing
     if not 0 <= smoothing < 1:
         raise ConfigError(f"trainer.label_smoothing: found {smoothing}, accepted are numbers from 0 up to 1")
-    return partial(F.cross_entropy, label_smoothing=smoothing), F.cross_entropy
+    return Losses(partial(F.cross_entropy, label_smoothing=smoothing), F.cross_entropy)
 
 
 def metrics(classes: int, unit: str) -> dict[str, Metric]:

@@ -11,7 +11,8 @@ from petra.cost_model.simulator import Link, StageCost, in_flight, predict
 from petra.errors import ConfigError
 from petra.method import Keep, Method, Weights
 from petra.plan.layout import best_cut
-from petra.transport.connect import TransportName, simulated_transport
+from petra.settings import TransportName
+from petra.transport.connect import simulated_transport
 
 COPIES = 3
 """Of the parameters: weights, gradients, and one state of the optimizer (momentum)."""

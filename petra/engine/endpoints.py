@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -14,6 +15,14 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 """(output, targets) → mean over the targets that count."""
 Metric = Callable[[Tensor, Tensor], Tensor]
 """(output, targets) → sum over the targets that count, such as the number of correct answers."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Different losses for training and evaluation, such as with and without label smoothing."""
+
+    training: Loss
+    evaluation: Loss
 
 
 class Stream(Protocol):
@@ -51,8 +60,8 @@ class Objective:
     stage, so that training needs no collective to tell how it goes.
     """
 
-    def __init__(self, device: torch.device, loss: Loss, evaluation_loss: Loss, metrics: Mapping[str, Metric]) -> None:
-        self.device, self.loss, self.evaluation_loss, self.metrics = device, loss, evaluation_loss, dict(metrics)
+    def __init__(self, device: torch.device, losses: Losses, metrics: Mapping[str, Metric]) -> None:
+        self.device, self.losses, self.metrics = device, losses, dict(metrics)
         self.stream: Stream | None = None
         self._pending: dict[int, Message] = {}
         self.totals = torch.zeros(2 + len(self.metrics), dtype=torch.float64, device=device)
@@ -60,7 +69,7 @@ class Objective:
     def send(self, m: int, message: Message) -> None:
         ((output,),) = message
         targets = self._targets(m)
-        loss, gradient = _loss_and_gradient(self.loss, output, targets)
+        loss, gradient = _loss_and_gradient(self.losses.training, output, targets)
         self._pending[m] = ((output,), (gradient,), (self._report(output, targets, loss),))
 
     def receive(self, m: int) -> Message:
@@ -68,13 +77,13 @@ class Objective:
 
     def loss_of(self, m: int, output: Tensor) -> Tensor:
         """The loss of microbatch m under plain autograd."""
-        return self.loss(output, self._targets(m))
+        return self.losses.training(output, self._targets(m))
 
     def evaluate(self, m: int, message: Message) -> None:
         """Adds the microbatch's report to ``totals``."""
         ((output,),) = message
         targets = self._targets(m)
-        self.totals += self._report(output, targets, self.evaluation_loss(output, targets))
+        self.totals += self._report(output, targets, self.losses.evaluation(output, targets))
 
     def _report(self, output: Tensor, targets: Tensor, loss: Tensor) -> Tensor:
         count = counted(targets)

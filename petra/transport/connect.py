@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from petra.errors import ConfigError, ModelError
 from petra.method import Keep
+from petra.settings import TransportName
 from petra.specs import TensorSpec
 from petra.transport import EdgeTransport, LockstepTransport, MessageSpec, Packing, Port, Transport, local_boundary
 
-TransportName = Literal["auto", "local", "lockstep", "edge"]
 Boundary = tuple[MessageSpec, MessageSpec]
 """The forward and the backward message between two stages."""
 

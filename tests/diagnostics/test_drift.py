@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from petra import METHODS, ConfigError, Keep, Method, Pipeline
 from petra.diagnostics.reconstruction_error import DriftWatch
 from petra.engine.stage import Stage
+from petra.settings import Numerics
 from tests.support.nets import RandomStream, mixed_net
 
 
@@ -87,7 +88,7 @@ def test_within_a_stage_each_chain_is_watched() -> None:
 
 
 def test_what_helps_depends_on_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    pipeline = built("reversible", wire=torch.bfloat16)
+    pipeline = built("reversible", numerics=Numerics(wire=torch.bfloat16))
     with DriftWatch(pipeline, limit=1e-9).watching():
         pipeline.train(RandomStream(), 6)
     warned = capsys.readouterr().err

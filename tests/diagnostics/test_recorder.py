@@ -17,6 +17,7 @@ from petra.cost_model.simulator import StageCost, simulate
 from petra.diagnostics.events import Interval, Kind, split_waits
 from petra.diagnostics.recorder import WAITING, Recorder, StageTimes, clock_offset, gathered_intervals
 from petra.plan.schedule import Op
+from petra.settings import Runtime
 from tests.cost_model.test_simulator import seconds_by_kind
 from tests.support.nets import RandomStream, mixed_net
 from tests.support.processes import run_processes
@@ -171,7 +172,7 @@ def test_clocks_of_machines_are_compared(tmp_path: Path) -> None:
 
 
 def recorded(rank: int, transport: str) -> tuple[list[Interval], float, dict[str, float]]:
-    pipeline = built(transport=transport, stages=3)
+    pipeline = built(runtime=Runtime(transport=transport), stages=3)
     recorder, times = Recorder(pipeline), StageTimes(pipeline)
     pipeline.measures.append(times.metrics)
     with recorder.attached(), times.attached():

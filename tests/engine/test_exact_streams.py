@@ -20,6 +20,7 @@ from petra.reversible import (
     frozen_statistics,
     normalisations,
 )
+from petra.settings import Numerics
 from tests.support.nets import RandomStream, Stem, branch, mixed_net
 
 CPU = torch.device("cpu")
@@ -101,7 +102,7 @@ def test_training_with_exact_streams_reconstructs_what_others_keep() -> None:
             method=method,
             k=6,
             optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
-            exact_streams=True,
+            numerics=Numerics(exact_streams=True),
         )
         pipeline.train(data, 6)
         states.append(pipeline.state_dict())
@@ -135,7 +136,10 @@ def test_what_has_no_exact_streams_is_refused() -> None:
         layout.require_exact()
     with pytest.raises(ModelError, match=r"exact_streams: found streams of torch\.bfloat16"):
         Pipeline(
-            mixed_net(dtype=torch.bfloat16), RandomStream(dtype=torch.bfloat16).spec, optimizer=torch.optim.SGD, exact_streams=True
+            mixed_net(dtype=torch.bfloat16),
+            RandomStream(dtype=torch.bfloat16).spec,
+            optimizer=torch.optim.SGD,
+            numerics=Numerics(exact_streams=True),
         )
 
 

@@ -20,6 +20,7 @@ from petra import (
     Weights,
 )
 from petra.models import MODELS
+from petra.settings import Numerics, Runtime
 from petra.staleness.remedies import Prediction, Remedy
 from tests.support.nets import RandomStream, mixed_net
 
@@ -160,7 +161,7 @@ def test_stages_of_a_round_in_threads_give_the_same_bits(method: str, dropout: f
     states = []
     for concurrency in (1, 3):
         model, data = mixed_net(dropout=dropout), RandomStream()
-        pipeline = Pipeline(model, data.spec, method=method, k=5, optimizer=sgd, seed=4, concurrency=concurrency)
+        pipeline = Pipeline(model, data.spec, method=method, k=5, optimizer=sgd, seed=4, runtime=Runtime(concurrency=concurrency))
         results = [pipeline.train(data, 12), pipeline.evaluate(data, 3)]
         states.append((pipeline.state_dict(), results))
     (alone, expected), (together, found) = states
@@ -282,11 +283,13 @@ def test_what_an_error_left_on_its_way_is_not_trained_on(evaluating: bool) -> No
         ({"stages": [3, 2]}, "sum to 6"),
         ({"method": "petri"}, "method: found 'petri', accepted are petra"),
         ({"method": Method("x", (1, 2), Keep.NOTHING)}, "found 2 delays"),
-        ({"transport": "edge"}, "transport: found edge in one process"),
-        ({"concurrency": 0}, "concurrency: found 0"),
+        ({"runtime": Runtime(transport="edge")}, "transport: found edge in one process"),
+        ({"runtime": Runtime(concurrency=0)}, "concurrency: found 0"),
         ({"method": "pipedream_2bw", "k": 4}, "k: found 4, accepted are integers >= 5 .the delay of stage 1"),
-        ({"method": Method("x", 1, Keep.GRAPH), "autocast": torch.bfloat16}, "the graph holds casts of the weights"),
-        ({"exact_streams": True, "wire": torch.bfloat16}, "exact_streams: found true with wire"),
+        (
+            {"method": Method("x", 1, Keep.GRAPH), "numerics": Numerics(autocast=torch.bfloat16)},
+            "the graph holds casts of the weights",
+        ),
         ({"method": "delayed", "remedy": Remedy(correction=0.1)}, "remedy.correction: found 0.1"),
         ({"method": Method("x", 1, Keep.GRAPH), "remedy": Remedy(correction=0.1)}, "remedy.correction: found 0.1"),
         ({"method": "pipedream_2bw", "k": 5, "remedy": Remedy(prediction=Prediction.VELOCITY)}, "prediction: found velocity"),
@@ -301,6 +304,11 @@ def test_what_an_error_left_on_its_way_is_not_trained_on(evaluating: bool) -> No
 def test_settings_that_cannot_work_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Pipeline(mixed_net(), RandomStream().spec, **{"optimizer": sgd, **change})  # type: ignore[arg-type]
+
+
+def test_exact_streams_need_a_wire_of_their_own_type() -> None:
+    with pytest.raises(ConfigError, match=r"exact_streams: expected false with wire=torch\.bfloat16, got true"):
+        Numerics(exact_streams=True, wire=torch.bfloat16)
 
 
 @pytest.mark.parametrize(

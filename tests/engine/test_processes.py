@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from petra import BlockSpec, ConfigError, Keep, Method, Model, ModelError, Pipeline, TensorSpec, UpdateRules
 from petra.models import revnet18
+from petra.settings import Numerics, Runtime, TransportName
 from petra.staleness.remedies import Prediction, Remedy
-from petra.transport.connect import TransportName
 from tests.support.nets import RandomStream, mixed_net
 from tests.support.processes import run_processes
 
@@ -40,8 +40,8 @@ def trained(delay: int, k: int, transport: TransportName, microbatches: int = MI
         k=k,
         optimizer=sgd,
         learning_rate=lambda t: 0.02 / (1 + t / 50),
-        transport=transport,
-        channels_last=k == 3,
+        runtime=Runtime(transport=transport),
+        numerics=Numerics(channels_last=k == 3),
         seed=6,
     )
     results = [pipeline.train(data(), 20), pipeline.evaluate(data(), 3), pipeline.train(data(), microbatches - 20)]
@@ -83,7 +83,7 @@ EARLY: dict[str, dict[str, Any]] = {
 def early(name: str, transport: TransportName) -> Pipeline:
     net, learning_rate = mixed_net(), (lambda t: 0.02)
     settings = {"k": 4, "stages": [1, 2, 1, 2], "optimizer": sgd, "learning_rate": learning_rate, **EARLY[name]}
-    return Pipeline(net, RandomStream().spec, transport=transport, **settings)
+    return Pipeline(net, RandomStream().spec, runtime=Runtime(transport=transport), **settings)
 
 
 def stop_early(rank: int, by: int, after: int) -> dict[tuple[str, str], tuple[int, bool]]:
@@ -125,8 +125,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "fill": {"method": "gpipe"},
     "double": {"method": "pipedream_2bw"},
     "remedies": {"remedy": Remedy(9, 0.3, Prediction.DIFFERENCE, 1.5, True, 0.9)},
-    "exact streams": {"exact_streams": True},
-    "wire": {"wire": torch.bfloat16},
+    "exact streams": {"numerics": Numerics(exact_streams=True)},
+    "wire": {"numerics": Numerics(wire=torch.bfloat16)},
 }
 
 
@@ -141,7 +141,7 @@ def train_others(rank: int | None) -> dict[tuple[str, str], dict[str, Tensor]]:
             stages=[1, 2, 1, 2],
             optimizer=sgd,
             learning_rate=lambda t: 0.02,
-            transport=transport,  # type: ignore[arg-type]
+            runtime=Runtime(transport=transport),  # type: ignore[arg-type]
             **OTHERS[name],
         )
         pipeline.train(stream, 14)
@@ -210,7 +210,7 @@ def send_large(rank: int) -> list[float]:
     spec = TensorSpec((1, 1, 1, 1), torch.float32)
     losses = []
     for transport in ("lockstep", "edge"):
-        pipeline = Pipeline(model, spec, stages=[1, 1, 1], optimizer=sgd, transport=transport)  # type: ignore[arg-type]
+        pipeline = Pipeline(model, spec, stages=[1, 1, 1], optimizer=sgd, runtime=Runtime(transport=transport))  # type: ignore[arg-type]
         losses.append(pipeline.train(stream, 6).loss)
     return losses
 

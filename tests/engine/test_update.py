@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from petra import BlockSpec, ConfigError, Keep, Method, Model, NumericsError, Pipeline, TensorSpec, UpdateRules
 from petra.engine.update import GROWTH_INTERVAL
 from petra.errors import CommunicationError
+from petra.settings import Numerics, Runtime
 from petra.staleness.remedies import Prediction, Remedy
 from petra.training import Checkpoints, restore
 from petra.training.optim import OPTIMIZERS
@@ -65,7 +66,7 @@ def test_global_clipping_is_clipping_of_the_whole_network(method: str | Method) 
 
 def clipped_globally(rank: int) -> dict[str, Tensor]:
     for transport in ("lockstep", "edge"):
-        found = pipeline(UpdateRules(clip=0.2, clip_globally=True), ONE_F_ONE_B, stages=2, transport=transport)
+        found = pipeline(UpdateRules(clip=0.2, clip_globally=True), ONE_F_ONE_B, stages=2, runtime=Runtime(transport=transport))
         found.train(RandomStream(), 8)
     return found.state_dict()
 
@@ -276,7 +277,7 @@ def test_running_statistics_are_mended_where_an_update_is_skipped() -> None:
 
 def stopped(rank: int, folder: str, transport: str) -> str:
     """A run with a checkpoint every two microbatches, one of which is not finite."""
-    run = pipeline(UpdateRules(), "petra", k=3, stages=3, transport=transport)
+    run = pipeline(UpdateRules(), "petra", k=3, stages=3, runtime=Runtime(transport=transport))
     checkpoints = Checkpoints(Path(folder) / transport, keep=1)
     try:
         for _ in range(4):
@@ -346,7 +347,7 @@ def test_a_stage_whose_message_overflows_halves_its_scale() -> None:
         TensorSpec((4, 8), torch.float32),
         method="petra",
         optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=1e-4),
-        autocast=torch.float16,
+        numerics=Numerics(autocast=torch.float16),
         rules=UpdateRules(loss_scale="dynamic"),
     )
     found.train(Data(), 40)

@@ -20,8 +20,9 @@ from launch.run.build import plan
 from launch.run.dry_run import stage_map, stage_rows
 from launch.train import run
 from petra import BlockSpec, ConfigError, DataError, Keep, Method, Model, Pipeline, TensorSpec, UpdateRules, Weights
-from petra.engine.endpoints import among_five
+from petra.engine.endpoints import Losses, among_five
 from petra.models import revnet18
+from petra.settings import Numerics, Runtime
 from petra.training import export, gathered_blocks, load, load_into, means, sgd
 from tests.launch.test_launch import ALONE, ROOT, TINY, planned, to_composed
 from tests.support.nets import RandomStream, mixed_net
@@ -37,7 +38,7 @@ def trained(method: str | Method, microbatches: int = 5, **settings: object) -> 
 
 @pytest.mark.parametrize("method", ["petra", Method("s", 2, Keep.INPUT, Weights.STASHED)])
 def test_compiled_blocks_train_like_uncompiled_ones(method: str | Method) -> None:
-    compiled, plain = trained(method, compile="aot_eager"), trained(method)
+    compiled, plain = trained(method, runtime=Runtime(compile="aot_eager")), trained(method)
     for key, value in plain.state_dict().items():
         torch.testing.assert_close(compiled.state_dict()[key], value, rtol=1e-9, atol=1e-11)
     data = RandomStream()
@@ -55,7 +56,7 @@ def test_fp16_trains_with_streams_in_float32() -> None:
             k=2,
             optimizer=sgd,
             learning_rate=lambda t: 0.01,
-            autocast=autocast,
+            numerics=Numerics(autocast=autocast),
             rules=rules,
         )
         losses[autocast] = pipeline.train(data, 6).loss
@@ -73,8 +74,7 @@ def test_label_smoothing_is_for_training_only() -> None:
         method="backprop",
         optimizer=sgd,
         learning_rate=lambda t: 0.0,
-        loss=smoothed,
-        evaluation_loss=F.cross_entropy,
+        loss=Losses(smoothed, F.cross_entropy),
     )
     plain = mixed_net().build(0)
     assert pipeline.train(data, 1).loss == pytest.approx(smoothed(plain(data.inputs(0)), data.targets(0)).item())
@@ -151,7 +151,7 @@ def test_many_processes_export_one_whole_network(tmp_path: Path) -> None:
 def test_exports_load_strictly_and_back_into_a_pipeline(suffix: str, tmp_path: Path) -> None:
     if suffix == "safetensors":
         pytest.importorskip("safetensors")
-    pipeline, path = trained("petra", channels_last=True), tmp_path / f"model.{suffix}"
+    pipeline, path = trained("petra", numerics=Numerics(channels_last=True)), tmp_path / f"model.{suffix}"
     export(pipeline, path)
     mixed_net().build(0).load_state_dict(load(path), strict=True)
     assert [p.name for p in tmp_path.iterdir()] == [path.name]

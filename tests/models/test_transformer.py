@@ -13,8 +13,8 @@ from petra import METHODS, BlockSpec, ConfigError, Keep, Method, Model, ModelErr
 from petra.models import revgpt, revvit
 from petra.models.transformer import MLP, Attention
 from petra.reversible import derive_seed
+from petra.settings import Numerics, Runtime, TransportName
 from petra.specs import as_streams
-from petra.transport.connect import TransportName
 from tests.support.nets import RandomStream
 from tests.support.processes import run_processes
 
@@ -256,7 +256,13 @@ def test_bf16_autocast_keeps_streams_in_float32(build: type) -> None:
     model = build(CLASSES, dim=8, depth=2, heads=2, dropout=0.1, size=8)
     data = RandomStream(BATCH, 8, CLASSES, torch.float32) if build is revvit else Texts()
     pipeline = Pipeline(
-        model, data.spec, k=4, optimizer=lambda m: torch.optim.SGD(m.parameters()), autocast=torch.bfloat16, stages=2, seed=1
+        model,
+        data.spec,
+        k=4,
+        optimizer=lambda m: torch.optim.SGD(m.parameters()),
+        numerics=Numerics(autocast=torch.bfloat16),
+        stages=2,
+        seed=1,
     )
     streams = as_streams(pipeline.stages[0].forward(0, (data.inputs(0),)))
     assert [t.dtype for t in streams] == [torch.float32] * 2
@@ -270,7 +276,12 @@ def test_bf16_autocast_keeps_streams_in_float32(build: type) -> None:
 def trained(transport: TransportName) -> dict[str, Tensor]:
     model = revgpt(CLASSES, dim=8, depth=2, heads=2, dropout=0.1, size=LENGTH)
     pipeline = Pipeline(
-        model, Texts.spec, k=2, optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.01), transport=transport, seed=4
+        model,
+        Texts.spec,
+        k=2,
+        optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.01),
+        runtime=Runtime(transport=transport),
+        seed=4,
     )
     pipeline.train(Texts(), 7)
     return pipeline.state_dict()

@@ -1,0 +1,135 @@
+"""Hooks: how anything that observes a run learns what happens in it.
+
+Recorder, stage metrics and diagnostics subclass :class:`Hook`, override the events that they need, and are attached to a pipeline::
+
+    with pipeline.hooks.attached(hook):
+        pipeline.train(stream, microbatches)
+
+Only overridden events are called, so an unobserved run iterates over empty tuples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from petra.specs import Message, Streams
+
+
+class Hook:
+    """Base class of observers. Every event does nothing by default.
+
+    Stages, blocks and microbatches ``m`` count from 0; ``block`` is an index into the whole model. Tensors are the run's own: read
+    them, copy what you keep, and never write to them.
+    """
+
+    def train_begin(self, start: int, stop: int) -> None:
+        """``Pipeline.train`` starts microbatches ``start`` ... ``stop`` - 1."""
+
+    def train_end(self) -> None:
+        """``Pipeline.train`` has drained the pipeline."""
+
+    def forward_begin(self, stage: int, m: int, x: Streams) -> None:
+        """A stage starts the forward pass of microbatch ``m`` on its input ``x``."""
+
+    def forward_end(self, stage: int, m: int, y: Streams) -> None:
+        """A stage has computed its output ``y``."""
+
+    def backward_begin(self, stage: int, m: int, y: Streams, dy: Streams) -> None:
+        """A stage starts the backward pass with its output ``y`` (empty unless it reconstructs) and the gradient ``dy``."""
+
+    def backward_end(self, stage: int, m: int, x: Streams, dx: Streams) -> None:
+        """A stage has computed its input ``x`` (empty unless the stage before reconstructs) and the gradient ``dx``."""
+
+    def block_forward_begin(self, stage: int, block: int, m: int, x: Streams) -> None:
+        """A block starts the forward pass of microbatch ``m`` on its input ``x``."""
+
+    def block_backward_end(self, stage: int, block: int, m: int, x: Streams, gradients: dict[Tensor, Tensor]) -> None:
+        """A block has its input ``x`` back, and its parameters' ``gradients`` have been added to ``.grad``."""
+
+    def update_begin(self, stage: int, m: int) -> None:
+        """A stage starts the optimizer step after the backward pass of microbatch ``m``."""
+
+    def update_end(self, stage: int, m: int) -> None:
+        """A stage has updated its weights."""
+
+    def all_reduce_begin(self, stage: int, m: int) -> None:
+        """A stage starts to wait for the sum of its gradients over replicas."""
+
+    def all_reduce_end(self, stage: int, m: int) -> None:
+        """A stage's gradients are the sum over replicas."""
+
+    def receive_begin(self, stage: int, peer: int, m: int) -> None:
+        """A stage asks for a message from stage ``peer``; -1 is the data, and the number of stages is the loss."""
+
+    def receive_end(self, stage: int, peer: int, m: int, message: Message) -> None:
+        """A stage has received a message."""
+
+    def send_begin(self, stage: int, peer: int, m: int, message: Message) -> None:
+        """A stage hands over a message for stage ``peer``, numbered as for :meth:`receive_begin`."""
+
+    def send_end(self, stage: int, peer: int, m: int, message: Message) -> None:
+        """A message has been handed over; the transport may still be sending it."""
+
+    def exchange_begin(self, stage: int) -> None:
+        """The process whose last stage is ``stage`` starts a lockstep exchange."""
+
+    def exchange_end(self, stage: int) -> None:
+        """A lockstep exchange has been posted."""
+
+
+EVENTS = tuple(name for name in vars(Hook) if not name.startswith("_"))
+
+
+class Hooks:
+    """The hooks attached to a pipeline: for each event of :class:`Hook`, the calls to make."""
+
+    train_begin: tuple[Callable[[int, int], None], ...]
+    train_end: tuple[Callable[[], None], ...]
+    forward_begin: tuple[Callable[[int, int, Streams], None], ...]
+    forward_end: tuple[Callable[[int, int, Streams], None], ...]
+    backward_begin: tuple[Callable[[int, int, Streams, Streams], None], ...]
+    backward_end: tuple[Callable[[int, int, Streams, Streams], None], ...]
+    block_forward_begin: tuple[Callable[[int, int, int, Streams], None], ...]
+    block_backward_end: tuple[Callable[[int, int, int, Streams, dict[Tensor, Tensor]], None], ...]
+    update_begin: tuple[Callable[[int, int], None], ...]
+    update_end: tuple[Callable[[int, int], None], ...]
+    all_reduce_begin: tuple[Callable[[int, int], None], ...]
+    all_reduce_end: tuple[Callable[[int, int], None], ...]
+    receive_begin: tuple[Callable[[int, int, int], None], ...]
+    receive_end: tuple[Callable[[int, int, int, Message], None], ...]
+    send_begin: tuple[Callable[[int, int, int, Message], None], ...]
+    send_end: tuple[Callable[[int, int, int, Message], None], ...]
+    exchange_begin: tuple[Callable[[int], None], ...]
+    exchange_end: tuple[Callable[[int], None], ...]
+
+    def __init__(self) -> None:
+        self._hooks: list[Hook] = []
+        self._collect()
+
+    def attach(self, hook: Hook) -> None:
+        """Call ``hook`` from now on, after those attached before."""
+        self._hooks.append(hook)
+        self._collect()
+
+    def detach(self, hook: Hook) -> None:
+        """Stop calling ``hook``."""
+        self._hooks.remove(hook)
+        self._collect()
+
+    @contextmanager
+    def attached(self, hook: Hook) -> Iterator[None]:
+        """Attach ``hook`` inside the ``with`` block."""
+        self.attach(hook)
+        try:
+            yield
+        finally:
+            self.detach(hook)
+
+    def _collect(self) -> None:
+        for event in EVENTS:
+            base = getattr(Hook, event)
+            calls = tuple(getattr(hook, event) for hook in self._hooks if getattr(type(hook), event) is not base)
+            setattr(self, event, calls)

@@ -1,0 +1,55 @@
+"""Settings of a pipeline that most runs leave at their defaults, grouped by what they change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from petra.errors import ConfigError
+
+TransportName = Literal["auto", "local", "lockstep", "edge"]
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """Number formats and memory layouts.
+
+    Attributes:
+        autocast: Type in which blocks compute (``torch.bfloat16`` or ``torch.float16``), or None. Streams stay in float32.
+        channels_last: Use the channels-last memory format for 4-d streams and weights.
+        exact_streams: Round what reversible blocks add to a grid on which sums are exact. With unchanged weights, reconstruction
+            is then exact bit for bit (:mod:`petra.reversible.grid`).
+        wire: Type in which streams and gradients travel between stages (``torch.bfloat16``), or None for their own. Applied
+            inside a process too, so that results don't depend on the number of processes.
+
+    Raises:
+        ConfigError: If ``exact_streams`` is combined with ``wire``.
+    """
+
+    autocast: torch.dtype | None = None
+    channels_last: bool = False
+    exact_streams: bool = False
+    wire: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.exact_streams and self.wire is not None:
+            raise ConfigError(f"exact_streams: expected false with wire={self.wire}, got true")
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where and how a pipeline runs. Results don't depend on ``transport`` or ``concurrency``.
+
+    Attributes:
+        device: Device of this process.
+        transport: ``auto`` selects ``local`` in one process, ``lockstep`` if d = 2 at every boundary, and ``edge`` otherwise.
+        concurrency: Number of stages that run at the same time in one process on the CPU, each in a thread of its own.
+        compile: Backend of ``torch.compile`` for the functions inside blocks, or None.
+    """
+
+    device: torch.device | str = "cpu"
+    transport: TransportName = "auto"
+    concurrency: int = 1
+    compile: str | None = None
