@@ -90,8 +90,8 @@ def cost(intervals: Sequence[Interval], stage: int, pipeline: Pipeline) -> Stage
         count = sum(i.kind is kinds[0] for i in intervals)
         return sum(found) / max(count, 1)
 
-    streams = sum(t.bytes for t in pipeline.layout.profiles[0].outputs)
-    keeps_nothing = pipeline.method.keep is Keep.NOTHING
+    streams = sum(t.bytes for t in pipeline.plan.layout.profiles[0].outputs)
+    keeps_nothing = pipeline.plan.method.keep is Keep.NOTHING
     return StageCost(
         forward=mean(Kind.FORWARD, Kind.LOSS),
         backward=mean(Kind.BACKWARD),

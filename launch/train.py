@@ -73,7 +73,7 @@ def run(config: Config, place: Place) -> None:
             print(*notes, sep="\n", end="\n" if notes else "")
             print(f"{headline(checked, pipeline)}; records in {records.folder}", flush=True)
             display = Bar if sys.stdout.isatty() else Lines
-            progress = display(config.trainer.epochs, microbatches, learning_rate, tuple(pipeline.metrics), checked.unit)
+            progress = display(config.trainer.epochs, microbatches, learning_rate, tuple(pipeline.recipe.metrics), checked.unit)
             if start.path is not None:
                 print(f"goes on from {start.path}, after microbatch {pipeline.clock}", flush=True)
             trainer.loggers, trainer.progress = records.loggers, progress

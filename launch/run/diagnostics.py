@@ -41,7 +41,7 @@ def watching(config: TrainerConfig, pipeline: Pipeline, folder: Path | None) -> 
     if trace is not None:
         intervals = gathered_intervals([] if pipeline.replica else trace.intervals)
         if folder is not None:
-            title = f"{pipeline.model.name}, {pipeline.method.name}, the first {config.trace} microbatches"
+            title = f"{pipeline.plan.model.name}, {pipeline.plan.method.name}, the first {config.trace} microbatches"
             write_timeline(intervals, folder, title)
     if diagnosis is not None and folder is not None:
         gradient_quality(diagnosis.rows, folder / "gradients.png")

@@ -61,11 +61,11 @@ class Records:
 def headline(plan: Plan, pipeline: Pipeline) -> str:
     """What is about to run, in a line."""
     facts = _facts(plan, pipeline)
-    idle = pipeline.layout.dp * sum(not stages for stages in pipeline.layout.processes)
+    idle = pipeline.plan.layout.dp * sum(not stages for stages in pipeline.plan.layout.processes)
     return (
         f"{facts['model']} with {facts['parameters']:,} parameters by {facts['method']} (d = {facts['delay']}, k = {facts['k']}): "
         f"{facts['stages']} stages in {facts['processes']} process(es) on {facts['device']}, transport {facts['transport']}"
-        + (f"; {facts['dp']} replicas with {pipeline.layout.inputs.shape[0]} samples each" if facts["dp"] > 1 else "")
+        + (f"; {facts['dp']} replicas with {pipeline.plan.layout.inputs.shape[0]} samples each" if facts["dp"] > 1 else "")
         + (f"; {idle} process(es) without a stage stay idle" if idle else "")
     )
 
@@ -98,13 +98,13 @@ def _facts(plan: Plan, pipeline: Pipeline) -> dict[str, Any]:
         "model": plan.model.name,
         "model_options": plan.config.model.options(),
         "data": plan.config.data.name,
-        "parameters": sum(block.parameters for block in pipeline.layout.profiles),
-        "stages": len(pipeline.layout.stages),
+        "parameters": sum(block.parameters for block in pipeline.plan.layout.profiles),
+        "stages": len(pipeline.plan.layout.stages),
         "processes": pipeline.world,
-        "dp": pipeline.layout.dp,
-        "transport": pipeline.transport_name,
+        "dp": pipeline.plan.layout.dp,
+        "transport": pipeline.plan.transport,
         "device": plan.device.type,
         "precision": plan.config.trainer.precision,
-        "k": pipeline.k,
+        "k": pipeline.plan.k,
         "batch_size": plan.config.data.batch_size,
     }

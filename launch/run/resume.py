@@ -128,7 +128,7 @@ def as_before(plan: Plan, start: Start, place: Place) -> Plan:
 def facts(plan: Plan, pipeline: Pipeline) -> dict[str, Any]:
     """What a checkpoint tells of its run."""
     chosen = {
-        "stages": [len(stage) for stage in pipeline.layout.stages],
+        "stages": [len(stage) for stage in pipeline.plan.layout.stages],
         "delay": plan.method.delay,
         "keep": plan.method.keep,
     }

@@ -99,7 +99,7 @@ def measure(contestant: Contestant, stages: int) -> Complexity:
         k=k,
         optimizer=lambda blocks: torch.optim.SGD(blocks.parameters() if [*blocks.parameters()] else [torch.zeros(1)], lr=1e-3),
     )
-    microbatches = 2 * (max(pipeline.delays) + k)
+    microbatches = 2 * (max(pipeline.plan.delays) + k)
     first, versions, sent = pipeline.stages[1], [0], [0, 0]
     with ExitStack() as undo:
         meter = undo.enter_context(_Activations(first).watching())
@@ -108,9 +108,9 @@ def measure(contestant: Contestant, stages: int) -> Complexity:
         _watch_messages(undo, pipeline.workers[2].upstream, sent, 1)
         counter = undo.enter_context(FlopMeter())
         pipeline.train(_Numbers(inputs), microbatches)
-    specs = pipeline.layout.profiles[0].outputs
+    specs = pipeline.plan.layout.profiles[0].outputs
     parameters = sum(p.nbytes for p in first.module.parameters())
-    graph = graph_bytes(pipeline.model, range(1, 2), specs, [Keep.GRAPH])
+    graph = graph_bytes(pipeline.plan.model, range(1, 2), specs, [Keep.GRAPH])
     activation, forward = BATCH * FEATURES * 4, 2 * BATCH * FEATURES**2
     again = body.keep is Keep.NOTHING and body.weights is Weights.STASHED  # reconstructs, then evaluates with other weights
     backward = 2 if body.keep is Keep.GRAPH else 3 + again

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from petra.cost_model.simulator import in_flight
 from petra.diagnostics.activation_memory import HeldMeter, graph_bytes
 from petra.engine.endpoints import Stream
 from petra.model import Model
 from petra.pipeline import Pipeline
+from petra.plan.plan import Plan
 from petra.specs import TensorSpec
 
 
@@ -27,21 +27,15 @@ class StageMemory:
     """Bytes between F and B, of all microbatches in flight."""
 
 
-def predicted(pipeline: Pipeline, inputs: TensorSpec, autocast: torch.dtype | None = None) -> list[StageMemory]:
-    """For each stage of the whole pipeline, from tensors without data.
+def predicted(plan: Plan) -> list[StageMemory]:
+    """Predict the stored activations of each stage of a plan, from tensors without data.
 
-    Stashed weights are not counted, since their number depends on where updates fall.
-
-    Args:
-        inputs: form of one microbatch of data.
-        autocast: the pipeline's.
+    Stashed weights are not counted, since their number depends on when updates happen.
     """
-    layout, found = pipeline.layout, []
-    for j, blocks in enumerate(layout.stages):
-        specs = (inputs,) if j == 0 else layout.profiles[blocks.start - 1].outputs
-        one = graph_bytes(pipeline.model, blocks, specs, pipeline._keeps(j), autocast=autocast)
-        count = in_flight(pipeline.delays[j], pipeline.k, pipeline.method.flush)
-        found.append(StageMemory(sum(layout.profiles[b].parameters for b in blocks), count, count * one))
+    found = []
+    for stage in plan.stages:
+        one = graph_bytes(plan.model, stage.blocks, stage.inputs, stage.keeps, autocast=plan.numerics.autocast)
+        found.append(StageMemory(stage.parameters, stage.in_flight, stage.in_flight * one))
     return found
 
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from petra.cost_model.costs import BlockCost
-from petra.cost_model.simulator import Link, StageCost, in_flight, predict
+from petra.cost_model.simulator import Link, StageCost, predict
 from petra.errors import ConfigError
 from petra.method import Keep, Method, Weights
 from petra.plan.layout import best_cut
+from petra.plan.schedule import in_flight
+from petra.plan.transport import simulated_transport
 from petra.settings import TransportName
-from petra.transport.connect import simulated_transport
 
 COPIES = 3
 """Of the parameters: weights, gradients, and one state of the optimizer (momentum)."""

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 from petra.diagnostics.events import Interval, Kind
 from petra.method import Method
-from petra.plan.schedule import Op, timetable, training_orders
+from petra.plan.schedule import Op, in_flight, timetable, training_orders
 
 _POSTED = 2  # receives that the edge transport posts ahead
 
@@ -63,11 +63,6 @@ class Prediction:
     @property
     def efficiency(self) -> float:
         return self.compute / self.period
-
-
-def in_flight(delay: int, k: int, flush: bool) -> int:
-    """Microbatches that a stage of delay τ holds at most, the one that it works on included."""
-    return min(delay + 1, k) if flush else delay + 1
 
 
 def predict(

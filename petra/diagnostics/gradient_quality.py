@@ -133,7 +133,7 @@ class GradientDiagnosis:
 
     def _stored(self, m: int, j: int, dy: Streams) -> Flat:
         case, stage = self._cases[m], self.pipeline.stages[j]
-        stashed = self.pipeline.method.weights is not Weights.CURRENT
+        stashed = self.pipeline.plan.method.weights is not Weights.CURRENT
         weights = case.weights[j] if stashed else [runner.corrected for runner in stage.runners]
         y = stage.replay(m, case.inputs[j], weights)
         return _differentiated(y, dy, _leaves(stage, weights))
@@ -150,7 +150,7 @@ class GradientDiagnosis:
         for j, stage in stages.items():
             x = stage.replay(m, x, weights[j])
         with torch.enable_grad():
-            loss = self.pipeline._objective.loss_of(m, x[0])
+            loss = self.pipeline.objective.loss_of(m, x[0])
         leaves = {j: _leaves(stage, weights[j]) for j, stage in stages.items()}
         every = [leaf for group in leaves.values() for leaf in group]
         found = iter(torch.autograd.grad(loss, every, allow_unused=True)) if every else iter(())

@@ -91,11 +91,16 @@ class DriftWatch:
 
     def _text(self, j: int, m: int, error: float) -> str:
         pipeline = self.pipeline
-        late = pipeline.method.staleness(pipeline.delays[j], pipeline.k)
+        late = pipeline.plan.method.staleness(pipeline.plan.delays[j], pipeline.plan.k)
         helps = ["a smaller optim.lr, a larger k or a smaller method.delay"] if late else []
-        helps += ["trainer.precision=float32"] if pipeline.autocast is not None else []
-        helps += ["trainer.wire=float32"] if pipeline.wire is not None else []
-        helps += ["trainer.exact_streams=true"] if pipeline._grid is None and pipeline.wire is None else []
+        helps += ["trainer.precision=float32"] if pipeline.plan.numerics.autocast is not None else []
+        helps += ["trainer.wire=float32"] if pipeline.plan.numerics.wire is not None else []
+        exact = pipeline.plan.numerics.exact_streams or pipeline.plan.numerics.wire is not None
+        helps += [] if exact else ["trainer.exact_streams=true"]
+            ["trainer.exact_streams=true"]
+            if not pipeline.plan.numerics.exact_streams and pipeline.plan.numerics.wire is None
+            else []
+        )
         helps += ["method.keep=input"]
         return (
             f"stage {j + 1}, microbatch {m}: the input that it reconstructs is {error:.2g} of its norm away from the true one, "

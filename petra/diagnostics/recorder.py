@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from petra.cost_model.simulator import in_flight
 from petra.diagnostics.events import Interval, Kind, split_waits
 from petra.diagnostics.replacing import replace_method
 from petra.engine.worker import Worker
 from petra.pipeline import Pipeline
+from petra.plan.schedule import in_flight
 from petra.transport.local import LocalPort
 
 Mark = tuple[int, Kind, int, Any, Any, int | None]
@@ -66,7 +66,7 @@ class Recorder:
     def recording(self) -> Iterator[None]:
         """Records inside, which may be no evaluation: its messages would count too."""
         origin = self._origin()
-        last = len(self.pipeline.layout.stages) - 1
+        last = len(self.pipeline.plan.layout.stages) - 1
         with ExitStack() as undo:
             for j, worker in self.pipeline.workers.items():
                 self._time(undo, worker.stage, "forward", j, Kind.FORWARD)
@@ -163,7 +163,7 @@ class StageTimes(Recorder):
 
     def metrics(self) -> dict[str, float]:
         """Per stage of this process what was recorded since the last call, which then is forgotten."""
-        seconds, method, k = self._seconds, self.pipeline.method, self.pipeline.k
+        seconds, method, k = self._seconds, self.pipeline.plan.method, self.pipeline.plan.k
         rows: dict[str, float] = {}
         for j in self.pipeline.stages:
             data = self._data if j == 0 else 0.0
@@ -173,8 +173,8 @@ class StageTimes(Recorder):
                 "update_seconds": seconds[j, Kind.UPDATE],
                 "data_seconds": data,
                 "waiting_seconds": seconds[j, Kind.RECEIVE] + seconds[j, Kind.SEND] - data,
-                "in_flight": in_flight(self.pipeline.delays[j], k, method.flush),
-                "staleness": method.staleness(self.pipeline.delays[j], k),
+                "in_flight": in_flight(self.pipeline.plan.delays[j], k, method.flush),
+                "staleness": method.staleness(self.pipeline.plan.delays[j], k),
                 "buffer_bytes": self.held.pop(j, 0),
             }
             rows |= {f"stage/{j + 1}/{name}": value for name, value in values.items()}

@@ -148,6 +148,11 @@ def timetable(orders: Sequence[Iterable[tuple[Op, int]]], boundary_delays: Seque
         raise ScheduleError("the order deadlocks: " + ", ".join(stuck))
 
 
+def in_flight(delay: int, k: int, flush: bool) -> int:
+    """Return the maximum number of microbatches between forward and backward at a stage of delay τ, the current one included."""
+    return min(delay + 1, k) if flush else delay + 1
+
+
 def check(orders: Sequence[Iterable[tuple[Op, int]]], boundary_delays: Sequence[int]) -> None:
     """Raises :class:`ScheduleError` unless every step of the orders can be done (see :func:`timetable`)."""
     for _ in timetable(orders, boundary_delays):

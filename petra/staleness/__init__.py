@@ -1,0 +1,5 @@
+"""Remedies for stale gradients."""
+
+from petra.staleness.remedies import Prediction, Remedy, StageRemedy
+
+__all__ = ["Prediction", "Remedy", "StageRemedy"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from petra.specs import Message
-from petra.transport.packing import MessageSpec, rounded
+from petra.specs import Message, MessageSpec
+from petra.transport.packing import rounded
 
 
 class LocalPort:

@@ -7,11 +7,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from petra.specs import Message, TensorSpec
+from petra.specs import Message, MessageSpec, TensorSpec
 
 _ALIGNMENT = 64  # bytes: kernels choose their path by alignment, and results must not depend on the transport
-
-MessageSpec = tuple[tuple[TensorSpec, ...], ...]
 
 
 class Packing:

@@ -10,9 +10,9 @@ from random import Random
 import pytest
 
 from petra import METHODS, ConfigError, Keep, Method
-from petra.cost_model.simulator import Link, StageCost, in_flight, predict, simulate
+from petra.cost_model.simulator import Link, StageCost, predict
 from petra.diagnostics.events import Interval, Kind
-from petra.plan.schedule import Op, training_order
+from petra.plan.schedule import Op, in_flight, simulate, training_order
 
 LEAN, GRAPH = StageCost(1, 3), StageCost(1, 2)
 ONE_F_ONE_B = Method("1f1b", 1, Keep.GRAPH, flush=True)

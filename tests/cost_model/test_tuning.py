@@ -13,9 +13,10 @@ import torch
 from petra import METHODS, ConfigError, Keep, Method, Pipeline, TensorSpec
 from petra.cost_model.autotune import choose_delays, choose_keeps, line_costs, memory_of, stage_cost, tune
 from petra.cost_model.costs import BlockCost, count_blocks, profile_blocks
-from petra.cost_model.simulator import Link, StageCost, in_flight, predict
+from petra.cost_model.simulator import Link, StageCost, predict
 from petra.models import revnet18
 from petra.plan.layout import best_cut
+from petra.plan.schedule import in_flight
 from petra.transport.connect import boundary
 from tests.support.nets import RandomStream, mixed_net
 
@@ -162,7 +163,7 @@ def test_tuned_pipeline_trains_and_fits() -> None:
     delays = method.delays(3, 2)
     assert all(memory_of(cost, d, 2, False) <= limit for cost, d in zip(tuned.costs, delays, strict=True))
     pipeline = Pipeline(model, data.spec, method=method, k=2, stages=tuned.stages, optimizer=partial(_sgd, lr=0.1))
-    assert [keep for j in range(3) for keep in pipeline._keeps(j)] == list(tuned.keep)
+    assert [keep for j in range(3) for keep in pipeline.plan.stages[j].keeps] == list(tuned.keep)
     pipeline.train(data, 9)
 
 

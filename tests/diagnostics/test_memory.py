@@ -30,8 +30,8 @@ def test_predicted_bytes_are_those_measured(method: Method, k: int, stages: int 
     pipeline = Pipeline(
         mixed_net(), data.spec, method=method, k=k, stages=stages, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1)
     )
-    found = measured(pipeline, data, 2 * max(pipeline.delays) + 2 * k)
-    assert found == [stage.held for stage in predicted(pipeline, data.spec)]
+    found = measured(pipeline, data, 2 * max(pipeline.plan.delays) + 2 * k)
+    assert found == [stage.held for stage in predicted(pipeline.plan)]
     assert not any("forward" in vars(stage) for stage in pipeline.stages.values())
 
 

@@ -93,7 +93,7 @@ def test_metrics_of_stages() -> None:
     assert rows["stage/1/data_seconds"] > 0 == rows["stage/2/data_seconds"]
     assert all(rows[f"stage/{j}/{name}"] > 0 for j in (1, 2, 3) for name in names[:3])
     assert rows["stage/1/buffer_bytes"] == 5 * RandomStream().spec.bytes + 5 * 2 * 4 * 4 * 64 * 8 * (
-        pipeline.layout.stages[0].stop - 1
+        pipeline.plan.layout.stages[0].stop - 1
     )
     assert not any(pipeline.stage_metrics()[f"stage/{j}/forward_seconds"] for j in (1, 2, 3))
 

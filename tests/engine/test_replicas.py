@@ -92,7 +92,7 @@ def train(case: Case, dp: int) -> dict[str, Any]:
     )
     results = [pipeline.train(case.stream, 8), pipeline.evaluate(case.stream, 4), pipeline.train(case.stream, 5)]
     metrics = pipeline.stage_metrics()
-    return {"weights": pipeline.state_dict(), "results": results, "metrics": metrics, "transport": pipeline.transport_name}
+    return {"weights": pipeline.state_dict(), "results": results, "metrics": metrics, "transport": pipeline.plan.transport}
 
 
 def train_all(rank: int, dp: int, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:

@@ -135,7 +135,7 @@ def exported(rank: int, folder: str) -> dict[str, Tensor]:
     pipeline.train(data, 4)
     export(pipeline, Path(folder) / "model.pt")
     names = [name for name, _ in gathered_blocks(pipeline)]
-    assert names == ([block.name for block in pipeline.model.blocks] if rank == 0 else [])
+    assert names == ([block.name for block in pipeline.plan.model.blocks] if rank == 0 else [])
     return pipeline.state_dict()
 
 
@@ -282,7 +282,7 @@ def test_the_stage_map_tells_what_the_pipeline_does(keep: str) -> None:
     assert sum(block.parameters for row in rows for block in row.blocks) == sum(
         p.numel() for p in plan_.model.build(0).parameters()
     )
-    assert [row.delay for row in rows] == list(pipeline.delays)
+    assert [row.delay for row in rows] == list(pipeline.plan.delays)
     assert [row.keeps for row in rows] == [tuple(r.keep for r in pipeline.stages[j].runners) for j in range(4)]
     text = stage_map(plan_)
     assert text.startswith("revnet18 on digits by petra (d = 2, k = 4): 4 stages in 1 process(es), ")
