@@ -97,10 +97,6 @@ class DriftWatch:
         helps += ["trainer.wire=float32"] if pipeline.plan.numerics.wire is not None else []
         exact = pipeline.plan.numerics.exact_streams or pipeline.plan.numerics.wire is not None
         helps += [] if exact else ["trainer.exact_streams=true"]
-            ["trainer.exact_streams=true"]
-            if not pipeline.plan.numerics.exact_streams and pipeline.plan.numerics.wire is None
-            else []
-        )
         helps += ["method.keep=input"]
         return (
             f"stage {j + 1}, microbatch {m}: the input that it reconstructs is {error:.2g} of its norm away from the true one, "

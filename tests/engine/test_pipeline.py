@@ -276,14 +276,14 @@ def test_what_an_error_left_on_its_way_is_not_trained_on(evaluating: bool) -> No
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k": 0}, "k: found 0"),
-        ({"k": 1.5}, "k: found 1.5"),
+        ({"k": 0}, "k: expected an integer >= 1, got 0"),
+        ({"k": 1.5}, "k: expected an integer >= 1, got 1.5"),
         ({"method": Method("x", (1, 2), Keep.GRAPH, flush=True, fill=True)}, "found 2 delays"),
         ({"stages": 7}, "stages: found 7, accepted are 1 to 6"),
         ({"stages": [3, 2]}, "sum to 6"),
-        ({"method": "petri"}, "method: found 'petri', accepted are petra"),
+        ({"method": "petri"}, "method: expected one of petra, .*, got petri"),
         ({"method": Method("x", (1, 2), Keep.NOTHING)}, "found 2 delays"),
-        ({"runtime": Runtime(transport="edge")}, "transport: found edge in one process"),
+        ({"runtime": Runtime(transport="edge")}, "transport: expected auto or local in one process, got edge"),
         ({"runtime": Runtime(concurrency=0)}, "concurrency: found 0"),
         ({"method": "pipedream_2bw", "k": 4}, "k: found 4, accepted are integers >= 5 .the delay of stage 1"),
         (
