@@ -21,7 +21,7 @@ from petra.engine.worker import Worker
 from petra.plan.layout import Layout
 from petra.reversible import derive_seed, normalisations
 from petra.specs import Message
-from petra.transport.port import named
+from petra.transport.port import locate_errors
 
 
 def share_seed(seed: int, replica: int) -> int:
@@ -139,7 +139,7 @@ class StageReplicas:
             CommunicationError: another replica has died, hangs, or can't be reached.
         """
         joint = torch.stack(numbers)
-        with named("summing", f"the gradients of stage {self.worker.update.number} over its replicas", m):
+        with locate_errors("summing", f"the gradients of stage {self.worker.update.number} over its replicas", m):
             for work in self._works:
                 work.wait()
             dist.all_reduce(joint, group=self.group)

@@ -279,7 +279,7 @@ def test_what_an_error_left_on_its_way_is_not_trained_on(evaluating: bool) -> No
         ({"k": 0}, "k: expected an integer >= 1, got 0"),
         ({"k": 1.5}, "k: expected an integer >= 1, got 1.5"),
         ({"method": Method("x", (1, 2), Keep.GRAPH, flush=True, fill=True)}, "found 2 delays"),
-        ({"stages": 7}, "stages: found 7, accepted are 1 to 6"),
+        ({"stages": 7}, "stages: expected 1 to 6, .*, got 7"),
         ({"stages": [3, 2]}, "sum to 6"),
         ({"method": "petri"}, "method: expected one of petra, .*, got petri"),
         ({"method": Method("x", (1, 2), Keep.NOTHING)}, "found 2 delays"),

@@ -286,7 +286,7 @@ def test_a_run_goes_on_exactly_and_with_another_number_of_replicas(
 
 def test_processes_that_disagree_on_replicas_are_named(replicated: tuple[dict[str, Any], dict[str, Any], Path]) -> None:
     for part in replicated[:2]:
-        assert part["error 0"] == "dp: found 2 in process 1, accepted is 1 as in process 0"
+        assert part["error 0"] == "dp: expected 1 as on rank 0, got 2 on rank 1"
         assert "process 1" in part["error 1"]
         assert "float64[8, 3, 8, 8]" in part["error 1"]
 
@@ -304,11 +304,11 @@ def test_a_lost_replica_is_told(replicated: tuple[dict[str, Any], dict[str, Any]
 @pytest.mark.parametrize(
     ("samples", "processes", "dp", "message"),
     [
-        (8, 1, 2, "dp: found 2 in one process, accepted is 1, since replicas need processes of their own"),
-        (8, 4, 3, "dp: found 3, accepted are divisors of 4, the number of processes"),
-        (8, 4, 0, "dp: found 0, accepted are integers >= 1"),
-        (6, 4, 4, "dp: found 4, accepted are divisors of 6, the samples of a microbatch"),
-        (8, 16, 2, "processes: found 8, accepted are 1 to 6, since mixed has 6 blocks"),
+        (8, 1, 2, "dp: expected 1 in one process, since replicas need processes of their own, got 2"),
+        (8, 4, 3, "dp: expected a divisor of 4, the number of processes, got 3"),
+        (8, 4, 0, "dp: expected an integer >= 1, got 0"),
+        (6, 4, 4, "dp: expected a divisor of 6, the number of samples of a microbatch, got 4"),
+        (8, 16, 2, "processes: expected 1 to 6, since mixed has 6 blocks, got 8"),
     ],
 )
 def test_replicas_that_nothing_can_be_shared_out_to(samples: int, processes: int, dp: int, message: str) -> None:
@@ -318,9 +318,7 @@ def test_replicas_that_nothing_can_be_shared_out_to(samples: int, processes: int
 
 
 def test_a_share_too_small_for_batch_statistics() -> None:
-    with pytest.raises(
-        ConfigError, match=r"dp: a replica's share float64\[1, 3, 2, 2\] of a microbatch float64\[2, 3, 2, 2\] is too"
-    ):
+    with pytest.raises(ConfigError, match=r"dp: the share float64\[1, 3, 2, 2\] of a microbatch float64\[2, 3, 2, 2\] is too"):
         Layout.plan(mixed_net(), RandomStream(batch=2, size=2).spec, None, 2, 2)
     with pytest.raises(ModelError, match="Expected more than 1 value per channel"):
         Layout.plan(mixed_net(), RandomStream(batch=1, size=2).spec, None, 1)
