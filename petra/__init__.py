@@ -1,7 +1,7 @@
 """petra: train deep networks split over a line of workers with PETRA, and with the methods it is compared with."""
 
 from petra.engine.endpoints import Losses
-from petra.engine.update import UpdateRules
+from petra.engine.update_rules import UpdateRules
 from petra.errors import ConfigError, DataError, ModelError, NumericsError, PetraError, ScheduleError
 from petra.method import METHODS, Keep, Method, Weights
 from petra.model import BlockSpec, Model

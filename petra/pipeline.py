@@ -17,7 +17,8 @@ from petra.engine.data_parallel import Replicas, Share, ShareObjective, share_se
 from petra.engine.endpoints import Loss, Losses, Metric, Objective, Source, Stream, correct
 from petra.engine.executor import Engine, stage_threads
 from petra.engine.stage import Stage
-from petra.engine.update import OptimizerFactory, Update, UpdateRules
+from petra.engine.update import OptimizerFactory, Update
+from petra.engine.update_rules import UpdateRules
 from petra.engine.worker import Worker
 from petra.errors import ConfigError, NumericsError
 from petra.method import METHODS, Keep, Method, Weights
@@ -27,7 +28,8 @@ from petra.plan.schedule import check, training_orders
 from petra.reversible import Grid
 from petra.settings import Numerics, Runtime
 from petra.specs import TensorSpec
-from petra.staleness.remedies import Remedy, StageRemedy
+from petra.staleness import Remedy, StageRemedy
+from petra.staleness.shrinking import boundary_factor
 from petra.transport import Port
 from petra.transport.connect import agree, boundary, choose_transport, connect, open_transport
 
@@ -131,7 +133,7 @@ class Pipeline:
         self.transport_name = choose_transport(transport, line, self.boundary_delays)
         self.concurrency, threads = concurrency, stage_threads(concurrency, self.world, self.device)
         self._learning_rate, self._optimizer, self.rules = learning_rate, optimizer, rules
-        rules.require_moment(method, self.delays)
+        rules.check(method, self.delays)
         self._source = Source(self.layout.inputs, self.device, channels_last, self._report)
         objective = Objective if dp == 1 else ShareObjective
         self._objective = objective(self.device, losses, self.metrics)
@@ -391,7 +393,7 @@ class Pipeline:
         }
 
     def _worker(self, j: int, upstream: Port, downstream: Port) -> Worker:
-        shrink = self.remedy.shrink if j > 0 and self.delays[j - 1] > self.delays[j] else 1.0
+        shrink = boundary_factor(self.remedy.shrink, self.delays, j)
         return Worker(self.stages[j], upstream, downstream, self._update(j), shrink)
 
     def _update(self, j: int) -> Update:
@@ -409,7 +411,7 @@ class Pipeline:
     def _remedies(self) -> dict[int, StageRemedy]:
         """What the remedy does at the updates of this process's stages."""
         made = {
-            j: self.remedy.at(worker.stage, worker.update.optimizer, self._staleness(j))
+            j: self.remedy.at(worker.stage.runners, worker.update.optimizer, self._staleness(j))
             for j, worker in self.workers.items()
             if worker.update.optimizer is not None
         }

@@ -25,7 +25,7 @@ from petra.pipeline import Pipeline
 from petra.plan.layout import Layout, line_length
 from petra.settings import Numerics, Runtime, TransportName
 from petra.specs import TensorSpec
-from petra.staleness.remedies import Prediction, Remedy
+from petra.staleness import Prediction, Remedy
 from petra.training import FORMATS, OPTIMIZERS, SCHEDULES, Schedule, TensorBoardLogger, WandbLogger
 from petra.training.export import require
 
@@ -172,10 +172,10 @@ def plan(config: Config, place: Place) -> Plan:
     )
     delays = result.method.delays(len(result.layout.stages), config.k)
     result.method.check(delays, config.k, casts=result.autocast is not None)
-    recipe.rules(config).require_moment(result.method, delays)
+    recipe.rules(config).check(result.method, delays)
     remedy = result.remedy(microbatches_per_epoch=1)
     remedy.check(result.method)
-    remedy.require_optimizer(recipe.optimizer(config)(torch.nn.Linear(1, 1)))
+    remedy.prepare_optimizer(recipe.optimizer(config)(torch.nn.Linear(1, 1)))
     if trainer.exact_streams:
         result.layout.require_exact()
     _require(not (trainer.exact_streams and result.wire), "trainer.exact_streams", True, "false with trainer.wire=bf16")
