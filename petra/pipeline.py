@@ -19,7 +19,8 @@ from petra.engine.executor import Engine, stage_threads
 from petra.engine.global_clip import GlobalClip
 from petra.engine.method_state import State, load_method_state, method_state
 from petra.engine.totals import Result, reduce_totals
-from petra.engine.update import OptimizerFactory, UpdateRules
+from petra.engine.update import OptimizerFactory
+from petra.engine.update_rules import UpdateRules
 from petra.errors import NumericsError
 from petra.hooks import Hooks
 from petra.method import Method

@@ -113,7 +113,7 @@ def set_up(config: Config, place: Place) -> Setup:
     )
     trained = setup.recipe(setup.learning_rate(microbatches_per_epoch=1))
     trained.check(setup.plan)
-    trained.remedy.require_optimizer(trained.optimizer(torch.nn.Linear(1, 1)))
+    trained.remedy.prepare_optimizer(trained.optimizer(torch.nn.Linear(1, 1)))
     return setup
 
 

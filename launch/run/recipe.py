@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from launch.config.options import options
 from launch.config.schema import Config
 from petra.engine.endpoints import Losses, Metric, among_five, correct
-from petra.engine.update import OptimizerFactory, UpdateRules
+from petra.engine.update import OptimizerFactory
+from petra.engine.update_rules import UpdateRules
 from petra.errors import ConfigError
 from petra.training import OPTIMIZERS, SCHEDULES, Schedule, peak_rate
 

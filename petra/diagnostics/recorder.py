@@ -72,8 +72,8 @@ class Recorder:
                 self._time(undo, worker.stage, "forward", j, Kind.FORWARD)
                 self._time(undo, worker.stage, "backward", j, Kind.BACKWARD)
                 self._time_updates(undo, worker, j)
-                if worker.update.joined is not None:
-                    self._time(undo, worker.update, "joined", j, Kind.SEND)
+                if worker.update.all_reduce is not None:
+                    self._time(undo, worker.update, "all_reduce", j, Kind.SEND)
                 for port, peer in ((worker.upstream, j - 1), (worker.downstream, j + 1)):
                     if isinstance(port, LocalPort):
                         continue  # references change hands

@@ -118,7 +118,7 @@ class StageReplicas:
         self.worker, self.group = worker, group
         self._buckets = {runner: _buckets(list(runner.parameters.values())) for runner in worker.stage.runners}
         self._works: list[dist.Work] = []
-        worker.stage.after_block, worker.update.joined = self.start, self.finish
+        worker.stage.after_block, worker.update.all_reduce = self.start, self.finish
 
     def buckets(self) -> list[Tensor]:
         """The stage's accumulated gradients."""

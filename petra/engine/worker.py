@@ -16,7 +16,7 @@ class Worker:
         upstream: sends x_(j−1) and takes (x̃_(j−1), δ_j) back; the data, for the first stage.
         downstream: takes x_j and sends (x̃_j, δ_(j+1)) back; the loss, for the last stage.
         update: what happens to the stage's weights every k microbatches.
-        shrink: factor of the δ sent upstream (gradient shrinking, :class:`petra.staleness.remedies.Remedy`).
+        shrink: factor of the δ sent upstream (gradient shrinking, :class:`petra.staleness.Remedy`).
     """
 
     def __init__(self, stage: Stage, upstream: Port, downstream: Port, update: Update, shrink: float = 1.0) -> None:

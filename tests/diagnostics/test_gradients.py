@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from petra import ConfigError, Keep, Method, Pipeline, UpdateRules, Weights
 from petra.analysis.plots import gradient_quality
 from petra.diagnostics.gradient_quality import GradientDiagnosis, angle
-from petra.staleness.remedies import Prediction, Remedy
+from petra.staleness import Prediction, Remedy
 from tests.support.nets import RandomStream, mixed_net
 
 PETRA = Method("petra", 2, Keep.NOTHING)

@@ -21,20 +21,12 @@ from petra import (
 )
 from petra.models import MODELS
 from petra.settings import Numerics, Runtime
-from petra.staleness.remedies import Prediction, Remedy
+from petra.staleness import Prediction, Remedy
 from tests.support.nets import RandomStream, mixed_net
 
 
 def sgd(module: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
-
-
-def adam(module: nn.Module) -> torch.optim.Adam:
-    return torch.optim.Adam(module.parameters())
-
-
-def plain_sgd(module: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(module.parameters(), lr=0.05)
 
 
 def variants() -> dict[str, Method]:
@@ -290,15 +282,6 @@ def test_what_an_error_left_on_its_way_is_not_trained_on(evaluating: bool) -> No
             {"method": Method("x", 1, Keep.GRAPH), "numerics": Numerics(autocast=torch.bfloat16)},
             "the graph holds casts of the weights",
         ),
-        ({"method": "delayed", "remedy": Remedy(correction=0.1)}, "remedy.correction: found 0.1"),
-        ({"method": Method("x", 1, Keep.GRAPH), "remedy": Remedy(correction=0.1)}, "remedy.correction: found 0.1"),
-        ({"method": "pipedream_2bw", "k": 5, "remedy": Remedy(prediction=Prediction.VELOCITY)}, "prediction: found velocity"),
-        ({"remedy": Remedy(discount=9)}, "learning_rate: found None"),
-        ({"remedy": Remedy(compensation=True), "optimizer": adam}, "remedy.compensation: found adam, accepted is sgd"),
-        (
-            {"remedy": Remedy(prediction=Prediction.VELOCITY), "optimizer": plain_sgd},
-            "found sgd, accepted is adam, adamw, sgd with",
-        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused(change: dict[str, object], message: str) -> None:
@@ -309,22 +292,6 @@ def test_settings_that_cannot_work_are_refused(change: dict[str, object], messag
 def test_exact_streams_need_a_wire_of_their_own_type() -> None:
     with pytest.raises(ConfigError, match=r"exact_streams: expected false with wire=torch\.bfloat16, got true"):
         Numerics(exact_streams=True, wire=torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"discount": -1}, "discount: found -1"),
-        ({"correction": 1.0}, "correction: found 1.0"),
-        ({"horizon": 0.0}, "horizon: found 0.0"),
-        ({"shrink": 0.0}, "shrink: found 0.0, accepted are numbers above 0 to 1"),
-        ({"lookahead": 1.0}, "lookahead: found 1.0"),
-        ({"lookahead": 0.9, "compensation": True}, "compensation: found True, accepted are false with remedy.lookahead"),
-    ],
-)
-def test_remedies_out_of_range_are_refused(change: dict[str, float], message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"remedy\.{message}"):
-        Remedy(**change)  # type: ignore[arg-type]
 
 
 def test_data_of_another_form_is_refused() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from petra import BlockSpec, ConfigError, Keep, Method, Model, ModelError, Pipeline, TensorSpec, UpdateRules
 from petra.models import revnet18
 from petra.settings import Numerics, Runtime, TransportName
-from petra.staleness.remedies import Prediction, Remedy
+from petra.staleness import Prediction, Remedy
 from tests.support.nets import RandomStream, mixed_net
 from tests.support.processes import run_processes
 

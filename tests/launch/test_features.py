@@ -239,7 +239,7 @@ def test_evaluation_refuses(words: list[str], message: str, tmp_path: Path, monk
             "schedule.gamma: cosine has no such setting, accepted are",
         ),
         (["optim.scaling=big"], "optim.scaling: expected one of goyal, none, got big"),
-        (["optim.clip=1", "optim.clip_scope=global"], "optim.clip_scope: found global with method.delay=2"),
+        (["optim.clip=1", "optim.clip_scope=global"], "optim.clip_scope: expected stage with method.delay=2"),
         (["trainer.loss_scale=8"], "trainer.loss_scale: found 8, accepted is null for trainer.precision=float32"),
         (["trainer.label_smoothing=1"], "trainer.label_smoothing: found 1.0"),
         (["trainer.limit_batches=0"], "trainer.limit_batches: expected null or an integer >= 1, got 0"),

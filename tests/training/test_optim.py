@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from petra import BlockSpec, ConfigError, Model, Pipeline
-from petra.staleness.remedies import Prediction, Remedy
+from petra.staleness import Prediction, Remedy
 from petra.training import LARS, MultiStep, Polynomial
 from petra.training.learning_rate import SCHEDULES
 from petra.training.optim import OPTIMIZERS
