@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 from petra.engine.compile import compile_block
 from petra.engine.data_parallel import Replicas, Share, ShareObjective, share_seed
-from petra.engine.endpoints import Loss, Losses, Metric, Objective, Source, Stream, correct
+from petra.engine.endpoints import DataPort, DataSource, Loss, Losses, Objective
 from petra.engine.executor import Engine, stage_threads
+from petra.engine.metrics import Metric, correct_predictions
 from petra.engine.stage import Stage
 from petra.engine.update import OptimizerFactory, Update, UpdateRules
 from petra.engine.worker import Worker
@@ -114,7 +115,7 @@ class Pipeline:
         own = self.layout.processes[place]
         self.model, self.method, self.k, self.device = model, method, k, torch.device(device)
         self.seed, self.autocast = seed, autocast
-        self.metrics = {"accuracy": correct} if metrics is None else dict(metrics)
+        self.metrics = {"accuracy": correct_predictions} if metrics is None else dict(metrics)
         self.clock = 0
         """Microbatches trained on since the start."""
         count = len(self.layout.stages)
@@ -132,7 +133,7 @@ class Pipeline:
         self.concurrency, threads = concurrency, stage_threads(concurrency, self.world, self.device)
         self._learning_rate, self._optimizer, self.rules = learning_rate, optimizer, rules
         rules.require_moment(method, self.delays)
-        self._source = Source(self.layout.inputs, self.device, channels_last, self._report)
+        self._source = DataPort(self.layout.inputs, self.device, channels_last, self._report)
         objective = Objective if dp == 1 else ShareObjective
         self._objective = objective(self.device, losses, self.metrics)
         self._totals = torch.zeros(2 + len(self.metrics), dtype=torch.float64, device=self.device)
@@ -195,7 +196,7 @@ class Pipeline:
 
     def train(
         self,
-        stream: Stream,
+        stream: DataSource,
         microbatches: int,
         on_microbatch: Callable[[Tensor], None] | None = None,
         stop: Callable[[], bool] | None = None,
@@ -232,7 +233,7 @@ class Pipeline:
             )
         return result
 
-    def evaluate(self, stream: Stream, microbatches: int) -> Result:
+    def evaluate(self, stream: DataSource, microbatches: int) -> Result:
         """Means over microbatches 0 … ``microbatches`` − 1 with running statistics and, where there are, averaged weights; targets
         of −100 don't count."""
         self._read(stream)
@@ -324,9 +325,9 @@ class Pipeline:
         if self._on_microbatch is not None:
             self._on_microbatch(self.layout.dp * report if self.layout.dp > 1 else report)
 
-    def _read(self, stream: Stream) -> None:
+    def _read(self, stream: DataSource) -> None:
         """Microbatches, or this replica's share of them, come from here."""
-        self._source.stream = self._objective.stream = stream if self.layout.dp == 1 else Share(stream, self.layout, self.replica)
+        self._source.data = self._objective.data = stream if self.layout.dp == 1 else Share(stream, self.layout, self.replica)
 
     def _require_range(self, grid: Grid) -> None:
         """The range of all stages' streams in one grid, which refuses it alike in every process."""

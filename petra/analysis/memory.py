@@ -10,7 +10,7 @@ import torch
 
 from petra.cost_model.simulator import in_flight
 from petra.diagnostics.activation_memory import HeldMeter, graph_bytes
-from petra.engine.endpoints import Stream
+from petra.engine.endpoints import DataSource
 from petra.model import Model
 from petra.pipeline import Pipeline
 from petra.specs import TensorSpec
@@ -45,7 +45,7 @@ def predicted(pipeline: Pipeline, inputs: TensorSpec, autocast: torch.dtype | No
     return found
 
 
-def measured(pipeline: Pipeline, stream: Stream, microbatches: int) -> list[int]:
+def measured(pipeline: Pipeline, stream: DataSource, microbatches: int) -> list[int]:
     """For each stage of this process the most bytes held between F and B while training."""
     with ExitStack() as stack:
         meters = [stack.enter_context(HeldMeter(stage).watching()) for stage in pipeline.stages.values()]

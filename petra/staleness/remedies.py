@@ -12,9 +12,8 @@ from enum import StrEnum
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from petra.engine.block import Stash
 from petra.engine.stage import Stage
 from petra.errors import ConfigError
 from petra.method import Method, Weights
@@ -211,9 +210,7 @@ class StageRemedy:
         steps = self._velocity() if self._predicts is Prediction.VELOCITY else self._change
         predicted = self._moved(steps, reach) if self._predicts is not Prediction.NONE and steps else None
         corrected = self._moved(self._drift, -self.staleness) if self._drift else None
-        for runner in self.stage.runners:
-            runner.predicted = _of(runner.parameters, predicted)
-            runner.corrected = _of(runner.parameters, corrected)
+        self.stage.use_weights(predicted, corrected)
 
     def _moved(self, steps: Sequence[Tensor], alpha: float) -> dict[Tensor, Tensor]:
         moved = torch._foreach_add(self.parameters, list(steps), alpha=alpha)
@@ -242,10 +239,6 @@ def _decayed(p: Tensor, group: Mapping[str, Any]) -> Tensor:
     """The gradient as SGD takes it in, weight decay included."""
     assert p.grad is not None
     return p.grad.add(p, alpha=group["weight_decay"])
-
-
-def _of(parameters: Mapping[str, nn.Parameter], weights: Mapping[Tensor, Tensor] | None) -> Stash | None:
-    return None if weights is None else {name: weights[p] for name, p in parameters.items()}
 
 
 def _name(optimizer: torch.optim.Optimizer) -> str:
