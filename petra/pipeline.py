@@ -14,10 +14,11 @@ from torch.nn import functional as F
 from petra.distributed import gathered
 from petra.engine.build import Recipe, build_grid, build_remedies, build_stages, build_workers
 from petra.engine.data_parallel import Replicas, Share, ShareObjective
-from petra.engine.endpoints import Loss, Losses, Metric, Objective, Source, Stream, correct
+from petra.engine.endpoints import DataPort, DataSource, Loss, Losses, Objective
 from petra.engine.executor import Engine, stage_threads
 from petra.engine.global_clip import GlobalClip
 from petra.engine.method_state import State, load_method_state, method_state
+from petra.engine.metrics import Metric, correct_predictions
 from petra.engine.totals import Result, reduce_totals
 from petra.engine.update import OptimizerFactory
 from petra.engine.update_rules import UpdateRules
@@ -84,7 +85,7 @@ class Pipeline:
         remedy: Remedy = Remedy(),  # noqa: B008
     ) -> None:
         losses = loss if isinstance(loss, Losses) else Losses(loss, loss)
-        metrics = {"accuracy": correct} if metrics is None else metrics
+        metrics = {"accuracy": correct_predictions} if metrics is None else metrics
         plan = make_plan(
             model,
             inputs,
@@ -118,7 +119,7 @@ class Pipeline:
         self.measures: list[Callable[[], dict[str, float]]] = []
         """Each returns what it has measured of this rank's stages since its last call, for :meth:`stage_metrics`."""
         threads = stage_threads(runtime.concurrency, self.world, self.device)
-        self._source = Source(plan.layout.inputs, self.device, plan.numerics.channels_last, self._report)
+        self._source = DataPort(plan.layout.inputs, self.device, plan.numerics.channels_last, self._report)
         objective = Objective if plan.layout.dp == 1 else ShareObjective
         self.objective = objective(self.device, recipe.losses, recipe.metrics)
         self._totals = torch.zeros(2 + len(recipe.metrics), dtype=torch.float64, device=self.device)
@@ -151,7 +152,7 @@ class Pipeline:
 
     def train(
         self,
-        stream: Stream,
+        stream: DataSource,
         microbatches: int,
         on_microbatch: Callable[[Tensor], None] | None = None,
         stop: Callable[[], bool] | None = None,
@@ -190,7 +191,7 @@ class Pipeline:
             )
         return result
 
-    def evaluate(self, stream: Stream, microbatches: int) -> Result:
+    def evaluate(self, stream: DataSource, microbatches: int) -> Result:
         """Evaluate microbatches 0 to ``microbatches`` - 1 with running statistics and, if the rules ask for them, averaged weights.
 
         Targets of -100 do not count.
@@ -249,9 +250,9 @@ class Pipeline:
             dp = self.plan.layout.dp
             self._on_microbatch(dp * report if dp > 1 else report)
 
-    def _read(self, stream: Stream) -> None:
+    def _read(self, stream: DataSource) -> None:
         layout = self.plan.layout
-        self._source.stream = self.objective.stream = stream if layout.dp == 1 else Share(stream, layout, self.replica)
+        self._source.data = self.objective.data = stream if layout.dp == 1 else Share(stream, layout, self.replica)
 
     def _require_range(self) -> None:
         """Check the range of all stages' streams together, so that every rank raises the same error."""

@@ -208,9 +208,9 @@ def _watch_versions(undo: ExitStack, stage: Stage, found: list[int]) -> None:
 
 def _stashes(stage: Stage) -> Iterator[dict[str, Tensor]]:
     for runner in stage.runners:
-        yield from (held.weights for held in runner.held.values() if held.weights is not None)
-        if runner.previous is not None:
-            yield runner.previous
+        yield from (version for version in runner.versions.stashed.values() if version is not None)
+        if runner.versions.previous is not None:
+            yield runner.versions.previous
 
 
 def _watch_messages(undo: ExitStack, port: Any, found: list[int], direction: int) -> None:

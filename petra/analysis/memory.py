@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from petra.diagnostics.activation_memory import HeldMeter, graph_bytes
-from petra.engine.endpoints import Stream
+from petra.engine.endpoints import DataSource
 from petra.model import Model
 from petra.pipeline import Pipeline
 from petra.plan.plan import Plan
@@ -39,7 +39,7 @@ def predicted(plan: Plan) -> list[StageMemory]:
     return found
 
 
-def measured(pipeline: Pipeline, stream: Stream, microbatches: int) -> list[int]:
+def measured(pipeline: Pipeline, stream: DataSource, microbatches: int) -> list[int]:
     """For each stage of this process the most bytes held between F and B while training."""
     with ExitStack() as stack:
         meters = [stack.enter_context(HeldMeter(stage).watching()) for stage in pipeline.stages.values()]

@@ -80,12 +80,12 @@ class HeldMeter:
         sizes = self._graphs.storages()
         own = {_key(tensor) for tensor in (*self.stage.module.parameters(), *self.stage.module.buffers())}
         for runner in self.stage.runners:
-            for held in runner.held.values():
-                copies = (held.weights or {}).values()
-                for tensor in (*held.inputs, *held.outputs, *copies):
-                    sizes[_key(tensor)] = tensor.untyped_storage().nbytes()
-                if not weights:
-                    own |= {_key(tensor) for tensor in copies}
+            activations = [t for stored in runner.stored.values() for t in (*stored.inputs, *stored.outputs)]
+            copies = [t for version in runner.versions.stashed.values() for t in (version or {}).values()]
+            for tensor in (*activations, *copies):
+                sizes[_key(tensor)] = tensor.untyped_storage().nbytes()
+            if not weights:
+                own |= {_key(tensor) for tensor in copies}
         return sum(size for key, size in sizes.items() if key not in own)
 
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from petra.diagnostics.replacing import replace_method
-from petra.engine.block import BlockRunner, Stash
+from petra.engine.block import BlockRunner
 from petra.engine.stage import Stage
+from petra.engine.weights import WeightVersion
 from petra.errors import ConfigError
 from petra.method import Weights
 from petra.pipeline import Pipeline
@@ -32,7 +33,7 @@ class _Case:
 
     inputs: dict[int, Streams] = field(default_factory=dict)
     """Of each stage, as its F took them."""
-    weights: dict[int, list[Stash | None]] = field(default_factory=dict)
+    weights: dict[int, list[WeightVersion | None]] = field(default_factory=dict)
     """Of each stage at its F, a copy for each block."""
     delayed: dict[int, Flat] = field(default_factory=dict)
     end_to_end: dict[int, Flat] = field(default_factory=dict)
@@ -134,17 +135,17 @@ class GradientDiagnosis:
     def _stored(self, m: int, j: int, dy: Streams) -> Flat:
         case, stage = self._cases[m], self.pipeline.stages[j]
         stashed = self.pipeline.plan.method.weights is not Weights.CURRENT
-        weights = case.weights[j] if stashed else [runner.corrected for runner in stage.runners]
+        weights = case.weights[j] if stashed else [runner.versions.corrected for runner in stage.runners]
         y = stage.replay(m, case.inputs[j], weights)
         return _differentiated(y, dy, _leaves(stage, weights))
 
     def _references(self, m: int) -> None:
         """The two gradients that microbatch m is judged by, for all stages at once: m has reached the last stage's B."""
         case, stages = self._cases[m], self.pipeline.stages
-        current: dict[int, list[Stash | None]] = {j: [None] * len(stage.runners) for j, stage in stages.items()}
+        current: dict[int, list[WeightVersion | None]] = {j: [None] * len(stage.runners) for j, stage in stages.items()}
         case.end_to_end, case.delayed = (self._backpropagated(m, weights) for weights in (current, case.weights))
 
-    def _backpropagated(self, m: int, weights: Mapping[int, Sequence[Stash | None]]) -> dict[int, Flat]:
+    def _backpropagated(self, m: int, weights: Mapping[int, Sequence[WeightVersion | None]]) -> dict[int, Flat]:
         stages = self.pipeline.stages
         x = self._cases[m].inputs[0]
         for j, stage in stages.items():
@@ -163,13 +164,13 @@ def angle(a: Tensor, b: Tensor) -> float:
     return 2 * math.atan2(float((a - b).norm()), float((a + b).norm()))
 
 
-def _copies(runner: BlockRunner, m: int) -> Stash:
+def _copies(runner: BlockRunner, m: int) -> WeightVersion:
     """Of the weights that F of microbatch m uses."""
-    weights: Mapping[str, Tensor] = runner.forward_weights(m) or runner.parameters
+    weights: Mapping[str, Tensor] = runner.versions.for_forward(m) or runner.parameters
     return {name: weights[name].detach().clone().requires_grad_() for name in runner.parameters}
 
 
-def _leaves(stage: Stage, weights: Sequence[Stash | None]) -> list[Tensor]:
+def _leaves(stage: Stage, weights: Sequence[WeightVersion | None]) -> list[Tensor]:
     """The stage's parameters, or what stands for them, in one order."""
     pairs = zip(stage.runners, weights, strict=True)
     return [p if own is None else own[name] for runner, own in pairs for name, p in runner.parameters.items()]

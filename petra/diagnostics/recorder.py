@@ -101,7 +101,7 @@ class Recorder:
             result = call(*arguments)
             note((stage, kind, m, start, mark(), peer))
             if kind is Kind.FORWARD:
-                held[stage] = max(held.get(stage, 0), own.held_bytes())
+                held[stage] = max(held.get(stage, 0), own.stored_bytes())
             return result
 
         replace_method(undo, owner, name, timed)

@@ -10,7 +10,8 @@ from torch import nn
 
 from petra.engine.compile import compile_block
 from petra.engine.data_parallel import share_seed
-from petra.engine.endpoints import Losses, Metric
+from petra.engine.endpoints import Losses
+from petra.engine.metrics import Metric
 from petra.engine.stage import Stage
 from petra.engine.update import OptimizerFactory, Update
 from petra.engine.update_rules import UpdateRules
@@ -76,6 +77,8 @@ def build_stages(plan: Plan, recipe: Recipe, runtime: Runtime, device: torch.dev
             channels_last=plan.numerics.channels_last,
             concurrent=runtime.concurrency > 1,
             grid=build_grid(plan, device),
+            index=j,
+            hooks=hooks,
         )
     return stages
 
@@ -120,7 +123,7 @@ def build_remedies(plan: Plan, recipe: Recipe, workers: Mapping[int, Worker]) ->
     for j, worker in workers.items():
         optimizer = worker.update.optimizer
         if optimizer is not None:
-            remedy = recipe.remedy.at(worker.stage.runners, optimizer, plan.stages[j].staleness)
+            remedy = recipe.remedy.at(worker.stage.use_weights, optimizer, plan.stages[j].staleness)
             if remedy is not None:
                 remedies[j] = remedy
     return remedies

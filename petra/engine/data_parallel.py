@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from petra.engine.block import BlockRunner
-from petra.engine.endpoints import Objective, Stream, counted
+from petra.engine.endpoints import DataSource, Objective
+from petra.engine.metrics import count_targets
 from petra.engine.worker import Worker
 from petra.plan.layout import Layout
 from petra.reversible import derive_seed, normalisations
@@ -35,7 +36,7 @@ class Share:
     The stream may also give this replica's inputs alone, so that nobody reads the others'; targets it always gives for all.
     """
 
-    def __init__(self, stream: Stream, layout: Layout, replica: int) -> None:
+    def __init__(self, stream: DataSource, layout: Layout, replica: int) -> None:
         self._stream, self._rows, self._replica, self._dp = stream, layout.inputs.shape[0], replica, layout.dp
 
     def inputs(self, m: int) -> Tensor:
@@ -48,7 +49,7 @@ class Share:
     def weight(self, m: int) -> float:
         """Which part of the targets that count in microbatch m is this share's."""
         joint = self._stream.targets(m)
-        return int(counted(self._part(joint))) / max(int(counted(joint)), 1)
+        return int(count_targets(self._part(joint))) / max(int(count_targets(joint)), 1)
 
     def _part(self, joint: Tensor) -> Tensor:
         return joint.chunk(self._dp)[self._replica]
@@ -60,8 +61,8 @@ class ShareObjective(Objective):
     def send(self, m: int, message: Message) -> None:
         super().send(m, message)
         output, (gradient,), report = self._pending[m]
-        assert isinstance(self.stream, Share)
-        weight = self.stream.weight(m)
+        assert isinstance(self.data, Share)
+        weight = self.data.weight(m)
         # The mean over no targets is no number.
         weighted = weight * gradient if weight else torch.zeros_like(gradient)
         self._pending[m] = output, (weighted,), report

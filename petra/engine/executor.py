@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from petra.engine.early_stop import EarlyEnd
+from petra.engine.early_stop import EarlyStop
 from petra.engine.worker import Worker
 from petra.errors import ConfigError, PetraError
 from petra.plan.schedule import Op, Orders, Step, evaluation_order, rounds, training_orders
@@ -85,7 +85,7 @@ class Engine:
             stop = _never
         if stop is not None:
             shorten = transport.shorten if transport is not None else lambda messages: None
-            early = EarlyEnd(stop, self._processes, lambda bodies: shorten(bodies * timed.period))
+            early = EarlyStop(stop, self._processes, lambda bodies: shorten(bodies * timed.period))
         mine = timed.map(self._part)
         for shift, (steps, transfers, completed) in mine if early is None else mine.cut(early):
             if self._threads is None:

@@ -6,12 +6,12 @@ change, or scale the learning rate or δ. They add no work to forward and backwa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from petra.errors import invalid, require
 from petra.method import Method, Weights
@@ -21,6 +21,12 @@ from petra.staleness.correction import Correction
 from petra.staleness.discount import discounted
 from petra.staleness.optimizers import LearningRate, require_momentum
 from petra.staleness.prediction import Prediction, WeightPrediction
+
+Version = Mapping[Tensor, Tensor] | None
+"""Weights to use instead of a stage's parameters, by parameter; None for the parameters themselves."""
+
+UseWeights = Callable[[Version, Version], None]
+"""Sets the weights of a stage's forward and backward passes until the next update (``Stage.use_weights``)."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +111,11 @@ class Remedy:
         if self.prediction is Prediction.VELOCITY and not isinstance(optimizer, torch.optim.Adam):
             require_momentum("prediction", optimizer, "adam, adamw, or ")
 
-    def at(self, blocks: Sequence[BlockWeights], optimizer: torch.optim.Optimizer, staleness: float) -> StageRemedy | None:
+    def at(self, use_weights: UseWeights, optimizer: torch.optim.Optimizer, staleness: float) -> StageRemedy | None:
         """Attach the remedies that act at updates to the optimizer of a stage.
 
         Args:
-            blocks: The stage's blocks.
+            use_weights: Receives the predicted and the corrected weights after each update.
             optimizer: The stage's optimizer.
             staleness: Staleness s of the stage, in updates.
 
@@ -121,21 +127,7 @@ class Remedy:
         """
         self.prepare_optimizer(optimizer)
         late = staleness > 0 and (self.correction > 0 or self.prediction is not Prediction.NONE)
-        return StageRemedy(self, blocks, optimizer, staleness) if late or self.compensation else None
-
-
-class BlockWeights(Protocol):
-    """The weights of a block in a pipeline.
-
-    Attributes:
-        parameters: The block's trained parameters by name.
-        predicted: Weights that forward passes use until the next update, or None for the parameters.
-        corrected: Weights that backward passes use until the next update, or None for the parameters.
-    """
-
-    parameters: dict[str, nn.Parameter]
-    predicted: dict[str, Tensor] | None
-    corrected: dict[str, Tensor] | None
+        return StageRemedy(self, use_weights, optimizer, staleness) if late or self.compensation else None
 
 
 class StageRemedy:
@@ -143,13 +135,13 @@ class StageRemedy:
 
     Args:
         remedy: The settings.
-        blocks: The stage's blocks, which receive predicted and corrected weights.
+        use_weights: Receives the predicted and the corrected weights after each update.
         optimizer: The stage's optimizer.
         staleness: Staleness s of the stage, in updates.
     """
 
-    def __init__(self, remedy: Remedy, blocks: Sequence[BlockWeights], optimizer: torch.optim.Optimizer, staleness: float) -> None:
-        self._blocks = blocks
+    def __init__(self, remedy: Remedy, use_weights: UseWeights, optimizer: torch.optim.Optimizer, staleness: float) -> None:
+        self._use_weights = use_weights
         self._parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         late = staleness > 0
         self._compensation = SpikeCompensation(optimizer, staleness) if remedy.compensation else None
@@ -211,15 +203,9 @@ class StageRemedy:
         """Set the weights that forward and backward passes use until the next update."""
         predicted = self._by_parameter(None if self._prediction is None else self._prediction.weights())
         corrected = self._by_parameter(None if self._correction is None else self._correction.weights())
-        for block in self._blocks:
-            block.predicted = _by_name(block.parameters, predicted)
-            block.corrected = _by_name(block.parameters, corrected)
+        self._use_weights(predicted, corrected)
 
     def _by_parameter(self, weights: Sequence[Tensor] | None) -> dict[Tensor, Tensor] | None:
         if weights is None:
             return None
         return {p: w.requires_grad_() for p, w in zip(self._parameters, weights, strict=True)}
-
-
-def _by_name(parameters: Mapping[str, nn.Parameter], weights: Mapping[Tensor, Tensor] | None) -> dict[str, Tensor] | None:
-    return None if weights is None else {name: weights[p] for name, p in parameters.items()}

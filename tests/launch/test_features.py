@@ -20,7 +20,8 @@ from launch.run.build import set_up
 from launch.run.dry_run import stage_map, stage_rows
 from launch.train import run
 from petra import BlockSpec, ConfigError, DataError, Keep, Method, Model, Pipeline, TensorSpec, UpdateRules, Weights
-from petra.engine.endpoints import Losses, among_five
+from petra.engine.endpoints import Losses
+from petra.engine.metrics import top5_correct
 from petra.models import revnet18
 from petra.settings import Numerics, Runtime
 from petra.training import export, gathered_blocks, load, load_into, means, sgd
@@ -84,7 +85,7 @@ def test_label_smoothing_is_for_training_only() -> None:
 
 def test_top_five() -> None:
     scores = torch.arange(8.0).repeat(3, 1)
-    assert among_five(scores, torch.tensor([3, 2, -100])).item() == 1
+    assert top5_correct(scores, torch.tensor([3, 2, -100])).item() == 1
 
 
 def test_metrics_follow_the_data() -> None:

@@ -102,8 +102,8 @@ def test_a_first_step_that_is_skipped_predicts_no_change(name: str) -> None:
     optimizer.found_inf = torch.tensor(1.0)  # type: ignore[attr-defined]
     optimizer.step()
     for runner in stage.runners:
-        assert runner.predicted is not None
-        assert all(torch.equal(runner.predicted[key], p) for key, p in runner.parameters.items())
+        assert runner.versions.predicted is not None
+        assert all(torch.equal(runner.versions.predicted[key], p) for key, p in runner.parameters.items())
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw"])
