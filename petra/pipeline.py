@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from petra.engine.compile import compile_block
-from petra.engine.data_parallel import Replicas, Share, ShareObjective, share_seed
+from petra.engine.data_parallel import Replicas, Share, ShareObjective, replica_seed
 from petra.engine.endpoints import Loss, Losses, Metric, Objective, Source, Stream, correct
-from petra.engine.executor import Engine, stage_threads
+from petra.engine.executor import Executor, stage_threads
 from petra.engine.stage import Stage
 from petra.engine.update import OptimizerFactory, Update, UpdateRules
 from petra.engine.worker import Worker
 from petra.errors import ConfigError, NumericsError
+from petra.hooks import Hooks
 from petra.method import METHODS, Keep, Method, Weights
 from petra.model import Model
 from petra.plan.layout import Layout
@@ -93,6 +94,8 @@ class Pipeline:
         runtime: Runtime = Runtime(),  # noqa: B008
         dp: int = 1,
     ) -> None:
+        self.hooks = Hooks()
+        self.numerics = numerics
         autocast, channels_last, wire = numerics.autocast, numerics.channels_last, numerics.wire
         exact_streams, compile, device = numerics.exact_streams, runtime.compile, runtime.device
         concurrency, transport = runtime.concurrency, runtime.transport
@@ -134,13 +137,13 @@ class Pipeline:
         rules.require_moment(method, self.delays)
         self._source = Source(self.layout.inputs, self.device, channels_last, self._report)
         objective = Objective if dp == 1 else ShareObjective
-        self._objective = objective(self.device, losses, self.metrics)
+        self.objective = objective(self.device, losses, self.metrics)
         self._totals = torch.zeros(2 + len(self.metrics), dtype=torch.float64, device=self.device)
         self._on_microbatch: Callable[[Tensor], None] | None = None
         self.measures: list[Callable[[], dict[str, float]]] = []
         """Each returns what it has measured of this process's stages since its last call, for :meth:`stage_metrics`."""
 
-        keeps = [self._keeps(j) for j in range(count)]
+        self.keeps = keeps = [self._keeps(j) for j in range(count)]
         boundaries = [
             boundary(self.layout.profiles[blocks[-1]].outputs, keep[-1], len(self.metrics), channels_last=channels_last, wire=wire)
             for blocks, keep in zip(self.layout.stages[:-1], keeps[:-1], strict=True)
@@ -157,28 +160,30 @@ class Pipeline:
                 weights=self._weights(j),
                 first_block=self.layout.stages[j].start,
                 k=k,
-                seed=share_seed(seed, self.replica),
+                seed=replica_seed(seed, self.replica),
                 autocast=autocast,
                 returns_input=j > 0 and keeps[j - 1][-1] is Keep.NOTHING,
                 channels_last=channels_last,
                 concurrent=concurrency > 1,
                 grid=Grid(self._grid.dtype, self.device) if self._grid is not None else None,
+                index=j,
+                hooks=self.hooks,
             )
             for j in own
         }
         self.replicas = None if dp == 1 else Replicas(self.layout, self.replica, self.device)
-        self._line = None if self.replicas is None else self.replicas.line
+        self._line = None if self.replicas is None else self.replicas.pipeline_group
         self._transport = None
         if line > 1:
             self._transport = open_transport(
                 self.transport_name, boundaries, self.boundary_delays, self.layout.processes, self.device, self._line
             )
-        ports = connect(own, (self._source, self._objective), boundaries, self._transport)
+        ports = connect(own, (self._source, self.objective), boundaries, self._transport)
         self.workers = {j: self._worker(j, *ports[j]) for j in own}
         if self.replicas is not None:
-            self.replicas.join([*self.workers.values()])
+            self.replicas.join([*self.workers.values()], self.hooks)
         self.remedies = self._remedies()
-        self._engine = Engine(
+        self._executor = Executor(
             self.workers,
             self._transport,
             self.delays,
@@ -189,6 +194,7 @@ class Pipeline:
             threads=threads,
             flops=[sum(self.layout.profiles[b].flops for b in blocks) for blocks in self.layout.stages],
             on_completed=self._update_together if rules.clip_globally else None,
+            hooks=self.hooks,
         )
 
     # -- running ---------------------------------------------------------------------------------------------------------------
@@ -216,9 +222,13 @@ class Pipeline:
         self._on_microbatch = on_microbatch
         self._totals.zero_()
         start = self.clock
-        self.clock += self._engine.train(start, start + microbatches, stop)
+        for begin in self.hooks.train_begin:
+            begin(start, start + microbatches)
+        self.clock += self._executor.train(start, start + microbatches, stop)
+        for end in self.hooks.train_end:
+            end()
         if self.replicas is not None:
-            self.replicas.settle()
+            self.replicas.synchronize()
         if self._grid is not None:
             self._require_range(self._grid)
         for worker in reversed(self.workers.values()):  # the stage behind knows better where it began
@@ -236,16 +246,16 @@ class Pipeline:
         """Means over microbatches 0 … ``microbatches`` − 1 with running statistics and, where there are, averaged weights; targets
         of −100 don't count."""
         self._read(stream)
-        self._objective.totals.zero_()
+        self.objective.totals.zero_()
         for stage in self.stages.values():
             stage.module.eval()
         try:
             with self.averaged():
-                self._engine.evaluate(microbatches)
+                self._executor.evaluate(microbatches)
         finally:
             for stage in self.stages.values():
                 stage.module.train()
-        return self._result(self._objective.totals)
+        return self._result(self.objective.totals)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -326,7 +336,7 @@ class Pipeline:
 
     def _read(self, stream: Stream) -> None:
         """Microbatches, or this replica's share of them, come from here."""
-        self._source.stream = self._objective.stream = stream if self.layout.dp == 1 else Share(stream, self.layout, self.replica)
+        self._source.stream = self.objective.stream = stream if self.layout.dp == 1 else Share(stream, self.layout, self.replica)
 
     def _require_range(self, grid: Grid) -> None:
         """The range of all stages' streams in one grid, which refuses it alike in every process."""
@@ -392,7 +402,7 @@ class Pipeline:
 
     def _worker(self, j: int, upstream: Port, downstream: Port) -> Worker:
         shrink = self.remedy.shrink if j > 0 and self.delays[j - 1] > self.delays[j] else 1.0
-        return Worker(self.stages[j], upstream, downstream, self._update(j), shrink)
+        return Worker(j, self.stages[j], upstream, downstream, self._update(j), self.hooks, shrink)
 
     def _update(self, j: int) -> Update:
         stage = self.stages[j]
@@ -404,6 +414,7 @@ class Pipeline:
             device=self.device,
             number=j + 1,
             last=j == len(self.layout.stages) - 1,
+            hooks=self.hooks,
         )
 
     def _remedies(self) -> dict[int, StageRemedy]:

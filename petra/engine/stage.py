@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from petra.engine.block import BlockRunner, Stash
+from petra.hooks import Hooks
 from petra.method import Keep, Weights
 from petra.reversible import Grid, derive_seed
 from petra.specs import Streams
@@ -30,6 +31,8 @@ class Stage:
         channels_last: memory format of 4-d streams.
         concurrent: other stages run at the same time, in other threads.
         grid: that reversible blocks carry their streams on (:mod:`petra.reversible.grid`), or none.
+        index: Number of the stage, from 0, for hooks.
+        hooks: Hooks that observe the blocks.
     """
 
     def __init__(
@@ -46,10 +49,11 @@ class Stage:
         channels_last: bool = False,
         concurrent: bool = False,
         grid: Grid | None = None,
+        index: int = 0,
+        hooks: Hooks | None = None,
     ) -> None:
         self.module, self.grid = nn.ModuleList(blocks), grid
-        self.after_block: Callable[[BlockRunner], None] | None = None
-        """Called with each block when the gradients of a microbatch have been added to its own."""
+        self.index, self.first_block, self.hooks = index, first_block, Hooks() if hooks is None else hooks
         self.k, self.returns_input, self.channels_last = k, returns_input, channels_last
         self.runners = [
             BlockRunner(
@@ -71,7 +75,9 @@ class Stage:
 
     def forward(self, m: int, x: Streams) -> Streams:
         """F of microbatch m: the stage's output, detached."""
-        for runner in self.runners:
+        for block, runner in enumerate(self.runners, self.first_block):
+            for call in self.hooks.block_forward_begin:
+                call(self.index, block, m, x)
             x = self._contiguous(runner.forward(m, x))
         return x
 
@@ -82,13 +88,13 @@ class Stage:
             y: the stage's output as the next stage holds or reconstructs it; empty if the last block keeps more than nothing.
             dy: the loss's gradient with respect to it.
         """
-        for runner in reversed(self.runners):
-            y, dy, gradients = runner.backward(m, y, dy)
+        for i in reversed(range(len(self.runners))):
+            y, dy, gradients = self.runners[i].backward(m, y, dy)
             y, dy = self._contiguous(y), self._contiguous(dy)
             if gradients:
                 torch._foreach_add_([p.grad for p in gradients], list(gradients.values()), alpha=1 / self.k)  # type: ignore[misc]
-            if self.after_block is not None:
-                self.after_block(runner)
+            for call in self.hooks.block_backward_end:
+                call(self.index, self.first_block + i, m, y, gradients)
         return y if self.returns_input else (), dy
 
     def replay(self, m: int, x: Streams, weights: Sequence[Stash | None]) -> Streams:

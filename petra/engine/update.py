@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from petra.engine.stage import Stage
 from petra.errors import ConfigError, NumericsError
+from petra.hooks import Hooks
 from petra.method import Method
 from petra.specs import Streams
 
@@ -87,6 +88,7 @@ class Update:
         device: of the stage's tensors.
         number: of the stage, from 1, for messages.
         last: whether the stage's gradient comes from the loss.
+        hooks: Hooks that observe updates and all-reduces.
     """
 
     def __init__(
@@ -99,13 +101,15 @@ class Update:
         device: torch.device = torch.device("cpu"),  # noqa: B008
         number: int = 1,
         last: bool = True,
+        hooks: Hooks | None = None,
     ) -> None:
+        self.hooks = Hooks() if hooks is None else hooks
         self.stage, self.optimizer, self.learning_rate, self.rules = stage, optimizer, learning_rate, rules
         self.device, self.number, self.last = device, number, last
         self._blocks = [{n: p for n, p in block.named_parameters() if p.requires_grad} for block in stage.module]
         self._parameters = [p for block in self._blocks for p in block.values()]
-        self.joined: Callable[..., tuple[Tensor, ...]] | None = None
-        """Where the stage has replicas: (microbatch, numbers) → the numbers' sums over them, when all gradients are sums too."""
+        self.all_reduce: Callable[..., tuple[Tensor, ...]] | None = None
+        """With replicas: (microbatch, *values) → sums of the values over replicas. Waits until all gradients are sums too."""
         self.restart_averages()
         scale = LARGEST_SCALE if rules.loss_scale == "dynamic" else rules.loss_scale
         self.scale = None if scale is None else self._tensor(scale)
@@ -145,9 +149,13 @@ class Update:
     def __call__(self, t: int) -> None:
         """The update after microbatch ``t``, counted from 1; one that is clipped globally waits for :meth:`apply`."""
         self._t = t
-        if self.joined is not None:
-            received, self._sent = self.joined(t - 1, self._all_received(), self._sent)
+        if self.all_reduce is not None:
+            for call in self.hooks.all_reduce_begin:
+                call(self.number - 1, t - 1)
+            received, self._sent = self.all_reduce(t - 1, self._all_received(), self._sent)
             self._received = [received]
+            for call in self.hooks.all_reduce_end:
+                call(self.number - 1, t - 1)
         if not self.rules.clip_globally:
             self.apply(self.squared_norm())
 
@@ -175,8 +183,12 @@ class Update:
         if self._parameters:
             if factor is not None:
                 torch._foreach_mul_([p.grad for p in self._parameters], factor.to(self._parameters[0].dtype))  # type: ignore[misc]
+            for call in self.hooks.update_begin:
+                call(self.number - 1, self._t - 1)
             with self.stage.updating():
                 self._step(bad)
+            for call in self.hooks.update_end:
+                call(self.number - 1, self._t - 1)
         if self.averages:
             assert self.rules.average is not None
             # Young averages follow the weights more closely, or the initial weights would weigh on short runs.
