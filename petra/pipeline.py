@@ -15,7 +15,7 @@ from petra.distributed import gathered
 from petra.engine.build import Recipe, build_grid, build_remedies, build_stages, build_workers
 from petra.engine.data_parallel import Replicas, Share, ShareObjective
 from petra.engine.endpoints import DataPort, DataSource, Loss, Losses, Objective
-from petra.engine.executor import Engine, stage_threads
+from petra.engine.executor import Executor, stage_threads
 from petra.engine.global_clip import GlobalClip
 from petra.engine.method_state import State, load_method_state, method_state
 from petra.engine.metrics import Metric, correct_predictions
@@ -128,26 +128,17 @@ class Pipeline:
             check_ranks_agree({**plan.settings(), **recipe.settings()}, plan, self.device)
         self.stages = build_stages(plan, recipe, runtime, self.device, self.rank, self.hooks)
         self.replicas = None if plan.layout.dp == 1 else Replicas(plan.layout, self.replica, self.device)
-        group = None if self.replicas is None else self.replicas.line
-        transport = self._transport = open_transport(plan, self.device, group)
+        group = None if self.replicas is None else self.replicas.pipeline_group
+        transport = open_transport(plan, self.device, group)
         ports = connect(plan.layout.processes[place], self._source, self.objective, plan.boundaries, transport)
         self.workers = build_workers(plan, recipe, self.stages, ports, self.device, self.hooks)
         updates = [worker.update for worker in self.workers.values()]
         if self.replicas is not None:
-            self.replicas.join([*self.workers.values()])
+            self.replicas.join([*self.workers.values()], self.hooks)
         self.remedies = build_remedies(plan, recipe, self.workers)
         clip = GlobalClip(updates, plan.k, self.device, self.world > 1, group) if recipe.rules.clip_globally else None
-        self._engine = Engine(
-            self.workers,
-            transport,
-            plan.delays,
-            plan.boundary_delays,
-            plan.flush_every,
-            processes=self.world,
-            paced=not all(plan.layout.processes),
-            threads=threads,
-            flops=[stage.flops for stage in plan.stages],
-            on_completed=clip,
+        self._executor = Executor(
+            plan, self.workers, transport, self.hooks, processes=self.world, threads=threads, on_completed=clip
         )
 
     def train(
@@ -174,9 +165,13 @@ class Pipeline:
         self._on_microbatch = on_microbatch
         self._totals.zero_()
         start = self.clock
-        self.clock += self._engine.train(start, start + microbatches, stop)
+        for begin in self.hooks.train_begin:
+            begin(start, start + microbatches)
+        self.clock += self._executor.train(start, start + microbatches, stop)
+        for end in self.hooks.train_end:
+            end()
         if self.replicas is not None:
-            self.replicas.settle()
+            self.replicas.synchronize()
         if self.plan.numerics.exact_streams:
             self._require_range()
         for worker in reversed(self.workers.values()):  # check later stages first: gradients flow upstream
@@ -202,7 +197,7 @@ class Pipeline:
             stage.module.eval()
         try:
             with self.averaged():
-                self._engine.evaluate(microbatches)
+                self._executor.evaluate(microbatches)
         finally:
             for stage in self.stages.values():
                 stage.module.train()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from petra.engine.compile import compile_block
-from petra.engine.data_parallel import share_seed
+from petra.engine.data_parallel import replica_seed
 from petra.engine.endpoints import Losses
 from petra.engine.metrics import Metric
 from petra.engine.stage import Stage
@@ -71,7 +71,7 @@ def build_stages(plan: Plan, recipe: Recipe, runtime: Runtime, device: torch.dev
             weights=stage.weights,
             first_block=stage.blocks.start,
             k=plan.k,
-            seed=share_seed(recipe.seed, replica),
+            seed=replica_seed(recipe.seed, replica),
             autocast=plan.numerics.autocast,
             returns_input=j > 0 and returns_activations(plan.stages[j - 1].keeps[-1]),
             channels_last=plan.numerics.channels_last,
@@ -113,7 +113,7 @@ def build_workers(
             last=j == len(plan.stages) - 1,
             hooks=hooks,
         )
-        workers[j] = Worker(stage, *ports[j], update, boundary_factor(recipe.remedy.shrink, plan.delays, j))
+        workers[j] = Worker(j, stage, *ports[j], update, hooks, boundary_factor(recipe.remedy.shrink, plan.delays, j))
     return workers
 
 

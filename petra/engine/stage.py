@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from petra.engine.block import BlockRunner, block_runner
+from petra.engine.block import block_runner
 from petra.engine.weights import WeightVersion
 from petra.hooks import Hooks
 from petra.method import Keep, Weights
@@ -56,8 +56,6 @@ class Stage:
     ) -> None:
         self.module, self.grid = nn.ModuleList(blocks), grid
         self.index, self.hooks = index, Hooks() if hooks is None else hooks
-        self.after_block: Callable[[BlockRunner], None] | None = None
-        """Called with each block after its gradients of a microbatch have been accumulated."""
         self.k, self.returns_input, self.channels_last = k, returns_input, channels_last
         self.runners = [
             block_runner(
@@ -101,10 +99,8 @@ class Stage:
             y, dy = self._contiguous(y), self._contiguous(dy)
             if gradients:
                 torch._foreach_add_([p.grad for p in gradients], list(gradients.values()), alpha=1 / self.k)  # type: ignore[misc]
-            if self.after_block is not None:
-                self.after_block(runner)
             for call in self.hooks.block_backward_end:
-                call(self.index, b, m, y, gradients)  # type: ignore[arg-type]
+                call(self.index, b, m, y, gradients)
         return y if self.returns_input else (), dy
 
     def replay(self, m: int, x: Streams, versions: Sequence[WeightVersion | None]) -> Streams:

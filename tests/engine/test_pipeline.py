@@ -261,7 +261,7 @@ def test_what_an_error_left_on_its_way_is_not_trained_on(evaluating: bool) -> No
     with pytest.raises(DataError):
         (pipeline.evaluate if evaluating else pipeline.train)(Ends(), 9)
     assert all(stage.module.training for stage in pipeline.stages.values())
-    with pytest.raises(PetraError, match="pipeline: found one whose last call ended in an error"):
+    with pytest.raises(PetraError, match="pipeline: expected a new one, got one whose last run ended in an error"):
         pipeline.train(RandomStream(), 4)
 
 
@@ -276,7 +276,7 @@ def test_what_an_error_left_on_its_way_is_not_trained_on(evaluating: bool) -> No
         ({"method": "petri"}, "method: expected one of petra, .*, got petri"),
         ({"method": Method("x", (1, 2), Keep.NOTHING)}, "found 2 delays"),
         ({"runtime": Runtime(transport="edge")}, "transport: expected auto or local in one process, got edge"),
-        ({"runtime": Runtime(concurrency=0)}, "concurrency: found 0"),
+        ({"runtime": Runtime(concurrency=0)}, "concurrency: expected an integer >= 1, got 0"),
         ({"method": "pipedream_2bw", "k": 4}, "k: found 4, accepted are integers >= 5 .the delay of stage 1"),
         (
             {"method": Method("x", 1, Keep.GRAPH), "numerics": Numerics(autocast=torch.bfloat16)},
