@@ -67,7 +67,7 @@ class ReconstructionMonitor(Hook):
 
     def _text(self, j: int, m: int, error: float) -> str:
         pipeline, numerics = self.pipeline, self.pipeline.plan.numerics
-        stale = pipeline.plan.method.staleness(pipeline.plan.delays[j], pipeline.plan.k)
+        stale = pipeline.plan.stages[j].staleness
         remedies = ["a smaller optim.lr, a larger k or a smaller method.delay"] if stale else []
         remedies += ["trainer.precision=float32"] if numerics.autocast is not None else []
         remedies += ["trainer.wire=float32"] if numerics.wire is not None else []

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from petra.staleness.remedies import Prediction, Remedy
+from petra.staleness import Prediction, Remedy
 from torch import nn
 from torch.nn import functional as F
 
