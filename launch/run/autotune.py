@@ -12,7 +12,8 @@ from launch.run import recipe
 from launch.run.build import Plan
 from launch.runtime.rank import Place
 from petra.cost_model.autotune import Tuned, tune
-from petra.cost_model.costs import measure_link, profile_blocks
+from petra.cost_model.costs import profile_blocks
+from petra.cost_model.links import measure_link
 from petra.distributed import together
 from petra.errors import ConfigError
 from petra.method import Keep
@@ -54,7 +55,7 @@ def tuned(plan: Plan, place: Place) -> Plan:
                 len(plan.layout.processes) if "stages" in plan.auto else [len(stage) for stage in plan.layout.stages],
                 tune_delay="delay" in plan.auto,
                 transport=cast(TransportName, trainer.transport),
-                optimizer_copies=_copies(plan),
+                parameter_copies=_copies(plan),
                 tune_keep="keep" in plan.auto and _may_keep_graphs(plan),
                 limit=float("inf") if trainer.memory_limit is None else 1e9 * trainer.memory_limit,
                 link=link,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from petra.analysis.flops import FlopMeter
-from petra.cost_model.simulator import StageCost, predict
+from petra.cost_model.costs import StageCost
+from petra.cost_model.simulator import predict
 from petra.diagnostics.activation_memory import HeldMeter, graph_bytes
 from petra.diagnostics.replacing import replace_method
 from petra.engine.stage import Stage

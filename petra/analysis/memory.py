@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from petra.cost_model.simulator import in_flight
 from petra.diagnostics.activation_memory import HeldMeter, graph_bytes
 from petra.engine.endpoints import Stream
 from petra.model import Model
 from petra.pipeline import Pipeline
+from petra.plan.schedule import in_flight
 from petra.specs import TensorSpec
 
 

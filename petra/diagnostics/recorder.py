@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from petra.cost_model.simulator import in_flight
 from petra.diagnostics.events import Interval, Kind, split_waits
 from petra.diagnostics.replacing import replace_method
 from petra.engine.worker import Worker
 from petra.pipeline import Pipeline
+from petra.plan.schedule import in_flight
 from petra.transport.local import LocalPort
 
 Mark = tuple[int, Kind, int, Any, Any, int | None]

@@ -14,7 +14,7 @@ AHEAD = 2
 
 
 class EarlyEnd:
-    """Says how much of a timetable is left; for :meth:`petra.plan.schedule.Rounds.cut`.
+    """Says how much of a timetable is left; for :meth:`petra.plan.rounds.PeriodicRounds.iterate`.
 
     The question, whether any process has been asked to stop, is a sum that all of them start in the same round. If a process is
     lost, no more are put: that is for the messages between stages to tell, which know the stage and the microbatch.

@@ -10,7 +10,8 @@ import torch
 from petra.engine.early_stop import EarlyEnd
 from petra.engine.worker import Worker
 from petra.errors import ConfigError, PetraError
-from petra.plan.schedule import Op, Orders, Step, evaluation_order, rounds, training_orders
+from petra.plan.rounds import Orders, periodic_rounds
+from petra.plan.schedule import Op, Step, evaluation_order, training_orders
 from petra.transport import Transfer, Transport
 
 Do = Callable[[Worker, Op, int], None]
@@ -76,7 +77,7 @@ class Engine:
             )
         self._whole = False
         warm_up = 2 * max(self._delays) + len(self._delays)
-        timed = rounds(orders, self._boundary_delays, start, end, period=self._flush_every or 1, warm_up=warm_up)
+        timed = periodic_rounds(orders, self._boundary_delays, start, end, period=self._flush_every or 1, fill=warm_up)
         transport = self._transport
         if transport is not None:
             transport.begin(end - start, backward)
@@ -87,7 +88,7 @@ class Engine:
             shorten = transport.shorten if transport is not None else lambda messages: None
             early = EarlyEnd(stop, self._processes, lambda bodies: shorten(bodies * timed.period))
         mine = timed.map(self._part)
-        for shift, (steps, transfers, completed) in mine if early is None else mine.cut(early):
+        for shift, (steps, transfers, completed) in mine if early is None else mine.iterate(early):
             if self._threads is None:
                 for worker, op, m in steps:
                     do(worker, op, m + shift)
