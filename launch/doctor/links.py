@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from petra.cost_model.links import exchange_seconds
 from petra.plan.layout import processes_per_replica
 
 SMALL, LARGE = 64, 64 * 2**20
@@ -54,24 +53,9 @@ def _measure(rank: int, step: int, device: torch.device) -> Link:
     peer = rank + step if left else rank
     small, large = (torch.zeros(size, dtype=torch.uint8, device=device) for size in (SMALL, LARGE))
     for message in (small, large):  # opens the connections
-        _there_and_back(message, message, 1, left, peer)
-    latency = _there_and_back(small, small, ROUND_TRIPS, left, peer) / (2 * ROUND_TRIPS)
+        exchange_seconds(message, message, peer, sends_first=left)
+    latency = exchange_seconds(small, small, peer, sends_first=left, repeats=ROUND_TRIPS) / (2 * ROUND_TRIPS)
     # A small answer follows each large message, so that it has arrived when the clock stops.
-    forward = _there_and_back(large, small, MESSAGES, left, peer)
-    backward = _there_and_back(small, large, MESSAGES, left, peer)
+    forward = exchange_seconds(large, small, peer, sends_first=left, repeats=MESSAGES)
+    backward = exchange_seconds(small, large, peer, sends_first=left, repeats=MESSAGES)
     return Link(rank, latency, MESSAGES * LARGE / forward, MESSAGES * LARGE / backward, step)
-
-
-def _there_and_back(there: Tensor, back: Tensor, times: int, left: bool, peer: int) -> float:
-    """Seconds for ``times`` exchanges, each begun by the left process."""
-    started = time.perf_counter()
-    for _ in range(times):
-        if left:
-            dist.send(there, peer)
-            dist.recv(back, peer)
-        else:
-            dist.recv(there, peer)
-            dist.send(back, peer)
-    if there.is_cuda:
-        torch.cuda.synchronize(there.device)
-    return time.perf_counter() - started

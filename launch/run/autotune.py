@@ -12,8 +12,8 @@ from launch.run import recipe
 from launch.run.build import Setup
 from launch.runtime.rank import Place
 from petra.cost_model.autotune import Tuned, tune
-from petra.cost_model.costs import measure_link, profile_blocks
-from petra.cost_model.simulator import Link
+from petra.cost_model.costs import profile_blocks
+from petra.cost_model.links import Link, measure_link
 from petra.distributed import together
 from petra.errors import ConfigError
 from petra.method import Keep
@@ -82,7 +82,7 @@ def _choose(setup: Setup, link: Link) -> Tuned:
         # In one process, delays are chosen as if each stage had a process of its own: smaller ones would gain nothing there.
         processes=[stages for stages in processes if stages] if len(processes) > 1 else None,
         transport=cast(TransportName, config.trainer.transport),
-        optimizer_copies=_parameter_copies(setup),
+        parameter_copies=_parameter_copies(setup),
     )
 
 

@@ -23,7 +23,9 @@ from launch.runtime.rank import Place
 from launch.sweep import Job
 from launch.train import run
 from petra.cost_model.autotune import choose_delays
-from petra.cost_model.simulator import Link, StageCost, predict
+from petra.cost_model.costs import StageCost
+from petra.cost_model.links import Link
+from petra.cost_model.simulator import predict
 from petra.method import METHODS
 from petra.models import revnet18
 
