@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import filesystem
 from petra import BlockSpec, Model, PetraError, Pipeline
 from petra.training import Checkpoints, newest, restore, sgd
 from petra.training import checkpoint as protocol
-from tests.kill_many import RUN, left, same, undamaged
+from tests.kill_many import RUN, assert_same, assert_undamaged, results
 from tests.support.forked import Forked
 from tests.support.nets import RandomStream
 from tests.support.processes import context
@@ -194,15 +194,15 @@ def test_a_run_on_a_full_disk_prints_one_error_and_resumes_when_there_is_space(d
     """There is no space for the third checkpoint."""
     with Forked(tmp_path / "whole", RUN, 2) as run:
         assert run.wait(60) == [0, 0], run.told()
-    expected = left(tmp_path / "whole" / "run")
+    expected = results(tmp_path / "whole" / "run")
     with Forked(disk, RUN, 2) as run:
         assert run.wait(60) == [2, 2], run.told()
     printed = run.told()
     assert printed.startswith("error: checkpoint run/checkpoints/0000000"), printed
     assert printed.count("\n") == 1
     assert "cannot be written (No space left on device); earlier checkpoints are intact" in printed
-    undamaged(disk / "run", expected)
+    assert_undamaged(disk / "run", expected)
     remount(disk, "size=50m")
     with Forked(disk, RUN, 2) as run:
         assert run.wait(60) == [0, 0], run.told()
-    same(left(disk / "run"), expected, "full")
+    assert_same(results(disk / "run"), expected, "full")
