@@ -121,7 +121,7 @@ def assert_undamaged(run: Path, expected: dict[str, Any]) -> None:
 
 
 def results(run: Path) -> dict[str, Any]:
-    """Return all results of a finished run that don't depend on time."""
+    """Return all results of a finished run that do not depend on time."""
     return {
         "files": sorted(str(path.relative_to(run)) for path in run.rglob("*")),
         "metrics": rows(run),

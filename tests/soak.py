@@ -1,4 +1,4 @@
-"""Train a tiny network of four stages in four processes for a long time, and check that memory and open files don't grow.
+"""Train a tiny network of four stages in four processes for a long time, and check that memory and open files do not grow.
 
 ``python -m tests.soak --microbatches 100000 --out soak.json``
 

@@ -36,8 +36,8 @@ class ReversibleBlock(nn.Module, ABC):
     def inverse_vjp(self, y: Pair, dy: Pair, *, seed: int | None = None) -> tuple[Pair, Pair, Gradients]:
         """Reconstruct the input and compute all gradients from the output ``y`` and its gradient ``dy``.
 
-        Each function is evaluated once for both. Forward and backward together then cost as much as four forwards; with a
-        separate inverse they would cost five. This method updates running statistics. It doesn't accumulate into ``.grad``.
+        Each function is evaluated only once, so a forward and a backward cost as much as four forwards, and not five as with a
+        separate inverse. This method updates running statistics. It does not accumulate into ``.grad``.
 
         Returns:
             The input, the gradient with respect to it, and the gradients of the parameters.
@@ -49,7 +49,7 @@ class ReversibleBlock(nn.Module, ABC):
         Override this method in blocks that support exact streams.
 
         Raises:
-            ModelError: If the block doesn't support exact streams.
+            ModelError: If the block does not support exact streams.
         """
         raise invalid("exact_streams", "reversible blocks that override enable_exact_streams", type(self).__name__, ModelError)
 
@@ -141,7 +141,7 @@ class TwoFunctionCoupling(ReversibleBlock):
         super().__init__()
         self.f = f
         self.g = g
-        # In a tuple, which nn.Module doesn't register: f and g appear once in the state dict.
+        # In a tuple, which nn.Module does not register: f and g appear once in the state dict.
         self._halves = (Coupling(f), Coupling(g))
 
     def forward(self, x1: Tensor, x2: Tensor, *, seed: int | None = None) -> Pair:

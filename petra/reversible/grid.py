@@ -3,7 +3,7 @@
 Floating-point sums round, so (x1 + F) − F is only close to x1, and the error grows with every block that is inverted. RevNet (Gomez
 et al. 2017, section 3.2) suggests fixed-point numbers, with which Maclaurin et al. (2015) run entire trainings backwards. This
 module stores fixed-point numbers in floating-point tensors: multiples of a power of two that fit into the significand. The rest of
-the network doesn't change.
+the network does not change.
 """
 
 from __future__ import annotations

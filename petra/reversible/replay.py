@@ -63,7 +63,7 @@ class seeded:
 
 
 class forbid_inplace:
-    """Check that ``module`` doesn't modify its inputs ``tensors`` in place, because other blocks may still need them.
+    """Check that ``module`` does not modify its inputs ``tensors`` in place, because other blocks may still need them.
 
     Raises:
         ModelError: If it does. The message names the module.
@@ -94,7 +94,7 @@ def normalisations(module: nn.Module) -> list[_NormBase]:
 
 
 class frozen_statistics:
-    """Don't update running statistics inside the ``with`` block. Layers in training mode still normalise by batch statistics.
+    """Disable updates of running statistics inside the ``with`` block. Layers in training mode still normalise by batch statistics.
 
     Used in the forward pass of blocks that the backward pass evaluates again, so that each microbatch updates the statistics once.
     """

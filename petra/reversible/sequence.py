@@ -33,7 +33,7 @@ class ReversibleSequence(nn.Module):
             ``grid.require()`` to check that they stayed in its range.
 
     Raises:
-        ModelError: If there is a grid and a block doesn't support exact streams.
+        ModelError: If there is a grid and a block does not support exact streams.
     """
 
     def __init__(self, blocks: Iterable[ReversibleBlock], *, grid: Grid | None = None) -> None:

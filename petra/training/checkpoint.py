@@ -259,7 +259,7 @@ def _write_synced(path: Path, content: bytes) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Sync a folder's entries: syncing a file doesn't sync its name."""
+    """Sync a folder's entries: syncing a file does not sync its name."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

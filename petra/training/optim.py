@@ -1,6 +1,6 @@
 """Optimizers of one stage.
 
-Weight decay doesn't apply to one-dimensional parameters: biases and normalisation (Goyal et al. 2017, section 5.3). The learning
+Weight decay does not apply to one-dimensional parameters: biases and normalisation (Goyal et al. 2017, section 5.3). The learning
 rate must be set before each step.
 """
 
@@ -20,7 +20,7 @@ def sgd(module: nn.Module, *, momentum: float = 0.9, nesterov: bool = True, weig
     # fused=True takes one kernel per group instead of several per parameter, with the same results bit for bit.
     optimizer = torch.optim.SGD(_groups(module, weight_decay), lr=0.0, momentum=momentum, nesterov=nesterov, fused=True)
     if momentum:
-        # Zeros don't change the first step. If that step is skipped on the GPU, torch's own first buffer is uninitialised memory.
+        # Zeros do not change the first step. If that step is skipped on the GPU, torch's own first buffer is uninitialised memory.
         for p in _trainable(module):
             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
     return optimizer

@@ -105,7 +105,7 @@ def _no_warning() -> Iterator[None]:
 
 
 class _Writer(FileSystemWriter):
-    """Writer that raises the file system's own error, because torch doesn't send causes of an error to other processes."""
+    """Writer that raises the file system's own error, because torch does not send causes of an error to other processes."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:

@@ -92,7 +92,7 @@ def test_a_stage_hands_back_its_input_bit_for_bit(keep: Keep) -> None:
 
 
 def test_training_with_exact_streams_reconstructs_what_others_keep() -> None:
-    """Weights don't change here, since the only update comes last: stored and reconstructed inputs give the same bits."""
+    """Weights do not change here, since the only update comes last: stored and reconstructed inputs give the same bits."""
     states = []
     for method in ("dsp", "petra"):
         data = RandomStream(dtype=torch.float32)

@@ -244,7 +244,7 @@ def test_sequence_without_gradients_is_a_plain_forward() -> None:
 
 
 def test_gradients_of_a_block_are_accumulated_before_the_next_block() -> None:
-    """Memory for gradients then doesn't grow with depth. A second backward through the same graph gives the same gradients."""
+    """Memory for gradients then does not grow with depth. A second backward through the same graph gives the same gradients."""
     sequence = ReversibleSequence([Coupling(branch(4)) for _ in range(3)]).double()
     first, last = ([*block.parameters()] for block in (sequence.blocks[0], sequence.blocks[2]))
     there: list[bool] = []
