@@ -99,7 +99,8 @@ class Model:
                     parameters=sum(p.numel() for p in block.parameters()),
                     flops=counter.get_total_flops(),
                     reversible=isinstance(block, ReversibleBlock),
-                    exact=isinstance(block, ReversibleBlock) and type(block).carry_on is not ReversibleBlock.carry_on,
+                    exact=isinstance(block, ReversibleBlock)
+                    and type(block).enable_exact_streams is not ReversibleBlock.enable_exact_streams,
                 )
             )
         return tuple(profiles)

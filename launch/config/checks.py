@@ -16,7 +16,7 @@ from petra.models import MODELS
 from petra.plan.layout import processes_per_replica
 from petra.staleness import Prediction
 from petra.training import FORMATS, OPTIMIZERS, SCHEDULES, TensorBoardLogger, WandbLogger
-from petra.training.export import require as require_format
+from petra.training.export import check_format
 
 AUTO = "auto"
 LONGEST_TIMEOUT = 10**7
@@ -136,7 +136,7 @@ def _check_installed(config: Config) -> None:
     if config.logger.name == "tensorboard":
         TensorBoardLogger.require()
     if config.trainer.export != "none":
-        require_format(FORMATS[config.trainer.export])
+        check_format(FORMATS[config.trainer.export])
 
 
 def _check_processes(config: Config, place: Place) -> None:

@@ -10,7 +10,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from petra.engine.weights import WeightVersion
-from petra.reversible import Gradients, Grid, ReversibleBlock, derive_seed, frozen_statistics, normalisations, seeded, unchanged
+from petra.reversible import (
+    Gradients,
+    Grid,
+    ReversibleBlock,
+    derive_seed,
+    forbid_inplace,
+    frozen_statistics,
+    normalisations,
+    seeded,
+)
 from petra.specs import Streams, as_streams
 
 
@@ -41,7 +50,7 @@ class BlockFunction:
         self._seed, self._autocast_dtype, self._grid = seed, autocast, grid
         self._reversible = module if isinstance(module, ReversibleBlock) else None
         if self._reversible is not None and grid is not None:
-            self._reversible.carry_on(grid)
+            self._reversible.enable_exact_streams(grid)
             self._grid = None
 
     def __call__(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
@@ -52,7 +61,7 @@ class BlockFunction:
         """
         seed = self._seed_of(m)
         arguments, seed = ({"seed": seed}, None) if self._reversible is not None else ({}, seed)
-        with self._autocast(x[0]), unchanged(x, self.module), seeded(seed, x[0].device):
+        with self._autocast(x[0]), forbid_inplace(x, self.module), seeded(seed, x[0].device):
             y = self.module(*x, **arguments) if version is None else functional_call(self.module, version, x, arguments)
             return self._as_streams(y, x[0])
 

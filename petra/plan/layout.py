@@ -45,7 +45,7 @@ class Layout:
         for profile in self.profiles:
             if profile.reversible and not profile.exact:
                 raise ModelError(
-                    f"exact_streams: expected false with block {profile.name}, which is reversible and has no carry_on of its own"
+                    f"exact_streams: expected false with block {profile.name}, which does not override enable_exact_streams"
                 )
 
     @staticmethod

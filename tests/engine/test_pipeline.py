@@ -307,7 +307,7 @@ def test_a_first_block_that_writes_into_the_data_is_refused(method: str) -> None
             return x.mul_(2)
 
     model = Model("bad", (BlockSpec("scaling", Scaling), *mixed_net().blocks))
-    with pytest.raises(ModelError, match="Scaling changes its input in place"):
+    with pytest.raises(ModelError, match="Scaling modifies its input in place"):
         Pipeline(model, RandomStream().spec, method=method, k=6, optimizer=sgd).train(RandomStream(), 1)
 
 

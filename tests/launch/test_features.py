@@ -159,16 +159,16 @@ def test_exports_load_strictly_and_back_into_a_pipeline(suffix: str, tmp_path: P
     other = trained("petra", 1)
     load_into(other, load(path), "x")
     assert all(torch.equal(value, other.state_dict()[key]) for key, value in pipeline.state_dict().items())
-    with pytest.raises(DataError, match=r"x: found nose\.weight, but mixed has no such block"):
+    with pytest.raises(DataError, match=r"x: contains nose\.weight, but mixed has no such block"):
         load_into(other, {"nose.weight": torch.zeros(1)}, "x")
     with pytest.raises(DataError, match=r"x: block stem does not fit \(.*Missing key"):
         load_into(other, {}, "x")
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(DataError, match="can't be read as exported weights"):
+    with pytest.raises(DataError, match="cannot be read as exported weights"):
         load(path)
-    with pytest.raises(ConfigError, match=r"weights: found a file that ends in \.bin, accepted are \.pt, \.safetensors"):
+    with pytest.raises(ConfigError, match=r"weights: expected a file name that ends in \.pt or \.safetensors, got \.bin"):
         load(tmp_path / "model.bin")
-    with pytest.raises(DataError, match="can't be written"):
+    with pytest.raises(DataError, match="cannot be written"):
         export(pipeline, tmp_path / "nowhere" / path.name)
 
 

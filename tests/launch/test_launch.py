@@ -163,7 +163,7 @@ def test_precision_and_stages() -> None:
         ("remedy.prediction=soon", "remedy.prediction: expected one of none, velocity, difference, got soon"),
         ("trainer.wire=fp8", "trainer.wire: expected one of float32, bf16, got fp8"),
         ("method.fill=true", "method.fill: found true with method.flush=false"),
-        ("schedule.milestones=[3,2]", "schedule.milestones: found"),
+        ("schedule.milestones=[3,2]", "schedule.milestones: expected increasing epochs >= 1, got"),
         ("optim.momentum=0", "optim.nesterov: found True, accepted are false where optim.momentum=0"),
         ("trainer.epochs=0", "trainer.epochs: expected an integer >= 1, got 0"),
         ("trainer.stages=11", "stages: expected 1 to 10, .*, got 11"),

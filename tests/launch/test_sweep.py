@@ -89,7 +89,7 @@ def test_a_sweep_goes_on_where_it_stopped(trained: list[str], tmp_path: Path, ca
     (tmp_path / "seed=2" / "summary.json").unlink()
     assert swept(*here, "seed=1,2") == 0
     assert trained == ["seed=1", "seed=13", "seed=2", "seed=2"]
-    assert "goes on from" in capsys.readouterr().out
+    assert "resuming from" in capsys.readouterr().out
 
     assert swept(*here, "seed=1,2", "schedule.gamma=0.5") == 2
     assert "found a finished run with another schedule.gamma in" in capsys.readouterr().err
@@ -109,7 +109,7 @@ def test_an_unfinished_run_is_resumed(trained: list[str], tmp_path: Path, capsys
     with pytest.raises(SystemExit) as ended:
         sweep.main(["--out", str(tmp_path), "--processes", "2", "seed=2", "trainer.device=cpu", *TINY, "trainer.epochs=2"])
     assert ended.value.code == 0
-    assert f"goes on from {folder}/checkpoints/000000002, after microbatch 2" in capsys.readouterr().out
+    assert f"resuming from {folder}/checkpoints/000000002, after microbatch 2" in capsys.readouterr().out
     rows = (folder / "metrics.jsonl").read_text()
     assert rows.startswith(first)
     assert len(rows.splitlines()) == 2

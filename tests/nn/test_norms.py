@@ -139,7 +139,7 @@ def test_a_stage_holds_less_and_as_much_as_predicted() -> None:
 
 def test_a_block_may_not_normalise_its_input_in_place() -> None:
     block = Coupling(InPlaceABN(4))
-    with pytest.raises(ModelError, match="InPlaceABN changes its input in place"):
+    with pytest.raises(ModelError, match="InPlaceABN modifies its input in place"):
         block(torch.randn(3, 4, 5, 5), torch.randn(3, 4, 5, 5))
     x1, x2 = torch.randn(3, 4, 5, 5), torch.randn(3, 4, 5, 5)
     y1, y2 = Coupling(InPlaceABN(4, overwrite=False))(x1, x2)
