@@ -14,7 +14,7 @@ from petra.data.files import folder_of, read
 from petra.errors import DataError, invalid, require
 from petra.specs import IGNORED
 
-HELP = "set data.root=<a file of text>"
+HELP = "set data.root to a text file"
 
 
 def text(root: str | Path | None = None, size: int = 256, validation: float = 0.1) -> Dataset:

@@ -21,7 +21,7 @@ from petra.data import load_dataset
 from petra.data.cifar import CIFAR10
 from petra.data.imagenet import decoded
 from petra.errors import DataError
-from tests.support.fakes import imagenet32_batch, jpeg, photograph, pickled, write_cifar, write_cifar_file, write_imagenet32
+from tests.support.fakes import imagenet32_batch, jpeg, pickled, smooth_image, write_cifar, write_cifar_file, write_imagenet32
 
 T = TypeVar("T")
 
@@ -64,11 +64,11 @@ def imagenet32_npz(tmp_path_factory, monkeymodule):
 BATCH = pickled({b"data": np.arange(2 * 3072).astype(np.uint8).reshape(2, 3072), b"labels": [3, 9], b"batch_label": b"a name"})
 NPZ = io.BytesIO()
 np.savez_compressed(NPZ, **imagenet32_batch(10))
-JPEGS = [jpeg(photograph(40, 30, mode)) for mode in ("RGB", "L", "CMYK")]
+JPEGS = [jpeg(smooth_image(40, 30, mode)) for mode in ("RGB", "L", "CMYK")]
 PNG = io.BytesIO()
-photograph(40, 30).save(PNG, "PNG")
+smooth_image(40, 30).save(PNG, "PNG")
 PROGRESSIVE = io.BytesIO()
-photograph(40, 30).save(PROGRESSIVE, "JPEG", progressive=True)
+smooth_image(40, 30).save(PROGRESSIVE, "JPEG", progressive=True)
 IMAGES = [*JPEGS, PNG.getvalue(), PROGRESSIVE.getvalue()]
 
 

@@ -152,7 +152,7 @@ def test_evaluation_predicts_each_byte_of_the_last_part_once(letters, batch_size
 
 
 def test_text_that_is_missing_or_too_short(tmp_path):
-    with pytest.raises(DataError, match=r"none\.txt: can't be read \(No such file or directory\); set data\.root=<a file of text>"):
+    with pytest.raises(DataError, match=r"none\.txt: can't be read \(No such file or directory\); set data\.root to a text file"):
         load_dataset("text", root=tmp_path / "none.txt")
     (tmp_path / "short.txt").write_text("too short")
     with pytest.raises(DataError, match=r"short\.txt: expected at least 9 bytes for training and 2 for testing, got 8 and 1"):

@@ -12,13 +12,13 @@ from PIL import Image
 from petra.data import EvalSource, TrainSource, imagenet, load_dataset
 from petra.data.imagenet import decoded, random_box
 from petra.errors import DataError
-from tests.support.fakes import jpeg, photograph, write_photographs
+from tests.support.fakes import jpeg, smooth_image, write_image_folders
 
 MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
 
 
 def test_folders_are_classes_in_the_order_of_their_names(tmp_path):
-    write_photographs(tmp_path)
+    write_image_folders(tmp_path)
     (tmp_path / "train" / "n01" / "notes.txt").write_text("no image")
     (tmp_path / "train" / "labels.csv").write_text("no class")
     data = load_dataset("imagenet", root=tmp_path, size=16)
@@ -34,7 +34,7 @@ def test_folders_are_classes_in_the_order_of_their_names(tmp_path):
 def test_evaluation_takes_the_centre_of_the_resized_image(tmp_path):
     """Compare with resizing and cropping in Pillow step by step: the shorter side of 45x90 becomes 32, of which 28 are kept."""
     path = tmp_path / "tall.JPEG"
-    path.write_bytes(jpeg(photograph(45, 90)))
+    path.write_bytes(jpeg(smooth_image(45, 90)))
     found = decoded(path, 28, None)
     with Image.open(path) as image:
         expected = image.resize((32, 64), Image.Resampling.BILINEAR).crop((2, 18, 30, 46))
@@ -44,7 +44,7 @@ def test_evaluation_takes_the_centre_of_the_resized_image(tmp_path):
 @pytest.mark.parametrize(("width", "height"), [(1, 1), (1, 50), (50, 1), (300, 7), (33, 32)])
 def test_images_of_any_size_are_read(width, height, tmp_path):
     path = tmp_path / "odd.JPEG"
-    path.write_bytes(jpeg(photograph(width, height)))
+    path.write_bytes(jpeg(smooth_image(width, height)))
     for rng in (None, random.Random(0)):
         assert decoded(path, 16, rng).shape == (16, 16, 3)
 
@@ -52,11 +52,11 @@ def test_images_of_any_size_are_read(width, height, tmp_path):
 @pytest.mark.parametrize("mode", ["L", "CMYK", "RGB"])
 def test_colour_models_become_rgb(mode, tmp_path):
     path = tmp_path / f"{mode}.JPEG"
-    path.write_bytes(jpeg(photograph(32, 32, mode)))
+    path.write_bytes(jpeg(smooth_image(32, 32, mode)))
     with Image.open(path) as image:
         assert image.mode == mode
     found = decoded(path, 28, None).astype(float)
-    expected = np.asarray(photograph(32, 32, mode).convert("RGB").crop((2, 2, 30, 30)), float)
+    expected = np.asarray(smooth_image(32, 32, mode).convert("RGB").crop((2, 2, 30, 30)), float)
     assert np.abs(found - expected).mean() < 3
     if mode == "L":
         assert np.ptp(found, axis=2).max() == 0
@@ -64,15 +64,15 @@ def test_colour_models_become_rgb(mode, tmp_path):
 
 def test_png_file_with_the_name_of_a_jpeg(tmp_path):
     path = tmp_path / "really_png.JPEG"
-    photograph(32, 32).save(path, "PNG")
-    assert np.array_equal(decoded(path, 28, None), np.asarray(photograph(32, 32).crop((2, 2, 30, 30))))
+    smooth_image(32, 32).save(path, "PNG")
+    assert np.array_equal(decoded(path, 28, None), np.asarray(smooth_image(32, 32).crop((2, 2, 30, 30))))
 
 
 @pytest.mark.parametrize("content", ["truncated", "empty", "no image", "gif"])
 def test_error_names_a_file_that_is_no_image(content, tmp_path):
     path = tmp_path / "n00" / "broken.JPEG"
     path.parent.mkdir()
-    whole = jpeg(photograph(60, 60))
+    whole = jpeg(smooth_image(60, 60))
     path.write_bytes({"truncated": whole[: len(whole) // 2], "empty": b"", "no image": b"some text", "gif": b"GIF89a"}[content])
     with pytest.raises(DataError, match=r"n00/broken\.JPEG: can't be read as a JPEG or PNG image \(.+\); replace or remove"):
         decoded(path, 16, None)
@@ -104,7 +104,7 @@ def test_crop_of_an_image_too_narrow_for_random_crops(size, box):
 
 
 def test_training_images_depend_on_seed_and_index_and_half_are_flipped(tmp_path):
-    write_photographs(tmp_path)
+    write_image_folders(tmp_path)
     data = load_dataset("imagenet", root=tmp_path, size=12)
     one, other = (TrainSource(data, 4, seed=3) for _ in range(2))
     expected = [one.inputs(m) for m in range(6)]
@@ -121,7 +121,7 @@ def test_training_images_depend_on_seed_and_index_and_half_are_flipped(tmp_path)
 
 
 def test_a_share_decodes_only_its_own_files(tmp_path, monkeypatch):
-    write_photographs(tmp_path)
+    write_image_folders(tmp_path)
     data = load_dataset("imagenet", root=tmp_path, size=12)
     whole = TrainSource(data, 4, seed=3).inputs(2)
     decoder, opened = imagenet.decoded, []
@@ -131,7 +131,7 @@ def test_a_share_decodes_only_its_own_files(tmp_path, monkeypatch):
 
 
 def test_evaluation_pads_and_normalises(tmp_path):
-    write_photographs(tmp_path)
+    write_image_folders(tmp_path)
     data = load_dataset("imagenet", root=tmp_path, size=12)
     source = EvalSource(data, 4)
     assert source.batches == 2
@@ -150,7 +150,7 @@ def test_invalid_folders(tmp_path):
         DataError, match=r"train: can't be read \(No such file or directory\); data\.root is a folder with train/<class>"
     ):
         load_dataset("imagenet", root=tmp_path)
-    write_photographs(tmp_path)
+    write_image_folders(tmp_path)
     for file in (tmp_path / "val" / "n02").iterdir():
         file.rename(tmp_path / "val" / file.name)
     with pytest.raises(DataError, match=r"val/n02: expected files that end in \.jpeg, \.jpg or \.png, got none"):

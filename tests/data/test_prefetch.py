@@ -16,7 +16,7 @@ import torch
 from petra.data import EvalSource, TrainSource, load_dataset
 from petra.data.prefetch import PREFETCH_FACTOR, Prefetcher
 from petra.errors import DataError
-from tests.support.fakes import write_photographs
+from tests.support.fakes import write_image_folders
 
 
 def doubled(m: int) -> torch.Tensor:
@@ -53,7 +53,7 @@ def test_workers_exit_after_the_last_number() -> None:
 
 
 def test_microbatches_are_the_same_with_workers(tmp_path: Path) -> None:
-    write_photographs(tmp_path)
+    write_image_folders(tmp_path)
     data = load_dataset("imagenet", root=tmp_path, size=12)
     for plain, prefetched in (
         (TrainSource(data, 5, seed=2), TrainSource(data, 5, seed=2, workers=2)),
@@ -65,7 +65,7 @@ def test_microbatches_are_the_same_with_workers(tmp_path: Path) -> None:
 
 
 def test_damaged_file_is_reported_as_without_workers(tmp_path: Path) -> None:
-    write_photographs(tmp_path)
+    write_image_folders(tmp_path)
     (tmp_path / "val" / "n01" / "0.JPEG").write_bytes(b"no image")
     source = EvalSource(load_dataset("imagenet", root=tmp_path, size=12), 2, workers=1)
     assert source.inputs(0).shape == (2, 3, 12, 12)
