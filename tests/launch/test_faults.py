@@ -152,7 +152,7 @@ def test_a_signal_to_every_process_of_a_job_lets_it_save(number: signal.Signals,
             assert process.pid is not None
             os.killpg(process.pid, number)
         assert run.wait(END) == [75, 75], run.told()
-    assert re.fullmatch(r"stopped as asked after microbatch \d+, checkpoint written, .*\n", run.told())
+    assert re.fullmatch(r"stopped on request after microbatch \d+, checkpoint written, .*\n", run.told())
 
 
 def on_its_own_disk(rank: int) -> None:

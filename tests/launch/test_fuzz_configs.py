@@ -40,9 +40,9 @@ def test_a_random_configuration_runs_or_is_refused_in_one_line(line: list[str], 
     [
         ("schedule.milestones=[[1]]", "schedule.milestones: found [[1]], accepted are null or lists of integers"),
         ("trainer.timeout=inf", "trainer.timeout: found inf, accepted are numbers > 0, at most 10000000"),
-        ("k=1000000000", "k: found 1000000000, accepted are integers from 1 to 10000"),
-        ("method.delay=1000000000", "method.delay: found 2000000000 in all, accepted are at most 10000"),
-        ("model.depth=1000000000", "model.depth: found 1000000000, accepted are whole numbers from 1 to 10000"),
+        ("k=1000000000", "k: expected an integer from 1 to 10000, got 1000000000"),
+        ("method.delay=1000000000", "method.delay: expected at most 10000 in total, got 2000000000"),
+        ("model.depth=1000000000", "model.depth: expected an integer from 1 to 10000, got 1000000000"),
         ("data.workers=1000000000", "data.workers: found 1000000000, accepted are integers >= 0, at most 1000"),
         (
             "data.classes=9223372036854775808",

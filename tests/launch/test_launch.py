@@ -122,7 +122,7 @@ def test_settings_that_exclude_each_other_are_refused() -> None:
         planned("method=delayed", "remedy=pipemare")
     with pytest.raises(ConfigError, match=r"remedy\.compensation: expected sgd with momentum > 0"):
         planned("optim=adam", "remedy=compensation")
-    with pytest.raises(ConfigError, match=r"method\.keep: found graph with method\.weights=current under autocast"):
+    with pytest.raises(ConfigError, match=r"method\.keep: expected .* under autocast, got graph with method\.weights=current"):
         planned("method=dsp", "method.keep=graph", "trainer.precision=bf16")
     planned("method=1f1b", "trainer.precision=bf16")
 
@@ -140,7 +140,7 @@ def test_precision_and_stages() -> None:
         ("seed=-1", "seed: expected an integer >= 0, got -1"),
         (
             "data.name=mnist",
-            "data.name: found 'mnist', accepted are digits, cifar10, cifar100, imagenet32, imagenet, synthetic, text",
+            "data.name: expected digits, cifar10, cifar100, imagenet32, imagenet, synthetic or text, got mnist",
         ),
         ("data.batch_size=0", "data.batch_size: found 0"),
         ("data.size=0", "data.size: found 0, accepted are integers >= 1"),
@@ -149,20 +149,20 @@ def test_precision_and_stages() -> None:
         ("data.validation=0.1", "data.validation: found 0.1, accepted are null for digits"),
         ("data.images=100", "data.images: found 100, accepted are null for digits"),
         ("model.name=revnet99", "model.name: expected one of resnet18, resnet34, .*, got revnet99"),
-        ("model.width=0.3", "model.width: found 0.3"),
-        ("model.stem=big", "model.stem: found 'big'"),
+        ("model.width=0.3", "model.width: expected a positive multiple of 1/64, got 0.3"),
+        ("model.stem=big", "model.stem: expected cifar or imagenet, got big"),
         ("model.patch=4", "model.patch: revnet18 has no such setting, accepted are width, stem"),
         ("model.downsampling=projection", "model.downsampling: revnet18 has no such setting, accepted are width, stem"),
-        ("method.delay=-1", "method.delay: found -1"),
+        ("method.delay=-1", "method.delay: expected integers >= 0, one or one per boundary, got -1"),
         ("method.delay=abc", "method.delay: expected an integer >= 0, a list with one per boundary, or auto, got abc"),
-        ("method.delay=[1,2]", "method.delay: found 2 delays, accepted are one, or 9 for 10 stages"),
+        ("method.delay=[1,2]", "method.delay: expected one delay, or 9 for 10 stages, got 2 delays"),
         ("method.keep=all", "method.keep: expected one of graph, input, nothing, a list with one per block, or auto, got all"),
         ("method.weights=old", "method.weights: expected one of current, stashed, double, got old"),
-        ("method=pipedream_2bw", "k: found 4, accepted are integers >= 9"),
+        ("method=pipedream_2bw", "k: expected an integer >= 9 with method.weights=double .*, got 4"),
         ("remedy.correction=1", "remedy.correction: expected a number >= 0 and < 1, got 1.0"),
         ("remedy.prediction=soon", "remedy.prediction: expected one of none, velocity, difference, got soon"),
         ("trainer.wire=fp8", "trainer.wire: expected one of float32, bf16, got fp8"),
-        ("method.fill=true", "method.fill: found true with method.flush=false"),
+        ("method.fill=true", "method.fill: expected false with method.flush=false, got true"),
         ("schedule.milestones=[3,2]", "schedule.milestones: expected increasing epochs >= 1, got"),
         ("optim.momentum=0", "optim.nesterov: found True, accepted are false where optim.momentum=0"),
         ("trainer.epochs=0", "trainer.epochs: expected an integer >= 1, got 0"),
@@ -230,7 +230,7 @@ def test_data_that_does_not_fit() -> None:
         planned("data.classes=7").data()
     with pytest.raises(PetraError, match=r"data\.size: found 64, accepted is 32 for digits"):
         planned("data.size=64").data()
-    with pytest.raises(PetraError, match=r"data\.root: not given"):
+    with pytest.raises(PetraError, match=r"data\.root: expected a path to the files of"):
         planned("data=cifar10").data()
 
 
@@ -323,7 +323,7 @@ def test_data_that_one_process_can_not_read_is_an_error_of_all(tmp_path: Path) -
     results = run_processes(2, _loaded, tmp_path / "processes", [str(tmp_path / "none.txt")] * 2)
     assert [opened for opened, _ in results] == [True, False]
     assert {text for _, text in results} == {
-        f"{tmp_path}/none.txt: can't be read (No such file or directory); set data.root=<a file of text>"
+        f"{tmp_path}/none.txt: can't be read (No such file or directory); set data.root to a text file"
     }
 
 

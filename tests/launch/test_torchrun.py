@@ -60,7 +60,7 @@ def test_the_agent_hands_signals_on_and_ends_with_the_status_of_the_run(tmp_path
         agent.send_signal(signal.SIGUSR1)
         _, told = agent.communicate(timeout=END)
         assert agent.returncode == 75, told
-        assert len(re.findall(r"^stopped as asked after microbatch \d+, checkpoint written", told, re.MULTILINE)) == 1
+        assert len(re.findall(r"^stopped on request after microbatch \d+, checkpoint written", told, re.MULTILINE)) == 1
     with started(tmp_path, LOCAL) as agent:
         workers = children(agent.pid)
         for _ in range(2):
@@ -79,7 +79,7 @@ def test_torchrun_itself_ends_when_its_processes_have_saved(tmp_path: Path) -> N
         agent.send_signal(signal.SIGTERM)
         _, told = agent.communicate(timeout=END)
         assert agent.returncode != 0
-        assert len(re.findall(r"^stopped as asked after microbatch \d+, checkpoint written", told, re.MULTILINE)) == 1, told
+        assert len(re.findall(r"^stopped on request after microbatch \d+, checkpoint written", told, re.MULTILINE)) == 1, told
         assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 

@@ -240,7 +240,7 @@ def test_metrics_and_epochs_resume_from_any_checkpoint(tmp_path: Path) -> None:
 def test_a_run_asked_to_stop_stops_at_the_next_checkpoint(tmp_path: Path) -> None:
     asked = [False, True]
     stopped = trainer(tmp_path, stop=lambda: asked.pop(0))
-    with pytest.raises(Interrupted, match="stopped as asked after microbatch 8, checkpoint written"):
+    with pytest.raises(Interrupted, match="stopped on request after microbatch 8, checkpoint written"):
         stopped.fit(2)
     assert newest(tmp_path / "c") == tmp_path / "c" / "000000008"
 
@@ -284,7 +284,7 @@ def test_a_signal_stops_a_run_that_can_resume(tmp_path: Path, capsys: pytest.Cap
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == STOPPED, err
-    assert err.startswith("stopped as asked after microbatch ")
+    assert err.startswith("stopped on request after microbatch ")
     evaluate([f"run={run}"])
     assert json.loads(capsys.readouterr().out)["weights"].startswith(str(run / "checkpoints"))
     for folder in (run, whole):
