@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from launch.config.compose import compose
+from launch.config.compose import compose_command_line
 from launch.config.schema import Config, to_config
 from launch.run.autotune import tuned
 from launch.run.build import plan
@@ -16,10 +16,11 @@ from launch.run.diagnostics import watching
 from launch.run.dry_run import stage_map
 from launch.run.folder import Records, headline, summarise
 from launch.run.resume import FOLDER, as_before, begin, facts, find_start, require_shared
-from launch.runtime.network import apply
-from launch.runtime.rank import Place
-from launch.runtime.signals import Stopping
-from petra.distributed import gathered, together
+from launch.runtime.network import set_variables
+from launch.runtime.rank import Process
+from launch.runtime.reporting import only_first_prints, report_errors
+from launch.runtime.signals import StopRequest
+from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.pipeline import Pipeline
 from petra.process_memory import keep_freed_memory
 from petra.training import FORMATS, Bar, Checkpoints, Lines, Trainer, export, limited, peak_memory
@@ -27,16 +28,16 @@ from petra.training import FORMATS, Bar, Checkpoints, Lines, Trainer, export, li
 
 def main() -> None:
     """Entry point: the command line is Hydra's."""
-    place = Place.from_environment()
+    place = Process.from_environment()
     torch.set_num_interop_threads(1)
-    with place.reporting():
-        with place.composing():
-            configs = compose()
+    with report_errors(place):
+        with only_first_prints(place):
+            configs = compose_command_line()
         for config in configs:
             run(to_config(config), place)
 
 
-def run(config: Config, place: Place) -> None:
+def run(config: Config, place: Process) -> None:
     """Trains one configuration in this process and all others of its group, and leaves the records in the run's folder.
 
     Raises:
@@ -50,10 +51,10 @@ def run(config: Config, place: Place) -> None:
     torch.set_num_threads(config.trainer.threads)
     if checked.device.type == "cpu":
         keep_freed_memory()
-    notes = apply(config.cluster)
-    with place.joined(checked.device, config.trainer.timeout):
+    notes = set_variables(config.cluster)
+    with place.process_group(checked.device, config.trainer.timeout):
         started = time.perf_counter()
-        stopping = Stopping()
+        stopping = StopRequest()
         start = find_start(config, place)
         checked = tuned(as_before(checked, start, place), place)
         train, test = checked.data()
@@ -66,7 +67,7 @@ def run(config: Config, place: Place) -> None:
         begin(pipeline, config, start)
         if start.trainer is not None:
             trainer.resume(start.trainer)
-        with together():
+        with raise_on_all_ranks():
             records = Records(config, [epoch.row() for epoch in trainer.history]) if place.first else None
         progress = None
         if records is not None:
@@ -77,17 +78,17 @@ def run(config: Config, place: Place) -> None:
             if start.path is not None:
                 print(f"goes on from {start.path}, after microbatch {pipeline.clock}", flush=True)
             trainer.loggers, trainer.progress = records.loggers, progress
-        folder = gathered(None if records is None else records.folder)[0]
+        folder = all_gather_objects(None if records is None else records.folder)[0]
         if config.checkpoint.keep:
             require_shared(folder, config, place)
             checkpoint, timeout = config.checkpoint, config.trainer.timeout
             trainer.checkpoints = Checkpoints(folder / FOLDER, checkpoint.keep, background=checkpoint.background, timeout=timeout)
             trainer.facts = facts(checked, pipeline)
-        with watching(config.trainer, pipeline, None if records is None else records.folder), stopping.listening():
+        with watching(config.trainer, pipeline, None if records is None else records.folder), stopping.handle_signals():
             history = trainer.fit(config.trainer.epochs)
         if config.trainer.export != "none":
             write_weights(pipeline, folder, config)
-        memory = gathered(peak_memory(checked.device))
+        memory = all_gather_objects(peak_memory(checked.device))
         if records is not None:
             records.finish(summarise(checked, pipeline, history, memory, time.perf_counter() - started), history)
 

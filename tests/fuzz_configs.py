@@ -32,19 +32,19 @@ import yaml
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from launch.config.compose import composed
+from launch.config.compose import compose_overrides
 from launch.config.errors import CONF, schema_keys
 from launch.config.schema import Config
 from launch.run.autotune import tuned
 from launch.run.build import plan
 from launch.run.dry_run import stage_map
 from launch.run.resume import as_before, begin, find_start
-from launch.runtime.rank import Place
+from launch.runtime.rank import Process
 from launch.train import run
 from petra.errors import PetraError
 from petra.training import limited
 
-ALONE = Place(rank=0, world=1, local_rank=0, local_world=1)
+ALONE = Process(rank=0, world=1, local_rank=0, local_world=1)
 PROCESSOR_SECONDS, WALL_SECONDS = 60, 900
 """Limits of one configuration; on a busy machine the first is the one that tells a hang."""
 SMALL = ("revnet18", "revvit", "revvit", "revvit", "revgpt", "revgpt", "resnet18", "revnet38")
@@ -138,7 +138,7 @@ def attempt(line: list[Override], folder: Path) -> str:
         Exception: anything but :class:`petra.errors.PetraError`.
     """
     try:
-        config = composed([word.replace("TEXT", str(folder / "text")) for word in line if word != "whole"])
+        config = compose_overrides([word.replace("TEXT", str(folder / "text")) for word in line if word != "whole"])
         if "whole" in line:
             config.run_dir = config.run_dir or str(folder / f"run{next(_RUNS)}")
             config.trainer.limit_batches = config.trainer.limit_batches and min(config.trainer.limit_batches, 2)

@@ -10,17 +10,17 @@ import torch.distributed as dist
 
 from launch.run import recipe
 from launch.run.build import Plan
-from launch.runtime.rank import Place
+from launch.runtime.rank import Process
 from petra.cost_model.autotune import Tuned, tune
 from petra.cost_model.costs import measure_link, profile_blocks
-from petra.distributed import together
+from petra.distributed import raise_on_all_ranks
 from petra.errors import ConfigError
 from petra.method import Keep
 from petra.plan.layout import Layout
 from petra.settings import TransportName
 
 
-def tuned(plan: Plan, place: Place) -> Plan:
+def tuned(plan: Plan, place: Process) -> Plan:
     """The plan with what is ``auto`` chosen; every process makes the call, after it has joined the others.
 
     The first process measures each block's F, B and update on its device, and the link to the second.
@@ -35,7 +35,7 @@ def tuned(plan: Plan, place: Place) -> Plan:
     if plan.wire is not None:  # of float32 streams
         link = replace(link, bandwidth=link.bandwidth * torch.float32.itemsize / plan.wire.itemsize)
     chosen: list[Tuned | None] = [None]
-    with together():
+    with raise_on_all_ranks():
         if place.first:
             blocks = profile_blocks(
                 plan.model,

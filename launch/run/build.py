@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from inspect import signature
@@ -11,11 +10,10 @@ from typing import Any, cast
 import torch
 
 from launch.config.options import options
-from launch.config.schema import Config
+from launch.config.schema import AUTO, PRECISIONS, WIRES, Config
 from launch.run import recipe
-from launch.run.data import checked_form, streams
-from launch.runtime.network import variables
-from launch.runtime.rank import Place
+from launch.run.data import checked_form, data_sources
+from launch.runtime.rank import Process
 from petra.data import EvalStream, TrainStream
 from petra.errors import ConfigError
 from petra.method import Keep, Method, Weights
@@ -26,17 +24,11 @@ from petra.plan.layout import Layout, line_length
 from petra.settings import Numerics, Runtime, TransportName
 from petra.specs import TensorSpec
 from petra.staleness.remedies import Prediction, Remedy
-from petra.training import FORMATS, OPTIMIZERS, SCHEDULES, Schedule, TensorBoardLogger, WandbLogger
+from petra.training import FORMATS, Schedule, TensorBoardLogger, WandbLogger
 from petra.training.export import require
 
-LONGEST = 10**7
-"""Seconds of a timeout; torch refuses much longer ones."""
-MOST_THREADS = 1000
 SMALL = 64
 """Pixels up to which ``model.stem=auto`` keeps an image's resolution."""
-AUTO = "auto"
-LOGGERS = ("jsonl", "wandb", "tensorboard")
-WIRES = {"float32": None, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -67,7 +59,7 @@ class Plan:
         Raises:
             PetraError: the data set can't be used, in every process.
         """
-        return streams(self.config.data, self.config.seed, self.layout)
+        return data_sources(self.config.data, self.config.seed, self.layout)
 
     def learning_rate(self, microbatches_per_epoch: int) -> Schedule:
         """The rate of every stage, for updates of batch_size · k samples."""
@@ -79,7 +71,7 @@ class Plan:
         return Remedy(
             discount=round(remedy.discount * microbatches_per_epoch),
             correction=remedy.correction,
-            prediction=Prediction(_choice("remedy.prediction", remedy.prediction, tuple(Prediction))),
+            prediction=Prediction(remedy.prediction),
             horizon=remedy.horizon,
             compensation=remedy.compensation,
             shrink=remedy.shrink,
@@ -108,55 +100,29 @@ class Plan:
         )
 
 
-def plan(config: Config, place: Place) -> Plan:
+def plan(config: Config, place: Process) -> Plan:
     """Checks a configuration for the processes at hand.
 
     Raises:
         ConfigError, ModelError: the text names the key, what was found and what is accepted.
     """
     trainer = config.trainer
-    for key, found in {"k": config.k, "trainer.epochs": trainer.epochs}.items():
-        _require(found >= 1, key, found, "integers >= 1")
-    for key, found in {"trainer.threads": trainer.threads, "trainer.concurrency": trainer.concurrency}.items():
-        _require(1 <= found <= MOST_THREADS, key, found, f"integers from 1 to {MOST_THREADS}")
-    _require(0 <= config.remedy.discount < math.inf, "remedy.discount", config.remedy.discount, "numbers >= 0")
-    _require(config.seed >= 0, "seed", config.seed, "integers >= 0")
-    limit = trainer.limit_batches
-    _require(limit is None or limit >= 1, "trainer.limit_batches", limit, "null or integers >= 1")
-    _require(0 < trainer.timeout <= LONGEST, "trainer.timeout", trainer.timeout, f"numbers > 0, at most {LONGEST}")
-    _require(trainer.drift is None or trainer.drift > 0, "trainer.drift", trainer.drift, "null or numbers > 0")
     line = line_length(place.world, config.dp)
-    _choice("model.name", config.model.name, MODELS)
-    _choice("optim.name", config.optim.name, OPTIMIZERS)
-    _choice("optim.scaling", config.optim.scaling, recipe.SCALINGS)
-    _choice("optim.clip_scope", config.optim.clip_scope, recipe.SCOPES)
-    _choice("schedule.name", config.schedule.name, SCHEDULES)
     recipe.optimizer(config), recipe.rules(config), recipe.losses(config)
     _choice("trainer.transport", trainer.transport, ("auto", "local") if line == 1 else ("auto", "lockstep", "edge"))
-    _choice("trainer.precision", trainer.precision, recipe.PRECISIONS)
-    _choice("trainer.wire", trainer.wire, WIRES)
-    every, keep = config.checkpoint.every, config.checkpoint.keep
-    _require(every is None or every >= 1, "checkpoint.every", every, "null or integers >= 1")
-    _require(keep >= 0, "checkpoint.keep", keep, "integers >= 0")
     place_known = config.resume != AUTO or config.run_dir is not None
     _require(place_known, "resume", AUTO, "auto with run_dir=<the run's folder>")
     once = config.init_from is None or config.resume in (None, AUTO)
     _require(once, "init_from", config.init_from, "null with resume=<folder>, which brings its own weights")
-    variables(config.cluster)
-    _choice("logger.name", config.logger.name, LOGGERS)
-    _choice("logger.mode", config.logger.mode, ("offline", "online"))
     if config.logger.name == "wandb":
         WandbLogger.require()
     if config.logger.name == "tensorboard":
         TensorBoardLogger.require()
-    _choice("trainer.export", trainer.export, ("none", *FORMATS))
     if trainer.export != "none":
         require(FORMATS[trainer.export])
-    if trainer.compile is not None:
-        _choice("trainer.compile", trainer.compile, ("eager", "aot_eager", "inductor"))
     inputs = checked_form(config.data)
     model = _model(config)
-    stages = line if trainer.stages == AUTO else _stages(trainer.stages)
+    stages = line if trainer.stages == AUTO else trainer.stages
     settings = {"stages": trainer.stages, "delay": config.method.delay, "keep": config.method.keep}
     result = Plan(
         config=config,
@@ -166,7 +132,7 @@ def plan(config: Config, place: Place) -> Plan:
         layout=Layout.plan(model, inputs, stages, place.world, config.dp),
         stages=stages,
         device=place.device(trainer.device),
-        autocast=recipe.PRECISIONS[trainer.precision],
+        autocast=PRECISIONS[trainer.precision],
         wire=WIRES[trainer.wire],
         auto=frozenset(name for name, found in settings.items() if found == AUTO),
     )
@@ -183,8 +149,6 @@ def plan(config: Config, place: Place) -> Plan:
     fits = memory is None or (memory > 0 and bool(tuned))
     _require(fits, "trainer.memory_limit", memory, "null, or numbers > 0 with stages or keep auto")
     _require(not (config.method.fill and "delay" in result.auto), "method.delay", AUTO, "integers >= 0 with method.fill=true")
-    for key, count in (("trainer.trace", trainer.trace), ("trainer.diagnose", trainer.diagnose)):
-        _require(count is None or count >= 1, key, count, "null, or integers >= 1")
     alone = trainer.concurrency == 1 or (place.world == 1 and result.device.type == "cpu")
     _require(alone, "trainer.concurrency", trainer.concurrency, "1 but for one process on the CPU")
     alone = trainer.diagnose is None or place.world == 1
@@ -207,9 +171,9 @@ def _method(config: Config) -> Method:
     method = config.method
     return Method(
         method.name,
-        delay=tuple(method.delay) if _is_integers(method.delay) else _delay(method.delay),
+        delay=_delay(method.delay),
         keep=_keep(method.keep),
-        weights=Weights(_choice("method.weights", method.weights, tuple(Weights))),
+        weights=Weights(method.weights),
         flush=method.flush,
         fill=method.fill,
     )
@@ -218,30 +182,13 @@ def _method(config: Config) -> Method:
 def _keep(found: Any) -> Keep | tuple[Keep, ...]:
     if found == AUTO:
         return Keep.NOTHING
-    if isinstance(found, list):
-        return tuple(Keep(_choice("method.keep", keep, tuple(Keep))) for keep in found)
-    return Keep(_choice("method.keep", found, (*Keep, AUTO)))
+    return tuple(map(Keep, found)) if isinstance(found, list) else Keep(found)
 
 
-def _delay(found: Any) -> int:
+def _delay(found: Any) -> int | tuple[int, ...]:
     if found == AUTO:
         return 2
-    _require(_is_integer(found), "method.delay", found, "integers >= 0, one or one per boundary, or auto")
-    return int(found)
-
-
-def _stages(found: Any) -> int | list[int] | None:
-    accepted = "null, an integer, auto, or a list with the number of blocks in each stage"
-    _require(found is None or _is_integer(found) or bool(found and _is_integers(found)), "trainer.stages", found, accepted)
-    return cast("int | list[int] | None", found)
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_integers(value: Any) -> bool:
-    return isinstance(value, list) and all(_is_integer(v) for v in value)
+    return tuple(found) if isinstance(found, list) else int(found)
 
 
 def _choice(key: str, found: str, accepted: Iterable[str]) -> str:

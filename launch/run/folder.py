@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from launch.config.schema import Config
-from launch.run.build import AUTO, Plan
+from launch.config.schema import AUTO, Config
+from launch.run.build import Plan
 from petra.analysis.plots import curves
 from petra.pipeline import Pipeline
 from petra.training import Epoch, JsonLines, Logger, TensorBoardLogger, WandbLogger, means, new_run_folder, write_json

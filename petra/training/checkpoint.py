@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from petra.distributed import together
+from petra.distributed import raise_on_all_ranks
 from petra.errors import ConfigError, DataError, first_line
 from petra.pipeline import Pipeline
 from petra.training.export import State
@@ -81,15 +81,15 @@ class Checkpoints:
 
     def _write(self, state: State, name: str, facts: Mapping[str, Any]) -> None:
         draft = self.folder / f"{name}{PART}"
-        with together(self._group), self._told(name):
+        with raise_on_all_ranks(self._group), self._told(name):
             if self._first:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for scrap in self.folder.glob(f"*{PART}"):
                     shutil.rmtree(scrap) if scrap.is_dir() else scrap.unlink()
                 draft.mkdir()
-        with together(self._group), self._told(name):
+        with raise_on_all_ranks(self._group), self._told(name):
             write(state, draft, self._group)
-        with together(self._group), self._told(name):
+        with raise_on_all_ranks(self._group), self._told(name):
             if self._first:
                 _write_synced(draft / FACTS, _json(facts))
                 sums = {path.name: _sum(path) for path in sorted(draft.iterdir())}

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from launch.run import resume
-from launch.runtime.rank import Place
+from launch.runtime.rank import Process
+from launch.runtime.reporting import report_errors
 from petra.engine.stage import Stage
 from petra.specs import Streams
 from tests.support.forked import Forked, used
@@ -124,7 +125,7 @@ def test_a_stage_that_fails_is_named_once(failure: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (MemoryError(), "no more can be had"),
+        (MemoryError(), "allocation failed"),
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB."),
             "CUDA out of memory. Tried to allocate 2.00 GiB",
@@ -134,7 +135,7 @@ def test_a_stage_that_fails_is_named_once(failure: str, tmp_path: Path) -> None:
 )
 def test_out_of_memory_is_one_line(error: Exception, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     error.add_note("in stage 6, microbatch 5, forward")
-    with pytest.raises(SystemExit) as ended, Place(0, 1, 0, 1).reporting():
+    with pytest.raises(SystemExit) as ended, report_errors(Process(0, 1, 0, 1)):
         raise error
     assert (ended.value.code, capsys.readouterr().err) == (2, f"error: out of memory in stage 6, microbatch 5, forward: {told}\n")
 

@@ -1,4 +1,4 @@
-"""Configurations that work, those that are refused, and whole runs in one process and under torchrun."""
+"""Valid and invalid configurations, and whole runs in one process and under torchrun."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from launch.compare import main as compare
-from launch.config.compose import compose as compose_arguments
+from launch.config.compose import compose_command_line
 from launch.config.errors import CONF
 from launch.config.schema import DataConfig, register, to_config
 from launch.run.build import Plan, plan
-from launch.run.data import streams
-from launch.runtime.rank import Place
+from launch.run.data import data_sources
+from launch.runtime.rank import Process
 from petra import ConfigError, DataError, Model, ModelError, PetraError, TensorSpec
 from petra.data import Dataset, EvalStream, TrainStream, load_dataset
-from petra.distributed import together
+from petra.distributed import raise_on_all_ranks
 from petra.models import MODELS, revnet18
 from petra.plan.layout import Layout
 from tests.support.processes import run_processes
 
 ROOT = Path(__file__).parents[2]
-ALONE = Place(rank=0, world=1, local_rank=0, local_world=1)
+ALONE = Process(rank=0, world=1, local_rank=0, local_world=1)
 TINY = ["data=synthetic", "data.images=64", "data.batch_size=8", "model.width=0.0625", "trainer.epochs=1", "trainer.device=cpu"]
 
 
@@ -42,7 +42,7 @@ def to_composed(*overrides: str) -> DictConfig:
         return compose("config", [*overrides])
 
 
-def planned(*overrides: str, place: Place = ALONE) -> Plan:
+def planned(*overrides: str, place: Process = ALONE) -> Plan:
     return plan(to_config(to_composed(*overrides)), place)
 
 
@@ -101,7 +101,7 @@ def test_options_of_a_model_reach_its_builder(monkeypatch: pytest.MonkeyPatch) -
     assert seen == {"classes": 10, "size": 32, "width": 0.5}
     planned("model.name=sized", "model.width=null", *unset, "data=synthetic", "data.classes=7", "data.size=48")
     assert seen == {"classes": 7, "size": 48, "width": 1.0}
-    with pytest.raises(ConfigError, match=r"model\.stem: sized has no such setting, accepted are width"):
+    with pytest.raises(ConfigError, match=r"model\.stem: expected null for sized, which has the options width, got cifar"):
         planned("model.name=sized", "model.norm=null", "model.stem=cifar")
     profiles = planned("model=revnet50", "model.downsampling=convolution").model.profile(TensorSpec((2, 3, 32, 32), torch.float32))
     assert sum(block.parameters for block in profiles) > 48_000_000
@@ -132,43 +132,43 @@ def test_precision_and_stages() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("k=0", "k: found 0, accepted are integers >= 1"),
-        ("seed=-1", "seed: found -1"),
+        ("k=0", "k: expected an integer >= 1, got 0"),
+        ("seed=-1", "seed: expected an integer >= 0, got -1"),
         (
             "data.name=mnist",
-            "data.name: found 'mnist', accepted are digits, cifar10, cifar100, imagenet32, imagenet, synthetic, text",
+            "data.name: expected digits, cifar10, cifar100, imagenet32, imagenet, synthetic or text, got mnist",
         ),
-        ("data.batch_size=0", "data.batch_size: found 0"),
-        ("data.size=0", "data.size: found 0, accepted are integers >= 1"),
-        ("data.workers=-1", "data.workers: found -1, accepted are integers >= 0"),
-        ("data.root=folder", "data.root: found folder, accepted are null for digits"),
-        ("data.validation=0.1", "data.validation: found 0.1, accepted are null for digits"),
-        ("data.images=100", "data.images: found 100, accepted are null for digits"),
-        ("model.name=revnet99", "model.name: found revnet99, accepted are resnet18, resnet34"),
+        ("data.batch_size=0", "data.batch_size: expected an integer from 1 to 1000000, got 0"),
+        ("data.size=0", "data.size: expected an integer from 1 to 1000000, got 0"),
+        ("data.workers=-1", "data.workers: expected an integer from 0 to 1000, got -1"),
+        ("data.root=folder", "data.root: expected null for digits, got folder"),
+        ("data.validation=0.1", "data.validation: expected null for digits, got 0.1"),
+        ("data.images=100", "data.images: expected null for digits, got 100"),
+        ("model.name=revnet99", "model.name: expected resnet18, resnet34, .*, got revnet99"),
         ("model.width=0.3", "model.width: found 0.3"),
         ("model.stem=big", "model.stem: found 'big'"),
-        ("model.patch=4", "model.patch: revnet18 has no such setting, accepted are width, stem"),
-        ("model.downsampling=projection", "model.downsampling: revnet18 has no such setting, accepted are width, stem"),
-        ("method.delay=-1", "method.delay: found -1"),
-        ("method.delay=abc", "method.delay: found abc, accepted are integers >= 0"),
+        ("model.patch=4", "model.patch: expected null for revnet18, which has the options width, stem, .*, got 4"),
+        ("model.downsampling=projection", "model.downsampling: expected null for revnet18, which has the options width, stem"),
+        ("method.delay=-1", "method.delay: expected an integer >= 0, a list with one for each boundary, or auto, got -1"),
+        ("method.delay=abc", "method.delay: expected an integer >= 0, .*, got abc"),
         ("method.delay=[1,2]", "method.delay: found 2 delays, accepted are one, or 9 for 10 stages"),
-        ("method.keep=all", "method.keep: found all, accepted are graph, input, nothing"),
-        ("method.weights=old", "method.weights: found old, accepted are current, stashed, double"),
+        ("method.keep=all", "method.keep: expected graph, input, nothing, a list .*, got all"),
+        ("method.weights=old", "method.weights: expected current, stashed or double, got old"),
         ("method=pipedream_2bw", "k: found 4, accepted are integers >= 9"),
         ("remedy.correction=1", "remedy.correction: found 1.0, accepted are numbers from 0 to below 1"),
-        ("remedy.prediction=soon", "remedy.prediction: found soon, accepted are none, velocity, difference"),
-        ("trainer.wire=fp8", "trainer.wire: found fp8, accepted are float32, bf16"),
+        ("remedy.prediction=soon", "remedy.prediction: expected none, velocity or difference, got soon"),
+        ("trainer.wire=fp8", "trainer.wire: expected float32 or bf16, got fp8"),
         ("method.fill=true", "method.fill: found true with method.flush=false"),
         ("schedule.milestones=[3,2]", "schedule.milestones: found"),
-        ("optim.momentum=0", "optim.nesterov: found True, accepted are false where optim.momentum=0"),
-        ("trainer.epochs=0", "trainer.epochs: found 0"),
+        ("optim.momentum=0", "optim.nesterov: expected false with optim.momentum=0, got True"),
+        ("trainer.epochs=0", "trainer.epochs: expected an integer >= 1, got 0"),
         ("trainer.stages=11", "stages: found 11, accepted are 1 to 10"),
         ("trainer.stages=[5,4]", "stages: found .5, 4., accepted are positive numbers of blocks that sum to 10"),
-        ("trainer.stages=many", "trainer.stages: found many"),
-        ("trainer.transport=mail", "trainer.transport: found mail, accepted are auto, local"),
-        ("trainer.precision=fp8", "trainer.precision: found fp8, accepted are float32, bf16, fp16"),
-        ("trainer.device=tpu", "trainer.device: found tpu, accepted are auto, cpu, cuda"),
-        ("trainer.timeout=0", "trainer.timeout: found 0"),
+        ("trainer.stages=many", "trainer.stages: expected null, an integer, auto, or a list with .*, got many"),
+        ("trainer.transport=mail", "trainer.transport: expected auto, local, lockstep or edge, got mail"),
+        ("trainer.precision=fp8", "trainer.precision: expected float32, bf16 or fp16, got fp8"),
+        ("trainer.device=tpu", "trainer.device: expected auto, cpu or cuda, got tpu"),
+        ("trainer.timeout=0", "trainer.timeout: expected a number > 0 and <= 10000000, got 0"),
     ],
 )
 def test_values_that_are_refused(override: str, message: str) -> None:
@@ -179,52 +179,52 @@ def test_values_that_are_refused(override: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("k=abc", "k: found abc, accepted are integers"),
-        ("k=???", "k: found nothing, accepted are integers"),
-        ("k=[1", "k=[1: no viable alternative at input '[1', accepted are overrides as Hydra reads them"),
+        ("k=abc", "k: expected an integer >= 1, got abc"),
+        ("k=???", "k: expected an integer >= 1, got nothing"),
+        ("k=[1", "command line: expected an override in Hydra's syntax, got k=[1 (no viable alternative at input '[1')"),
         ("k=${missing}", "k: Interpolation key 'missing' not found"),
         ("k=1,2", "k=1,2: Ambiguous value for argument 'k=1,2'"),
-        ("trainer.epochs=1.5", "trainer.epochs: found 1.5, accepted are integers"),
-        ("trainer.epochs=null", "trainer.epochs: found null, accepted are integers"),
-        ("trainer.epoch=3", "trainer.epoch: no such key, the nearest is trainer.epochs"),
-        ("+trainer.epoch=3", "trainer.epoch: no such key, the nearest is trainer.epochs"),
-        ("epochs=3", "epochs: no such key, the nearest is trainer.epochs"),
-        ("modle=revnet18", "modle: no such key, the nearest is model"),
-        ("schedule.colour=red", "schedule.colour: no such key, accepted are name, warmup_epochs, milestones, gamma, power"),
-        ("model.width=wide", "model.width: found wide, accepted are null or numbers"),
-        ("optim.betas=[a]", "optim.betas[0]: found a, accepted are null or lists of numbers"),
-        ("optim.betas=3", "optim.betas: found int, accepted are null or lists of numbers"),
-        ("data.augment=maybe", "data.augment: found maybe, accepted are true, false"),
-        ("schedule=linear", "schedule: found linear, accepted are cosine, multistep, polynomial"),
+        ("trainer.epochs=1.5", "trainer.epochs: expected an integer >= 1, got 1.5"),
+        ("trainer.epochs=null", "trainer.epochs: expected an integer >= 1, got null"),
+        ("trainer.epoch=3", "trainer.epoch: no such key; did you mean trainer.epochs?"),
+        ("+trainer.epoch=3", "trainer.epoch: no such key; did you mean trainer.epochs?"),
+        ("epochs=3", "epochs: no such key; did you mean trainer.epochs?"),
+        ("modle=revnet18", "modle: no such key; did you mean model?"),
+        ("schedule.colour=red", "schedule.colour: no such key; expected name, warmup_epochs, milestones, gamma or power"),
+        ("model.width=wide", "model.width: expected null or a number, got wide"),
+        ("optim.betas=[a]", "optim.betas[0]: expected null or a list of two numbers >= 0 and < 1, got a"),
+        ("optim.betas=3", "optim.betas: expected null or a list of two numbers >= 0 and < 1, got int"),
+        ("data.augment=maybe", "data.augment: expected true or false, got maybe"),
+        ("schedule=linear", "schedule: expected cosine, multistep or polynomial, got linear"),
         ("logger=null", "logger=null: Config group override must be a string or a list. Got NoneType"),
     ],
 )
 def test_what_hydra_refuses_is_one_line(override: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["launch.train", override])
     with pytest.raises(ConfigError) as told:
-        [to_config(config) for config in compose_arguments()]
+        [to_config(config) for config in compose_command_line()]
     assert str(told.value) == message
 
 
 def test_more_processes_than_blocks_are_refused() -> None:
     with pytest.raises(ConfigError, match="processes: found 11, accepted are 1 to 10, since revnet18 has 10 blocks"):
-        planned(place=Place(rank=3, world=11, local_rank=3, local_world=11))
+        planned(place=Process(rank=3, world=11, local_rank=3, local_world=11))
 
 
 def test_a_gpu_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    third = Place(rank=3, world=4, local_rank=1, local_world=2)
+    third = Process(rank=3, world=4, local_rank=1, local_world=2)
     assert third.device("auto") == torch.device("cuda", 1)
     assert third.device("cpu") == torch.device("cpu")
-    with pytest.raises(ConfigError, match=r"found auto for 3 process\(es\) and 2 GPU\(s\)"):
-        Place(rank=0, world=3, local_rank=0, local_world=3).device("auto")
+    with pytest.raises(ConfigError, match=r"expected cpu, or a GPU for each process, got auto with 3 process\(es\) and 2 GPU\(s\)"):
+        Process(rank=0, world=3, local_rank=0, local_world=3).device("auto")
 
 
 def test_data_that_does_not_fit() -> None:
-    with pytest.raises(PetraError, match=r"data\.classes: found 7, accepted is 10 for digits"):
+    with pytest.raises(PetraError, match=r"data\.classes: expected 10 for digits, got 7"):
         planned("data.classes=7").data()
-    with pytest.raises(PetraError, match=r"data\.size: found 64, accepted is 32 for digits"):
+    with pytest.raises(PetraError, match=r"data\.size: expected 32 for digits, got 64"):
         planned("data.size=64").data()
     with pytest.raises(PetraError, match=r"data\.root: not given"):
         planned("data=cifar10").data()
@@ -266,7 +266,7 @@ def _loaded(rank: int, roots: list[str], dp: int = 1) -> tuple[object, ...]:
         if dp == 2:
             layout = Layout((), layout.stages[:2], layout.processes[:2], TensorSpec((2, 8), torch.int64), dp)
         try:
-            train, test = streams(config, 5, layout)
+            train, test = data_sources(config, 5, layout)
         except PetraError as error:
             return opened, str(error)
     read = []
@@ -310,8 +310,8 @@ def test_each_replica_reads_its_share_and_they_must_have_the_same_data(tmp_path:
         assert torch.equal(last[5], streams_of[path].targets(1))
     texts = {text for _, text in run_processes(4, _loaded, tmp_path / "differing", [first, "", more, ""], 2)}
     assert texts == {
-        "data.root: found 67 samples for training and 8 for testing in process 2, "
-        "accepted are 44 samples for training and 5 for testing as in process 0"
+        "data.root: expected 44 training samples and 5 test samples as on rank 0, "
+        "got 67 training samples and 8 test samples on rank 2"
     }
 
 
@@ -324,7 +324,7 @@ def test_data_that_one_process_can_not_read_is_an_error_of_all(tmp_path: Path) -
 
 
 def test_an_error_alone_is_the_error_of_all() -> None:
-    with pytest.raises(PetraError, match="file x"), together():
+    with pytest.raises(PetraError, match="file x"), raise_on_all_ranks():
         raise DataError("file x")
 
 
@@ -409,14 +409,17 @@ def test_runs_are_compared_from_their_folders(tmp_path: Path, capsys: pytest.Cap
     assert (tmp_path / "plot" / "c.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit):
         compare([str(tmp_path)])
-    assert "metrics.jsonl: found no finished epoch" in capsys.readouterr().err
+    assert (
+        f"runs: expected folders of runs with a finished epoch, got {tmp_path}, where metrics.jsonl has none"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["k=0"], "error: k: found 0, accepted are integers >= 1"),
-        (["model=revnet99"], "error: model: found revnet99, accepted are irevnet163"),
+        (["k=0"], "error: k: expected an integer >= 1, got 0"),
+        (["model=revnet99"], "error: model: expected irevnet163, irevnet301, "),
         (["data=cifar10", "data.root=nowhere"], "data_batch_1: can't be read"),
     ],
     ids=["value", "composition", "data"],
@@ -432,4 +435,4 @@ def test_an_error_is_told_once_under_torchrun(overrides: list[str], message: str
 def test_an_error_alone_is_one_line_and_status_2(tmp_path: Path) -> None:
     failed = launched(1, "k=0", cwd=tmp_path, timeout=60)
     assert (failed.returncode, failed.stdout) == (2, "")
-    assert failed.stderr == "error: k: found 0, accepted are integers >= 1\n"
+    assert failed.stderr == "error: k: expected an integer >= 1, got 0\n"

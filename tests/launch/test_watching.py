@@ -9,7 +9,7 @@ import pytest
 
 from launch.run.autotune import tuned
 from launch.run.resume import Start, as_before
-from launch.runtime.rank import Place
+from launch.runtime.rank import Process
 from petra import ConfigError, Keep, PetraError
 from tests.launch.test_launch import ALONE, TINY, launched, planned
 
@@ -17,12 +17,12 @@ from tests.launch.test_launch import ALONE, TINY, launched, planned
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trainer.trace=0", r"trainer\.trace: found 0, accepted are null, or integers >= 1"),
-        ("trainer.diagnose=0", r"trainer\.diagnose: found 0"),
-        ("trainer.concurrency=0", r"trainer\.concurrency: found 0, accepted are integers from 1 to 1000"),
+        ("trainer.trace=0", r"trainer\.trace: expected null or an integer >= 1, got 0"),
+        ("trainer.diagnose=0", r"trainer\.diagnose: expected null or an integer >= 1, got 0"),
+        ("trainer.concurrency=0", r"trainer\.concurrency: expected an integer from 1 to 1000, got 0"),
         ("trainer.memory_limit=2", r"trainer\.memory_limit: found 2.0, accepted are null, or numbers > 0 with stages or keep auto"),
         ("method.keep=[graph,input]", r"method\.keep: found 2, accepted are one, or 10"),
-        ("method.keep=[all]", r"method\.keep: found all"),
+        ("method.keep=[all]", r"method\.keep: expected graph, input, nothing, a list .*, got \[.all.\]"),
     ],
 )
 def test_values_that_are_refused(override: str, message: str) -> None:
@@ -35,9 +35,9 @@ def test_two_settings_that_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match=r"method\.delay: found auto, accepted are integers >= 0 with method\.fill=true"):
         planned("method.delay=auto", "method.fill=true", "method.flush=true")
     with pytest.raises(ConfigError, match=r"trainer\.concurrency: found 2, accepted are 1 but for one process on the CPU"):
-        planned("trainer.concurrency=2", place=Place(rank=0, world=2, local_rank=0, local_world=2))
+        planned("trainer.concurrency=2", place=Process(rank=0, world=2, local_rank=0, local_world=2))
     with pytest.raises(ConfigError, match=r"trainer\.diagnose: found 5 in 2 processes"):
-        planned("trainer.diagnose=5", place=Place(rank=0, world=2, local_rank=0, local_world=2))
+        planned("trainer.diagnose=5", place=Process(rank=0, world=2, local_rank=0, local_world=2))
     with pytest.raises(PetraError, match=r"trainer\.memory_limit: found 1e-06 GB, less than stage 1 needs"):
         tuned(planned(*TINY, "method.keep=auto", "trainer.memory_limit=1e-6", "trainer.stages=2"), ALONE)
 

@@ -15,6 +15,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from launch import train
+from launch.runtime import reporting
 from tests.support.processes import context
 
 TIMEOUT = 20
@@ -109,7 +110,7 @@ def _main(rank: int, folder: str, overrides: list[str], environment: dict[str, s
         file = os.open(f"{name}{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, stream)
         os.close(file)
-    rank.PATIENCE = 1.0  # no agent ends the others
+    reporting.ORIGIN_WAIT = 1.0  # here no agent stops the other processes
     sys.argv = ["launch.train", *overrides]
     if prepare is not None:
         prepare(rank)
