@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=15)
 @given(line=command_lines)
-def test_a_random_configuration_runs_or_is_refused_in_one_line(line: list[str], folder: Path) -> None:
+def test_a_random_configuration_runs_or_is_one_error(line: list[str], folder: Path) -> None:
     limited_attempt(line, folder)
 
 
@@ -53,5 +53,5 @@ def test_a_random_configuration_runs_or_is_refused_in_one_line(line: list[str], 
         ("optim=muon remedy=lookahead", "remedy.lookahead: found Muon, accepted is sgd with momentum > 0"),
     ],
 )
-def test_what_was_found(override: str, message: str, folder: Path) -> None:
+def test_errors_found_earlier(override: str, message: str, folder: Path) -> None:
     assert limited_attempt([*SMALL, *override.split()], folder).lower() == message.lower()

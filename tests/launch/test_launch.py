@@ -62,14 +62,14 @@ def test_every_file_of_every_group_works(group: Path) -> None:
     elif group.stem in ("text", "revgpt"):
         assert planned("data=text", "model=revgpt").inputs == TensorSpec((64, 256), torch.int64)
     else:
-        planned(f"{group.parent}={group.stem}", "k=9")  # PipeDream-2BW needs as many microbatches as stage 1 is ahead
+        planned(f"{group.parent}={group.stem}", "k=9")  # PipeDream-2BW needs k >= the delay of stage 1
 
 
 @pytest.mark.parametrize(
     ("overrides", "found"),
     [(["data=text"], "int64[64, 256]"), (["model=revgpt"], "float32[64, 3, 32, 32]")],
 )
-def test_networks_for_images_take_no_texts_and_the_reverse(overrides: list[str], found: str) -> None:
+def test_models_for_images_reject_text_and_the_reverse(overrides: list[str], found: str) -> None:
     with pytest.raises(ModelError, match=rf"block stem can't take {re.escape(found)} from the data"):
         planned(*overrides)
 
@@ -77,7 +77,7 @@ def test_networks_for_images_take_no_texts_and_the_reverse(overrides: list[str],
 @pytest.mark.parametrize("path", sorted(Path(CONF).rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_key_has_a_comment(path: Path) -> None:
     if "experiment" in path.parts:
-        return  # These repeat keys that are explained in their groups.
+        return  # experiments repeat keys that their groups explain
     keys = path.read_text().partition("override hydra/job_logging: none")[2] or path.read_text()
     bare = [line for line in keys.splitlines() if line and not line.startswith((" ", "#")) and "#" not in line]
     assert not bare
@@ -112,7 +112,7 @@ def test_remedies_are_built_in_microbatches() -> None:
     assert (remedy.discount, remedy.correction, remedy.shrink) == (500, 0.135, 1)
 
 
-def test_settings_that_exclude_each_other_are_refused() -> None:
+def test_settings_that_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.exact_streams: found True, accepted are false with trainer\.wire=bf16"):
         planned("trainer.exact_streams=true", "trainer.wire=bf16")
     with pytest.raises(ConfigError, match=r"remedy\.correction: found 0\.135, accepted are 0 unless method\.weights=current"):
@@ -171,7 +171,7 @@ def test_precision_and_stages() -> None:
         ("trainer.timeout=0", "trainer.timeout: expected a number > 0 and <= 10000000, got 0"),
     ],
 )
-def test_values_that_are_refused(override: str, message: str) -> None:
+def test_invalid_values(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         planned(override)
 
@@ -199,14 +199,14 @@ def test_values_that_are_refused(override: str, message: str) -> None:
         ("logger=null", "logger=null: Config group override must be a string or a list. Got NoneType"),
     ],
 )
-def test_what_hydra_refuses_is_one_line(override: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_hydra_are_one_line(override: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["launch.train", override])
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as raised:
         [to_config(config) for config in compose_command_line()]
-    assert str(told.value) == message
+    assert str(raised.value) == message
 
 
-def test_more_processes_than_blocks_are_refused() -> None:
+def test_more_processes_than_blocks() -> None:
     with pytest.raises(ConfigError, match="processes: found 11, accepted are 1 to 10, since revnet18 has 10 blocks"):
         planned(place=Process(rank=3, world=11, local_rank=3, local_world=11))
 
@@ -246,7 +246,7 @@ def test_the_stem_follows_the_images_unless_it_is_set() -> None:
 
 
 def _loaded(rank: int, roots: list[str], dp: int = 1) -> tuple[object, ...]:
-    """What one process of four has, the last of which is idle but for two replicas, and which of them opened the file."""
+    """Return whether this one of four ranks opened the file, and its data. Without replicas, the last rank is idle."""
     opened = False
 
     def load(*args: object, **options: object) -> Dataset:
@@ -296,7 +296,7 @@ def test_only_the_first_process_reads_and_the_last_one_gets_the_targets(tmp_path
 
 
 def test_each_replica_reads_its_share_and_they_must_have_the_same_data(tmp_path: Path) -> None:
-    """The second file has as many samples, as another version of a data set has; labels come with the images."""
+    """Files with different content but as many samples are accepted, like two versions of a data set."""
     files = [tmp_path / "letters.txt", tmp_path / "others.txt", tmp_path / "more.txt"]
     for path, content in zip(files, (bytes(range(200)) * 2, bytes(range(50, 250)) * 2, bytes(range(200)) * 3), strict=True):
         path.write_bytes(content)
@@ -315,7 +315,7 @@ def test_each_replica_reads_its_share_and_they_must_have_the_same_data(tmp_path:
     }
 
 
-def test_data_that_one_process_can_not_read_is_an_error_of_all(tmp_path: Path) -> None:
+def test_every_rank_raises_the_error_of_the_rank_that_reads(tmp_path: Path) -> None:
     results = run_processes(2, _loaded, tmp_path / "processes", [str(tmp_path / "none.txt")] * 2)
     assert [opened for opened, _ in results] == [True, False]
     assert {text for _, text in results} == {
@@ -323,13 +323,13 @@ def test_data_that_one_process_can_not_read_is_an_error_of_all(tmp_path: Path) -
     }
 
 
-def test_an_error_alone_is_the_error_of_all() -> None:
+def test_errors_of_a_single_process_are_raised() -> None:
     with pytest.raises(PetraError, match="file x"), raise_on_all_ranks():
         raise DataError("file x")
 
 
 def launched(processes: int, *overrides: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """One run of launch.train, by torchrun unless alone; its whole process group is gone afterwards."""
+    """Run launch.train, under torchrun if there are several processes. Kill its whole process group at the end."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
     command = [sys.executable, *torchrun, "-m", "launch.train", *overrides]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -346,7 +346,7 @@ def launched(processes: int, *overrides: str, cwd: Path, timeout: float = 120) -
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
-    """What doesn't depend on the clock."""
+    """Return the metrics that don't depend on time."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in row.items() if key not in ("seconds", "images_per_second")} for row in rows]
 
@@ -371,7 +371,7 @@ def test_two_processes_give_the_numbers_of_one_and_leave_all_records(tmp_path: P
 
 
 def test_replicas_give_the_numbers_of_one_pipeline(tmp_path: Path) -> None:
-    """A network without batch normalisation; the last microbatch for testing has samples in one replica only."""
+    """The network has no batch normalisation. Only one replica has samples in the last test microbatch."""
     path = tmp_path / "letters.txt"
     path.write_bytes(bytes(range(200)) * 20)
     sizes = [
@@ -424,7 +424,7 @@ def test_runs_are_compared_from_their_folders(tmp_path: Path, capsys: pytest.Cap
     ],
     ids=["value", "composition", "data"],
 )
-def test_an_error_is_told_once_under_torchrun(overrides: list[str], message: str, tmp_path: Path) -> None:
+def test_an_error_is_reported_once_under_torchrun(overrides: list[str], message: str, tmp_path: Path) -> None:
     failed = launched(2, *overrides, cwd=tmp_path, timeout=60)
     assert failed.returncode != 0
     assert failed.stderr.count(message) == 1
@@ -432,7 +432,7 @@ def test_an_error_is_told_once_under_torchrun(overrides: list[str], message: str
     assert not list(tmp_path.iterdir())
 
 
-def test_an_error_alone_is_one_line_and_status_2(tmp_path: Path) -> None:
+def test_an_error_of_a_single_process_is_one_line_and_status_2(tmp_path: Path) -> None:
     failed = launched(1, "k=0", cwd=tmp_path, timeout=60)
     assert (failed.returncode, failed.stdout) == (2, "")
     assert failed.stderr == "error: k: expected an integer >= 1, got 0\n"

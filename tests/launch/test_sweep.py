@@ -1,4 +1,4 @@
-"""Sweeps: what is run, what is skipped, what is gathered; here, and through a Slurm that the test plays."""
+"""launch.sweep: which runs start, which are skipped, and the table of results, on this machine and with a fake Slurm."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def test_every_combination_is_a_job_with_a_folder_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "two words", "it's", 'say "a"', "x=1,2"])
-def test_hydra_reads_the_folder_as_it_was_written(name: str) -> None:
+def test_folders_are_quoted_for_hydra(name: str) -> None:
     job = sweep.Job({}, (), Path("/out") / name)
     assert compose_overrides(job.command()).run_dir == f"/out/{name}"
 
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Lets the sweep's launch.local run in this process; the folders that it was asked to train in."""
+    """Run the sweep's launch.local in this process. Return the folders of the runs that it trained."""
     folders: list[str] = []
 
     def in_this_process(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -67,7 +67,7 @@ def swept(*arguments: str) -> int | str | None:
     return ended.value.code
 
 
-def test_a_sweep_goes_on_where_it_stopped(trained: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_sweep_continues(trained: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     here = ["--processes", "2", "--out", str(tmp_path), "trainer.device=cpu"]
     assert swept(*here, "seed=1,13") == 1
     assert trained == ["seed=1", "seed=13"]
