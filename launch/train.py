@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from launch.config.compose import compose
+from launch.config.compose import compose_command_line
 from launch.config.schema import Config, to_config
 from launch.run.autotune import tuned
 from launch.run.build import Setup, set_up
@@ -17,11 +17,12 @@ from launch.run.diagnostics import attach_diagnostics
 from launch.run.dry_run import stage_map
 from launch.run.folder import Records, headline, summarise
 from launch.run.resume import FOLDER, Start, as_before, begin, facts, find_start, require_shared
-from launch.runtime.network import apply
-from launch.runtime.rank import Place
-from launch.runtime.signals import Stopping
-from petra.data import EvalStream, TrainStream
-from petra.distributed import gathered, together
+from launch.runtime.network import set_variables
+from launch.runtime.rank import Process
+from launch.runtime.reporting import only_first_prints, report_errors
+from launch.runtime.signals import StopRequest
+from petra.data import EvalSource, TrainSource
+from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.pipeline import Pipeline
 from petra.process_memory import keep_freed_memory
 from petra.training import FORMATS, Bar, Checkpoints, Lines, Schedule, Trainer, export, finished_epochs, limited, peak_memory
@@ -29,50 +30,50 @@ from petra.training import FORMATS, Bar, Checkpoints, Lines, Schedule, Trainer, 
 
 def main() -> None:
     """Entry point. Hydra parses the command line."""
-    place = Place.from_environment()
+    process = Process.from_environment()
     torch.set_num_interop_threads(1)
-    with place.reporting():
-        with place.composing():
-            configs = compose()
+    with report_errors(process):
+        with only_first_prints(process):
+            configs = compose_command_line()
         for config in configs:
-            run(to_config(config), place)
+            run(to_config(config), process)
 
 
-def run(config: Config, place: Place) -> None:
+def run(config: Config, process: Process) -> None:
     """Train one configuration in this process and all others of its group, and write the records to the run's folder.
 
     Raises:
         PetraError: In every process, if the configuration or its data cannot be used.
     """
-    setup = set_up(config, place)
+    setup = set_up(config, process)
     if config.dry_run:
-        if place.first:
+        if process.first:
             print(stage_map(setup), flush=True)
         return
     notes = prepare_process(setup)
-    with place.joined(setup.device, config.trainer.timeout):
+    with process.process_group(setup.device, config.trainer.timeout):
         started = time.perf_counter()
-        start = find_start(config, place)
-        setup = tuned(as_before(setup, start), place)
+        start = find_start(config, process)
+        setup = tuned(as_before(setup, start), process)
         train, test = setup.data()
         learning_rate = setup.learning_rate(limited(train.batches_per_epoch, config.trainer.limit_batches))
         pipeline = setup.pipeline(learning_rate)
         begin(pipeline, config, start)
-        records = open_records(config, start, place)
+        records = open_records(config, start, process)
         if records is not None:
             print(*notes, f"{headline(setup, pipeline)}; records in {records.folder}", sep="\n", flush=True)
             if start.path is not None:
                 print(f"resuming from {start.path}, after microbatch {pipeline.clock}", flush=True)
-        folder = gathered(None if records is None else records.folder)[0]
-        checkpoints = open_checkpoints(config, folder, place)
-        stop = Stopping()
+        folder = all_gather_objects(None if records is None else records.folder)[0]
+        checkpoints = open_checkpoints(config, folder, process)
+        stop = StopRequest()
         trainer = make_trainer(setup, pipeline, (train, test), learning_rate, records, checkpoints, stop)
         if start.trainer is not None:
             trainer.resume(start.trainer)
-        with attach_diagnostics(config.trainer, pipeline, None if records is None else records.folder), stop.listening():
+        with attach_diagnostics(config.trainer, pipeline, None if records is None else records.folder), stop.handle_signals():
             history = trainer.fit(config.trainer.epochs)
         export_weights(pipeline, folder, config)
-        memory = gathered(peak_memory(setup.device))
+        memory = all_gather_objects(peak_memory(setup.device))
         if records is not None:
             records.finish(summarise(setup, pipeline, history, memory, time.perf_counter() - started), history)
 
@@ -82,24 +83,24 @@ def prepare_process(setup: Setup) -> list[str]:
     torch.set_num_threads(setup.config.trainer.threads)
     if setup.device.type == "cpu":
         keep_freed_memory()
-    return apply(setup.config.cluster)
+    return set_variables(setup.config.cluster)
 
 
-def open_records(config: Config, start: Start, place: Place) -> Records | None:
+def open_records(config: Config, start: Start, process: Process) -> Records | None:
     """Open the run's folder in the first process, and return None in the others.
 
     Raises:
         PetraError: In every process, if the folder cannot be used or the checkpoint's facts are invalid.
     """
     records = None
-    with together():
+    with raise_on_all_ranks():
         rows = [] if start.trainer is None else [epoch.row() for epoch in finished_epochs(start.trainer)]
-        if place.first:
+        if process.first:
             records = Records(config, rows)
     return records
 
 
-def open_checkpoints(config: Config, folder: Path, place: Place) -> Checkpoints | None:
+def open_checkpoints(config: Config, folder: Path, process: Process) -> Checkpoints | None:
     """Return the writer of the run's checkpoints, or None if ``checkpoint.keep`` is 0.
 
     Raises:
@@ -108,14 +109,14 @@ def open_checkpoints(config: Config, folder: Path, place: Place) -> Checkpoints 
     checkpoint = config.checkpoint
     if not checkpoint.keep:
         return None
-    require_shared(folder, config, place)
+    require_shared(folder, config, process)
     return Checkpoints(folder / FOLDER, checkpoint.keep, background=checkpoint.background, timeout=config.trainer.timeout)
 
 
 def make_trainer(
     setup: Setup,
     pipeline: Pipeline,
-    data: tuple[TrainStream, EvalStream],
+    data: tuple[TrainSource, EvalSource],
     learning_rate: Schedule,
     records: Records | None,
     checkpoints: Checkpoints | None,

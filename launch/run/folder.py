@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from launch.config.checks import AUTO
-from launch.config.schema import Config
+from launch.config.schema import AUTO, Config
 from launch.run.build import Setup
 from petra.analysis.plots import curves
 from petra.pipeline import Pipeline

@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from petra.distributed import together
+from petra.distributed import raise_on_all_ranks
 from petra.errors import DataError, invalid, require
 from petra.pipeline import Pipeline
 from petra.training.export import State
@@ -84,12 +84,12 @@ class Checkpoints:
 
     def _write(self, state: State, name: str, facts: Mapping[str, Any]) -> None:
         draft = self.folder / f"{name}{PART}"
-        with together(self._group), self._named_errors(name):
+        with raise_on_all_ranks(self._group), self._named_errors(name):
             if self._first:
                 self._make_draft(draft)
-        with together(self._group), self._named_errors(name):
+        with raise_on_all_ranks(self._group), self._named_errors(name):
             write(state, draft, self._group)
-        with together(self._group), self._named_errors(name):
+        with raise_on_all_ranks(self._group), self._named_errors(name):
             if self._first:
                 _write_synced(draft / FACTS, to_json(facts))
                 _write_synced(draft / MANIFEST, to_json({"files": {path.name: checksum(path) for path in sorted(draft.iterdir())}}))

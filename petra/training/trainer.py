@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from petra.data import EvalStream, TrainStream
-from petra.distributed import gathered
+from petra.distributed import all_gather_objects
 from petra.engine.totals import Result
 from petra.errors import DataError, Interrupted, first_line
 from petra.pipeline import Pipeline
@@ -191,7 +191,7 @@ class Trainer:
             history = [asdict(epoch) for epoch in self.history]
             state = {"history": history, "parts": [asdict(part) for part in self._parts], "seconds": self._seconds}
             self.checkpoints.save(self.pipeline, {**self.facts, "trainer": state}, score)
-        if any(gathered(self.stop())):
+        if any(all_gather_objects(self.stop())):
             if self.checkpoints is not None:
                 self.checkpoints.wait()
             raise Interrupted(self.pipeline.clock, saved=self.checkpoints is not None)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from launch.evaluate import main as evaluate
 from launch.run.resume import require_same
-from launch.runtime.rank import STOPPED
+from launch.runtime.reporting import STOPPED
 from petra import ConfigError, DataError, PetraError, Pipeline, UpdateRules
 from petra.errors import Interrupted
 from petra.settings import Numerics
