@@ -31,7 +31,7 @@ class BlockFunction:
         seed: Seed of this block in this run. The random numbers of microbatch m derive from it and m.
         autocast: Type in which the block computes, or None. Its inputs and outputs keep the type of the streams.
         concurrent: Whether other blocks run at the same time in other threads. PyTorch's generators are global, so blocks that draw
-            random numbers must take turns; :meth:`detect_rng` finds out which do.
+            random numbers must take turns. :meth:`detect_rng` finds them.
         grid: Grid for exact streams (:mod:`petra.reversible.grid`), or None.
 
     Attributes:
@@ -54,7 +54,10 @@ class BlockFunction:
             self._grid = None
 
     def __call__(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
-        """Return the block's output for microbatch ``m``; with ``version`` None the parameters are used.
+        """Return the block's output for microbatch ``m``.
+
+        Args:
+            version: Weights to use; None for the parameters.
 
         Raises:
             ModelError: If the block changes its input in place.
@@ -83,7 +86,7 @@ class BlockFunction:
 
     @torch.no_grad()
     def evaluate(self, x: Streams) -> Streams:
-        """Return the output of the module as it is, which is in evaluation mode."""
+        """Return the output without a graph, with the module in the mode that the caller has set."""
         with self._autocast(x[0]):
             return self._as_streams(self.module(*x), x[0])
 
@@ -100,7 +103,7 @@ class BlockFunction:
     def _autocast(self, x: Tensor) -> AbstractContextManager[object]:
         if self._autocast_dtype is None:
             return nullcontext()
-        # Casts of the weights that a forward without a graph caches would cut the graph of the next evaluation.
+        # Autocast caches casts of the weights. One cached without a graph would detach the next evaluation from the weights.
         return torch.autocast(x.device.type, self._autocast_dtype, cache_enabled=False)
 
     def _as_streams(self, y: Tensor | Streams, x: Tensor) -> Streams:

@@ -1,4 +1,4 @@
-"""Exact streams: reconstruction bit for bit."""
+"""Exact streams: with streams on a grid, reconstruction is exact bit for bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def blocks(dtype: torch.dtype, dropout: float = 0.0) -> list[ReversibleBlock]:
-    """Couplings with 36 functions in all."""
+    """Return couplings with 36 functions in all."""
     torch.manual_seed(0)
     made: list[ReversibleBlock] = []
     for _ in range(12):
@@ -37,8 +37,8 @@ def blocks(dtype: torch.dtype, dropout: float = 0.0) -> list[ReversibleBlock]:
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize(("dtype", "autocast"), [(torch.float32, False), (torch.float32, True), (torch.float64, False)])
-def test_what_was_added_is_taken_away_bit_for_bit(exact: bool, dtype: torch.dtype, autocast: bool) -> None:
-    """By the inverse and by the fused inverse and gradients. Without the grid, neither is exact."""
+def test_inverse_is_exact_with_a_grid_and_only_then(exact: bool, dtype: torch.dtype, autocast: bool) -> None:
+    """Both for the inverse and for the inverse fused with the vector-Jacobian product."""
     chain, grid = blocks(dtype, dropout=0.2), Grid(dtype)
     x = tuple(torch.randn(2, 4, 6, 6, dtype=dtype) for _ in range(2))
     if exact:
@@ -60,8 +60,8 @@ def test_what_was_added_is_taken_away_bit_for_bit(exact: bool, dtype: torch.dtyp
     grid.require()
 
 
-def test_gradients_are_those_without_the_grid() -> None:
-    """Up to the grid's rounding, 2^-41 in float64."""
+def test_gradients_with_a_grid_equal_those_without() -> None:
+    """Up to the rounding of the grid, 2^-41 in float64. The gradient of the input passes through the rounding."""
     x = torch.randn(2, 2, 4, 6, 6, dtype=torch.float64)
     weight = torch.randn(2, 2, 4, 6, 6, dtype=torch.float64)
     found = []
@@ -76,7 +76,7 @@ def test_gradients_are_those_without_the_grid() -> None:
 
 
 @pytest.mark.parametrize("keep", Keep)
-def test_a_stage_hands_back_its_input_bit_for_bit(keep: Keep) -> None:
+def test_a_stage_returns_its_input_bit_for_bit(keep: Keep) -> None:
     model = mixed_net(dropout=0.2, dtype=torch.float32)
     made = [model.build_block(i, 4) for i in range(5)]
     kept = [keep if keep is not Keep.NOTHING or isinstance(b, ReversibleBlock) else Keep.INPUT for b in made]
@@ -91,8 +91,8 @@ def test_a_stage_hands_back_its_input_bit_for_bit(keep: Keep) -> None:
     assert all(torch.equal(a, b) for a, b in zip(back, between, strict=True))
 
 
-def test_training_with_exact_streams_reconstructs_what_others_keep() -> None:
-    """Weights do not change here, since the only update comes last: stored and reconstructed inputs give the same bits."""
+def test_training_with_reconstructed_inputs_equals_training_with_stored_inputs() -> None:
+    """Bit for bit, as long as no update changes the weights between the passes."""
     states = []
     for method in ("dsp", "petra"):
         data = RandomStream(dtype=torch.float32)
@@ -124,7 +124,7 @@ def test_streams_out_of_range_are_an_error() -> None:
         grid.require()
 
 
-def test_what_has_no_exact_streams_is_refused() -> None:
+def test_blocks_and_types_without_exact_streams_raise_an_error() -> None:
     class Other(TwoFunctionCoupling):
         enable_exact_streams = ReversibleBlock.enable_exact_streams
 
@@ -144,7 +144,7 @@ def test_what_has_no_exact_streams_is_refused() -> None:
 
 
 def test_evaluation_may_leave_the_range() -> None:
-    """Evaluation reconstructs nothing."""
+    """Nothing is reconstructed in an evaluation."""
     chain = Stage([Coupling(branch(4))], [Keep.NOTHING], grid=Grid())
     assert chain.grid is not None
     chain.evaluate((torch.full((2, 4, 6, 6), 1e6), torch.ones(2, 4, 6, 6)))
