@@ -31,8 +31,8 @@ def piped(pipeline: Pipeline, stream: Noise, microbatches: int) -> float:
     """Seconds per microbatch while the line is full, whole updates only."""
     torch.set_num_threads(1)
     times: list[float] = []
-    pipeline.train(stream, microbatches + pipeline.delays[0], on_microbatch=lambda _: times.append(time.perf_counter()))
-    whole = (microbatches - 1) // pipeline.k * pipeline.k
+    pipeline.train(stream, microbatches + pipeline.plan.delays[0], on_microbatch=lambda _: times.append(time.perf_counter()))
+    whole = (microbatches - 1) // pipeline.plan.k * pipeline.plan.k
     return (times[whole] - times[0]) / whole
 
 

@@ -145,7 +145,7 @@ def petra(method: Method, transport: TransportName) -> Peer:
             if pipeline.clock == 0:  # the first update alone is that of plain autograd
                 pipeline.train(batches, setting.k)
                 return 0.0
-            return period(pipeline, batches, updates * setting.k + pipeline.delays[0] + 1)  # type: ignore[arg-type]
+            return period(pipeline, batches, updates * setting.k + pipeline.plan.delays[0] + 1)  # type: ignore[arg-type]
 
         return Run(train, blocks)
 

@@ -48,7 +48,7 @@ def seconds(works: dict[int, tuple[int, int]], options: argparse.Namespace) -> d
     contestants = {}
     for work, (depth, batch) in works.items():
         made, stream = pipeline([depth // 2, depth // 2], METHODS["petra"], options, batch)
-        contestants[str(work)] = partial(period, made, stream, options.microbatches + made.delays[0] + 1)
+        contestants[str(work)] = partial(period, made, stream, options.microbatches + made.plan.delays[0] + 1)
     return {int(work): times for work, times in alternate(contestants, options.rounds).items()}
 
 
@@ -87,7 +87,7 @@ def stage_memory(rank: int, stages: Sequence[int], keep: str, options: argparse.
     def work() -> None:
         nonlocal held, parameters
         made, stream = pipeline(stages, KEEPS[keep], options, options.batch)
-        (held,) = measured(made, stream, 2 * made.delays[0] + 2)
+        (held,) = measured(made, stream, 2 * made.plan.delays[0] + 2)
         parameters = sum(p.nbytes for p in made.stages[rank].module.parameters())
 
     resident = peak_mib(work)

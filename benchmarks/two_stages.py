@@ -120,8 +120,8 @@ def period(pipeline: Pipeline, stream: Noise, microbatches: int) -> float:
     """Seconds per microbatch over those that the first stage takes back while it still sends others forward, whole updates only."""
     times: list[float] = []
     pipeline.train(stream, microbatches, on_microbatch=lambda _: times.append(time.perf_counter()))
-    steady = times[: microbatches - pipeline.delays[0]]
-    whole = (len(steady) - 1) // pipeline.k * pipeline.k
+    steady = times[: microbatches - pipeline.plan.delays[0]]
+    whole = (len(steady) - 1) // pipeline.plan.k * pipeline.plan.k
     return (steady[whole] - steady[0]) / whole if steady else 0.0
 
 
@@ -144,7 +144,7 @@ def compute(pipeline: Pipeline, stream: Noise, rank: int, microbatches: int) -> 
 
 
 def _stream_shape(pipeline: Pipeline) -> tuple[int, ...]:
-    return pipeline.layout.profiles[0].outputs[0].shape
+    return pipeline.plan.layout.profiles[0].outputs[0].shape
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from launch.config.errors import reason
 from launch.config.schema import Config, LoggerConfig, to_config
-from launch.run.build import plan
+from launch.run.build import set_up
 from launch.run.resume import FOLDER
 from launch.run.resume import weights as weights_in
 from launch.runtime.rank import Place
@@ -98,7 +98,7 @@ def evaluate(config: Config, weights: Path, place: Place) -> dict[str, float | s
     # The weights are averages already, or must not be; and what belongs to training in its processes is left aside, replicas too.
     trainer = replace(config.trainer, transport="auto", trace=None, diagnose=None, stage_metrics=False)
     config = replace(config, dp=1, optim=replace(config.optim, ema=None), trainer=trainer, logger=LoggerConfig(name="jsonl"))
-    checked = plan(config, place)
+    checked = set_up(config, place)
     torch.set_num_threads(config.trainer.threads)
     with place.joined(checked.device, config.trainer.timeout):
         _, test = checked.data()

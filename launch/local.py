@@ -12,7 +12,7 @@ import torch
 
 from launch.config.compose import compose
 from launch.config.schema import to_config
-from launch.run.build import plan
+from launch.run.build import set_up
 from launch.runtime.agent import run_agent
 from launch.runtime.rank import Place
 
@@ -35,7 +35,7 @@ def main() -> None:
     with first.reporting():
         configs = compose()
         for config in configs:
-            plan(to_config(config), first)
+            set_up(to_config(config), first)
     if configs:
         run_agent(["--standalone", "--nproc-per-node", str(processes)], "launch.train", overrides)
 

@@ -23,9 +23,10 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from launch.config.checks import AUTO
 from launch.config.compose import composed, refusing
 from launch.config.schema import Config
-from launch.run.build import AUTO, plan
+from launch.run.build import set_up
 from launch.run.markdown import table
 from launch.runtime.rank import Place
 from petra.errors import ConfigError, PetraError
@@ -136,7 +137,7 @@ def check(config: Config, processes: int, here: bool) -> None:
     """
     device = config.trainer.device if here else "cpu"
     place = Place(rank=0, world=processes, local_rank=0, local_world=processes)
-    plan(replace(config, trainer=replace(config.trainer, device=device)), place)
+    set_up(replace(config, trainer=replace(config.trainer, device=device)), place)
 
 
 def run_here(left: Sequence[Job], processes: int) -> list[Job]:

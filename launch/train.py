@@ -11,8 +11,8 @@ import torch
 from launch.config.compose import compose
 from launch.config.schema import Config, to_config
 from launch.run.autotune import tuned
-from launch.run.build import plan
-from launch.run.diagnostics import watching
+from launch.run.build import set_up
+from launch.run.diagnostics import attach_diagnostics
 from launch.run.dry_run import stage_map
 from launch.run.folder import Records, headline, summarise
 from launch.run.resume import FOLDER, as_before, begin, facts, find_start, require_shared
@@ -42,7 +42,7 @@ def run(config: Config, place: Place) -> None:
     Raises:
         PetraError: the configuration or its data can't be used; the same in every process.
     """
-    checked = plan(config, place)
+    checked = set_up(config, place)
     if config.dry_run:
         if place.first:
             print(stage_map(checked), flush=True)
@@ -55,7 +55,7 @@ def run(config: Config, place: Place) -> None:
         started = time.perf_counter()
         stopping = Stopping()
         start = find_start(config, place)
-        checked = tuned(as_before(checked, start, place), place)
+        checked = tuned(as_before(checked, start), place)
         train, test = checked.data()
         limit = config.trainer.limit_batches
         microbatches = limited(train.batches_per_epoch, limit)
@@ -73,7 +73,7 @@ def run(config: Config, place: Place) -> None:
             print(*notes, sep="\n", end="\n" if notes else "")
             print(f"{headline(checked, pipeline)}; records in {records.folder}", flush=True)
             display = Bar if sys.stdout.isatty() else Lines
-            progress = display(config.trainer.epochs, microbatches, learning_rate, tuple(pipeline.metrics), checked.unit)
+            progress = display(config.trainer.epochs, microbatches, learning_rate, tuple(pipeline.recipe.metrics), checked.unit)
             if start.path is not None:
                 print(f"goes on from {start.path}, after microbatch {pipeline.clock}", flush=True)
             trainer.loggers, trainer.progress = records.loggers, progress
@@ -82,8 +82,8 @@ def run(config: Config, place: Place) -> None:
             require_shared(folder, config, place)
             checkpoint, timeout = config.checkpoint, config.trainer.timeout
             trainer.checkpoints = Checkpoints(folder / FOLDER, checkpoint.keep, background=checkpoint.background, timeout=timeout)
-            trainer.facts = facts(checked, pipeline)
-        with watching(config.trainer, pipeline, None if records is None else records.folder), stopping.listening():
+            trainer.facts = facts(checked)
+        with attach_diagnostics(config.trainer, pipeline, None if records is None else records.folder), stopping.listening():
             history = trainer.fit(config.trainer.epochs)
         if config.trainer.export != "none":
             write_weights(pipeline, folder, config)

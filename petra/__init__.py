@@ -1,11 +1,12 @@
 """petra: train deep networks split over a line of workers with PETRA, and with the methods it is compared with."""
 
 from petra.engine.endpoints import Losses
-from petra.engine.update import UpdateRules
+from petra.engine.totals import Result
+from petra.engine.update_rules import UpdateRules
 from petra.errors import ConfigError, DataError, ModelError, NumericsError, PetraError, ScheduleError
 from petra.method import METHODS, Keep, Method, Weights
 from petra.model import BlockSpec, Model
-from petra.pipeline import Pipeline, Result
+from petra.pipeline import Pipeline
 from petra.settings import Numerics, Runtime
 from petra.specs import TensorSpec
 

@@ -46,6 +46,10 @@ class TensorSpec:
         return f"{_name(self.dtype)}{list(self.shape)}{wire}"
 
 
+MessageSpec = tuple[tuple[TensorSpec, ...], ...]
+"""The agreed form of a :data:`Message`."""
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

@@ -36,7 +36,7 @@ from launch.config.compose import composed
 from launch.config.errors import CONF, schema_keys
 from launch.config.schema import Config
 from launch.run.autotune import tuned
-from launch.run.build import plan
+from launch.run.build import set_up
 from launch.run.dry_run import stage_map
 from launch.run.resume import as_before, begin, find_start
 from launch.runtime.rank import Place
@@ -161,7 +161,7 @@ _RUNS = count()
 
 def steps(config: Config) -> None:
     """As :func:`launch.train.run`, a few steps without the run's folder."""
-    checked = plan(config, ALONE)
+    checked = set_up(config, ALONE)
     if config.dry_run:
         stage_map(checked)
         return

@@ -20,9 +20,9 @@ from petra.cost_model.links import Link
 from petra.cost_model.simulator import predict
 from petra.method import METHODS, Method
 from petra.models import revnet18
+from petra.plan.transport import simulated_transport
 from petra.settings import TransportName
 from petra.specs import TensorSpec
-from petra.transport.connect import simulated_transport
 
 EXACT, PLAIN = "backprop", "petra"
 FREE = "[1,3,2,1,2,1,1,1,0]"

@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 
 from launch import sweep
 from launch.compare import history
+from launch.config.checks import AUTO
 from launch.config.compose import composed
 from launch.reproduce.report import Request
-from launch.run.build import AUTO
 from launch.run.resume import flat, matters
 from launch.sweep import Job
 from petra.errors import PetraError

@@ -1,4 +1,4 @@
-"""Settings that are ``auto``: measured in one process, chosen there, and the same in all."""
+"""Settings that are ``auto``: measured and chosen on rank 0, and the same on all ranks."""
 
 from __future__ import annotations
 
@@ -9,58 +9,32 @@ import torch
 import torch.distributed as dist
 
 from launch.run import recipe
-from launch.run.build import Plan
+from launch.run.build import Setup
 from launch.runtime.rank import Place
 from petra.cost_model.autotune import Tuned, tune
 from petra.cost_model.costs import profile_blocks
-from petra.cost_model.links import measure_link
+from petra.cost_model.links import Link, measure_link
 from petra.distributed import together
 from petra.errors import ConfigError
 from petra.method import Keep
-from petra.plan.layout import Layout
 from petra.settings import TransportName
 
 
-def tuned(plan: Plan, place: Place) -> Plan:
-    """The plan with what is ``auto`` chosen; every process makes the call, after it has joined the others.
+def tuned(setup: Setup, place: Place) -> Setup:
+    """Return the setup with everything chosen that is ``auto``; every rank makes the call, after joining the others.
 
-    The first process measures each block's F, B and update on its device, and the link to the second.
+    Rank 0 measures the forward, backward and update of each block on its device, and the link to rank 1.
 
     Raises:
-        ConfigError: no cut fits the memory limit; in every process.
+        ConfigError: If no partition fits the memory limit. Raised on every rank.
     """
-    if not plan.auto:
-        return plan
-    trainer = plan.config.trainer
-    link = measure_link(plan.device)
-    if plan.wire is not None:  # of float32 streams
-        link = replace(link, bandwidth=link.bandwidth * torch.float32.itemsize / plan.wire.itemsize)
+    if not setup.auto:
+        return setup
+    link = _link(setup)
     chosen: list[Tuned | None] = [None]
     with together():
         if place.first:
-            blocks = profile_blocks(
-                plan.model,
-                plan.layout.inputs,
-                optimizer=recipe.optimizer(plan.config),
-                device=plan.device,
-                autocast=plan.autocast,
-                channels_last=trainer.channels_last,
-                seed=plan.config.seed,
-            )
-            # In one process delays are chosen as if each stage had its own: there they save nothing.
-            chosen[0] = tune(
-                blocks,
-                plan.method,
-                plan.config.k,
-                len(plan.layout.processes) if "stages" in plan.auto else [len(stage) for stage in plan.layout.stages],
-                tune_delay="delay" in plan.auto,
-                transport=cast(TransportName, trainer.transport),
-                parameter_copies=_copies(plan),
-                tune_keep="keep" in plan.auto and _may_keep_graphs(plan),
-                limit=float("inf") if trainer.memory_limit is None else 1e9 * trainer.memory_limit,
-                link=link,
-                processes=[p for p in plan.layout.processes if p] if len(plan.layout.processes) > 1 else None,
-            )
+            chosen[0] = _choose(setup, link)
     if place.world > 1:
         dist.broadcast_object_list(chosen, 0)
     found = chosen[0]
@@ -72,24 +46,60 @@ def tuned(plan: Plan, place: Place) -> Plan:
             f"slowest over mean {found.imbalance:.2f}",
             flush=True,
         )
-    method = replace(plan.method, delay=found.delay, keep=found.keep)
-    stages = list(found.stages)
-    layout = Layout.plan(plan.model, plan.inputs, stages, place.world, plan.config.dp)
-    return replace(plan, stages=stages, layout=layout, method=method, auto=frozenset())
+    return setup.with_choice(list(found.stages), replace(setup.plan.method, delay=found.delay, keep=found.keep))
 
 
-def _copies(plan: Plan) -> int:
-    """Of the parameters that a stage holds: weights, gradients, the optimizer's states, a moving average."""
-    states = {"adam": 2, "adamw": 2}.get(plan.config.optim.name, 1)
-    return 2 + states + (plan.config.optim.ema is not None)
+def _link(setup: Setup) -> Link:
+    """Measure the link between ranks 0 and 1, as float32 streams see it."""
+    link, wire = measure_link(setup.device), setup.plan.numerics.wire
+    if wire is not None:
+        link = replace(link, bandwidth=link.bandwidth * torch.float32.itemsize / wire.itemsize)
+    return link
 
 
-def _may_keep_graphs(plan: Plan) -> bool:
-    """Whether the method, the precision and the remedy go with graphs; if not, ``method.keep=auto`` is nothing."""
-    method, k = replace(plan.method, keep=Keep.GRAPH), plan.config.k
+def _choose(setup: Setup, link: Link) -> Tuned:
+    plan, config = setup.plan, setup.config
+    blocks = profile_blocks(
+        plan.model,
+        plan.layout.inputs,
+        optimizer=recipe.optimizer(config),
+        device=setup.device,
+        autocast=plan.numerics.autocast,
+        channels_last=plan.numerics.channels_last,
+        seed=config.seed,
+    )
+    processes = plan.layout.processes
+    limit = config.trainer.memory_limit
+    return tune(
+        blocks,
+        plan.method,
+        plan.k,
+        len(processes) if "stages" in setup.auto else [len(stage) for stage in plan.layout.stages],
+        tune_delay="delay" in setup.auto,
+        tune_keep="keep" in setup.auto and _may_keep_graphs(setup),
+        limit=float("inf") if limit is None else 1e9 * limit,
+        link=link,
+        # In one process, delays are chosen as if each stage had a process of its own: smaller ones would gain nothing there.
+        processes=[stages for stages in processes if stages] if len(processes) > 1 else None,
+        transport=cast(TransportName, config.trainer.transport),
+        parameter_copies=_parameter_copies(setup),
+    )
+
+
+def _parameter_copies(setup: Setup) -> int:
+    """Return how many tensors a stage has per parameter: weight, gradient, optimizer states and moving average."""
+    optim = setup.config.optim
+    states = {"adam": 2, "adamw": 2}.get(optim.name, 1)
+    return 2 + states + (optim.ema is not None)
+
+
+def _may_keep_graphs(setup: Setup) -> bool:
+    """Return whether method, precision and remedy allow ``method.keep=graph``; if not, ``auto`` means ``nothing``."""
+    plan = setup.plan
+    method = replace(plan.method, keep=Keep.GRAPH)
     try:
-        method.check(method.delays(len(plan.layout.stages), k), k, casts=plan.autocast is not None)
-        plan.remedy(microbatches_per_epoch=1).check(method)
+        method.check(plan.delays, plan.k, casts=plan.numerics.autocast is not None)
+        setup.recipe(setup.learning_rate(1)).remedy.check(method)
     except ConfigError:
         return False
     return True

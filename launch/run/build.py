@@ -1,15 +1,14 @@
-"""From a configuration to the objects that it describes; what can't work is refused here, before any process waits for another."""
+"""Builds what a configuration describes. Invalid configurations are refused before any rank waits for another."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, cast
 
 import torch
 
+from launch.config.checks import AUTO, check
 from launch.config.options import options
 from launch.config.schema import Config
 from launch.run import recipe
@@ -17,238 +16,168 @@ from launch.run.data import checked_form, streams
 from launch.runtime.network import variables
 from launch.runtime.rank import Place
 from petra.data import EvalStream, TrainStream
-from petra.errors import ConfigError
+from petra.engine.build import Recipe
 from petra.method import Keep, Method, Weights
 from petra.model import Model
 from petra.models import MODELS
 from petra.pipeline import Pipeline
-from petra.plan.layout import Layout, line_length
+from petra.plan.layout import processes_per_replica
+from petra.plan.plan import Plan, make_plan
 from petra.settings import Numerics, Runtime, TransportName
-from petra.specs import TensorSpec
-from petra.staleness.remedies import Prediction, Remedy
-from petra.training import FORMATS, OPTIMIZERS, SCHEDULES, Schedule, TensorBoardLogger, WandbLogger
-from petra.training.export import require
+from petra.staleness import Prediction, Remedy
+from petra.training import Schedule
 
-LONGEST = 10**7
-"""Seconds of a timeout; torch refuses much longer ones."""
-MOST_THREADS = 1000
-SMALL = 64
+LARGEST_CIFAR_STEM = 64
 """Pixels up to which ``model.stem=auto`` keeps an image's resolution."""
-AUTO = "auto"
-LOGGERS = ("jsonl", "wandb", "tensorboard")
-WIRES = {"float32": None, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A configuration that has been checked as far as that goes without data and without other processes."""
+class Setup:
+    """A checked configuration with the plan of its run.
+
+    Attributes:
+        processes: Number of processes, of all replicas together.
+        auto: Which of ``stages``, ``delay`` and ``keep`` are still to be chosen from measurements. Until then, the plan has
+            provisional values for them.
+    """
 
     config: Config
-    model: Model
-    method: Method
-    inputs: TensorSpec
-    """Of a whole microbatch; ``layout`` has a replica's."""
-    layout: Layout
-    stages: int | list[int] | None
+    plan: Plan
     device: torch.device
-    autocast: torch.dtype | None
-    wire: torch.dtype | None
-    auto: frozenset[str] = frozenset()
-    """What of stages, delay and keep is still to be chosen from measurements; until then the values stand for them."""
+    processes: int
+    auto: frozenset[str]
 
     @property
     def unit(self) -> str:
-        """What a target belongs to."""
-        return "images" if self.inputs.dtype.is_floating_point else "tokens"
+        """What a target belongs to: ``images`` or ``tokens``."""
+        return "images" if self.plan.inputs.dtype.is_floating_point else "tokens"
+
+    def with_choice(self, stages: list[int], method: Method) -> Setup:
+        """Return the setup with everything chosen that was ``auto``."""
+        plan = _plan(self.config, self.plan.model, method, stages, self.processes)
+        return replace(self, plan=plan, auto=frozenset())
 
     def data(self) -> tuple[TrainStream, EvalStream]:
-        """This process's part of the data, a call of all processes together.
+        """Return this rank's part of the data; every rank makes the call.
 
         Raises:
-            PetraError: the data set can't be used, in every process.
+            PetraError: If the data set cannot be used. Raised on every rank.
         """
-        return streams(self.config.data, self.config.seed, self.layout)
+        return streams(self.config.data, self.config.seed, self.plan.layout)
 
     def learning_rate(self, microbatches_per_epoch: int) -> Schedule:
-        """The rate of every stage, for updates of batch_size · k samples."""
+        """Return the learning rate of every stage, for updates of batch_size * k samples."""
         return recipe.learning_rate(self.config, microbatches_per_epoch)
 
-    def remedy(self, microbatches_per_epoch: int) -> Remedy:
-        """What is done about stale gradients."""
-        remedy = self.config.remedy
-        return Remedy(
-            discount=round(remedy.discount * microbatches_per_epoch),
-            correction=remedy.correction,
-            prediction=Prediction(_choice("remedy.prediction", remedy.prediction, tuple(Prediction))),
-            horizon=remedy.horizon,
-            compensation=remedy.compensation,
-            shrink=remedy.shrink,
-            lookahead=remedy.lookahead,
+    def recipe(self, learning_rate: Schedule) -> Recipe:
+        """Return how the stages are trained.
+
+        Raises:
+            ConfigError: If a value is out of range.
+        """
+        return Recipe(
+            optimizer=recipe.optimizer(self.config),
+            learning_rate=learning_rate,
+            losses=recipe.losses(self.config),
+            metrics=recipe.metrics(self.config.data.classes, self.unit),
+            seed=self.config.seed,
+            rules=recipe.rules(self.config),
+            remedy=_remedy(self.config, learning_rate.microbatches_per_epoch),
         )
 
     def pipeline(self, learning_rate: Schedule) -> Pipeline:
-        """This process's part of the pipeline."""
+        """Build this rank's part of the pipeline."""
         trainer = self.config.trainer
-        return Pipeline(
-            self.model,
-            self.inputs,
-            dp=self.config.dp,
-            method=self.method,
-            remedy=self.remedy(learning_rate.microbatches_per_epoch),
-            k=self.config.k,
-            stages=self.stages,
-            optimizer=recipe.optimizer(self.config),
-            learning_rate=learning_rate,
-            rules=recipe.rules(self.config),
-            loss=recipe.losses(self.config),
-            metrics=recipe.metrics(self.config.data.classes, self.unit),
-            seed=self.config.seed,
-            numerics=Numerics(self.autocast, trainer.channels_last, trainer.exact_streams, self.wire),
-            runtime=Runtime(self.device, cast(TransportName, trainer.transport), trainer.concurrency, trainer.compile),
-        )
+        runtime = Runtime(self.device, cast(TransportName, trainer.transport), trainer.concurrency, trainer.compile)
+        return Pipeline.from_plan(self.plan, self.recipe(learning_rate), runtime)
 
 
-def plan(config: Config, place: Place) -> Plan:
-    """Checks a configuration for the processes at hand.
+def set_up(config: Config, place: Place) -> Setup:
+    """Check a configuration and make the plan of its run for the processes at hand.
 
     Raises:
-        ConfigError, ModelError: the text names the key, what was found and what is accepted.
+        ConfigError, ModelError: If a value is not accepted. The message names the key.
     """
-    trainer = config.trainer
-    for key, found in {"k": config.k, "trainer.epochs": trainer.epochs}.items():
-        _require(found >= 1, key, found, "integers >= 1")
-    for key, found in {"trainer.threads": trainer.threads, "trainer.concurrency": trainer.concurrency}.items():
-        _require(1 <= found <= MOST_THREADS, key, found, f"integers from 1 to {MOST_THREADS}")
-    _require(0 <= config.remedy.discount < math.inf, "remedy.discount", config.remedy.discount, "numbers >= 0")
-    _require(config.seed >= 0, "seed", config.seed, "integers >= 0")
-    limit = trainer.limit_batches
-    _require(limit is None or limit >= 1, "trainer.limit_batches", limit, "null or integers >= 1")
-    _require(0 < trainer.timeout <= LONGEST, "trainer.timeout", trainer.timeout, f"numbers > 0, at most {LONGEST}")
-    _require(trainer.drift is None or trainer.drift > 0, "trainer.drift", trainer.drift, "null or numbers > 0")
-    line = line_length(place.world, config.dp)
-    _choice("model.name", config.model.name, MODELS)
-    _choice("optim.name", config.optim.name, OPTIMIZERS)
-    _choice("optim.scaling", config.optim.scaling, recipe.SCALINGS)
-    _choice("optim.clip_scope", config.optim.clip_scope, recipe.SCOPES)
-    _choice("schedule.name", config.schedule.name, SCHEDULES)
-    recipe.optimizer(config), recipe.rules(config), recipe.losses(config)
-    _choice("trainer.transport", trainer.transport, ("auto", "local") if line == 1 else ("auto", "lockstep", "edge"))
-    _choice("trainer.precision", trainer.precision, recipe.PRECISIONS)
-    _choice("trainer.wire", trainer.wire, WIRES)
-    every, keep = config.checkpoint.every, config.checkpoint.keep
-    _require(every is None or every >= 1, "checkpoint.every", every, "null or integers >= 1")
-    _require(keep >= 0, "checkpoint.keep", keep, "integers >= 0")
-    place_known = config.resume != AUTO or config.run_dir is not None
-    _require(place_known, "resume", AUTO, "auto with run_dir=<the run's folder>")
-    once = config.init_from is None or config.resume in (None, AUTO)
-    _require(once, "init_from", config.init_from, "null with resume=<folder>, which brings its own weights")
+    check(config, place)
     variables(config.cluster)
-    _choice("logger.name", config.logger.name, LOGGERS)
-    _choice("logger.mode", config.logger.mode, ("offline", "online"))
-    if config.logger.name == "wandb":
-        WandbLogger.require()
-    if config.logger.name == "tensorboard":
-        TensorBoardLogger.require()
-    _choice("trainer.export", trainer.export, ("none", *FORMATS))
-    if trainer.export != "none":
-        require(FORMATS[trainer.export])
-    if trainer.compile is not None:
-        _choice("trainer.compile", trainer.compile, ("eager", "aot_eager", "inductor"))
-    inputs = checked_form(config.data)
-    model = _model(config)
-    stages = line if trainer.stages == AUTO else _stages(trainer.stages)
-    settings = {"stages": trainer.stages, "delay": config.method.delay, "keep": config.method.keep}
-    result = Plan(
+    stages = config.trainer.stages
+    if stages == AUTO:
+        stages = processes_per_replica(place.world, config.dp)
+    settings = {"stages": config.trainer.stages, "delay": config.method.delay, "keep": config.method.keep}
+    setup = Setup(
         config=config,
-        model=model,
-        method=_method(config),
-        inputs=inputs,
-        layout=Layout.plan(model, inputs, stages, place.world, config.dp),
-        stages=stages,
-        device=place.device(trainer.device),
-        autocast=recipe.PRECISIONS[trainer.precision],
-        wire=WIRES[trainer.wire],
-        auto=frozenset(name for name, found in settings.items() if found == AUTO),
+        plan=_plan(config, _model(config), _method(config), stages, place.world),
+        device=place.device(config.trainer.device),
+        processes=place.world,
+        auto=frozenset(name for name, value in settings.items() if value == AUTO),
     )
-    delays = result.method.delays(len(result.layout.stages), config.k)
-    result.method.check(delays, config.k, casts=result.autocast is not None)
-    recipe.rules(config).require_moment(result.method, delays)
-    remedy = result.remedy(microbatches_per_epoch=1)
-    remedy.check(result.method)
-    remedy.require_optimizer(recipe.optimizer(config)(torch.nn.Linear(1, 1)))
-    if trainer.exact_streams:
-        result.layout.require_exact()
-    _require(not (trainer.exact_streams and result.wire), "trainer.exact_streams", True, "false with trainer.wire=bf16")
-    memory, tuned = trainer.memory_limit, result.auto & {"stages", "keep"}
-    fits = memory is None or (memory > 0 and bool(tuned))
-    _require(fits, "trainer.memory_limit", memory, "null, or numbers > 0 with stages or keep auto")
-    _require(not (config.method.fill and "delay" in result.auto), "method.delay", AUTO, "integers >= 0 with method.fill=true")
-    for key, count in (("trainer.trace", trainer.trace), ("trainer.diagnose", trainer.diagnose)):
-        _require(count is None or count >= 1, key, count, "null, or integers >= 1")
-    alone = trainer.concurrency == 1 or (place.world == 1 and result.device.type == "cpu")
-    _require(alone, "trainer.concurrency", trainer.concurrency, "1 but for one process on the CPU")
-    alone = trainer.diagnose is None or place.world == 1
-    _require(alone, "trainer.diagnose", f"{trainer.diagnose} in {place.world} processes", "null, or one process")
-    result.learning_rate(microbatches_per_epoch=1)
-    return result
+    trained = setup.recipe(setup.learning_rate(microbatches_per_epoch=1))
+    trained.check(setup.plan)
+    trained.remedy.prepare_optimizer(trained.optimizer(torch.nn.Linear(1, 1)))
+    return setup
+
+
+def _plan(config: Config, model: Model, method: Method, stages: int | list[int] | None, processes: int) -> Plan:
+    inputs, trainer = checked_form(config.data), config.trainer
+    unit = "images" if inputs.dtype.is_floating_point else "tokens"
+    wire = torch.bfloat16 if trainer.wire == "bf16" else None
+    return make_plan(
+        model,
+        inputs,
+        method=method,
+        k=config.k,
+        stages=stages,
+        processes=processes,
+        dp=config.dp,
+        numerics=Numerics(recipe.PRECISIONS[trainer.precision], trainer.channels_last, trainer.exact_streams, wire),
+        transport=cast(TransportName, trainer.transport),
+        metrics=len(recipe.metrics(config.data.classes, unit)),
+    )
 
 
 def _model(config: Config) -> Model:
-    """The model, given the options that are set; those that its builder doesn't have are refused."""
+    """Build the model from the options that are set.
+
+    Raises:
+        ConfigError: If the model does not have one of them.
+    """
     build = MODELS[config.model.name]
     given = options(config.model, "model", build)
-    if given.get("stem") == "auto":
-        given["stem"] = "imagenet" if config.data.size > SMALL else "cifar"
+    if given.get("stem") == AUTO:
+        given["stem"] = "imagenet" if config.data.size > LARGEST_CIFAR_STEM else "cifar"
     size = {"size": config.data.size} if "size" in signature(build).parameters else {}
     return build(config.data.classes, **given, **size)
 
 
 def _method(config: Config) -> Method:
+    """Build the method, with provisional values for what is ``auto``."""
     method = config.method
     return Method(
         method.name,
-        delay=tuple(method.delay) if _is_integers(method.delay) else _delay(method.delay),
-        keep=_keep(method.keep),
-        weights=Weights(_choice("method.weights", method.weights, tuple(Weights))),
+        delay=2 if method.delay == AUTO else _tuple(method.delay),
+        keep=Keep.NOTHING if method.keep == AUTO else _keep(method.keep),
+        weights=Weights(method.weights),
         flush=method.flush,
         fill=method.fill,
     )
 
 
-def _keep(found: Any) -> Keep | tuple[Keep, ...]:
-    if found == AUTO:
-        return Keep.NOTHING
-    if isinstance(found, list):
-        return tuple(Keep(_choice("method.keep", keep, tuple(Keep))) for keep in found)
-    return Keep(_choice("method.keep", found, (*Keep, AUTO)))
+def _keep(value: Any) -> Keep | tuple[Keep, ...]:
+    return tuple(Keep(keep) for keep in value) if isinstance(value, list) else Keep(value)
 
 
-def _delay(found: Any) -> int:
-    if found == AUTO:
-        return 2
-    _require(_is_integer(found), "method.delay", found, "integers >= 0, one or one per boundary, or auto")
-    return int(found)
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
-def _stages(found: Any) -> int | list[int] | None:
-    accepted = "null, an integer, auto, or a list with the number of blocks in each stage"
-    _require(found is None or _is_integer(found) or bool(found and _is_integers(found)), "trainer.stages", found, accepted)
-    return cast("int | list[int] | None", found)
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_integers(value: Any) -> bool:
-    return isinstance(value, list) and all(_is_integer(v) for v in value)
-
-
-def _choice(key: str, found: str, accepted: Iterable[str]) -> str:
-    _require(found in accepted, key, found, ", ".join(accepted))
-    return found
-
-
-def _require(right: bool, key: str, found: Any, accepted: str) -> None:
-    if not right:
-        raise ConfigError(f"{key}: found {found}, accepted are {accepted}")
+def _remedy(config: Config, microbatches_per_epoch: int) -> Remedy:
+    remedy = config.remedy
+    return Remedy(
+        discount=round(remedy.discount * microbatches_per_epoch),
+        correction=remedy.correction,
+        prediction=Prediction(remedy.prediction),
+        horizon=remedy.horizon,
+        compensation=remedy.compensation,
+        shrink=remedy.shrink,
+        lookahead=remedy.lookahead,
+    )

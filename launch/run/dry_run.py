@@ -1,98 +1,82 @@
-"""What a dry run shows: the stages of a configuration before any of it is built."""
+"""The table that a dry run prints: the stages of a plan, before any of it is built."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 
-from launch.run.build import Plan
+from launch.run.build import Setup
+from launch.run.markdown import aligned_table
 from petra.method import Keep
-from petra.model import BlockProfile
-from petra.specs import TensorSpec
+from petra.plan.plan import Plan, StagePlan
 
 
 @dataclass(frozen=True)
 class StageRow:
-    """One stage of the map."""
+    """One row of the table."""
 
-    number: int
-    processes: tuple[int, ...]
-    """One of each replica."""
-    blocks: tuple[BlockProfile, ...]
-    keeps: tuple[Keep, ...]
-    delay: int
-    flops: int
-    """Of the whole network."""
-    last: bool
+    plan: Plan
+    stage: StagePlan
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The rank that owns the stage, in each replica."""
+        processes = self.plan.layout.processes
+        owner = next(place for place, stages in enumerate(processes) if self.stage.index in stages)
+        return tuple(range(owner, len(processes) * self.plan.layout.dp, len(processes)))
 
     @property
     def forward_bytes(self) -> int:
-        """Of the message to the next stage."""
-        return 0 if self.last else sum(map(_bytes, self.blocks[-1].outputs))
+        """Bytes of the message to the next stage; 0 for the last stage."""
+        return self.plan.boundaries[self.stage.index].forward_bytes if self.stage.index < len(self.plan.boundaries) else 0
 
     @property
     def backward_bytes(self) -> int:
-        """Of the message that comes back from it: δ, and x̃ where this stage keeps nothing of its last block."""
-        return self.forward_bytes * (2 if self.keeps[-1] is Keep.NOTHING else 1)
+        """Bytes of the message from the next stage; 0 for the last stage."""
+        return self.plan.boundaries[self.stage.index].backward_bytes if self.stage.index < len(self.plan.boundaries) else 0
 
 
 COLUMNS: dict[str, Callable[[StageRow], str]] = {
-    "stage": lambda row: str(row.number),
-    "process": lambda row: ", ".join(map(str, row.processes)),
-    "blocks": lambda row: row.blocks[0].name if len(row.blocks) == 1 else f"{row.blocks[0].name} … {row.blocks[-1].name}",
-    "parameters": lambda row: f"{sum(block.parameters for block in row.blocks):,}",
-    "FLOPs": lambda row: f"{sum(block.flops for block in row.blocks) / row.flops:.1%}",
-    "τ": lambda row: str(row.delay),
-    "keeps": lambda row: _counted(row.keeps),
+    "stage": lambda row: str(row.stage.index + 1),
+    "process": lambda row: ", ".join(map(str, row.ranks)),
+    "blocks": lambda row: _blocks(row.stage),
+    "parameters": lambda row: f"{row.stage.parameters:,}",
+    "FLOPs": lambda row: f"{row.stage.flops / sum(stage.flops for stage in row.plan.stages):.1%}",
+    "τ": lambda row: str(row.stage.delay),
+    "keeps": lambda row: _count(row.stage.keeps),
     "MB →": lambda row: f"{row.forward_bytes / 1e6:.2f}",
     "MB ←": lambda row: f"{row.backward_bytes / 1e6:.2f}",
 }
-"""Title and content of each column of the map."""
+"""Title and content of each column."""
 
 
-def stage_map(plan: Plan) -> str:
-    """A Markdown table of the stages; sizes are of one microbatch, or a replica's share of it."""
-    rows = stage_rows(plan)
-    cells = [list(COLUMNS), *([content(row) for content in COLUMNS.values()] for row in rows)]
-    widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    blocks = [block for row in rows for block in row.blocks]
-    replicas = "" if plan.layout.dp == 1 else f" of each of {plan.layout.dp} replicas"
+def stage_map(setup: Setup) -> str:
+    """Return a Markdown table of the stages. Sizes are of one microbatch, or of a replica's share of it."""
+    plan = setup.plan
+    rows = [[content(row) for content in COLUMNS.values()] for row in stage_rows(plan)]
+    dp = plan.layout.dp
+    replicas = "" if dp == 1 else f" of each of {dp} replicas"
     title = (
-        f"{plan.model.name} on {plan.config.data.name} by {plan.method.name} (d = {plan.method.delay}, k = {plan.config.k}): "
-        f"{len(rows)} stages in {len(plan.layout.processes)} process(es){replicas}, "
-        f"{sum(block.parameters for block in blocks):,} parameters, "
-        f"{plan.layout.dp * rows[0].flops / 1e9:.3g} GFLOPs forward for a microbatch of {plan.inputs}"
+        f"{plan.model.name} on {setup.config.data.name} by {plan.method.name} (d = {plan.method.delay}, k = {plan.k}): "
+        f"{len(rows)} stages in {len(plan.layout.processes)} process(es){replicas}, {plan.parameters:,} parameters, "
+        f"{dp * sum(stage.flops for stage in plan.stages) / 1e9:.3g} GFLOPs forward for a microbatch of {plan.inputs}"
     )
-    return "\n".join([title, "", *lines])
+    return f"{title}\n\n{aligned_table(tuple(COLUMNS), rows)}"
 
 
 def stage_rows(plan: Plan) -> list[StageRow]:
-    """The stages in order."""
-    layout = plan.layout
-    count = len(layout.stages)
-    delays = plan.method.delays(count, plan.config.k)
-    owner = {j: rank for rank, stages in enumerate(layout.processes) for j in stages}
-    rows = []
-    for j, stage in enumerate(layout.stages):
-        blocks, last = tuple(layout.profiles[b] for b in stage), j == count - 1
-        kinds = [block.reversible for block in blocks]
-        keeps = plan.method.keep_of(kinds, last=last and delays[j] == 0, first_block=stage.start)
-        flops = sum(block.flops for block in layout.profiles)
-        processes = tuple(range(owner[j], len(layout.processes) * layout.dp, len(layout.processes)))
-        rows.append(StageRow(j + 1, processes, blocks, keeps, delays[j], flops, last))
-    return rows
+    """Return a row for each stage, in order."""
+    return [StageRow(plan, stage) for stage in plan.stages]
 
 
-def _bytes(spec: TensorSpec) -> int:
-    return prod(spec.shape) * spec.dtype.itemsize
+def _blocks(stage: StagePlan) -> str:
+    first, last = stage.profiles[0].name, stage.profiles[-1].name
+    return first if first == last else f"{first} … {last}"
 
 
-def _counted(keeps: tuple[Keep, ...]) -> str:
-    """``nothing``, or ``2 input, 3 nothing`` where blocks differ."""
+def _count(keeps: tuple[Keep, ...]) -> str:
+    """Return ``nothing``, or ``2 input, 3 nothing`` if blocks differ."""
     if len({*keeps}) == 1:
         return str(keeps[0])
     return ", ".join(f"{n} {keep}" for keep, n in Counter(keeps).items())

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
+from launch.config.checks import AUTO
 from launch.config.schema import Config
-from launch.run.build import AUTO, Plan
+from launch.run.build import Setup
 from petra.analysis.plots import curves
 from petra.pipeline import Pipeline
 from petra.training import Epoch, JsonLines, Logger, TensorBoardLogger, WandbLogger, means, new_run_folder, write_json
@@ -58,53 +59,54 @@ class Records:
         )
 
 
-def headline(plan: Plan, pipeline: Pipeline) -> str:
+def headline(setup: Setup, pipeline: Pipeline) -> str:
     """What is about to run, in a line."""
-    facts = _facts(plan, pipeline)
-    idle = pipeline.layout.dp * sum(not stages for stages in pipeline.layout.processes)
+    plan, facts = setup.plan, _facts(setup, pipeline)
+    idle = plan.layout.dp * sum(not stages for stages in plan.layout.processes)
     return (
         f"{facts['model']} with {facts['parameters']:,} parameters by {facts['method']} (d = {facts['delay']}, k = {facts['k']}): "
         f"{facts['stages']} stages in {facts['processes']} process(es) on {facts['device']}, transport {facts['transport']}"
-        + (f"; {facts['dp']} replicas with {pipeline.layout.inputs.shape[0]} samples each" if facts["dp"] > 1 else "")
+        + (f"; {facts['dp']} replicas with {plan.layout.inputs.shape[0]} samples each" if facts["dp"] > 1 else "")
         + (f"; {idle} process(es) without a stage stay idle" if idle else "")
     )
 
 
-def summarise(plan: Plan, pipeline: Pipeline, history: Sequence[Epoch], memory: Sequence[int], seconds: float) -> dict[str, Any]:
+def summarise(setup: Setup, pipeline: Pipeline, history: Sequence[Epoch], memory: Sequence[int], seconds: float) -> dict[str, Any]:
     """Content of summary.json: losses in nats, accuracies 0 … 1, speed over training alone, seconds of the whole run.
 
     Args:
         memory: peak of each process in bytes.
     """
     last = history[-1]
-    return _facts(plan, pipeline) | {
+    return _facts(setup, pipeline) | {
         "epochs": len(history),
         "microbatches": pipeline.clock,
-        **{f"train_{key}": value for key, value in means(last.train, plan.unit).items()},
-        **{f"test_{key}": value for key, value in means(last.test, plan.unit).items()},
-        f"{plan.unit}_per_second": harmonic_mean([epoch.train.targets / epoch.training_seconds for epoch in history]),
+        **{f"train_{key}": value for key, value in means(last.train, setup.unit).items()},
+        **{f"test_{key}": value for key, value in means(last.test, setup.unit).items()},
+        f"{setup.unit}_per_second": harmonic_mean([epoch.train.targets / epoch.training_seconds for epoch in history]),
         "peak_memory_bytes": list(memory),
         "wall_seconds": seconds,
-        "seed": plan.config.seed,
+        "seed": setup.config.seed,
         "torch": torch.__version__,
     }
 
 
-def _facts(plan: Plan, pipeline: Pipeline) -> dict[str, Any]:
+def _facts(setup: Setup, pipeline: Pipeline) -> dict[str, Any]:
+    plan = setup.plan
     return {
         "method": plan.method.name,
         "delay": plan.method.delay,
-        "remedy": plan.config.remedy.name,
+        "remedy": setup.config.remedy.name,
         "model": plan.model.name,
-        "model_options": plan.config.model.options(),
-        "data": plan.config.data.name,
-        "parameters": sum(block.parameters for block in pipeline.layout.profiles),
-        "stages": len(pipeline.layout.stages),
+        "model_options": setup.config.model.options(),
+        "data": setup.config.data.name,
+        "parameters": plan.parameters,
+        "stages": len(plan.stages),
         "processes": pipeline.world,
-        "dp": pipeline.layout.dp,
-        "transport": pipeline.transport_name,
-        "device": plan.device.type,
-        "precision": plan.config.trainer.precision,
-        "k": pipeline.k,
-        "batch_size": plan.config.data.batch_size,
+        "dp": plan.layout.dp,
+        "transport": plan.transport,
+        "device": setup.device.type,
+        "precision": setup.config.trainer.precision,
+        "k": plan.k,
+        "batch_size": setup.config.data.batch_size,
     }

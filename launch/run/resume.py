@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from launch.config.checks import AUTO
 from launch.config.schema import Config
-from launch.run.build import AUTO, Plan
+from launch.run.build import Setup
 from launch.runtime.rank import Place
 from petra.distributed import gathered, together
 from petra.errors import ConfigError
 from petra.method import Keep
 from petra.pipeline import Pipeline
-from petra.plan.layout import Layout
 from petra.training import facts_of, load, load_into, network, newest, restore
 from petra.training.checkpoint import FACTS, verify
 from petra.training.export import State
@@ -108,31 +108,30 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-def as_before(plan: Plan, start: Start, place: Place) -> Plan:
-    """The plan with what is ``auto`` as the checkpoint's run has chosen it, so that the run goes on exactly."""
+def as_before(setup: Setup, start: Start) -> Setup:
+    """Return the setup with everything that is ``auto`` as the checkpoint's run has chosen it, so that the run resumes exactly."""
     chosen = start.facts.get("chosen")
-    if not plan.auto or chosen is None:
-        return plan
-    if "stages" not in plan.auto and [len(stage) for stage in plan.layout.stages] != chosen["stages"]:
-        return plan  # another cut was asked for, which what was chosen doesn't fit
+    if not setup.auto or chosen is None:
+        return setup
+    if "stages" not in setup.auto and [len(stage) for stage in setup.plan.layout.stages] != chosen["stages"]:
+        return setup  # another partition was requested, to which the choice does not apply
     delay, keep = chosen["delay"], chosen["keep"]
     method = replace(
-        plan.method,
+        setup.plan.method,
         delay=tuple(delay) if isinstance(delay, list) else delay,
         keep=tuple(map(Keep, keep)) if isinstance(keep, list) else Keep(keep),
     )
-    layout = Layout.plan(plan.model, plan.inputs, chosen["stages"], place.world, plan.config.dp)
-    return replace(plan, stages=chosen["stages"], layout=layout, method=method, auto=frozenset())
+    return setup.with_choice(chosen["stages"], method)
 
 
-def facts(plan: Plan, pipeline: Pipeline) -> dict[str, Any]:
-    """What a checkpoint tells of its run."""
+def facts(setup: Setup) -> dict[str, Any]:
+    """Return what a checkpoint stores about its run."""
     chosen = {
-        "stages": [len(stage) for stage in pipeline.layout.stages],
-        "delay": plan.method.delay,
-        "keep": plan.method.keep,
+        "stages": [len(stage) for stage in setup.plan.layout.stages],
+        "delay": setup.plan.method.delay,
+        "keep": setup.plan.method.keep,
     }
-    return {"config": asdict(plan.config), "chosen": chosen}
+    return {"config": asdict(setup.config), "chosen": chosen}
 
 
 def require_shared(folder: Path, config: Config, place: Place) -> None:

@@ -137,7 +137,7 @@ def by_stage(rows: Sequence[Mapping[str, float]], key: str) -> dict[str, list[tu
     """Return one line per stage for :class:`Panel`: a quantity against the microbatch.
 
     Args:
-        rows: Rows of :class:`petra.diagnostics.gradient_quality.GradientDiagnosis`.
+        rows: Rows of :class:`petra.diagnostics.gradient_quality.GradientQuality`.
         key: Name of the quantity.
     """
     stages = sorted({int(row["stage"]) for row in rows})
@@ -145,7 +145,7 @@ def by_stage(rows: Sequence[Mapping[str, float]], key: str) -> dict[str, list[tu
 
 
 def gradient_quality(rows: Sequence[Mapping[str, float]], path: Path) -> None:
-    """Plot the rows of :class:`petra.diagnostics.gradient_quality.GradientDiagnosis` with one line per stage into a PNG file."""
+    """Plot the rows of :class:`petra.diagnostics.gradient_quality.GradientQuality` with one line per stage into a PNG file."""
     quantities = (
         ("cosine_end_to_end", "cosine to the end-to-end gradient"),
         ("norm_ratio_end_to_end", "norm relative to the end-to-end gradient"),

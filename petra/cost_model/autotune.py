@@ -13,8 +13,8 @@ from petra.errors import ConfigError, invalid
 from petra.method import Keep, Method, Weights
 from petra.plan.partition import best_partition
 from petra.plan.schedule import in_flight
+from petra.plan.transport import simulated_transport
 from petra.settings import TransportName
-from petra.transport.connect import simulated_transport
 
 TOLERANCE = 0.01
 """Relative loss of throughput that a smaller delay may cost; less than the variation from run to run."""

@@ -1,0 +1,1 @@
+"""What will happen in a run, as plain data: partition, schedule, messages and transport."""

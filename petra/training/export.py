@@ -27,9 +27,9 @@ def gathered_blocks(pipeline: Pipeline) -> Iterator[tuple[str, State]]:
     States are on the CPU, and one block travels at a time. Every process must walk through it to the end.
     """
     own = dict(pipeline.blocks())
-    for rank, stages in enumerate(pipeline.layout.processes):
-        for block in (b for j in stages for b in pipeline.layout.stages[j]):
-            name = pipeline.model.blocks[block].name
+    for rank, stages in enumerate(pipeline.plan.layout.processes):
+        for block in (b for j in stages for b in pipeline.plan.layout.stages[j]):
+            name = pipeline.plan.model.blocks[block].name
             message: list[Any] = [None]
             if pipeline.rank == rank:
                 message = [{key: value.detach().to("cpu", copy=True) for key, value in own[name].state_dict().items()}]
@@ -94,10 +94,10 @@ def load_into(pipeline: Pipeline, state: Mapping[str, Tensor], source: str) -> N
     Raises:
         DataError: it is another network's; the text names the first block that doesn't fit.
     """
-    names = {block.name for block in pipeline.model.blocks}
+    names = {block.name for block in pipeline.plan.model.blocks}
     strange = [key for key in state if key.partition(".")[0] not in names]
     if strange:
-        raise DataError(f"{source}: found {strange[0]}, but {pipeline.model.name} has no such block")
+        raise DataError(f"{source}: found {strange[0]}, but {pipeline.plan.model.name} has no such block")
     for name, block in pipeline.blocks():
         part = {key.removeprefix(f"{name}."): value for key, value in state.items() if key.startswith(f"{name}.")}
         try:

@@ -51,7 +51,7 @@ _ALLOWED = {
 def state_of(pipeline: Pipeline) -> State:
     """The state of this process's blocks; the pipeline is drained. Most tensors are the pipeline's own, not copies.
 
-    Of replicas the first one has it all (:meth:`petra.engine.data_parallel.Replicas.settle`), and the others tell nothing.
+    Of replicas the first one has it all (:meth:`petra.engine.data_parallel.Replicas.synchronize`), and the others tell nothing.
     """
     state: State = {}
     if pipeline.replica:
@@ -59,7 +59,7 @@ def state_of(pipeline: Pipeline) -> State:
     for j, worker in pipeline.workers.items():
         update = worker.update.state_dict()
         numbers = {key: torch.tensor(float(n), dtype=torch.float64) for key, n in update["stage"].items() if n is not None}
-        for b, module, own in zip(pipeline.layout.stages[j], worker.stage.module, update["blocks"], strict=True):
+        for b, module, own in zip(pipeline.plan.layout.stages[j], worker.stage.module, update["blocks"], strict=True):
             optimizer = {
                 f"{name}/{key}": value
                 for name, values in own["optimizer"].items()
@@ -73,7 +73,7 @@ def state_of(pipeline: Pipeline) -> State:
                 "gradient": own["gradient"],
                 "update": numbers,
             }
-            block = pipeline.model.blocks[b].name
+            block = pipeline.plan.model.blocks[b].name
             state |= {f"{block}/{part}/{name}": value.detach() for part, found in parts.items() for name, value in found.items()}
     for kind, values in pipeline.method_state().items():
         for key, value in values.items():
@@ -98,7 +98,7 @@ def load_state(pipeline: Pipeline, state: Mapping[str, Tensor], clock: int, sour
     load_into(pipeline, weights, source)
     method: dict[str, dict[str, Tensor]] = {}
     for j, worker in pipeline.workers.items():
-        names = [pipeline.model.blocks[b].name for b in pipeline.layout.stages[j]]
+        names = [pipeline.plan.model.blocks[b].name for b in pipeline.plan.layout.stages[j]]
         blocks = []
         for name, module in zip(names, worker.stage.module, strict=True):
             try:

@@ -10,8 +10,9 @@ from typing import Any
 
 from petra.data import EvalStream, TrainStream
 from petra.distributed import gathered
+from petra.engine.totals import Result
 from petra.errors import DataError, Interrupted, first_line
-from petra.pipeline import Pipeline, Result
+from petra.pipeline import Pipeline
 from petra.training.checkpoint import Checkpoints
 from petra.training.progress import Progress
 from petra.training.records import Logger

@@ -1,15 +1,13 @@
 """Messages to neighbours: inside one process (local), or over torch.distributed (lockstep, edge)."""
 
-# Arguments of its functions default to the process group of the moment of its import, which then nobody can end any more: gloo's
-# threads would live on and now and then crash the interpreter's exit. Here it comes before any group.
+# Some functions of this module bind the default process group at import. Imported later, they would keep the group alive, and
+# gloo's threads could crash the interpreter at exit.
 import torch.distributed.nn.functional  # noqa: F401
 
-from petra.transport.edge import EdgeTransport
+from petra.transport.connect import Transport, check_ranks_agree, connect, open_transport
 from petra.transport.local import local_boundary
-from petra.transport.lockstep import LockstepTransport, Transfer
-from petra.transport.packing import MessageSpec, Packing
+from petra.transport.lockstep import Transfer
+from petra.transport.packing import Packing
 from petra.transport.port import Port
 
-Transport = EdgeTransport | LockstepTransport
-
-__all__ = ["EdgeTransport", "LockstepTransport", "MessageSpec", "Packing", "Port", "Transfer", "Transport", "local_boundary"]
+__all__ = ["Packing", "Port", "Transfer", "Transport", "check_ranks_agree", "connect", "local_boundary", "open_transport"]

@@ -16,8 +16,9 @@ from petra.cost_model.costs import BlockCost, StageCost, count_blocks, pipeline_
 from petra.cost_model.links import Link
 from petra.cost_model.simulator import predict
 from petra.models import revnet18
+from petra.plan.messages import boundary
 from petra.plan.schedule import in_flight
-from petra.transport.connect import boundary
+from petra.settings import Numerics
 from tests.support.nets import RandomStream, mixed_net
 
 PETRA = METHODS["petra"]
@@ -83,7 +84,7 @@ def test_messages_are_those_of_the_boundaries(graphs: tuple[int, ...]) -> None:
     costs = pipeline_costs([[b] for b in blocks], keeps)
     assert costs[0].backward_bytes == 0
     for profile, (keep,), before, after in zip(profiles[:-1], keeps[:-1], costs[:-1], costs[1:], strict=True):
-        forward, (streams, gradients, _) = boundary(profile.outputs, keep, 1, channels_last=False, wire=None)
+        forward, (streams, gradients, _) = boundary(profile.outputs, keep, Numerics(), 1)
         assert before.forward_bytes == sum(t.bytes for part in forward for t in part)
         assert after.backward_bytes == sum(t.bytes for t in (*streams, *gradients))
 
@@ -140,7 +141,7 @@ def test_tuned_pipeline_trains_and_fits() -> None:
     delays = method.delays(3, 2)
     assert all(cost.memory(in_flight(d, 2, False)) <= limit for cost, d in zip(tuned.costs, delays, strict=True))
     pipeline = Pipeline(model, data.spec, method=method, k=2, stages=tuned.stages, optimizer=partial(_sgd, lr=0.1))
-    assert [keep for j in range(3) for keep in pipeline._keeps(j)] == list(tuned.keep)
+    assert [keep for j in range(3) for keep in pipeline.plan.stages[j].keeps] == list(tuned.keep)
     pipeline.train(data, 9)
 
 

@@ -16,11 +16,12 @@ from torch.nn import functional as F
 from launch.config.errors import CONF
 from launch.config.schema import to_config
 from launch.evaluate import main as evaluate
-from launch.run.build import plan
+from launch.run.build import set_up
 from launch.run.dry_run import stage_map, stage_rows
 from launch.train import run
 from petra import BlockSpec, ConfigError, DataError, Keep, Method, Model, Pipeline, TensorSpec, UpdateRules, Weights
-from petra.engine.endpoints import Losses, among_five
+from petra.engine.endpoints import Losses
+from petra.engine.metrics import top5_correct
 from petra.models import revnet18
 from petra.settings import Numerics, Runtime
 from petra.training import export, gathered_blocks, load, load_into, means, sgd
@@ -84,13 +85,13 @@ def test_label_smoothing_is_for_training_only() -> None:
 
 def test_top_five() -> None:
     scores = torch.arange(8.0).repeat(3, 1)
-    assert among_five(scores, torch.tensor([3, 2, -100])).item() == 1
+    assert top5_correct(scores, torch.tensor([3, 2, -100])).item() == 1
 
 
 def test_metrics_follow_the_data() -> None:
     for classes, names in ((5, ["accuracy"]), (6, ["accuracy", "top5"])):
-        plan_ = planned("data=synthetic", f"data.classes={classes}", "model.width=0.0625")
-        assert list(plan_.pipeline(plan_.learning_rate(1)).metrics) == names
+        setup = planned("data=synthetic", f"data.classes={classes}", "model.width=0.0625")
+        assert list(setup.pipeline(setup.learning_rate(1)).recipe.metrics) == names
 
 
 class Words(RandomStream):
@@ -135,7 +136,7 @@ def exported(rank: int, folder: str) -> dict[str, Tensor]:
     pipeline.train(data, 4)
     export(pipeline, Path(folder) / "model.pt")
     names = [name for name, _ in gathered_blocks(pipeline)]
-    assert names == ([block.name for block in pipeline.model.blocks] if rank == 0 else [])
+    assert names == ([block.name for block in pipeline.plan.model.blocks] if rank == 0 else [])
     return pipeline.state_dict()
 
 
@@ -238,13 +239,13 @@ def test_evaluation_refuses(words: list[str], message: str, tmp_path: Path, monk
             ["schedule=cosine", "schedule.gamma=0.1"],
             "schedule.gamma: cosine has no such setting, accepted are",
         ),
-        (["optim.scaling=big"], "optim.scaling: found big, accepted are goyal, none"),
-        (["optim.clip=1", "optim.clip_scope=global"], "optim.clip_scope: found global with method.delay=2"),
+        (["optim.scaling=big"], "optim.scaling: expected one of goyal, none, got big"),
+        (["optim.clip=1", "optim.clip_scope=global"], "optim.clip_scope: expected stage with method.delay=2"),
         (["trainer.loss_scale=8"], "trainer.loss_scale: found 8, accepted is null for trainer.precision=float32"),
         (["trainer.label_smoothing=1"], "trainer.label_smoothing: found 1.0"),
-        (["trainer.limit_batches=0"], "trainer.limit_batches: found 0"),
-        (["trainer.compile=fast"], "trainer.compile: found fast, accepted are eager, aot_eager, inductor"),
-        (["trainer.export=onnx"], "trainer.export: found onnx, accepted are none, pt, safetensors"),
+        (["trainer.limit_batches=0"], "trainer.limit_batches: expected null or an integer >= 1, got 0"),
+        (["trainer.compile=fast"], "trainer.compile: expected null or one of eager, aot_eager, inductor, got fast"),
+        (["trainer.export=onnx"], "trainer.export: expected one of none, pt, safetensors, got onnx"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
@@ -259,7 +260,7 @@ ROWS = re.findall(r"\| `(experiment=[^`]*)` \|", (ROOT / "docs" / "experiments.m
 @pytest.mark.parametrize("row", ROWS)
 def test_every_row_of_the_papers_composes_and_plans(row: str) -> None:
     config = to_config(to_composed(*row.split()))
-    plan(config, ALONE)
+    set_up(config, ALONE)
     if "petra/cifar10" in row:
         assert (config.trainer.epochs, config.schedule.milestones, config.data.batch_size) == (300, [150, 225], 64)
     if "petra/imagenet" in row:
@@ -272,19 +273,17 @@ def test_every_preset_has_a_row() -> None:
     assert presets <= {row.split()[0].removeprefix("experiment=") for row in ROWS}
     recipe = to_config(to_composed("experiment=revnet/cifar10"))
     assert (recipe.optim.scaling, recipe.optim.nesterov, recipe.schedule.milestones) == ("none", False, [80, 120])
-    plan(recipe, ALONE)
+    set_up(recipe, ALONE)
 
 
 @pytest.mark.parametrize("keep", ["nothing", "[input,graph,nothing,nothing,input,graph,input,nothing,graph,graph]"])
 def test_the_stage_map_tells_what_the_pipeline_does(keep: str) -> None:
-    plan_ = planned("model.width=0.0625", "trainer.stages=4", f"method.keep={keep}")
-    rows, pipeline = stage_rows(plan_), plan_.pipeline(plan_.learning_rate(1))
-    assert sum(block.parameters for row in rows for block in row.blocks) == sum(
-        p.numel() for p in plan_.model.build(0).parameters()
-    )
-    assert [row.delay for row in rows] == list(pipeline.delays)
-    assert [row.keeps for row in rows] == [tuple(r.keep for r in pipeline.stages[j].runners) for j in range(4)]
-    text = stage_map(plan_)
+    setup = planned("model.width=0.0625", "trainer.stages=4", f"method.keep={keep}")
+    rows, pipeline = stage_rows(setup.plan), setup.pipeline(setup.learning_rate(1))
+    assert sum(row.stage.parameters for row in rows) == sum(p.numel() for p in setup.plan.model.build(0).parameters())
+    assert [row.stage.delay for row in rows] == list(pipeline.plan.delays)
+    assert [row.stage.keeps for row in rows] == [tuple(r.keep for r in pipeline.stages[j].runners) for j in range(4)]
+    text = stage_map(setup)
     assert text.startswith("revnet18 on digits by petra (d = 2, k = 4): 4 stages in 1 process(es), ")
     assert len(text.splitlines()) == 2 + 2 + 4
 

@@ -1,4 +1,4 @@
-"""Settings that a run chooses for itself or watches, as launch.train takes them."""
+"""Settings of launch.train that are chosen automatically, and diagnostics of a run."""
 
 from __future__ import annotations
 
@@ -17,53 +17,60 @@ from tests.launch.test_launch import ALONE, TINY, launched, planned
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trainer.trace=0", r"trainer\.trace: found 0, accepted are null, or integers >= 1"),
-        ("trainer.diagnose=0", r"trainer\.diagnose: found 0"),
-        ("trainer.concurrency=0", r"trainer\.concurrency: found 0, accepted are integers from 1 to 1000"),
-        ("trainer.memory_limit=2", r"trainer\.memory_limit: found 2.0, accepted are null, or numbers > 0 with stages or keep auto"),
-        ("method.keep=[graph,input]", r"method\.keep: found 2, accepted are one, or 10"),
-        ("method.keep=[all]", r"method\.keep: found all"),
+        ("trainer.trace=0", r"trainer\.trace: expected null or an integer >= 1, got 0"),
+        ("trainer.diagnose=0", r"trainer\.diagnose: expected null or an integer >= 1, got 0"),
+        ("trainer.concurrency=0", r"trainer\.concurrency: expected an integer from 1 to 1000, got 0"),
+        (
+            "trainer.memory_limit=2",
+            r"trainer\.memory_limit: expected null, or a number > 0 with .*, got 2\.0",
+        ),
+        ("method.keep=[graph,input]", r"method\.keep: expected one value, or 10, one per block, got 2 values"),
+        ("method.keep=[all]", r"method\.keep: expected .*, got \[.all.\]"),
     ],
 )
-def test_values_that_are_refused(override: str, message: str) -> None:
+def test_invalid_values(override: str, message: str) -> None:
     rate = planned().learning_rate(microbatches_per_epoch=1)
     with pytest.raises(ConfigError, match=message):
         planned(override).pipeline(rate)
 
 
-def test_two_settings_that_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match=r"method\.delay: found auto, accepted are integers >= 0 with method\.fill=true"):
+def test_settings_that_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match=r"method\.delay: expected an integer >= 0 with method\.fill=true, got auto"):
         planned("method.delay=auto", "method.fill=true", "method.flush=true")
-    with pytest.raises(ConfigError, match=r"trainer\.concurrency: found 2, accepted are 1 but for one process on the CPU"):
+    with pytest.raises(ConfigError, match=r"trainer\.concurrency: expected 1, except for one process on the CPU, got 2"):
         planned("trainer.concurrency=2", place=Place(rank=0, world=2, local_rank=0, local_world=2))
-    with pytest.raises(ConfigError, match=r"trainer\.diagnose: found 5 in 2 processes"):
+    with pytest.raises(ConfigError, match=r"trainer\.diagnose: expected null, or one process, got 5 in 2 processes"):
         planned("trainer.diagnose=5", place=Place(rank=0, world=2, local_rank=0, local_world=2))
     with pytest.raises(PetraError, match=r"trainer\.memory_limit: found 1e-06 GB, less than stage 1 needs"):
         tuned(planned(*TINY, "method.keep=auto", "trainer.memory_limit=1e-6", "trainer.stages=2"), ALONE)
 
 
-def test_a_plan_that_chooses(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = tuned(planned(*TINY, "method.delay=auto", "method.keep=auto", "trainer.stages=3"), ALONE)
-    assert set(plan.method.keep) == {"graph"}, "memory has no limit"
-    assert isinstance(plan.method.delay, tuple)
-    assert all(0 <= d <= 2 for d in plan.method.delay)
+def test_plan_with_automatic_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    setup = tuned(planned(*TINY, "method.delay=auto", "method.keep=auto", "trainer.stages=3"), ALONE)
+    assert set(setup.plan.method.keep) == {"graph"}, "memory has no limit"
+    assert isinstance(setup.plan.method.delay, tuple)
+    assert all(0 <= d <= 2 for d in setup.plan.method.delay)
     assert capsys.readouterr().out.startswith("chosen: stages=[")
-    assert tuned(plan, ALONE) is plan
+    assert tuned(setup, ALONE) is setup
 
 
-def test_another_cut_than_the_checkpoints_is_chosen_for_anew() -> None:
+def test_another_partition_than_the_checkpoints_is_tuned_again() -> None:
     settings = (*TINY, "method=petra_fresh")
     before = tuned(planned(*settings, "trainer.stages=3"), ALONE)
-    chosen = {"stages": [len(s) for s in before.layout.stages], "delay": list(before.method.delay), "keep": before.method.keep}
+    chosen = {
+        "stages": [len(s.blocks) for s in before.plan.stages],
+        "delay": list(before.plan.method.delay),
+        "keep": before.plan.method.keep,
+    }
     start = Start(None, {"chosen": chosen})
-    assert as_before(planned(*settings, "trainer.stages=3"), start, ALONE).method.delay == before.method.delay
-    other = tuned(as_before(planned(*settings, "trainer.stages=5"), start, ALONE), ALONE)
-    assert len(other.layout.stages) == 5
-    assert isinstance(other.method.delay, tuple)
-    assert len(other.method.delay) == 4
+    assert as_before(planned(*settings, "trainer.stages=3"), start).plan.method.delay == before.plan.method.delay
+    other = tuned(as_before(planned(*settings, "trainer.stages=5"), start), ALONE)
+    assert len(other.plan.stages) == 5
+    assert isinstance(other.plan.method.delay, tuple)
+    assert len(other.plan.method.delay) == 4
 
 
-def test_two_processes_choose_and_trace(tmp_path: Path) -> None:
+def test_two_processes_tune_and_trace(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     done = launched(
         2, *TINY, "trainer.stages=auto", "method=petra_fresh", "trainer.trace=4", "trainer.stage_metrics=true", f"run_dir={folder}",
@@ -79,7 +86,7 @@ def test_two_processes_choose_and_trace(tmp_path: Path) -> None:
     assert {"stage/1/forward_seconds", "stage/2/waiting_seconds", "stage/2/staleness"} <= row.keys()
 
 
-def test_a_run_that_is_diagnosed(tmp_path: Path) -> None:
+def test_gradient_quality_of_a_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     done = launched(1, *TINY, "trainer.diagnose=4", f"run_dir={folder}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -89,6 +96,6 @@ def test_a_run_that_is_diagnosed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("override", ["trainer.precision=bf16", "remedy=prediction", "remedy=pipemare"])
-def test_what_is_chosen_goes_with_precision_and_remedy(override: str) -> None:
-    plan = tuned(planned(*TINY, "method.keep=auto", "trainer.stages=2", override), ALONE)
-    assert plan.pipeline(plan.learning_rate(1)).method.keep is Keep.NOTHING
+def test_automatic_settings_with_precision_and_remedy(override: str) -> None:
+    setup = tuned(planned(*TINY, "method.keep=auto", "trainer.stages=2", override), ALONE)
+    assert setup.pipeline(setup.learning_rate(1)).plan.method.keep is Keep.NOTHING

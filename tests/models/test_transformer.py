@@ -206,7 +206,7 @@ def gradients(name: str, method: str | Method, k: int, dropout: float = 0.0, see
     return {
         f"{model.blocks[b].name}.{key}": p.grad * never
         for j, stage in pipeline.stages.items()
-        for b, block in zip(pipeline.layout.stages[j], stage.module, strict=True)
+        for b, block in zip(pipeline.plan.layout.stages[j], stage.module, strict=True)
         for key, p in block.named_parameters()
     }
 

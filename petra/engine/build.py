@@ -1,0 +1,139 @@
+"""Builds one rank's part of a pipeline from a plan: stages, their updates, and the workers that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from petra.engine.compile import compile_block
+from petra.engine.data_parallel import replica_seed
+from petra.engine.endpoints import Losses
+from petra.engine.metrics import Metric
+from petra.engine.stage import Stage
+from petra.engine.update import OptimizerFactory, Update
+from petra.engine.update_rules import UpdateRules
+from petra.engine.worker import Worker
+from petra.hooks import Hooks
+from petra.plan.messages import returns_activations
+from petra.plan.plan import Plan
+from petra.reversible import Grid
+from petra.settings import Runtime
+from petra.staleness import Remedy, StageRemedy
+from petra.staleness.shrinking import boundary_factor
+from petra.transport import Port
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the stages of a plan are trained.
+
+    Attributes:
+        optimizer: Builds the optimizer of a stage from its blocks.
+        learning_rate: Maps the number of microbatches done to a learning rate; None keeps the optimizer's own.
+        metrics: Named sums over targets, reported with the loss.
+        seed: Seeds weights and the random numbers drawn inside blocks.
+    """
+
+    optimizer: OptimizerFactory
+    learning_rate: Callable[[int], float] | None
+    losses: Losses
+    metrics: Mapping[str, Metric]
+    seed: int
+    rules: UpdateRules
+    remedy: Remedy
+
+    def check(self, plan: Plan) -> None:
+        """Check that the plan leaves room for the remedy and the update rules.
+
+        Raises:
+            ConfigError: If it does not.
+        """
+        self.remedy.check(plan.method)
+        self.rules.check(plan.method, plan.delays)
+
+    def settings(self) -> dict[str, object]:
+        """Return what all ranks must agree on."""
+        return {"remedy": self.remedy, "rules": self.rules, "seed": self.seed}
+
+
+def build_stages(plan: Plan, recipe: Recipe, runtime: Runtime, device: torch.device, rank: int, hooks: Hooks) -> dict[int, Stage]:
+    """Build the stages of a rank, by index. Weights depend on the seed and the block only, not on the partition."""
+    replica, place = plan.layout.place(rank)
+    stages = {}
+    for j in plan.layout.processes[place]:
+        stage = plan.stages[j]
+        stages[j] = Stage(
+            [_block(plan, recipe, runtime, device, b) for b in stage.blocks],
+            stage.keeps,
+            weights=stage.weights,
+            first_block=stage.blocks.start,
+            k=plan.k,
+            seed=replica_seed(recipe.seed, replica),
+            autocast=plan.numerics.autocast,
+            returns_input=j > 0 and returns_activations(plan.stages[j - 1].keeps[-1]),
+            channels_last=plan.numerics.channels_last,
+            concurrent=runtime.concurrency > 1,
+            grid=build_grid(plan, device),
+            index=j,
+            hooks=hooks,
+        )
+    return stages
+
+
+def build_grid(plan: Plan, device: torch.device) -> Grid | None:
+    """Build the grid for exact streams, in the dtype of the plan's streams; None if streams are not exact."""
+    if not plan.numerics.exact_streams:
+        return None
+    pairs = [profile.outputs for profile in plan.layout.profiles if profile.reversible]
+    return Grid(pairs[0][0].dtype if pairs else torch.float32, device)
+
+
+def build_workers(
+    plan: Plan,
+    recipe: Recipe,
+    stages: Mapping[int, Stage],
+    ports: Mapping[int, tuple[Port, Port]],
+    device: torch.device,
+    hooks: Hooks,
+) -> dict[int, Worker]:
+    """Build a worker for each stage of a rank, by index."""
+    workers = {}
+    for j, stage in stages.items():
+        planned = plan.stages[j]
+        update = Update(
+            stage,
+            recipe.optimizer(stage.module) if any(p.requires_grad for p in stage.module.parameters()) else None,
+            recipe.remedy.learning_rate(recipe.learning_rate, planned.staleness),
+            recipe.rules,
+            device=device,
+            number=j + 1,
+            last=j == len(plan.stages) - 1,
+            hooks=hooks,
+        )
+        workers[j] = Worker(j, stage, *ports[j], update, hooks, boundary_factor(recipe.remedy.shrink, plan.delays, j))
+    return workers
+
+
+def build_remedies(plan: Plan, recipe: Recipe, workers: Mapping[int, Worker]) -> dict[int, StageRemedy]:
+    """Attach the remedy to the optimizers of a rank's stages; return those that do something, by stage index."""
+    remedies = {}
+    for j, worker in workers.items():
+        optimizer = worker.update.optimizer
+        if optimizer is not None:
+            remedy = recipe.remedy.at(worker.stage.use_weights, optimizer, plan.stages[j].staleness)
+            if remedy is not None:
+                remedies[j] = remedy
+    return remedies
+
+
+def _block(plan: Plan, recipe: Recipe, runtime: Runtime, device: torch.device, b: int) -> nn.Module:
+    # Each block gets its final layout before the next is built, which can then reuse the memory of the first layout.
+    block = plan.model.build_block(b, recipe.seed).to(device).train()
+    if plan.numerics.channels_last:
+        block.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if runtime.compile is not None:
+        compile_block(block, runtime.compile)
+    return block

@@ -1,0 +1,39 @@
+"""Clips the gradients of all stages by the norm of the whole network's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from petra.engine.update import Update
+
+
+class GlobalClip:
+    """Runs the updates of a rank together, once every stage has done the last microbatch of an update.
+
+    Args:
+        updates: Updates of this rank's stages.
+        k: Microbatches per update.
+        distributed: Whether there are stages on other ranks.
+        group: The ranks of this replica; None for all ranks.
+    """
+
+    def __init__(
+        self, updates: Sequence[Update], k: int, device: torch.device, distributed: bool, group: dist.ProcessGroup | None
+    ) -> None:
+        self._updates, self._k, self._device = updates, k, device
+        self._distributed, self._group = distributed, group
+
+    def __call__(self, m: int) -> None:
+        """Update if microbatch ``m``, which every stage has done, is the last of an update."""
+        if (m + 1) % self._k:
+            return
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        for update in self._updates:
+            squares += update.squared_norm()
+        if self._distributed:
+            dist.all_reduce(squares, group=self._group)
+        for update in reversed(self._updates):
+            update.apply(squares)

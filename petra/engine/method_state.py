@@ -1,0 +1,50 @@
+"""What a method and its remedy remember besides weights and optimizer states, for checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from petra.engine.stage import Stage
+from petra.engine.worker import Worker
+from petra.plan.plan import Plan
+from petra.staleness import StageRemedy
+
+State = dict[str, dict[str, Tensor]]
+"""By kind (``previous`` for older weights, and a remedy's own), then by the parameter's key in ``Pipeline.state_dict``."""
+
+
+def method_state(plan: Plan, workers: Mapping[int, Worker], remedies: Mapping[int, StageRemedy]) -> State:
+    """Return the state of a rank's stages."""
+    found: State = {}
+    for j, worker in workers.items():
+        remedy = remedies[j].state() if j in remedies else {}
+        for kind, values in ({"previous": worker.stage.previous()} | remedy).items():
+            named = {name: values[p] for name, p in _parameters(plan, j, worker.stage).items() if p in values}
+            found.setdefault(kind, {}).update(named)
+    return found
+
+
+def load_method_state(
+    plan: Plan, workers: Mapping[int, Worker], remedies: Mapping[int, StageRemedy], state: Mapping[str, Mapping[str, Tensor]]
+) -> None:
+    """Load what :func:`method_state` returned, after weights, optimizers and the workers' clocks have been loaded."""
+    for j, worker in workers.items():
+        parameters = _parameters(plan, j, worker.stage)
+        own: dict[str, dict[Tensor, Tensor]] = {
+            kind: {p: values[name] for name, p in parameters.items() if name in values} for kind, values in state.items()
+        }
+        worker.stage.resume(worker.t // plan.k, own.pop("previous", {}))
+        if j in remedies:
+            remedies[j].resume(own)
+
+
+def _parameters(plan: Plan, j: int, stage: Stage) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters of a stage under the keys of ``Pipeline.state_dict``."""
+    return {
+        f"{plan.model.blocks[b].name}.{name}": p
+        for b, block in zip(plan.stages[j].blocks, stage.module, strict=True)
+        for name, p in block.named_parameters()
+        if p.requires_grad
+    }

@@ -1,0 +1,71 @@
+"""Messages between stages: what travels over a boundary in each direction, and in which form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from petra.method import Keep
+from petra.settings import Numerics
+from petra.specs import MessageSpec, TensorSpec
+
+
+class Boundary(NamedTuple):
+    """The messages that two neighbouring stages exchange for each microbatch.
+
+    Attributes:
+        forward: ``(x,)`` from the stage upstream.
+        backward: ``(x̃, δ, (report,))`` from the stage downstream; x̃ is empty unless the stage upstream reconstructs.
+    """
+
+    forward: MessageSpec
+    backward: MessageSpec
+
+    @property
+    def forward_bytes(self) -> int:
+        """Bytes of a forward message."""
+        return _bytes(self.forward)
+
+    @property
+    def backward_bytes(self) -> int:
+        """Bytes of a backward message, without the report."""
+        return _bytes(self.backward[:-1])
+
+    def __str__(self) -> str:
+        forward, backward = (", ".join(str(spec) for part in message for spec in part) for message in self)
+        return f"({forward}) forward and ({backward}) backward"
+
+
+def returns_activations(keep: Keep) -> bool:
+    """Return whether backward messages carry x̃, the output of a stage whose last block stores ``keep``.
+
+    A block that stores nothing needs its output back to reconstruct its input; all others need only the gradient.
+    """
+    return keep is Keep.NOTHING
+
+
+def boundary(outputs: Sequence[TensorSpec], keep: Keep, numerics: Numerics, metrics: int) -> Boundary:
+    """Return the messages downstream of a stage.
+
+    Args:
+        outputs: Specs of the stage's output.
+        keep: What the stage's last block stores.
+        metrics: Number of metrics in a report, besides targets and loss.
+    """
+    streams = tuple(
+        replace(
+            spec,
+            channels_last=numerics.channels_last and len(spec.shape) == 4,
+            wire=numerics.wire if spec.dtype.is_floating_point else None,
+        )
+        for spec in outputs
+    )
+    report = TensorSpec((2 + metrics,), torch.float64)
+    return Boundary((streams,), (streams if returns_activations(keep) else (), streams, (report,)))
+
+
+def _bytes(message: MessageSpec) -> int:
+    return sum((spec.wire or spec.dtype).itemsize * torch.Size(spec.shape).numel() for part in message for spec in part)

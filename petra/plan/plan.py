@@ -1,0 +1,203 @@
+"""The plan of a run: every fact that follows from model, method and placement, derived and checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from petra.errors import invalid, require
+from petra.method import METHODS, Keep, Method, Weights
+from petra.model import BlockProfile, Model
+from petra.plan.layout import Layout
+from petra.plan.messages import Boundary, boundary
+from petra.plan.schedule import check, in_flight, training_orders
+from petra.plan.transport import choose_transport
+from petra.settings import Numerics, TransportName
+from petra.specs import TensorSpec
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage of a plan.
+
+    Attributes:
+        index: Number of the stage, from 0.
+        blocks: Indices of its blocks in the model.
+        profiles: Profile of each block.
+        inputs: Specs of what its first block takes, for one microbatch or a replica's share of it.
+        keeps: What each block stores between its forward and its backward pass.
+        weights: Which weights its backward pass differentiates. A stage of delay 0 has no older ones to stash.
+        delay: τ, the microbatches that it forwards between a microbatch's forward and backward pass.
+        in_flight: Maximum number of microbatches between their forward and their backward pass.
+        staleness: Updates between a microbatch's forward and backward pass, on average.
+    """
+
+    index: int
+    blocks: range
+    profiles: tuple[BlockProfile, ...]
+    inputs: tuple[TensorSpec, ...]
+    keeps: tuple[Keep, ...]
+    weights: Weights
+    delay: int
+    in_flight: int
+    staleness: float
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """Specs of what its last block returns."""
+        return self.profiles[-1].outputs
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        return sum(profile.parameters for profile in self.profiles)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one forward pass of one microbatch."""
+        return sum(profile.flops for profile in self.profiles)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will happen in a run, as plain data; :func:`make_plan` makes and checks it.
+
+    The engine, the dry run, resuming, auto-tuning, memory prediction and the reproductions read it. None of them derives a delay, a
+    keep or a message a second time.
+
+    Attributes:
+        inputs: Spec of a whole microbatch; ``layout.inputs`` is a replica's share.
+        stages: All stages, in order.
+        boundary_delays: d of each boundary between stages.
+        boundaries: Messages of each boundary.
+        transport: The transport that ``auto`` stands for, or the one that was named.
+    """
+
+    model: Model
+    inputs: TensorSpec
+    method: Method
+    k: int
+    layout: Layout
+    numerics: Numerics
+    stages: tuple[StagePlan, ...]
+    boundary_delays: tuple[int, ...]
+    boundaries: tuple[Boundary, ...]
+    transport: TransportName
+
+    @cached_property
+    def delays(self) -> tuple[int, ...]:
+        """τ of each stage."""
+        return tuple(stage.delay for stage in self.stages)
+
+    @property
+    def flush_every(self) -> int | None:
+        """Microbatches after which the pipeline drains, or None if it never does before the end."""
+        return self.k if self.method.flush else None
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the model."""
+        return sum(stage.parameters for stage in self.stages)
+
+    def settings(self) -> dict[str, object]:
+        """Return what all ranks must agree on. Equal messages imply equal ``inputs``, except between replicas."""
+        return {
+            "dp": self.layout.dp,
+            "k": self.k,
+            "method": self.method,
+            "exact_streams": self.numerics.exact_streams,
+            "transport": self.transport,
+            "autocast": self.numerics.autocast,
+            "stages": self.layout.stages,
+            "processes": self.layout.processes,
+            **({"inputs": str(self.inputs)} if self.layout.dp > 1 else {}),
+        }
+
+
+def make_plan(
+    model: Model,
+    inputs: TensorSpec,
+    *,
+    method: str | Method = "petra",
+    k: int = 1,
+    stages: int | Sequence[int] | None = None,
+    processes: int = 1,
+    dp: int = 1,
+    numerics: Numerics = Numerics(),  # noqa: B008 (frozen)
+    transport: TransportName = "auto",
+    metrics: int = 1,
+) -> Plan:
+    """Derive and check the plan of a run. Nothing is built: shapes come from tensors without data.
+
+    Args:
+        inputs: Spec of a whole microbatch, which replicas share.
+        method: A name from :data:`petra.method.METHODS`, or a method.
+        k: Microbatches per update.
+        stages: Number of stages; None for one per block; or the number of blocks in each stage.
+        processes: Number of processes, of all replicas together.
+        dp: Number of replicas.
+        metrics: Number of metrics that travel with the loss.
+
+    Raises:
+        ConfigError: If settings are out of range or exclude each other.
+        ModelError: If blocks do not fit each other.
+    """
+    require(isinstance(k, int) and k >= 1, "k", "an integer >= 1", k)
+    method = _method(method)
+    layout = Layout.plan(model, inputs, stages, processes, dp)
+    if numerics.exact_streams:
+        layout.require_exact()
+    count = len(layout.stages)
+    delays = method.delays(count, k)
+    if isinstance(method.keep, tuple):
+        require(
+            len(method.keep) == len(layout.profiles),
+            "method.keep",
+            f"one value, or {len(layout.profiles)}, one per block",
+            f"{len(method.keep)} values",
+        )
+    method.check(delays, k, casts=numerics.autocast is not None)
+    boundary_delays = method.boundary_delays(count - 1)[: count - 1]
+    planned = tuple(_stage(layout, method, k, delays, j) for j in range(count))
+    plan = Plan(
+        model=model,
+        inputs=inputs,
+        method=method,
+        k=k,
+        layout=layout,
+        numerics=numerics,
+        stages=planned,
+        boundary_delays=boundary_delays,
+        boundaries=tuple(boundary(stage.outputs, stage.keeps[-1], numerics, metrics) for stage in planned[:-1]),
+        transport=choose_transport(transport, len(layout.processes), boundary_delays),
+    )
+    enough = 2 * max(delays) + 2 * k + 2  # microbatches that fill the pipeline, make an update and drain it
+    check(training_orders(delays, 0, enough, plan.flush_every), boundary_delays)
+    return plan
+
+
+def _method(method: str | Method) -> Method:
+    if isinstance(method, Method):
+        return method
+    if method not in METHODS:
+        raise invalid("method", f"one of {', '.join(METHODS)}", method)
+    return METHODS[method]
+
+
+def _stage(layout: Layout, method: Method, k: int, delays: Sequence[int], j: int) -> StagePlan:
+    blocks, delay = layout.stages[j], delays[j]
+    profiles = tuple(layout.profiles[b] for b in blocks)
+    last = j == len(delays) - 1 and delay == 0
+    stashes = method.weights is not Weights.STASHED or delay > 0
+    return StagePlan(
+        index=j,
+        blocks=blocks,
+        profiles=profiles,
+        inputs=(layout.inputs,) if j == 0 else layout.profiles[blocks.start - 1].outputs,
+        keeps=method.keep_of([profile.reversible for profile in profiles], last=last, first_block=blocks.start),
+        weights=method.weights if stashes else Weights.CURRENT,
+        delay=delay,
+        in_flight=in_flight(delay, k, method.flush),
+        staleness=method.staleness(delay, k),
+    )
