@@ -93,14 +93,13 @@ def recorded_cost(intervals: Sequence[Interval], stage: int, pipeline: Pipeline)
         count = sum(i.kind is kinds[0] for i in intervals)
         return sum(seconds) / max(count, 1)
 
-    stream_bytes = sum(t.bytes for t in pipeline.plan.layout.profiles[0].outputs)
-    stores_nothing = pipeline.plan.method.keep is Keep.NOTHING
+    (boundary,) = pipeline.plan.boundaries
     return StageCost(
         forward=mean(Kind.FORWARD, Kind.LOSS),
         backward=mean(Kind.BACKWARD),
         update=mean(Kind.UPDATE),
-        forward_bytes=stream_bytes if stage == 0 else 0,
-        backward_bytes=stream_bytes * (2 if stores_nothing else 1) if stage == 1 else 0,
+        forward_bytes=boundary.forward_bytes if stage == 0 else 0,
+        backward_bytes=boundary.backward_bytes if stage == 1 else 0,
     )
 
 

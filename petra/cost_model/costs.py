@@ -101,6 +101,7 @@ def stage_cost(
         parameter_copies: Copies of the parameters in memory: weights, gradients, optimizer states, a moving average.
     """
     times = [block.seconds(keep) for block, keep in zip(blocks, keeps, strict=True)]
+    tensors_back = 0 if previous_keep is None else 2 if returns_activations(previous_keep) else 1
     temporary_graphs = [block.graph_bytes for block, keep in zip(blocks, keeps, strict=True) if keep is not Keep.GRAPH]
     first, last = blocks[0], blocks[-1]
     return StageCost(
@@ -108,7 +109,7 @@ def stage_cost(
         backward=sum(backward for _, backward in times),
         update=sum(block.update for block in blocks),
         forward_bytes=last.output_bytes,
-        backward_bytes=0 if previous_keep is None else first.input_bytes * (1 + returns_activations(previous_keep)),
+        backward_bytes=tensors_back * first.input_bytes,
         stored_bytes=sum(block.stored_bytes(keep) for block, keep in zip(blocks, keeps, strict=True)),
         fixed_bytes=parameter_copies * sum(block.parameter_bytes for block in blocks) + max(temporary_graphs, default=0),
     )

@@ -41,11 +41,10 @@ class PeriodicRounds(Generic[T]):
         return self.iterate(lambda remaining: remaining)
 
     def iterate(self, choose_remaining: Callable[[int], int]) -> Iterator[tuple[int, T]]:
-        """Iterate over a number of bodies that may shrink on the way, for a run that stops early.
+        """Iterate, but run fewer periods if ``choose_remaining`` asks for it. This is how a run stops early.
 
         Args:
-            choose_remaining: Called before each body with the number of bodies left. Returns how many of them to run; each body
-                that is left out removes one period of microbatches.
+            choose_remaining: Called before each body with the number of periods left. Returns how many of them to run.
         """
         offset, remaining = self.start, self.repeats
         for round_ in self.first:
