@@ -66,8 +66,7 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
         for name, pipeline in pipelines.items():
             link = measure_link()
             dist.barrier()
-            recorder = Recorder(pipeline)
-            with recorder.recording():
+            with pipeline.hooks.attached(Recorder(pipeline)) as recorder:
                 start = time.perf_counter()
                 pipeline.train(stream, options.microbatches)
                 seconds = time.perf_counter() - start

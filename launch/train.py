@@ -12,7 +12,7 @@ from launch.config.compose import compose
 from launch.config.schema import Config, to_config
 from launch.run.autotune import tuned
 from launch.run.build import set_up
-from launch.run.diagnostics import watching
+from launch.run.diagnostics import attach_diagnostics
 from launch.run.dry_run import stage_map
 from launch.run.folder import Records, headline, summarise
 from launch.run.resume import FOLDER, as_before, begin, facts, find_start, require_shared
@@ -83,7 +83,7 @@ def run(config: Config, place: Place) -> None:
             checkpoint, timeout = config.checkpoint, config.trainer.timeout
             trainer.checkpoints = Checkpoints(folder / FOLDER, checkpoint.keep, background=checkpoint.background, timeout=timeout)
             trainer.facts = facts(checked)
-        with watching(config.trainer, pipeline, None if records is None else records.folder), stopping.listening():
+        with attach_diagnostics(config.trainer, pipeline, None if records is None else records.folder), stopping.listening():
             history = trainer.fit(config.trainer.epochs)
         if config.trainer.export != "none":
             write_weights(pipeline, folder, config)

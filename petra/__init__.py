@@ -2,7 +2,7 @@
 
 from petra.engine.endpoints import Losses
 from petra.engine.totals import Result
-from petra.engine.update import UpdateRules
+from petra.engine.update_rules import UpdateRules
 from petra.errors import ConfigError, DataError, ModelError, NumericsError, PetraError, ScheduleError
 from petra.method import METHODS, Keep, Method, Weights
 from petra.model import BlockSpec, Model

@@ -2,31 +2,37 @@
 
 Recorder, stage metrics and diagnostics subclass :class:`Hook`, override the events that they need, and are attached to a pipeline::
 
-    with pipeline.hooks.attached(hook):
-        pipeline.train(stream, microbatches)
+    with pipeline.hooks.attached(Recorder(pipeline)) as recorder:
+        pipeline.train(data, microbatches)
 
-Only overridden events are called, so an unobserved run iterates over empty tuples.
+Only overridden events are called, so an unobserved run iterates over empty tuples. Evaluation emits no events.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from petra.specs import Message, Streams
+
+H = TypeVar("H", bound="Hook")
+Gradients = Mapping[nn.Parameter, Tensor]
+"""Gradient of each parameter of a block."""
 
 
 class Hook:
     """Base class of observers. Every event does nothing by default.
 
     Stages, blocks and microbatches ``m`` count from 0; ``block`` is an index into the whole model. Tensors are the run's own: read
-    them, copy what you keep, and never write to them.
+    them, copy what you keep, and never write to them. Events come from the thread that runs the stage. An exception ends a run
+    without the ``_end`` events of the work that it interrupts.
     """
 
     def train_begin(self, start: int, stop: int) -> None:
-        """``Pipeline.train`` starts microbatches ``start`` ... ``stop`` - 1."""
+        """``Pipeline.train`` starts microbatches ``start`` ... ``stop`` - 1, and may end early."""
 
     def train_end(self) -> None:
         """``Pipeline.train`` has drained the pipeline."""
@@ -38,7 +44,10 @@ class Hook:
         """A stage has computed its output ``y``."""
 
     def backward_begin(self, stage: int, m: int, y: Streams, dy: Streams) -> None:
-        """A stage starts the backward pass with its output ``y`` (empty unless it reconstructs) and the gradient ``dy``."""
+        """A stage starts the backward pass with its output ``y`` (empty unless it reconstructs) and the gradient ``dy``.
+
+        Under a loss scale, ``dy`` and all gradients inside the stage are multiplied by it.
+        """
 
     def backward_end(self, stage: int, m: int, x: Streams, dx: Streams) -> None:
         """A stage has computed its input ``x`` (empty unless the stage before reconstructs) and the gradient ``dx``."""
@@ -46,8 +55,8 @@ class Hook:
     def block_forward_begin(self, stage: int, block: int, m: int, x: Streams) -> None:
         """A block starts the forward pass of microbatch ``m`` on its input ``x``."""
 
-    def block_backward_end(self, stage: int, block: int, m: int, x: Streams, gradients: dict[Tensor, Tensor]) -> None:
-        """A block has its input ``x`` back, and its parameters' ``gradients`` have been added to ``.grad``."""
+    def block_backward_end(self, stage: int, block: int, m: int, x: Streams, gradients: Gradients) -> None:
+        """A block has its input ``x`` back, and 1/k of its parameters' ``gradients`` has been added to ``.grad``."""
 
     def update_begin(self, stage: int, m: int) -> None:
         """A stage starts the optimizer step after the backward pass of microbatch ``m``."""
@@ -93,7 +102,7 @@ class Hooks:
     backward_begin: tuple[Callable[[int, int, Streams, Streams], None], ...]
     backward_end: tuple[Callable[[int, int, Streams, Streams], None], ...]
     block_forward_begin: tuple[Callable[[int, int, int, Streams], None], ...]
-    block_backward_end: tuple[Callable[[int, int, int, Streams, dict[Tensor, Tensor]], None], ...]
+    block_backward_end: tuple[Callable[[int, int, int, Streams, Gradients], None], ...]
     update_begin: tuple[Callable[[int, int], None], ...]
     update_end: tuple[Callable[[int, int], None], ...]
     all_reduce_begin: tuple[Callable[[int, int], None], ...]
@@ -120,11 +129,11 @@ class Hooks:
         self._collect()
 
     @contextmanager
-    def attached(self, hook: Hook) -> Iterator[None]:
-        """Attach ``hook`` inside the ``with`` block."""
+    def attached(self, hook: H) -> Iterator[H]:
+        """Attach ``hook`` inside the ``with`` block, whose value it is."""
         self.attach(hook)
         try:
-            yield
+            yield hook
         finally:
             self.detach(hook)
 

@@ -14,12 +14,14 @@ from torch.nn import functional as F
 from petra.distributed import gathered
 from petra.engine.build import Recipe, build_grid, build_remedies, build_stages, build_workers
 from petra.engine.data_parallel import Replicas, Share, ShareObjective
-from petra.engine.endpoints import Loss, Losses, Metric, Objective, Source, Stream, correct
-from petra.engine.executor import Engine, stage_threads
+from petra.engine.endpoints import DataPort, DataSource, Loss, Losses, Objective
+from petra.engine.executor import Executor, stage_threads
 from petra.engine.global_clip import GlobalClip
 from petra.engine.method_state import State, load_method_state, method_state
+from petra.engine.metrics import Metric, correct_predictions
 from petra.engine.totals import Result, reduce_totals
-from petra.engine.update import OptimizerFactory, UpdateRules
+from petra.engine.update import OptimizerFactory
+from petra.engine.update_rules import UpdateRules
 from petra.errors import NumericsError
 from petra.hooks import Hooks
 from petra.method import Method
@@ -83,7 +85,7 @@ class Pipeline:
         remedy: Remedy = Remedy(),  # noqa: B008
     ) -> None:
         losses = loss if isinstance(loss, Losses) else Losses(loss, loss)
-        metrics = {"accuracy": correct} if metrics is None else metrics
+        metrics = {"accuracy": correct_predictions} if metrics is None else metrics
         plan = make_plan(
             model,
             inputs,
@@ -117,7 +119,7 @@ class Pipeline:
         self.measures: list[Callable[[], dict[str, float]]] = []
         """Each returns what it has measured of this rank's stages since its last call, for :meth:`stage_metrics`."""
         threads = stage_threads(runtime.concurrency, self.world, self.device)
-        self._source = Source(plan.layout.inputs, self.device, plan.numerics.channels_last, self._report)
+        self._source = DataPort(plan.layout.inputs, self.device, plan.numerics.channels_last, self._report)
         objective = Objective if plan.layout.dp == 1 else ShareObjective
         self.objective = objective(self.device, recipe.losses, recipe.metrics)
         self._totals = torch.zeros(2 + len(recipe.metrics), dtype=torch.float64, device=self.device)
@@ -126,31 +128,22 @@ class Pipeline:
             check_ranks_agree({**plan.settings(), **recipe.settings()}, plan, self.device)
         self.stages = build_stages(plan, recipe, runtime, self.device, self.rank, self.hooks)
         self.replicas = None if plan.layout.dp == 1 else Replicas(plan.layout, self.replica, self.device)
-        group = None if self.replicas is None else self.replicas.line
-        transport = self._transport = open_transport(plan, self.device, group)
+        group = None if self.replicas is None else self.replicas.pipeline_group
+        transport = open_transport(plan, self.device, group)
         ports = connect(plan.layout.processes[place], self._source, self.objective, plan.boundaries, transport)
         self.workers = build_workers(plan, recipe, self.stages, ports, self.device, self.hooks)
         updates = [worker.update for worker in self.workers.values()]
         if self.replicas is not None:
-            self.replicas.join([*self.workers.values()])
+            self.replicas.join([*self.workers.values()], self.hooks)
         self.remedies = build_remedies(plan, recipe, self.workers)
         clip = GlobalClip(updates, plan.k, self.device, self.world > 1, group) if recipe.rules.clip_globally else None
-        self._engine = Engine(
-            self.workers,
-            transport,
-            plan.delays,
-            plan.boundary_delays,
-            plan.flush_every,
-            processes=self.world,
-            paced=not all(plan.layout.processes),
-            threads=threads,
-            flops=[stage.flops for stage in plan.stages],
-            on_completed=clip,
+        self._executor = Executor(
+            plan, self.workers, transport, self.hooks, processes=self.world, threads=threads, on_completed=clip
         )
 
     def train(
         self,
-        stream: Stream,
+        stream: DataSource,
         microbatches: int,
         on_microbatch: Callable[[Tensor], None] | None = None,
         stop: Callable[[], bool] | None = None,
@@ -172,9 +165,13 @@ class Pipeline:
         self._on_microbatch = on_microbatch
         self._totals.zero_()
         start = self.clock
-        self.clock += self._engine.train(start, start + microbatches, stop)
+        for begin in self.hooks.train_begin:
+            begin(start, start + microbatches)
+        self.clock += self._executor.train(start, start + microbatches, stop)
+        for end in self.hooks.train_end:
+            end()
         if self.replicas is not None:
-            self.replicas.settle()
+            self.replicas.synchronize()
         if self.plan.numerics.exact_streams:
             self._require_range()
         for worker in reversed(self.workers.values()):  # check later stages first: gradients flow upstream
@@ -189,7 +186,7 @@ class Pipeline:
             )
         return result
 
-    def evaluate(self, stream: Stream, microbatches: int) -> Result:
+    def evaluate(self, stream: DataSource, microbatches: int) -> Result:
         """Evaluate microbatches 0 to ``microbatches`` - 1 with running statistics and, if the rules ask for them, averaged weights.
 
         Targets of -100 do not count.
@@ -200,7 +197,7 @@ class Pipeline:
             stage.module.eval()
         try:
             with self.averaged():
-                self._engine.evaluate(microbatches)
+                self._executor.evaluate(microbatches)
         finally:
             for stage in self.stages.values():
                 stage.module.train()
@@ -248,9 +245,9 @@ class Pipeline:
             dp = self.plan.layout.dp
             self._on_microbatch(dp * report if dp > 1 else report)
 
-    def _read(self, stream: Stream) -> None:
+    def _read(self, stream: DataSource) -> None:
         layout = self.plan.layout
-        self._source.stream = self.objective.stream = stream if layout.dp == 1 else Share(stream, layout, self.replica)
+        self._source.data = self.objective.data = stream if layout.dp == 1 else Share(stream, layout, self.replica)
 
     def _require_range(self) -> None:
         """Check the range of all stages' streams together, so that every rank raises the same error."""

@@ -13,7 +13,7 @@ from launch.runtime.rank import Place
 from petra.errors import require
 from petra.method import Keep, Weights
 from petra.models import MODELS
-from petra.plan.layout import line_length
+from petra.plan.layout import processes_per_replica
 from petra.staleness import Prediction
 from petra.training import FORMATS, OPTIMIZERS, SCHEDULES, TensorBoardLogger, WandbLogger
 from petra.training.export import require as require_format
@@ -142,7 +142,7 @@ def _check_installed(config: Config) -> None:
 def _check_processes(config: Config, place: Place) -> None:
     """Check what depends on the number of processes."""
     trainer = config.trainer
-    transports = ("auto", "local") if line_length(place.world, config.dp) == 1 else ("auto", "lockstep", "edge")
+    transports = ("auto", "local") if processes_per_replica(place.world, config.dp) == 1 else ("auto", "lockstep", "edge")
     require(trainer.transport in transports, "trainer.transport", f"one of {', '.join(transports)}", trainer.transport)
     alone = place.world == 1
     cpu = alone and place.device(trainer.device).type == "cpu"

@@ -16,7 +16,7 @@ from launch.runtime.network import apply
 from launch.runtime.rank import Place
 from petra.distributed import gathered
 from petra.errors import ConfigError, first_line
-from petra.plan.layout import line_length
+from petra.plan.layout import processes_per_replica
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def examine(config: Config, place: Place) -> None:
         ConfigError: they can't be joined.
     """
     device = place.device(config.trainer.device)
-    line = line_length(place.world, config.dp)
+    line = processes_per_replica(place.world, config.dp)
     notes = apply(config.cluster)
     try:
         with place.joined(device, config.trainer.timeout):

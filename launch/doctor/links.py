@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from petra.plan.layout import line_length
+from petra.plan.layout import processes_per_replica
 
 SMALL, LARGE = 64, 64 * 2**20
 """Bytes: one that only latency counts for, and about what a stage sends (x of 64 CIFAR-10 images at full width: 33.5 MB)."""
@@ -36,7 +36,7 @@ def measure_links(device: torch.device, dp: int = 1) -> list[Link]:
     First those between neighbours in each of ``dp`` lines, then those between neighbouring replicas.
     """
     world = dist.get_world_size()
-    line = line_length(world, dp)
+    line = processes_per_replica(world, dp)
     pairs = [(rank, 1) for rank in range(world - 1) if (rank + 1) % line]
     pairs += [(rank, line) for rank in range(world - line)]  # none without replicas
     found: list[Link | None] = []

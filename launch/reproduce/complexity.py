@@ -8,7 +8,7 @@ from launch.reproduce.paper import TABLE1
 from launch.reproduce.report import Report, Request
 from launch.run.markdown import table
 from petra.analysis import checkpointing
-from petra.analysis.complexity import CONTESTANTS, measure
+from petra.analysis.complexity import VARIANTS, measure
 from petra.analysis.plots import Panel
 
 STAGES = (2, 4, 8, 16)
@@ -27,7 +27,7 @@ QUANTITIES = (
 
 def table1(request: Request) -> Report:
     """Every method on equal stages, trained in one process and watched."""
-    found = {name: {j: measure(contestant, j) for j in STAGES} for name, contestant in CONTESTANTS.items()}
+    found = {name: {j: measure(variant, j) for j in STAGES} for name, variant in VARIANTS.items()}
     parts = []
     for key, title, column in QUANTITIES:
         lines = [

@@ -21,7 +21,7 @@ from petra.method import Keep, Method, Weights
 from petra.model import Model
 from petra.models import MODELS
 from petra.pipeline import Pipeline
-from petra.plan.layout import line_length
+from petra.plan.layout import processes_per_replica
 from petra.plan.plan import Plan, make_plan
 from petra.settings import Numerics, Runtime, TransportName
 from petra.staleness import Prediction, Remedy
@@ -102,7 +102,7 @@ def set_up(config: Config, place: Place) -> Setup:
     variables(config.cluster)
     stages = config.trainer.stages
     if stages == AUTO:
-        stages = line_length(place.world, config.dp)
+        stages = processes_per_replica(place.world, config.dp)
     settings = {"stages": config.trainer.stages, "delay": config.method.delay, "keep": config.method.keep}
     setup = Setup(
         config=config,
@@ -113,7 +113,7 @@ def set_up(config: Config, place: Place) -> Setup:
     )
     trained = setup.recipe(setup.learning_rate(microbatches_per_epoch=1))
     trained.check(setup.plan)
-    trained.remedy.require_optimizer(trained.optimizer(torch.nn.Linear(1, 1)))
+    trained.remedy.prepare_optimizer(trained.optimizer(torch.nn.Linear(1, 1)))
     return setup
 
 

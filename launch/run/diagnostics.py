@@ -1,4 +1,4 @@
-"""What a run is asked to watch of itself: traces, metrics of stages, gradient quality."""
+"""Attaches the diagnostics that a configuration asks for: traces, stage metrics, reconstruction error and gradient quality."""
 
 from __future__ import annotations
 
@@ -9,39 +9,44 @@ from pathlib import Path
 from launch.config.schema import TrainerConfig
 from petra.analysis.plots import gradient_quality
 from petra.analysis.timeline import write_timeline
-from petra.diagnostics.gradient_quality import GradientDiagnosis
-from petra.diagnostics.reconstruction_error import DriftWatch
-from petra.diagnostics.recorder import Recorder, StageTimes, gathered_intervals
+from petra.diagnostics.gradient_quality import GradientQuality
+from petra.diagnostics.reconstruction_error import ReconstructionMonitor
+from petra.diagnostics.recorder import Recorder, gathered_intervals
+from petra.diagnostics.stage_times import StageTimes
+from petra.hooks import Hook
 from petra.pipeline import Pipeline
 
 
 @contextmanager
-def watching(config: TrainerConfig, pipeline: Pipeline, folder: Path | None) -> Iterator[None]:
-    """Watches the training inside as ``config`` says; every process of the pipeline makes the call.
+def attach_diagnostics(config: TrainerConfig, pipeline: Pipeline, folder: Path | None) -> Iterator[None]:
+    """Observe the training inside the ``with`` block as ``config`` says, then write records. Every process makes the call.
 
     Args:
-        folder: of the run, in the process that keeps the records.
+        folder: Folder of the run, in the process that writes records.
     """
+    hooks: list[Hook] = []
+    if config.stage_metrics:
+        times = StageTimes(pipeline)
+        pipeline.measures.append(times.metrics)
+        hooks.append(times)
+    recorder = None if config.trace is None else Recorder(pipeline, config.trace)
+    if recorder is not None:
+        hooks.append(recorder)
+    if config.drift is not None:
+        hooks.append(ReconstructionMonitor(pipeline, config.drift))
+    quality = None
+    if config.diagnose is not None:
+        assert folder is not None
+        quality = GradientQuality(pipeline, config.diagnose, folder / "gradients.jsonl")
+        hooks.append(quality)
     with ExitStack() as stack:
-        if config.stage_metrics:
-            metrics = StageTimes(pipeline)
-            pipeline.measures.append(metrics.metrics)
-            stack.enter_context(metrics.attached())
-        trace = None if config.trace is None else Recorder(pipeline, config.trace)
-        if trace is not None:
-            stack.enter_context(trace.attached())
-        if config.drift is not None:
-            stack.enter_context(DriftWatch(pipeline, config.drift).watching())
-        diagnosis = None
-        if config.diagnose is not None:
-            assert folder is not None
-            diagnosis = GradientDiagnosis(pipeline, config.diagnose, folder / "gradients.jsonl")
-            stack.enter_context(diagnosis.watching())
+        for hook in hooks:
+            stack.enter_context(pipeline.hooks.attached(hook))
         yield
-    if trace is not None:
-        intervals = gathered_intervals([] if pipeline.replica else trace.intervals)
+    if recorder is not None:
+        intervals = gathered_intervals([] if pipeline.replica else recorder.intervals)
         if folder is not None:
             title = f"{pipeline.plan.model.name}, {pipeline.plan.method.name}, the first {config.trace} microbatches"
             write_timeline(intervals, folder, title)
-    if diagnosis is not None and folder is not None:
-        gradient_quality(diagnosis.rows, folder / "gradients.png")
+    if quality is not None and folder is not None:
+        gradient_quality(quality.rows, folder / "gradients.png")

@@ -11,8 +11,10 @@ from torch.nn import functional as F
 
 from launch.config.options import options
 from launch.config.schema import Config
-from petra.engine.endpoints import Losses, Metric, among_five, correct
-from petra.engine.update import OptimizerFactory, UpdateRules
+from petra.engine.endpoints import Losses
+from petra.engine.metrics import Metric, correct_predictions, top5_correct
+from petra.engine.update import OptimizerFactory
+from petra.engine.update_rules import UpdateRules
 from petra.errors import ConfigError
 from petra.training import OPTIMIZERS, SCHEDULES, Schedule, peak_rate
 
@@ -94,7 +96,7 @@ def losses(config: Config) -> Losses:
 
 def metrics(classes: int, unit: str) -> dict[str, Metric]:
     """Right answers, and for images of more than five classes those among the five best."""
-    found: dict[str, Metric] = {"accuracy": correct}
+    found: dict[str, Metric] = {"accuracy": correct_predictions}
     if unit == "images" and classes > 5:
-        found["top5"] = among_five
+        found["top5"] = top5_correct
     return found

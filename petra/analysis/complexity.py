@@ -1,4 +1,4 @@
-"""PETRA's Table 1, measured: what one stage of a method holds, sends and computes, in a line of equal stages."""
+"""PETRA's Table 1, measured: what one stage of each method stores, sends and computes in a pipeline of equal stages."""
 
 from __future__ import annotations
 
@@ -6,32 +6,31 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from petra.analysis.flops import FlopMeter
+from petra.analysis.flops import FlopCounter
 from petra.cost_model.simulator import StageCost, predict
-from petra.diagnostics.activation_memory import HeldMeter, graph_bytes
-from petra.diagnostics.replacing import replace_method
+from petra.diagnostics.activation_memory import ActivationMemory, graph_bytes, storage_key
 from petra.engine.stage import Stage
+from petra.hooks import Hook
 from petra.method import METHODS, Keep, Method, Weights
 from petra.model import BlockSpec, Model
 from petra.pipeline import Pipeline
 from petra.reversible import Coupling
-from petra.specs import TensorSpec
+from petra.specs import Message, Streams, TensorSpec
 
 BATCH, FEATURES = 8, 32
 
 
 @dataclass(frozen=True)
-class Contestant:
-    """A method on the kind of network that the paper gives it.
+class Variant:
+    """A method on the kind of network that the paper runs it on.
 
     Attributes:
-        reversible: couplings of two streams; otherwise residual blocks of one stream, with the same F.
-        flushes: an update has as many microbatches as there are stages; otherwise one.
+        reversible: Blocks are couplings of two streams; otherwise residual blocks of one stream with the same function.
+        flushes: An update takes as many microbatches as there are stages; otherwise one.
     """
 
     method: Method
@@ -42,33 +41,34 @@ class Contestant:
         return stages if self.flushes else 1
 
 
-CONTESTANTS = {
-    "backprop": Contestant(METHODS["backprop"]),
-    "reversible": Contestant(METHODS["reversible"], reversible=True),
-    "delayed, graphs kept": Contestant(replace(METHODS["delayed"], keep=Keep.GRAPH)),
-    "dsp": Contestant(METHODS["dsp"]),
-    "petra": Contestant(METHODS["petra"], reversible=True),
-    "delayed, inputs kept": Contestant(METHODS["delayed"]),
-    "reconstruct_stashed": Contestant(METHODS["reconstruct_stashed"], reversible=True),
-    "pipedream": Contestant(METHODS["pipedream"]),
-    "pipedream_2bw": Contestant(METHODS["pipedream_2bw"], flushes=True),
-    "1f1b": Contestant(METHODS["1f1b"], flushes=True),
-    "gpipe": Contestant(METHODS["gpipe"], flushes=True),
+VARIANTS = {
+    "backprop": Variant(METHODS["backprop"]),
+    "reversible": Variant(METHODS["reversible"], reversible=True),
+    "delayed, graphs kept": Variant(replace(METHODS["delayed"], keep=Keep.GRAPH)),
+    "dsp": Variant(METHODS["dsp"]),
+    "petra": Variant(METHODS["petra"], reversible=True),
+    "delayed, inputs kept": Variant(METHODS["delayed"]),
+    "reconstruct_stashed": Variant(METHODS["reconstruct_stashed"], reversible=True),
+    "pipedream": Variant(METHODS["pipedream"]),
+    "pipedream_2bw": Variant(METHODS["pipedream_2bw"], flushes=True),
+    "1f1b": Variant(METHODS["1f1b"], flushes=True),
+    "gpipe": Variant(METHODS["gpipe"], flushes=True),
 }
 """The five rows of the paper's table, then the other methods."""
 
 
 @dataclass(frozen=True)
 class Complexity:
-    """Of the first of J equal stages, for one microbatch, but ``flops`` and ``period``, which are the line's.
+    """Costs of the first of J equal stages. ``flops`` and ``period`` are those of all stages for one microbatch.
 
     Attributes:
-        graphs: activations held between F and B at most, in graphs of a stage.
-        inputs: the same in inputs of a stage.
-        weights: versions of the parameters held at most, the current one included.
-        forward, backward: messages to the second stage and from it, in activations of a residual block.
-        flops: of all stages, in forwards of one stage.
-        period: time of a microbatch in the steady state by the simulator, in forwards of one stage; messages are free.
+        graphs: Largest number of activations stored between forward and backward, in graphs of a stage.
+        inputs: The same number in inputs of a stage.
+        weights: Largest number of versions of the parameters, the current one included.
+        forward: Size of a message to the second stage, in activations of a residual block.
+        backward: Size of a message from the second stage, in the same unit.
+        flops: Work of all stages, in forwards of one stage.
+        period: Simulated time of a microbatch in the steady state, in forwards of one stage. Messages take no time.
     """
 
     graphs: float
@@ -80,66 +80,65 @@ class Complexity:
     period: float
 
 
-def measure(contestant: Contestant, stages: int) -> Complexity:
-    """Trains a line of ``stages`` equal stages in one process and watches it.
+def measure(variant: Variant, stages: int) -> Complexity:
+    """Train a pipeline of ``stages`` equal stages in one process, and measure its first stage.
 
-    A stage in front hands out the data and one behind takes the loss, both without parameters or products of matrices. They delay
-    nothing, so the stages between have the delays of a line of J.
+    One more stage before them hands out the data and one after them computes the loss. Both have no parameters and no matrix
+    products, and add no delay, so the stages between have the delays of a pipeline of J stages.
 
     Raises:
-        ConfigError: fewer than two stages, between which there are no messages.
+        ConfigError: If ``stages`` < 2: there are no messages then.
     """
-    k, body = contestant.k(stages), contestant.method
+    k, body = variant.k(stages), variant.method
     delay = body.delay if body.fill else (0, *body.boundary_delays(stages - 1), 0)
-    inputs = TensorSpec((BATCH, (1 + contestant.reversible) * FEATURES), torch.float32)
+    inputs = TensorSpec((BATCH, (1 + variant.reversible) * FEATURES), torch.float32)
     pipeline = Pipeline(
-        chain(stages, contestant.reversible),
+        chain(stages, variant.reversible),
         inputs,
         method=replace(body, delay=delay),
         k=k,
         optimizer=lambda blocks: torch.optim.SGD(blocks.parameters() if [*blocks.parameters()] else [torch.zeros(1)], lr=1e-3),
     )
     microbatches = 2 * (max(pipeline.plan.delays) + k)
-    first, versions, sent = pipeline.stages[1], [0], [0, 0]
-    with ExitStack() as undo:
-        meter = undo.enter_context(_Activations(first).watching())
-        _watch_versions(undo, first, versions)
-        _watch_messages(undo, pipeline.workers[1].downstream, sent, 0)
-        _watch_messages(undo, pipeline.workers[2].upstream, sent, 1)
-        counter = undo.enter_context(FlopMeter())
-        pipeline.train(_Numbers(inputs), microbatches)
+    first = pipeline.stages[1]
+    with ExitStack() as stack:
+        memory = stack.enter_context(ActivationMemory(first, weights=False).attached(pipeline.hooks))
+        versions = stack.enter_context(pipeline.hooks.attached(_Versions(first)))
+        messages = stack.enter_context(pipeline.hooks.attached(_Messages()))
+        counter = stack.enter_context(FlopCounter())
+        pipeline.train(_RandomData(inputs), microbatches)
     specs = pipeline.plan.layout.profiles[0].outputs
     parameters = sum(p.nbytes for p in first.module.parameters())
     graph = graph_bytes(pipeline.plan.model, range(1, 2), specs, [Keep.GRAPH])
     activation, forward = BATCH * FEATURES * 4, 2 * BATCH * FEATURES**2
-    again = body.keep is Keep.NOTHING and body.weights is Weights.STASHED  # reconstructs, then evaluates with other weights
+    again = body.keep is Keep.NOTHING and body.weights is Weights.STASHED  # Reconstructs, then evaluates with other weights.
     backward = 2 if body.keep is Keep.GRAPH else 3 + again
     return Complexity(
-        graphs=meter.peak / graph,
-        inputs=meter.peak / sum(spec.bytes for spec in specs),
-        weights=1 + versions[0] / parameters,
-        forward=sent[0] / microbatches / activation,
-        backward=sent[1] / microbatches / activation,
+        graphs=memory.peak / graph,
+        inputs=memory.peak / sum(spec.bytes for spec in specs),
+        weights=1 + versions.peak / parameters,
+        forward=messages.bytes[1, 2] / microbatches / activation,
+        backward=messages.bytes[2, 1] / microbatches / activation,
         flops=counter.total / microbatches / forward,
         period=predict([StageCost(1, backward)] * stages, body, k).period,
     )
 
 
 def chain(stages: int, reversible: bool) -> Model:
-    """Equal blocks between a block without parameters that hands out the data and one that takes the loss."""
+    """Return a model of equal blocks, between a block without parameters that splits the data and one that computes the scores."""
     body = _coupling if reversible else Residual
     return Model(
         "chain",
         (
-            BlockSpec("data", partial(Streams, 1 + reversible)),
+            BlockSpec("data", partial(Split, 1 + reversible)),
             *(BlockSpec(f"block{j}", body) for j in range(stages)),
             BlockSpec("loss", Total),
         ),
     )
 
 
-class Streams(nn.Module):
-    """(B, n · C) → n streams of (B, C)."""
+class Split(nn.Module):
+    """Split (B, n · C) into n streams of (B, C)."""
 
     def __init__(self, streams: int) -> None:
         super().__init__()
@@ -150,7 +149,7 @@ class Streams(nn.Module):
 
 
 class Residual(nn.Module):
-    """x → x + F(x)."""
+    """Residual block x + F(x)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +160,7 @@ class Residual(nn.Module):
 
 
 class Total(nn.Module):
-    """The sum of all streams, as scores of classes."""
+    """Sum of all streams, as class scores."""
 
     def forward(self, *x: Tensor) -> Tensor:
         return torch.stack(x).sum(0)
@@ -175,12 +174,7 @@ def _coupling() -> nn.Module:
     return Coupling(_branch())
 
 
-class _Activations(HeldMeter):
-    def bytes(self, *, weights: bool = False) -> int:
-        return super().bytes(weights=weights)
-
-
-class _Numbers:
+class _RandomData:
     """Random inputs and targets of a microbatch."""
 
     def __init__(self, inputs: TensorSpec) -> None:
@@ -193,32 +187,31 @@ class _Numbers:
         return torch.arange(m, m + BATCH) % FEATURES
 
 
-def _watch_versions(undo: ExitStack, stage: Stage, found: list[int]) -> None:
-    """Keeps in ``found[0]`` the most bytes of weights held beside the parameters at the end of a forward."""
-    forward = stage.forward
+class _Versions(Hook):
+    """Measure the largest number of bytes of copied weights that a stage stores at the end of a forward."""
 
-    def watched(m: int, x: Any) -> Any:
-        y = forward(m, x)
-        copies = {t.untyped_storage()._cdata: t.nbytes for stash in _stashes(stage) for t in stash.values()}
-        found[0] = max(found[0], sum(copies.values()))
-        return y
+    def __init__(self, stage: Stage) -> None:
+        self.stage, self.peak = stage, 0
 
-    replace_method(undo, stage, "forward", watched)
+    def forward_end(self, stage: int, m: int, y: Streams) -> None:
+        if stage == self.stage.index:
+            copies = {storage_key(t): t.nbytes for stash in _stashes(self.stage) for t in stash.values()}
+            self.peak = max(self.peak, sum(copies.values()))
+
+
+class _Messages(Hook):
+    """Sum the bytes of the messages from stage to stage, without the reports of loss and metrics."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[tuple[int, int], int] = {}
+
+    def send_end(self, stage: int, peer: int, m: int, message: Message) -> None:
+        size = sum(t.nbytes for part in message[:2] for t in part)
+        self.bytes[stage, peer] = self.bytes.get((stage, peer), 0) + size
 
 
 def _stashes(stage: Stage) -> Iterator[dict[str, Tensor]]:
     for runner in stage.runners:
-        yield from (held.weights for held in runner.held.values() if held.weights is not None)
-        if runner.previous is not None:
-            yield runner.previous
-
-
-def _watch_messages(undo: ExitStack, port: Any, found: list[int], direction: int) -> None:
-    """Adds to ``found`` the bytes of what a port sends, without the report of loss and metrics."""
-    send = port.send
-
-    def watched(m: int, message: Any) -> None:
-        found[direction] += sum(t.nbytes for part in message[:2] for t in part)
-        send(m, message)
-
-    replace_method(undo, port, "send", watched)
+        yield from (version for version in runner.versions.stashed.values() if version is not None)
+        if runner.versions.previous is not None:
+            yield runner.versions.previous

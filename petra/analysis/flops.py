@@ -1,4 +1,4 @@
-"""Counts floating-point operations of products and convolutions, forward and backward."""
+"""Counts the FLOPs of matrix products and convolutions, forward and backward."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 
-class FlopMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """``total`` of what runs inside; unlike torch's FlopCounterMode it leaves modules alone, so graphs may be differentiated in
-    parts."""
+class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Count the FLOPs of all operations inside the ``with`` block in ``total``.
+
+    Unlike torch's ``FlopCounterMode`` it does not hook modules, so graphs may be differentiated in parts.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

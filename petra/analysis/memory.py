@@ -1,4 +1,4 @@
-"""Memory of a pipeline stage by stage: predicted from the model's shapes, and measured while it trains."""
+"""Memory of each stage of a pipeline: predicted from the model's shapes, and measured during training."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from petra.diagnostics.activation_memory import HeldMeter, graph_bytes
-from petra.engine.endpoints import Stream
+from petra.diagnostics.activation_memory import ActivationMemory, graph_bytes
+from petra.engine.endpoints import DataSource
 from petra.model import Model
 from petra.pipeline import Pipeline
 from petra.plan.plan import Plan
@@ -18,19 +18,23 @@ from petra.specs import TensorSpec
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What one stage holds."""
+    """Memory of one stage.
+
+    Attributes:
+        parameters: Number of parameters.
+        in_flight: Largest number of microbatches between forward and backward.
+        stored: Bytes stored for all microbatches in flight.
+    """
 
     parameters: int
     in_flight: int
-    """Microbatches at most."""
-    held: int
-    """Bytes between F and B, of all microbatches in flight."""
+    stored: int
 
 
 def predicted(plan: Plan) -> list[StageMemory]:
-    """Predict the stored activations of each stage of a plan, from tensors without data.
+    """Return the memory of each stage of a plan, computed with fake tensors.
 
-    Stashed weights are not counted, since their number depends on when updates happen.
+    Stashed weights are not counted: their number depends on which microbatches complete an update.
     """
     found = []
     for stage in plan.stages:
@@ -39,18 +43,18 @@ def predicted(plan: Plan) -> list[StageMemory]:
     return found
 
 
-def measured(pipeline: Pipeline, stream: Stream, microbatches: int) -> list[int]:
-    """For each stage of this process the most bytes held between F and B while training."""
+def measured(pipeline: Pipeline, data: DataSource, microbatches: int) -> list[int]:
+    """Train, and return for each stage of this process the largest number of bytes stored between forward and backward."""
     with ExitStack() as stack:
-        meters = [stack.enter_context(HeldMeter(stage).watching()) for stage in pipeline.stages.values()]
-        pipeline.train(stream, microbatches)
+        meters = [stack.enter_context(ActivationMemory(stage).attached(pipeline.hooks)) for stage in pipeline.stages.values()]
+        pipeline.train(data, microbatches)
         return [meter.peak for meter in meters]
 
 
 def buffers(model: Model, inputs: TensorSpec) -> dict[tuple[bool, bool], int]:
-    """Bytes of the buffers that a pipeline with one block a stage would need: 2(J − j) copies, both streams, at stage j.
+    """Return the bytes of all buffers of a pipeline with one block per stage: 2(J − j) copies of both streams at stage j.
 
-    By (input buffers, parameter buffers): whether every stage buffers its inputs, or only those that aren't reversible; and
+    The keys are (input buffers, parameter buffers): whether every stage buffers its inputs, or only non-reversible stages; and
     whether every stage buffers its parameters.
     """
     profiles = model.profile(inputs)
@@ -62,11 +66,11 @@ def buffers(model: Model, inputs: TensorSpec) -> dict[tuple[bool, bool], int]:
 
 
 def table3(model: Model, inputs: TensorSpec) -> dict[tuple[bool, bool], list[int]]:
-    """PETRA's Tables 3 and 6: bytes of each stage, one block each, by (input buffers, parameter buffers), as :func:`buffers`.
+    """Return the bytes of each stage, one block per stage, with the keys of :func:`buffers`: PETRA's Tables 3 and 6.
 
-    The paper adds up model, input buffers and parameter buffers (section 4.2) and leaves the rest to the authors' program: a stage
-    has its parameters, its running statistics and one input; its buffers have 2(J − j) inputs and 2(J − j) times the parameters. An
-    input is *one* of the two streams, but both at a downsampling stage; the first stage can read its data again.
+    The paper adds up model, input buffers and parameter buffers (section 4.2) and leaves the details to the authors' program: a
+    stage stores its parameters, its running statistics and one input; its buffers store 2(J − j) inputs and 2(J − j) copies of the
+    parameters. An input is *one* of the two streams, but both at a downsampling stage. The first stage reads its data again.
     """
     profiles = model.profile(inputs)
     found: dict[tuple[bool, bool], list[int]] = {(x, p): [] for x in (True, False) for p in (True, False)}
@@ -80,11 +84,11 @@ def table3(model: Model, inputs: TensorSpec) -> dict[tuple[bool, bool], list[int
         statistics = sum(t.nbytes for t in block.buffers() if t.is_floating_point())
         copies = 2 * (len(profiles) - 1 - j)
         for (x, p), stages in found.items():
-            held = copies * (one * (x or downsamples) + parameters * p)
-            stages.append(parameters + statistics + one + held)
+            buffered = copies * (one * (x or downsamples) + parameters * p)
+            stages.append(parameters + statistics + one + buffered)
     return found
 
 
 def _copies(sizes: Sequence[int]) -> int:
-    """2(J − j) copies of what stage j has of a size."""
+    """Return the sum of 2(J − j) copies of stage j's size over all stages."""
     return sum(2 * (len(sizes) - 1 - j) * size for j, size in enumerate(sizes))

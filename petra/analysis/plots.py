@@ -122,13 +122,13 @@ def panels(found: Sequence[Panel], path: Path, *, columns: int = 2, shaded: bool
 
 
 def by_stage(rows: Sequence[Mapping[str, float]], key: str) -> dict[str, list[tuple[float, float]]]:
-    """Lines of one quantity of :class:`petra.diagnostics.gradient_quality.GradientDiagnosis`'s rows, against the microbatch."""
+    """Lines of one quantity of :class:`petra.diagnostics.gradient_quality.GradientQuality`'s rows, against the microbatch."""
     stages = sorted({int(row["stage"]) for row in rows})
     return {f"stage {j}": [(row["microbatch"], row[key]) for row in rows if row["stage"] == j and key in row] for j in stages}
 
 
 def gradient_quality(rows: Sequence[Mapping[str, float]], path: Path) -> None:
-    """Draws the rows of :class:`petra.diagnostics.gradient_quality.GradientDiagnosis`, a line for each stage, into a PNG file."""
+    """Draws the rows of :class:`petra.diagnostics.gradient_quality.GradientQuality`, a line for each stage, into a PNG file."""
     quantities = (
         ("cosine_end_to_end", "cosine to the end-to-end gradient"),
         ("norm_ratio_end_to_end", "norm over the end-to-end gradient's"),

@@ -1,110 +1,129 @@
-"""Bytes that stages hold between F and B, counted by storage: inputs, outputs, stashed weights, and what graphs saved."""
+"""Counts the bytes that a stage stores between forward and backward: inputs, outputs, stashed weights and autograd graphs."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from petra.diagnostics.replacing import replace_method
 from petra.engine.stage import Stage
+from petra.hooks import Hook, Hooks
 from petra.method import Keep, Weights
 from petra.model import Model
-from petra.specs import TensorSpec
+from petra.specs import Streams, TensorSpec
 
 
 class GraphMeter:
-    """Watches what graphs refer to while :meth:`watching` is open; those made before are not seen.
+    """Count the bytes of the tensors that autograd graphs refer to. Only graphs built inside :meth:`counting` are seen.
+
+    Args:
+        excluded: Tensors that don't count.
 
     Attributes:
-        peak: the most bytes referred to at once, without those of ``excluded`` tensors.
+        peak: The largest number of bytes referred to at once.
     """
 
     def __init__(self, excluded: Iterable[Tensor] = ()) -> None:
         self.peak = self._bytes = 0
-        self._excluded = {_key(tensor) for tensor in excluded}
+        self._excluded = {storage_key(tensor) for tensor in excluded}
         self._references: Counter[int] = Counter()
         self._sizes: dict[int, int] = {}
 
     @contextmanager
-    def watching(self) -> Iterator[GraphMeter]:
+    def counting(self) -> Iterator[GraphMeter]:
+        """Count what graphs built inside the ``with`` block refer to, for as long as the graphs live."""
         with saved_tensors_hooks(lambda tensor: _Saved(tensor, self), _Saved.tensor):
             yield self
 
     def storages(self) -> dict[int, int]:
-        """Bytes of each storage that graphs refer to now; one counts once however many tensors share it."""
+        """Return the bytes of each storage that graphs refer to now. A storage that several tensors share counts once."""
         return {key: self._sizes[key] for key, references in self._references.items() if references}
 
-    def _refer(self, key: int, change: int) -> None:
-        before, after = self._references[key], self._references[key] + change
-        self._references[key] = after
-        if not (before and after) and key not in self._excluded:
-            self._bytes += change * self._sizes[key]
+    def add(self, key: int, size: int) -> None:
+        """Count one more reference to a storage of ``size`` bytes."""
+        self._sizes[key] = size
+        self._references[key] += 1
+        if self._references[key] == 1 and key not in self._excluded:
+            self._bytes += size
             self.peak = max(self.peak, self._bytes)
 
-
-class HeldMeter:
-    """Watches one stage while :meth:`watching` is open; graphs made before are not seen.
-
-    Attributes:
-        peak: the most bytes held at the end of a forward so far.
-    """
-
-    def __init__(self, stage: Stage) -> None:
-        self.stage, self.peak = stage, 0
-        self._graphs = GraphMeter()
-
-    @contextmanager
-    def watching(self) -> Iterator[HeldMeter]:
-        """Replaces the stage's ``forward`` by one that also counts; results are the same."""
-        forward = self.stage.forward
-
-        def counted(m: int, x: Any) -> Any:
-            with self._graphs.watching():
-                y = forward(m, x)
-            self.peak = max(self.peak, self.bytes())
-            return y
-
-        with ExitStack() as undo:
-            replace_method(undo, self.stage, "forward", counted)
-            yield self
-
-    def bytes(self, *, weights: bool = True) -> int:
-        """Held now. A storage counts once; parameters and buffers don't, and without ``weights`` copies of them don't either."""
-        sizes = self._graphs.storages()
-        own = {_key(tensor) for tensor in (*self.stage.module.parameters(), *self.stage.module.buffers())}
-        for runner in self.stage.runners:
-            for held in runner.held.values():
-                copies = (held.weights or {}).values()
-                for tensor in (*held.inputs, *held.outputs, *copies):
-                    sizes[_key(tensor)] = tensor.untyped_storage().nbytes()
-                if not weights:
-                    own |= {_key(tensor) for tensor in copies}
-        return sum(size for key, size in sizes.items() if key not in own)
+    def remove(self, key: int) -> None:
+        """Count one reference less."""
+        self._references[key] -= 1
+        if not self._references[key] and key not in self._excluded:
+            self._bytes -= self._sizes[key]
 
 
 class _Saved:
-    """What a graph refers to instead of a tensor that it saved; it goes when the graph goes."""
+    """Stands for a tensor that a graph saved, and is destroyed with the graph."""
 
     def __init__(self, tensor: Tensor, meter: GraphMeter) -> None:
-        self._tensor, self._meter, self._key = tensor, meter, _key(tensor)
-        meter._sizes[self._key] = tensor.untyped_storage().nbytes()
-        meter._refer(self._key, 1)
+        self._tensor, self._meter, self._key = tensor, meter, storage_key(tensor)
+        meter.add(self._key, tensor.untyped_storage().nbytes())
 
     def tensor(self) -> Tensor:
         return self._tensor
 
     def __del__(self) -> None:
-        self._meter._refer(self._key, -1)
+        self._meter.remove(self._key)
 
 
-def _key(tensor: Tensor) -> int:
+class ActivationMemory(Hook):
+    """Measure the bytes that one stage stores. Attach with :meth:`attached`.
+
+    Args:
+        weights: Whether copies of the weights count.
+
+    Attributes:
+        peak: The largest number of bytes stored at the end of a forward.
+    """
+
+    def __init__(self, stage: Stage, *, weights: bool = True) -> None:
+        self.stage, self.weights, self.peak = stage, weights, 0
+        self._graphs, self._forward = GraphMeter(), ExitStack()
+
+    @contextmanager
+    def attached(self, hooks: Hooks) -> Iterator[ActivationMemory]:
+        """Measure inside the ``with`` block. Also ends the counting of a forward that an exception interrupts."""
+        with hooks.attached(self), self._forward:
+            yield self
+
+    def forward_begin(self, stage: int, m: int, x: Streams) -> None:
+        if stage == self.stage.index:
+            self._forward.enter_context(self._graphs.counting())
+
+    def forward_end(self, stage: int, m: int, y: Streams) -> None:
+        if stage == self.stage.index:
+            self._forward.close()
+            self.peak = max(self.peak, stored_bytes(self.stage, self._graphs, weights=self.weights))
+
+
+def stored_bytes(stage: Stage, graphs: GraphMeter, *, weights: bool = True) -> int:
+    """Return the bytes that a stage stores now. A storage counts once; parameters and buffers don't count.
+
+    Args:
+        graphs: Has counted the stage's forwards.
+        weights: Whether copies of the weights count.
+    """
+    sizes = graphs.storages()
+    excluded = {storage_key(tensor) for tensor in (*stage.module.parameters(), *stage.module.buffers())}
+    for runner in stage.runners:
+        activations = [t for stored in runner.stored.values() for t in (*stored.inputs, *stored.outputs)]
+        copies = [t for version in runner.versions.stashed.values() for t in (version or {}).values()]
+        for tensor in (*activations, *copies):
+            sizes[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+        if not weights:
+            excluded |= {storage_key(tensor) for tensor in copies}
+    return sum(size for key, size in sizes.items() if key not in excluded)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that identifies the tensor's storage; fake tensors, which have no address, have one too."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -117,7 +136,10 @@ def graph_bytes(
     weights: Weights = Weights.CURRENT,
     autocast: torch.dtype | None = None,
 ) -> int:
-    """Bytes that a stage of these blocks holds of one microbatch, from tensors without data: no memory, no compute."""
+    """Return the bytes that a stage of these blocks stores for one microbatch.
+
+    The forward runs on fake tensors and needs neither memory nor compute.
+    """
     with torch.device("meta"):
         modules = [model.blocks[b].build().train() for b in blocks]
     with FakeTensorMode():
@@ -125,18 +147,18 @@ def graph_bytes(
             _fake(module)
         stage = Stage(modules, keeps, weights=weights, first_block=blocks.start, autocast=autocast)
         x = tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in inputs)
-        with HeldMeter(stage).watching() as meter:
+        with GraphMeter().counting() as graphs:
             stage.forward(0, x)
-        return meter.bytes()
+        return stored_bytes(stage, graphs)
 
 
 def _fake(module: nn.Module) -> None:
-    """Puts tensors without data on the CPU, where autocast applies, in the place of those on the meta device."""
+    """Replace a module's tensors on the meta device by fake tensors on the CPU, where autocast applies."""
     made: dict[int, Tensor] = {}
     for part in module.modules():
-        for tensors in (part._parameters, part._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    fake = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    fake = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-                    tensors[name] = made.setdefault(id(tensor), fake)  # type: ignore[assignment]
+        parameters = [*part.named_parameters(recurse=False, remove_duplicate=False)]
+        buffers = [*part.named_buffers(recurse=False, remove_duplicate=False)]
+        for name, tensor in (*parameters, *buffers):
+            fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+            fake = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+            setattr(part, name, made.setdefault(id(tensor), fake))

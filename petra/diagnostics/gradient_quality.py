@@ -1,25 +1,23 @@
-"""How good a method's gradients are while it trains: against the delayed, the end-to-end and the stored-activation gradient."""
+"""Compares a method's gradients, while it trains, with delayed, end-to-end and stored-activation gradients."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from petra.diagnostics.replacing import replace_method
-from petra.engine.block import BlockRunner, Stash
+from petra.engine.block import BlockRunner
 from petra.engine.stage import Stage
-from petra.errors import ConfigError
+from petra.engine.weights import WeightVersion
+from petra.errors import require
+from petra.hooks import Gradients, Hook
 from petra.method import Weights
 from petra.pipeline import Pipeline
-from petra.reversible import Gradients
 from petra.specs import Streams
 
 Flat = Tensor
@@ -28,92 +26,99 @@ Flat = Tensor
 
 @dataclass
 class _Case:
-    """One diagnosed microbatch on its way."""
+    """State of one compared microbatch; the keys are stages."""
 
     inputs: dict[int, Streams] = field(default_factory=dict)
-    """Of each stage, as its F took them."""
-    weights: dict[int, list[Stash | None]] = field(default_factory=dict)
-    """Of each stage at its F, a copy for each block."""
+    """Inputs of the forwards."""
+    weights: dict[int, list[WeightVersion | None]] = field(default_factory=dict)
+    """Weights of the forwards, one copy for each block."""
     delayed: dict[int, Flat] = field(default_factory=dict)
     end_to_end: dict[int, Flat] = field(default_factory=dict)
+    stored: dict[int, Flat] = field(default_factory=dict)
+    found: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    """The method's gradients of the stage that runs its backward."""
+    rebuilt: dict[int, Streams] = field(default_factory=dict)
+    """Inputs that the backwards stored or reconstructed."""
 
 
-class GradientDiagnosis:
-    """Compares, every ``every`` microbatches, each stage's gradient with those that it stands for (PETRA, Fig. 5 and 6).
+class GradientQuality(Hook):
+    """Compare each stage's gradient with three references, every ``every`` microbatches (PETRA, Fig. 5 and 6).
 
-    All are of the same microbatch and of the stage's parameters, with the same random numbers; running statistics stay as they are.
+    All gradients are of the same microbatch and of the stage's parameters, with the same random numbers. Running statistics do not
+    change. The references are:
 
-    * *end-to-end*: plain backpropagation through all stages with the weights of the moment when the microbatch
-      meets its loss;
-    * *delayed*: plain backpropagation where each stage has the weights of its F (inputs and weights kept: Zhuang et al. 2020);
-    * *stored*: the stage's B with the δ that it got, but its input kept from F instead of reconstructed (RevNet, Fig. 4; with
-      d = 0 that is the whole network's true gradient).
+    * *end-to-end*: plain backpropagation through all stages, with the weights at the time when the microbatch reaches its loss;
+    * *delayed*: plain backpropagation where each stage has the weights of its forward (inputs and weights stored: Zhuang et al.
+      2020);
+    * *stored*: the stage's backward with the δ that it received, but with the stored input of its forward instead of the
+      reconstructed one (RevNet, Fig. 4; with d = 0 this is the whole network's true gradient).
 
-    Rows are appended to a file of JSON lines, one for each stage and diagnosed microbatch:
+    Append one row for each stage and compared microbatch to a JSON Lines file:
 
     * ``microbatch``, ``stage`` (from 1);
-    * ``cosine_end_to_end``, ``norm_ratio_end_to_end`` (the method's over the other), the same for ``delayed``, and
-      ``cosine_delayed_end_to_end`` between these two: what staleness alone does;
+    * ``cosine_end_to_end``; ``norm_ratio_end_to_end``, the norm of the method's gradient over the norm of the reference; the same
+      for ``delayed``; ``cosine_delayed_end_to_end`` between these two references, which is the effect of staleness alone;
     * ``angle_stored`` in degrees; ``reconstruction_error``: ‖x̃ − x‖ / ‖x‖ of the stage's input.
 
-    A stage of one :class:`petra.reversible.Coupling` has angle 0: its F reads the stream that needs no reconstruction.
+    A stage of one :class:`petra.reversible.Coupling` has angle 0: its function reads the stream that needs no reconstruction.
 
-    A diagnosed microbatch costs three backpropagations and holds copies of all weights; training is undisturbed, to the last bit.
+    A compared microbatch costs three backpropagations and stores copies of all weights. The training result does not change by a
+    bit.
+
+    Args:
+        path: JSON Lines file; None keeps the rows in memory only.
+
+    Attributes:
+        rows: All rows so far.
 
     Raises:
-        ConfigError: stages in other processes, or ``every`` < 1.
+        ConfigError: If ``every`` < 1, if other processes own stages, or if stages run concurrently.
     """
 
     def __init__(self, pipeline: Pipeline, every: int, path: Path | None = None) -> None:
-        if every < 1:
-            raise ConfigError(f"trainer.diagnose: found {every}, accepted are null or integers >= 1")
-        if pipeline.world > 1:
-            raise ConfigError(
-                f"trainer.diagnose: found {every} in {pipeline.world} processes, accepted is null; it needs one process"
-            )
-        if pipeline.concurrency > 1:
-            raise ConfigError(f"trainer.diagnose: found {every} with stages that run at the same time, accepted is concurrency=1")
+        require(every >= 1, "trainer.diagnose", "null or an integer >= 1", every)
+        require(pipeline.world == 1, "trainer.diagnose", "null in several processes", f"{every} in {pipeline.world} processes")
+        got = f"{every} with concurrency={pipeline.concurrency}"
+        require(pipeline.concurrency == 1, "trainer.diagnose", "null if stages run concurrently", got)
         self.pipeline, self.every, self.path = pipeline, every, path
         self.rows: list[dict[str, float]] = []
         self._cases: dict[int, _Case] = {}
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Diagnoses what the pipeline trains inside."""
-        with ExitStack() as undo:
-            for j, stage in self.pipeline.stages.items():
-                self._watch(undo, j, stage)
-            yield
+    def forward_begin(self, stage: int, m: int, x: Streams) -> None:
+        if m % self.every == 0:
+            case = self._cases.setdefault(m, _Case())
+            case.inputs[stage] = tuple(t.clone() for t in x)
+            case.weights[stage] = [_copies(runner, m) for runner in self.pipeline.stages[stage].runners]
 
-    def _watch(self, undo: ExitStack, j: int, stage: Stage) -> None:
-        forward, backward = stage.forward, stage.backward
+    def backward_begin(self, stage: int, m: int, y: Streams, dy: Streams) -> None:
+        if m % self.every == 0:
+            case = self._cases[m]
+            if not case.delayed:
+                self._add_references(m)
+            case.stored[stage] = self._stored(m, stage, dy)
 
-        def watched_forward(m: int, x: Streams) -> Streams:
-            if m % self.every == 0:
-                case = self._cases.setdefault(m, _Case())
-                case.inputs[j] = tuple(t.clone() for t in x)
-                case.weights[j] = [_copies(runner, m) for runner in stage.runners]
-            return forward(m, x)
+    def block_backward_end(self, stage: int, block: int, m: int, x: Streams, gradients: Gradients) -> None:
+        if m % self.every == 0:
+            self._cases[m].found.update(gradients)
+            self._cases[m].rebuilt[stage] = x  # The stage's first block comes last.
 
-        def watched_backward(m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams]:
-            if m % self.every:
-                return backward(m, y, dy)
-            if not self._cases[m].delayed:
-                self._references(m)
-            stored = self._stored(m, j, dy)
-            with ExitStack() as notes:
-                found, rebuilt = _note(notes, stage.runners)
-                result = backward(m, y, dy)
-            scale = self.pipeline.workers[j].update.scale
-            gradient = _flat(stage, found)
-            self._compare(m, j, gradient if scale is None else gradient / scale, rebuilt[0], stored)
-            return result
+    def backward_end(self, stage: int, m: int, x: Streams, dx: Streams) -> None:
+        if m % self.every:
+            return
+        row = self._row(m, stage)
+        self._cases[m].found.clear()
+        self.rows.append(row)
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        if stage == 0:
+            del self._cases[m]
 
-        replace_method(undo, stage, "forward", watched_forward)
-        replace_method(undo, stage, "backward", watched_backward)
-
-    def _compare(self, m: int, j: int, gradient: Flat, rebuilt: Streams, stored: Flat) -> None:
-        case = self._cases[m]
+    def _row(self, m: int, j: int) -> dict[str, float]:
+        case, scale = self._cases[m], self.pipeline.workers[j].update.scale
+        gradient = _flat(self.pipeline.stages[j], case.found)
+        if scale is not None:
+            gradient = gradient / scale
         delayed, end_to_end = case.delayed[j], case.end_to_end[j]
         row: dict[str, float] = {"microbatch": m, "stage": j + 1}
         if len(gradient):
@@ -121,30 +126,26 @@ class GradientDiagnosis:
                 row[f"cosine_{name}"] = math.cos(angle(gradient, other))
                 row[f"norm_ratio_{name}"] = float(gradient.norm() / other.norm())
             row["cosine_delayed_end_to_end"] = math.cos(angle(delayed, end_to_end))
-            row["angle_stored"] = math.degrees(angle(gradient, stored))
-        error = sum(float((a - b).double().square().sum()) for a, b in zip(rebuilt, case.inputs[j], strict=True))
-        row["reconstruction_error"] = math.sqrt(error / sum(float(t.double().square().sum()) for t in case.inputs[j]))
-        self.rows.append(row)
-        if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-        if j == 0:
-            del self._cases[m]
+            row["angle_stored"] = math.degrees(angle(gradient, case.stored.pop(j)))
+        inputs = case.inputs[j]
+        error = sum(float((a - b).double().square().sum()) for a, b in zip(case.rebuilt.pop(j), inputs, strict=True))
+        row["reconstruction_error"] = math.sqrt(error / sum(float(t.double().square().sum()) for t in inputs))
+        return row
 
     def _stored(self, m: int, j: int, dy: Streams) -> Flat:
         case, stage = self._cases[m], self.pipeline.stages[j]
         stashed = self.pipeline.plan.method.weights is not Weights.CURRENT
-        weights = case.weights[j] if stashed else [runner.corrected for runner in stage.runners]
+        weights = case.weights[j] if stashed else [runner.versions.corrected for runner in stage.runners]
         y = stage.replay(m, case.inputs[j], weights)
         return _differentiated(y, dy, _leaves(stage, weights))
 
-    def _references(self, m: int) -> None:
-        """The two gradients that microbatch m is judged by, for all stages at once: m has reached the last stage's B."""
+    def _add_references(self, m: int) -> None:
+        """Compute the end-to-end and the delayed gradients of all stages, at the last stage's backward of microbatch ``m``."""
         case, stages = self._cases[m], self.pipeline.stages
-        current: dict[int, list[Stash | None]] = {j: [None] * len(stage.runners) for j, stage in stages.items()}
+        current: dict[int, list[WeightVersion | None]] = {j: [None] * len(stage.runners) for j, stage in stages.items()}
         case.end_to_end, case.delayed = (self._backpropagated(m, weights) for weights in (current, case.weights))
 
-    def _backpropagated(self, m: int, weights: Mapping[int, Sequence[Stash | None]]) -> dict[int, Flat]:
+    def _backpropagated(self, m: int, weights: Mapping[int, Sequence[WeightVersion | None]]) -> dict[int, Flat]:
         stages = self.pipeline.stages
         x = self._cases[m].inputs[0]
         for j, stage in stages.items():
@@ -158,38 +159,21 @@ class GradientDiagnosis:
 
 
 def angle(a: Tensor, b: Tensor) -> float:
-    """Between two vectors, in radians; exact for small angles too, where the arc cosine isn't (Kahan 2006, section 12)."""
+    """Return the angle of two vectors in radians. Accurate for small angles, unlike the arc cosine (Kahan 2006, section 12)."""
     a, b = a / a.norm(), b / b.norm()
     return 2 * math.atan2(float((a - b).norm()), float((a + b).norm()))
 
 
-def _copies(runner: BlockRunner, m: int) -> Stash:
-    """Of the weights that F of microbatch m uses."""
-    weights: Mapping[str, Tensor] = runner.forward_weights(m) or runner.parameters
+def _copies(runner: BlockRunner, m: int) -> WeightVersion:
+    """Copy the weights that the forward of microbatch ``m`` uses."""
+    weights: Mapping[str, Tensor] = runner.versions.for_forward(m) or runner.parameters
     return {name: weights[name].detach().clone().requires_grad_() for name in runner.parameters}
 
 
-def _leaves(stage: Stage, weights: Sequence[Stash | None]) -> list[Tensor]:
-    """The stage's parameters, or what stands for them, in one order."""
+def _leaves(stage: Stage, weights: Sequence[WeightVersion | None]) -> list[Tensor]:
+    """Return the tensors that take the place of the stage's parameters, in the order of the parameters."""
     pairs = zip(stage.runners, weights, strict=True)
     return [p if own is None else own[name] for runner, own in pairs for name, p in runner.parameters.items()]
-
-
-def _note(undo: ExitStack, runners: Sequence[BlockRunner]) -> tuple[Gradients, list[Streams]]:
-    """Fills what it returns as the runners go backward: their gradients, and the input of the first."""
-    gradients: Gradients = {}
-    rebuilt: list[Streams] = []
-    for runner in runners:
-        backward = runner.backward
-
-        def noted(m: int, y: Streams, dy: Streams, backward: Any = backward) -> Any:
-            found = backward(m, y, dy)
-            gradients.update(found[2])
-            rebuilt[:] = [found[0]]
-            return found
-
-        replace_method(undo, runner, "backward", noted)
-    return gradients, rebuilt
 
 
 def _differentiated(y: Streams, dy: Streams, leaves: Sequence[Tensor]) -> Flat:

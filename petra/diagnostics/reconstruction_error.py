@@ -1,107 +1,88 @@
-"""How far reconstructed inputs are from the true ones, watched while a pipeline trains.
+"""Measures the error of reconstructed inputs while a pipeline trains.
 
-A reversible block that holds nothing gets its input back from its output. Two things keep that from being exact: sums of floating
-point round (RevNet, section 3.2), and under an asynchronous method the weights are no longer those of the forward (PETRA, section
-3.1). Both errors add up from block to block towards the data.
+A reversible block that stores nothing reconstructs its input from its output. Two effects make the reconstruction inexact:
+floating-point sums round (RevNet, section 3.2), and under an asynchronous method the weights have changed since the forward
+(PETRA, section 3.1). Both errors accumulate from block to block towards the first stage.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
 
-from petra.diagnostics.replacing import replace_method
-from petra.engine.block import BlockRunner
-from petra.errors import ConfigError
+from petra.engine.stage import Stage
+from petra.errors import require
+from petra.hooks import Gradients, Hook
 from petra.method import Keep
 from petra.pipeline import Pipeline
-from petra.reversible import Gradients
 from petra.specs import Streams
 
 EVERY = 200
-"""Microbatches from one look to the next: of one of them each stage keeps one sample of its input from F to B."""
+"""Number of microbatches between two measurements. For a measurement each stage keeps one sample of its input."""
 
 
-class DriftWatch:
-    """Warns, once for each stage of this process, of a reconstructed input that is too far from the true one.
+class ReconstructionMonitor(Hook):
+    """Print a warning, once for each stage of this process, if a reconstructed input is too far from the true one.
 
-    Every :data:`EVERY` microbatches the first sample of what enters a chain of blocks that hold nothing is compared with what their
-    backwards make of their output: ‖x̃ − x‖ / ‖x‖ over both streams. Training stays as it is, to the last bit. The host waits
-    for the device at these moments only.
+    Every :data:`EVERY` microbatches, take the first sample of the input of each run of consecutive blocks that store nothing, and
+    compare it with its reconstruction: ‖x̃ − x‖ / ‖x‖ over both streams. The training result does not change by a bit. The host
+    waits for the device only at these measurements.
 
     Args:
-        limit: relative error above which there is a warning.
+        limit: Relative error above which to warn.
 
     Attributes:
-        errors: for each stage (from 0) with such blocks, the error at its last look, the largest of its chains.
+        errors: For each stage (from 0) with such blocks, the error last measured.
+        blocks: Indices of the blocks whose inputs are compared: the first of each run.
 
     Raises:
-        ConfigError: a limit that isn't above 0.
+        ConfigError: If ``limit`` is not above 0.
     """
 
     def __init__(self, pipeline: Pipeline, limit: float) -> None:
-        if not limit > 0:
-            raise ConfigError(f"trainer.drift: found {limit}, accepted are null or numbers > 0")
+        require(limit > 0, "trainer.drift", "null or a number > 0", limit)
         self.pipeline, self.limit = pipeline, limit
         self.errors: dict[int, float] = {}
-        self._told: set[int] = set()
+        self.blocks = {b for j, stage in pipeline.stages.items() for b in _first_blocks(stage, pipeline.plan.layout.stages[j])}
+        self._inputs: dict[tuple[int, int], Streams] = {}
+        self._warned: set[int] = set()
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watches what the pipeline trains inside."""
-        with ExitStack() as undo:
-            for j, stage in self.pipeline.stages.items():
-                before = None
-                for runner in stage.runners:
-                    if runner.keep is Keep.NOTHING and before is not Keep.NOTHING:
-                        self._watch(undo, j, runner)
-                    before = runner.keep
-            yield
+    def block_forward_begin(self, stage: int, block: int, m: int, x: Streams) -> None:
+        if (m + 1) % EVERY == 0 and block in self.blocks:
+            self._inputs[block, m] = tuple(t[:1].clone() for t in x)
 
-    def _watch(self, undo: ExitStack, j: int, runner: BlockRunner) -> None:
-        """Of a chain's first block, whose input is the last to be reconstructed."""
-        forward, backward = runner.forward, runner.backward
-        kept: dict[int, Streams] = {}
-
-        def watched_forward(m: int, x: Streams) -> Streams:
-            if (m + 1) % EVERY == 0:
-                kept[m] = tuple(t[:1].clone() for t in x)
-            return forward(m, x)
-
-        def watched_backward(m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
-            found = backward(m, y, dy)
-            if m in kept:
-                self._compare(j, m, found[0], kept.pop(m))
-            return found
-
-        replace_method(undo, runner, "forward", watched_forward)
-        replace_method(undo, runner, "backward", watched_backward)
+    def block_backward_end(self, stage: int, block: int, m: int, x: Streams, gradients: Gradients) -> None:
+        if (block, m) in self._inputs:
+            self._compare(stage, m, x, self._inputs.pop((block, m)))
 
     def _compare(self, j: int, m: int, rebuilt: Streams, true: Streams) -> None:
         difference = [a[:1].double() - b.double() for a, b in zip(rebuilt, true, strict=True)]
         error = (_norm(difference) / _norm(true)).item()
         self.errors[j] = error
-        if error > self.limit and j not in self._told:
-            self._told.add(j)
+        if error > self.limit and j not in self._warned:
+            self._warned.add(j)
             print(f"warning: {self._text(j, m, error)}", file=sys.stderr, flush=True)
 
     def _text(self, j: int, m: int, error: float) -> str:
-        pipeline = self.pipeline
-        late = pipeline.plan.method.staleness(pipeline.plan.delays[j], pipeline.plan.k)
-        helps = ["a smaller optim.lr, a larger k or a smaller method.delay"] if late else []
-        helps += ["trainer.precision=float32"] if pipeline.plan.numerics.autocast is not None else []
-        helps += ["trainer.wire=float32"] if pipeline.plan.numerics.wire is not None else []
-        exact = pipeline.plan.numerics.exact_streams or pipeline.plan.numerics.wire is not None
-        helps += [] if exact else ["trainer.exact_streams=true"]
-        helps += ["method.keep=input"]
+        pipeline, numerics = self.pipeline, self.pipeline.plan.numerics
+        stale = pipeline.plan.stages[j].staleness
+        remedies = ["a smaller optim.lr, a larger k or a smaller method.delay"] if stale else []
+        remedies += ["trainer.precision=float32"] if numerics.autocast is not None else []
+        remedies += ["trainer.wire=float32"] if numerics.wire is not None else []
+        remedies += ["trainer.exact_streams=true"] if not numerics.exact_streams and numerics.wire is None else []
+        remedies += ["method.keep=input"]
         return (
-            f"stage {j + 1}, microbatch {m}: the input that it reconstructs is {error:.2g} of its norm away from the true one, "
-            f"which is more than trainer.drift={self.limit:g}; what helps is {', or '.join(helps)}"
+            f"stage {j + 1}, microbatch {m}: the relative error of the reconstructed input is {error:.2g}, above "
+            f"trainer.drift={self.limit:g}; to reduce it, try {', or '.join(remedies)}"
         )
+
+
+def _first_blocks(stage: Stage, blocks: range) -> list[int]:
+    """Return the first block of each run of blocks that store nothing: its input is the run's last to be reconstructed."""
+    stores = [runner.keep is not Keep.NOTHING for runner in stage.runners]
+    return [b for b, before, own in zip(blocks, [True, *stores], stores, strict=False) if before and not own]
 
 
 def _norm(streams: Streams | list[Tensor]) -> Tensor:

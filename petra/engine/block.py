@@ -1,221 +1,193 @@
-"""One block in a pipeline: how it gets through a forward and a later backward, and what it holds in between."""
+"""One block in a pipeline: forward passes of many microbatches, each followed later by its backward pass.
+
+=======  =============  ========================  ======================================================================
+keep     class          forward pass stores       backward pass
+=======  =============  ========================  ======================================================================
+graph    KeepGraph      its input and its graph   differentiates the graph
+input    Recompute      its input                 evaluates the block again with a graph, and differentiates that
+nothing  Reconstruct    nothing                   takes input and gradients from the output, in one evaluation with graph
+=======  =============  ========================  ======================================================================
+
+Which weights the passes use is the business of :mod:`petra.engine.weights`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
+from petra.engine.block_function import BlockFunction
+from petra.engine.weights import WeightVersion, WeightVersions, weight_versions
 from petra.method import Keep, Weights
-from petra.reversible import Gradients, Grid, ReversibleBlock, derive_seed, frozen_statistics, normalisations, seeded, unchanged
-from petra.specs import Streams, as_streams, detached
-
-Stash = dict[str, Tensor]
+from petra.reversible import Gradients, Grid, frozen_statistics
+from petra.specs import Streams, detached
 
 
 @dataclass
-class Held:
-    """What a block holds of one microbatch between F and B."""
+class Stored:
+    """Activations that a block stores for one microbatch between its forward and its backward pass."""
 
-    inputs: Streams = ()
+    inputs: Streams
     outputs: Streams = ()
-    """With their graph; empty unless the graph is kept."""
-    weights: Stash | None = None
-    """Those of F if B needs them and the parameters are, or may by then be, others."""
+    """Outputs with their graph; empty unless the block keeps its graph."""
 
     def bytes(self) -> int:
-        """Of the inputs held; what a graph holds besides is autograd's."""
+        """Return the size of the inputs, without what autograd saves in a graph."""
         return sum(t.nbytes for t in self.inputs)
 
 
-class BlockRunner:
-    """One block in a pipeline: forwards of many microbatches, then their backwards.
+class BlockRunner(ABC):
+    """One block between its neighbours; subclasses differ in what they store between forward and backward pass.
 
     Args:
-        keep: what is held in between.
-        weights: that B differentiates.
-        k: microbatches per update.
-        seed: of this block in this run; random numbers of microbatch m derive from it.
-        input_needs_gradient: false for the block that takes the data.
-        concurrent: other blocks run at the same time. Those that draw random numbers have to take turns, since generators are
-            global; which do is found out from one more evaluation of the first microbatch.
-        grid: on which a pair of streams that the block puts out starts, if streams are exact.
+        function: The block as a function of input, weights and microbatch.
+        versions: The versions of its weights.
+        input_needs_gradient: False for the first block of the model, which takes the data.
+
+    Attributes:
+        parameters: Trained parameters by name.
+        stored: Stored activations of each microbatch in flight.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        keep: Keep,
-        *,
-        weights: Weights,
-        k: int,
-        seed: int,
-        input_needs_gradient: bool,
-        autocast: torch.dtype | None,
-        concurrent: bool = False,
-        grid: Grid | None = None,
-    ) -> None:
-        self.module, self.keep, self.weights, self.k, self.seed = module, keep, weights, k, seed
-        self.input_needs_gradient, self.autocast = input_needs_gradient, autocast
-        self.grid = grid
-        if isinstance(module, ReversibleBlock) and grid is not None:
-            module.carry_on(grid)
-            self.grid = None
-        self.reversible = isinstance(module, ReversibleBlock)
-        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.normalisations = normalisations(module)
-        self.draws: bool | None = None if concurrent else True
-        self.held: dict[int, Held] = {}
-        self.predicted: Stash | None = None
-        """What F uses instead of the parameters until the next update, if a remedy says so."""
-        self.corrected: Stash | None = None
-        """What B differentiates instead of the parameters until the next update, if a remedy says so."""
-        self.previous: Stash | None = None
-        """The older version of double weights; none before the first update."""
-        self.updates = 0
-        self._copies: Stash | None = None
+    keep: ClassVar[Keep]
+
+    def __init__(self, function: BlockFunction, versions: WeightVersions, *, input_needs_gradient: bool) -> None:
+        self.function, self.versions, self.parameters = function, versions, function.parameters
+        self.stored: dict[int, Stored] = {}
+        self._input_needs_gradient = input_needs_gradient
 
     def forward(self, m: int, x: Streams) -> Streams:
-        if self.draws is None:
-            self.draws = self._draws(x)
-        weights = self.forward_weights(m)
-        for_backward = None if self.weights is Weights.CURRENT else weights
-        if self.keep is Keep.GRAPH:
-            inputs = self._leaves(x)
-            with torch.enable_grad():
-                y = self._evaluate(m, inputs, weights)
-            self.held[m] = Held(inputs, y, for_backward)
-            return detached(y)
-        with torch.no_grad(), frozen_statistics(self.normalisations):
-            y = self._evaluate(m, x, weights)
-        if self.keep is Keep.INPUT:
-            self.held[m] = Held(tuple(_alone(t) for t in x), weights=for_backward)
-        elif self.weights is not Weights.CURRENT:
-            self.held[m] = Held(weights=for_backward)
+        """Return the block's output for microbatch ``m``, detached, and store what the backward pass needs."""
+        if self.function.uses_rng is None:
+            self.function.detect_rng(x)
+        version = self.versions.for_forward(m)
+        y = self._forward(m, x, version)
+        self.versions.stash(m, version)
         return y
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
-        """The input (held or reconstructed), the gradient with respect to it, and those of the parameters.
+        """Return the block's input for microbatch ``m``, the gradient with respect to it, and those of the parameters.
 
         Args:
-            y: the block's output, x̃ of the block behind it; used only if nothing is kept.
+            y: The block's output as the next block returned it; used only by :class:`Reconstruct`.
+            dy: Gradient with respect to the output.
         """
-        held = self.held.pop(m, Held())
-        weights = self.corrected if self.weights is Weights.CURRENT else held.weights
-        if self.keep is Keep.NOTHING:
-            assert isinstance(self.module, ReversibleBlock)
-            with self._autocast(y[0]):
-                if weights is None or self.weights is not Weights.STASHED:
-                    with _swapped(self.parameters, weights):
-                        return self.module.inverse_vjp((y[0], y[1]), (dy[0], dy[1]), seed=self._seed(m))
-                # PETRA's Table 4, fourth row: reconstruct with current weights, differentiate the stashed ones.
-                held.inputs = self.module.inverse(y[0], y[1], seed=self._seed(m))
-        if not held.outputs:
-            held.inputs = self._leaves(held.inputs)
-            with torch.enable_grad():
-                held.outputs = self._evaluate(m, held.inputs, weights)
-        return self._differentiate(held, dy, weights)
+        return self._backward(m, y, dy, self.versions.for_backward(m))
 
-    def replay(self, m: int, x: Streams, weights: Stash | None) -> Streams:
-        """See :meth:`Stage.replay`."""
-        with torch.enable_grad(), frozen_statistics(self.normalisations):
-            return self._evaluate(m, x, weights)
+    @abstractmethod
+    def _forward(self, m: int, x: Streams, version: WeightVersion | None) -> Streams: ...
 
-    @torch.no_grad()
-    def evaluate(self, x: Streams) -> Streams:
-        with self._autocast(x[0]):
-            return self._streams(as_streams(self.module(*x)), x[0])
+    @abstractmethod
+    def _backward(self, m: int, y: Streams, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]: ...
 
-    def before_update(self) -> None:
-        """Copies the weights that microbatches in flight were forwarded with, once for all of them."""
-        if self.weights is Weights.CURRENT:
-            return
-        waiting = [held for held in self.held.values() if held.weights is None]
-        double = self.weights is Weights.DOUBLE
-        if waiting or double:
-            copies = self._copied()
-            for held in waiting:
-                held.weights = copies
-            self.previous = copies if double else None
-        self._copies = None
-        self.updates += 1
+    def replay(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
+        """Run the forward pass of microbatch ``m`` again with a graph; nothing is stored, and running statistics don't move."""
+        with torch.enable_grad(), frozen_statistics(self.function.normalisations):
+            return self.function(m, x, version)
 
-    def _evaluate(self, m: int, x: Streams, weights: Stash | None) -> Streams:
-        seed = self._seed(m)
-        arguments, seed = ({"seed": seed}, None) if self.reversible else ({}, seed)
-        with self._autocast(x[0]), unchanged(x, self.module), seeded(seed, x[0].device):
-            y = self.module(*x, **arguments) if weights is None else functional_call(self.module, weights, x, arguments)
-            return self._streams(as_streams(y), x[0])
+    def _forward_without_graph(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
+        # Running statistics move in the backward pass, which evaluates the block again.
+        with torch.no_grad(), frozen_statistics(self.function.normalisations):
+            return self.function(m, x, version)
 
-    def _differentiate(self, held: Held, dy: Streams, weights: Stash | None) -> tuple[Streams, Streams, Gradients]:
-        wanted = [t for t in held.inputs if t.requires_grad]
-        leaves = list(self.parameters.values() if weights is None else (weights[name] for name in self.parameters))
-        connected = [(y, d) for y, d in zip(held.outputs, dy, strict=True) if y.requires_grad]
+    def _forward_with_graph(self, m: int, x: Streams, version: WeightVersion | None) -> Stored:
+        inputs = tuple(t.detach().requires_grad_(self._input_needs_gradient and t.is_floating_point()) for t in x)
+        with torch.enable_grad():
+            return Stored(inputs, self.function(m, inputs, version))
+
+    def _differentiate(self, stored: Stored, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
+        parameters = list(self.parameters.values())
+        weights: Sequence[Tensor] = parameters if version is None else [version[name] for name in self.parameters]
+        connected = [(y, d) for y, d in zip(stored.outputs, dy, strict=True) if y.requires_grad]
         if not connected:  # neither the data nor any weight needs a gradient
-            return detached(held.inputs), (), {}
-        found = torch.autograd.grad([y for y, _ in connected], [*wanted, *leaves], [d for _, d in connected], allow_unused=True)
-        dx = tuple(torch.zeros_like(t) if d is None else d for t, d in zip(wanted, found, strict=False))
-        gradients = {p: g for p, g in zip(self.parameters.values(), found[len(wanted) :], strict=True) if g is not None}
-        return detached(held.inputs), dx, gradients
-
-    def _leaves(self, x: Streams) -> Streams:
-        return tuple(t.detach().requires_grad_(self.input_needs_gradient and t.is_floating_point()) for t in x)
-
-    def forward_weights(self, m: int) -> Stash | None:
-        """What F of microbatch m uses; None for the parameters as they are."""
-        if self.weights is Weights.DOUBLE and self.updates == m // self.k:
-            return self.previous or (self._copied() if self.keep is Keep.GRAPH else None)
-        if self.predicted is not None:
-            return self.predicted
-        # The optimizer would write through a graph that refers to the parameters.
-        return self._copied() if self.keep is Keep.GRAPH and self.weights is not Weights.CURRENT else None
-
-    def _copied(self) -> Stash:
-        """Copies of the parameters, one for each of their versions."""
-        if self._copies is None:
-            self._copies = {name: p.detach().clone().requires_grad_() for name, p in self.parameters.items()}
-        return self._copies
-
-    def _seed(self, m: int) -> int | None:
-        return derive_seed(self.seed, m) if self.draws else None
-
-    def _draws(self, x: Streams) -> bool:
-        with seeded(self.seed), torch.no_grad(), frozen_statistics(self.normalisations), self._autocast(x[0]):
-            before = torch.get_rng_state()
-            self.module(*x)
-            return not torch.equal(before, torch.get_rng_state())
-
-    def _autocast(self, x: Tensor) -> AbstractContextManager[object]:
-        # Casts cached in a forward without graph would cut the graph of the next evaluation.
-        return nullcontext() if self.autocast is None else torch.autocast(x.device.type, self.autocast, cache_enabled=False)
-
-    def _streams(self, streams: Streams, x: Tensor) -> Streams:
-        """Streams keep their type under autocast: reconstruction subtracts what forward added. Exact pairs start on the grid."""
-        full = x.dtype if x.is_floating_point() else torch.get_default_dtype()
-        streams = tuple(t.to(full) if t.dtype == self.autocast else t for t in streams)
-        return streams if self.grid is None or len(streams) != 2 else tuple(self.grid.enter(t) for t in streams)
+            return detached(stored.inputs), (), {}
+        inputs = [t for t in stored.inputs if t.requires_grad]
+        found = torch.autograd.grad([y for y, _ in connected], [*inputs, *weights], [d for _, d in connected], allow_unused=True)
+        dx = tuple(torch.zeros_like(t) if d is None else d for t, d in zip(inputs, found, strict=False))
+        gradients = {p: g for p, g in zip(parameters, found[len(inputs) :], strict=True) if g is not None}
+        return detached(stored.inputs), dx, gradients
 
 
-@contextmanager
-def _swapped(parameters: Mapping[str, nn.Parameter], weights: Stash | None) -> Iterator[None]:
-    """Inside, the parameters hold these weights; None leaves them as they are."""
-    if weights is None:
-        yield
-        return
-    own = {name: p.data for name, p in parameters.items()}
-    for name, p in parameters.items():
-        p.data = weights[name].data
-    try:
-        yield
-    finally:
-        for name, p in parameters.items():
-            p.data = own[name]
+class KeepGraph(BlockRunner):
+    """Evaluates the block once, and stores its autograd graph."""
+
+    keep = Keep.GRAPH
+
+    def _forward(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
+        self.stored[m] = self._forward_with_graph(m, x, version)
+        return detached(self.stored[m].outputs)
+
+    def _backward(self, m: int, y: Streams, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
+        return self._differentiate(self.stored.pop(m), dy, version)
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    """The tensor in memory of its own: a view of a received message would keep the whole message alive."""
+class Recompute(BlockRunner):
+    """Stores the block's input, and evaluates the block again in the backward pass."""
+
+    keep = Keep.INPUT
+
+    def _forward(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
+        y = self._forward_without_graph(m, x, version)
+        self.stored[m] = Stored(tuple(_in_own_memory(t) for t in x))
+        return y
+
+    def _backward(self, m: int, y: Streams, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
+        recomputed = self._forward_with_graph(m, self.stored.pop(m).inputs, version)
+        return self._differentiate(recomputed, dy, version)
+
+
+class Reconstruct(BlockRunner):
+    """Stores nothing, and computes a reversible block's input from its output in the backward pass."""
+
+    keep = Keep.NOTHING
+
+    def _forward(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
+        return self._forward_without_graph(m, x, version)
+
+    def _backward(self, m: int, y: Streams, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
+        if version is None or not self.versions.reconstructs_with_current:
+            return self.function.inverse_vjp(m, y, dy, version)
+        # Reconstruct with the parameters, differentiate the stashed version.
+        recomputed = self._forward_with_graph(m, self.function.inverse(m, y), version)
+        return self._differentiate(recomputed, dy, version)
+
+
+def block_runner(
+    module: nn.Module,
+    keep: Keep,
+    *,
+    weights: Weights,
+    k: int,
+    seed: int,
+    input_needs_gradient: bool,
+    autocast: torch.dtype | None,
+    concurrent: bool = False,
+    grid: Grid | None = None,
+) -> BlockRunner:
+    """Return the runner of a block.
+
+    Args:
+        module: The block, on its device and in training mode.
+        keep: What the block stores between its passes.
+        weights: Which weights the backward pass differentiates.
+        k: Microbatches per update.
+        seed: Seed of this block in this run.
+        input_needs_gradient: False for the first block of the model, which takes the data.
+        autocast: Type in which the block computes, or None.
+        concurrent: Whether other blocks run at the same time in other threads.
+        grid: Grid for exact streams, or None.
+    """
+    kinds: dict[Keep, type[BlockRunner]] = {kind.keep: kind for kind in (KeepGraph, Recompute, Reconstruct)}
+    function = BlockFunction(module, seed=seed, autocast=autocast, concurrent=concurrent, grid=grid)
+    versions = weight_versions(function.parameters, weights, keeps_graph=keep is Keep.GRAPH, k=k)
+    return kinds[keep](function, versions, input_needs_gradient=input_needs_gradient)
+
+
+def _in_own_memory(tensor: Tensor) -> Tensor:
+    """Return the tensor, copied if it is a view: a view of a received message would keep the whole message alive."""
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor

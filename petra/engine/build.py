@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from petra.engine.compile import compile_block
-from petra.engine.data_parallel import share_seed
-from petra.engine.endpoints import Losses, Metric
+from petra.engine.data_parallel import replica_seed
+from petra.engine.endpoints import Losses
+from petra.engine.metrics import Metric
 from petra.engine.stage import Stage
-from petra.engine.update import OptimizerFactory, Update, UpdateRules
+from petra.engine.update import OptimizerFactory, Update
+from petra.engine.update_rules import UpdateRules
 from petra.engine.worker import Worker
 from petra.hooks import Hooks
 from petra.plan.messages import returns_activations
@@ -20,6 +22,7 @@ from petra.plan.plan import Plan
 from petra.reversible import Grid
 from petra.settings import Runtime
 from petra.staleness import Remedy, StageRemedy
+from petra.staleness.shrinking import boundary_factor
 from petra.transport import Port
 
 
@@ -49,7 +52,7 @@ class Recipe:
             ConfigError: If it does not.
         """
         self.remedy.check(plan.method)
-        self.rules.require_moment(plan.method, plan.delays)
+        self.rules.check(plan.method, plan.delays)
 
     def settings(self) -> dict[str, object]:
         """Return what all ranks must agree on."""
@@ -68,12 +71,14 @@ def build_stages(plan: Plan, recipe: Recipe, runtime: Runtime, device: torch.dev
             weights=stage.weights,
             first_block=stage.blocks.start,
             k=plan.k,
-            seed=share_seed(recipe.seed, replica),
+            seed=replica_seed(recipe.seed, replica),
             autocast=plan.numerics.autocast,
             returns_input=j > 0 and returns_activations(plan.stages[j - 1].keeps[-1]),
             channels_last=plan.numerics.channels_last,
             concurrent=runtime.concurrency > 1,
             grid=build_grid(plan, device),
+            index=j,
+            hooks=hooks,
         )
     return stages
 
@@ -106,9 +111,9 @@ def build_workers(
             device=device,
             number=j + 1,
             last=j == len(plan.stages) - 1,
+            hooks=hooks,
         )
-        delayed = j > 0 and plan.stages[j - 1].delay > planned.delay
-        workers[j] = Worker(stage, *ports[j], update, recipe.remedy.shrink if delayed else 1.0)
+        workers[j] = Worker(j, stage, *ports[j], update, hooks, boundary_factor(recipe.remedy.shrink, plan.delays, j))
     return workers
 
 
@@ -118,7 +123,7 @@ def build_remedies(plan: Plan, recipe: Recipe, workers: Mapping[int, Worker]) ->
     for j, worker in workers.items():
         optimizer = worker.update.optimizer
         if optimizer is not None:
-            remedy = recipe.remedy.at(worker.stage, optimizer, plan.stages[j].staleness)
+            remedy = recipe.remedy.at(worker.stage.use_weights, optimizer, plan.stages[j].staleness)
             if remedy is not None:
                 remedies[j] = remedy
     return remedies

@@ -1,4 +1,4 @@
-"""``torch.compile`` inside blocks: the functions F and G, or a whole block that isn't reversible."""
+"""``torch.compile`` for blocks: for the functions F and G of a reversible block, and for any other block as a whole."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from torch import nn
 
 from petra.reversible import ReversibleBlock
 
-VARIANTS = 64
-"""Compiled variants of one piece of code: all modules of torch share a few, and each differs in shape, with and without graph,
-with frozen statistics, and in evaluation. Torch's own limit of 8 would leave most of a network uncompiled."""
+RECOMPILE_LIMIT = 64
+"""Number of variants that ``torch.compile`` may make of one code object.
+
+All modules share a few code objects of PyTorch. They need a variant for each shape, with and without graph, with frozen running
+statistics, and for evaluation. PyTorch's default of 8 would leave most of a network uncompiled."""
 
 
 def compile_block(block: nn.Module, backend: str) -> None:
-    """Compiles a block in place, at its first call; names and values of its state stay.
+    """Compile a block in place when it is first called. Names and values in its state dict don't change.
 
-    A reversible block's forward, inverse and vector-Jacobian product call its functions one by one, so those are compiled.
+    The forward pass, inverse and vector-Jacobian product of a reversible block call its functions, so those are compiled.
     """
-    torch._dynamo.config.recompile_limit = VARIANTS
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     for part in block.children() if isinstance(block, ReversibleBlock) else (block,):
         part.compile(backend=backend, dynamic=False)

@@ -1,4 +1,4 @@
-"""An early end of a stretch of training: all processes leave it after the same microbatch, soon after one was asked to."""
+"""Early stop of a run: soon after one process is asked to stop, all processes stop after the same microbatch."""
 
 from __future__ import annotations
 
@@ -7,68 +7,76 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-EVERY = 16
-"""Bodies of the timetable from a question to its answer, which has long been there by then."""
-AHEAD = 2
-"""Bodies that are still done after that: receives of so many messages may have been posted."""
+POLL_EVERY = 16
+"""Periods of the timetable between two polls. The asynchronous all-reduce of a poll has finished by the next one."""
+PERIODS_AFTER_STOP = 2
+"""Periods that still run after a stop, because receives of their messages may have been posted."""
 
 
-class EarlyEnd:
-    """Says how much of a timetable is left; for :meth:`petra.plan.schedule.Rounds.cut`.
+class EarlyStop:
+    """Decide before each period of a timetable how many periods are left; for :meth:`petra.plan.schedule.Rounds.cut`.
 
-    The question, whether any process has been asked to stop, is a sum that all of them start in the same round. If a process is
-    lost, no more are put: that is for the messages between stages to tell, which know the stage and the microbatch.
+    A poll is an all-reduce of one number per process: 1 if that process has been asked to stop. All processes start it before the
+    same period. If an all-reduce fails, a process is lost and polling ends. The messages between stages then report the error,
+    because they name the stage and the microbatch.
 
     Args:
-        asked: whether this process has been asked.
-        processes: that there are.
-        shorten: called with the number of bodies that won't be done.
+        stop_requested: Returns whether this process has been asked to stop.
+        processes: Number of processes that stop together.
+        on_stop: Called with the number of periods that are dropped.
+
+    Attributes:
+        dropped: Number of periods that are dropped.
     """
 
-    def __init__(self, asked: Callable[[], bool], processes: int, shorten: Callable[[int], None]) -> None:
-        self._asked, self._processes, self._shorten = asked, processes, shorten
-        self._bodies = 0
-        self._question: tuple[dist.Work, torch.Tensor] | None = None
-        self._lost = False
+    def __init__(self, stop_requested: Callable[[], bool], processes: int, on_stop: Callable[[int], None]) -> None:
+        self._stop_requested, self._processes, self._on_stop = stop_requested, processes, on_stop
+        self._periods = 0
+        self._all_reduce: tuple[dist.Work, torch.Tensor] | None = None
+        self._process_lost = False
         self.dropped = 0
-        """Bodies that aren't done."""
 
     def __call__(self, left: int) -> int:
-        if self.dropped or self._lost:
+        """Return how many of the ``left`` periods still run."""
+        if self.dropped or self._process_lost:
             return left
-        wanted = self._asked() if self._processes == 1 else self._bodies % EVERY == 0 and self._together()
-        self._bodies += 1
-        if wanted and left > AHEAD:
-            self.dropped = left - AHEAD
-            self._shorten(self.dropped)
-            return AHEAD
+        due = self._periods % POLL_EVERY == 0
+        self._periods += 1
+        stop = self._stop_requested() if self._processes == 1 else due and self._poll()
+        if stop and left > PERIODS_AFTER_STOP:
+            self.dropped = left - PERIODS_AFTER_STOP
+            self._on_stop(self.dropped)
+            return PERIODS_AFTER_STOP
         return left
 
     def finish(self) -> None:
-        """Waits for a question whose answer nobody needs any more."""
-        self._answer()
+        """Wait for an all-reduce that is still running; its result is ignored."""
+        self._wait()
 
-    def _together(self) -> bool:
-        """The answer to the question before, and a new question if it was no."""
-        if self._answer() or self._lost:
-            return not self._lost
-        asked = torch.tensor(int(self._asked()))
+    def _poll(self) -> bool:
+        """Return the result of the last all-reduce, and start the next one if no process has been asked to stop."""
+        if self._wait():
+            return True
+        if self._process_lost:
+            return False
+        requested = torch.tensor(int(self._stop_requested()))
         try:
-            work = dist.all_reduce(asked, async_op=True)
+            work = dist.all_reduce(requested, async_op=True)
         except RuntimeError:
-            self._lost = True
+            self._process_lost = True
             return False
         assert work is not None, "only a process outside the group gets no handle"
-        self._question = work, asked
+        self._all_reduce = work, requested
         return False
 
-    def _answer(self) -> bool:
-        if self._question is None:
+    def _wait(self) -> bool:
+        """Wait for the all-reduce under way, and return whether any process has been asked to stop."""
+        if self._all_reduce is None:
             return False
-        (work, asked), self._question = self._question, None
+        (work, requested), self._all_reduce = self._all_reduce, None
         try:
             work.wait()
         except RuntimeError:
-            self._lost = True
+            self._process_lost = True
             return False
-        return bool(asked)
+        return bool(requested)

@@ -1,4 +1,4 @@
-"""One process's walk through the timetable: its stages' steps round by round, and messages to its neighbours in between."""
+"""Runs the stages of one process round by round, in the order of the schedule, and exchanges messages between rounds."""
 
 from __future__ import annotations
 
@@ -7,105 +7,118 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from petra.engine.early_stop import EarlyEnd
+from petra.engine.early_stop import EarlyStop
 from petra.engine.worker import Worker
-from petra.errors import ConfigError, PetraError
+from petra.errors import PetraError, invalid, require
+from petra.hooks import Hooks
+from petra.plan.plan import Plan
 from petra.plan.schedule import Op, Orders, Step, evaluation_order, rounds, training_orders
 from petra.transport import Transfer, Transport
 
 Do = Callable[[Worker, Op, int], None]
 Part = tuple[list[tuple[Worker, Op, int]], Sequence[Transfer], int | None]
-"""Of a round: this process's steps, its share in an exchange, and the microbatch that all stages have done with it."""
+"""One process's part of a round: its steps, its transfers in the exchange, and the microbatch that the round completes."""
 
 
-class Engine:
-    """Runs the stages of one process in step with those of all others.
+class Executor:
+    """Runs the stages of one process in step with those of all other processes.
 
     Args:
-        workers: of this process's stages.
-        transport: to the other processes of the line, if there are any.
-        delays: τ of every stage of the line.
-        boundary_delays: d of every boundary.
-        flush_every: microbatches after which the pipeline drains; None for never.
-        processes: that end a stretch together when one of them is asked to.
-        paced: some process has no stage, and must not wait at the end for so long that it gives the others up.
-        threads: in which the stages of a round run at the same time; None runs them in turn.
-        flops: of a forward of each stage.
-        on_completed: called with each microbatch that every stage has done, at a moment when no message is under way.
+        plan: What all processes do.
+        workers: Workers of this process, by stage.
+        transport: Transport to the other processes of this replica; None if there are none.
+        hooks: Hooks that observe training.
+        processes: Number of processes that stop early together.
+        threads: Threads that run the stages of a round at the same time; None runs them one after another.
+        on_completed: Called with each microbatch that every stage has finished, while no message is in flight.
     """
 
     def __init__(
         self,
+        plan: Plan,
         workers: Mapping[int, Worker],
         transport: Transport | None,
-        delays: Sequence[int],
-        boundary_delays: Sequence[int],
-        flush_every: int | None,
+        hooks: Hooks,
         *,
         processes: int,
-        paced: bool,
         threads: ThreadPoolExecutor | None,
-        flops: Sequence[int],
         on_completed: Callable[[int], None] | None,
     ) -> None:
-        self._workers, self._transport, self._threads = workers, transport, threads
-        self._delays, self._boundary_delays, self._flush_every = delays, boundary_delays, flush_every
-        self._processes, self._paced, self._flops, self._on_completed = processes, paced, flops, on_completed
-        self._whole = True
+        self._plan, self._workers, self._transport, self._hooks = plan, workers, transport, hooks
+        self._processes, self._threads, self._on_completed = processes, threads, on_completed
+        # Some ranks may own no stage. Polls for an early stop keep them within the timeout of the collective that ends a run.
+        self._paced = not all(plan.layout.processes)
+        self._last_stage = max(workers, default=-1)
+        self._drained = True
 
     def train(self, start: int, end: int, stop: Callable[[], bool] | None = None) -> int:
-        """F, B and updates of microbatches start … end − 1, then the drain; how many were done if ``stop`` said yes before."""
+        """Run forwards, backwards and updates of microbatches ``start`` ... ``end`` - 1, then drain the pipeline.
+
+        Returns:
+            The number of microbatches done: fewer than ``end - start`` if ``stop`` returned True.
+        """
 
         def orders(start: int, end: int) -> Sequence[Iterable[tuple[Op, int]]]:
-            return training_orders(self._delays, start, end, self._flush_every)
+            return training_orders(self._plan.delays, start, end, self._plan.flush_every)
 
-        return self._run(orders, start, end, Worker.do, backward=True, stop=stop)
+        return self._run(orders, start, end, Worker.do, training=True, stop=stop)
 
     def evaluate(self, microbatches: int) -> None:
-        """Forwards of microbatches 0 … ``microbatches`` − 1."""
+        """Run forwards of microbatches 0 ... ``microbatches`` - 1."""
 
         def orders(start: int, end: int) -> Sequence[Iterable[tuple[Op, int]]]:
-            return [evaluation_order(start, end) for _ in self._delays]
+            return [evaluation_order(start, end) for _ in self._plan.stages]
 
-        self._run(orders, 0, microbatches, lambda worker, _, m: worker.evaluate(m), backward=False)
+        self._run(orders, 0, microbatches, lambda worker, _, m: worker.evaluate(m), training=False)
 
-    def _run(self, orders: Orders, start: int, end: int, do: Do, *, backward: bool, stop: Callable[[], bool] | None = None) -> int:
-        if not self._whole:
-            raise PetraError(
-                "pipeline: found one whose last call ended in an error, with messages on their way, accepted is a new one"
+    def _run(self, orders: Orders, start: int, end: int, do: Do, *, training: bool, stop: Callable[[], bool] | None = None) -> int:
+        if not self._drained:
+            raise invalid(
+                "pipeline", "a new one", "one whose last run ended in an error, with messages still in flight", PetraError
             )
-        self._whole = False
-        warm_up = 2 * max(self._delays) + len(self._delays)
-        timed = rounds(orders, self._boundary_delays, start, end, period=self._flush_every or 1, warm_up=warm_up)
+        self._drained = False
+        plan = self._plan
+        warm_up = 2 * max(plan.delays) + len(plan.delays)
+        timed = rounds(orders, plan.boundary_delays, start, end, period=plan.flush_every or 1, warm_up=warm_up)
         transport = self._transport
         if transport is not None:
-            transport.begin(end - start, backward)
+            transport.begin(end - start, training)
         early = None
         if stop is None and self._paced:
             stop = _never
         if stop is not None:
             shorten = transport.shorten if transport is not None else lambda messages: None
-            early = EarlyEnd(stop, self._processes, lambda bodies: shorten(bodies * timed.period))
+            early = EarlyStop(stop, self._processes, lambda bodies: shorten(bodies * timed.period))
         mine = timed.map(self._part)
         for shift, (steps, transfers, completed) in mine if early is None else mine.cut(early):
             if self._threads is None:
                 for worker, op, m in steps:
                     do(worker, op, m + shift)
-            else:  # steps of one round don't depend on each other
+            else:  # Steps of one round don't depend on each other.
                 started = [self._threads.submit(do, worker, op, m + shift) for worker, op, m in steps]
                 for future in started:
                     future.result()
             if transport is not None and transfers:
-                transport.exchange(transfers)
+                self._exchange(transport, transfers, training)
             if self._on_completed is not None and completed is not None:
                 self._on_completed(completed + shift)
         if transport is not None:
             transport.finish()
-        self._whole = True
+        self._drained = True
         if early is None:
             return end - start
         early.finish()
         return end - start - early.dropped * timed.period
+
+    def _exchange(self, transport: Transport, transfers: Sequence[Transfer], training: bool) -> None:
+        if not training:
+            transport.exchange(transfers)
+            return
+        for call in self._hooks.exchange_begin:
+            call(self._last_stage)
+        transport.exchange(transfers)
+        for call in self._hooks.exchange_end:
+            call(self._last_stage)
 
     def _part(self, round_: Sequence[Step]) -> Part:
         mine = [step for step in round_ if step.stage in self._workers]
@@ -116,8 +129,8 @@ class Engine:
         return steps, self._transport.transfers(round_) if self._transport is not None else (), completed
 
     def _cost(self, step: Step) -> int:
-        """Of a step, in FLOPs: the longest of a round start first, so that threads end together."""
-        return self._flops[step.stage] * (1 if step.op is Op.FORWARD else 3)
+        """Return the FLOPs of a step. The longest steps of a round start first, so that threads finish at about the same time."""
+        return self._plan.stages[step.stage].flops * (1 if step.op is Op.FORWARD else 3)
 
 
 def _never() -> bool:
@@ -125,16 +138,15 @@ def _never() -> bool:
 
 
 def stage_threads(concurrency: int, processes: int, device: torch.device) -> ThreadPoolExecutor | None:
-    """Threads for so many stages at the same time, each with torch's number of threads; None for one.
+    """Return threads that run ``concurrency`` stages at the same time, each with torch's number of threads; None for one stage.
 
     Raises:
-        ConfigError: stages of a GPU, or of one among several processes.
+        ConfigError: If ``concurrency`` is not an integer >= 1, or is above 1 on a GPU or with several processes.
     """
-    if not isinstance(concurrency, int) or concurrency < 1:
-        raise ConfigError(f"concurrency: found {concurrency}, accepted are integers >= 1")
+    require(isinstance(concurrency, int) and concurrency >= 1, "concurrency", "an integer >= 1", concurrency)
     if concurrency == 1:
         return None
-    if processes > 1 or device.type != "cpu":
-        found = f"{processes} process(es) on {device.type}"
-        raise ConfigError(f"concurrency: found {concurrency} with {found}, accepted is 1 but for one process on the CPU")
+    alone = processes == 1 and device.type == "cpu"
+    got = f"{concurrency} with {processes} process(es) on {device.type}"
+    require(alone, "concurrency", "1, or several stages in one process on the CPU", got)
     return ThreadPoolExecutor(concurrency, "stage", torch.set_num_threads, (torch.get_num_threads(),))

@@ -1,35 +1,40 @@
-"""A stage: consecutive blocks that one worker owns, and the gradients that they accumulate."""
+"""One stage: consecutive blocks of a model, and the gradients that they accumulate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from petra.engine.block import BlockRunner, Stash
+from petra.engine.block import block_runner
+from petra.engine.weights import WeightVersion
+from petra.hooks import Hooks
 from petra.method import Keep, Weights
 from petra.reversible import Grid, derive_seed
 from petra.specs import Streams
 
 
 class Stage:
-    """Consecutive blocks of a model with their gradients, independent of where messages come from.
+    """Consecutive blocks of a model with their gradients. A stage knows nothing of transports and schedules.
 
     Args:
-        blocks: modules on their device, in training mode.
-        keeps: for each block what it holds between F and B.
-        weights: which weights B differentiates.
-        first_block: index of the first block in the model; the run's seed, it and the microbatch give a block's random numbers, so
-            they don't depend on how the model is cut.
-        k: microbatches per update; gradients are accumulated as their average.
-        autocast: compute in this type (bf16), or none.
-        returns_input: whether the stage before needs x̃ to reconstruct.
-        channels_last: memory format of 4-d streams.
-        concurrent: other stages run at the same time, in other threads.
-        grid: that reversible blocks carry their streams on (:mod:`petra.reversible.grid`), or none.
+        blocks: Modules on their device, in training mode.
+        keeps: What each block stores between its forward and its backward pass.
+        weights: Which weights the backward pass differentiates.
+        index: Number of the stage, counted from 0; hooks get it.
+        first_block: Index of the first block in the model. A block's random numbers derive from the seed, its index and the
+            microbatch, so they don't depend on the partition.
+        k: Microbatches per update. Gradients are accumulated as their mean.
+        seed: Seed of the run.
+        autocast: Type in which blocks compute, or None.
+        returns_input: Whether the previous stage needs x̃, this stage's reconstructed input.
+        channels_last: Whether 4-d streams use the channels-last memory format.
+        concurrent: Whether other stages run at the same time in other threads.
+        grid: Grid for exact streams (:mod:`petra.reversible.grid`), or None.
+        hooks: Hooks to call for each block, or None.
     """
 
     def __init__(
@@ -38,6 +43,7 @@ class Stage:
         keeps: Sequence[Keep],
         *,
         weights: Weights = Weights.CURRENT,
+        index: int = 0,
         first_block: int = 0,
         k: int = 1,
         seed: int = 0,
@@ -46,102 +52,124 @@ class Stage:
         channels_last: bool = False,
         concurrent: bool = False,
         grid: Grid | None = None,
+        hooks: Hooks | None = None,
     ) -> None:
         self.module, self.grid = nn.ModuleList(blocks), grid
-        self.after_block: Callable[[BlockRunner], None] | None = None
-        """Called with each block when the gradients of a microbatch have been added to its own."""
+        self.index, self.hooks = index, Hooks() if hooks is None else hooks
         self.k, self.returns_input, self.channels_last = k, returns_input, channels_last
         self.runners = [
-            BlockRunner(
+            block_runner(
                 block,
                 keep,
                 weights=weights,
                 k=k,
-                seed=derive_seed(seed, first_block + i),
-                input_needs_gradient=first_block + i > 0,
+                seed=derive_seed(seed, b),
+                input_needs_gradient=b > 0,
                 autocast=autocast,
                 concurrent=concurrent,
                 grid=grid,
             )
-            for i, (block, keep) in enumerate(zip(blocks, keeps, strict=True))
+            for b, (block, keep) in enumerate(zip(blocks, keeps, strict=True), first_block)
         ]
+        self._numbered = list(enumerate(self.runners, first_block))
         self._trained = [p for p in self.module.parameters() if p.requires_grad]
         for parameter in self._trained:
             parameter.grad = torch.zeros_like(parameter)
 
     def forward(self, m: int, x: Streams) -> Streams:
-        """F of microbatch m: the stage's output, detached."""
-        for runner in self.runners:
+        """Run the forward pass of microbatch ``m`` and return the stage's output, detached."""
+        for b, runner in self._numbered:
+            for call in self.hooks.block_forward_begin:
+                call(self.index, b, m, x)
             x = self._contiguous(runner.forward(m, x))
         return x
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams]:
-        """B of microbatch m: adds 1/k of the parameters' gradients to ``.grad`` and returns (x̃, δ) of the stage's input.
+        """Run the backward pass of microbatch ``m``: add 1/k of the parameters' gradients to ``.grad``.
 
         Args:
-            y: the stage's output as the next stage holds or reconstructs it; empty if the last block keeps more than nothing.
-            dy: the loss's gradient with respect to it.
+            y: The stage's output, as the next stage stored or reconstructed it. Empty unless the last block reconstructs.
+            dy: Gradient of the loss with respect to the output.
+
+        Returns:
+            The stage's input x̃ (empty unless the previous stage needs it), and the gradient with respect to it.
         """
-        for runner in reversed(self.runners):
+        for b, runner in reversed(self._numbered):
             y, dy, gradients = runner.backward(m, y, dy)
             y, dy = self._contiguous(y), self._contiguous(dy)
             if gradients:
                 torch._foreach_add_([p.grad for p in gradients], list(gradients.values()), alpha=1 / self.k)  # type: ignore[misc]
-            if self.after_block is not None:
-                self.after_block(runner)
+            for call in self.hooks.block_backward_end:
+                call(self.index, b, m, y, gradients)
         return y if self.returns_input else (), dy
 
-    def replay(self, m: int, x: Streams, weights: Sequence[Stash | None]) -> Streams:
-        """F of microbatch m again, under plain autograd: for each block the weights given, or its own; nothing is held or moved."""
-        for runner, own in zip(self.runners, weights, strict=True):
-            x = self._contiguous(runner.replay(m, x, own))
+    def replay(self, m: int, x: Streams, versions: Sequence[WeightVersion | None]) -> Streams:
+        """Run the forward pass of microbatch ``m`` again with a graph. Nothing is stored, and running statistics don't move.
+
+        Args:
+            versions: Weights of each block; None for its parameters.
+        """
+        for runner, version in zip(self.runners, versions, strict=True):
+            x = self._contiguous(runner.replay(m, x, version))
         return x
 
     def evaluate(self, x: Streams) -> Streams:
-        """A forward for evaluation: running statistics used, nothing held."""
+        """Run a forward pass for evaluation: with running statistics, and without storing anything."""
         largest = None if self.grid is None else self.grid.largest
         for runner in self.runners:
-            x = self._contiguous(runner.evaluate(x))
+            x = self._contiguous(runner.function.evaluate(x))
         if self.grid is not None and largest is not None:
-            self.grid.largest = largest  # nothing is reconstructed, so any range will do
+            self.grid.largest = largest  # nothing is reconstructed, so streams may leave the grid's range
         return x
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Around an optimizer step that zeroes the gradients after it.
+        """Prepare for an optimizer step inside the ``with`` block, and set the gradients to zero after it.
 
-        Graphs that wait for their backward alias the weights; the step writes through them (activations old, weights new, as in
-        PipeMare), which autograd would refuse if it saw the version change.
+        Graphs of microbatches in flight share memory with the weights. The step writes through them (old activations, new weights,
+        as in PipeMare, Yang et al. 2021), which autograd would refuse if it saw the weights' version counters change.
         """
-        in_flight = any(held.outputs for runner in self.runners for held in runner.held.values())
+        graphs_in_flight = any(stored.outputs for runner in self.runners for stored in runner.stored.values())
         for runner in self.runners:
-            runner.before_update()
-        with _unsafe_preserve_version_counter(tuple(self._trained)) if in_flight else nullcontext():
+            runner.versions.before_update()
+        with _unsafe_preserve_version_counter(tuple(self._trained)) if graphs_in_flight else nullcontext():
             yield
         self.zero_gradients()
 
     def zero_gradients(self) -> None:
-        """Forgets what has been accumulated."""
+        """Set the accumulated gradients to zero."""
         if self._trained:
             torch._foreach_zero_([p.grad for p in self._trained])  # type: ignore[misc]
 
+    def use_weights(self, predicted: Mapping[Tensor, Tensor] | None, corrected: Mapping[Tensor, Tensor] | None) -> None:
+        """Set the weights of all passes until the next update, by parameter; None stands for the parameters themselves.
+
+        Args:
+            predicted: Weights that forward passes use.
+            corrected: Weights that backward passes differentiate.
+        """
+        for runner in self.runners:
+            names = runner.parameters.items()
+            runner.versions.predicted = None if predicted is None else {name: predicted[p] for name, p in names}
+            runner.versions.corrected = None if corrected is None else {name: corrected[p] for name, p in names}
+
     def previous(self) -> dict[Tensor, Tensor]:
-        """The older version of double weights; empty for other methods, and before the first update."""
-        return {p: r.previous[name] for r in self.runners if r.previous is not None for name, p in r.parameters.items()}
+        """Return the older version of double weights by parameter; empty for other weights, and before the first update."""
+        versions = [runner.versions for runner in self.runners]
+        return {p: v.previous[name] for v in versions if v.previous is not None for name, p in v.parameters.items()}
 
     def resume(self, updates: int, previous: Mapping[Tensor, Tensor]) -> None:
-        """Goes on after ``updates`` updates, with what :meth:`previous` gave then."""
+        """Continue after ``updates`` updates, with what :meth:`previous` returned then."""
         for runner in self.runners:
-            runner.updates = updates
-            if previous:
-                runner.previous = {name: previous[p].to(p, copy=True).requires_grad_() for name, p in runner.parameters.items()}
+            names = runner.parameters.items() if previous else ()
+            runner.versions.resume(updates, {name: previous[p].to(p, copy=True).requires_grad_() for name, p in names})
 
-    def held_bytes(self) -> int:
-        """Bytes of the inputs held between F and B, all microbatches in flight."""
-        return sum(held.bytes() for runner in self.runners for held in runner.held.values())
+    def stored_bytes(self) -> int:
+        """Return the size of the inputs that blocks store for all microbatches in flight."""
+        return sum(stored.bytes() for runner in self.runners for stored in runner.stored.values())
 
     def _contiguous(self, streams: Streams) -> Streams:
-        """The same layout on every path, so that results don't depend on how the model is cut; a no-op where it is that already."""
+        """Return the streams in one memory format, so that results don't depend on the partition. Copies only where needed."""
         if not self.channels_last:
             return tuple([t.contiguous() for t in streams])
         return tuple([t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t.contiguous() for t in streams])

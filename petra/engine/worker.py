@@ -5,26 +5,34 @@ from __future__ import annotations
 from petra.engine.endpoints import Objective
 from petra.engine.stage import Stage
 from petra.engine.update import Update
+from petra.hooks import Hooks
 from petra.plan.schedule import Op
+from petra.specs import Message
 from petra.transport import Port
 
 
 class Worker:
-    """One stage at work between its two neighbours.
+    """Runs one stage between its two neighbours.
 
     Args:
-        upstream: sends x_(j−1) and takes (x̃_(j−1), δ_j) back; the data, for the first stage.
-        downstream: takes x_j and sends (x̃_j, δ_(j+1)) back; the loss, for the last stage.
-        update: what happens to the stage's weights every k microbatches.
-        shrink: factor of the δ sent upstream (gradient shrinking, :class:`petra.staleness.remedies.Remedy`).
+        index: Number of the stage, from 0.
+        upstream: Port that delivers x_(j−1) and accepts (x̃_(j−1), δ_j); the data source for the first stage.
+        downstream: Port that accepts x_j and delivers (x̃_j, δ_(j+1)); the loss for the last stage.
+        update: Updates the stage's weights every k microbatches.
+        shrink: Factor of the gradient sent upstream (gradient shrinking, :class:`petra.staleness.Remedy`).
+        hooks: Hooks that observe training; evaluation emits no events.
     """
 
-    def __init__(self, stage: Stage, upstream: Port, downstream: Port, update: Update, shrink: float = 1.0) -> None:
-        self.stage, self.upstream, self.downstream, self.update, self.shrink = stage, upstream, downstream, update, shrink
+    def __init__(
+        self, index: int, stage: Stage, upstream: Port, downstream: Port, update: Update, hooks: Hooks, shrink: float = 1.0
+    ) -> None:
+        self.index, self.stage, self.upstream, self.downstream = index, stage, upstream, downstream
+        self.update, self.hooks, self.shrink = update, hooks, shrink
         self.t = 0
-        """Microbatches gone backward: the stage's clock."""
+        """Microbatches whose backward this stage has run: its clock."""
 
     def do(self, op: Op, m: int) -> None:
+        """Run the forward or the backward of microbatch ``m``; an exception gets a note that names stage and microbatch."""
         try:
             self.forward(m) if op is Op.FORWARD else self.backward(m)
         except Exception as error:
@@ -32,21 +40,35 @@ class Worker:
             raise
 
     def forward(self, m: int) -> None:
-        (x,) = self.upstream.receive(m)
-        self.downstream.send(m, (self.stage.forward(m, x),))
+        """Receive x_(j−1), run the stage, and send x_j."""
+        (x,) = self._receive(self.upstream, self.index - 1, m)
+        for call in self.hooks.forward_begin:
+            call(self.index, m, x)
+        y = self.stage.forward(m, x)
+        for call in self.hooks.forward_end:
+            call(self.index, m, y)
+        self._send(self.downstream, self.index + 1, m, (y,))
 
     def backward(self, m: int) -> None:
-        y, delta, (report,) = self.downstream.receive(m)
-        x, delta = self.stage.backward(m, y, self.update.scaled(delta))  # Δ ← Δ + gradient / k
+        """Receive (x̃_j, δ_(j+1)), run the stage backward, send (x̃_(j−1), δ_j), and update after every k-th microbatch."""
+        y, delta, (report,) = self._receive(self.downstream, self.index + 1, m)
+        delta = self.update.scaled(delta)
+        for before in self.hooks.backward_begin:
+            before(self.index, m, y, delta)
+        x, delta = self.stage.backward(m, y, delta)  # Δ ← Δ + gradient / k
+        for after in self.hooks.backward_end:
+            after(self.index, m, x, delta)
         delta = self.update.unscaled(delta)
         if self.shrink != 1:
             delta = tuple(d * self.shrink for d in delta)
-        self.upstream.send(m, (x, delta, (report.clone(),)))  # a received one is part of the whole message
+        # A received report is a view that keeps the whole message alive, so send a copy.
+        self._send(self.upstream, self.index - 1, m, (x, delta, (report.clone(),)))
         self.t += 1
         if self.t % self.stage.k == 0:
             self.update(self.t)
 
     def evaluate(self, m: int) -> None:
+        """Receive x_(j−1) of an evaluation microbatch, run the stage without storing anything, and send x_j."""
         try:
             (x,) = self.upstream.receive(m)
             y = self.stage.evaluate(x)
@@ -58,5 +80,20 @@ class Worker:
             self._locate(error, m, "evaluation")
             raise
 
+    def _receive(self, port: Port, peer: int, m: int) -> Message:
+        for begin in self.hooks.receive_begin:
+            begin(self.index, peer, m)
+        message = port.receive(m)
+        for end in self.hooks.receive_end:
+            end(self.index, peer, m, message)
+        return message
+
+    def _send(self, port: Port, peer: int, m: int, message: Message) -> None:
+        for begin in self.hooks.send_begin:
+            begin(self.index, peer, m, message)
+        port.send(m, message)
+        for end in self.hooks.send_end:
+            end(self.index, peer, m, message)
+
     def _locate(self, error: Exception, m: int, operation: str) -> None:
-        error.add_note(f"in stage {self.update.number}, microbatch {m}, {operation}")
+        error.add_note(f"in stage {self.index + 1}, microbatch {m}, {operation}")

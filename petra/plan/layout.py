@@ -1,12 +1,12 @@
-"""Where everything stands: contiguous blocks in each stage, contiguous stages in each process of a line, line after line."""
+"""The layout of a pipeline: contiguous blocks in each stage, and contiguous stages in each process of a replica."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
-from petra.errors import ConfigError, ModelError
+from petra.errors import ConfigError, ModelError, require
 from petra.model import BlockProfile, Model
 from petra.specs import TensorSpec
 
@@ -55,89 +55,92 @@ def best_cut(items: int, parts: int, cost: Callable[[int, int, int], float]) -> 
 
 @dataclass(frozen=True)
 class Layout:
-    """The cut of one model for one set of processes: one line of them, or ``dp`` lines that are replicas of each other.
+    """Assigns blocks to stages, and stages to the processes of a pipeline and its replicas.
 
-    Process r of the line that replica i is has rank i · len(processes) + r: neighbouring stages have neighbouring ranks.
+    Process p of replica i has rank i * len(processes) + p, so neighbouring stages have neighbouring ranks.
+
+    Attributes:
+        profiles: Profile of each block.
+        stages: Block indices of each stage, contiguous.
+        processes: Stage indices of each process of a replica, contiguous; empty for processes beyond the number of stages.
+        inputs: Spec of a replica's share of a microbatch.
+        dp: Number of replicas.
     """
 
     profiles: tuple[BlockProfile, ...]
     stages: tuple[range, ...]
-    """For each stage its blocks."""
     processes: tuple[range, ...]
-    """For each process of a line its stages; empty for those beyond the number of stages."""
     inputs: TensorSpec
-    """A replica's share of a microbatch."""
     dp: int = 1
-    """Replicas."""
 
     def place(self, rank: int) -> tuple[int, int]:
-        """The replica that a process belongs to, and its place in that line."""
+        """Return the replica of a rank, and its process index in that replica."""
         return divmod(rank, len(self.processes))
 
     def require_exact(self) -> None:
-        """Raises :class:`petra.errors.ModelError` for a reversible block that can't keep its streams on a grid."""
+        """Check that every reversible block supports exact streams.
+
+        Raises:
+            ModelError: If one does not.
+        """
         for profile in self.profiles:
             if profile.reversible and not profile.exact:
                 raise ModelError(
-                    f"exact_streams: found block {profile.name}, a reversible one without a carry_on of its own, accepted is false"
+                    f"exact_streams: expected false with block {profile.name}, which is reversible and has no carry_on of its own"
                 )
 
     @staticmethod
     def plan(model: Model, inputs: TensorSpec, stages: int | Sequence[int] | None, processes: int, dp: int = 1) -> Layout:
-        """Balances the FLOPs of stages over processes, and those of blocks over stages if there are fewer stages than blocks.
+        """Balance the FLOPs of stages over processes, and those of blocks over stages if there are fewer stages than blocks.
 
         Args:
-            inputs: form of a whole microbatch, which replicas share out.
-            stages: how many; None for one for each block; or the number of blocks in each.
-            processes: of all replicas.
+            inputs: Spec of a whole microbatch, which replicas share.
+            stages: Number of stages; None for one per block; or the number of blocks in each.
+            processes: Number of processes, of all replicas together.
 
         Raises:
-            ConfigError: more processes or stages than blocks; replicas that processes or samples can't be shared out to.
-            ModelError: blocks that don't fit each other.
+            ConfigError: If there are more processes or stages than blocks, or if processes or samples cannot be shared evenly.
+            ModelError: If blocks do not fit each other.
         """
-        n, processes = len(model.blocks), line_length(processes, dp)
-        if processes > n:
-            raise ConfigError(f"processes: found {processes}, accepted are 1 to {n}, since {model.name} has {n} blocks")
-        if isinstance(stages, int) and not 1 <= stages <= n:
-            raise ConfigError(f"stages: found {stages}, accepted are 1 to {n}, since {model.name} has {n} blocks")
+        n, processes = len(model.blocks), processes_per_replica(processes, dp)
+        require(processes <= n, "processes", f"1 to {n}, since {model.name} has {n} blocks", processes)
+        if isinstance(stages, int):
+            require(1 <= stages <= n, "stages", f"1 to {n}, since {model.name} has {n} blocks", stages)
         share = share_of(inputs, dp)
         profiles = _profile(model, inputs, share)
         costs = [profile.flops for profile in profiles]
         if stages is None or isinstance(stages, int):
             blocks = balanced_cut(costs, stages or n)
         else:
-            if sum(stages) != n or min(stages) < 1:
-                raise ConfigError(f"stages: found {list(stages)}, accepted are positive numbers of blocks that sum to {n}")
-            blocks = [range(sum(stages[:j]), sum(stages[: j + 1])) for j in range(len(stages))]
+            fits = sum(stages) == n and min(stages) >= 1
+            require(fits, "stages", f"positive numbers of blocks that sum to {n}", list(stages))
+            ends = [0, *accumulate(stages)]
+            blocks = [range(start, end) for start, end in pairwise(ends)]
         stage_costs = [sum(costs[b] for b in stage) for stage in blocks]
         used = balanced_cut(stage_costs, min(processes, len(blocks)))
         return Layout(profiles, tuple(blocks), (*used, *[range(0)] * (processes - len(used))), share, dp)
 
 
-def line_length(processes: int, dp: int) -> int:
-    """Processes of each replica.
+def processes_per_replica(processes: int, dp: int) -> int:
+    """Return the number of processes of each replica.
 
     Raises:
-        ConfigError: they can't be shared out evenly.
+        ConfigError: If processes cannot be shared evenly.
     """
-    if not isinstance(dp, int) or dp < 1:
-        raise ConfigError(f"dp: found {dp}, accepted are integers >= 1")
-    if processes == 1 < dp:
-        raise ConfigError(f"dp: found {dp} in one process, accepted is 1, since replicas need processes of their own")
-    if processes % dp:
-        raise ConfigError(f"dp: found {dp}, accepted are divisors of {processes}, the number of processes")
+    require(isinstance(dp, int) and dp >= 1, "dp", "an integer >= 1", dp)
+    require(processes > 1 or dp == 1, "dp", "1 in one process, since replicas need processes of their own", dp)
+    require(processes % dp == 0, "dp", f"a divisor of {processes}, the number of processes", dp)
     return processes // dp
 
 
 def share_of(inputs: TensorSpec, dp: int) -> TensorSpec:
-    """The form of each replica's share of a microbatch.
+    """Return the spec of each replica's share of a microbatch.
 
     Raises:
-        ConfigError: its samples can't be shared out evenly.
+        ConfigError: If its samples cannot be shared evenly.
     """
     samples, *sample = inputs.shape
-    if samples % dp:
-        raise ConfigError(f"dp: found {dp}, accepted are divisors of {samples}, the samples of a microbatch")
+    require(samples % dp == 0, "dp", f"a divisor of {samples}, the number of samples of a microbatch", dp)
     return replace(inputs, shape=(samples // dp, *sample))
 
 
@@ -145,5 +148,5 @@ def _profile(model: Model, inputs: TensorSpec, share: TensorSpec) -> tuple[Block
     try:
         return model.profile(share)
     except ModelError as error:
-        model.profile(inputs)  # raises what is wrong without replicas too
-        raise ConfigError(f"dp: a replica's share {share} of a microbatch {inputs} is too small ({error})") from error
+        model.profile(inputs)  # raises if the model is at fault, and not the size of the share
+        raise ConfigError(f"dp: the share {share} of a microbatch {inputs} is too small for the model ({error})") from error

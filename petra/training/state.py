@@ -51,7 +51,7 @@ _ALLOWED = {
 def state_of(pipeline: Pipeline) -> State:
     """The state of this process's blocks; the pipeline is drained. Most tensors are the pipeline's own, not copies.
 
-    Of replicas the first one has it all (:meth:`petra.engine.data_parallel.Replicas.settle`), and the others tell nothing.
+    Of replicas the first one has it all (:meth:`petra.engine.data_parallel.Replicas.synchronize`), and the others tell nothing.
     """
     state: State = {}
     if pipeline.replica:

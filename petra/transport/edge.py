@@ -1,4 +1,4 @@
-"""Transport over one two-rank communicator for each directed edge: nothing paces one edge by another. For any delay."""
+"""Transport with a two-rank communicator for each direction of each boundary. No edge waits for another; works for any delay."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from petra.plan.schedule import Step
 from petra.specs import Message
 from petra.transport.lockstep import Transfer
 from petra.transport.packing import Packing
-from petra.transport.port import named
+from petra.transport.port import locate_errors
 
-_POSTED = 2  # receives posted ahead: one is filled while the stage still works on another
+_POSTED = 2
+"""Receives posted ahead: one is filled while the stage still works on another."""
 
 
 @dataclass
 class _Sender:
+    """Sends messages over one edge, at most ``capacity`` at a time. The timetable allows d + 1."""
+
     packing: Packing
     group: dist.ProcessGroup
     peer: int
     capacity: int
-    """Messages that may be under way; the timetable grants d + 1 of them."""
     _pending: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
 
     def send(self, message: Message) -> None:
@@ -49,6 +51,8 @@ class _Sender:
 
 @dataclass
 class _Receiver:
+    """Receives messages over one edge; receives are posted ahead of their use."""
+
     packing: Packing
     group: dist.ProcessGroup
     peer: int
@@ -56,13 +60,14 @@ class _Receiver:
     _unposted: int = 0
 
     def expect(self, messages: int) -> None:
-        """Exactly as many receives are posted as messages will come: none is left over when the pipeline is drained."""
+        """Post the first receives for ``messages`` messages. None is left over when the pipeline has drained."""
         self._unposted = messages
         for _ in range(_POSTED):
             self._post()
 
     def shorten(self, messages: int) -> None:
-        assert self._unposted >= messages, "receives that nothing will answer have been posted"
+        """Expect ``messages`` fewer."""
+        assert self._unposted >= messages, "receives without a matching send have been posted"
         self._unposted -= messages
 
     def receive(self) -> Message:
@@ -80,6 +85,8 @@ class _Receiver:
 
 @dataclass
 class EdgePort:
+    """A port whose neighbour is in another process; see :class:`petra.transport.Port`."""
+
     sender: _Sender
     receiver: _Receiver
 
@@ -87,35 +94,35 @@ class EdgePort:
 
     def send(self, m: int, message: Message) -> None:
         self._sent = m
-        with named("sending", self.sender.packing.route, m):
+        with locate_errors("sending", self.sender.packing.route, m):
             self.sender.send(message)
 
     def receive(self, m: int) -> Message:
-        with named("receiving", self.receiver.packing.route, m):
+        with locate_errors("receiving", self.receiver.packing.route, m):
             return self.receiver.receive()
 
     def finish(self) -> None:
-        with named("sending", self.sender.packing.route, self._sent):
+        with locate_errors("sending", self.sender.packing.route, self._sent):
             self.sender.finish()
 
 
 class EdgeTransport:
-    """The ports of one process.
+    """The ports of one rank.
 
     Args:
-        boundaries: for each boundary between neighbouring processes (rank r, rank r + 1) its forward packing, its backward packing
-            and its delay d; the same on every rank.
-        line: processes of each replica.
+        boundaries: Forward packing, backward packing and delay d of each boundary between neighbouring processes of a replica, the
+            same on every rank.
+        processes: Number of processes of each replica.
     """
 
-    def __init__(self, boundaries: Sequence[tuple[Packing, Packing, int]], line: int) -> None:
+    def __init__(self, boundaries: Sequence[tuple[Packing, Packing, int]], processes: int) -> None:
         rank = dist.get_rank()
         self.upstream: EdgePort | None = None
         self.downstream: EdgePort | None = None
-        lines = [enumerate(boundaries, start) for start in range(0, dist.get_world_size(), line)]
-        for r, (forward, backward, delay) in chain(*lines):
-            # Every rank makes every group, in the same order, as torch.distributed asks.
-            down, up = (dist.new_group([r, r + 1], timeout=_patience(forward.device)) for _ in range(2))
+        replicas = [enumerate(boundaries, start) for start in range(0, dist.get_world_size(), processes)]
+        for r, (forward, backward, delay) in chain(*replicas):
+            # torch.distributed requires every rank to create every group, in the same order.
+            down, up = (dist.new_group([r, r + 1], timeout=_default_timeout(forward.device)) for _ in range(2))
             if rank in (r, r + 1):
                 _warm_up(down, r, r + 1, forward.device)
                 _warm_up(up, r + 1, r, forward.device)
@@ -125,27 +132,27 @@ class EdgeTransport:
                 self.upstream = EdgePort(_Sender(backward, up, r, delay + 1), _Receiver(forward, down, r))
 
     def begin(self, microbatches: int, backward: bool) -> None:
-        """Posts the first receives of a run over ``microbatches``, in which gradients come back or not."""
+        """Post the first receives of a run over ``microbatches``, with or without backward messages."""
         if self.upstream:
             self.upstream.receiver.expect(microbatches)
         if self.downstream and backward:
             self.downstream.receiver.expect(microbatches)
 
     def shorten(self, messages: int) -> None:
-        """So many fewer will come than :meth:`begin` has been told, in each direction."""
+        """Expect ``messages`` fewer than :meth:`begin` announced, in each direction."""
         for port in (self.upstream, self.downstream):
             if port:
                 port.receiver.shorten(messages)
 
     def transfers(self, steps: Sequence[Step]) -> Sequence[Transfer]:
-        """Nothing to do after a round: messages leave when they are sent."""
+        """Return nothing: messages leave when they are sent."""
         return ()
 
     def exchange(self, transfers: Sequence[Transfer]) -> None:
-        """Never needed."""
+        """Do nothing: there are no exchanges."""
 
     def finish(self) -> None:
-        """Waits until everything sent has arrived."""
+        """Wait until everything sent has arrived."""
         for port in (self.upstream, self.downstream):
             if port:
                 port.finish()
@@ -156,14 +163,14 @@ def _work(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def _patience(device: torch.device) -> timedelta:
-    """How long the group of all processes waits for a message; a new group would have torch's own half an hour."""
+def _default_timeout(device: torch.device) -> timedelta:
+    """Return the timeout of the default group. A new group would get torch's own of half an hour."""
     timeout: timedelta = _get_default_group()._get_backend(device).options._timeout
     return timeout
 
 
 def _warm_up(group: dist.ProcessGroup, source: int, target: int, device: torch.device) -> None:
-    """Opens the connection now, as it will be used: a first message must not wait for a partner that is busy elsewhere."""
+    """Open the connection now: the first message of a run must not wait for a peer that is busy elsewhere."""
     token = torch.zeros(1, device=device)
     operation, peer = (dist.isend, target) if dist.get_rank() == source else (dist.irecv, source)
     _work(operation(token, peer, group=group)).wait()

@@ -1,7 +1,7 @@
-"""Transport in lockstep: after each round one grouped exchange with both neighbours, in the same order on every rank.
+"""Transport with one grouped exchange with both neighbours after each round, in the same order on every rank.
 
-A grouped exchange can't deadlock. At d = 2 all stages forward in the same rounds, and what an exchange brings is needed a round
-later: communication hides behind the other half of the tick.
+A grouped exchange cannot deadlock. At d = 2 all stages forward in the same rounds and need what an exchange brings one round later,
+so communication overlaps the other half of the tick.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from torch import Tensor
 from petra.plan.schedule import Op, Step
 from petra.specs import Message
 from petra.transport.packing import Packing
-from petra.transport.port import named
+from petra.transport.port import locate_errors
 
 
 @dataclass
 class LockstepPort:
+    """A port whose neighbour is in another process; see :class:`petra.transport.Port`."""
+
     outgoing: Packing
     incoming: Packing
     peer: int
@@ -37,32 +39,41 @@ class LockstepPort:
 
     def receive(self, m: int) -> Message:
         work, buffer = self._inbox.popleft()
-        with named("receiving", self.incoming.route, m):
+        with locate_errors("receiving", self.incoming.route, m):
             work.wait()
         return self.incoming.unpack(buffer)
 
+    def send_operation(self) -> dist.P2POp:
+        """Return the operation that sends the oldest message handed over."""
+        return dist.P2POp(dist.isend, self._outbox.popleft(), self.peer, self.group)
+
+    def receive_operation(self) -> dist.P2POp:
+        """Return an operation that receives a message."""
+        return dist.P2POp(dist.irecv, self.incoming.buffer(), self.peer, self.group)
+
+    def arriving(self, work: dist.Work, buffer: Tensor) -> None:
+        """Take note of a posted receive."""
+        self._inbox.append((work, buffer))
+
 
 class Transfer(NamedTuple):
-    """A message that leaves or arrives in an exchange."""
+    """A message that is sent or received in an exchange."""
 
     port: LockstepPort
     sends: bool
 
     def operation(self) -> dist.P2POp:
-        port = self.port
-        if self.sends:
-            return dist.P2POp(dist.isend, port._outbox.popleft(), port.peer, port.group)
-        return dist.P2POp(dist.irecv, port.incoming.buffer(), port.peer, port.group)
+        """Return the operation of torch.distributed for this transfer."""
+        return self.port.send_operation() if self.sends else self.port.receive_operation()
 
 
 class LockstepTransport:
-    """The ports of one process, whose messages travel in :meth:`exchange`.
+    """The ports of one rank, whose messages travel in :meth:`exchange`.
 
     Args:
-        boundaries: for each boundary between neighbouring processes (rank r, rank r + 1) its forward packing, its backward packing
-            and its delay d.
-        stages: for each rank its stages.
-        group: of this replica's processes; None if all are.
+        boundaries: Forward packing, backward packing and delay d of each boundary between neighbouring processes of a replica.
+        stages: Stages of each process of a replica.
+        group: Ranks of this replica; None if there is only one replica.
     """
 
     def __init__(
@@ -83,18 +94,18 @@ class LockstepTransport:
             self.downstream = LockstepPort(outgoing=forward, incoming=backward, peer=rank + 1, group=group)
         self._stages = stages[place]
         self._sent: deque[tuple[LockstepPort, dist.Work, Tensor]] = deque()
-        # Batched point-to-point as a group's first call must be joined by every rank; a barrier opens it for all.
+        # If batched point-to-point is the first call of a group, every rank must take part. A barrier opens the group instead.
         gpu = [forward.device.index for forward, _, _ in boundaries[:1] if forward.device.type == "cuda"]
         dist.barrier(group, device_ids=gpu or None)
 
     def begin(self, microbatches: int, backward: bool) -> None:
-        """Nothing is posted ahead."""
+        """Do nothing: no receive is posted ahead."""
 
     def shorten(self, messages: int) -> None:
-        """As nothing is, there is nothing to take back."""
+        """Do nothing: no receive was posted ahead."""
 
     def transfers(self, steps: Sequence[Step]) -> Sequence[Transfer]:
-        """This process's share in the exchange of what all stages produced in one round, in the same order on every rank."""
+        """Return what this rank sends and receives after a round with these ``steps``, in the same order on every rank."""
         found: list[Transfer] = []
         mine = self._stages
         for stage, op in ((step.stage, step.op) for step in steps if mine):
@@ -109,24 +120,24 @@ class LockstepTransport:
         return found
 
     def exchange(self, transfers: Sequence[Transfer]) -> None:
-        """One grouped exchange with both neighbours."""
+        """Post one grouped exchange with both neighbours."""
         operations = [transfer.operation() for transfer in transfers]
         port = transfers[0].port
-        with named("exchanging", f"{port.outgoing.route} and back", port.sent):
+        with locate_errors("exchanging", f"{port.outgoing.route} and back", port.sent):
             works = dist.batch_isend_irecv(operations)
-        self.finish()  # of what the exchange before this one sent
+        self.finish()  # wait for what the previous exchange sent
         for i, ((port, sends), operation) in enumerate(zip(transfers, operations, strict=True)):
-            # NCCL answers with one handle for the whole group, gloo with one for each operation.
+            # NCCL returns one handle for the whole group, gloo one for each operation.
             work = works[min(i, len(works) - 1)]
             if sends:
                 self._sent.append((port, work, operation.tensor))
             else:
-                port._inbox.append((work, operation.tensor))
+                port.arriving(work, operation.tensor)
 
     def finish(self) -> None:
-        """Waits until everything sent has arrived."""
+        """Wait until everything sent has arrived."""
         while self._sent:
             port, work, buffer = self._sent.popleft()
-            with named("sending", port.outgoing.route, port.sent):
+            with locate_errors("sending", port.outgoing.route, port.sent):
                 work.wait()
             port.outgoing.release(buffer)

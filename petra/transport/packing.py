@@ -1,4 +1,4 @@
-"""A message as one contiguous buffer, in a form that both ends of a boundary agreed on at start."""
+"""A message as one contiguous buffer, in a form that both ends of a boundary agree on at start."""
 
 from __future__ import annotations
 
@@ -9,19 +9,25 @@ from torch import Tensor
 
 from petra.specs import Message, MessageSpec, TensorSpec
 
-_ALIGNMENT = 64  # bytes: kernels choose their path by alignment, and results must not depend on the transport
+_ALIGNMENT = 64
+"""Bytes. Kernels choose their code path by alignment, and results must not depend on the transport."""
 
 
 class Packing:
-    """Packs messages of one fixed form into byte buffers and back; nothing is pickled, receivers get views.
+    """Packs messages of one fixed form into byte buffers and unpacks them again, without pickling.
 
     Args:
-        route: who sends to whom, for errors.
+        spec: Form of the messages.
+        device: Device of buffers.
+        route: Which message this is and between which stages, for error messages.
+
+    Attributes:
+        bytes: Size of a buffer.
     """
 
     def __init__(self, spec: MessageSpec, device: torch.device, route: str) -> None:
         self.spec, self.device, self.route = spec, device, route
-        sizes = [(t.wire or t.dtype).itemsize * torch.Size(t.shape).numel() for group in spec for t in group]
+        sizes = [(t.wire or t.dtype).itemsize * torch.Size(t.shape).numel() for part in spec for t in part]
         padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
         *starts, self.bytes = accumulate(padded, initial=0)
         self._spans = [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
@@ -29,31 +35,32 @@ class Packing:
         self._sent: dict[int, Message] = {}
 
     def buffer(self) -> Tensor:
+        """Return a new, uninitialized buffer."""
         return torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
 
     def pack(self, message: Message) -> Tensor:
-        """Copies a message into a buffer, which comes back through :meth:`release`.
+        """Copy a message into a free buffer. Return the buffer through :meth:`release` once it has been sent.
 
         Raises:
-            ModelError: it has another form than agreed; ``copy_`` would broadcast or round it silently.
+            ModelError: If the message does not have the agreed form. ``copy_`` would broadcast or round it silently.
         """
         if not self._free:
-            fresh = self.buffer()
-            self._free.append((fresh, self._views(fresh)))
+            new = self.buffer()
+            self._free.append((new, self._views(new)))
         buffer, views = self._free.pop()
         self._sent[id(buffer)] = views
-        for part, source, specs in zip(views, message, self.spec, strict=True):
-            for target, tensor, spec in zip(part, source, specs, strict=True):
-                spec.require(tensor, self.route)
-                target.copy_(tensor)
+        for targets, sources, specs in zip(views, message, self.spec, strict=True):
+            for target, source, spec in zip(targets, sources, specs, strict=True):
+                spec.require(source, self.route)
+                target.copy_(source)
         return buffer
 
     def release(self, buffer: Tensor) -> None:
-        """A packed message has been sent, so its buffer may carry the next one."""
+        """Mark a packed buffer as sent, so that it can be reused."""
         self._free.append((buffer, self._sent.pop(id(buffer))))
 
     def unpack(self, buffer: Tensor) -> Message:
-        """The message: views of the buffer, but for what travelled in another type."""
+        """Return the message in a buffer: views of it, or copies of tensors that travel in another dtype."""
         return tuple(
             tuple(t if spec.wire is None else t.to(spec.dtype) for t, spec in zip(part, specs, strict=True))
             for part, specs in zip(self._views(buffer), self.spec, strict=True)
@@ -61,11 +68,11 @@ class Packing:
 
     def _views(self, buffer: Tensor) -> Message:
         spans = iter(self._spans)
-        return tuple(tuple(_view(buffer[slice(*next(spans))], spec) for spec in group) for group in self.spec)
+        return tuple(tuple(_view(buffer[slice(*next(spans))], spec) for spec in part) for part in self.spec)
 
 
-def rounded(message: Message, spec: MessageSpec) -> Message:
-    """What a receiver would get of a message that travels in the types of ``spec``."""
+def round_to_wire(message: Message, spec: MessageSpec) -> Message:
+    """Return what a receiver would get if the message travelled in the dtypes of ``spec``."""
     return tuple(
         tuple(t if s.wire is None else t.to(s.wire).to(s.dtype) for t, s in zip(part, specs, strict=True))
         for part, specs in zip(message, spec, strict=True)

@@ -1,4 +1,4 @@
-"""A port: one stage's end of the boundary to a neighbour. Workers know nothing else of the outside."""
+"""A port: one end of the boundary between two stages. Workers know nothing else of the outside."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ from petra.specs import Message
 
 
 class Port(Protocol):
-    """Messages are sent and received in the order of their microbatches; both ends know that order before the run."""
+    """Sends and receives messages in the order of their microbatches, which both ends know before the run."""
 
     def send(self, m: int, message: Message) -> None:
-        """Hands over the message of microbatch m and returns; its tensors may be used on, but not changed."""
+        """Hand over the message of microbatch m. Its tensors may be read afterwards, but not changed."""
 
     def receive(self, m: int) -> Message:
-        """The neighbour's message for microbatch m, waiting for it if need be; its tensors are the receiver's."""
+        """Wait for the neighbour's message for microbatch m and return it. The caller owns its tensors."""
 
 
 @contextmanager
-def named(operation: str, route: str, m: int) -> Iterator[None]:
-    """Tells of an error of torch.distributed which message it hit.
+def locate_errors(operation: str, route: str, m: int) -> Iterator[None]:
+    """Replace an error of torch.distributed by one that names the message it hit.
+
+    Args:
+        operation: What was being done, such as ``sending``.
+        route: Which message, and between which stages.
 
     Raises:
-        CommunicationError: in its place.
+        CommunicationError: If the body raises a RuntimeError.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""How costs grow with stages and with depth: measured, against the closed forms."""
+"""Costs by number of stages and by depth: measured, against closed forms."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from petra.analysis.checkpointing import SCHEMES, everything, measure
-from petra.analysis.complexity import CONTESTANTS
+from petra.analysis.checkpointing import SCHEMES, measure, store_all
+from petra.analysis.complexity import VARIANTS
 from petra.analysis.complexity import measure as measure_stage
 from petra.reversible import Coupling
 
-FORMS = {  # of J: graphs or inputs held, versions of parameters, messages, forwards of work
+FORMS = {  # Functions of J: stored graphs or inputs, versions of parameters, messages, work in forwards.
     "backprop": ("graphs", lambda J: 1, lambda J: 1, (1, 1), 3),
     "reversible": ("inputs", lambda J: 0, lambda J: 1, (2, 4), 4),
     "delayed, graphs kept": ("graphs", lambda J: 2 * J - 1, lambda J: 2 * J, (1, 1), 3),
@@ -29,28 +29,28 @@ FORMS = {  # of J: graphs or inputs held, versions of parameters, messages, forw
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("stages", [2, 3])
-def test_a_stage_holds_sends_and_computes_what_its_method_says(name: str, stages: int) -> None:
-    unit, held, versions, messages, work = FORMS[name]
-    found = measure_stage(CONTESTANTS[name], stages)
-    assert getattr(found, unit) == pytest.approx(held(stages))
+def test_a_stage_stores_sends_and_computes_what_its_method_implies(name: str, stages: int) -> None:
+    unit, stored, versions, messages, work = FORMS[name]
+    found = measure_stage(VARIANTS[name], stages)
+    assert getattr(found, unit) == pytest.approx(stored(stages))
     assert found.weights == pytest.approx(versions(stages))
     assert (found.forward, found.backward) == messages
     assert found.flops == pytest.approx(work * stages)
 
 
-def test_reconstruction_with_other_weights_than_are_differentiated_costs_a_forward_more() -> None:
-    found = measure_stage(CONTESTANTS["reconstruct_stashed"], 4)
+def test_differentiating_stashed_weights_after_reconstruction_costs_one_more_forward() -> None:
+    found = measure_stage(VARIANTS["reconstruct_stashed"], 4)
     assert found.inputs == 0
     assert found.weights == 7
-    assert 4 * 4 < found.flops < 5 * 4  # at the ends of the run no update comes in between
+    assert 4 * 4 < found.flops < 5 * 4  # Near both ends of the run no update comes between forward and backward.
 
 
 PERIODS = {"backprop": 12, "reversible": 16, "petra": 4, "reconstruct_stashed": 5, "1f1b": 3 * 7 / 4}
 
 
-def test_periods_are_those_of_the_schedules() -> None:
-    """In forwards of a stage: F and B in turn, all stages in turn, or (k + J − 1) / k of them with a flush, k = J = 4."""
-    periods = {name: measure_stage(CONTESTANTS[name], 4).period for name in PERIODS}
+def test_periods_follow_from_the_schedules() -> None:
+    """Periods in forwards of a stage for k = J = 4: F + B, J (F + B) if stages take turns, (F + B) (k + J − 1) / k with a flush."""
+    periods = {name: measure_stage(VARIANTS[name], 4).period for name in PERIODS}
     assert periods == {name: pytest.approx(period) for name, period in PERIODS.items()}
 
 
@@ -65,7 +65,7 @@ FORWARDS = {"naive": lambda n: 3, "checkpointing": lambda n: 4, "recursive check
 
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("length", [4, 16])
-def test_activations_of_a_scheme_grow_as_they_should(name: str, length: int) -> None:
+def test_stored_activations_and_work_of_each_scheme(name: str, length: int) -> None:
     found = measure(SCHEMES[name], length)
     assert found.activations == pytest.approx(ACTIVATIONS[name](length), abs=1)
     assert found.forwards == FORWARDS.get(name, lambda n: 4)(length)
@@ -77,7 +77,7 @@ def test_all_schemes_compute_the_same_gradient(name: str) -> None:
     blocks = [Coupling(nn.Sequential(nn.Linear(3, 3), nn.Tanh())).double() for _ in range(7)]
     x = torch.randn(2, 5, 3, dtype=torch.float64)
     gradients = []
-    for scheme in (everything, SCHEMES[name]):
+    for scheme in (store_all, SCHEMES[name]):
         pair = [t.clone().requires_grad_() for t in x]
         y1, y2 = scheme(blocks, (pair[0], pair[1]))
         (y1 * y2).sum().backward()

@@ -1,4 +1,4 @@
-"""Records of what stages do when: complete, in order, without a trace of them in the pipeline, and harmless to training."""
+"""Recorded intervals of stages: complete, in order, and without effect on training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from petra import METHODS, Keep, Method, Pipeline
 from petra.analysis.timeline import main, write_timeline, write_trace
 from petra.cost_model.simulator import StageCost, simulate
 from petra.diagnostics.events import Interval, Kind, split_waits
-from petra.diagnostics.recorder import WAITING, Recorder, StageTimes, clock_offset, gathered_intervals
+from petra.diagnostics.recorder import Recorder, clock_offset, gathered_intervals
+from petra.diagnostics.stage_times import MAX_PENDING, StageTimes
+from petra.diagnostics.timing import Mark, StageTimer
 from petra.plan.schedule import Op
 from petra.settings import Runtime
 from tests.cost_model.test_simulator import seconds_by_kind
@@ -33,10 +35,9 @@ def built(method: Method = METHODS["petra"], **options: object) -> Pipeline:
     return Pipeline(mixed_net(), RandomStream().spec, method=method, optimizer=sgd, seed=2, **options)  # type: ignore[arg-type]
 
 
-def test_every_step_is_recorded_and_training_is_the_same() -> None:
+def test_every_step_is_recorded_and_training_is_unchanged() -> None:
     plain, pipeline = built(k=2), built(k=2)
-    recorder = Recorder(pipeline)
-    with recorder.recording():
+    with pipeline.hooks.attached(Recorder(pipeline)) as recorder:
         pipeline.train(RandomStream(), 9)
     plain.train(RandomStream(), 9)
     for key, value in plain.state_dict().items():
@@ -50,40 +51,31 @@ def test_every_step_is_recorded_and_training_is_the_same() -> None:
     assert sum(i.kind is Kind.LOSS for i in recorder.intervals) == 9
 
 
-def test_nothing_of_it_stays_behind() -> None:
+def test_only_training_is_recorded_and_only_while_attached() -> None:
     pipeline = built()
-    before = {name: set(vars(o)) for name, o in _parts(pipeline).items()}
-    recorder = Recorder(pipeline)
-    with recorder.attached():
+    with pipeline.hooks.attached(Recorder(pipeline)) as recorder:
         pipeline.train(RandomStream(), 3)
         pipeline.evaluate(RandomStream(), 2)
-    assert {name: set(vars(o)) for name, o in _parts(pipeline).items()} == before
     assert {i.kind for i in recorder.intervals} == {Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE, Kind.LOSS, Kind.RECEIVE, Kind.SEND}
     count = len(recorder.intervals)
     pipeline.train(RandomStream(), 3)
     assert len(recorder.intervals) == count
 
 
-def _parts(pipeline: Pipeline) -> dict[str, object]:
-    workers = pipeline.workers.items()
-    return {"pipeline": pipeline} | {f"{j} {n}": getattr(w, n) for j, w in workers for n in ("stage", "upstream", "downstream")}
-
-
 def test_only_the_first_microbatches() -> None:
     pipeline = built()
-    recorder = Recorder(pipeline, first=4)
-    with recorder.attached():
+    with pipeline.hooks.attached(Recorder(pipeline, first=4)) as recorder:
         pipeline.train(RandomStream(), 3)
         pipeline.train(RandomStream(), 3)
         pipeline.train(RandomStream(), 3)
     assert {i.microbatch for i in recorder.intervals} == {0, 1, 2, 3}
 
 
-def test_metrics_of_stages() -> None:
+def test_stage_metrics() -> None:
     pipeline = built(Method("petra", 2, Keep.INPUT), k=4, stages=3)
-    recorder = StageTimes(pipeline)
-    pipeline.measures.append(recorder.metrics)
-    with recorder.attached():
+    times = StageTimes(pipeline)
+    pipeline.measures.append(times.metrics)
+    with pipeline.hooks.attached(times):
         pipeline.train(RandomStream(), 8)
     rows = pipeline.stage_metrics()
     names = ("forward_seconds", "backward_seconds", "update_seconds", "data_seconds", "waiting_seconds")
@@ -98,19 +90,19 @@ def test_metrics_of_stages() -> None:
     assert not any(pipeline.stage_metrics()[f"stage/{j}/forward_seconds"] for j in (1, 2, 3))
 
 
-def test_sums_are_those_of_the_intervals_and_hold_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[Recorder] = []
+def test_sums_equal_the_intervals_without_storing_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[StageTimer] = []
     for build in (Recorder, StageTimes):
         clock = count()
-        monkeypatch.setattr("petra.diagnostics.recorder.time.perf_counter", lambda clock=clock: float(next(clock)))
+        monkeypatch.setattr("petra.diagnostics.timing.time.perf_counter", lambda clock=clock: float(next(clock)))
         pipeline = built(k=2, stages=3)
         found.append(build(pipeline))
-        with found[-1].attached():
+        with pipeline.hooks.attached(found[-1]):
             pipeline.train(RandomStream(), 9)
     recorder, times = found
+    assert isinstance(recorder, Recorder)
     assert isinstance(times, StageTimes)
-    assert not times.intervals
-    assert not times._marks
+    assert not times._pending
     seconds, rows = seconds_by_kind(recorder.intervals), times.metrics()
     for j in range(3):
         data = sum(i.stop - i.start for i in recorder.intervals if i.kind is Kind.RECEIVE and i.stage == j == 0)
@@ -125,7 +117,7 @@ def test_sums_are_those_of_the_intervals_and_hold_none(monkeypatch: pytest.Monke
 
 
 class Event:
-    """A CUDA event at a moment in milliseconds, which comes to pass when the test says so."""
+    """A CUDA event at a time in milliseconds; it has completed when ``now`` is not below that time."""
 
     now = 0.0
 
@@ -139,16 +131,16 @@ class Event:
         return end.moment - self.moment
 
 
-def test_events_of_a_gpu_are_read_once_they_have_come_to_pass() -> None:
+def test_cuda_events_are_read_once_they_have_completed() -> None:
     times = StageTimes(built(stages=3))
-    Event.now = WAITING - 24.5
-    for i in range(WAITING):
-        times._note((1, Kind.FORWARD, i, Event(i), Event(i + 0.5), None))
-    assert len(times._marks) == 24
-    assert times.metrics()["stage/2/forward_seconds"] == pytest.approx((WAITING - 24) * 0.0005)
+    Event.now = MAX_PENDING - 24.5
+    for i in range(MAX_PENDING):
+        times.add(Mark(1, Kind.FORWARD, i, Event(i), Event(i + 0.5), None))
+    assert len(times._pending) == 24
+    assert times.metrics()["stage/2/forward_seconds"] == pytest.approx((MAX_PENDING - 24) * 0.0005)
 
 
-def test_a_receive_is_cut_where_its_message_left() -> None:
+def test_receive_is_split_where_its_message_left() -> None:
     send = Interval(0, Kind.SEND, 3, 1.0, 2.0, 1)
     receive = Interval(1, Kind.RECEIVE, 3, 0.5, 2.5, 0)
     other = Interval(1, Kind.RECEIVE, 4, 2.6, 2.7, 0)
@@ -160,22 +152,22 @@ def test_a_receive_is_cut_where_its_message_left() -> None:
     ]
 
 
-def clock_of_another_machine(rank: int) -> float:
+def offset_of_another_machine(rank: int) -> float:
     platform.node = lambda: f"machine {rank}"  # type: ignore[assignment]
     return clock_offset(rounds=25)
 
 
 def test_clocks_of_machines_are_compared(tmp_path: Path) -> None:
-    own, other = run_processes(2, clock_of_another_machine, tmp_path)
+    own, other = run_processes(2, offset_of_another_machine, tmp_path)
     assert own == 0
-    assert 0 < abs(other) < 0.1, "the clock is the same, so what is found is the error"
+    assert 0 < abs(other) < 0.1, "the clocks are the same, so the offset is the error"
 
 
 def recorded(rank: int, transport: str) -> tuple[list[Interval], float, dict[str, float]]:
     pipeline = built(runtime=Runtime(transport=transport), stages=3)
     recorder, times = Recorder(pipeline), StageTimes(pipeline)
     pipeline.measures.append(times.metrics)
-    with recorder.attached(), times.attached():
+    with pipeline.hooks.attached(recorder), pipeline.hooks.attached(times):
         pipeline.train(RandomStream(), 6)
     found = gathered_intervals(recorder.intervals)
     return found, clock_offset(), pipeline.stage_metrics()
@@ -204,7 +196,7 @@ def test_all_processes_in_one_trace(transport: str, tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "timeline.svg").read_text()
 
 
-def test_schedules_are_drawn_without_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedules_are_plotted_without_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--method", "petra", "--stages", "3", "--microbatches", "6", "--out", str(tmp_path / "a.svg")])
     assert "petra, 3 stages: period 4, idle 0%" in capsys.readouterr().out
     assert "stage 3" in (tmp_path / "a.svg").read_text() or "<svg" in (tmp_path / "a.svg").read_text()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from petra import BlockSpec, ConfigError, Keep, Method, Model, ModelError, Pipeline, TensorSpec, UpdateRules
 from petra.models import revnet18
 from petra.settings import Numerics, Runtime, TransportName
-from petra.staleness.remedies import Prediction, Remedy
+from petra.staleness import Prediction, Remedy
 from tests.support.nets import RandomStream, mixed_net
 from tests.support.processes import run_processes
 
@@ -173,7 +173,7 @@ def test_stages_that_disagree_are_named_in_both_processes(tmp_path: Path) -> Non
     """Invariant 8."""
     first, second = run_processes(2, disagree, tmp_path)
     assert first == second
-    assert "stage 1 (process 0) and stage 2 (process 1) disagree" in first
+    assert "stage 1 (rank 0) and stage 2 (rank 1) disagree" in first
     assert "float64[4, 8, 4, 4]" in first
     assert "float64[8, 8, 4, 4]" in first
 
@@ -186,7 +186,7 @@ def disagree_on_settings(rank: int) -> str:
 
 
 def test_processes_with_other_settings_are_named(tmp_path: Path) -> None:
-    assert run_processes(2, disagree_on_settings, tmp_path) == ["k: found 2 in process 1, accepted is 1 as in process 0"] * 2
+    assert run_processes(2, disagree_on_settings, tmp_path) == ["k: expected 1 as on rank 0, got 2 on rank 1"] * 2
 
 
 class Enlarge(nn.Module):

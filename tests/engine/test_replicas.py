@@ -1,8 +1,7 @@
-"""Replicas of all stages against one pipeline on the joint batch, over real processes."""
+"""Data parallelism in several processes, against one pipeline that trains on the joint batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -16,15 +15,16 @@ from torch import Tensor, nn
 
 from petra import BlockSpec, ConfigError, Model, ModelError, Pipeline, TensorSpec, UpdateRules
 from petra.errors import CommunicationError
+from petra.hooks import Gradients, Hook
 from petra.plan.layout import Layout
-from petra.specs import IGNORED
+from petra.specs import IGNORED, Streams
 from petra.training import Checkpoints, newest, restore
 from tests.support.nets import RandomStream, mixed_net
 from tests.support.processes import run_processes
 
 
 def without_norms() -> Model:
-    """The mixed net with the normalisation taken out: nothing in it looks at more than one sample."""
+    """Return the mixed net without normalisation: samples don't affect each other."""
     return Model("normless", tuple(BlockSpec(b.name, partial(_stripped, b.build)) for b in mixed_net().blocks))
 
 
@@ -42,14 +42,14 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
 
 
 class Ignoring(RandomStream):
-    """The last m mod 4 targets of microbatch m don't count: shares have different numbers of them, and some none."""
+    """The last m mod 4 targets of microbatch m are ignored: shares have different numbers of counted targets, some none."""
 
     def targets(self, m: int) -> Tensor:
         return super().targets(m).masked_fill(torch.arange(self.batch) >= self.batch - m % 4, IGNORED)
 
 
 class Poisoned(RandomStream):
-    """The last sample of microbatch 6 is no number."""
+    """The last sample of microbatch 6 is NaN."""
 
     def inputs(self, m: int) -> Tensor:
         x = super().inputs(m)
@@ -68,18 +68,18 @@ class Case:
 CASES = {
     **{f"{method}, k = {k}": Case(method, k) for method, k in product(("petra", "backprop", "1f1b", "gpipe"), (1, 3))},
     "clipped": Case("petra", 2, UpdateRules(clip=0.05)),
-    "clipped as a whole": Case("1f1b", 3, UpdateRules(clip=0.05, clip_globally=True)),
+    "clipped globally": Case("1f1b", 3, UpdateRules(clip=0.05, clip_globally=True)),
     "averages": Case("pipedream", 3, UpdateRules(average=0.9)),
-    "targets that don't count": Case("petra", 3, stream=Ignoring(batch=6)),
+    "ignored targets": Case("petra", 3, stream=Ignoring(batch=6)),
     "skipped": Case("petra", 2, UpdateRules(nonfinite="skip"), Poisoned(batch=6)),
     "loss scale": Case("petra", 2, UpdateRules(loss_scale="dynamic", nonfinite="skip"), Poisoned(batch=6)),
 }
 AGAIN = "petra, k = 3"
-SOME = (AGAIN, "1f1b, k = 3", "targets that don't count")
+SOME = (AGAIN, "1f1b, k = 3", "ignored targets")
 
 
 def train(case: Case, dp: int) -> dict[str, Any]:
-    """Weights, results and measures of a first stretch that k does not divide, an evaluation, and a second stretch."""
+    """Train on a number of microbatches that k does not divide, evaluate, train again; return weights, results and metrics."""
     pipeline = Pipeline(
         without_norms(),
         case.stream.spec,
@@ -109,12 +109,12 @@ def alone() -> dict[str, dict[str, Any]]:
 def test_replicas_train_as_one_pipeline_on_the_joint_batch(
     world: int, dp: int, names: tuple[str, ...], alone: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Two replicas of two processes over the transports that the methods take, three of one; in float64, one run repeated."""
+    """Two replicas of two processes each, and three of one process each, in float64. One run is repeated."""
     parts = run_processes(world, train_all, tmp_path, dp, names)
     length = world // dp
     for name, expected in ((name, alone[name]) for name in names):
-        lines = [parts[start : start + length] for start in range(0, world, length)]
-        states = [{key: w for part in line for key, w in part[name]["weights"].items()} for line in lines]
+        replicas = [parts[start : start + length] for start in range(0, world, length)]
+        states = [{key: w for part in replica for key, w in part[name]["weights"].items()} for replica in replicas]
         assert [*states[0]] == [*expected["weights"]]
         for key, value in expected["weights"].items():
             torch.testing.assert_close(states[0][key], value, rtol=1e-9, atol=1e-12, msg=f"{name}: {key}")
@@ -132,7 +132,7 @@ def test_replicas_train_as_one_pipeline_on_the_joint_batch(
 
 
 class Half(RandomStream):
-    """One of two replicas' share of a stream, as a stream of its own."""
+    """One of two replicas' share of a data source, as a data source."""
 
     def __init__(self, whole: RandomStream, replica: int) -> None:
         super().__init__(batch=whole.batch // 2)
@@ -146,7 +146,7 @@ class Half(RandomStream):
 
 
 class Doubled(RandomStream):
-    """Both halves of a microbatch are the same."""
+    """Both halves of a microbatch are equal."""
 
     def inputs(self, m: int) -> Tensor:
         return super().inputs(m)[: self.batch // 2].repeat(2, 1, 1, 1)
@@ -172,17 +172,17 @@ def in_two_replicas(rank: int, folder: Path) -> dict[str, Any]:
         "order": order_of_work(),
     }
     pipelines = []
-    for stretches in ((7, 6), (7, 0), (0, 6)):
+    for first, second in ((7, 6), (7, 0), (0, 6)):
         pipeline = accumulating(dp=2)
-        if stretches[0]:
-            pipeline.train(RandomStream(batch=8), stretches[0])
+        if first:
+            pipeline.train(RandomStream(batch=8), first)
         checkpoints = Checkpoints(folder / "two")
-        if stretches[1] == 0:
+        if second == 0:
             checkpoints.save(pipeline, {})
-        elif stretches[0] == 0:
+        elif first == 0:
             restore(pipeline, newest(folder / "two"))
-        if stretches[1]:
-            pipeline.train(RandomStream(batch=8), stretches[1])
+        if second:
+            pipeline.train(RandomStream(batch=8), second)
         pipelines.append(pipeline.state_dict())
     found["uninterrupted"], _, found["resumed"] = pipelines
     pipeline = accumulating(dp=2)
@@ -200,35 +200,45 @@ def in_two_replicas(rank: int, folder: Path) -> dict[str, Any]:
     return found
 
 
+class Order(Hook):
+    """Names of the backwards, all-reduces and updates of a pipeline, in the order in which they start."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def block_backward_end(self, stage: int, block: int, m: int, x: Streams, gradients: Gradients) -> None:
+        self.events.append(f"B{block}")
+
+    def update_begin(self, stage: int, m: int) -> None:
+        self.events.append("update")
+
+
 def order_of_work() -> list[str]:
-    """What a stage of all six blocks does in two microbatches, which make one update."""
-    done: list[str] = []
+    """Return what a stage of all six blocks does in two microbatches, which make one update."""
     pipeline = Pipeline(without_norms(), RandomStream(batch=8).spec, k=2, stages=1, optimizer=sgd, dp=2)
-    all_reduce = dist.all_reduce
+    assert pipeline.replicas is not None
+    pipeline.hooks.detach(pipeline.replicas)
+    order, all_reduce = Order(), dist.all_reduce
 
-    def noted(name: str, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        done.append(name)
-        return call(*arguments, **named)
+    def noted(*arguments: Any, **named: Any) -> Any:
+        order.events.append("all-reduce")
+        return all_reduce(*arguments, **named)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", partial(noted, "sum", all_reduce))
-        for i, runner in enumerate(pipeline.stages[0].runners):
-            patch.setattr(runner, "backward", partial(noted, f"B{i}", runner.backward))
-        update = pipeline.workers[0].update
-        patch.setattr(update, "apply", partial(noted, "update", update.apply))
+    with pytest.MonkeyPatch.context() as patch, pipeline.hooks.attached(order), pipeline.hooks.attached(pipeline.replicas):
+        patch.setattr(dist, "all_reduce", noted)
         pipeline.train(RandomStream(batch=8), 2)
-    return done[: done.index("update") + 1]
+    return order.events[: order.events.index("update") + 1]
 
 
 class Ending(RandomStream):
-    """Its process ends with microbatch 3."""
+    """Raises an error at microbatch 3."""
 
     def inputs(self, m: int) -> Tensor:
         return super().inputs(m // (m < 3))
 
 
 def accumulating(dp: int) -> Pipeline:
-    """Seven microbatches of which are two updates and a third of one."""
+    """Return a pipeline with k = 3: seven microbatches are two updates and a third of the next."""
     stream, rules = RandomStream(batch=8), UpdateRules(average=0.9)
     return Pipeline(without_norms(), stream.spec, k=3, optimizer=sgd, learning_rate=lambda t: 0.1, rules=rules, dp=dp)
 
@@ -253,8 +263,8 @@ def test_running_statistics_are_the_mean_of_the_replicas(replicated: tuple[dict[
         torch.testing.assert_close(found, (halves[0][key] + halves[1][key]) / 2, rtol=1e-12, atol=1e-15, msg=key)
 
 
-def test_each_replica_draws_numbers_of_its_own(replicated: tuple[dict[str, Any], dict[str, Any], Path]) -> None:
-    """The step is the mean of the first replica's, which draws as one pipeline does, and of another."""
+def test_each_replica_draws_its_own_random_numbers(replicated: tuple[dict[str, Any], dict[str, Any], Path]) -> None:
+    """The step is the mean of two steps; the first replica draws the same numbers as a single pipeline."""
     half = Half(Doubled(batch=8), 0)
     before, after = step(half, 1, rate=0.0, dropout=0.5), step(half, 1, rate=1.0, dropout=0.5)
     key = (
@@ -268,10 +278,10 @@ def test_each_replica_draws_numbers_of_its_own(replicated: tuple[dict[str, Any],
     torch.testing.assert_close(second.norm(), first.norm(), rtol=0.9, atol=0.0)
 
 
-def test_a_run_goes_on_exactly_and_with_another_number_of_replicas(
+def test_a_run_resumes_exactly_and_with_another_number_of_replicas(
     replicated: tuple[dict[str, Any], dict[str, Any], Path],
 ) -> None:
-    """From the middle of an update: the first replica takes over what all have accumulated."""
+    """Resume between updates: the first replica takes the gradients that all replicas have accumulated."""
     *parts, folder = replicated
     whole, from_two = accumulating(dp=1), accumulating(dp=1)
     whole.train(RandomStream(batch=8), 7)
@@ -284,43 +294,48 @@ def test_a_run_goes_on_exactly_and_with_another_number_of_replicas(
             torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-12, msg=key)
 
 
-def test_processes_that_disagree_on_replicas_are_named(replicated: tuple[dict[str, Any], dict[str, Any], Path]) -> None:
+def test_error_names_processes_that_disagree_on_replicas(replicated: tuple[dict[str, Any], dict[str, Any], Path]) -> None:
     for part in replicated[:2]:
-        assert part["error 0"] == "dp: found 2 in process 1, accepted is 1 as in process 0"
+        assert part["error 0"] == "dp: expected 1 as on rank 0, got 2 on rank 1"
         assert "process 1" in part["error 1"]
         assert "float64[8, 3, 8, 8]" in part["error 1"]
 
 
-def test_each_block_is_summed_while_those_in_front_go_backward(replicated: tuple[dict[str, Any], dict[str, Any], Path]) -> None:
-    """Only in the last backward before an update; the last sum is of two numbers, whether anything wasn't finite."""
+def test_each_block_is_all_reduced_while_earlier_blocks_run_backward(
+    replicated: tuple[dict[str, Any], dict[str, Any], Path],
+) -> None:
+    """Only the last backward before an update starts all-reduces. The last one sums two numbers that show non-finite values."""
     blocks = ["B5", "B4", "B3", "B2", "B1", "B0"]
-    assert replicated[0]["order"] == [*blocks, *(step for block in blocks for step in (block, "sum")), "sum", "update"]
+    assert replicated[0]["order"] == [
+        *blocks,
+        *(step for block in blocks for step in (block, "all-reduce")),
+        "all-reduce",
+        "update",
+    ]
 
 
-def test_a_lost_replica_is_told(replicated: tuple[dict[str, Any], dict[str, Any], Path]) -> None:
-    assert replicated[0]["lost"].startswith("summing the gradients of stage 6 over its replicas, microbatch 3: ")
+def test_a_lost_replica_is_reported(replicated: tuple[dict[str, Any], dict[str, Any], Path]) -> None:
+    assert replicated[0]["lost"].startswith("all-reducing the gradients of stage 6 over replicas, microbatch 3: ")
 
 
 @pytest.mark.parametrize(
     ("samples", "processes", "dp", "message"),
     [
-        (8, 1, 2, "dp: found 2 in one process, accepted is 1, since replicas need processes of their own"),
-        (8, 4, 3, "dp: found 3, accepted are divisors of 4, the number of processes"),
-        (8, 4, 0, "dp: found 0, accepted are integers >= 1"),
-        (6, 4, 4, "dp: found 4, accepted are divisors of 6, the samples of a microbatch"),
-        (8, 16, 2, "processes: found 8, accepted are 1 to 6, since mixed has 6 blocks"),
+        (8, 1, 2, "dp: expected 1 in one process, since replicas need processes of their own, got 2"),
+        (8, 4, 3, "dp: expected a divisor of 4, the number of processes, got 3"),
+        (8, 4, 0, "dp: expected an integer >= 1, got 0"),
+        (6, 4, 4, "dp: expected a divisor of 6, the number of samples of a microbatch, got 4"),
+        (8, 16, 2, "processes: expected 1 to 6, since mixed has 6 blocks, got 8"),
     ],
 )
-def test_replicas_that_nothing_can_be_shared_out_to(samples: int, processes: int, dp: int, message: str) -> None:
+def test_invalid_numbers_of_replicas(samples: int, processes: int, dp: int, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Layout.plan(mixed_net(), RandomStream(batch=samples).spec, None, processes, dp)
     assert str(caught.value) == message
 
 
-def test_a_share_too_small_for_batch_statistics() -> None:
-    with pytest.raises(
-        ConfigError, match=r"dp: a replica's share float64\[1, 3, 2, 2\] of a microbatch float64\[2, 3, 2, 2\] is too"
-    ):
+def test_share_too_small_for_batch_statistics() -> None:
+    with pytest.raises(ConfigError, match=r"dp: the share float64\[1, 3, 2, 2\] of a microbatch float64\[2, 3, 2, 2\] is too"):
         Layout.plan(mixed_net(), RandomStream(batch=2, size=2).spec, None, 2, 2)
     with pytest.raises(ModelError, match="Expected more than 1 value per channel"):
         Layout.plan(mixed_net(), RandomStream(batch=1, size=2).spec, None, 1)

@@ -73,8 +73,8 @@ def test_reversible_block_that_keeps_nothing_holds_no_tensor() -> None:
     for m in range(6):
         made.forward(m, x)
     assert live_bytes() == before
-    assert made.held_bytes() == 0
-    assert not any(runner.held for runner in made.runners)
+    assert made.stored_bytes() == 0
+    assert not any(runner.stored for runner in made.runners)
 
 
 def test_block_that_is_not_reversible_holds_its_inputs_in_flight() -> None:
@@ -85,12 +85,12 @@ def test_block_that_is_not_reversible_holds_its_inputs_in_flight() -> None:
     outputs = {}
     for m in range(6):
         outputs[m] = made.forward(m, (torch.randn(4, 4, 8, 8),))
-        assert made.held_bytes() == (m + 1) * one
+        assert made.stored_bytes() == (m + 1) * one
     delta = tuple(torch.ones_like(t) for t in outputs.pop(0))
     outputs.clear()
     assert live_bytes() - before == 6 * one + delta[0].nbytes
     made.backward(0, (), delta)
-    assert made.held_bytes() == 5 * one
+    assert made.stored_bytes() == 5 * one
 
 
 @pytest.mark.parametrize("keep", [Keep.GRAPH, Keep.INPUT])

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from petra import METHODS, Keep, Method, Model, Pipeline, Weights
 from petra.reversible import Coupling, TwoFunctionCoupling
-from petra.staleness.remedies import Prediction, Remedy
+from petra.staleness import Prediction, Remedy
 from tests.support.nets import RandomStream, mixed_net
 
 RATE, MOMENTUM, DECAY, MICROBATCHES = 0.05, 0.9, 1e-3, 15

@@ -95,8 +95,8 @@ def test_local_tells_what_is_wrong_once_and_starts_nothing(
     started: list[tuple[object, ...]] = []
     monkeypatch.setattr(local, "run_agent", lambda *arguments: started.append(arguments))
     for overrides, message in (
-        (["--processes", "11"], "processes: found 11, accepted are 1 to 10, since revnet18 has 10 blocks"),
-        (["trainer.stages=[5,4]"], "stages: found [5, 4], accepted are positive numbers of blocks that sum to 10"),
+        (["--processes", "11"], "processes: expected 1 to 10, since revnet18 has 10 blocks, got 11"),
+        (["trainer.stages=[5,4]"], "stages: expected positive numbers of blocks that sum to 10, got [5, 4]"),
         (["k=0"], "k: found 0, accepted are integers >= 1"),
     ):
         monkeypatch.setattr(sys, "argv", ["local", "trainer.device=cpu", *overrides])

@@ -20,7 +20,8 @@ from launch.run.build import set_up
 from launch.run.dry_run import stage_map, stage_rows
 from launch.train import run
 from petra import BlockSpec, ConfigError, DataError, Keep, Method, Model, Pipeline, TensorSpec, UpdateRules, Weights
-from petra.engine.endpoints import Losses, among_five
+from petra.engine.endpoints import Losses
+from petra.engine.metrics import top5_correct
 from petra.models import revnet18
 from petra.settings import Numerics, Runtime
 from petra.training import export, gathered_blocks, load, load_into, means, sgd
@@ -84,7 +85,7 @@ def test_label_smoothing_is_for_training_only() -> None:
 
 def test_top_five() -> None:
     scores = torch.arange(8.0).repeat(3, 1)
-    assert among_five(scores, torch.tensor([3, 2, -100])).item() == 1
+    assert top5_correct(scores, torch.tensor([3, 2, -100])).item() == 1
 
 
 def test_metrics_follow_the_data() -> None:
@@ -239,7 +240,7 @@ def test_evaluation_refuses(words: list[str], message: str, tmp_path: Path, monk
             "schedule.gamma: cosine has no such setting, accepted are",
         ),
         (["optim.scaling=big"], "optim.scaling: expected one of goyal, none, got big"),
-        (["optim.clip=1", "optim.clip_scope=global"], "optim.clip_scope: found global with method.delay=2"),
+        (["optim.clip=1", "optim.clip_scope=global"], "optim.clip_scope: expected stage with method.delay=2"),
         (["trainer.loss_scale=8"], "trainer.loss_scale: found 8, accepted is null for trainer.precision=float32"),
         (["trainer.label_smoothing=1"], "trainer.label_smoothing: found 1.0"),
         (["trainer.limit_batches=0"], "trainer.limit_batches: expected null or an integer >= 1, got 0"),

@@ -49,8 +49,8 @@ def test_a_random_configuration_runs_or_is_refused_in_one_line(line: list[str], 
             "data.classes: found 9223372036854775808, accepted are integers >= 1, at most 10000000",
         ),
         ("remedy.discount=inf", "remedy.discount: found inf, accepted are numbers >= 0"),
-        ("remedy.horizon=1e300", "remedy.horizon: found 1e+300, accepted are numbers above 0 to 100"),
-        ("optim=muon remedy=lookahead", "remedy.lookahead: found Muon, accepted is sgd with momentum > 0"),
+        ("remedy.horizon=1e300", "remedy.horizon: expected a number > 0 and <= 100, got 1e+300"),
+        ("optim=muon remedy=lookahead", "remedy.lookahead: expected sgd with momentum > 0 as the optimizer, got muon"),
     ],
 )
 def test_what_was_found(override: str, message: str, folder: Path) -> None:

@@ -118,9 +118,9 @@ def test_remedies_are_built_in_microbatches() -> None:
 def test_settings_that_exclude_each_other_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.exact_streams: expected false with trainer\.wire=bf16, got true"):
         planned("trainer.exact_streams=true", "trainer.wire=bf16")
-    with pytest.raises(ConfigError, match=r"remedy\.correction: found 0\.135, accepted are 0 unless method\.weights=current"):
+    with pytest.raises(ConfigError, match=r"remedy\.correction: expected 0 unless method\.weights=current"):
         planned("method=delayed", "remedy=pipemare")
-    with pytest.raises(ConfigError, match=r"remedy\.compensation: found adam, accepted is sgd with momentum > 0"):
+    with pytest.raises(ConfigError, match=r"remedy\.compensation: expected sgd with momentum > 0"):
         planned("optim=adam", "remedy=compensation")
     with pytest.raises(ConfigError, match=r"method\.keep: found graph with method\.weights=current under autocast"):
         planned("method=dsp", "method.keep=graph", "trainer.precision=bf16")
@@ -159,15 +159,15 @@ def test_precision_and_stages() -> None:
         ("method.keep=all", "method.keep: expected one of graph, input, nothing, a list with one per block, or auto, got all"),
         ("method.weights=old", "method.weights: expected one of current, stashed, double, got old"),
         ("method=pipedream_2bw", "k: found 4, accepted are integers >= 9"),
-        ("remedy.correction=1", "remedy.correction: found 1.0, accepted are numbers from 0 to below 1"),
+        ("remedy.correction=1", "remedy.correction: expected a number >= 0 and < 1, got 1.0"),
         ("remedy.prediction=soon", "remedy.prediction: expected one of none, velocity, difference, got soon"),
         ("trainer.wire=fp8", "trainer.wire: expected one of float32, bf16, got fp8"),
         ("method.fill=true", "method.fill: found true with method.flush=false"),
         ("schedule.milestones=[3,2]", "schedule.milestones: found"),
         ("optim.momentum=0", "optim.nesterov: found True, accepted are false where optim.momentum=0"),
         ("trainer.epochs=0", "trainer.epochs: expected an integer >= 1, got 0"),
-        ("trainer.stages=11", "stages: found 11, accepted are 1 to 10"),
-        ("trainer.stages=[5,4]", "stages: found .5, 4., accepted are positive numbers of blocks that sum to 10"),
+        ("trainer.stages=11", "stages: expected 1 to 10, .*, got 11"),
+        ("trainer.stages=[5,4]", "stages: expected positive numbers of blocks that sum to 10, got .5, 4."),
         ("trainer.stages=many", "trainer.stages: expected null, .*, got many"),
         ("trainer.transport=mail", "trainer.transport: expected one of auto, local, got mail"),
         ("trainer.precision=fp8", "trainer.precision: expected one of float32, bf16, fp16, got fp8"),
@@ -211,7 +211,7 @@ def test_what_hydra_refuses_is_one_line(override: str, message: str, monkeypatch
 
 
 def test_more_processes_than_blocks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="processes: found 11, accepted are 1 to 10, since revnet18 has 10 blocks"):
+    with pytest.raises(ConfigError, match="processes: expected 1 to 10, since revnet18 has 10 blocks, got 11"):
         planned(place=Place(rank=3, world=11, local_rank=3, local_world=11))
 
 

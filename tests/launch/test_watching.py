@@ -1,4 +1,4 @@
-"""Settings that a run chooses for itself or watches, as launch.train takes them."""
+"""Settings of launch.train that are chosen automatically, and diagnostics of a run."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tests.launch.test_launch import ALONE, TINY, launched, planned
         ("method.keep=[all]", r"method\.keep: expected .*, got \[.all.\]"),
     ],
 )
-def test_values_that_are_refused(override: str, message: str) -> None:
+def test_invalid_values(override: str, message: str) -> None:
     rate = planned().learning_rate(microbatches_per_epoch=1)
     with pytest.raises(ConfigError, match=message):
         planned(override).pipeline(rate)
 
 
-def test_two_settings_that_exclude_each_other() -> None:
+def test_settings_that_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match=r"method\.delay: expected an integer >= 0 with method\.fill=true, got auto"):
         planned("method.delay=auto", "method.fill=true", "method.flush=true")
     with pytest.raises(ConfigError, match=r"trainer\.concurrency: expected 1, except for one process on the CPU, got 2"):
@@ -45,7 +45,7 @@ def test_two_settings_that_exclude_each_other() -> None:
         tuned(planned(*TINY, "method.keep=auto", "trainer.memory_limit=1e-6", "trainer.stages=2"), ALONE)
 
 
-def test_a_plan_that_chooses(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_with_automatic_settings(capsys: pytest.CaptureFixture[str]) -> None:
     setup = tuned(planned(*TINY, "method.delay=auto", "method.keep=auto", "trainer.stages=3"), ALONE)
     assert set(setup.plan.method.keep) == {"graph"}, "memory has no limit"
     assert isinstance(setup.plan.method.delay, tuple)
@@ -54,7 +54,7 @@ def test_a_plan_that_chooses(capsys: pytest.CaptureFixture[str]) -> None:
     assert tuned(setup, ALONE) is setup
 
 
-def test_another_cut_than_the_checkpoints_is_chosen_for_anew() -> None:
+def test_another_partition_than_the_checkpoints_is_tuned_again() -> None:
     settings = (*TINY, "method=petra_fresh")
     before = tuned(planned(*settings, "trainer.stages=3"), ALONE)
     chosen = {
@@ -70,7 +70,7 @@ def test_another_cut_than_the_checkpoints_is_chosen_for_anew() -> None:
     assert len(other.plan.method.delay) == 4
 
 
-def test_two_processes_choose_and_trace(tmp_path: Path) -> None:
+def test_two_processes_tune_and_trace(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     done = launched(
         2, *TINY, "trainer.stages=auto", "method=petra_fresh", "trainer.trace=4", "trainer.stage_metrics=true", f"run_dir={folder}",
@@ -86,7 +86,7 @@ def test_two_processes_choose_and_trace(tmp_path: Path) -> None:
     assert {"stage/1/forward_seconds", "stage/2/waiting_seconds", "stage/2/staleness"} <= row.keys()
 
 
-def test_a_run_that_is_diagnosed(tmp_path: Path) -> None:
+def test_gradient_quality_of_a_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     done = launched(1, *TINY, "trainer.diagnose=4", f"run_dir={folder}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -96,6 +96,6 @@ def test_a_run_that_is_diagnosed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("override", ["trainer.precision=bf16", "remedy=prediction", "remedy=pipemare"])
-def test_what_is_chosen_goes_with_precision_and_remedy(override: str) -> None:
+def test_automatic_settings_with_precision_and_remedy(override: str) -> None:
     setup = tuned(planned(*TINY, "method.keep=auto", "trainer.stages=2", override), ALONE)
     assert setup.pipeline(setup.learning_rate(1)).plan.method.keep is Keep.NOTHING

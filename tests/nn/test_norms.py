@@ -133,7 +133,7 @@ def test_a_stage_holds_less_and_as_much_as_predicted() -> None:
         model, data = revnet18(width=1 / 16, norm=norm), RandomStream(size=32, dtype=torch.float32)
         pipeline = Pipeline(model, data.spec, method="backprop", stages=[3, 7], optimizer=sgd, learning_rate=lambda t: 0.01)
         held[norm] = measured(pipeline, data, 2)
-        assert held[norm] == [stage.held for stage in predicted(pipeline.plan)]
+        assert held[norm] == [stage.stored for stage in predicted(pipeline.plan)]
     assert all(less < 0.75 * more for less, more in zip(held["inplace_abn"], held["batchnorm"], strict=True))
 
 

@@ -48,5 +48,5 @@ def test_stages_balance_flops() -> None:
 
 
 def test_more_processes_than_blocks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="processes: found 7, accepted are 1 to 6, since mixed has 6 blocks"):
+    with pytest.raises(ConfigError, match="processes: expected 1 to 6, since mixed has 6 blocks, got 7"):
         Layout.plan(mixed_net(), RandomStream().spec, stages=None, processes=7)

@@ -21,7 +21,7 @@ from launch.run.resume import require_same
 from launch.runtime.rank import STOPPED
 from petra import ConfigError, DataError, PetraError, Pipeline, UpdateRules
 from petra.errors import Interrupted
-from petra.staleness.remedies import Prediction, Remedy
+from petra.staleness import Prediction, Remedy
 from petra.training import OPTIMIZERS, Checkpoints, JsonLines, Trainer, best_of, newest, restore
 from petra.training.checkpoint import MANIFEST, checkpoints
 from tests.kill_many import kill_many

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from petra import BlockSpec, ConfigError, Model, Pipeline
-from petra.staleness.remedies import Prediction, Remedy
+from petra.staleness import Prediction, Remedy
 from petra.training import LARS, MultiStep, Polynomial
 from petra.training.learning_rate import SCHEDULES
 from petra.training.optim import OPTIMIZERS
@@ -102,8 +102,8 @@ def test_a_first_step_that_is_skipped_predicts_no_change(name: str) -> None:
     optimizer.found_inf = torch.tensor(1.0)  # type: ignore[attr-defined]
     optimizer.step()
     for runner in stage.runners:
-        assert runner.predicted is not None
-        assert all(torch.equal(runner.predicted[key], p) for key, p in runner.parameters.items())
+        assert runner.versions.predicted is not None
+        assert all(torch.equal(runner.versions.predicted[key], p) for key, p in runner.parameters.items())
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw"])

@@ -1,4 +1,4 @@
-"""Gradient quality during training, against plain autograd and closed cases, and that watching changes nothing."""
+"""Gradient quality during training: against plain autograd, in cases with known results, and without changing a bit."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from petra.staleness import Prediction, Remedy
 from torch import nn
 from torch.nn import functional as F
 
 from petra import ConfigError, Keep, Method, Pipeline, UpdateRules, Weights
 from petra.analysis.plots import gradient_quality
-from petra.diagnostics.gradient_quality import GradientDiagnosis, angle
-from petra.staleness.remedies import Prediction, Remedy
+from petra.diagnostics.gradient_quality import GradientQuality, angle
+from petra.hooks import Gradients, Hook
+from petra.specs import Streams
 from tests.support.nets import RandomStream, mixed_net
 
 PETRA = Method("petra", 2, Keep.NOTHING)
@@ -31,24 +33,22 @@ def trained(method: Method, every: int | None, *, lr: float = 0.05, microbatches
     if every is None:
         pipeline.train(RandomStream(), microbatches)
         return pipeline, []
-    diagnosis = GradientDiagnosis(pipeline, every)
-    with diagnosis.watching():
+    with pipeline.hooks.attached(GradientQuality(pipeline, every)) as quality:
         pipeline.train(RandomStream(), microbatches)
-    return pipeline, diagnosis.rows
+    return pipeline, quality.rows
 
 
 @pytest.mark.parametrize("method", [PETRA, DELAYED, Method("graph", 1, Keep.GRAPH)], ids=lambda m: m.name)
-def test_watching_changes_no_bit(method: Method) -> None:
+def test_training_is_unchanged(method: Method) -> None:
     plain, _ = trained(method, None)
-    watched, rows = trained(method, 3)
+    observed, rows = trained(method, 3)
     assert len(rows) == 6 * 6
     for key, value in plain.state_dict().items():
-        assert torch.equal(value, watched.state_dict()[key]), key
-    assert not any("forward" in vars(s) or "backward" in vars(s) for s in watched.stages.values())
+        assert torch.equal(value, observed.state_dict()[key]), key
 
 
 @pytest.mark.parametrize("method", [PETRA, DELAYED, Method("backprop", 0, Keep.GRAPH)], ids=lambda m: m.name)
-def test_with_frozen_weights_all_gradients_are_one(method: Method) -> None:
+def test_all_gradients_are_equal_with_frozen_weights(method: Method) -> None:
     for row in trained(method, 4, lr=0.0)[1]:
         for other in ("end_to_end", "delayed"):
             assert row[f"cosine_{other}"] == pytest.approx(1, abs=1e-12)
@@ -57,7 +57,7 @@ def test_with_frozen_weights_all_gradients_are_one(method: Method) -> None:
         assert row["reconstruction_error"] < 1e-12
 
 
-def test_the_delayed_method_is_the_delayed_gradient() -> None:
+def test_delayed_method_has_the_delayed_gradient() -> None:
     rows = trained(DELAYED, 4)[1]
     assert all(row["cosine_delayed"] == pytest.approx(1, abs=1e-12) for row in rows)
     assert all(row["norm_ratio_delayed"] == pytest.approx(1, abs=1e-9) for row in rows)
@@ -65,34 +65,44 @@ def test_the_delayed_method_is_the_delayed_gradient() -> None:
     assert all(row["cosine_end_to_end"] == pytest.approx(row["cosine_delayed_end_to_end"]) for row in rows)
 
 
-def test_staleness_shows_where_it_is() -> None:
-    """The last stage's gradient is fresh but for the input it gets; the first stage's is not, and only what reconstructs errs."""
+def test_errors_of_each_stage() -> None:
+    """The last stage's gradient has no staleness, the first stage's has the most; only reconstructing stages have input errors."""
     rows = [row for row in trained(PETRA, 4, lr=0.2)[1] if row["microbatch"] == 12]
     assert {row["stage"] for row in rows} == {1, 2, 3, 4, 5, 6}
     by_stage = {row["stage"]: row for row in rows}
     assert by_stage[6]["angle_stored"] < 1e-5
     assert by_stage[6]["reconstruction_error"] == by_stage[3]["reconstruction_error"] == by_stage[1]["reconstruction_error"] == 0
     assert by_stage[2]["reconstruction_error"] > 1e-6
-    assert by_stage[4]["angle_stored"] > 1e-4  # two functions: the second one's error reaches the first
+    assert by_stage[4]["angle_stored"] > 1e-4  # Two functions: the error of the second reaches the first.
     assert by_stage[1]["cosine_end_to_end"] < 1 - 1e-6
 
 
-def test_end_to_end_is_plain_autograd() -> None:
-    """d = 0, k = 3: the pipeline's own gradient is the end-to-end one, also as its weights move; and plain PyTorch's."""
+def test_end_to_end_gradient_is_plain_autograd() -> None:
+    """With d = 0 and k = 3 the pipeline's own gradient is the end-to-end one, also while weights change."""
     rows = trained(Method("reversible", 0, Keep.NOTHING), 1, microbatches=7, k=3, dropout=0.0)[1]
     assert all(row["cosine_end_to_end"] == pytest.approx(1, abs=1e-12) for row in rows)
     pipeline = Pipeline(mixed_net(), RandomStream().spec, method=PETRA, optimizer=sgd(0.0), seed=5)
-    diagnosis = GradientDiagnosis(pipeline, 1)
-    seen: list[torch.Tensor] = []
-    compare = diagnosis._compare
-    diagnosis._compare = lambda m, j, *rest: seen.append(diagnosis._cases[m].end_to_end[j]) or compare(m, j, *rest)  # type: ignore[method-assign, func-returns-value]
-    with diagnosis.watching():
+    quality, gradients = GradientQuality(pipeline, 1), GradientsOfFirst()
+    with pipeline.hooks.attached(quality), pipeline.hooks.attached(gradients):
         pipeline.train(RandomStream(), 1)
+    assert all(row["cosine_end_to_end"] == pytest.approx(1, abs=1e-12) for row in quality.rows)
+    assert all(row["norm_ratio_end_to_end"] == pytest.approx(1, abs=1e-9) for row in quality.rows)
     plain = mixed_net().build(5)
     F.cross_entropy(plain(RandomStream().inputs(0)), RandomStream().targets(0)).backward()
-    expected = [torch.cat([p.grad.flatten() for p in block.parameters()]) for block in plain.children()]  # type: ignore[union-attr]
-    for found, reference in zip(reversed(seen), expected, strict=True):
-        torch.testing.assert_close(found, reference, rtol=1e-9, atol=1e-11)
+    for j, block in enumerate(plain.children()):
+        for p, own in zip(block.parameters(), pipeline.stages[j].module.parameters(), strict=True):
+            torch.testing.assert_close(gradients.stages[j][own], p.grad, rtol=1e-9, atol=1e-11)
+
+
+class GradientsOfFirst(Hook):
+    """Gradients of the first microbatch, by stage."""
+
+    def __init__(self) -> None:
+        self.stages: dict[int, Gradients] = {}
+
+    def block_backward_end(self, stage: int, block: int, m: int, x: Streams, gradients: Gradients) -> None:
+        if m == 0:
+            self.stages[stage] = gradients
 
 
 def test_small_angles() -> None:
@@ -102,28 +112,27 @@ def test_small_angles() -> None:
         assert angle(a, 5 * b) == pytest.approx(radians, rel=1e-6)
 
 
-def test_rows_are_written_and_drawn(tmp_path: Path) -> None:
+def test_rows_are_written_and_plotted(tmp_path: Path) -> None:
     pipeline = Pipeline(mixed_net(), RandomStream().spec, method=PETRA, optimizer=sgd(), stages=2)
-    diagnosis = GradientDiagnosis(pipeline, 2, tmp_path / "gradients.jsonl")
-    with diagnosis.watching():
+    with pipeline.hooks.attached(GradientQuality(pipeline, 2, tmp_path / "gradients.jsonl")) as quality:
         pipeline.train(RandomStream(), 4)
     rows = [json.loads(line) for line in (tmp_path / "gradients.jsonl").read_text().splitlines()]
     assert [(row["microbatch"], row["stage"]) for row in rows] == [(0, 2), (0, 1), (2, 2), (2, 1)]
-    assert rows == diagnosis.rows
+    assert rows == quality.rows
     gradient_quality(rows, tmp_path / "gradients.png")
     assert (tmp_path / "gradients.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_settings_that_are_refused() -> None:
+def test_invalid_settings() -> None:
     pipeline = Pipeline(mixed_net(), RandomStream().spec, optimizer=sgd())
-    with pytest.raises(ConfigError, match=r"trainer\.diagnose: found 0"):
-        GradientDiagnosis(pipeline, 0)
+    with pytest.raises(ConfigError, match=r"trainer\.diagnose: expected null or an integer >= 1, got 0"):
+        GradientQuality(pipeline, 0)
     pipeline.world = 2
-    with pytest.raises(ConfigError, match=r"trainer\.diagnose: found 5 in 2 processes, accepted is null"):
-        GradientDiagnosis(pipeline, 5)
+    with pytest.raises(ConfigError, match=r"trainer\.diagnose: expected null in several processes, got 5 in 2 processes"):
+        GradientQuality(pipeline, 5)
 
 
-def test_a_stage_without_parameters_has_no_gradient_to_compare() -> None:
+def test_stage_without_parameters_has_no_gradient_to_compare() -> None:
     class Doubled(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * x
@@ -134,10 +143,9 @@ def test_a_stage_without_parameters_has_no_gradient_to_compare() -> None:
         "m", (BlockSpec("doubled", Doubled), BlockSpec("flat", nn.Flatten), BlockSpec("linear", lambda: nn.Linear(192, 5).double()))
     )
     pipeline = Pipeline(model, RandomStream().spec, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
-    diagnosis = GradientDiagnosis(pipeline, 1)
-    with diagnosis.watching():
+    with pipeline.hooks.attached(GradientQuality(pipeline, 1)) as quality:
         pipeline.train(RandomStream(), 1)
-    assert ["cosine_delayed" in row for row in diagnosis.rows] == [True, False, False]
+    assert ["cosine_delayed" in row for row in quality.rows] == [True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -151,12 +159,11 @@ def test_a_stage_without_parameters_has_no_gradient_to_compare() -> None:
     ids=["double", "predicted", "corrected", "scaled"],
 )
 def test_references_use_the_weights_that_the_method_uses(method: str | Method, settings: dict[str, Any]) -> None:
-    """Where inputs are kept, the stored gradient is the method's own; where B takes F's weights, so is the delayed one."""
+    """With stored inputs the *stored* reference is the method's own gradient, and with stashed weights so is *delayed*."""
     made = Pipeline(mixed_net(), RandomStream().spec, method=method, optimizer=sgd(), **settings)
-    diagnosis = GradientDiagnosis(made, 3)
-    with diagnosis.watching():
+    with made.hooks.attached(GradientQuality(made, 3)) as quality:
         made.train(RandomStream(), 13)
-    for row in diagnosis.rows:
+    for row in quality.rows:
         assert row["angle_stored"] < 1e-5
         if made.method.weights is not Weights.CURRENT:
             assert row["norm_ratio_delayed"] == pytest.approx(1, abs=1e-9)

@@ -1,4 +1,4 @@
-"""Bytes held between F and B: predicted from shapes, measured while training, and counted by hand."""
+"""Bytes stored between forward and backward: predicted from shapes, measured during training, and counted by hand."""
 
 from __future__ import annotations
 
@@ -31,27 +31,25 @@ def test_predicted_bytes_are_those_measured(method: Method, k: int, stages: int 
         mixed_net(), data.spec, method=method, k=k, stages=stages, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1)
     )
     found = measured(pipeline, data, 2 * max(pipeline.plan.delays) + 2 * k)
-    assert found == [stage.held for stage in predicted(pipeline.plan)]
-    assert not any("forward" in vars(stage) for stage in pipeline.stages.values())
+    assert found == [stage.stored for stage in predicted(pipeline.plan)]
 
 
 def test_bytes_counted_by_hand() -> None:
-    """mixed_net, batch 4 of 8x8 in float64: a stream of block1 is 4·4·8·8 numbers, one of block3 4·8·4·4."""
+    """mixed_net, batch 4 of 8x8 images in float64: a stream of block1 has 4·4·8·8 elements, one of block3 has 4·8·4·4."""
     model, data, number = mixed_net(), RandomStream(), 8
     stream, wide = 4 * 4 * 8 * 8 * number, 4 * 8 * 4 * 4 * number
     pair = [TensorSpec((4, 4, 8, 8), torch.float64)] * 2
     assert graph_bytes(model, range(1, 2), pair, [Keep.NOTHING]) == 0
     assert graph_bytes(model, range(1, 2), pair, [Keep.INPUT]) == 2 * stream
-    # Inputs x1 and x2; the convolution's result for the normalisation, with its mean and deviation; tanh's result; the sum.
+    # Inputs x1 and x2; the convolution's output, saved by the normalisation with mean and deviation; tanh's output; the sum.
     assert graph_bytes(model, range(1, 2), pair, [Keep.GRAPH]) == 5 * stream + 2 * 4 * number
-    # A stage of two blocks holds what passes between them once.
     wide_pair = [TensorSpec((4, 8, 4, 4), torch.float64)] * 2
     one = graph_bytes(model, range(4, 5), wide_pair, [Keep.GRAPH])
     assert one == 5 * wide + 2 * 8 * number
     assert graph_bytes(model, range(0, 1), [data.spec], [Keep.INPUT]) == data.spec.bytes
 
 
-def test_stashed_weights_are_held_too() -> None:
+def test_stashed_weights_count() -> None:
     data = RandomStream()
 
     def made(weights: Weights) -> list[int]:
@@ -61,11 +59,11 @@ def test_stashed_weights_are_held_too() -> None:
 
     more = [a - b for a, b in zip(made(Weights.STASHED), made(Weights.CURRENT), strict=True)]
     block1 = mixed_net().build_block(1, 0)
-    assert more[1] == pytest.approx(8 * 8 * sum(p.numel() for p in block1.parameters()), rel=0.2)  # τ = 8 versions, one for each
+    assert more[1] == pytest.approx(8 * 8 * sum(p.numel() for p in block1.parameters()), rel=0.2)  # τ = 8 versions
     assert min(more[:5]) > 0
 
 
-def test_autocast_halves_what_convolutions_save() -> None:
+def test_autocast_reduces_saved_activations() -> None:
     model, pair = revnet18(width=0.25), [TensorSpec((8, 16, 32, 32), torch.float32)] * 2
     full, half = (graph_bytes(model, range(1, 2), pair, [Keep.GRAPH], autocast=t) for t in (None, torch.bfloat16))
     assert half < full
@@ -82,7 +80,7 @@ def test_buffers_of_revnet50() -> None:
     assert found[False, False] == number * (34 * 3 * 224**2 + 32 * 128 * 56**2) + 26 * l1 + 18 * l2 + 6 * l3
 
 
-def test_table_3_to_the_papers_decimals() -> None:
+def test_table_3_matches_the_paper() -> None:
     found = {row: sum(stages) for row, stages in table3(revnet50(classes=1000, stem="imagenet"), IMAGENET).items()}
     assert [round(value / 1e9, 1) for value in found.values()] == [44.5, 43.6, 21.2, 20.3]
     first, *others = found.values()
@@ -90,7 +88,7 @@ def test_table_3_to_the_papers_decimals() -> None:
 
 
 def test_table_3_stage_by_stage() -> None:
-    """mixed_net in float64: of its stages only the third downsamples, so it alone has both streams, and buffers in any case."""
+    """mixed_net in float64: only the third stage downsamples, so it alone stores both streams and always buffers its inputs."""
     found, data = table3(mixed_net(), RandomStream().spec), RandomStream().spec.bytes
     stream, wide = 8 * 4 * 4 * 8 * 8, 8 * 4 * 8 * 4 * 4
     inputs = [data, stream, 2 * stream, wide, wide, wide]

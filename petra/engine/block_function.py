@@ -1,0 +1,117 @@
+"""One block as a function of input, weights and microbatch: repeatable random numbers, autocast and exact streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from petra.engine.weights import WeightVersion
+from petra.reversible import Gradients, Grid, ReversibleBlock, derive_seed, frozen_statistics, normalisations, seeded, unchanged
+from petra.specs import Streams, as_streams
+
+
+class BlockFunction:
+    """One block as a function that gives the same output whenever input, weights and microbatch are the same.
+
+    Args:
+        module: The block, on its device and in training mode.
+        seed: Seed of this block in this run. The random numbers of microbatch m derive from it and m.
+        autocast: Type in which the block computes, or None. Its inputs and outputs keep the type of the streams.
+        concurrent: Whether other blocks run at the same time in other threads. PyTorch's generators are global, so blocks that draw
+            random numbers must take turns; :meth:`detect_rng` finds out which do.
+        grid: Grid for exact streams (:mod:`petra.reversible.grid`), or None.
+
+    Attributes:
+        parameters: Trained parameters by name.
+        normalisations: Layers with running statistics.
+        uses_rng: Whether the block draws random numbers, or None if that is not known yet.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, seed: int, autocast: torch.dtype | None, concurrent: bool = False, grid: Grid | None = None
+    ) -> None:
+        self.module = module
+        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.normalisations = normalisations(module)
+        self.uses_rng: bool | None = None if concurrent else True
+        self._seed, self._autocast_dtype, self._grid = seed, autocast, grid
+        self._reversible = module if isinstance(module, ReversibleBlock) else None
+        if self._reversible is not None and grid is not None:
+            self._reversible.carry_on(grid)
+            self._grid = None
+
+    def __call__(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
+        """Return the block's output for microbatch ``m``; with ``version`` None the parameters are used.
+
+        Raises:
+            ModelError: If the block changes its input in place.
+        """
+        seed = self._seed_of(m)
+        arguments, seed = ({"seed": seed}, None) if self._reversible is not None else ({}, seed)
+        with self._autocast(x[0]), unchanged(x, self.module), seeded(seed, x[0].device):
+            y = self.module(*x, **arguments) if version is None else functional_call(self.module, version, x, arguments)
+            return self._as_streams(y, x[0])
+
+    def inverse(self, m: int, y: Streams) -> Streams:
+        """Reconstruct the input of a reversible block from its output, with the parameters."""
+        assert self._reversible is not None
+        with self._autocast(y[0]):
+            return self._reversible.inverse(y[0], y[1], seed=self._seed_of(m))
+
+    def inverse_vjp(self, m: int, y: Streams, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
+        """Return a reversible block's input, the gradient with respect to it, and those of the parameters.
+
+        Args:
+            version: Weights that reconstruct and are differentiated; None for the parameters.
+        """
+        assert self._reversible is not None
+        with self._autocast(y[0]), nullcontext() if version is None else _replaced(self.parameters, version):
+            return self._reversible.inverse_vjp((y[0], y[1]), (dy[0], dy[1]), seed=self._seed_of(m))
+
+    @torch.no_grad()
+    def evaluate(self, x: Streams) -> Streams:
+        """Return the output of the module as it is, which is in evaluation mode."""
+        with self._autocast(x[0]):
+            return self._as_streams(self.module(*x), x[0])
+
+    def detect_rng(self, x: Streams) -> None:
+        """Evaluate the block once more to set :attr:`uses_rng`; state and generators stay as they are."""
+        with seeded(self._seed), torch.no_grad(), frozen_statistics(self.normalisations), self._autocast(x[0]):
+            before = torch.get_rng_state()
+            self.module(*x)
+            self.uses_rng = not torch.equal(before, torch.get_rng_state())
+
+    def _seed_of(self, m: int) -> int | None:
+        return derive_seed(self._seed, m) if self.uses_rng else None
+
+    def _autocast(self, x: Tensor) -> AbstractContextManager[object]:
+        if self._autocast_dtype is None:
+            return nullcontext()
+        # Casts of the weights that a forward without a graph caches would cut the graph of the next evaluation.
+        return torch.autocast(x.device.type, self._autocast_dtype, cache_enabled=False)
+
+    def _as_streams(self, y: Tensor | Streams, x: Tensor) -> Streams:
+        """Return outputs in the type of the input ``x``, because reconstruction subtracts what the forward pass added.
+
+        If streams are exact, a pair that a block without an inverse returns is rounded to the grid.
+        """
+        dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
+        streams = tuple(t.to(dtype) if t.dtype == self._autocast_dtype else t for t in as_streams(y))
+        return streams if self._grid is None or len(streams) != 2 else tuple(self._grid.enter(t) for t in streams)
+
+
+@contextmanager
+def _replaced(parameters: Mapping[str, nn.Parameter], version: WeightVersion) -> Iterator[None]:
+    """Give the parameters the values of ``version`` inside the ``with`` block."""
+    own = {name: p.data for name, p in parameters.items()}
+    for name, p in parameters.items():
+        p.data = version[name].data
+    try:
+        yield
+    finally:
+        for name, p in parameters.items():
+            p.data = own[name]

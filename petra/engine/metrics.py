@@ -1,0 +1,28 @@
+"""Metrics: sums over the targets of a microbatch, such as the number of correct predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from petra.specs import IGNORED
+
+Metric = Callable[[Tensor, Tensor], Tensor]
+"""Function of (output, targets) that returns a sum over the targets that are not ignored."""
+
+
+def count_targets(targets: Tensor) -> Tensor:
+    """Return the number of targets that are not ignored."""
+    return (targets != IGNORED).sum() if targets.dtype == torch.int64 else torch.tensor(len(targets), device=targets.device)
+
+
+def correct_predictions(output: Tensor, targets: Tensor) -> Tensor:
+    """Return the number of targets that have the highest score. Classes are dimension 1 of the output."""
+    return (output.argmax(1) == targets).sum()
+
+
+def top5_correct(output: Tensor, targets: Tensor) -> Tensor:
+    """Return the number of targets among the five highest scores. Classes are dimension 1 of the output, and more than five."""
+    return (output.topk(5, 1).indices == targets.unsqueeze(1)).sum()

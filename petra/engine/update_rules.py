@@ -1,0 +1,61 @@
+"""Settings of a stage's updates: clipping, moving average, loss scale, and the reaction to non-finite gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from petra.errors import require
+from petra.method import Method
+
+
+@dataclass(frozen=True)
+class UpdateRules:
+    """What an update does besides the optimizer's step.
+
+    Attributes:
+        clip: Largest 2-norm of the gradient of one update, or None to leave gradients as they are.
+        clip_globally: Clip by the norm of the whole network's gradient instead of the stage's. All stages must update at the same
+            time.
+        average: Decay of a moving average of the weights, which evaluation uses, or None for no average.
+        loss_scale: Factor of the gradients inside a stage, for fp16, or None. Gradients are divided by it before they are used.
+            ``dynamic`` halves the factor after an overflow and doubles it after
+            :data:`petra.engine.loss_scale.GROWTH_INTERVAL` updates without one. Gradients travel between stages unscaled in
+            float32, so each stage has a scale of its own.
+        nonfinite: After a non-finite gradient, ``stop`` the run or ``skip`` this update of the stage. A dynamic scale above 1
+            skips in either case.
+
+    Raises:
+        ConfigError: If a value is out of range, or ``clip_globally`` is set without ``clip``.
+    """
+
+    clip: float | None = None
+    clip_globally: bool = False
+    average: float | None = None
+    loss_scale: float | Literal["dynamic"] | None = None
+    nonfinite: Literal["stop", "skip"] = "stop"
+
+    def __post_init__(self) -> None:
+        require(self.clip is None or self.clip > 0, "optim.clip", "null or a number > 0", self.clip)
+        require(self.clip is not None or not self.clip_globally, "optim.clip_scope", "stage with optim.clip=null", "global")
+        decay_fits = self.average is None or 0 < self.average < 1
+        require(decay_fits, "optim.ema", "null or a number between 0 and 1", self.average)
+        scale = self.loss_scale
+        scale_fits = scale in (None, "dynamic") or (isinstance(scale, int | float) and scale > 0)
+        require(scale_fits, "trainer.loss_scale", "null, dynamic or a number > 0", scale)
+        require(self.nonfinite in ("stop", "skip"), "trainer.nonfinite", "stop or skip", self.nonfinite)
+
+    def check(self, method: Method, delays: Sequence[int]) -> None:
+        """Check that all stages update at the same time if gradients are clipped globally.
+
+        Args:
+            method: Method of the run.
+            delays: Delay τ of each stage.
+
+        Raises:
+            ConfigError: If gradients are clipped globally but stages update at different times.
+        """
+        simultaneous = method.flush or not any(delays)
+        expected = f"stage with method.delay={method.delay} and no flush, where stages update at different times"
+        require(simultaneous or not self.clip_globally, "optim.clip_scope", expected, "global")

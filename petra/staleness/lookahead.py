@@ -1,0 +1,36 @@
+"""Look-ahead: Nesterov's method for asynchronous pipelines, with discounted gradients.
+
+    w_(t+1) = w_t + d_t − lr·(1 − γ)·g(w_(t−s) + d_(t−s)),    d_t = γ·(w_t − w_(t−1))
+
+For a constant learning rate this equals SGD with Nesterov momentum γ and the learning rate (1 − γ)·lr, if the parameters hold
+w_t + d_t. It is implemented in this way.
+
+Source: Ajanthan et al. 2025, with γ = 0.99. The experiments of the paper use NAdam, stashed weights and one update per microbatch.
+This remedy uses SGD, with the method's weights and k.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from petra.staleness.optimizers import LearningRate, require_momentum
+
+
+def set_momentum(optimizer: torch.optim.Optimizer, momentum: float) -> None:
+    """Set the Nesterov momentum of an SGD optimizer to ``momentum`` (γ).
+
+    Raises:
+        ConfigError: If the optimizer is not SGD.
+    """
+    for group in optimizer.param_groups:
+        group.update(momentum=momentum, nesterov=True)
+    require_momentum("lookahead", optimizer)
+
+
+def scaled(rate: LearningRate, momentum: float) -> LearningRate:
+    """Return ``rate`` times 1 − ``momentum``."""
+
+    def scaled_rate(t: int) -> float:
+        return rate(t) * (1 - momentum)
+
+    return scaled_rate

@@ -1,0 +1,28 @@
+"""What remedies require of learning rates and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from petra.errors import invalid
+
+LearningRate = Callable[[int], float]
+"""Maps the number of microbatches that a stage has processed to a learning rate."""
+
+
+def require_momentum(key: str, optimizer: torch.optim.Optimizer, others: str = "") -> None:
+    """Check that an optimizer is SGD with momentum.
+
+    Args:
+        key: Setting of the remedy, for the message.
+        optimizer: The optimizer of a stage.
+        others: Other accepted optimizers, for the message.
+
+    Raises:
+        ConfigError: If it is another optimizer, or has a parameter group without momentum.
+    """
+    if not isinstance(optimizer, torch.optim.SGD) or not all(group["momentum"] > 0 for group in optimizer.param_groups):
+        name = type(optimizer).__name__.lower()
+        raise invalid(f"remedy.{key}", f"{others}sgd with momentum > 0 as the optimizer", name)

@@ -1,0 +1,95 @@
+"""The monitor of reconstruction errors: its values, its warnings, and training that it does not change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from petra import METHODS, ConfigError, Keep, Method, Pipeline
+from petra.diagnostics.reconstruction_error import ReconstructionMonitor
+from petra.hooks import Hook
+from petra.settings import Numerics
+from petra.specs import Streams
+from tests.support.nets import RandomStream, mixed_net
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("petra.diagnostics.reconstruction_error.EVERY", 5)
+
+
+def built(method: str | Method = "petra", lr: float = 0.05, **options: object) -> Pipeline:
+    def sgd(module: nn.Module) -> torch.optim.SGD:
+        return torch.optim.SGD(module.parameters(), lr=lr)
+
+    return Pipeline(mixed_net(), RandomStream().spec, method=method, optimizer=sgd, seed=2, **options)  # type: ignore[arg-type]
+
+
+class Inputs(Hook):
+    """Copies of the inputs of microbatch 9 and of their reconstructions, by stage."""
+
+    def __init__(self) -> None:
+        self.true: dict[int, Tensor] = {}
+        self.rebuilt: dict[int, Tensor] = {}
+
+    def forward_begin(self, stage: int, m: int, x: Streams) -> None:
+        if m == 9:
+            self.true[stage] = torch.stack([t[0].flatten() for t in x])
+
+    def backward_end(self, stage: int, m: int, x: Streams, dx: Streams) -> None:
+        if m == 9 and x:
+            self.rebuilt[stage] = torch.stack([t[0].flatten() for t in x])
+
+
+def test_error_is_measured_on_the_first_sample_and_training_is_unchanged() -> None:
+    plain, pipeline = built(), built()
+    monitor = ReconstructionMonitor(pipeline, limit=100.0)
+    with pipeline.hooks.attached(monitor), pipeline.hooks.attached(Inputs()) as inputs:
+        pipeline.train(RandomStream(), 12)
+    plain.train(RandomStream(), 12)
+    for key, value in plain.state_dict().items():
+        assert torch.equal(value, pipeline.state_dict()[key]), key
+    assert monitor.errors.keys() == {1, 3, 4}
+    x, rebuilt = inputs.true[4], inputs.rebuilt[4]  # one reversible block, whose input stage 3 needs
+    assert monitor.errors[4] == pytest.approx(float((rebuilt - x).norm() / x.norm()), rel=1e-12)
+    assert monitor.errors[4] > 1e-4
+
+
+def test_only_rounding_errors_without_staleness() -> None:
+    for method in ("reversible", Method("flushed", 1, Keep.NOTHING, flush=True)):
+        pipeline = built(method, k=2)
+        with pipeline.hooks.attached(ReconstructionMonitor(pipeline, limit=0.5)) as monitor:
+            pipeline.train(RandomStream(), 12)
+        assert len(monitor.errors) == 3
+        assert all(error < 1e-12 for error in monitor.errors.values())
+
+
+def test_one_warning_per_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    pipeline = built(lr=0.5)
+    with pipeline.hooks.attached(ReconstructionMonitor(pipeline, limit=1e-3)):
+        pipeline.train(RandomStream(), 20)
+    warnings = capsys.readouterr().err.splitlines()
+    assert sorted(line.split(",")[0] for line in warnings) == ["warning: stage 2", "warning: stage 4", "warning: stage 5"]
+    expected = "above trainer.drift=0.001; to reduce it, try a smaller optim.lr, a larger k or a smaller method.delay"
+    assert all(expected in line for line in warnings)
+
+
+def test_each_run_of_reconstructing_blocks_is_measured_at_its_first_block() -> None:
+    assert ReconstructionMonitor(built(METHODS["petra"], stages=1), limit=1.0).blocks == {1, 3}
+    assert ReconstructionMonitor(built(METHODS["petra"]), limit=1.0).blocks == {1, 3, 4}
+
+
+def test_remedies_depend_on_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    pipeline = built("reversible", numerics=Numerics(wire=torch.bfloat16))
+    with pipeline.hooks.attached(ReconstructionMonitor(pipeline, limit=1e-9)):
+        pipeline.train(RandomStream(), 6)
+    warned = capsys.readouterr().err
+    assert "to reduce it, try trainer.wire=float32, or method.keep=input" in warned
+    assert "optim.lr" not in warned
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
+def test_invalid_limits(limit: float) -> None:
+    with pytest.raises(ConfigError, match=rf"trainer\.drift: expected null or a number > 0, got {limit}"):
+        ReconstructionMonitor(built(), limit)

@@ -1,0 +1,163 @@
+"""Hooks: every event with its stage and microbatch, and no calls without hooks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from petra import Pipeline
+from petra.hooks import EVENTS, Hook, Hooks
+from petra.settings import Runtime
+from tests.support.nets import RandomStream, mixed_net
+from tests.support.processes import run_processes
+
+STAGES, K, MICROBATCHES = 6, 2, 5
+
+
+def sgd(module: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=0.05)
+
+
+def built(dp: int = 1, **options: Any) -> Pipeline:
+    return Pipeline(mixed_net(), RandomStream().spec, k=K, optimizer=sgd, dp=dp, **options)
+
+
+class EventList(Hook):
+    """Names and integer arguments of all events."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, tuple[int, ...]]] = []
+
+
+def _append(name: str) -> Any:
+    def event(self: EventList, *arguments: object) -> None:
+        self.events.append((name, tuple(a for a in arguments if isinstance(a, int))))
+
+    return event
+
+
+for _name in EVENTS:
+    setattr(EventList, _name, _append(_name))
+
+
+def observed(rank: int, dp: int) -> list[tuple[str, tuple[int, ...]]]:
+    pipeline = built(dp, runtime=Runtime(transport="auto"), stages=2)
+    with pipeline.hooks.attached(EventList()) as hook:
+        pipeline.train(RandomStream(), MICROBATCHES)
+        pipeline.evaluate(RandomStream(), 2)
+    return hook.events
+
+
+def test_every_event_has_its_stage_and_microbatch() -> None:
+    pipeline = built()
+    with pipeline.hooks.attached(EventList()) as hook:
+        pipeline.train(RandomStream(), MICROBATCHES)
+    assert hook.events[0] == ("train_begin", (0, MICROBATCHES))
+    assert hook.events[-1] == ("train_end", ())
+    expected = Counter(
+        {
+            (name, arguments): 1
+            for j in range(STAGES)
+            for m in range(MICROBATCHES)
+            for name, arguments in [
+                *((f"{pass_}_{edge}", (j, m)) for pass_ in ("forward", "backward") for edge in ("begin", "end")),
+                *(
+                    (f"{way}_{edge}", (j, peer, m))
+                    for way in ("receive", "send")
+                    for edge in ("begin", "end")
+                    for peer in (j - 1, j + 1)
+                ),
+                ("block_forward_begin", (j, j, m)),
+                ("block_backward_end", (j, j, m)),
+                *((f"update_{edge}", (j, m)) for edge in ("begin", "end") if (m + 1) % K == 0),
+            ]
+        }
+    )
+    assert Counter(hook.events[1:-1]) == expected
+
+
+def test_order_of_events_of_one_microbatch() -> None:
+    pipeline = built(stages=2)
+    with pipeline.hooks.attached(EventList()) as hook:
+        pipeline.train(RandomStream(), MICROBATCHES)
+    last = [name for name, arguments in hook.events if len(arguments) > 1 and arguments[0] == 1 and arguments[-1] == 3]
+    blocks = len(pipeline.plan.layout.stages[1])
+    around = [f"{way}_{edge}" for way in ("receive", "send") for edge in ("begin", "end")]
+    assert last == [
+        *(*around[:2], "forward_begin", *["block_forward_begin"] * blocks, "forward_end", *around[2:]),
+        *(*around[:2], "backward_begin", *["block_backward_end"] * blocks, "backward_end", *around[2:]),
+        *("update_begin", "update_end"),
+    ]
+
+
+def test_blocks_are_numbered_over_the_whole_model() -> None:
+    pipeline = built(stages=2)
+    with pipeline.hooks.attached(EventList()) as hook:
+        pipeline.train(RandomStream(), 1)
+    forward = [arguments for name, arguments in hook.events if name == "block_forward_begin"]
+    assert forward == [(j, block, 0) for j, blocks in enumerate(pipeline.plan.layout.stages) for block in blocks]
+
+
+def test_evaluation_emits_nothing() -> None:
+    pipeline = built()
+    with pipeline.hooks.attached(EventList()) as hook:
+        pipeline.evaluate(RandomStream(), 2)
+    assert hook.events == []
+
+
+@pytest.mark.parametrize(("dp", "exchanges"), [(1, True), (2, False)])
+def test_events_of_several_processes(dp: int, exchanges: bool, tmp_path: Path) -> None:
+    """Exchanges of a lockstep pipeline of two processes; all-reduces of two replicas."""
+    for rank, events in enumerate(run_processes(2, observed, tmp_path, dp)):
+        names = Counter(name for name, _ in events)
+        stages = [rank] if dp == 1 else [0, 1]
+        assert {arguments[0] for name, arguments in events if name == "forward_begin"} == set(stages)
+        assert {arguments for name, arguments in events if name == "exchange_begin"} == ({(rank,)} if exchanges else set())
+        assert names["exchange_begin"] == names["exchange_end"]
+        reduced = [arguments for name, arguments in events if name == "all_reduce_end"]
+        assert sorted(reduced) == ([] if dp == 1 else [(j, m) for j in stages for m in (1, 3)])
+        assert names["all_reduce_begin"] == len(reduced)
+
+
+def test_unobserved_pipeline_makes_no_calls() -> None:
+    """Hooks that override nothing add no calls either, and detached hooks are not called."""
+    pipeline = built()
+    hook = EventList()
+    with pipeline.hooks.attached(hook), pipeline.hooks.attached(Hook()):
+        assert all(len(calls) == 1 for calls in calls_of(pipeline.hooks))
+    assert all(calls == () for calls in calls_of(pipeline.hooks))
+    pipeline.train(RandomStream(), MICROBATCHES)
+    assert hook.events == []
+
+
+def calls_of(hooks: Hooks) -> Iterator[tuple[object, ...]]:
+    return (getattr(hooks, event) for event in EVENTS)
+
+
+def test_hooks_are_detached_after_an_error() -> None:
+    pipeline = built()
+    with pytest.raises(ZeroDivisionError), pipeline.hooks.attached(EventList()):
+        raise ZeroDivisionError
+    assert all(calls == () for calls in calls_of(pipeline.hooks))
+
+
+def test_several_hooks_are_called_in_order_of_attachment() -> None:
+    called: list[str] = []
+
+    class Named(Hook):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def train_end(self) -> None:
+            called.append(self.name)
+
+    pipeline = built()
+    with pipeline.hooks.attached(Named("first")), pipeline.hooks.attached(Named("second")):
+        pipeline.train(RandomStream(), 1)
+    assert called == ["first", "second"]

@@ -1,0 +1,111 @@
+"""Settings, optimizers and state of remedies. ``tests/engine/test_ticks.py`` compares their arithmetic with the equations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from petra import ConfigError, Keep, Method, Pipeline
+from petra.staleness import Prediction, Remedy
+from petra.staleness.shrinking import boundary_factor
+from petra.training.optim import OPTIMIZERS
+from tests.support.nets import RandomStream, mixed_net
+
+
+def sgd(module: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+
+
+def adam(module: nn.Module) -> torch.optim.Adam:
+    return torch.optim.Adam(module.parameters())
+
+
+def plain_sgd(module: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=0.05)
+
+
+def pipeline(**settings: object) -> Pipeline:
+    return Pipeline(mixed_net(), RandomStream().spec, **{"optimizer": sgd, "seed": 3, **settings})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"discount": -1}, "discount: expected a number >= 0, got -1"),
+        ({"correction": 1.0}, "correction: expected a number >= 0 and < 1, got 1.0"),
+        ({"horizon": 0.0}, "horizon: expected a number > 0 and <= 100, got 0.0"),
+        ({"shrink": 0.0}, "shrink: expected a number > 0 and <= 1, got 0.0"),
+        ({"lookahead": 1.0}, "lookahead: expected a number >= 0 and < 1, got 1.0"),
+        ({"lookahead": 0.9, "compensation": True}, "compensation: expected false with remedy.lookahead, got true"),
+    ],
+)
+def test_values_out_of_range_raise(change: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"remedy\.{message}"):
+        Remedy(**change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"method": "delayed", "remedy": Remedy(correction=0.1)}, "remedy.correction: expected 0 unless .*, got 0.1"),
+        (
+            {"method": Method("x", 1, Keep.GRAPH), "remedy": Remedy(correction=0.1)},
+            "remedy.correction: expected 0 unless .*, got 0.1",
+        ),
+        (
+            {"method": "pipedream_2bw", "k": 5, "remedy": Remedy(prediction=Prediction.VELOCITY)},
+            "remedy.prediction: expected none with method.weights=double, .*, got velocity",
+        ),
+        ({"remedy": Remedy(discount=9)}, "learning_rate: expected a function with remedy.discount .*, got None"),
+        (
+            {"remedy": Remedy(compensation=True), "optimizer": adam},
+            "remedy.compensation: expected sgd with momentum > 0 as the optimizer, got adam",
+        ),
+        (
+            {"remedy": Remedy(prediction=Prediction.VELOCITY), "optimizer": plain_sgd},
+            "remedy.prediction: expected adam, adamw, or sgd with momentum > 0 as the optimizer, got sgd",
+        ),
+    ],
+)
+def test_remedies_that_do_not_fit_the_run_raise(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        pipeline(**change)
+
+
+def test_learning_rates_are_discounted_and_scaled() -> None:
+    rate = Remedy(discount=8, lookahead=0.75).learning_rate(lambda t: 2.0, staleness=4.0)
+    assert rate is not None
+    assert [rate(t) for t in (0, 4, 8, 9)] == [0.125, 0.25, 0.5, 0.5]
+    fresh = Remedy(discount=8).learning_rate(lambda t: 2.0, staleness=0.5)
+    assert fresh is not None
+    assert fresh(0) == 2.0
+
+
+def test_gradients_shrink_at_delayed_boundaries_only() -> None:
+    assert [boundary_factor(0.9, (3, 3, 1, 0), stage) for stage in range(4)] == [1.0, 1.0, 0.9, 0.9]
+
+
+def test_a_step_that_a_fused_optimizer_skips_is_not_compensated() -> None:
+    run = pipeline(optimizer=OPTIMIZERS["sgd"], remedy=Remedy(compensation=True))
+    run.train(RandomStream(), 4)
+    optimizer, parameters = run.workers[0].update.optimizer, list(run.stages[0].module.parameters())
+    before = [p.detach().clone() for p in parameters]
+    for p in parameters:
+        p.grad = torch.full_like(p, float("nan"))
+    assert optimizer is not None
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(parameters, before, strict=True))
+
+
+def test_state_resumes_on_another_partition() -> None:
+    """The last stage is never late and has no state. With the other partition, one of its blocks is in a late stage."""
+    remedy = Remedy(prediction=Prediction.DIFFERENCE)
+    before, after = (pipeline(remedy=remedy, k=2, stages=partition) for partition in ([4, 2], [5, 1]))
+    before.train(RandomStream(), 6)
+    after.load_method_state(before.method_state())
+    saved, loaded = before.method_state()["change"], after.method_state()["change"]
+    assert {key.split(".")[0] for key in loaded} - {key.split(".")[0] for key in saved} == {"block3"}
+    assert all(torch.equal(value, saved.get(key, torch.zeros_like(value))) for key, value in loaded.items())
