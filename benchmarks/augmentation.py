@@ -1,4 +1,4 @@
-"""Images per second of one core: those in memory through crop, flip and normalisation, and JPEG files through decoding.
+"""Measure data preparation on one core, in images per second: crop and flip in memory, and decoding of JPEG files.
 
 python -m benchmarks.augmentation --out runs/augmentation.json
 """
@@ -18,22 +18,22 @@ from PIL import Image
 from torch import Tensor
 
 from benchmarks.report import alternate, machine, save, spread, table
-from petra.data import Dataset, TrainStream, load_dataset
+from petra.data import Dataset, TrainSource, load_dataset
 
 SIDE = 400
-"""Pixels of the photographs' shorter side, about ImageNet's."""
+"""Shorter side of the JPEG images in pixels, about the average of ImageNet."""
 
 
 def seconds(inputs: Callable[[int], Tensor], microbatches: int) -> float:
-    """Of this process on a core; one thread that waits for nothing, so other processes on the machine hardly count."""
+    """Return the CPU time of this process for reading microbatches, in seconds. Other processes hardly affect it."""
     start = time.process_time()
     for m in range(microbatches):
         inputs(m)
     return time.process_time() - start
 
 
-def photographs(folder: Path) -> Dataset:
-    """Two classes of 32 JPEG files each, of smooth noise at 500x400."""
+def jpeg_files(folder: Path) -> Dataset:
+    """Write 128 JPEG files of smooth noise, 500x400 pixels, and return them as a data set of two classes."""
     rng = np.random.default_rng(0)
     for i in range(128):
         path = folder / ("train", "val")[i % 2] / f"class{i // 2 % 2}" / f"{i}.jpeg"
@@ -46,7 +46,7 @@ def photographs(folder: Path) -> Dataset:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--microbatches", type=int, default=100, help="of images in memory, in each round")
+    parser.add_argument("--microbatches", type=int, default=100, help="microbatches of images in memory per round")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", help="JSON file to write")
     options = parser.parse_args()
@@ -54,15 +54,18 @@ def main() -> None:
 
     arrays = load_dataset("synthetic", images=50_000)
     with tempfile.TemporaryDirectory() as folder:
-        files = photographs(Path(folder))
-        streams = {
-            "32x32 in memory, crop and flip": (TrainStream(arrays, options.batch, seed=0), options.microbatches),
-            "32x32 in memory, as they are": (TrainStream(arrays, options.batch, seed=0, augment=False), options.microbatches),
-            "JPEG, random part at 224x224": (TrainStream(files, 32, seed=0), 1),
-            "JPEG, centre at 224x224": (TrainStream(files, 32, seed=0, augment=False), 1),
+        files = jpeg_files(Path(folder))
+        sources = {
+            "32x32 in memory, crop and flip": (TrainSource(arrays, options.batch, seed=0), options.microbatches),
+            "32x32 in memory, not augmented": (
+                TrainSource(arrays, options.batch, seed=0, augment=False),
+                options.microbatches,
+            ),
+            "JPEG, random crop at 224x224": (TrainSource(files, 32, seed=0), 1),
+            "JPEG, centre crop at 224x224": (TrainSource(files, 32, seed=0, augment=False), 1),
         }
-        measured = alternate({name: partial(seconds, stream.inputs, n) for name, (stream, n) in streams.items()}, options.rounds)
-    sizes = {name: n * (32 if "JPEG" in name else options.batch) for name, (_, n) in streams.items()}
+        measured = alternate({name: partial(seconds, source.inputs, n) for name, (source, n) in sources.items()}, options.rounds)
+    sizes = {name: n * (32 if "JPEG" in name else options.batch) for name, (_, n) in sources.items()}
     speeds = {name: spread([sizes[name] / value for value in values]) for name, values in measured.items()}
     print(f"one thread, batch {options.batch} (JPEG: 32), all normalised to float32\n")
     print(table(speeds, "images/s"))

@@ -1,4 +1,4 @@
-"""Exact streams and a bf16 wire: what they cost in time, and the reconstruction error with and without them.
+"""Measure the time of exact streams, and the reconstruction error of exact streams, plain streams and a bf16 wire.
 
 python -m benchmarks.exact_streams --out runs/exact_streams.json
 """
@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from benchmarks.report import alternate, machine, ratio, save, spread, table
-from benchmarks.reversible_sequence import branch
+from benchmarks.reversible_sequence import branch, by_depth
 from petra.reversible import Coupling, Grid, ReversibleSequence, frozen_statistics, normalisations
 
 Pair = tuple[Tensor, Tensor]
 
 
 def build(depth: int, channels: int, size: int, batch: int, exact: bool) -> tuple[ReversibleSequence, Pair]:
+    """Return a sequence of reversible blocks and an input."""
     torch.manual_seed(0)
     x1, x2 = (t.contiguous(memory_format=torch.channels_last) for t in torch.randn(2, batch, channels, size, size))
     sequence = ReversibleSequence((Coupling(branch(channels)) for _ in range(depth)), grid=Grid() if exact else None)
@@ -27,7 +29,7 @@ def build(depth: int, channels: int, size: int, batch: int, exact: bool) -> tupl
 
 
 def step(sequence: ReversibleSequence, x: Pair) -> float:
-    """Seconds of one forward and backward."""
+    """Return the seconds of one forward and backward."""
     start = time.perf_counter()
     y1, y2 = sequence(*x)
     (y1.mean() + y2.square().mean()).backward()
@@ -36,7 +38,7 @@ def step(sequence: ReversibleSequence, x: Pair) -> float:
 
 @torch.no_grad()
 def error(sequence: ReversibleSequence, x: Pair, autocast: bool, wire: torch.dtype | None) -> float:
-    """|x̃ − x| / |x| after all blocks were undone; with a wire the output is rounded to its type first."""
+    """Return |x̃ − x| / |x|, where x̃ is reconstructed through all blocks. The output is first rounded to the type ``wire``."""
     if sequence.grid is not None:
         x = (sequence.grid.round(x[0]), sequence.grid.round(x[1]))
     y = x
@@ -50,25 +52,8 @@ def error(sequence: ReversibleSequence, x: Pair, autocast: bool, wire: torch.dty
     return float((torch.stack(y) - torch.stack(x)).norm() / torch.stack(x).norm())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--depth", type=int, default=16, help="reversible blocks")
-    parser.add_argument("--channels", type=int, default=64)
-    parser.add_argument("--size", type=int, default=32, help="pixels of a side")
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", help="JSON file to write")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    shape = (options.channels, options.size, options.batch)
-    made = {name: build(options.depth, *shape, exact=exact) for name, exact in (("exact streams", True), ("plain streams", False))}
-
-    seconds = alternate({name: partial(step, *built) for name, built in made.items()}, options.rounds)
-    ratios = ratio(seconds["exact streams"], seconds["plain streams"])
-    print(f"{options.depth} blocks, {options.channels} channels, {options.size} pixels, batch {options.batch}, one thread\n")
-    print(table({name: spread(values) for name, values in seconds.items()} | {"exact / plain": ratios}, "s"))
-
-    depths = [depth for depth in (1, 4, 16, 64) if depth <= 4 * options.depth]
+def errors_by_depth(depths: Sequence[int], shape: tuple[int, int, int]) -> dict[str, dict[str, float]]:
+    """Return the reconstruction error of each variant and precision, by number of blocks."""
     errors: dict[str, dict[str, float]] = {}
     for depth in depths:
         for precision, autocast in (("float32", False), ("bf16 autocast", True)):
@@ -77,17 +62,31 @@ def main() -> None:
                 ("plain streams", False, None),
                 ("plain streams, bf16 wire", False, torch.bfloat16),
             ):
-                found = error(*build(depth, *shape, exact=exact), autocast, wire)
-                errors.setdefault(f"{name}, {precision}", {})[str(depth)] = found
-    print(
-        "\n| relative reconstruction error after | "
-        + " | ".join(f"{d} blocks" for d in depths)
-        + " |\n"
-        + "|---" * (len(depths) + 1)
-        + "|"
-    )
-    for name, row in errors.items():
-        print(f"| {name} | " + " | ".join(f"{value:.2g}" for value in row.values()) + " |")
+                value = error(*build(depth, *shape, exact=exact), autocast, wire)
+                errors.setdefault(f"{name}, {precision}", {})[str(depth)] = value
+    return errors
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--depth", type=int, default=16, help="number of reversible blocks")
+    parser.add_argument("--channels", type=int, default=64)
+    parser.add_argument("--size", type=int, default=32, help="side of an image in pixels")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", help="JSON file to write")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    shape = (options.channels, options.size, options.batch)
+    built = {name: build(options.depth, *shape, exact=exact) for name, exact in (("exact streams", True), ("plain streams", False))}
+
+    seconds = alternate({name: partial(step, *pair) for name, pair in built.items()}, options.rounds)
+    ratios = ratio(seconds["exact streams"], seconds["plain streams"])
+    print(f"{options.depth} blocks, {options.channels} channels, {options.size} pixels, batch {options.batch}, one thread\n")
+    print(table({name: spread(values) for name, values in seconds.items()} | {"exact / plain": ratios}, "s"))
+
+    errors = errors_by_depth([depth for depth in (1, 4, 16, 64) if depth <= 4 * options.depth], shape)
+    print("\n" + by_depth(errors, "relative reconstruction error", "{:.2g}"))
     save(options.out, {"machine": machine(), "shape": shape, "seconds": seconds, "ratio": ratios, "errors": errors})
 
 

@@ -1,7 +1,7 @@
-"""One BN + ACT + CONV block in the four module shapes of ResNeXt-101: time, and bytes kept between forward and backward.
+"""Measure time and stored bytes of one BN + ACT + CONV block in the four module shapes of ResNeXt-101.
 
-After Fig. 4 of Rota Bulò et al. 2018: standard layers, both checkpointing schemes, InPlace-ABN I and II, and the authors' package
-``inplace-abn`` where it is installed. The block's input is the result of an operation before it, as in a network.
+Compares standard layers, two checkpointing schemes, InPlace-ABN I and II, and the authors' package ``inplace-abn`` if it is
+installed, as in Fig. 4 of Rota Bulò et al. 2018. The block's input is the result of another operation, as in a network.
 
 python -m benchmarks.inplace_abn --out runs/inplace_abn.json
 """
@@ -21,7 +21,7 @@ from benchmarks.report import alternate, kept_bytes, machine, ratio, save, sprea
 from petra.models import MODELS
 from petra.nn import CheckpointedABNConv, InPlaceABN
 
-# Channels, groups and pixels of the 3x3 convolutions for images of 224 pixels (Xie et al. 2017, Table 1: 32x4d).
+# Channels and image side of the 3x3 convolutions for images of 224x224 pixels (Xie et al. 2017, Table 1: 32x4d).
 SHAPES = {"module 1": (128, 56), "module 2": (256, 28), "module 3": (512, 14), "module 4": (1024, 7)}
 GROUPS = 32
 NETWORKS = {
@@ -35,8 +35,8 @@ STANDARD = "standard"
 
 
 def blocks(channels: int) -> dict[str, nn.Module]:
-    """Name → BN + ACT + CONV, all with the same weights."""
-    made = {
+    """Return BN + ACT + CONV blocks by name, with the same weights."""
+    variants = {
         STANDARD: nn.Sequential(nn.BatchNorm2d(channels), nn.LeakyReLU(0.01, inplace=True), conv(channels)),
         "checkpointing (2b)": CheckpointedABNConv(InPlaceABN(channels), conv(channels), "input"),
         "checkpointing x̂ (2c)": CheckpointedABNConv(InPlaceABN(channels), conv(channels), "normalised"),
@@ -45,13 +45,13 @@ def blocks(channels: int) -> dict[str, nn.Module]:
     }
     if importlib.util.find_spec("inplace_abn") is not None:
         package = importlib.import_module("inplace_abn")
-        made["inplace-abn package"] = nn.Sequential(package.InPlaceABN(channels), conv(channels))
-    weights = list(made[STANDARD].parameters())
-    for module in made.values():
+        variants["inplace-abn package"] = nn.Sequential(package.InPlaceABN(channels), conv(channels))
+    weights = list(variants[STANDARD].parameters())
+    for module in variants.values():
         with torch.no_grad():
             for p, w in zip(module.parameters(), weights, strict=True):
                 p.copy_(w)
-    return made
+    return variants
 
 
 def conv(channels: int) -> nn.Conv2d:
@@ -59,7 +59,7 @@ def conv(channels: int) -> nn.Conv2d:
 
 
 class Contestant:
-    """A block with its input and the gradient of its output."""
+    """A block with an input and a gradient of its output."""
 
     def __init__(self, block: nn.Module, x: Tensor, delta: Tensor, channels_last: bool) -> None:
         form = torch.channels_last if channels_last else torch.contiguous_format
@@ -67,7 +67,7 @@ class Contestant:
         self.x, self.delta = x.contiguous(memory_format=form), delta.contiguous(memory_format=form)
 
     def step(self, repeats: int) -> float:
-        """Seconds of a forward and a backward of the block, without what makes its input."""
+        """Return the mean seconds of a forward and a backward of the block, without the computation of its input."""
         seconds = 0.0
         for _ in range(repeats):
             x = _Fresh.apply(self.x.requires_grad_())
@@ -79,11 +79,12 @@ class Contestant:
         return seconds / repeats
 
     def kept(self) -> int:
+        """Return the bytes that the block stores for its backward."""
         return kept_bytes(lambda: self.block(_Fresh.apply(self.x.requires_grad_())), self.block.parameters())
 
 
 class _Fresh(torch.autograd.Function):
-    """A copy that stands for the result of a convolution: nobody else needs it, and its gradient costs nothing."""
+    """A copy in place of a convolution's result. No other operation needs it, and its gradient costs nothing."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
@@ -95,6 +96,7 @@ class _Fresh(torch.autograd.Function):
 
 
 def measure(channels: int, pixels: int, options: argparse.Namespace) -> dict[str, dict[str, object]]:
+    """Return seconds, ratio to the standard block and stored bytes of each variant, for one shape."""
     torch.manual_seed(0)
     x, delta = torch.randn(2, options.batch, channels, pixels, pixels)
     contestants = {name: Contestant(block, x, delta, options.channels_last) for name, block in blocks(channels).items()}
@@ -107,15 +109,15 @@ def measure(channels: int, pixels: int, options: argparse.Namespace) -> dict[str
 
 
 def networks(batch: int) -> dict[str, dict[str, int]]:
-    """Bytes that plain training keeps of a batch of images of 224 pixels between forward and backward, from shapes alone."""
-    found: dict[str, dict[str, int]] = {}
+    """Return the bytes that networks store for the backward of a batch of 224x224 images, computed on the meta device."""
+    stored: dict[str, dict[str, int]] = {}
     for name, options in NETWORKS.items():
         for norm in ("batchnorm", "inplace_abn"):
             with torch.device("meta"):
                 network = MODELS[name](classes=1000, norm=norm, activation="leaky_relu", **options).build(0)
                 x = torch.empty(batch, 3, 224, 224)
-            found.setdefault(name, {})[norm] = kept_bytes(lambda network=network, x=x: network(x), network.parameters())
-    return found
+            stored.setdefault(name, {})[norm] = kept_bytes(lambda network=network, x=x: network(x), network.parameters())
+    return stored
 
 
 def main() -> None:
@@ -124,14 +126,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--repeats", type=int, default=1, help="steps of each contestant in a round")
+    parser.add_argument("--repeats", type=int, default=1, help="steps of each variant per round")
     parser.add_argument("--out", help="JSON file to write")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
     layout = "channels last" if options.channels_last else "contiguous"
     print(f"3x3 convolutions in {GROUPS} groups, batch {options.batch}, {layout}, float32, {options.threads} threads\n")
-    print("| | | ms: median (min – max) | over standard: median (min – max) | MiB kept |\n|---|---|---|---|---|", flush=True)
+    print("| | | ms: median (min – max) | over standard: median (min – max) | MiB stored |\n|---|---|---|---|---|", flush=True)
     figures = {}
     for shape, size in SHAPES.items():
         figures[shape] = measure(*size, options)
@@ -139,7 +141,7 @@ def main() -> None:
             times, over = spread([1000 * s for s in row["seconds"]]), row["ratio"]
             print(f"| {shape} | {name} | {_cell(times)} | {_cell(over)} | {row['kept_bytes'] / 2**20:.2f} |", flush=True)
     kept = networks(batch=32)
-    print("\n| batch 32 of 224x224, GiB kept | batch norm | InPlace-ABN | less |\n|---|---|---|---|")
+    print("\n| batch 32 of 224x224, GiB stored | batch norm | InPlace-ABN | less |\n|---|---|---|---|")
     for name, row in kept.items():
         standard, inplace = row["batchnorm"], row["inplace_abn"]
         print(f"| {name} | {standard / 2**30:.2f} | {inplace / 2**30:.2f} | {1 - inplace / standard:.1%} |")

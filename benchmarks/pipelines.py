@@ -29,9 +29,9 @@ from benchmarks.pipeline_peers import Batches, Peer, Run, Setting, checkpointed,
 from benchmarks.report import installed, machine, ratio, save
 from benchmarks.two_stages import build, sgd
 from petra import METHODS, Keep, Method
-from petra.cost_model.autotune import stage_cost
-from petra.cost_model.costs import measure_link, profile_blocks
-from petra.cost_model.simulator import Link, StageCost, predict
+from petra.cost_model.costs import StageCost, profile_blocks, stage_cost
+from petra.cost_model.links import Link, measure_link
+from petra.cost_model.simulator import predict
 
 NOTHING, GRAPH = METHODS["petra"], Method("petra", delay=2, keep=Keep.GRAPH)
 CONTESTANTS: dict[str, Peer] = {
@@ -112,7 +112,7 @@ def _cost(keep: Keep, options: argparse.Namespace, model: Any, inputs: Any) -> S
     """Of a stage of couplings, measured while the other process measures too."""
     dist.barrier()
     couplings = profile_blocks(model, inputs, optimizer=sgd, channels_last=True, rounds=options.rounds)[1:-1]
-    return stage_cost(couplings[: options.blocks], [keep] * options.blocks, before=keep)
+    return stage_cost(couplings[: options.blocks], [keep] * options.blocks, previous_keep=keep)
 
 
 def simulated(costs: dict[str, Any], link: dict[str, float], stages: int, k: int) -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""The same functions F as reversible sequences of other libraries, with checkpoints, and under plain autograd.
+"""Reversible sequences of petra and of other libraries, checkpointing, and ordinary autograd, built from the same functions F.
 
-Each takes both streams, one above the other along the first dimension, and returns (y1, y2) of the same couplings, with the same
-gradients. Stacked that way, every library's halves are contiguous.
+Each takes both streams, concatenated along the first dimension, and returns (y1, y2) of the same couplings with the same gradients.
+This layout keeps the halves of every library contiguous.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ Forward = Callable[[Tensor], tuple[Tensor, ...]]
 
 
 def petra(branches: Sequence[nn.Module]) -> Forward:
+    """Use :class:`petra.reversible.ReversibleSequence`."""
     sequence = ReversibleSequence(Coupling(f) for f in branches)
     return lambda x: sequence(*x.chunk(2))
 
 
 def plain(branches: Sequence[nn.Module]) -> Forward:
+    """Use ordinary autograd, which stores all activations."""
+
     def forward(x: Tensor) -> tuple[Tensor, ...]:
         x1, x2 = x.chunk(2)
         for f in branches:
@@ -34,7 +37,7 @@ def plain(branches: Sequence[nn.Module]) -> Forward:
 
 
 def checkpointed(branches: Sequence[nn.Module]) -> Forward:
-    """Every block on its own: no more than one graph at a time, and one stream kept for each block."""
+    """Checkpoint each block, so that one stream per block and one graph at a time are stored."""
 
     def forward(x: Tensor) -> tuple[Tensor, ...]:
         x1, x2 = x.chunk(2)
@@ -46,6 +49,7 @@ def checkpointed(branches: Sequence[nn.Module]) -> Forward:
 
 
 def revtorch(branches: Sequence[nn.Module]) -> Forward:
+    """Use RevTorch."""
     from revtorch import ReversibleBlock
     from revtorch import ReversibleSequence as Sequence_
 
@@ -55,6 +59,7 @@ def revtorch(branches: Sequence[nn.Module]) -> Forward:
 
 
 def revlib(branches: Sequence[nn.Module]) -> Forward:
+    """Use RevLib."""
     from revlib import ReversibleSequential
 
     sequence = ReversibleSequential(*branches, split_dim=0)
@@ -62,20 +67,21 @@ def revlib(branches: Sequence[nn.Module]) -> Forward:
 
 
 def memcnn(branches: Sequence[nn.Module]) -> Forward:
+    """Use MemCNN."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         from memcnn import AdditiveCoupling, InvertibleModuleWrapper
 
     pairs = zip(branches[::2], branches[1::2], strict=True)
     wrapped = [
-        InvertibleModuleWrapper(AdditiveCoupling(f, g, split_dim=0), keep_input=i == 0)  # else it would empty the data
+        InvertibleModuleWrapper(AdditiveCoupling(f, g, split_dim=0), keep_input=i == 0)  # otherwise it would free the data
         for i, (f, g) in enumerate(pairs)
     ]
     sequence = nn.Sequential(*wrapped)
 
     def forward(x: Tensor) -> tuple[Tensor, ...]:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of storage() in each block
+            warnings.simplefilter("ignore", UserWarning)  # storage() is deprecated, once per block
             y: Tensor = sequence(x)
         return y.chunk(2)
 
@@ -94,7 +100,7 @@ LIBRARIES = ("RevTorch", "RevLib", "memcnn")
 
 
 def gradients(name: str, branches: Sequence[nn.Module], x: Tensor) -> Tensor:
-    """Of all parameters, in one vector, after one step."""
+    """Return the gradients of all parameters after one step, as one vector."""
     parameters = [p for f in branches for p in f.parameters()]
     for p in parameters:
         p.grad = None
@@ -103,6 +109,6 @@ def gradients(name: str, branches: Sequence[nn.Module], x: Tensor) -> Tensor:
 
 
 def step(forward: Forward, x: Tensor) -> None:
-    """One forward and backward; the input needs a gradient, as a stem's output does."""
+    """Run one forward and backward. The input requires a gradient, like the output of a stem."""
     y1, y2 = forward(x.detach().requires_grad_())
     (y1.square().mean() + 2 * y2.square().mean()).backward()

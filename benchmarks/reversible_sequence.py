@@ -1,9 +1,9 @@
-"""A reversible sequence against plain autograd, checkpoints and other reversible libraries, on the same functions F.
+"""Compare a reversible sequence with ordinary autograd, checkpointing and other reversible libraries, on the same functions F.
 
 python -m benchmarks.reversible_sequence --out runs/reversible_sequence.json
 
-Seconds and peak memory of a training step at each depth. Before that, the gradients of all are compared in float64. Libraries that
-aren't installed are named and left out (``pip install --no-deps revtorch revlib memcnn``).
+Measures seconds and peak memory of a training step at each depth, after checking in float64 that all gradients are equal. Libraries
+that aren't installed are listed and skipped (``pip install --no-deps revtorch revlib memcnn``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.reversible_peers import LIBRARIES, PEERS, Forward, gradients, st
 
 
 def branch(channels: int) -> nn.Module:
-    """F = conv-BN-ReLU-conv-BN."""
+    """Return F: convolution, batch norm, ReLU, convolution, batch norm."""
     return nn.Sequential(
         nn.Conv2d(channels, channels, 3, padding=1, bias=False),
         nn.BatchNorm2d(channels),
@@ -35,7 +35,7 @@ def branch(channels: int) -> nn.Module:
 
 
 def build(depth: int, channels: int, size: int, batch: int, dtype: torch.dtype = torch.float32) -> tuple[list[nn.Module], Tensor]:
-    """The functions of the blocks, and both streams, one above the other."""
+    """Return the functions of the blocks, and both streams concatenated along the first dimension."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     x = torch.randn(2 * batch, channels, size, size, dtype=dtype).contiguous(memory_format=torch.channels_last)
@@ -45,7 +45,8 @@ def build(depth: int, channels: int, size: int, batch: int, dtype: torch.dtype =
     return branches, x
 
 
-def require_equal_gradients(names: Sequence[str]) -> None:
+def check_gradients_agree(names: Sequence[str]) -> None:
+    """Check in float64 that all give the gradients of ordinary autograd."""
     branches, x = build(4, channels=8, size=8, batch=4, dtype=torch.float64)
     expected = gradients("plain autograd", branches, x)
     for name in names:
@@ -53,26 +54,29 @@ def require_equal_gradients(names: Sequence[str]) -> None:
 
 
 def seconds_of(forward: Forward, x: Tensor) -> float:
+    """Return the seconds of one step."""
     start = time.perf_counter()
     step(forward, x)
     return time.perf_counter() - start
 
 
 def peak(name: str, depth: int, *shape: int) -> float:
-    """MiB that a step of a fresh process adds to its resident memory at the peak, gradients of parameters aside."""
+    """Return the peak resident memory that a step adds in a new process, in MiB, without gradients of parameters."""
     branches, x = build(2, channels=4, size=4, batch=1)
-    step(PEERS[name](branches), x)  # what the first step of a process imports isn't this one's
+    step(PEERS[name](branches), x)  # exclude what the first step of a process imports
     branches, x = build(depth, *shape)
     forward = PEERS[name](branches)
     return peak_mib(lambda: step(forward, x))
 
 
 def timed(names: Sequence[str], depth: int, shape: tuple[int, int, int], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of a step of each, in each round."""
     branches, x = build(depth, *shape)
     return alternate({name: partial(seconds_of, PEERS[name](branches), x) for name in names}, rounds)
 
 
 def peaks(names: Sequence[str], depths: Sequence[int], shape: tuple[int, int, int]) -> dict[str, dict[str, float]]:
+    """Return the peak memory of a step of each in MiB, by depth."""
     memory: dict[str, dict[str, float]] = {name: {} for name in names}
     for depth in depths:
         for name in names:
@@ -81,18 +85,19 @@ def peaks(names: Sequence[str], depths: Sequence[int], shape: tuple[int, int, in
     return memory
 
 
-def by_depth(rows: dict[str, dict[str, float]], what: str) -> str:
+def by_depth(rows: dict[str, dict[str, float]], what: str, form: str = "{:.4g}") -> str:
+    """Return a Markdown table with one column per depth. ``form`` formats the values."""
     depths = next(iter(rows.values()))
     lines = [f"| {what} | " + " | ".join(f"{depth} blocks" for depth in depths) + " |", "|---" * (len(depths) + 1) + "|"]
-    lines += [f"| {name} | " + " | ".join(f"{value:.4g}" for value in row.values()) + " |" for name, row in rows.items()]
+    lines += [f"| {name} | " + " | ".join(form.format(value) for value in row.values()) + " |" for name, row in rows.items()]
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--depths", default="8,16,32,64", help="numbers of blocks, even ones")
+    parser.add_argument("--depths", default="8,16,32,64", help="numbers of blocks, which must be even")
     parser.add_argument("--channels", type=int, default=64)
-    parser.add_argument("--size", type=int, default=32, help="pixels of a side")
+    parser.add_argument("--size", type=int, default=32, help="side of an image in pixels")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", help="JSON file to write")
@@ -100,7 +105,7 @@ def main() -> None:
     depths, shape = [int(d) for d in options.depths.split(",")], (options.channels, options.size, options.batch)
 
     names, missing = installed({name: partial(_named, name) for name in PEERS})
-    require_equal_gradients(list(names))
+    check_gradients_agree(list(names))
     print(f"{options.channels} channels, {options.size} pixels, batch {options.batch}, channels last, one thread")
     print("".join(f"\n{name}: not installed" for name in missing))
     figures: dict[str, Any] = {}
@@ -112,7 +117,7 @@ def main() -> None:
         for name, values in seconds.items():
             medians[name][str(depth)] = statistics.median(values)
         print(f"\n{depth} blocks\n\n" + table({name: spread(values) for name, values in seconds.items()}, "s"))
-        print("\npetra's time over another's, round by round\n\n" + table(over, ""))
+        print("\ntime of petra divided by time of the other, round by round\n\n" + table(over, ""))
     memory = peaks(list(names), depths, shape)
     print("\n" + by_depth(medians, "median seconds of a step"))
     print("\n" + by_depth(memory, "peak MiB of a step"))

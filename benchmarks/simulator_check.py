@@ -1,9 +1,10 @@
-"""The simulator against measured runs of two processes: the period predicted from each stage's own work, and the one measured.
+"""Compare the simulator's prediction with the measured time of runs in two processes.
 
 python -m benchmarks.simulator_check --out runs/simulator_check.json
 
-Each round measures a run of each method, with every stage's mean F, B and update recorded in that run, and the link before it;
-the simulator gets those and the schedule, nothing else. What slows the machine for seconds slows both sides of the comparison.
+Each round measures the link, then runs each method and records the mean time of forward, backward and update of each stage. The
+simulator gets only these times, the link and the schedule. Because both sides come from the same run, a temporary slowdown of
+the machine affects both.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import torch.distributed as dist
 from benchmarks.report import machine, ratio, save, spread, table
 from benchmarks.two_stages import Head, Noise, Split, _coupling, sgd
 from petra import BlockSpec, Keep, Method, Model, Pipeline, TensorSpec
-from petra.cost_model.costs import measure_link
-from petra.cost_model.simulator import Link, StageCost, simulate
+from petra.cost_model.costs import StageCost
+from petra.cost_model.links import Link, measure_link
+from petra.cost_model.simulator import simulate
 from petra.diagnostics.events import Interval, Kind
 from petra.diagnostics.recorder import Recorder
 from petra.settings import Numerics, Runtime, TransportName
@@ -39,7 +41,7 @@ METHODS: dict[str, tuple[Method, TransportName]] = {
 
 
 def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
-    """One of the two processes: for each round and method the seconds of a run, and of the same run simulated."""
+    """Run one of the two processes. Rank 0 writes the measured and predicted seconds of each round and method."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     counts = [int(n) for n in options.blocks.split(",")]
@@ -47,7 +49,7 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
     reversible = [BlockSpec(f"block{i}", block) for i in range(sum(counts))]
     model = Model("two", (BlockSpec("split", Split), *reversible, BlockSpec("head", partial(Head, options.channels))))
     inputs = TensorSpec((options.batch, 2 * options.channels, options.size, options.size), torch.float32)
-    stages, stream = [counts[0] + 1, counts[1] + 1], Noise(inputs)
+    stages, data = [counts[0] + 1, counts[1] + 1], Noise(inputs)
     pipelines = {
         name: Pipeline(
             model,
@@ -66,55 +68,58 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
         for name, pipeline in pipelines.items():
             link = measure_link()
             dist.barrier()
-            with pipeline.hooks.attached(Recorder(pipeline)) as recorder:
+            recorder = Recorder(pipeline)
+            with recorder.recording():
                 start = time.perf_counter()
-                pipeline.train(stream, options.microbatches)
+                pipeline.train(data, options.microbatches)
                 seconds = time.perf_counter() - start
             costs: list[StageCost | None] = [None, None]
-            dist.all_gather_object(costs, cost(recorder.intervals, rank, pipeline))
+            dist.all_gather_object(costs, recorded_cost(recorder.intervals, rank, pipeline))
             method, transport = METHODS[name]
             if round_ > 0:
                 figures[name]["measured"].append(seconds)
-                figures[name]["predicted"].append(length(costs, method, transport, link, options))  # type: ignore[arg-type]
+                figures[name]["predicted"].append(simulated_seconds(costs, method, transport, link, options))  # type: ignore[arg-type]
     if rank == 0:
         (Path(folder) / "figures.json").write_text(json.dumps(figures))
     dist.destroy_process_group()
 
 
-def cost(intervals: Sequence[Interval], stage: int, pipeline: Pipeline) -> StageCost:
-    """The mean work of this process's stage in one run."""
+def recorded_cost(intervals: Sequence[Interval], stage: int, pipeline: Pipeline) -> StageCost:
+    """Return the mean cost of this process's stage in one run."""
 
     def mean(*kinds: Kind) -> float:
-        found = [i.stop - i.start for i in intervals if i.kind in kinds]
+        """Return the total seconds of all kinds, divided by the number of intervals of the first kind."""
+        seconds = [i.stop - i.start for i in intervals if i.kind in kinds]
         count = sum(i.kind is kinds[0] for i in intervals)
-        return sum(found) / max(count, 1)
+        return sum(seconds) / max(count, 1)
 
-    streams = sum(t.bytes for t in pipeline.plan.layout.profiles[0].outputs)
-    keeps_nothing = pipeline.plan.method.keep is Keep.NOTHING
+    (boundary,) = pipeline.plan.boundaries
     return StageCost(
         forward=mean(Kind.FORWARD, Kind.LOSS),
         backward=mean(Kind.BACKWARD),
         update=mean(Kind.UPDATE),
-        forward_bytes=streams if stage == 0 else 0,
-        backward_bytes=streams * (2 if keeps_nothing else 1) if stage == 1 else 0,
+        forward_bytes=boundary.forward_bytes if stage == 0 else 0,
+        backward_bytes=boundary.backward_bytes if stage == 1 else 0,
     )
 
 
-def length(costs: Sequence[StageCost], method: Method, transport: TransportName, link: Link, options: argparse.Namespace) -> float:
-    """Simulated seconds of one run, from its start to the drained pipeline."""
-    found = simulate(costs, method, options.k, options.microbatches, link=link, transport=transport)  # type: ignore[arg-type]
-    return max(i.stop for i in found)
+def simulated_seconds(
+    costs: Sequence[StageCost], method: Method, transport: TransportName, link: Link, options: argparse.Namespace
+) -> float:
+    """Return the simulated seconds of one run, from its start until the pipeline has drained."""
+    intervals = simulate(costs, method, options.k, options.microbatches, link=link, transport=transport)  # type: ignore[arg-type]
+    return max(i.stop for i in intervals)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", default="8,5", help="reversible blocks of each stage")
+    parser.add_argument("--blocks", default="8,5", help="number of reversible blocks in each stage")
     parser.add_argument("--channels", type=int, default=64)
-    parser.add_argument("--size", type=int, default=8, help="pixels of a side")
+    parser.add_argument("--size", type=int, default=8, help="image size in pixels")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--k", type=int, default=4, help="microbatches per update")
-    parser.add_argument("--microbatches", type=int, default=16, help="of one round of one method")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--microbatches", type=int, default=16, help="microbatches of each run")
+    parser.add_argument("--rounds", type=int, default=9, help="runs of each method")
     parser.add_argument("--out", help="JSON file to write")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -123,7 +128,7 @@ def main() -> None:
     rows = {f"{name}: {kind}": spread(values) for name, pair in figures.items() for kind, values in pair.items()}
     errors = {name: ratio(pair["predicted"], pair["measured"]) for name, pair in figures.items()}
     print(f"Two stages of {options.blocks} blocks, {options.microbatches} microbatches, k = {options.k}\n")
-    print(table(rows, "s") + "\n\nPredicted over measured, round by round (the bar: 0.9 to 1.1):\n\n" + table(errors, ""))
+    print(table(rows, "s") + "\n\nPredicted over measured seconds of each round (accepted: 0.9 to 1.1):\n\n" + table(errors, ""))
     save(options.out, {"machine": machine(), "options": vars(options), "figures": figures, "predicted_over_measured": errors})
 
 

@@ -1,12 +1,12 @@
-"""What a pipeline on as many GPUs as stages would gain, simulated from block costs measured on this machine.
+"""Simulate the speed-up of a pipeline with one GPU per stage, from block costs measured on this machine.
 
 python -m benchmarks.speedup_model --out runs/speedup_model.json
 
-1. RevNet-18 on 10 and RevNet-34 on 18 devices: PETRA's speed-up over sequential reversible backpropagation with the paper's cut
-   (one block a stage; the paper measured 3.0x and 2.4x), with ``stages=auto`` and with cuts inside residual blocks.
-2. Stages of equal cost: PETRA, keeping nothing or the graph, against 1F1B at J = 2, 10, 18 and k = 1 ... 32.
+1. RevNet-18 on 10 and RevNet-34 on 18 devices: PETRA's speed-up over sequential reversible backpropagation with the paper's
+   partition (one block per stage; the paper measured 3.0x and 2.4x), with ``stages=auto``, and with residual blocks split in two.
+2. Stages of equal cost: PETRA with keep=nothing or keep=graph against 1F1B at J = 2, 10, 18 and k = 1 ... 32.
 
-Times of blocks come from this machine's processor, not from a GPU; ``--flops`` takes them from FLOPs instead.
+Block times are measured on the CPU, not on a GPU. ``--flops`` uses FLOPs instead.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from benchmarks.report import machine, save
 from petra import METHODS, BlockSpec, Keep, Method, Model, TensorSpec
-from petra.cost_model.autotune import choose_delays, line_costs, tune
-from petra.cost_model.costs import BlockCost, count_blocks, profile_blocks
-from petra.cost_model.simulator import Link, StageCost, predict
+from petra.cost_model.autotune import choose_delays, tune
+from petra.cost_model.costs import BlockCost, StageCost, count_blocks, pipeline_costs, profile_blocks
+from petra.cost_model.links import INSTANT, Link
+from petra.cost_model.simulator import predict
 from petra.models import revnet18, revnet34
 from petra.models.revnet import Downsample
 from petra.reversible import Coupling
@@ -36,7 +37,7 @@ PAPER = {"revnet18": 3.0, "revnet34": 2.4}
 
 
 class First(nn.Module):
-    """The first half of a coupling's F: (x1, x2) -> (x1, x2, h), whose inverse is to drop h."""
+    """First half of a coupling's F: (x1, x2) -> (x1, x2, h). Its inverse drops h."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
@@ -47,7 +48,7 @@ class First(nn.Module):
 
 
 class Second(nn.Module):
-    """The second half: (x1, x2, h) -> (x2, x1 + F2(h)); it needs its h again to go backward."""
+    """Second half of a coupling's F: (x1, x2, h) -> (x2, x1 + F2(h)). Its backward needs h."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
@@ -58,14 +59,14 @@ class Second(nn.Module):
 
 
 class DownFirst(First):
-    """The first half of a downsampling block: (x1, x2) -> (x1, h)."""
+    """First half of a downsampling block: (x1, x2) -> (x1, h)."""
 
     def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, ...]:
         return x1, self.part(x2)
 
 
 class DownSecond(nn.Module):
-    """The second half: (x1, h) -> (h, shortcut(x1) + f(h))."""
+    """Second half of a downsampling block: (x1, h) -> (h, shortcut(x1) + f(h))."""
 
     def __init__(self, block: Downsample) -> None:
         super().__init__()
@@ -76,7 +77,7 @@ class DownSecond(nn.Module):
 
 
 def halved(model: Model) -> Model:
-    """The same network with every residual block as two blocks, cut between its convolutions."""
+    """Return the same network with every residual block split into two blocks between its convolutions."""
     blocks: list[BlockSpec] = []
     with torch.device("meta"):
         kinds = [spec.build() for spec in model.blocks]
@@ -98,7 +99,8 @@ def _half(build: Callable[[], nn.Module], half: int) -> nn.Module:
     return Second(nn.Sequential(*layers[middle:])) if half else First(nn.Sequential(*layers[:middle]))
 
 
-def costs_of(model: Model, options: argparse.Namespace) -> tuple[BlockCost, ...]:
+def block_costs(model: Model, options: argparse.Namespace) -> tuple[BlockCost, ...]:
+    """Return the measured or counted costs of a model's blocks."""
     inputs = TensorSpec((options.batch, 3, options.size, options.size), torch.float32)
     if options.flops:
         return count_blocks(model, inputs)
@@ -107,42 +109,47 @@ def costs_of(model: Model, options: argparse.Namespace) -> tuple[BlockCost, ...]
 
 
 def speedups(name: str, stages: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Of one network on ``stages`` devices, over the same network's stages taking turns (updates left out on both sides)."""
+    """Return PETRA's speed-up on ``stages`` devices over sequential reversible backpropagation, for several partitions.
+
+    Updates are left out on both sides.
+    """
     model = {"revnet18": revnet18, "revnet34": revnet34}[name](width=options.width, stem=options.stem)
-    whole, halves = ([replace(c, update=0.0) for c in costs_of(m, options)] for m in (model, halved(model)))
-    link = Link(bandwidth=1e9 * options.bandwidth, latency=1e-6 * options.latency) if not options.flops else Link()
-    paper = line_costs([[c] for c in whole], [PETRA.keep_of([c.reversible], last=i == len(whole) - 1) for i, c in enumerate(whole)])
-    taking_turns = predict(paper, METHODS["reversible"], link=link).period
-    finer = line_costs([[c] for c in halves], [PETRA.keep_of([c.reversible], last=False) for c in halves])
-    # The halves were measured apart from the whole; whichever sum is less is the sequential run to beat.
-    sequential = min(taking_turns, sum(c.forward + c.backward for c in finer))
-    cuts: dict[str, Sequence[StageCost]] = {
-        "one block a stage (the paper)": paper,
+    whole, halves = ([replace(c, update=0.0) for c in block_costs(m, options)] for m in (model, halved(model)))
+    link = Link(bandwidth=1e9 * options.bandwidth, latency=1e-6 * options.latency) if not options.flops else INSTANT
+    paper = pipeline_costs(
+        [[c] for c in whole], [PETRA.keep_of([c.reversible], last=i == len(whole) - 1) for i, c in enumerate(whole)]
+    )
+    sequential_whole = predict(paper, METHODS["reversible"], link=link).period
+    finer = pipeline_costs([[c] for c in halves], [PETRA.keep_of([c.reversible], last=False) for c in halves])
+    # Half blocks are measured separately from whole blocks. Compare with the faster of the two sequential runs.
+    sequential = min(sequential_whole, sum(c.forward + c.backward for c in finer))
+    partitions: dict[str, Sequence[StageCost]] = {
+        "one block per stage (the paper)": paper,
         "stages=auto, whole blocks": tune(whole, PETRA, 1, stages).costs,
         "stages=auto, half blocks": tune(halves, PETRA, 1, stages).costs,
         "stages=auto, half blocks, keep=graph": tune(halves, replace(PETRA, keep=Keep.GRAPH), 1, stages).costs,
     }
     rows = {}
-    for cut, costs in cuts.items():
-        found = predict(costs, PETRA, link=link)
-        delays = choose_delays(costs, PETRA, 1, link=link) if cut.startswith("stages=auto, half blocks") else None
-        rows[cut] = {
+    for partition, costs in partitions.items():
+        prediction = predict(costs, PETRA, link=link)
+        delays = choose_delays(costs, PETRA, 1, link=link) if partition.startswith("stages=auto, half blocks") else None
+        rows[partition] = {
             "stages": len(costs),
-            "period": found.period,
-            "speedup": sequential / found.period,
-            "efficiency": found.efficiency,
-            "slowest_over_mean": found.compute * len(costs) / sum(c.forward + c.backward for c in costs),
+            "period": prediction.period,
+            "speedup": sequential / prediction.period,
+            "efficiency": prediction.efficiency,
+            "slowest_over_mean": prediction.compute * len(costs) / sum(c.forward + c.backward for c in costs),
             "smallest_delays": delays,
         }
     blocks = {c.name: [c.forward, c.backward, c.graph_forward, c.graph_backward] for c in halves}
-    return {"sequential": sequential, "cuts": rows, "half_blocks": blocks, "paper_speedup": PAPER[name]}
+    return {"sequential": sequential, "partitions": rows, "half_blocks": blocks, "paper_speedup": PAPER[name]}
 
 
 def against_1f1b(stages: int, k: int) -> dict[str, float]:
-    """Periods in forward units of stages of equal cost, by the simulator."""
-    lean, graph = StageCost(1, 3), StageCost(1, 2)
+    """Return simulated periods of stages of equal cost, in units of a forward."""
+    nothing, graph = StageCost(1, 3), StageCost(1, 2)
     return {
-        "petra, keep=nothing": predict([lean] * stages, PETRA, k).period,
+        "petra, keep=nothing": predict([nothing] * stages, PETRA, k).period,
         "petra, keep=graph": predict([graph] * stages, PETRA, k).period,
         "1f1b": predict([graph] * stages, ONE_F_ONE_B, k).period,
     }
@@ -151,26 +158,27 @@ def against_1f1b(stages: int, k: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--size", type=int, default=32, help="pixels of a side")
-    parser.add_argument("--width", type=float, default=1.0)
+    parser.add_argument("--size", type=int, default=32, help="image size in pixels")
+    parser.add_argument("--width", type=float, default=1.0, help="factor of the number of channels")
     parser.add_argument("--stem", choices=("cifar", "imagenet"), default="cifar")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each block, of which the least counts")
-    parser.add_argument("--flops", action="store_true", help="costs by FLOPs instead of measured ones; links are free")
-    parser.add_argument("--bandwidth", type=float, default=float("inf"), help="GB/s of a link in each direction")
-    parser.add_argument("--latency", type=float, default=0.0, help="microseconds of a link")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each block; the fastest counts")
+    parser.add_argument("--flops", action="store_true", help="use FLOPs as costs and instant links")
+    parser.add_argument("--bandwidth", type=float, default=float("inf"), help="bandwidth of a link in each direction (GB/s)")
+    parser.add_argument("--latency", type=float, default=0.0, help="latency of a link (microseconds)")
     parser.add_argument("--out", help="JSON file to write")
     options = parser.parse_args()
     torch.set_num_threads(1)
     figures: dict[str, Any] = {"machine": machine(), "options": vars(options), "speedups": {}, "periods": {}}
     for name, stages in (("revnet18", 10), ("revnet34", 18)):
-        found = figures["speedups"][name] = speedups(name, stages, options)
-        print(f"{name} on {stages} devices, over taking turns (the paper measured {PAPER[name]}x)\n")
-        print("| cut | stages | speed-up | slowest stage / mean | delays that suffice |\n|---|---|---|---|---|")
-        for cut, row in found["cuts"].items():
+        figure = figures["speedups"][name] = speedups(name, stages, options)
+        print(f"{name} on {stages} devices, speed-up over sequential backpropagation (the paper measured {PAPER[name]}x)\n")
+        print("| partition | stages | speed-up | slowest stage / mean | smallest delays |\n|---|---|---|---|---|")
+        for partition, row in figure["partitions"].items():
             delays = "" if row["smallest_delays"] is None else " ".join(map(str, row["smallest_delays"]))
-            print(f"| {cut} | {row['stages']} | {row['speedup']:.2f} | {row['slowest_over_mean']:.2f} | {delays} |")
+            print(f"| {partition} | {row['stages']} | {row['speedup']:.2f} | {row['slowest_over_mean']:.2f} | {delays} |")
         print()
-    print("Forward units, stages of equal cost\n\n| J | k | PETRA, nothing | PETRA, graph | 1F1B |\n|---|---|---|---|---|")
+    print("Period in units of a forward, stages of equal cost\n")
+    print("| J | k | PETRA, nothing | PETRA, graph | 1F1B |\n|---|---|---|---|---|")
     for stages in (2, 10, 18):
         for k in (1, 2, 3, 4, 8, 16, 32):
             periods = figures["periods"][f"J={stages}, k={k}"] = against_1f1b(stages, k)

@@ -1,6 +1,6 @@
-"""One's own network, trained by PETRA: see docs/own_model.md.
+"""Train your own network with PETRA (docs/own_model.md).
 
-``python examples/own_model.py`` with all stages in one process, or with one in each of three:
+Run all stages in one process with ``python examples/own_model.py``, or one stage in each of three processes with
 ``torchrun --nproc-per-node 3 examples/own_model.py``.
 """
 
@@ -20,7 +20,7 @@ from petra.training import MultiStep, sgd
 
 
 class Patches(nn.Module):
-    """The image in patches of 4x4 pixels, as two streams."""
+    """Embed patches of 4x4 pixels, and return two streams."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -31,27 +31,29 @@ class Patches(nn.Module):
 
 
 class Merge(nn.Module):
-    """Both streams, averaged over the image, as one."""
+    """Concatenate both streams and average over the image."""
 
     def forward(self, x1: Tensor, x2: Tensor) -> Tensor:
         return torch.cat([x1, x2], dim=1).mean((2, 3))
 
 
 def branch(channels: int) -> nn.Module:
-    """F of a reversible block: from the shape of a stream to the same shape, and it leaves its input alone."""
+    """Return the function F of a reversible block. It keeps the shape and does not modify its input."""
     return nn.Sequential(nn.Conv2d(channels, channels, kernel_size=3, padding=1), nn.BatchNorm2d(channels), nn.ReLU())
 
 
 def block(channels: int) -> Coupling:
+    """Return the reversible block (x1, x2) → (x2, x1 + F(x2))."""
     return Coupling(branch(channels))
 
 
 def network(channels: int = 32, depth: int = 4, classes: int = 10) -> Model:
+    """Return the network as a list of blocks. Any split into consecutive blocks can be trained as stages."""
     return Model(
         "patches",
         (
-            BlockSpec("patches", partial(Patches, channels)),  # not reversible: holds its input, the image
-            *(BlockSpec(f"block{i}", partial(block, channels)) for i in range(depth)),  # hold nothing
+            BlockSpec("patches", partial(Patches, channels)),  # not reversible: stores its input, the image
+            *(BlockSpec(f"block{i}", partial(block, channels)) for i in range(depth)),  # reversible: store nothing
             BlockSpec("merge", Merge),
             BlockSpec("head", partial(nn.Linear, 2 * channels, classes)),
         ),
@@ -59,7 +61,7 @@ def network(channels: int = 32, depth: int = 4, classes: int = 10) -> Model:
 
 
 def main(epochs: int = 6) -> float:
-    """Trains on handwritten digits and returns the accuracy on the test images (0 … 1)."""
+    """Train on images of handwritten digits, and return the test accuracy (0 … 1)."""
     distributed = "RANK" in os.environ
     if distributed:
         dist.init_process_group("gloo")
@@ -70,12 +72,12 @@ def main(epochs: int = 6) -> float:
     rate = MultiStep(0.02, train.batches_per_epoch, epochs, milestones=[4])
     pipeline = Pipeline(network(), inputs, method="petra", stages=3, optimizer=sgd, learning_rate=rate)
     for epoch in range(epochs):
-        trained, tested = pipeline.train(train, train.batches_per_epoch), pipeline.evaluate(test, test.batches)
+        training, test_result = pipeline.train(train, train.batches_per_epoch), pipeline.evaluate(test, test.batches)
         if pipeline.rank == 0:
-            print(f"epoch {epoch + 1}: loss {trained.loss:.3f}, test accuracy {tested.metrics['accuracy']:.1%}")
+            print(f"epoch {epoch + 1}: loss {training.loss:.3f}, test accuracy {test_result.metrics['accuracy']:.1%}")
     if distributed:
         dist.destroy_process_group()
-    return tested.metrics["accuracy"]
+    return test_result.metrics["accuracy"]
 
 
 if __name__ == "__main__":

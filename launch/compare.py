@@ -1,4 +1,4 @@
-"""Runs side by side: a table of their results, and their curves in one picture.
+"""Compare runs: print a table of their results, and draw their curves into one figure.
 
 ``python -m launch.compare runs/a runs/b --out compare.png``
 """
@@ -14,14 +14,14 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from petra.analysis.plots import curves
-from petra.errors import ConfigError, PetraError
+from petra.errors import PetraError, invalid
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Prints a Markdown table of run folders, finished or not, and draws them."""
+    """Print a Markdown table of the runs, finished or not, and draw their curves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, help="run folders")
-    parser.add_argument("--out", type=Path, help="PNG file to draw")
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
+    parser.add_argument("--out", type=Path, help="PNG file for the curves")
     options = parser.parse_args(arguments)
     try:
         histories = {folder.name: history(folder) for folder in options.runs}
@@ -51,15 +51,15 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl.
+    """Return the rows of a run's metrics.jsonl, one for each epoch.
 
     Raises:
-        ConfigError: no run folder, or one without a finished epoch.
+        ConfigError: If the folder is not a run's, or the run has not finished an epoch.
     """
     path = folder / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     if not rows:
-        raise ConfigError(f"{path}: found no finished epoch, accepted is the folder of a run that has one")
+        raise invalid("runs", "folders of runs with a finished epoch", f"{folder}, where metrics.jsonl has none")
     return rows
 
 

@@ -1,13 +1,13 @@
-"""Evaluates the network that a run has left, in one process or, started by torchrun, in many.
+"""Evaluate the trained network of a run on the test data, in one process or in several under torchrun.
 
 ``python -m launch.evaluate run=FOLDER [weights=FILE] [key=value ...]``
 
-    run      the folder of a run, which may still go on
-    weights  a file of exported weights or the folder of a checkpoint; by default ema.* of the run's folder where there is one, else
-             model.*, else its best checkpoint, with moving averages if it has some
-    key      any key of the run's configuration, such as data.root, data.batch_size, trainer.device, trainer.limit_batches
+    run      folder of a run, which may still be training
+    weights  file of exported weights, or folder of a checkpoint. Default: ema.* in the run's folder if it exists, else model.*,
+             else the run's best checkpoint, with its moving average if it has one
+    key      any key of the run's configuration, such as data.root, data.batch_size, trainer.device or trainer.limit_batches
 
-Prints one JSON object: loss in nats, accuracies 0 … 1.
+Prints one JSON object: loss in nats, accuracies between 0 and 1.
 """
 
 from __future__ import annotations
@@ -21,53 +21,51 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from launch.config.errors import reason
+from launch.config.errors import config_error
 from launch.config.schema import Config, LoggerConfig, to_config
 from launch.run.build import set_up
 from launch.run.resume import FOLDER
 from launch.run.resume import weights as weights_in
-from launch.runtime.rank import Place
-from petra.distributed import together
-from petra.errors import ConfigError, first_line
+from launch.runtime.rank import Process
+from launch.runtime.reporting import report_errors
+from petra.distributed import raise_on_all_ranks
+from petra.errors import ConfigError, first_line, invalid, require
 from petra.training import best_of, limited, load_into, means, newest
 from petra.training.export import FORMATS
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point."""
+    """Print the results of an evaluation."""
     words = sys.argv[1:] if arguments is None else arguments
     if not words or {"-h", "--help"} & {*words}:
         print(__doc__)
         return
-    place = Place.from_environment()
-    with place.reporting():
+    process = Process.from_environment()
+    with report_errors(process):
         folder, weights, config = parse(words)
-        numbers = evaluate(config, weights or exported(folder), place)
-        if place.first:
+        numbers = evaluate(config, weights or exported(folder), process)
+        if process.first:
             print(json.dumps(numbers), flush=True)
 
 
 def parse(words: list[str]) -> tuple[Path, Path | None, Config]:
-    """The run's folder, the weights asked for, and the run's configuration with what the command line changes in it.
+    """Return the run's folder, the weights that the command line names, and the run's configuration with its overrides.
 
     Raises:
-        ConfigError: no run folder, or settings that its configuration doesn't have.
+        ConfigError: If there is no folder of a run, or an override doesn't fit the configuration.
     """
     for word in words:
-        if "=" not in word:
-            raise ConfigError(f"command line: found {word}, accepted are run=FOLDER and key=value")
+        require("=" in word, "command line", "run=FOLDER and key=value", word)
     own = dict(word.split("=", 1) for word in words if word.startswith(("run=", "weights=")))
-    if "run" not in own:
-        raise ConfigError("run: not given, accepted is run=FOLDER, the folder of a run")
+    require("run" in own, "run", "the folder of a run (run=FOLDER)", "nothing")
     folder = Path(own["run"])
     path = folder / "config.yaml"
-    if not path.is_file():
-        raise ConfigError(f"run: found no config.yaml in {folder}, accepted is the folder of a run")
+    require(path.is_file(), "run", "the folder of a run", f"{folder} without a config.yaml")
     changes = [word for word in words if not word.startswith(("run=", "weights="))]
     try:
         composed = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path), OmegaConf.from_dotlist(changes))
     except OmegaConfBaseException as error:
-        raise ConfigError(reason(error, Config)) from error
+        raise config_error(error, Config) from error
     except Exception as error:  # a damaged file
         raise ConfigError(f"{path}: can't be read as a configuration ({first_line(error)})") from error
     assert isinstance(composed, DictConfig)
@@ -75,10 +73,10 @@ def parse(words: list[str]) -> tuple[Path, Path | None, Config]:
 
 
 def exported(folder: Path) -> Path:
-    """The weights in a run's folder: their moving average where there is one; else its best checkpoint, or the newest.
+    """Return the path of a run's weights: the exported moving average, the exported weights, the best or the newest checkpoint.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: If the run has neither exported weights nor a checkpoint.
     """
     for name in ("ema", "model"):
         for suffix in FORMATS.values():
@@ -86,26 +84,31 @@ def exported(folder: Path) -> Path:
                 return path
     if (checkpoint := best_of(folder / FOLDER) or newest(folder / FOLDER)) is not None:
         return checkpoint
-    raise ConfigError(f"run: found neither exported weights nor a checkpoint in {folder}, accepted is the folder of a run")
+    raise invalid("run", "a folder with exported weights or checkpoints", folder)
 
 
-def evaluate(config: Config, weights: Path, place: Place) -> dict[str, float | str]:
-    """Loss and metrics of the test data under exported weights or a checkpoint, the same in every process.
+def evaluate(config: Config, weights: Path, process: Process) -> dict[str, float | str]:
+    """Return loss and metrics on the test data, the same on every rank.
+
+    Args:
+        config: Configuration of the run.
+        weights: File of exported weights, or folder of a checkpoint.
+        process: This process.
 
     Raises:
-        PetraError: the configuration, the data or the weights can't be used; the same in every process.
+        PetraError: If the configuration, the data or the weights can't be used. Raised on every rank.
     """
-    # The weights are averages already, or must not be; and what belongs to training in its processes is left aside, replicas too.
+    # The weights are final, so no moving average is needed. Replicas, diagnostics and logging belong to training.
     trainer = replace(config.trainer, transport="auto", trace=None, diagnose=None, stage_metrics=False)
     config = replace(config, dp=1, optim=replace(config.optim, ema=None), trainer=trainer, logger=LoggerConfig(name="jsonl"))
-    checked = set_up(config, place)
+    checked = set_up(config, process)
     torch.set_num_threads(config.trainer.threads)
-    with place.joined(checked.device, config.trainer.timeout):
+    with process.process_group(checked.device, config.trainer.timeout):
         _, test = checked.data()
-        with together():
+        with raise_on_all_ranks():
             state = weights_in(weights)
         pipeline = checked.pipeline(checked.learning_rate(1))
-        with together():
+        with raise_on_all_ranks():
             load_into(pipeline, state, str(weights))
         result = pipeline.evaluate(test, limited(test.batches, config.trainer.limit_batches))
         return {"weights": str(weights), checked.unit: result.targets, **means(result, checked.unit)}

@@ -1,6 +1,6 @@
-"""Trains over the processes of this machine: ``python -m launch.local --processes 10 model=revnet18 ...``.
+"""Train in several processes on this machine: ``python -m launch.local --processes 10 model=revnet18 ...``.
 
-The configuration and its stage map are checked here, once; what can't work is one error, before any process has started.
+The configuration and the assignment of stages to processes are checked once, before any process starts.
 """
 
 from __future__ import annotations
@@ -10,30 +10,34 @@ import sys
 
 import torch
 
-from launch.config.compose import compose
+from launch.config.compose import compose_command_line
 from launch.config.schema import to_config
 from launch.run.build import set_up
 from launch.runtime.agent import run_agent
-from launch.runtime.rank import Place
+from launch.runtime.rank import Process
+from launch.runtime.reporting import report_errors
+from petra.errors import invalid
 
 
 def main() -> None:
-    """Checks, then runs torchrun's agent."""
+    """Check the configuration, then run torchrun's agent."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="All other arguments are Hydra's; python -m launch.train --help lists them.",
+        epilog="All other arguments are those of launch.train; python -m launch.train --help lists them.",
         allow_abbrev=False,
     )
-    parser.add_argument("--processes", type=int, metavar="N", help="how many; one for each GPU if not given, or one without a GPU")
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="number of processes (default: one for each GPU, or one without a GPU)"
+    )
     options, overrides = parser.parse_known_args()
     processes = torch.cuda.device_count() or 1 if options.processes is None else options.processes
     if processes < 1:
-        parser.error(f"--processes: found {processes}, accepted are integers >= 1")
+        parser.error(str(invalid("--processes", "an integer >= 1", processes)))
     sys.argv[1:] = overrides
-    first = Place(rank=0, world=processes, local_rank=0, local_world=processes)
-    with first.reporting():
-        configs = compose()
+    first = Process(rank=0, world=processes, local_rank=0, local_world=processes)
+    with report_errors(first):
+        configs = compose_command_line()
         for config in configs:
             set_up(to_config(config), first)
     if configs:

@@ -1,4 +1,7 @@
-"""The page of all settings, from the schema and the comments of conf/: ``python -m launch.reference > docs/configuration.md``."""
+"""Print the reference page of all keys, from the schema and the comments under conf/.
+
+``python -m launch.reference > docs/configuration.md``
+"""
 
 from __future__ import annotations
 
@@ -15,28 +18,28 @@ from launch.config.schema import Config
 
 HEAD = """# Configuration
 
-Made by `python -m launch.reference > docs/configuration.md` from `launch/config/schema.py` and `conf/`; change those.
+This page is generated from `launch/config/schema.py` and `conf/` by `python -m launch.reference > docs/configuration.md`.
 
-`GROUP=FILE` chooses a file of a group, `GROUP.KEY=VALUE` sets a key; a later word wins. The first file of each list is the default.
-Names in brackets are the files that a value or meaning belongs to. Unknown keys, wrong types and values that aren't accepted are
-refused before anything runs. [Experiments](experiments.md) are whole runs.
+`GROUP=FILE` selects a file of a group, and `GROUP.KEY=VALUE` sets a key. Later arguments override earlier ones. The first file of
+each list is the default. Names in parentheses are the files that a value or a meaning applies to. Unknown keys, wrong types and
+invalid values are errors before anything runs. [Experiments](experiments.md) configure whole runs.
 """
 NAME = "name"
 LINE = re.compile(r"^(\w+): (.*?) # (.*)$")
-"""A key at the margin, its value, its comment."""
+"""A top-level key, its value, its comment."""
 
 
 def main() -> None:
-    """Prints the page."""
+    """Print the page."""
     print(page(), end="")
 
 
 def page() -> str:
-    """The page as Markdown."""
+    """Return the page in Markdown."""
     root = Path(CONF) / "config.yaml"
     groups = [entry for entry in OmegaConf.load(root).defaults if OmegaConf.is_dict(entry)]
     chosen = {group: name for entry in groups for group, name in entry.items()}
-    parts = [HEAD, "## Without a group\n", "".join(_table(Config, {"config": root}, ""))]
+    parts = [HEAD, "## Top level\n", "".join(_table(Config, {"config": root}, ""))]
     for group in get_type_hints(Config):
         if not is_dataclass(schema := get_type_hints(Config)[group]):
             continue
@@ -50,7 +53,7 @@ def page() -> str:
 
 
 def _files(group: str, files: dict[str, Path]) -> Iterator[str]:
-    """What each file is for: the comment at its head."""
+    """Yield a table of the files of a group with their purpose, the comment at their head."""
     if len(files) > 1:
         rows = [f"| `{group}={name}` | {_cell(_purpose(path))} |\n" for name, path in files.items()]
         yield "".join(["| file | |\n|---|---|\n", *rows])
@@ -62,7 +65,7 @@ def _purpose(path: Path) -> str:
 
 
 def _table(schema: Any, files: dict[str, Path], prefix: str) -> Iterator[str]:
-    """A row for each key in the order of the schema: type, the files' values, the files' comments."""
+    """Yield a row for each key in the order of the schema: type, values and comments in the files."""
     settings = {name: {key: (value, comment) for key, value, comment in _settings(path)} for name, path in files.items()}
     yield "| key | type | value | meaning |\n|---|---|---|---|\n"
     for field in fields(schema):
@@ -75,14 +78,14 @@ def _table(schema: Any, files: dict[str, Path], prefix: str) -> Iterator[str]:
 
 
 def _settings(path: Path) -> Iterator[tuple[str, str, str]]:
-    """Each key at the margin of a file, with its value as written and its comment."""
+    """Yield each top-level key of a file, with its value as written and its comment."""
     for line in path.read_text(encoding="utf-8").splitlines():
         if match := LINE.match(line):
             yield match[1], match[2], match[3]
 
 
 def _summed(texts: dict[str, str], files: list[str]) -> str:
-    """Each text with the files that have it, the default file's first; without names where all files have the same."""
+    """Join the different texts, each with the names of its files, the default file's first. Omit names that all files share."""
     by_text: dict[str, list[str]] = {}
     for name, text in texts.items():
         by_text.setdefault(text, []).append(name)

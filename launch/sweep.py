@@ -1,8 +1,8 @@
-"""Trains once for each combination of values, and gathers the results: ``python -m launch.sweep k=1,2,4 model=revnet18,revnet34``.
+"""Train once for each combination of values, and collect the results: ``python -m launch.sweep k=1,2,4 model=revnet18,revnet34``.
 
-Values that are separated by commas are tried one by one, all other overrides hold for each run (the grammar is Hydra's). A run has
-a folder of its own under --out; the same command again goes on where it stopped: it skips what is finished and resumes what is not
-from its last checkpoint. --out/sweep.md and sweep.json hold the results so far.
+Values separated by commas are swept. All other overrides apply to every run (the syntax is Hydra's). Each run has its own folder
+under --out. Run the same command again to continue an interrupted sweep: finished runs are skipped, unfinished ones resume from
+their last checkpoint. sweep.md and sweep.json under --out hold the results so far.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from launch.config.checks import AUTO
-from launch.config.compose import composed, refusing
-from launch.config.schema import Config
+from launch.config.compose import compose_overrides, hydra_errors
+from launch.config.schema import AUTO, Config
 from launch.run.build import set_up
 from launch.run.markdown import table
-from launch.runtime.rank import Place
-from petra.errors import ConfigError, PetraError
+from launch.runtime.rank import Process
+from petra.errors import PetraError, invalid
 from petra.training import write_json
 
 SBATCH = Path(__file__).parent / "templates" / "slurm.sbatch"
@@ -46,7 +45,13 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep: the values that are its own, all its overrides, its folder."""
+    """One run of a sweep.
+
+    Attributes:
+        values: Swept keys and the values of this run.
+        overrides: All overrides of this run.
+        folder: Folder of this run.
+    """
 
     values: dict[str, str]
     overrides: tuple[str, ...]
@@ -54,49 +59,50 @@ class Job:
 
     @cached_property
     def config(self) -> Config:
-        """Its configuration.
+        """Return the configuration.
 
         Raises:
-            ConfigError: Hydra or the schema refuses it.
+            ConfigError: If an override can't be parsed or doesn't fit the schema.
         """
-        return replace(composed([RESUME, *self.overrides]), run_dir=str(self.folder))
+        return replace(compose_overrides([RESUME, *self.overrides]), run_dir=str(self.folder))
 
     def summary(self) -> dict[str, Any] | None:
-        """Content of summary.json if the run is finished.
+        """Return the content of summary.json, or None if the run has not finished.
 
         Raises:
-            ConfigError: the folder holds a finished run of another configuration.
+            ConfigError: If the folder has a finished run with another configuration.
         """
         path = self.folder / "summary.json"
         if not path.exists():
             return None
         found, wanted = OmegaConf.load(self.folder / "config.yaml"), OmegaConf.structured(self.config)
         if differing := _differences(OmegaConf.to_container(found), OmegaConf.to_container(wanted)):
-            keys = ", ".join(differing)
-            raise ConfigError(f"--out: found a finished run with another {keys} in {self.folder}, accepted is a new folder")
+            raise invalid("--out", "a new folder", f"{self.folder}, a finished run with another {', '.join(differing)}")
         content: dict[str, Any] = json.loads(path.read_text())
         return content
 
     def command(self) -> list[str]:
-        """Its overrides with its folder, quoted for Hydra; it goes on there if it has been interrupted."""
+        """Return the overrides of launch.train, quoted for Hydra. The run resumes if its folder has a checkpoint."""
         quoted = str(self.folder).replace("'", "\\'")
         return [RESUME, *self.overrides, f"run_dir='{quoted}'"]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Checks all runs, does those that are left, and prints the table; ends with status 1 if one failed."""
+    """Check all runs, train the unfinished ones, and print the table. Exit with status 1 if a run failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--out", type=Path, default=Path("runs", "sweep"), help="folder of the sweep (runs/sweep)")
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="of each run on this machine (1)")
-    parser.add_argument("--slurm", metavar="OPTIONS", help="submit the runs with these options of sbatch instead; may be ''")
+    parser.add_argument("--out", type=Path, default=Path("runs", "sweep"), help="folder of the sweep (default: runs/sweep)")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes of each run on this machine (default: 1)")
+    parser.add_argument("--slurm", metavar="OPTIONS", help="submit the runs to Slurm with these options of sbatch, which may be ''")
     options, overrides = parser.parse_known_args(arguments)
     try:
         sweep = jobs(overrides, options.out.resolve())
         for job in sweep:
             check(job.config, options.processes, here=options.slurm is None)
-        left = [job for job in sweep if job.summary() is None]
-        failed = run_here(left, options.processes) if options.slurm is None else submit(left, shlex.split(options.slurm))
-        print(gather(sweep, options.out), end="")
+        unfinished = [job for job in sweep if job.summary() is None]
+        failed = (
+            run_here(unfinished, options.processes) if options.slurm is None else submit(unfinished, shlex.split(options.slurm))
+        )
+        print(collect(sweep, options.out), end="")
     except PetraError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -108,15 +114,15 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def jobs(overrides: Sequence[str], out: Path) -> list[Job]:
-    """All combinations of the values, the last override's changing fastest.
+    """Return a job for each combination of values. The values of the last override change fastest.
 
     Raises:
-        ConfigError: an override that Hydra can't read.
+        ConfigError: If Hydra can't parse an override.
     """
     parser = OverridesParser.create()
     choices: list[list[tuple[str, str, bool]]] = []
     for text in overrides:
-        with refusing([text]):
+        with hydra_errors([text]):
             (override,) = parser.parse_overrides([text])
         key, _, value = text.partition("=")
         swept = override.is_sweep_override()
@@ -130,20 +136,25 @@ def jobs(overrides: Sequence[str], out: Path) -> list[Job]:
 
 
 def check(config: Config, processes: int, here: bool) -> None:
-    """Refuses what can't work; a machine that only submits needn't have the devices.
+    """Check a configuration before any run starts.
+
+    Args:
+        config: Configuration of a run.
+        processes: Number of processes of the run.
+        here: The run uses this machine's devices. A machine that only submits to Slurm may have none.
 
     Raises:
-        PetraError: as :func:`launch.run.build.plan`.
+        PetraError: See :func:`launch.run.build.plan`.
     """
     device = config.trainer.device if here else "cpu"
-    place = Place(rank=0, world=processes, local_rank=0, local_world=processes)
-    set_up(replace(config, trainer=replace(config.trainer, device=device)), place)
+    process = Process(rank=0, world=processes, local_rank=0, local_world=processes)
+    set_up(replace(config, trainer=replace(config.trainer, device=device)), process)
 
 
-def run_here(left: Sequence[Job], processes: int) -> list[Job]:
-    """Runs jobs on this machine, one after another; returns those that failed."""
+def run_here(unfinished: Sequence[Job], processes: int) -> list[Job]:
+    """Run jobs on this machine, one after another. Return those that failed."""
     failed = []
-    for job in left:
+    for job in unfinished:
         print(f"--- {job.folder.name}", flush=True)
         launch = [sys.executable, "-m", "launch.local", "--processes", str(processes)]
         if subprocess.run([*launch, *job.command()]).returncode:
@@ -151,10 +162,10 @@ def run_here(left: Sequence[Job], processes: int) -> list[Job]:
     return failed
 
 
-def submit(left: Sequence[Job], options: Sequence[str]) -> list[Job]:
-    """Hands jobs to Slurm unless they wait or run there already; returns those that it refused."""
+def submit(unfinished: Sequence[Job], options: Sequence[str]) -> list[Job]:
+    """Submit jobs to Slurm unless they are already pending or running. Return those that Slurm rejected."""
     failed = []
-    for job in left:
+    for job in unfinished:
         ticket = job.folder.with_name(job.folder.name + ".slurm")
         if ticket.exists() and _queued(ticket.read_text().strip()):
             print(f"{job.folder.name}: Slurm job {ticket.read_text().strip()} has not ended")
@@ -164,7 +175,7 @@ def submit(left: Sequence[Job], options: Sequence[str]) -> list[Job]:
         try:
             done = subprocess.run([*sbatch, *options, str(SBATCH), *job.command()], capture_output=True, text=True)
         except FileNotFoundError:
-            raise ConfigError("--slurm: found no sbatch on this machine, accepted is a machine that submits to Slurm") from None
+            raise invalid("--slurm", "a machine with Slurm", "one without the command sbatch") from None
         if done.returncode:
             print(done.stderr, end="", file=sys.stderr)
             failed.append(job)
@@ -174,8 +185,8 @@ def submit(left: Sequence[Job], options: Sequence[str]) -> list[Job]:
     return failed
 
 
-def gather(sweep: Sequence[Job], out: Path) -> str:
-    """Writes sweep.json and sweep.md, and returns the latter: a row for each finished run."""
+def collect(sweep: Sequence[Job], out: Path) -> str:
+    """Write sweep.json and sweep.md. Return the latter, a table with a row for each finished run."""
     summaries = [(job, job.summary()) for job in sweep]
     finished = [(job, summary) for job, summary in summaries if summary is not None]
     keys = list(sweep[0].values)
@@ -190,12 +201,13 @@ def gather(sweep: Sequence[Job], out: Path) -> str:
 
 
 def _queued(number: str) -> bool:
-    """Whether Slurm still knows the job as waiting or running."""
+    """Return whether a Slurm job is pending or running."""
     found = subprocess.run(["squeue", "--noheader", "--jobs", number], capture_output=True, text=True)
     return found.returncode == 0 and bool(found.stdout.strip())
 
 
 def _differences(found: Any, wanted: Any, key: str = "") -> list[str]:
+    """Return the keys on which two configurations differ, other than the folder and how the run starts."""
     if isinstance(found, dict) and isinstance(wanted, dict):
         names = dict.fromkeys([*found, *wanted])
         return [d for n in names for d in _differences(found.get(n), wanted.get(n), f"{key}.{n}" if key else str(n))]

@@ -4,96 +4,152 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from launch.config.compose import compose
+from launch.config.compose import compose_command_line
 from launch.config.schema import Config, to_config
 from launch.run.autotune import tuned
-from launch.run.build import set_up
+from launch.run.build import Setup, set_up
 from launch.run.diagnostics import attach_diagnostics
 from launch.run.dry_run import stage_map
 from launch.run.folder import Records, headline, summarise
-from launch.run.resume import FOLDER, as_before, begin, facts, find_start, require_shared
-from launch.runtime.network import apply
-from launch.runtime.rank import Place
-from launch.runtime.signals import Stopping
-from petra.distributed import gathered, together
+from launch.run.resume import FOLDER, Start, as_before, begin, facts, find_start, require_shared
+from launch.runtime.network import set_variables
+from launch.runtime.rank import Process
+from launch.runtime.reporting import only_first_prints, report_errors
+from launch.runtime.signals import StopRequest
+from petra.data import EvalSource, TrainSource
+from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.pipeline import Pipeline
 from petra.process_memory import keep_freed_memory
-from petra.training import FORMATS, Bar, Checkpoints, Lines, Trainer, export, limited, peak_memory
+from petra.training import FORMATS, Bar, Checkpoints, Lines, Schedule, Trainer, export, finished_epochs, limited, peak_memory
 
 
 def main() -> None:
-    """Entry point: the command line is Hydra's."""
-    place = Place.from_environment()
+    """Entry point. Hydra parses the command line."""
+    process = Process.from_environment()
     torch.set_num_interop_threads(1)
-    with place.reporting():
-        with place.composing():
-            configs = compose()
+    with report_errors(process):
+        with only_first_prints(process):
+            configs = compose_command_line()
         for config in configs:
-            run(to_config(config), place)
+            run(to_config(config), process)
 
 
-def run(config: Config, place: Place) -> None:
-    """Trains one configuration in this process and all others of its group, and leaves the records in the run's folder.
+def run(config: Config, process: Process) -> None:
+    """Train one configuration in this process and all others of its group, and write the records to the run's folder.
 
     Raises:
-        PetraError: the configuration or its data can't be used; the same in every process.
+        PetraError: In every process, if the configuration or its data cannot be used.
     """
-    checked = set_up(config, place)
+    setup = set_up(config, process)
     if config.dry_run:
-        if place.first:
-            print(stage_map(checked), flush=True)
+        if process.first:
+            print(stage_map(setup), flush=True)
         return
-    torch.set_num_threads(config.trainer.threads)
-    if checked.device.type == "cpu":
-        keep_freed_memory()
-    notes = apply(config.cluster)
-    with place.joined(checked.device, config.trainer.timeout):
+    notes = prepare_process(setup)
+    with process.process_group(setup.device, config.trainer.timeout):
         started = time.perf_counter()
-        stopping = Stopping()
-        start = find_start(config, place)
-        checked = tuned(as_before(checked, start), place)
-        train, test = checked.data()
-        limit = config.trainer.limit_batches
-        microbatches = limited(train.batches_per_epoch, limit)
-        learning_rate = checked.learning_rate(microbatches)
-        pipeline = checked.pipeline(learning_rate)
-        trainer = Trainer(pipeline, train, test, learning_rate, limit=limit, unit=checked.unit)
-        trainer.every, trainer.stop = config.checkpoint.every, stopping
+        start = find_start(config, process)
+        setup = tuned(as_before(setup, start), process)
+        train, test = setup.data()
+        learning_rate = setup.learning_rate(limited(train.batches_per_epoch, config.trainer.limit_batches))
+        pipeline = setup.pipeline(learning_rate)
         begin(pipeline, config, start)
+        records = open_records(config, start, process)
+        if records is not None:
+            print(*notes, f"{headline(setup, pipeline)}; records in {records.folder}", sep="\n", flush=True)
+            if start.path is not None:
+                print(f"resuming from {start.path}, after microbatch {pipeline.clock}", flush=True)
+        folder = all_gather_objects(None if records is None else records.folder)[0]
+        checkpoints = open_checkpoints(config, folder, process)
+        stop = StopRequest()
+        trainer = make_trainer(setup, pipeline, (train, test), learning_rate, records, checkpoints, stop)
         if start.trainer is not None:
             trainer.resume(start.trainer)
-        with together():
-            records = Records(config, [epoch.row() for epoch in trainer.history]) if place.first else None
-        progress = None
-        if records is not None:
-            print(*notes, sep="\n", end="\n" if notes else "")
-            print(f"{headline(checked, pipeline)}; records in {records.folder}", flush=True)
-            display = Bar if sys.stdout.isatty() else Lines
-            progress = display(config.trainer.epochs, microbatches, learning_rate, tuple(pipeline.recipe.metrics), checked.unit)
-            if start.path is not None:
-                print(f"goes on from {start.path}, after microbatch {pipeline.clock}", flush=True)
-            trainer.loggers, trainer.progress = records.loggers, progress
-        folder = gathered(None if records is None else records.folder)[0]
-        if config.checkpoint.keep:
-            require_shared(folder, config, place)
-            checkpoint, timeout = config.checkpoint, config.trainer.timeout
-            trainer.checkpoints = Checkpoints(folder / FOLDER, checkpoint.keep, background=checkpoint.background, timeout=timeout)
-            trainer.facts = facts(checked)
-        with attach_diagnostics(config.trainer, pipeline, None if records is None else records.folder), stopping.listening():
+        with attach_diagnostics(config.trainer, pipeline, None if records is None else records.folder), stop.handle_signals():
             history = trainer.fit(config.trainer.epochs)
-        if config.trainer.export != "none":
-            write_weights(pipeline, folder, config)
-        memory = gathered(peak_memory(checked.device))
+        export_weights(pipeline, folder, config)
+        memory = all_gather_objects(peak_memory(setup.device))
         if records is not None:
-            records.finish(summarise(checked, pipeline, history, memory, time.perf_counter() - started), history)
+            records.finish(summarise(setup, pipeline, history, memory, time.perf_counter() - started), history)
 
 
-def write_weights(pipeline: Pipeline, folder: Path, config: Config) -> None:
-    """Leaves the trained network in the run's folder, and its moving average beside it; every process takes part."""
+def prepare_process(setup: Setup) -> list[str]:
+    """Set the number of threads, the allocator and the network's environment variables, and return notes to print."""
+    torch.set_num_threads(setup.config.trainer.threads)
+    if setup.device.type == "cpu":
+        keep_freed_memory()
+    return set_variables(setup.config.cluster)
+
+
+def open_records(config: Config, start: Start, process: Process) -> Records | None:
+    """Open the run's folder in the first process, and return None in the others.
+
+    Raises:
+        PetraError: In every process, if the folder cannot be used or the checkpoint's facts are invalid.
+    """
+    records = None
+    with raise_on_all_ranks():
+        rows = [] if start.trainer is None else [epoch.row() for epoch in finished_epochs(start.trainer)]
+        if process.first:
+            records = Records(config, rows)
+    return records
+
+
+def open_checkpoints(config: Config, folder: Path, process: Process) -> Checkpoints | None:
+    """Return the writer of the run's checkpoints, or None if ``checkpoint.keep`` is 0.
+
+    Raises:
+        PetraError: In every process, if any does not see the run's folder.
+    """
+    checkpoint = config.checkpoint
+    if not checkpoint.keep:
+        return None
+    require_shared(folder, config, process)
+    return Checkpoints(folder / FOLDER, checkpoint.keep, background=checkpoint.background, timeout=config.trainer.timeout)
+
+
+def make_trainer(
+    setup: Setup,
+    pipeline: Pipeline,
+    data: tuple[TrainSource, EvalSource],
+    learning_rate: Schedule,
+    records: Records | None,
+    checkpoints: Checkpoints | None,
+    stop: Callable[[], bool],
+) -> Trainer:
+    """Return the trainer of a configuration. Without records, it logs and displays nothing."""
+    config, progress = setup.config, None
+    if records is not None:
+        display = Bar if sys.stdout.isatty() else Lines
+        metrics = tuple(pipeline.recipe.metrics)
+        progress = display(config.trainer.epochs, learning_rate.microbatches_per_epoch, learning_rate, metrics, setup.unit)
+    return Trainer(
+        pipeline,
+        *data,
+        learning_rate,
+        limit=config.trainer.limit_batches,
+        unit=setup.unit,
+        every=config.checkpoint.every,
+        checkpoints=checkpoints,
+        facts=facts(setup),
+        stop=stop,
+        loggers=() if records is None else records.loggers,
+        progress=progress,
+    )
+
+
+def export_weights(pipeline: Pipeline, folder: Path, config: Config) -> None:
+    """Write the trained network to the run's folder as ``trainer.export`` says, and its moving average if there is one.
+
+    All processes must call this function.
+    """
+    if config.trainer.export == "none":
+        return
     suffix = FORMATS[config.trainer.export]
     export(pipeline, folder / f"model{suffix}")
     if config.optim.ema is not None:

@@ -1,4 +1,8 @@
-"""petra: train deep networks split over a line of workers with PETRA, and with the methods it is compared with."""
+"""Train deep networks in parallel with PETRA, an asynchronous pipeline of reversible blocks, and with related pipeline methods.
+
+A :class:`Model` is a sequence of blocks. A :class:`Pipeline` assigns the blocks to stages, runs the stages in one or several
+processes, and trains them with a :class:`Method`.
+"""
 
 from petra.engine.endpoints import Losses
 from petra.engine.totals import Result

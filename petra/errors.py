@@ -1,27 +1,35 @@
-"""Errors that a user can act on: each message names the key or file, what was found and what is accepted."""
+"""Exceptions for errors that a user can correct, and helpers that build their messages.
+
+A message names the configuration key, argument or file, what is accepted, and what was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 class PetraError(Exception):
-    """Base of every error that petra raises for bad input; its text is complete without a traceback."""
+    """Base class of all errors that petra raises for invalid input. The message is complete without a traceback."""
 
 
 class ConfigError(PetraError):
-    """A setting that can't work: a value out of range, or two settings that exclude each other."""
+    """An invalid setting: a value out of range, or two settings that exclude each other."""
 
 
 class DataError(PetraError):
-    """A data file that is missing, damaged or of the wrong form."""
+    """A data file that is missing, damaged or in the wrong format."""
 
 
 class ModelError(PetraError):
-    """Blocks that don't fit each other, or two stages that disagree on the message between them."""
+    """Blocks with incompatible inputs and outputs, or two stages that disagree on the message between them."""
 
 
 class NumericsError(PetraError):
     """A loss or gradient that isn't finite.
 
     Attributes:
-        origin: whether the stage that tells it computed it, instead of having received it; the origin's error is the one to show.
+        origin: Whether the stage that raises the error computed the value. False if the stage received it from another stage.
+            Show the error of the origin to the user.
     """
 
     def __init__(self, message: str, *, origin: bool) -> None:
@@ -30,28 +38,28 @@ class NumericsError(PetraError):
 
 
 class ScheduleError(PetraError):
-    """An order of forwards and backwards that can't be executed."""
+    """A schedule that can't be executed, for example because it deadlocks."""
 
 
 class CommunicationError(PetraError):
-    """A message that didn't come or couldn't be sent: another process has died, hangs, or can't be reached."""
+    """A message that was not received or could not be sent. Another process has died, hangs, or can't be reached."""
 
 
 class Interrupted(PetraError):
-    """A run that was asked to stop and has.
+    """A run that has stopped because a signal requested it.
 
     Attributes:
-        clock: microbatches that it has trained on.
+        clock: Number of microbatches that the run has trained on.
     """
 
     def __init__(self, clock: int, *, saved: bool) -> None:
-        rest = "checkpoint written, resume=auto goes on from there" if saved else "without a checkpoint, since checkpoint.keep=0"
-        super().__init__(f"stopped as asked after microbatch {clock}, {rest}")
+        rest = "checkpoint written, resume=auto continues from it" if saved else "no checkpoint written because checkpoint.keep=0"
+        super().__init__(f"stopped on request after microbatch {clock}, {rest}")
         self.clock = clock
 
 
 def invalid(name: str, expected: str, got: object, kind: type[PetraError] = ConfigError) -> PetraError:
-    """Return the error for a bad value, in the one form that all of petra uses: ``k: expected an integer >= 1, got 0``.
+    """Return the error for an invalid value. All of petra uses its form: ``k: expected an integer >= 1, got 0``.
 
     Args:
         name: The key, argument, file or variable, as the user wrote it.
@@ -63,11 +71,17 @@ def invalid(name: str, expected: str, got: object, kind: type[PetraError] = Conf
 
 
 def require(condition: bool, name: str, expected: str, got: object, kind: type[PetraError] = ConfigError) -> None:
-    """Raise :func:`invalid` unless ``condition`` holds."""
+    """Raise the error of :func:`invalid` unless ``condition`` is true."""
     if not condition:
         raise invalid(name, expected, got, kind)
 
 
+def one_of(values: Iterable[str]) -> str:
+    """Return the accepted values as text for :func:`invalid`: ``auto, local or edge``."""
+    *others, last = values
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def first_line(error: BaseException) -> str:
-    """Of what another library says about an error; the error's type where it says nothing."""
+    """Return the first line of an error's message, or the name of its type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

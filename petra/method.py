@@ -1,4 +1,7 @@
-"""The switches that tell one training method from another (delay, keep, weights, flush), and the methods by name."""
+"""Pipeline methods: when stages run forward and backward, what they store in between, and which weights backward uses.
+
+:class:`Method` describes a method by five switches. :data:`METHODS` contains the methods from the literature by name.
+"""
 
 from __future__ import annotations
 
@@ -6,43 +9,58 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from petra.errors import ConfigError
+from petra.errors import invalid, require
 
-LARGEST = 10_000
-"""Of k and of a stage's delay, in microbatches."""
+MAX_MICROBATCHES_PER_UPDATE = 10_000
+"""Largest accepted k."""
+MAX_DELAY = 10_000
+"""Largest accepted delay of a stage, in microbatches."""
 
 
 class Keep(StrEnum):
-    """What a block holds of a microbatch between its forward and its backward."""
+    """What a block stores for a microbatch between its forward and its backward."""
 
     GRAPH = "graph"
-    """Its autograd graph: no second evaluation (3 units of compute)."""
+    """Store the autograd graph. Backward needs no second forward: 3 units of compute per microbatch, where a forward is 1 unit."""
     INPUT = "input"
-    """Its input: evaluated again in the backward pass (4 units)."""
+    """Store the input. Backward runs the forward again, as in activation checkpointing: 4 units of compute."""
     NOTHING = "nothing"
-    """Nothing: its input is reconstructed from its output (4 units); only reversible blocks can, others hold their input."""
+    """Store nothing. Backward reconstructs the input from the output: 4 units of compute.
+
+    Blocks that aren't reversible store their input instead.
+    """
 
 
 class Weights(StrEnum):
-    """Which weights the backward pass differentiates."""
+    """Which version of the weights backward differentiates."""
 
     CURRENT = "current"
-    """Those of the moment of the backward pass."""
+    """The weights at the time of the backward."""
     STASHED = "stashed"
-    """Those that the forward pass of the same microbatch used: what was current then is copied at the next update."""
+    """The weights that the forward of the same microbatch used. The next update copies them before it overwrites them."""
     DOUBLE = "double"
-    """Of two versions, for forward and backward: those before the last update that all stages have done (PipeDream-2BW)."""
+    """Two versions. Forward and backward use the weights before the last update that all stages have completed (PipeDream-2BW)."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """One point in the space of pipeline methods.
+    """A pipeline method.
+
+    Stages are numbered j = 1 ... J. The delay τ_j of a stage is the number of microbatches that it forwards between the forward
+    and the backward of one microbatch. τ_J is 0.
 
     Attributes:
-        delay: boundary delay d: τ_j − τ_(j+1), one for all boundaries or a tuple with one for each.
-        keep: what blocks hold between F and B, one for all or a tuple with one for each block of the model.
-        fill: every stage forwards all k microbatches of an update before its first backward (GPipe); needs ``flush``.
-        flush: the pipeline is drained before each update, so that gradients are exact.
+        name: Name of the method in messages and records.
+        delay: Boundary delay d_j = τ_j − τ_(j+1), either one integer for all boundaries or a tuple with one per boundary.
+        keep: What blocks store between forward and backward, either one value for all blocks or a tuple with one per block.
+        weights: Which weights backward differentiates.
+        flush: Whether the pipeline is drained before each update, which makes gradients exact.
+        fill: Whether each stage forwards all k microbatches of an update before its first backward, as in GPipe. Requires
+            ``flush`` and makes ``delay`` irrelevant.
+
+    Raises:
+        ConfigError: If a delay is negative, if ``fill`` is set without ``flush``, or if ``flush`` is combined with
+            ``Weights.DOUBLE``.
     """
 
     name: str
@@ -53,92 +71,100 @@ class Method:
     fill: bool = False
 
     def __post_init__(self) -> None:
-        if min(self.boundary_delays(0)) < 0:
-            raise ConfigError(f"method.delay: found {self.delay}, accepted are integers >= 0, one or one per boundary")
+        require(min(self.boundary_delays(0)) >= 0, "method.delay", "integers >= 0, one or one per boundary", self.delay)
         if self.fill and not self.flush:
-            raise ConfigError("method.fill: found true with method.flush=false; forwarding all k microbatches first needs a flush")
+            raise invalid("method.fill", "false with method.flush=false", "true")
         if self.flush and self.weights is Weights.DOUBLE:
-            raise ConfigError("method.weights: found double with method.flush=true, accepted are current, stashed")
+            raise invalid("method.weights", "current or stashed with method.flush=true", "double")
 
     def boundary_delays(self, boundaries: int) -> tuple[int, ...]:
-        """d_j for each boundary (all that are given, for ``boundaries`` = 0)."""
+        """Return the delay d_j of each boundary.
+
+        A delay given as a tuple is returned as it is. A tuple without entries, of a pipeline with one stage, gives ``(0,)``.
+        """
         if isinstance(self.delay, int):
             return (self.delay,) * max(boundaries, 1)
         return self.delay or (0,)
 
     def delays(self, stages: int, k: int) -> tuple[int, ...]:
-        """τ_j for each stage: the microbatches that it forwards between a microbatch's forward and its backward.
+        """Return the delay τ_j of each stage, in microbatches.
 
-        PETRA: d = 2 at every boundary, so τ_j = 2(J − j) (PETRA, section 3.2).
+        PETRA has d = 2 at every boundary, so τ_j = 2(J − j) (Rivaud et al. 2024, section 3.2).
+
+        Args:
+            stages: Number of stages J.
+            k: Number of microbatches per update.
 
         Raises:
-            ConfigError: delays that don't fit the stages or k, or more microbatches than a schedule is checked for.
+            ConfigError: If the number of delays doesn't match the stages, if k or a delay exceeds its limit, or if
+                ``Weights.DOUBLE`` is used with k < τ_1.
         """
-        if k > LARGEST:
-            raise ConfigError(f"k: found {k}, accepted are integers from 1 to {LARGEST}")
+        require(k <= MAX_MICROBATCHES_PER_UPDATE, "k", f"an integer from 1 to {MAX_MICROBATCHES_PER_UPDATE}", k)
         if isinstance(self.delay, tuple) and len(self.delay) != stages - 1:
-            raise ConfigError(
-                f"method.delay: found {len(self.delay)} delays, accepted are one, or {stages - 1} for {stages} stages"
-            )
+            raise invalid("method.delay", f"one delay, or {stages - 1} for {stages} stages", f"{len(self.delay)} delays")
         if self.fill:
             return (k - 1,) * stages
         between = self.boundary_delays(stages - 1)
         delays = tuple(sum(between[j : stages - 1]) for j in range(stages))
-        if delays[0] > LARGEST:
-            raise ConfigError(f"method.delay: found {delays[0]} in all, accepted are at most {LARGEST}")
+        require(delays[0] <= MAX_DELAY, "method.delay", f"at most {MAX_DELAY} in total", delays[0])
         if self.weights is Weights.DOUBLE and delays[0] > k:
-            raise ConfigError(
-                f"k: found {k}, accepted are integers >= {delays[0]} (the delay of stage 1) with method.weights=double: "
-                "two versions of the weights must do for all microbatches in flight"
-            )
+            expected = f"an integer >= {delays[0]} with method.weights=double (the delay of stage 1, so that two versions suffice)"
+            raise invalid("k", expected, k)
         return delays
 
     @property
     def writes_through_graphs(self) -> bool:
-        """Whether graphs wait for B while updates change the weights that they refer to."""
+        """Whether updates write to weights that stored autograd graphs refer to."""
         keeps = (self.keep,) if isinstance(self.keep, Keep) else self.keep
         return Keep.GRAPH in keeps and self.weights is Weights.CURRENT
 
     def check(self, delays: Sequence[int], k: int, *, casts: bool) -> None:
-        """Refuses graphs that updates don't reach.
+        """Check that backward can differentiate the current weights through stored graphs.
 
         Args:
-            casts: evaluations work on casts of the weights (autocast).
+            delays: Delay of each stage, in microbatches.
+            k: Number of microbatches per update.
+            casts: Whether blocks compute with casts of the weights (autocast).
 
         Raises:
-            ConfigError: B would differentiate the casts that F made, not the current weights.
+            ConfigError: If stored graphs refer to casts of the weights, which updates don't change.
         """
-        late = any(self.staleness(delay, k) for delay in delays)
-        if late and casts and self.writes_through_graphs:
-            raise ConfigError(
-                "method.keep: found graph with method.weights=current under autocast, accepted are input, nothing, or "
-                "method.weights=stashed: the graph holds casts of the weights, which updates don't reach"
-            )
+        stale = any(self.staleness(delay, k) for delay in delays)
+        if stale and casts and self.writes_through_graphs:
+            expected = "input, nothing or method.weights=stashed under autocast"
+            got = "graph with method.weights=current, which refers to casts of the weights that updates don't change"
+            raise invalid("method.keep", expected, got)
 
     def staleness(self, delay: int, k: int) -> float:
-        """Updates of a stage with delay τ between a microbatch's forward and its backward, on average: τ / k, 0 if flushed.
+        """Return the mean number of updates of a stage between the forward and the backward of a microbatch.
 
-        With double weights it is one at every stage: all microbatches of an update use the weights before the one before it.
+        This is τ / k, or 0 with ``flush``. With ``Weights.DOUBLE`` it is 1 at every stage: all microbatches of an update use the
+        weights before the previous update.
+
+        Args:
+            delay: Delay τ of the stage, in microbatches.
+            k: Number of microbatches per update.
         """
         if self.weights is Weights.DOUBLE:
             return 1.0
         return 0.0 if self.flush else delay / k
 
     def keep_of(self, reversible: Sequence[bool], *, last: bool, first_block: int = 0) -> tuple[Keep, ...]:
-        """What each block of a stage keeps: a block that can't be inverted holds its input instead of nothing.
+        """Return what each block of a stage stores. Blocks that aren't reversible store their input instead of nothing.
 
         Args:
-            reversible: for each block of the stage, whether it can be inverted.
-            first_block: index of the stage's first block in the model.
-            last: the stage ends the pipeline and its backward follows its forward at once (τ = 0). The blocks behind its last
-                reversible one then keep their graph: it lives no longer than the recomputation's would, and saves a forward.
+            reversible: For each block of the stage, whether it is reversible.
+            last: Whether the stage is the last one and runs the backward of a microbatch directly after its forward (τ = 0). Its
+                blocks after the last reversible one then store their graph. The graph is freed as early as the graph of a
+                recomputation would be, and saves a forward.
+            first_block: Index of the stage's first block in the model.
         """
-        asked = (self.keep,) * len(reversible) if isinstance(self.keep, Keep) else self.keep[first_block:][: len(reversible)]
-        kept = [Keep.INPUT if keep is Keep.NOTHING and not r else keep for keep, r in zip(asked, reversible, strict=True)]
+        requested = (self.keep,) * len(reversible) if isinstance(self.keep, Keep) else self.keep[first_block:][: len(reversible)]
+        keeps = [Keep.INPUT if keep is Keep.NOTHING and not r else keep for keep, r in zip(requested, reversible, strict=True)]
         if last:
             tail = max((i + 1 for i, r in enumerate(reversible) if r), default=0)
-            kept[tail:] = [Keep.GRAPH] * (len(kept) - tail)
-        return tuple(kept)
+            keeps[tail:] = [Keep.GRAPH] * (len(keeps) - tail)
+        return tuple(keeps)
 
 
 METHODS = {
@@ -156,4 +182,4 @@ METHODS = {
         Method("gpipe", delay=0, keep=Keep.GRAPH, flush=True, fill=True),
     )
 }
-"""By name, each with its source in docs/methods.md."""
+"""Methods by name. docs/methods.md lists their sources."""

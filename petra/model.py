@@ -1,4 +1,4 @@
-"""A model as a list of blocks, each built on its own, so that a worker builds only what its stage owns."""
+"""A model as a list of blocks. Each block is built on its own, so a worker builds only the blocks of its stages."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from petra.specs import Streams, TensorSpec, as_streams
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One block of a model: the smallest unit that a model is cut into.
+    """One block of a model: the smallest unit of a partition into stages.
 
-    ``build`` returns a fresh module whose ``forward`` takes one positional tensor per stream and returns a tensor or a tuple of
-    tensors. A :class:`petra.reversible.ReversibleBlock` needs no buffer in a pipeline; any other module holds its input.
+    Attributes:
+        name: Name of the block, unique in the model. Prefix of its keys in state dictionaries.
+        build: Function that returns a new module. The module's ``forward`` takes one positional tensor per stream and returns a
+            tensor or a tuple of tensors. A pipeline stores nothing for a :class:`petra.reversible.ReversibleBlock`, and the input
+            for any other module.
     """
 
     name: str
@@ -30,54 +33,75 @@ class BlockSpec:
 
 @dataclass(frozen=True)
 class BlockProfile:
-    """What is known of a block without running it: the form of its output, its size and its cost."""
+    """Shapes, size and cost of a block, computed without data.
+
+    Attributes:
+        name: Name of the block.
+        outputs: Shape and type of each output tensor for one microbatch.
+        parameters: Number of parameters.
+        flops: Floating-point operations of one forward of one microbatch.
+        reversible: Whether the block is a :class:`petra.reversible.ReversibleBlock`.
+        exact: Whether the block is reversible and supports exact streams (:mod:`petra.reversible.grid`).
+    """
 
     name: str
     outputs: tuple[TensorSpec, ...]
     parameters: int
     flops: int
-    """Of one forward of one microbatch."""
     reversible: bool
     exact: bool
-    """Whether it is reversible and can keep its streams on a grid."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A network as named blocks, from the one that takes the data to the one that returns the loss's input."""
+    """A network as a sequence of named blocks. The first takes the data, and the last returns the input of the loss.
+
+    Attributes:
+        name: Name of the model in messages and records.
+        blocks: The blocks in order.
+    """
 
     name: str
     blocks: tuple[BlockSpec, ...]
 
     @staticmethod
     def of(name: str, blocks: Mapping[str, nn.Module]) -> Model:
-        """A model of modules that exist already, in their order, with the weights that they have.
+        """Make a model from existing modules, in their order and with their weights.
 
-        Every process makes all of them and must make them alike; each trains copies of those that its stages own. Builders
-        instead (:class:`BlockSpec`) spare the rest, and take their weights from the seed of the run.
+        Every process must create all modules with the same weights. It trains copies of those that its stages own. To avoid
+        creating modules of other processes, and to derive weights from the seed of the run, use :class:`BlockSpec` instead.
+
+        Args:
+            name: Name of the model.
+            blocks: Modules by block name.
         """
         return Model(name, tuple(BlockSpec(key, partial(copy.deepcopy, module)) for key, module in blocks.items()))
 
     def build_block(self, index: int, seed: int) -> nn.Module:
-        """Builds block ``index`` from its own seed, so that its weights don't depend on how the model is cut."""
+        """Build block ``index`` with a seed of its own, so that its weights don't depend on the partition into stages."""
         with seeded(derive_seed(seed, index)):
             return self.blocks[index].build()
 
     def build(self, seed: int) -> Chain:
-        """The whole network as one ordinary module (export, plain training, reference)."""
+        """Build the whole network as one module, for export or for training without a pipeline."""
         return Chain([(block.name, self.build_block(i, seed)) for i, block in enumerate(self.blocks)])
 
     def profile(self, inputs: TensorSpec) -> tuple[BlockProfile, ...]:
-        """Shapes, parameters and FLOPs of every block, from tensors without data: no memory, no compute, no statistics moved.
+        """Compute shapes, parameters and FLOPs of every block on the meta device.
+
+        This allocates no memory for tensors, runs no kernel, and changes no running statistics.
+
+        Args:
+            inputs: Shape and type of a microbatch of inputs.
 
         Raises:
-            ModelError: a block can't take what the block before it returns; the text names both.
+            ModelError: If a block can't be built, or doesn't accept the output of the block before it. The message names both.
         """
-        profiles: list[BlockProfile] = []
         try:
             streams: Streams = (torch.empty(inputs.shape, dtype=inputs.dtype, device="meta"),)
         except RuntimeError as error:
-            raise ModelError(f"a microbatch of {inputs} can't be had: {first_line(error)}") from error
+            raise ModelError(f"can't create a microbatch of {inputs}: {first_line(error)}") from error
+        profiles: list[BlockProfile] = []
         for spec in self.blocks:
             counter = FlopCounterMode(display=False)
             try:
@@ -89,9 +113,9 @@ class Model:
                 with torch.no_grad(), counter:
                     streams = as_streams(block(*streams))
             except (RuntimeError, ValueError, TypeError) as error:
-                found = ", ".join(str(p) for p in profiles[-1].outputs) if profiles else str(inputs)
+                given = ", ".join(str(p) for p in profiles[-1].outputs) if profiles else str(inputs)
                 source = f"block {profiles[-1].name}" if profiles else "the data"
-                raise ModelError(f"block {spec.name} can't take {found} from {source}: {first_line(error)}") from error
+                raise ModelError(f"block {spec.name} can't take {given} from {source}: {first_line(error)}") from error
             profiles.append(
                 BlockProfile(
                     name=spec.name,
@@ -99,14 +123,19 @@ class Model:
                     parameters=sum(p.numel() for p in block.parameters()),
                     flops=counter.get_total_flops(),
                     reversible=isinstance(block, ReversibleBlock),
-                    exact=isinstance(block, ReversibleBlock) and type(block).carry_on is not ReversibleBlock.carry_on,
+                    exact=isinstance(block, ReversibleBlock)
+                    and type(block).enable_exact_streams is not ReversibleBlock.enable_exact_streams,
                 )
             )
         return tuple(profiles)
 
 
 class Chain(nn.Module):
-    """Blocks applied one after another under plain autograd; keys of its state are ``<block name>.<key>``."""
+    """Blocks applied one after another with ordinary autograd. Keys of its state dictionary are ``<block name>.<key>``.
+
+    Args:
+        blocks: Name and module of each block.
+    """
 
     def __init__(self, blocks: Sequence[tuple[str, nn.Module]]) -> None:
         super().__init__()
@@ -114,6 +143,7 @@ class Chain(nn.Module):
             self.add_module(name, block)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the last block for the input ``x`` of the first."""
         streams: Streams = (x,)
         for block in self.children():
             streams = as_streams(block(*streams))

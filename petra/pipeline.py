@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from petra.distributed import gathered
+from petra.distributed import all_gather_objects
 from petra.engine.build import Recipe, build_grid, build_remedies, build_stages, build_workers
 from petra.engine.data_parallel import Replicas, Share, ShareObjective
 from petra.engine.endpoints import DataPort, DataSource, Loss, Losses, Objective
@@ -236,7 +236,7 @@ class Pipeline:
         """
         own = {f"stage/{j + 1}/{key}": v for j, worker in self.workers.items() for key, v in worker.update.metrics().items()}
         own |= {key: value for measure in self.measures for key, value in measure().items()}
-        parts = gathered(own)
+        parts = all_gather_objects(own)
         return {key: value for part in parts[: len(self.plan.layout.processes)] for key, value in part.items()}
 
     def _report(self, report: Tensor) -> None:

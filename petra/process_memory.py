@@ -1,25 +1,40 @@
-"""The C library's allocator, which by itself gives large blocks back to the system and gets them again page by page, zeroed."""
+"""Memory of this process: its peak, and how the C library's allocator treats freed memory."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import platform
+import resource
+import sys
+
+import torch
 
 TRIM_THRESHOLD, TOP_PAD, MMAP_MAX, ARENA_MAX = -1, -2, -4, -8
-"""Of glibc's malloc.h."""
-SETTINGS = {MMAP_MAX: 0, TRIM_THRESHOLD: -1, TOP_PAD: 2**26, ARENA_MAX: 1}
-"""Every block lies in one heap, for all threads, that grows by 64 MiB at least and never shrinks."""
+"""Parameters of ``mallopt``, from glibc's malloc.h."""
+MALLOC_SETTINGS = {MMAP_MAX: 0, TRIM_THRESHOLD: -1, TOP_PAD: 2**26, ARENA_MAX: 1}
+"""Allocate every block from a single heap for all threads, which grows by at least 64 MiB and never shrinks."""
 
 
 def keep_freed_memory() -> bool:
-    """Lets this process keep the memory that tensors on the CPU free: a microbatch takes what the one before it took.
+    """Make the allocator keep the memory of freed CPU tensors, so that each microbatch reuses the memory of the one before.
+
+    By default, glibc returns large blocks to the system when they are freed. The next allocation then faults every page in
+    again, zeroed.
 
     Returns:
-        Whether it was done: not without glibc, nor where the environment says how its allocator shall behave.
+        True if the settings were applied. False without glibc, or if environment variables already configure the allocator.
     """
-    chosen = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
-    if chosen or platform.libc_ver()[0] != "glibc":
+    configured = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
+    if configured or platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return all([mallopt(parameter, value) for parameter, value in SETTINGS.items()])
+    return all([mallopt(parameter, value) for parameter, value in MALLOC_SETTINGS.items()])
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the peak memory of this process in bytes: allocated CUDA tensors on a GPU, resident set size on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

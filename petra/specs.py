@@ -1,4 +1,4 @@
-"""What travels between blocks and stages: tensors called streams, and their agreed form."""
+"""Tensors that blocks and stages exchange, and the shape and type that both sides agree on."""
 
 from __future__ import annotations
 
@@ -8,38 +8,55 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from petra.errors import ModelError
+from petra.errors import ModelError, invalid
 
 Streams = tuple[Tensor, ...]
-"""One tensor, or the pair (x1, x2) of a reversible network."""
+"""Input or output of a block: one tensor, or the pair (x1, x2) of a reversible network."""
 
 Message = tuple[Streams, ...]
-"""What one stage sends another for a microbatch: ``(x,)`` forward; ``(x̃, δ, (report,))`` backward, x̃ empty if nobody needs it."""
+"""What one stage sends to another for a microbatch.
+
+``(x,)`` in the forward direction, ``(x̃, δ, (report,))`` in the backward direction. x̃ is empty if no block needs it.
+"""
 
 
 IGNORED = -100
-"""The target of a row that only fills up a microbatch; ``torch.nn.functional.cross_entropy`` skips it by default."""
+"""Target of a padding row. The default ``ignore_index`` of ``torch.nn.functional.cross_entropy``."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The agreed form of one travelling tensor."""
+    """Shape and type of one tensor that blocks or stages exchange.
+
+    Attributes:
+        shape: Size of each dimension.
+        dtype: Type of the elements.
+        channels_last: Whether the tensor uses the channels-last memory format.
+        wire: Type in which the tensor travels between stages, or None for ``dtype``.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     channels_last: bool = False
     wire: torch.dtype | None = None
-    """The type in which it travels between stages, if that is another."""
 
     @property
     def bytes(self) -> int:
+        """Size of the tensor in bytes, in ``dtype``."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
     def require(self, tensor: Tensor, what: str) -> None:
-        """Raises :class:`petra.errors.ModelError` unless a tensor has this shape and type; ``what`` names it."""
+        """Check that a tensor has this shape and type.
+
+        Args:
+            tensor: The tensor to check.
+            what: Name of the tensor in the error message.
+
+        Raises:
+            ModelError: If the shape or the type differs.
+        """
         if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
-            found = TensorSpec(tuple(tensor.shape), tensor.dtype)
-            raise ModelError(f"{what}: found {found}, accepted is {self}")
+            raise invalid(what, str(self), TensorSpec(tuple(tensor.shape), tensor.dtype), ModelError)
 
     def __str__(self) -> str:
         wire = "" if self.wire is None else f" as {_name(self.wire)}"
@@ -55,9 +72,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def as_streams(value: Tensor | Sequence[Tensor]) -> Streams:
-    """A block's result as a tuple of streams."""
+    """Return the output of a block as a tuple of tensors."""
     return (value,) if isinstance(value, Tensor) else tuple(value)
 
 
 def detached(streams: Streams) -> Streams:
+    """Return the tensors detached from their autograd graph."""
     return tuple(t.detach() for t in streams)

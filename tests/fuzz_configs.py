@@ -1,11 +1,11 @@
-"""Random configurations: each trains a few steps of a tiny network or is refused in one line, and none hangs.
+"""Test random configurations: each must train a few steps of a tiny network, or raise an error of one line. None may hang.
 
 ``python -m tests.fuzz_configs --examples 10000``
 
-A command line takes a file of each group, settings that keep networks and data small, and a few random overrides of any key of the
-schema: values that stand somewhere under conf/, values of other types and beyond every range, and misspelt keys. It goes through
-Hydra, the plan and the pipeline as in ``launch.train``, one in fifty through a whole run with its folder. Sizes stay small, since a
-network that the machine has no room for is no wrong configuration. Ends with status 1 and the command lines that did anything else.
+A command line has a file of each group, settings that keep model and data small, and a few random overrides of any key of the
+schema: values from files under conf/, values of other types or out of range, and misspelt keys. It goes through Hydra, the plan
+and the pipeline as in ``launch.train``. One in fifty is a whole run with its folder. Sizes stay small, because a model that is too
+large for the machine is a valid configuration. Prints the command lines that fail in any other way and exits with status 1.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ import yaml
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from launch.config.compose import composed
+from launch.config.compose import compose_overrides
 from launch.config.errors import CONF, schema_keys
 from launch.config.schema import Config
 from launch.run.autotune import tuned
 from launch.run.build import set_up
 from launch.run.dry_run import stage_map
 from launch.run.resume import as_before, begin, find_start
-from launch.runtime.rank import Place
+from launch.runtime.rank import Process
 from launch.train import run
 from petra.errors import PetraError
 from petra.training import limited
 
-ALONE = Place(rank=0, world=1, local_rank=0, local_world=1)
+ALONE = Process(rank=0, world=1, local_rank=0, local_world=1)
 PROCESSOR_SECONDS, WALL_SECONDS = 60, 900
-"""Limits of one configuration; on a busy machine the first is the one that tells a hang."""
+"""Limits of one configuration. CPU time detects endless loops even on a busy machine."""
 SMALL = ("revnet18", "revvit", "revvit", "revvit", "revgpt", "revgpt", "resnet18", "revnet38")
 GROUPS = ("method", "remedy", "optim", "schedule", "cluster", "checkpoint", "logger")
 
@@ -54,19 +54,19 @@ Override = str
 
 
 def files(group: str) -> list[str]:
-    """Names of the files of a config group."""
+    """Return the names of the files of a group."""
     return sorted(path.stem for path in Path(CONF, group).glob("*.yaml"))
 
 
 def written(value: Any) -> str:
-    """A value in Hydra's grammar."""
+    """Return a value in Hydra's syntax."""
     if isinstance(value, list):
         return f"[{','.join(map(written, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def values_of_files() -> dict[str, list[str]]:
-    """For each key all values that it has in some file under conf/."""
+    """Return all values of each key in the files under conf/."""
     found: dict[str, dict[str, None]] = {}
     for path in Path(CONF).rglob("*.yaml"):
         section = path.parent.name
@@ -83,7 +83,7 @@ KNOWN = values_of_files()
 SIZES = {"data.images", "data.workers", "data.classes", "data.size", "data.batch_size", "trainer.threads", "trainer.concurrency"}
 SIZES |= {f"model.{key}" for key in ("depth", "dim", "width", "heads", "patch", "cardinality", "base_width")}
 NEVER = {"run_dir", "trainer.compile", "cluster.dumps", "logger.mode"}
-"""Would write elsewhere, or compile for minutes, or ask the network."""
+"""Keys that would write to other folders, compile for minutes, or use the network."""
 INTEGERS = ["-1", "0", "1", "2", "3", "4", "5", "8", "9"]
 HUGE = ["1000000000", str(2**63), str(10**30), "-1000000000000"]
 NUMBERS = ["-0.5", "0.0", "0.0625", "0.5", "1.0", "1.5", "1e-12", "1e300", "nan", "inf", "-inf"]
@@ -94,7 +94,7 @@ BROKEN = ["${k}", "${nothing}", "${oc.env:NOT_SET}", "[1", "{a", "1,2", "range(1
 
 
 def override(chance: random.Random) -> Override:
-    """One override of any key, right or wrong."""
+    """Return a valid or invalid override of any key."""
     key = chance.choice([key for key in KEYS if key not in NEVER])
     many = INTEGERS + NUMBERS[:5] if key in SIZES else INTEGERS + HUGE + NUMBERS
     known = KNOWN.get(key, []) if key not in SIZES else INTEGERS
@@ -111,7 +111,7 @@ def override(chance: random.Random) -> Override:
 
 
 def command_line(chance: random.Random) -> list[Override]:
-    """A whole command line; one that ends with ``whole`` stands for a whole run."""
+    """Return a command line. If it ends with ``whole``, it stands for a whole run."""
     model = chance.choice(SMALL if chance.random() < 0.99 else files("model"))
     texts = (model == "revgpt") ^ (chance.random() < 0.03)
     data = "text" if texts else chance.choice(["synthetic", "synthetic", "synthetic", "synthetic", "digits", "cifar10"])
@@ -128,17 +128,17 @@ def command_line(chance: random.Random) -> list[Override]:
 
 
 command_lines = st.randoms(use_true_random=True).map(command_line)
-"""From one seed each: Hypothesis's own way would try small changes of few examples, and here breadth is worth more."""
+"""Each example comes from one random seed. Hypothesis itself would vary few examples in small steps, with less breadth."""
 
 
 def attempt(line: list[Override], folder: Path) -> str:
-    """What becomes of a command line: ``ran``, or the text of its refusal.
+    """Run a command line. Return ``ran``, or the text of its error.
 
     Raises:
-        Exception: anything but :class:`petra.errors.PetraError`.
+        Exception: If the command line fails with anything but a one-line :class:`petra.errors.PetraError`.
     """
     try:
-        config = composed([word.replace("TEXT", str(folder / "text")) for word in line if word != "whole"])
+        config = compose_overrides([word.replace("TEXT", str(folder / "text")) for word in line if word != "whole"])
         if "whole" in line:
             config.run_dir = config.run_dir or str(folder / f"run{next(_RUNS)}")
             config.trainer.limit_batches = config.trainer.limit_batches and min(config.trainer.limit_batches, 2)
@@ -148,8 +148,8 @@ def attempt(line: list[Override], folder: Path) -> str:
             steps(config)
     except PetraError as error:
         text = str(error)
-        assert text, "a refusal without a word"
-        assert "\n" not in text, f"a refusal of several lines: {text!r}"
+        assert text, "an empty error"
+        assert "\n" not in text, f"an error of several lines: {text!r}"
         return text
     finally:
         torch.set_num_threads(1)
@@ -160,7 +160,7 @@ _RUNS = count()
 
 
 def steps(config: Config) -> None:
-    """As :func:`launch.train.run`, a few steps without the run's folder."""
+    """Train a few steps as :func:`launch.train.run` does, without the run's folder."""
     checked = set_up(config, ALONE)
     if config.dry_run:
         stage_map(checked)
@@ -175,11 +175,11 @@ def steps(config: Config) -> None:
 
 
 class Slow(BaseException):
-    """Nothing catches it on its way."""
+    """Too much CPU time. Not an Exception, so that nothing on the way catches it."""
 
 
 def limited_attempt(line: list[Override], folder: Path) -> str:
-    """:func:`attempt` under the limits; what is printed goes nowhere."""
+    """Call :func:`attempt` under the limits, without output."""
     before = signal.signal(signal.SIGPROF, _stop)
     signal.setitimer(signal.ITIMER_PROF, PROCESSOR_SECONDS)
     faulthandler.dump_traceback_later(WALL_SECONDS, exit=True, file=sys.__stderr__)
@@ -193,27 +193,27 @@ def limited_attempt(line: list[Override], folder: Path) -> str:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    raise Slow(f"more than {PROCESSOR_SECONDS} s of the processor")
+    raise Slow(f"more than {PROCESSOR_SECONDS} s of CPU time")
 
 
 def prepare(folder: Path) -> None:
-    """The files that command lines name."""
+    """Write the files that command lines name."""
     (folder / "text").write_bytes(bytes(random.Random(0).choices(b"abc def\n", k=4000)))
 
 
 def main() -> None:
-    """Entry point."""
+    """Test as many configurations as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--examples", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="JSON with counts of refusals by key, and the failures")
+    parser.add_argument("--out", type=Path, help="JSON file for counts of errors by key, and failures")
     options = parser.parse_args()
     torch.set_num_threads(1)
     outcomes: Counter[str] = Counter()
     failures: dict[str, list[Override]] = {}
     started, slowest = time.monotonic(), 0.0
 
-    def told(**more: Any) -> None:
+    def write_results(**more: Any) -> None:
         if options.out is not None:
             options.out.write_text(json.dumps({"outcomes": dict(outcomes.most_common()), "failures": failures, **more}, indent=1))
 
@@ -229,7 +229,7 @@ def main() -> None:
             used = time.process_time()
             try:
                 text = limited_attempt(line, folder)
-                outcomes["ran" if text == "ran" else f"refused: {text.partition(':')[0]}"[:60]] += 1
+                outcomes["ran" if text == "ran" else f"error: {text.partition(':')[0]}"[:60]] += 1
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
@@ -243,15 +243,15 @@ def main() -> None:
             done = outcomes.total()
             if done % 100 == 0:
                 print(f"{done}: {outcomes['ran']} ran, {outcomes['failed']} failed; {time.monotonic() - started:.0f} s", flush=True)
-                told()
+                write_results()
 
         search()
     refused = outcomes.total() - outcomes["ran"] - outcomes["failed"]
-    keys = sum(key.startswith("refused") for key in outcomes)
-    counts = f"{outcomes['ran']} ran, {refused} were refused (of {keys} keys), {outcomes['failed']} failed"
-    seconds = f"{time.monotonic() - started:.0f} s, the slowest {slowest:.1f} s of the processor"
+    keys = sum(key.startswith("error") for key in outcomes)
+    counts = f"{outcomes['ran']} ran, {refused} were errors (of {keys} keys), {outcomes['failed']} failed"
+    seconds = f"{time.monotonic() - started:.0f} s, the slowest {slowest:.1f} s of CPU time"
     print(f"{outcomes.total()} configurations: {counts}; {seconds}")
-    told(examples=outcomes.total(), ran=outcomes["ran"], refused=refused)
+    write_results(examples=outcomes.total(), ran=outcomes["ran"], refused=refused)
     sys.exit(1 if failures else 0)
 
 

@@ -134,7 +134,7 @@ def train(runs: Sequence[Run], tree: Path, folder: Path) -> None:
     for run in runs:
         place = [f"run_dir={folder / run.name}", *([f"data.root={text}"] if "data=text" in run.starts[0] else [])]
         groups[run.processes] += [[*words, *place] for words in run.starts]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
     for processes, starts in groups.items():
         begun = time.monotonic()
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]

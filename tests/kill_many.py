@@ -1,8 +1,9 @@
-"""Kills a random process at a random moment, many times, and compares what the resumed runs leave with an uninterrupted one.
+"""Kill a random process at a random moment, many times, and compare the resumed runs with an uninterrupted one.
 
-``python -m tests.kill_many --kills 200 --torchrun 10``: runs of launch.train in four processes, from their start-up to their last
-file, with a checkpoint every three microbatches. The others then get SIGTERM, as from torchrun's agent, and have to end by
-themselves. ``--torchrun`` kills so many more under torchrun itself, which starts the processes again (``--max-restarts``).
+``python -m tests.kill_many --kills 200 --torchrun 10`` runs launch.train in four processes, with a checkpoint every three
+microbatches, and kills at any time from start-up to the last file. The other processes then get SIGTERM, as from torchrun's agent,
+and must end by themselves. ``--torchrun`` is the number of additional kills under torchrun, which restarts the processes
+(``--max-restarts``).
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ RUN = (
     *("data=synthetic", "data.images=32", "data.batch_size=4", "data.size=16", "model.width=0.0625", "trainer.device=cpu"),
     *("trainer.epochs=2", "checkpoint.every=3", "trainer.export=pt", "trainer.timeout=60", "run_dir=run", "resume=auto"),
 )
-"""Epochs of eight microbatches, which neither k = 4 nor the interval of checkpoints divides."""
+"""Run with two epochs of eight microbatches, which is not a multiple of the checkpoint interval."""
 VARIANTS = ("trainer.transport=edge", "trainer.transport=lockstep", "checkpoint.background=true", "checkpoint.background=false")
-"""What may change from one start to the next without changing a bit."""
+"""Settings that may change at a restart without changing the results."""
 PATIENCE = 180
 IMPORTS = 2.0
-"""Processor seconds that a process of torchrun takes to import torch and Hydra."""
+"""Processor seconds that a process under torchrun takes to import torch and Hydra."""
 
 
 def kill_many(kills: int, folder: Path, seed: int = 0) -> Counter[str]:
-    """Runs after runs until so many processes have been killed; how many were killed when.
+    """Repeat runs until ``kills`` processes have been killed, and return the number of kills by moment.
 
     Raises:
-        AssertionError: a run hung, left a damaged folder, or ended with other weights or metrics than one without kills.
+        AssertionError: If a run hangs, leaves a damaged folder, or ends with other weights or metrics than an uninterrupted run.
     """
     chance, moments, runs = random.Random(seed), Counter[str](), 0
     seconds, expected = uninterrupted(folder)
@@ -53,26 +54,28 @@ def kill_many(kills: int, folder: Path, seed: int = 0) -> Counter[str]:
         place, before = folder / f"run{runs}", moments.total()
         while not finished(place / "run"):
             moments.update(start(place, chance, seconds if moments.total() < kills else None))
-            undamaged(place / "run", expected)
-        same(left(place / "run"), expected, f"run {runs}")
+            assert_undamaged(place / "run", expected)
+        assert_same(results(place / "run"), expected, f"run {runs}")
         runs += 1
         print(f"run {runs}: killed {moments.total() - before} times, equal; {moments.total()} of {kills} kills", flush=True)
     return moments
 
 
 def uninterrupted(folder: Path) -> tuple[float, dict[str, Any]]:
-    """A run without kills: the processor seconds of one of its processes, and what it leaves."""
-    with Forked(folder / "warm", [*RUN, "dry_run=true"], WORLD) as warm:  # the fork server imports torch now
+    """Run without kills, and return the processor seconds of one process and the results."""
+    with Forked(folder / "warm", [*RUN, "dry_run=true"], WORLD) as warm:  # makes the fork server import torch
         warm.wait(PATIENCE)
     with Forked(folder / "whole", RUN, WORLD) as whole:
         seconds = used(whole.processes[1].pid)
         assert whole.wait(PATIENCE) == [0] * WORLD, whole.told()
-    return seconds, left(folder / "whole" / "run")
+    return seconds, results(folder / "whole" / "run")
 
 
 def start(place: Path, chance: random.Random, seconds: float | None) -> list[str]:
-    """Starts a run, or starts it again, and kills one of its processes within so many seconds of its own, or none; what the run was
-    at then."""
+    """Start or restart a run, kill one process within its first ``seconds`` processor seconds, and return the moment of the kill.
+
+    With ``seconds=None``, let the run finish.
+    """
     with Forked(place, [*RUN, *chance.sample(VARIANTS, 2)], WORLD) as run:
         if seconds is None:
             assert run.wait(PATIENCE) == [0] * WORLD, run.told()
@@ -89,7 +92,7 @@ def start(place: Path, chance: random.Random, seconds: float | None) -> list[str
 
 
 def state(run: Path) -> str:
-    """What a run was at when one of its processes was killed."""
+    """Return what a run was doing when one of its processes was killed."""
     if not (run / "checkpoints").exists():
         return "before the first checkpoint"
     if finished(run):
@@ -103,8 +106,8 @@ def finished(run: Path) -> bool:
     return (run / "summary.json").exists()
 
 
-def undamaged(run: Path, expected: dict[str, Any]) -> None:
-    """Whatever has its final name in the folder of a killed run is whole."""
+def assert_undamaged(run: Path, expected: dict[str, Any]) -> None:
+    """Assert that all files with a final name in the folder of a killed run are complete."""
     for path in checkpoints(run / "checkpoints"):
         verify(path)
     latest = run / "checkpoints" / LATEST
@@ -117,8 +120,8 @@ def undamaged(run: Path, expected: dict[str, Any]) -> None:
         assert found == expected["metrics"][: len(found)]
 
 
-def left(run: Path) -> dict[str, Any]:
-    """All that a finished run leaves and that doesn't depend on the clock."""
+def results(run: Path) -> dict[str, Any]:
+    """Return all results of a finished run that do not depend on time."""
     return {
         "files": sorted(str(path.relative_to(run)) for path in run.rglob("*")),
         "metrics": rows(run),
@@ -132,7 +135,7 @@ def rows(run: Path) -> list[dict[str, float]]:
     return [{key: value for key, value in row.items() if "second" not in key} for row in found]
 
 
-def same(found: dict[str, Any], expected: dict[str, Any], name: str) -> None:
+def assert_same(found: dict[str, Any], expected: dict[str, Any], name: str) -> None:
     weights: dict[str, Tensor] = expected["weights"]
     assert found["weights"].keys() == weights.keys()
     different = [key for key, value in weights.items() if not torch.equal(value, found["weights"][key])]
@@ -142,10 +145,11 @@ def same(found: dict[str, Any], expected: dict[str, Any], name: str) -> None:
 
 
 def under_torchrun(kills: int, folder: Path, seconds: float, expected: dict[str, Any], seed: int = 0) -> int:
-    """Kills a process of each of so many runs, which torchrun then starts again by itself; how many were killed.
+    """Kill one process in each of ``kills`` runs under torchrun, which restarts them, and return the number of processes killed.
 
     Args:
-        seconds, expected: of :func:`uninterrupted`.
+        seconds: Processor seconds of a process, from :func:`uninterrupted`.
+        expected: Results of :func:`uninterrupted`.
     """
     chance, killed = random.Random(seed), 0
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1", "--nproc-per-node", str(WORLD)]
@@ -168,20 +172,20 @@ def under_torchrun(kills: int, folder: Path, seconds: float, expected: dict[str,
             with suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
                 killed += 1
-            _, told = agent.communicate(timeout=2 * PATIENCE)
+            _, stderr = agent.communicate(timeout=2 * PATIENCE)
         finally:
             for pid in (*children(agent.pid), agent.pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             agent.wait()
-        assert agent.returncode == 0, told
-        same(left(place / "run"), expected, place.name)
+        assert agent.returncode == 0, stderr
+        assert_same(results(place / "run"), expected, place.name)
         print(f"{place.name}: equal; {killed} killed", flush=True)
     return killed
 
 
 def children(pid: int) -> list[int]:
-    """Of a process; none once it has ended."""
+    """Return the child processes of a process, or none if it has ended."""
     with suppress(OSError):
         return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
     return []
@@ -191,7 +195,7 @@ def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--torchrun", type=int, default=0, metavar="KILLS", help="so many more under torchrun")
+    parser.add_argument("--torchrun", type=int, default=0, metavar="KILLS", help="additional kills under torchrun")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     started = time.monotonic()
@@ -201,7 +205,7 @@ def main() -> None:
         more = under_torchrun(options.torchrun, Path(folder), *whole, options.seed)
     counts = ", ".join(f"{count} {moment}" for moment, count in moments.most_common())
     print(f"{moments.total()} kills ({counts}), {more} under torchrun, in {time.monotonic() - started:.0f} s:")
-    print("every run ended with the weights, metrics and files of one without kills; no folder was damaged")
+    print("every run ended with the weights, metrics and files of an uninterrupted run; no folder was damaged")
 
 
 if __name__ == "__main__":

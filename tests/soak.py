@@ -1,10 +1,10 @@
-"""Trains a tiny network of four stages in four processes for a long time, and tells whether anything grows or slows down.
+"""Train a tiny network of four stages in four processes for a long time, and check that memory and open files do not grow.
 
 ``python -m tests.soak --microbatches 100000 --out soak.json``
 
-A hundred epochs, with the evaluation and the checkpoint after each. Every process then looks at its resident
-memory, its open files, and the processor time and the seconds since the epoch before. The second tenth of the run is compared with
-the last: the first one is left for pools that fill up once. Ends with status 1 if a process grew.
+The run has 100 epochs, each with an evaluation and a checkpoint. After each epoch, every process records its resident memory, its
+open files, and the epoch's processor and wall time. The report compares the second tenth of the run with the last tenth, because
+memory pools fill up in the first tenth. The exit status is 1 if a process grew.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tests.support.processes import run_processes
 
 WORLD, EPOCHS = 4, 100
 MEMORY = 0.01
-"""Share by which a process's memory may be larger in the last tenth than in the second."""
+"""Accepted relative growth of a process's memory from the second tenth of the run to the last."""
 
 
 class Epochs(RandomStream):
-    """Random microbatches, so many in an epoch."""
+    """Random microbatches in epochs of a given length."""
 
     batches = 2
 
@@ -43,7 +43,7 @@ class Epochs(RandomStream):
 
 
 def train(rank: int, microbatches: int, transport: str, folder: str) -> list[dict[str, float]]:
-    """One process; what it found after each epoch."""
+    """Train in one process, and return its samples, one per epoch."""
     data = Epochs(microbatches // EPOCHS)
     pipeline = Pipeline(
         mixed_net(dropout=0.1),
@@ -67,17 +67,17 @@ def train(rank: int, microbatches: int, transport: str, folder: str) -> list[dic
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def open_files() -> int:
-    """File descriptors of this process."""
+    """Return the number of file descriptors of this process."""
     return len(os.listdir("/proc/self/fd"))
 
 
 def compared(samples: list[dict[str, float]], microbatches: int) -> dict[str, Any]:
-    """The means of the second and of the last tenth of one process's samples."""
+    """Return the means over the second and over the last tenth of one process's samples."""
     tenth = len(samples) // 10
     parts = {"second": samples[tenth : 2 * tenth], "last": samples[-tenth:]}
     found: dict[str, Any] = {key: {name: mean(s[key] for s in part) for name, part in parts.items()} for key in samples[0]}
@@ -87,7 +87,7 @@ def compared(samples: list[dict[str, float]], microbatches: int) -> dict[str, An
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A line for each process: the second tenth and the last."""
+    """Return a Markdown table with one line per process."""
     lines = [
         "| process | memory (MiB) | | growth | files | | processor (ms) | | wall (ms) | |",
         "| --- " * 10 + "|",
@@ -103,7 +103,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def grew(row: dict[str, Any]) -> bool:
-    """Whether a process holds more at the end than it may."""
+    """Return whether a process's memory or number of files grew more than accepted."""
     memory, files = row["memory"], row["files"]
     return bool(memory["last"] > (1 + MEMORY) * memory["second"] or files["last"] > files["second"])
 
@@ -111,9 +111,9 @@ def grew(row: dict[str, Any]) -> bool:
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--microbatches", type=int, default=100_000, help=f"in all; a multiple of {EPOCHS} (100000)")
+    parser.add_argument("--microbatches", type=int, default=100_000, help=f"in total, a multiple of {EPOCHS} (default 100000)")
     parser.add_argument("--transport", choices=("lockstep", "edge"), default="lockstep")
-    parser.add_argument("--out", type=Path, help="JSON with all samples")
+    parser.add_argument("--out", type=Path, help="JSON file for all samples")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (options.microbatches, options.transport, f"{folder}/checkpoints")

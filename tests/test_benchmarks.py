@@ -15,7 +15,7 @@ from benchmarks import pipelines, reversible_sequence, scaling
 from benchmarks.pipeline_peers import Batches, Run, Setting
 from benchmarks.reversible_peers import LIBRARIES, PEERS, gradients
 from benchmarks.two_stages import build
-from petra.cost_model.simulator import StageCost
+from petra.cost_model.costs import StageCost
 from tests.support.processes import run_processes
 
 

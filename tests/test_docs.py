@@ -30,7 +30,7 @@ from launch.config.errors import CONF
 from launch.config.schema import register, to_config
 from launch.reference import page
 from launch.run.build import set_up
-from launch.runtime.rank import Place
+from launch.runtime.rank import Process
 from launch.sweep import jobs
 from petra import Model, TensorSpec
 from petra.analysis import timeline
@@ -105,7 +105,7 @@ def check_python(words: list[str], environment: dict[str, str], out: Path) -> No
         world = sum(processes) if len(processes) > 1 else processes[0] * int(environment["NNODES"])
     for job in jobs(overrides, out):
         config = to_config(composed(*job.overrides))
-        set_up(replace(config, trainer=replace(config.trainer, device="cpu")), Place(0, world, 0, world))
+        set_up(replace(config, trainer=replace(config.trainer, device="cpu")), Process(0, world, 0, world))
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What the allocator does with memory that tensors have freed."""
+"""Page faults show whether the allocator reuses the memory of freed tensors."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ print(faults() - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc is Linux's")
 @pytest.mark.parametrize("environment", [{}, {"MALLOC_ARENA_MAX": "4"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=4"}])
-def test_freed_memory_is_used_again_unless_the_environment_has_a_say(
+def test_freed_memory_is_reused_unless_the_environment_configures_malloc(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_"):
@@ -39,5 +39,5 @@ def test_freed_memory_is_used_again_unless_the_environment_has_a_say(
     done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, timeout=120, check=True)
     kept, faults = done.stdout.split()
     assert kept == str(not environment)
-    # Ten times two tensors of 64 MiB are 640 pages of 2 MiB, or 327,680 of 4 KiB.
+    # Ten calls with two tensors of 64 MiB touch 640 pages of 2 MiB, or 327,680 pages of 4 KiB.
     assert int(faults) < 20 if not environment else int(faults) >= 640

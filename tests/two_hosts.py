@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.commands import ROOT
-from tests.kill_many import RUN, left, same, undamaged
+from tests.kill_many import RUN, assert_same, assert_undamaged, results
 
 HOSTS = ("petra-a", "petra-b")
 ADDRESSES = ("10.98.0.1", "10.98.0.2")
@@ -103,12 +103,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, hosts():
         folder = Path(name)
         assert [agent.wait(PATIENCE) for agent in launched(folder / "whole", 60)] == [0, 0]
-        expected = left(folder / "whole" / "run")
+        expected = results(folder / "whole" / "run")
         for how in CUTS:
             cut(folder / how, how, options.timeout)
-            undamaged(folder / how / "run", expected)
+            assert_undamaged(folder / how / "run", expected)
             assert [agent.wait(PATIENCE) for agent in launched(folder / how, 60)] == [0, 0]
-            same(left(folder / how / "run"), expected, how)
+            assert_same(results(folder / how / "run"), expected, how)
             print(f"{how}: goes on to the same weights and metrics once the link is mended", flush=True)
 
 

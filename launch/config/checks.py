@@ -1,51 +1,65 @@
-"""What each key of a configuration accepts, and which keys exclude each other."""
+"""Checks on the value of a single key. The schema declares them with the keys; checks on several keys are elsewhere."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection
-from functools import reduce
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields, is_dataclass
+from math import inf, isfinite
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
-from launch.config.schema import Config
-from launch.run.recipe import PRECISIONS, SCALINGS, SCOPES
-from launch.runtime.rank import Place
-from petra.errors import require
-from petra.method import Keep, Weights
-from petra.models import MODELS
-from petra.plan.layout import processes_per_replica
-from petra.staleness import Prediction
-from petra.training import FORMATS, OPTIMIZERS, SCHEDULES, TensorBoardLogger, WandbLogger
-from petra.training.export import require as require_format
+from omegaconf import MISSING
 
-AUTO = "auto"
-LONGEST_TIMEOUT = 10**7
-"""Seconds; torch refuses much longer ones."""
-MOST_THREADS = 1000
-WIRES = ("float32", "bf16")
+from petra.errors import invalid
+
+_KINDS = {
+    int: ("an integer", "integers"),
+    float: ("a number", "numbers"),
+    bool: ("true or false", ""),
+    str: ("a string", "strings"),
+}
+"""Names of a type of values, in the singular and in the plural."""
 
 
-class Rule(NamedTuple):
-    """What a key accepts: a predicate, and the same in words."""
+@dataclass(frozen=True)
+class Check:
+    """A condition on a value that isn't null.
 
-    accepts: Callable[[Any], bool]
-    expected: str
+    Attributes:
+        holds: Whether a value is accepted.
+        expected: Describes the accepted values. A function, since the registry of a name may grow.
+    """
 
-
-def _at_least(least: int) -> Rule:
-    return Rule(lambda value: value >= least, f"an integer >= {least}")
-
-
-def _between(least: int, most: int) -> Rule:
-    return Rule(lambda value: least <= value <= most, f"an integer from {least} to {most}")
+    holds: Callable[[Any], bool]
+    expected: Callable[[], str]
 
 
-def _one_of(values: Collection[str]) -> Rule:
-    return Rule(lambda value: value in values, f"one of {', '.join(values)}")
+def key(check: Check, default: Any = MISSING) -> Any:
+    """Return a dataclass field for a key with a check. Without a default, the files under conf/ must set the key."""
+    return field(default=default, metadata={"check": check})
 
 
-def _or_null(rule: Rule) -> Rule:
-    return Rule(lambda value: value is None or rule.accepts(value), f"null or {rule.expected}")
+def integer(least: int, most: int | None = None) -> Check:
+    """Accept integers from ``least`` to ``most``."""
+    text = f"an integer >= {least}" if most is None else f"an integer from {least} to {most}"
+    return Check(lambda value: least <= value <= (inf if most is None else most), lambda: text)
+
+
+def number(*, least: float = -inf, above: float = -inf, below: float = inf, most: float = inf) -> Check:
+    """Accept finite numbers within the given bounds."""
+    bounds = {">=": least, ">": above, "<": below, "<=": most}
+    text = "a number " + " and ".join(f"{sign} {bound}" for sign, bound in bounds.items() if isfinite(bound))
+    return Check(lambda value: isfinite(value) and least <= value <= most and above < value < below, lambda: text)
+
+
+def one_of(names: Collection[str]) -> Check:
+    """Accept the given names."""
+    return Check(lambda value: value in tuple(names), lambda: alternatives(names))
+
+
+def satisfies(holds: Callable[[Any], bool], expected: str) -> Check:
+    """Accept what ``holds`` accepts, described by ``expected``."""
+    return Check(holds, lambda: expected)
 
 
 def is_integer(value: Any) -> bool:
@@ -53,108 +67,76 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_integers(value: Any) -> bool:
-    """Return whether a value is a list of integers."""
-    return isinstance(value, list) and all(is_integer(v) for v in value)
+def as_list(value: Any) -> list[Any]:
+    """Return a list as it is, and any other value as the only element of a list."""
+    return value if isinstance(value, list) else [value]
 
 
-_DELAY = Rule(
-    lambda value: value == AUTO or is_integer(value) or is_integers(value),
-    "an integer >= 0, a list with one per boundary, or auto",
-)
-_KEEP = Rule(
-    lambda value: all(keep in tuple(Keep) for keep in value) if isinstance(value, list) else value in (*Keep, AUTO),
-    f"one of {', '.join(Keep)}, a list with one per block, or auto",
-)
-_STAGES = Rule(
-    lambda value: value in (None, AUTO) or is_integer(value) or bool(value and is_integers(value)),
-    "null, an integer, a list with the number of blocks in each stage, or auto",
-)
-
-RULES: dict[str, Rule] = {
-    "k": _at_least(1),
-    "seed": _at_least(0),
-    "model.name": _one_of(MODELS),
-    "method.delay": _DELAY,
-    "method.keep": _KEEP,
-    "method.weights": _one_of(tuple(Weights)),
-    "remedy.discount": Rule(lambda value: 0 <= value < math.inf, "a number >= 0"),
-    "remedy.prediction": _one_of(tuple(Prediction)),
-    "optim.name": _one_of(OPTIMIZERS),
-    "optim.scaling": _one_of(SCALINGS),
-    "optim.clip_scope": _one_of(SCOPES),
-    "schedule.name": _one_of(SCHEDULES),
-    "trainer.epochs": _at_least(1),
-    "trainer.stages": _STAGES,
-    "trainer.precision": _one_of(PRECISIONS),
-    "trainer.wire": _one_of(WIRES),
-    "trainer.limit_batches": _or_null(_at_least(1)),
-    "trainer.threads": _between(1, MOST_THREADS),
-    "trainer.concurrency": _between(1, MOST_THREADS),
-    "trainer.timeout": Rule(lambda value: 0 < value <= LONGEST_TIMEOUT, f"a number > 0, at most {LONGEST_TIMEOUT}"),
-    "trainer.drift": _or_null(Rule(lambda value: value > 0, "a number > 0")),
-    "trainer.trace": _or_null(_at_least(1)),
-    "trainer.diagnose": _or_null(_at_least(1)),
-    "trainer.export": _one_of(("none", *FORMATS)),
-    "trainer.compile": _or_null(_one_of(("eager", "aot_eager", "inductor"))),
-    "checkpoint.every": _or_null(_at_least(1)),
-    "checkpoint.keep": _at_least(0),
-    "logger.name": _one_of(("jsonl", "wandb", "tensorboard")),
-    "logger.mode": _one_of(("offline", "online")),
-}
-"""By key. Types are the schema's; what only a builder knows (data set, optimizer, schedule) is checked there."""
+def alternatives(names: Collection[str]) -> str:
+    """Return names as ``a, b or c``."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
 
 
-def check(config: Config, place: Place) -> None:
-    """Check every key on its own, then the keys that exclude each other.
+@dataclass(frozen=True)
+class Key:
+    """Type and check of one key of the schema."""
+
+    kind: Any
+    check: Check | None
+
+    @property
+    def optional(self) -> bool:
+        """Return whether the key may be null."""
+        return NoneType in get_args(self.kind)
+
+    @property
+    def expected(self) -> str:
+        """Describe the accepted values."""
+        if self.check is not None:
+            text = self.check.expected()
+            return f"null{',' if ' or ' in text else ' or'} {text}" if self.optional else text
+        (kind,) = (k for k in (get_args(self.kind) if self.optional else (self.kind,)) if k is not NoneType)
+        if get_origin(kind) is list:
+            text = f"a list of {_KINDS[get_args(kind)[0]][1]}"
+        else:
+            text = _KINDS[kind][0] if kind in _KINDS else "a value"
+        return f"null or {text}" if self.optional else text
+
+    def accepts(self, value: Any) -> bool:
+        """Return whether a value of the right type is accepted.
+
+        Includes the types of list elements, which OmegaConf doesn't check if they are lists or null.
+        """
+        if value is None and self.optional:
+            return True
+        lists = [kind for kind in (self.kind, *get_args(self.kind)) if get_origin(kind) is list]
+        if lists and not all(type(element) is get_args(lists[0])[0] for element in value):
+            return False
+        return self.check is None or self.check.holds(value)
+
+
+def schema_keys(schema: Any, prefix: str = "") -> dict[str, Key]:
+    """Return all keys of a schema by their full names, groups included."""
+    found: dict[str, Key] = {}
+    kinds = get_type_hints(schema)
+    for entry in fields(schema):
+        kind = kinds[entry.name]
+        found[prefix + entry.name] = Key(kind, entry.metadata.get("check"))
+        if is_dataclass(kind):
+            found |= schema_keys(kind, f"{prefix}{entry.name}.")
+    return found
+
+
+def require_valid(config: Any) -> None:
+    """Check the value of each key of a configuration.
 
     Raises:
-        ConfigError: If a value is not accepted. The message names the key.
+        ConfigError: If a value is not accepted.
     """
-    for key, rule in RULES.items():
-        value = reduce(getattr, key.split("."), config)
-        require(rule.accepts(value), key, rule.expected, value)
-    _check_start(config)
-    _check_installed(config)
-    _check_processes(config, place)
-    _check_auto(config)
-    trainer = config.trainer
-    exact = not trainer.exact_streams or trainer.wire == "float32"
-    require(exact, "trainer.exact_streams", f"false with trainer.wire={trainer.wire}", "true")
-
-
-def _check_start(config: Config) -> None:
-    located = config.resume != AUTO or config.run_dir is not None
-    require(located, "resume", "auto only with run_dir=<the run's folder>", AUTO)
-    single = config.init_from is None or config.resume in (None, AUTO)
-    require(single, "init_from", "null with resume=<folder>, which brings its own weights", config.init_from)
-
-
-def _check_installed(config: Config) -> None:
-    if config.logger.name == "wandb":
-        WandbLogger.require()
-    if config.logger.name == "tensorboard":
-        TensorBoardLogger.require()
-    if config.trainer.export != "none":
-        require_format(FORMATS[config.trainer.export])
-
-
-def _check_processes(config: Config, place: Place) -> None:
-    """Check what depends on the number of processes."""
-    trainer = config.trainer
-    transports = ("auto", "local") if processes_per_replica(place.world, config.dp) == 1 else ("auto", "lockstep", "edge")
-    require(trainer.transport in transports, "trainer.transport", f"one of {', '.join(transports)}", trainer.transport)
-    alone = place.world == 1
-    cpu = alone and place.device(trainer.device).type == "cpu"
-    require(trainer.concurrency == 1 or cpu, "trainer.concurrency", "1, except for one process on the CPU", trainer.concurrency)
-    found = f"{trainer.diagnose} in {place.world} processes"
-    require(trainer.diagnose is None or alone, "trainer.diagnose", "null, or one process", found)
-
-
-def _check_auto(config: Config) -> None:
-    """Check what depends on settings that are chosen automatically."""
-    memory, chosen = config.trainer.memory_limit, AUTO in (config.trainer.stages, config.method.keep)
-    fits = memory is None or (memory > 0 and chosen)
-    require(fits, "trainer.memory_limit", "null, or a number > 0 with trainer.stages=auto or method.keep=auto", memory)
-    fits = not (config.method.fill and config.method.delay == AUTO)
-    require(fits, "method.delay", "an integer >= 0 with method.fill=true", AUTO)
+    for name, entry in schema_keys(type(config)).items():
+        value = config
+        for part in name.split("."):
+            value = getattr(value, part)
+        if not is_dataclass(value) and not entry.accepts(value):
+            raise invalid(name, entry.expected, value)

@@ -1,4 +1,4 @@
-"""From the command line to configurations."""
+"""Compose configurations from the command line or from a list of overrides, with Hydra."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from unittest.mock import patch
 import hydra
 from omegaconf import DictConfig
 
-from launch.config.errors import CONF, reason
+from launch.config.errors import CONF, config_error
 from launch.config.schema import Config, register, to_config
-from petra.errors import ConfigError, PetraError
+from petra.errors import PetraError
 
 
-def compose() -> list[DictConfig]:
-    """The configurations that the command line asks for: one, several with ``--multirun``, none with ``--help`` or ``--cfg``.
+def compose_command_line() -> list[DictConfig]:
+    """Return the configurations on the command line: one, several with ``--multirun``, none with ``--help`` or ``--cfg``.
 
     Raises:
-        ConfigError: an override that can't be read, or that doesn't fit the schema.
+        ConfigError: If an override can't be parsed or doesn't fit the schema.
     """
     register()
     configs: list[DictConfig] = []
-    # Hydra otherwise prints its errors itself, in several lines.
-    with patch.dict(os.environ, HYDRA_FULL_ERROR="1"), refusing(sys.argv[1:]):
+    # Without HYDRA_FULL_ERROR, Hydra prints its errors itself, in several lines.
+    with patch.dict(os.environ, HYDRA_FULL_ERROR="1"), hydra_errors(sys.argv[1:]):
         hydra.main(version_base="1.3", config_path=CONF, config_name="config")(configs.append)()
     return configs
 
 
-def composed(overrides: Sequence[str]) -> Config:
-    """The configuration of some overrides.
+def compose_overrides(overrides: Sequence[str]) -> Config:
+    """Return the configuration that the overrides describe.
 
     Raises:
-        ConfigError: as :func:`compose`.
+        ConfigError: If an override can't be parsed or doesn't fit the schema.
     """
     register()
-    with refusing(overrides), hydra.initialize_config_dir(CONF, version_base="1.3"):
+    with hydra_errors(overrides), hydra.initialize_config_dir(CONF, version_base="1.3"):
         return to_config(hydra.compose("config", list(overrides)))
 
 
 @contextmanager
-def refusing(overrides: Sequence[str]) -> Iterator[None]:
-    """Errors of Hydra inside, which are of many kinds, as :class:`petra.errors.ConfigError`."""
+def hydra_errors(overrides: Sequence[str]) -> Iterator[None]:
+    """Convert errors of Hydra in the body, which have many classes, to :class:`petra.errors.ConfigError`."""
     try:
         yield
     except PetraError:
         raise
     except Exception as error:
-        raise ConfigError(reason(error, Config, overrides)) from error
+        raise config_error(error, Config, overrides) from error

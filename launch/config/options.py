@@ -1,4 +1,4 @@
-"""Settings of a config section that go to the builder which the section names."""
+"""Options in a section of the configuration, passed to the function or class that the section's name selects."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ from collections.abc import Callable, Collection
 from inspect import signature
 from typing import Any
 
-from petra.errors import ConfigError
+from petra.errors import invalid
 
 
 def options(section: Any, key: str, builder: Callable[..., Any], general: Collection[str] = ()) -> dict[str, Any]:
-    """The settings of ``section`` that aren't null, for ``builder``.
+    """Return the options of a section that are not null, as keyword arguments for ``builder``.
 
     Args:
-        section: a dataclass of the schema with the field ``name``.
-        key: the section's name.
-        general: fields that are not the builder's; the others may be null.
+        section: A dataclass of the schema with a field ``name``.
+        key: Key of the section.
+        builder: What the section's name selects.
+        general: Fields that are not for the builder.
 
     Raises:
-        ConfigError: a setting is given that the builder doesn't have.
+        ConfigError: If an option is set that the builder doesn't have.
     """
     fields = {name: value for name, value in vars(section).items() if name not in general and name != "name"}
     accepted = [name for name in fields if name in signature(builder).parameters]
     for name, value in fields.items():
         if value is not None and name not in accepted:
-            names = ", ".join(accepted) or "none"
-            raise ConfigError(f"{key}.{name}: {section.name} has no such setting, accepted are {names}")
+            known = ", ".join(accepted) or "none"
+            raise invalid(f"{key}.{name}", f"null for {section.name}, which has the options {known}", value)
     return {name: fields[name] for name in accepted if fields[name] is not None}

@@ -1,23 +1,56 @@
-"""The form of a configuration: unknown keys and wrong types are refused. The files under conf/ say what each key means."""
+"""The schema of a configuration: the type of each key and the check of its value. The files under conf/ explain the keys.
+
+Checks that need several keys, the data, or the number of processes are made where these come together, in ``launch/run``. Ranges
+that petra's own classes check (``Method``, ``Remedy``, ``UpdateRules``, ``Schedule``) are not repeated here.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from launch.config.errors import reason, require_lists
-from petra.errors import ConfigError
+from launch.config.checks import as_list, integer, is_integer, key, number, one_of, require_valid, satisfies
+from launch.config.errors import config_error
+from petra.data import DATASETS
+from petra.method import Keep, Weights
+from petra.models import MODELS
+from petra.staleness import Prediction
+from petra.training import FORMATS, OPTIMIZERS, SCHEDULES
+
+AUTO = "auto"
+LONGEST_TIMEOUT = 10**7
+"""Seconds. torch refuses much longer timeouts."""
+PRECISIONS = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Autocast type of each ``trainer.precision``."""
+WIRES = {"float32": None, "bf16": torch.bfloat16}
+"""Type of messages between stages for each ``trainer.wire``; None sends tensors as they are."""
+
+BETAS = satisfies(lambda values: len(values) == 2 and all(0 <= beta < 1 for beta in values), "a list of two numbers >= 0 and < 1")
+DELAY = satisfies(
+    lambda value: value == AUTO or all(is_integer(d) and d >= 0 for d in as_list(value)),
+    "an integer >= 0, a list with one for each boundary, or auto",
+)
+KEEP = satisfies(
+    lambda value: value == AUTO or all(keep in tuple(Keep) for keep in as_list(value)),
+    "graph, input, nothing, a list with one of these for each block, or auto",
+)
+NAMES = satisfies(lambda names: bool(names) and all(names), "a list of names")
+STAGES = satisfies(
+    lambda value: value in (None, AUTO) or (as_list(value) != [] and all(map(is_integer, as_list(value)))),
+    "null, an integer, auto, or a list with the number of blocks in each stage",
+)
 
 
 @dataclass
 class ModelConfig:
-    """The name, and the options of all models; those that are null are left to the model."""
+    """The model's name, and the options of all models. An option that is null keeps the model's default."""
 
-    name: str = MISSING
+    name: str = key(one_of(MODELS))
     width: float | None = None
     stem: str | None = None
     downsampling: str | None = None
@@ -32,39 +65,45 @@ class ModelConfig:
     base_width: int | None = None
 
     def options(self) -> dict[str, Any]:
-        """Those that are set."""
-        return {key: value for key, value in asdict(self).items() if key != "name" and value is not None}
+        """Return the options that are not null."""
+        return {name: value for name, value in asdict(self).items() if name != "name" and value is not None}
 
 
 @dataclass
 class DataConfig:
-    name: str = MISSING
+    """The data set, and how it is read."""
+
+    name: str = key(one_of(DATASETS))
     root: str | None = None
-    batch_size: int = MISSING
+    batch_size: int = key(integer(1, 10**6))
     augment: bool = MISSING
-    classes: int = MISSING
-    size: int = MISSING
-    workers: int = MISSING
+    classes: int = key(integer(1, 10**7))
+    size: int = key(integer(1, 10**6))
+    workers: int = key(integer(0, 1000))
     images: int | None = None
     validation: float | None = None
 
 
 @dataclass
 class MethodConfig:
+    """The training method, see :class:`petra.method.Method`."""
+
     name: str = MISSING
-    delay: Any = MISSING
-    keep: Any = MISSING
-    weights: str = MISSING
+    delay: Any = key(DELAY)
+    keep: Any = key(KEEP)
+    weights: str = key(one_of(tuple(Weights)))
     flush: bool = MISSING
     fill: bool = MISSING
 
 
 @dataclass
 class RemedyConfig:
+    """Remedies for staleness, see :class:`petra.staleness.Remedy`. ``discount`` is in epochs here."""
+
     name: str = MISSING
-    discount: float = MISSING
+    discount: float = key(number(least=0))
     correction: float = MISSING
-    prediction: str = MISSING
+    prediction: str = key(one_of(tuple(Prediction)))
     horizon: float = MISSING
     compensation: bool = MISSING
     shrink: float = MISSING
@@ -73,23 +112,27 @@ class RemedyConfig:
 
 @dataclass
 class OptimConfig:
-    name: str = MISSING
+    """The optimizer, and the rules of an update. Options that are null keep the optimizer's defaults."""
+
+    name: str = key(one_of(OPTIMIZERS))
     lr: float = MISSING
-    scaling: str = MISSING
+    scaling: str = key(one_of(("goyal", "none")))
     clip: float | None = None
-    clip_scope: str = "stage"
+    clip_scope: str = key(one_of(("stage", "global")), "stage")
     ema: float | None = None
-    momentum: float | None = None
+    momentum: float | None = key(number(least=0, below=1), None)
     nesterov: bool | None = None
-    weight_decay: float | None = None
-    trust: float | None = None
-    betas: list[float] | None = None
-    eps: float | None = None
+    weight_decay: float | None = key(number(least=0), None)
+    trust: float | None = key(number(above=0), None)
+    betas: list[float] | None = key(BETAS, None)
+    eps: float | None = key(number(above=0), None)
 
 
 @dataclass
 class ScheduleConfig:
-    name: str = MISSING
+    """The learning rate schedule. Options that are null keep the schedule's defaults."""
+
+    name: str = key(one_of(SCHEDULES))
     warmup_epochs: float = MISSING
     milestones: list[int] | None = None
     gamma: float | None = None
@@ -98,60 +141,70 @@ class ScheduleConfig:
 
 @dataclass
 class TrainerConfig:
-    epochs: int = MISSING
-    stages: Any = None
-    transport: str = MISSING
-    precision: str = MISSING
+    """Length of the run, stages, numerics, the runtime, and diagnostics."""
+
+    epochs: int = key(integer(1))
+    stages: Any = key(STAGES, None)
+    transport: str = key(one_of((AUTO, "local", "lockstep", "edge")))
+    precision: str = key(one_of(PRECISIONS))
     exact_streams: bool = MISSING
-    wire: str = MISSING
+    wire: str = key(one_of(WIRES))
     loss_scale: Any = None
     nonfinite: str = MISSING
-    label_smoothing: float = MISSING
+    label_smoothing: float = key(number(least=0, below=1))
     channels_last: bool = MISSING
-    compile: str | None = None
-    limit_batches: int | None = None
-    export: str = MISSING
-    threads: int = MISSING
-    concurrency: int = MISSING
+    compile: str | None = key(one_of(("eager", "aot_eager", "inductor")), None)
+    limit_batches: int | None = key(integer(1), None)
+    export: str = key(one_of(("none", *FORMATS)))
+    threads: int = key(integer(1, 1000))
+    concurrency: int = key(integer(1, 1000))
     device: str = MISSING
-    timeout: float = MISSING
-    memory_limit: float | None = None
-    trace: int | None = None
+    timeout: float = key(number(above=0, most=LONGEST_TIMEOUT))
+    memory_limit: float | None = key(number(above=0), None)
+    trace: int | None = key(integer(1), None)
     stage_metrics: bool = False
-    drift: float | None = None
-    diagnose: int | None = None
+    drift: float | None = key(number(above=0), None)
+    diagnose: int | None = key(integer(1), None)
 
 
 @dataclass
 class CheckpointConfig:
-    every: int | None = None
-    keep: int = MISSING
+    """When checkpoints are written, and how many are kept."""
+
+    every: int | None = key(integer(1), None)
+    keep: int = key(integer(0))
     background: bool = MISSING
 
 
 @dataclass
 class ClusterConfig:
-    interfaces: list[str] | None = None
+    """Settings of NCCL and gloo, see :func:`launch.runtime.network.variables`."""
+
+    interfaces: list[str] | None = key(NAMES, None)
     infiniband: bool = MISSING
-    adapters: list[str] | None = None
-    debug: str = MISSING
-    heartbeat: int = MISSING
-    flight_recorder: int = MISSING
+    adapters: list[str] | None = key(NAMES, None)
+    debug: str = key(one_of(("VERSION", "WARN", "INFO", "TRACE")))
+    heartbeat: int = key(integer(1))
+    flight_recorder: int = key(integer(0))
     dumps: str | None = None
 
 
 @dataclass
 class LoggerConfig:
-    name: str = MISSING
+    """Where metrics are logged besides metrics.jsonl."""
+
+    name: str = key(one_of(("jsonl", "wandb", "tensorboard")))
     project: str = "petra"
-    mode: str = "offline"
+    mode: str = key(one_of(("offline", "online")), "offline")
 
 
 @dataclass
 class Config:
-    k: int = MISSING
+    """A whole run."""
+
+    k: int = key(integer(1))
     dp: int = MISSING
-    seed: int = MISSING
+    seed: int = key(integer(0))
     run_dir: str | None = None
     resume: str | None = None
     init_from: str | None = None
@@ -169,20 +222,20 @@ class Config:
 
 
 def register() -> None:
-    """Makes the form known to Hydra as ``schema``, the first entry of conf/config.yaml's defaults."""
+    """Register the schema with Hydra under the name ``schema``, the first entry of the defaults in conf/config.yaml."""
     ConfigStore.instance().store("schema", Config)
 
 
 def to_config(composed: DictConfig) -> Config:
-    """A composed configuration as an object of its schema.
+    """Convert a composed configuration to an object of the schema, and check the value of each key.
 
     Raises:
-        ConfigError: a key that the schema doesn't have (Hydra lets ``+key=value`` add any), or one without a value.
+        ConfigError: If a key is unknown (Hydra accepts any with ``+key=value``), has no value, or a value that is not accepted.
     """
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(composed, resolve=True)))
     except OmegaConfBaseException as error:
-        raise ConfigError(reason(error, Config)) from error
+        raise config_error(error, Config) from error
     assert isinstance(config, Config)
-    require_lists(config)
+    require_valid(config)
     return config

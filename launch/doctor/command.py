@@ -1,58 +1,58 @@
-"""Looks at where a run would run: versions, devices, links between neighbouring processes and replicas, and what is wrong.
+"""Check the machines of a run: report versions, devices, the speed of links between processes, and problems.
 
-Alone, or in the place of launch.train with the overrides of the run: ``python -m launch.doctor``,
-``torchrun --nproc-per-node 4 -m launch.doctor cluster.interfaces=[eth0]``, ``python -m launch.node --module launch.doctor``.
+``python -m launch.doctor`` checks one process. To check all processes of a run, replace launch.train in its command:
+``torchrun --nproc-per-node 4 -m launch.doctor cluster.interfaces=[eth0]`` or ``python -m launch.node --module launch.doctor``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launch.config.compose import compose
+from launch.config.compose import compose_command_line
 from launch.config.schema import Config, to_config
 from launch.doctor.links import LARGE, Link, measure_links
-from launch.doctor.machine import Report, compare, look
-from launch.runtime.network import apply
-from launch.runtime.rank import Place
-from petra.distributed import gathered
-from petra.errors import ConfigError, first_line
+from launch.doctor.machine import Report, find_differences, inspect_machine
+from launch.runtime.network import set_variables
+from launch.runtime.rank import Process
+from launch.runtime.reporting import only_first_prints, report_errors
+from petra.distributed import all_gather_objects
+from petra.errors import first_line, invalid
 from petra.plan.layout import processes_per_replica
 
 
 def main() -> None:
-    """Prints in the first process what all of them found."""
-    place = Place.from_environment()
-    with place.reporting():
-        with place.composing():
-            configs = compose()
+    """Print the findings of all processes on rank 0."""
+    process = Process.from_environment()
+    with report_errors(process):
+        with only_first_prints(process):
+            configs = compose_command_line()
         for config in configs:
-            examine(to_config(config), place)
+            examine(to_config(config), process)
 
 
-def examine(config: Config, place: Place) -> None:
-    """Joins the processes as a run would, and reports.
+def examine(config: Config, process: Process) -> None:
+    """Join the process group as a run would, inspect every machine, and measure the links.
 
     Raises:
-        ConfigError: they can't be joined.
+        ConfigError: If the processes can't communicate.
     """
-    device = place.device(config.trainer.device)
-    line = processes_per_replica(place.world, config.dp)
-    notes = apply(config.cluster)
+    device = process.device(config.trainer.device)
+    replica_size = processes_per_replica(process.world, config.dp)
+    notes = set_variables(config.cluster)
     try:
-        with place.joined(device, config.trainer.timeout):
-            reports = gathered(look(place, device, config.trainer.threads, config.cluster.interfaces))
-            links = measure_links(device, config.dp) if place.world > 1 else []
-    except RuntimeError as error:  # of which torch.distributed's errors are kinds
-        reason = first_line(error)
-        raise ConfigError(
-            f"cluster.interfaces: found {config.cluster.interfaces}, with which the processes can't talk to each other ({reason})"
-        ) from error
-    if place.first:
-        print(text(reports, links, [*notes, *compare(reports, line)]), flush=True)
+        with process.process_group(device, config.trainer.timeout):
+            reports = all_gather_objects(inspect_machine(process, device, config.trainer.threads, config.cluster.interfaces))
+            links = measure_links(device, config.dp) if process.world > 1 else []
+    except RuntimeError as error:  # the base class of torch.distributed's errors
+        interfaces = "null" if config.cluster.interfaces is None else config.cluster.interfaces
+        expected = "network interfaces over which the processes reach each other"
+        raise invalid("cluster.interfaces", expected, f"{interfaces} ({first_line(error)})") from error
+    if process.first:
+        print(report_text(reports, links, [*notes, *find_differences(reports, replica_size)]), flush=True)
 
 
-def text(reports: Sequence[Report], links: Sequence[Link], wrong: Sequence[str]) -> str:
-    """The whole report, in Markdown."""
+def report_text(reports: Sequence[Report], links: Sequence[Link], problems: Sequence[str]) -> str:
+    """Return the whole report in Markdown."""
     first = reports[0]
     lines = [
         ", ".join(f"{name} {value}" for name, value in first.versions.items()),
@@ -76,4 +76,4 @@ def text(reports: Sequence[Report], links: Sequence[Link], wrong: Sequence[str])
             ),
             "",
         ]
-    return "\n".join([*lines, "Wrong:", *(f"- {item}" for item in wrong)] if wrong else [*lines, "Nothing wrong found."])
+    return "\n".join([*lines, "Problems:", *(f"- {item}" for item in problems)] if problems else [*lines, "No problems found."])

@@ -16,7 +16,8 @@ from launch.reproduce.speed import FLOPS, LATENCY, stages_of
 from launch.run.markdown import table
 from petra.analysis.plots import Panel
 from petra.cost_model.costs import BlockCost, count_blocks
-from petra.cost_model.simulator import Link, predict
+from petra.cost_model.links import Link
+from petra.cost_model.simulator import predict
 from petra.method import METHODS, Method
 from petra.models import revnet18
 from petra.plan.transport import simulated_transport

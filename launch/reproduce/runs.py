@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 
 from launch import sweep
 from launch.compare import history
-from launch.config.checks import AUTO
-from launch.config.compose import composed
+from launch.config.compose import compose_overrides
+from launch.config.schema import AUTO
 from launch.reproduce.report import Request
 from launch.run.resume import flat, matters
 from launch.sweep import Job
@@ -114,4 +114,4 @@ def _run(folder: Path) -> Run:
 
 @cache
 def _defaults(groups: tuple[str, ...]) -> dict[str, Any]:
-    return dict(flat(asdict(composed(groups))))
+    return dict(flat(asdict(compose_overrides(groups))))

@@ -14,9 +14,9 @@ from launch.reproduce.report import Report, Request, Scale
 from launch.reproduce.runs import collect, job
 from launch.run.markdown import table
 from petra.analysis.plots import Panel
-from petra.cost_model.autotune import line_costs
-from petra.cost_model.costs import BlockCost, count_blocks, profile_blocks
-from petra.cost_model.simulator import Link, StageCost, predict
+from petra.cost_model.costs import BlockCost, StageCost, count_blocks, pipeline_costs, profile_blocks
+from petra.cost_model.links import Link
+from petra.cost_model.simulator import predict
 from petra.method import METHODS, Method
 from petra.models import revnet18, revnet34
 from petra.specs import TensorSpec
@@ -96,7 +96,7 @@ def _simulated(smaller: str) -> Report:
 def stages_of(blocks: Sequence[BlockCost], seconds: float = 1.0, method: Method = METHODS["petra"]) -> list[StageCost]:
     """Stages of one block each; ``seconds`` is the unit of the blocks' times."""
     keeps = [method.keep_of([b.reversible], last=i == len(blocks) - 1) for i, b in enumerate(blocks)]
-    costs = line_costs([[block] for block in blocks], keeps)
+    costs = pipeline_costs([[block] for block in blocks], keeps)
     return [replace(c, forward=c.forward * seconds, backward=c.backward * seconds) for c in costs]
 
 

@@ -10,17 +10,17 @@ import torch.distributed as dist
 
 from launch.run import recipe
 from launch.run.build import Setup
-from launch.runtime.rank import Place
+from launch.runtime.rank import Process
 from petra.cost_model.autotune import Tuned, tune
-from petra.cost_model.costs import measure_link, profile_blocks
-from petra.cost_model.simulator import Link
-from petra.distributed import together
+from petra.cost_model.costs import profile_blocks
+from petra.cost_model.links import Link, measure_link
+from petra.distributed import raise_on_all_ranks
 from petra.errors import ConfigError
 from petra.method import Keep
 from petra.settings import TransportName
 
 
-def tuned(setup: Setup, place: Place) -> Setup:
+def tuned(setup: Setup, process: Process) -> Setup:
     """Return the setup with everything chosen that is ``auto``; every rank makes the call, after joining the others.
 
     Rank 0 measures the forward, backward and update of each block on its device, and the link to rank 1.
@@ -32,14 +32,14 @@ def tuned(setup: Setup, place: Place) -> Setup:
         return setup
     link = _link(setup)
     chosen: list[Tuned | None] = [None]
-    with together():
-        if place.first:
+    with raise_on_all_ranks():
+        if process.first:
             chosen[0] = _choose(setup, link)
-    if place.world > 1:
+    if process.world > 1:
         dist.broadcast_object_list(chosen, 0)
     found = chosen[0]
     assert found is not None
-    if place.first:
+    if process.first:
         times = ", ".join(f"{1e3 * (cost.forward + cost.backward):.3g}" for cost in found.costs)
         print(
             f"chosen: stages={list(found.stages)}, delay={found.delay}, keep={found.keep}; F + B of the stages: {times} ms, "
@@ -82,7 +82,7 @@ def _choose(setup: Setup, link: Link) -> Tuned:
         # In one process, delays are chosen as if each stage had a process of its own: smaller ones would gain nothing there.
         processes=[stages for stages in processes if stages] if len(processes) > 1 else None,
         transport=cast(TransportName, config.trainer.transport),
-        optimizer_copies=_parameter_copies(setup),
+        parameter_copies=_parameter_copies(setup),
     )
 
 

@@ -8,14 +8,14 @@ from typing import Any, cast
 
 import torch
 
-from launch.config.checks import AUTO, check
 from launch.config.options import options
-from launch.config.schema import Config
+from launch.config.schema import AUTO, PRECISIONS, WIRES, Config
 from launch.run import recipe
-from launch.run.data import checked_form, streams
+from launch.run.checks import check
+from launch.run.data import checked_form, data_sources
 from launch.runtime.network import variables
-from launch.runtime.rank import Place
-from petra.data import EvalStream, TrainStream
+from launch.runtime.rank import Process
+from petra.data import EvalSource, TrainSource
 from petra.engine.build import Recipe
 from petra.method import Keep, Method, Weights
 from petra.model import Model
@@ -57,13 +57,13 @@ class Setup:
         plan = _plan(self.config, self.plan.model, method, stages, self.processes)
         return replace(self, plan=plan, auto=frozenset())
 
-    def data(self) -> tuple[TrainStream, EvalStream]:
+    def data(self) -> tuple[TrainSource, EvalSource]:
         """Return this rank's part of the data; every rank makes the call.
 
         Raises:
             PetraError: If the data set cannot be used. Raised on every rank.
         """
-        return streams(self.config.data, self.config.seed, self.plan.layout)
+        return data_sources(self.config.data, self.config.seed, self.plan.layout)
 
     def learning_rate(self, microbatches_per_epoch: int) -> Schedule:
         """Return the learning rate of every stage, for updates of batch_size * k samples."""
@@ -92,23 +92,23 @@ class Setup:
         return Pipeline.from_plan(self.plan, self.recipe(learning_rate), runtime)
 
 
-def set_up(config: Config, place: Place) -> Setup:
+def set_up(config: Config, process: Process) -> Setup:
     """Check a configuration and make the plan of its run for the processes at hand.
 
     Raises:
         ConfigError, ModelError: If a value is not accepted. The message names the key.
     """
-    check(config, place)
+    check(config, process)
     variables(config.cluster)
     stages = config.trainer.stages
     if stages == AUTO:
-        stages = processes_per_replica(place.world, config.dp)
+        stages = processes_per_replica(process.world, config.dp)
     settings = {"stages": config.trainer.stages, "delay": config.method.delay, "keep": config.method.keep}
     setup = Setup(
         config=config,
-        plan=_plan(config, _model(config), _method(config), stages, place.world),
-        device=place.device(config.trainer.device),
-        processes=place.world,
+        plan=_plan(config, _model(config), _method(config), stages, process.world),
+        device=process.device(config.trainer.device),
+        processes=process.world,
         auto=frozenset(name for name, value in settings.items() if value == AUTO),
     )
     trained = setup.recipe(setup.learning_rate(microbatches_per_epoch=1))
@@ -120,7 +120,6 @@ def set_up(config: Config, place: Place) -> Setup:
 def _plan(config: Config, model: Model, method: Method, stages: int | list[int] | None, processes: int) -> Plan:
     inputs, trainer = checked_form(config.data), config.trainer
     unit = "images" if inputs.dtype.is_floating_point else "tokens"
-    wire = torch.bfloat16 if trainer.wire == "bf16" else None
     return make_plan(
         model,
         inputs,
@@ -129,7 +128,7 @@ def _plan(config: Config, model: Model, method: Method, stages: int | list[int] 
         stages=stages,
         processes=processes,
         dp=config.dp,
-        numerics=Numerics(recipe.PRECISIONS[trainer.precision], trainer.channels_last, trainer.exact_streams, wire),
+        numerics=Numerics(PRECISIONS[trainer.precision], trainer.channels_last, trainer.exact_streams, WIRES[trainer.wire]),
         transport=cast(TransportName, trainer.transport),
         metrics=len(recipe.metrics(config.data.classes, unit)),
     )

@@ -1,6 +1,6 @@
-"""The data of a run: the first stage's process reads, the last one gets the targets, and the others learn how much there is.
+"""The data of a run: the rank of the first stage reads the data set, and the rank of the last stage receives the targets.
 
-Each replica has a process that reads its share.
+With replicas, one rank of each replica reads the replica's share. All other ranks only learn the number of samples.
 """
 
 from __future__ import annotations
@@ -10,75 +10,77 @@ from dataclasses import asdict
 import torch.distributed as dist
 
 from launch.config.schema import DataConfig
-from petra.data import Dataset, EvalStream, TrainStream, load_dataset, microbatch_form, settings
-from petra.distributed import gathered, together
-from petra.errors import ConfigError, DataError
+from petra.data import Dataset, EvalSource, TrainSource, load_dataset, microbatch_form, settings
+from petra.distributed import all_gather_objects, raise_on_all_ranks
+from petra.errors import DataError, invalid, require
 from petra.plan.layout import Layout
 from petra.specs import TensorSpec
 
-AGREED = ("classes", "size")
-"""Keys that every data set has, since the model depends on them; most of them fix the values."""
-OWN = ("root", "images", "validation")
-"""Keys that some have, null for the others."""
+REQUIRED = ("classes", "size")
+"""Keys that every data set has, because the model depends on them. Most data sets fix their values."""
+OPTIONAL = ("root", "images", "validation")
+"""Keys that only some data sets have. They are null for the others."""
 
 
 def checked_form(config: DataConfig) -> TensorSpec:
-    """The form of a microbatch of inputs, from the configuration alone.
+    """Return shape and dtype of a microbatch of inputs, from the configuration alone.
 
     Raises:
-        ConfigError: a value out of range, or a setting that the data set doesn't have.
+        ConfigError: If a key is set that the data set doesn't have.
     """
     own = settings(config.name)
-    for key, least, most in (("batch_size", 1, 10**6), ("size", 1, 10**6), ("classes", 1, 10**7), ("workers", 0, 1000)):
-        if not least <= getattr(config, key) <= most:
-            raise ConfigError(f"data.{key}: found {getattr(config, key)}, accepted are integers >= {least}, at most {most}")
-    for key in OWN:
-        if getattr(config, key) is not None and key not in own:
-            raise ConfigError(f"data.{key}: found {getattr(config, key)}, accepted are null for {config.name}")
+    for key in OPTIONAL:
+        value = getattr(config, key)
+        require(value is None or key in own, f"data.{key}", f"null for {config.name}", value)
     return microbatch_form(config.name, config.batch_size, config.size)
 
 
-def streams(config: DataConfig, seed: int, layout: Layout) -> tuple[TrainStream, EvalStream]:
-    """For training and for testing; a call of all processes together.
+def data_sources(config: DataConfig, seed: int, layout: Layout) -> tuple[TrainSource, EvalSource]:
+    """Return the microbatches for training and for evaluation. All ranks make this call together.
 
-    Only the first stage's process opens files, so only its machine needs them; of replicas that of each.
+    Only the rank of the first stage opens files, in each replica, so only its machine needs them.
 
     Raises:
-        PetraError: the data set can't be used, or replicas have different ones; in every process.
+        PetraError: If the data set can't be used, or replicas have different data sets. Raised on every rank.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     replica, place = layout.place(rank)
-    with together():
+    with raise_on_all_ranks():
         loaded = _load(config) if place == 0 else None
     last = sum(bool(stages) for stages in layout.processes) - 1
-    dataset = _shared(loaded, rank, first=rank - place, last=rank - place + last)
+    dataset = _distribute(loaded, rank, first=rank - place, last=rank - place + last)
     rows = layout.inputs.shape[0]
     share = slice(replica * rows, (replica + 1) * rows)
     return (
-        TrainStream(dataset, config.batch_size, seed, config.augment, config.workers, share),
-        EvalStream(dataset, config.batch_size, config.workers, share),
+        TrainSource(dataset, config.batch_size, seed, config.augment, config.workers, share),
+        EvalSource(dataset, config.batch_size, config.workers, share),
     )
 
 
 def _load(config: DataConfig) -> Dataset:
-    wanted = {key: value for key, value in asdict(config).items() if key in AGREED + OWN and value is not None}
+    wanted = {key: value for key, value in asdict(config).items() if key in REQUIRED + OPTIONAL and value is not None}
     dataset = load_dataset(config.name, **{key: value for key, value in wanted.items() if key in settings(config.name)})
-    for key in AGREED:
-        if getattr(dataset, key) != wanted[key]:
-            raise ConfigError(f"data.{key}: found {wanted[key]}, accepted is {getattr(dataset, key)} for {dataset.name}")
+    for key in REQUIRED:
+        fixed = getattr(dataset, key)
+        require(fixed == wanted[key], f"data.{key}", f"{fixed} for {dataset.name}", wanted[key])
     return dataset
 
 
-def _shared(loaded: Dataset | None, rank: int, first: int, last: int) -> Dataset:
-    """Each process's part of what the ``first`` one of its line has loaded."""
-    outlines: list[Dataset | None] = gathered(None if loaded is None else loaded.part())
+def _distribute(loaded: Dataset | None, rank: int, first: int, last: int) -> Dataset:
+    """Return this rank's part of the data set: inputs on rank ``first`` of the replica, targets on rank ``last``.
+
+    Args:
+        loaded: The data set, on rank ``first`` of each replica.
+        rank: Rank of this process.
+        first: Rank of the replica's first stage.
+        last: Rank of the replica's last stage.
+    """
+    outlines: list[Dataset | None] = all_gather_objects(None if loaded is None else loaded.part())
     outline = outlines[0]
     assert outline is not None
     for other, found in enumerate(outlines):
         if found is not None and _counts(found) != _counts(outline):
-            raise DataError(
-                f"data.root: found {_counts(found)} in process {other}, accepted are {_counts(outline)} as in process 0"
-            )
+            raise invalid("data.root", f"{_counts(outline)} as on rank 0", f"{_counts(found)} on rank {other}", DataError)
     if last == first:
         return loaded or outline
     if loaded is not None:
@@ -92,4 +94,4 @@ def _shared(loaded: Dataset | None, rank: int, first: int, last: int) -> Dataset
 
 
 def _counts(dataset: Dataset) -> str:
-    return f"{dataset.train.count} samples for training and {dataset.test.count} for testing"
+    return f"{dataset.train.count} training samples and {dataset.test.count} test samples"

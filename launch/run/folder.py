@@ -1,4 +1,4 @@
-"""The folder of a run: configuration, metrics, summary, curves."""
+"""Records in the folder of a run: config.yaml, metrics.jsonl, summary.json and curves.png."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from launch.config.checks import AUTO
-from launch.config.schema import Config
+from launch.config.schema import AUTO, Config
 from launch.run.build import Setup
 from petra.analysis.plots import curves
 from petra.pipeline import Pipeline
 from petra.training import Epoch, JsonLines, Logger, TensorBoardLogger, WandbLogger, means, new_run_folder, write_json
-from petra.training.records import write_whole, writing
+from petra.training.records import write_text_atomically, writing
 
 
 class Records:
-    """Opens the run's folder with its config.yaml and metrics.jsonl, and completes it at the end.
+    """Records of a run. The constructor creates the folder with config.yaml and metrics.jsonl.
 
     Args:
-        rows: of the epochs that are done already; what the records of a folder that is resumed say of later ones is dropped.
+        config: Configuration of the run.
+        rows: Metrics of the epochs already done. They replace the content of metrics.jsonl in a folder that is resumed.
 
     Raises:
-        ConfigError: the folder is in use or can't be made.
-        DataError: a file in it can't be written.
+        ConfigError: If the folder contains another run or cannot be created.
+        DataError: If a file in it cannot be written.
     """
 
     def __init__(self, config: Config, rows: Sequence[Mapping[str, float]] = ()) -> None:
         name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{config.model.name}_{config.method.name}_{config.data.name}"
         path = Path("runs", name) if config.run_dir is None else Path(config.run_dir)
-        again = config.resume == AUTO and (path / "config.yaml").exists()
-        self.folder = path if again else new_run_folder(path)
+        resumed = config.resume == AUTO and (path / "config.yaml").exists()
+        self.folder = path if resumed else new_run_folder(path)
         (self.folder / "summary.json").unlink(missing_ok=True)
-        write_whole(self.folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
+        write_text_atomically(self.folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
         self.loggers: list[Logger] = [JsonLines(self.folder / "metrics.jsonl", rows)]
         if config.logger.name == "wandb":
             self.loggers.append(WandbLogger(self.folder, config.logger.project, config.logger.mode, asdict(config)))
@@ -46,7 +46,7 @@ class Records:
             self.loggers.append(TensorBoardLogger(self.folder, len(rows)))
 
     def finish(self, summary: dict[str, Any], history: Sequence[Epoch]) -> None:
-        """Closes the logs, draws curves.png and writes summary.json last: where it stands, the run is complete."""
+        """Close the logs, draw curves.png and write summary.json, which exists only if the run is complete."""
         for logger in self.loggers:
             logger.close()
         title = f"{summary['model']}, {summary['method']} (d = {summary['delay']}), {summary['stages']} stages"
@@ -60,22 +60,23 @@ class Records:
 
 
 def headline(setup: Setup, pipeline: Pipeline) -> str:
-    """What is about to run, in a line."""
+    """Return one line that describes the run."""
     plan, facts = setup.plan, _facts(setup, pipeline)
     idle = plan.layout.dp * sum(not stages for stages in plan.layout.processes)
     return (
         f"{facts['model']} with {facts['parameters']:,} parameters by {facts['method']} (d = {facts['delay']}, k = {facts['k']}): "
         f"{facts['stages']} stages in {facts['processes']} process(es) on {facts['device']}, transport {facts['transport']}"
         + (f"; {facts['dp']} replicas with {plan.layout.inputs.shape[0]} samples each" if facts["dp"] > 1 else "")
-        + (f"; {idle} process(es) without a stage stay idle" if idle else "")
+        + (f"; {idle} process(es) without a stage are idle" if idle else "")
     )
 
 
 def summarise(setup: Setup, pipeline: Pipeline, history: Sequence[Epoch], memory: Sequence[int], seconds: float) -> dict[str, Any]:
-    """Content of summary.json: losses in nats, accuracies 0 … 1, speed over training alone, seconds of the whole run.
+    """Return the content of summary.json. Losses are in nats, accuracies 0 … 1. The speed counts only training.
 
     Args:
-        memory: peak of each process in bytes.
+        memory: Peak memory of each process in bytes.
+        seconds: Duration of the whole run.
     """
     last = history[-1]
     return _facts(setup, pipeline) | {

@@ -10,11 +10,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launch.config.checks import AUTO
-from launch.config.schema import Config
+from launch.config.schema import AUTO, Config
 from launch.run.build import Setup
-from launch.runtime.rank import Place
-from petra.distributed import gathered, together
+from launch.runtime.rank import Process
+from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.errors import ConfigError
 from petra.method import Keep
 from petra.pipeline import Pipeline
@@ -66,20 +65,20 @@ class Start:
         return self.facts.get("trainer")
 
 
-def find_start(config: Config, place: Place) -> Start:
+def find_start(config: Config, process: Process) -> Start:
     """Where the configuration says to start; every process makes the call, the first one looks.
 
     Raises:
         PetraError: no whole checkpoint where there should be one, or one of another configuration; in every process.
     """
     path, facts = None, dict[str, Any]()
-    with together():
-        if place.first and config.resume is not None:
+    with raise_on_all_ranks():
+        if process.first and config.resume is not None:
             path = _checkpoint(config)
             facts = {} if path is None else facts_of(path)
             if path is not None:
                 require_same(facts.get("config", {}), asdict(config), path)
-    return Start(*gathered((path, facts))[0])
+    return Start(*all_gather_objects((path, facts))[0])
 
 
 def require_same(found: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
@@ -134,21 +133,21 @@ def facts(setup: Setup) -> dict[str, Any]:
     return {"config": asdict(setup.config), "chosen": chosen}
 
 
-def require_shared(folder: Path, config: Config, place: Place) -> None:
+def require_shared(folder: Path, config: Config, process: Process) -> None:
     """Makes sure that every process sees the run's folder; each makes the call.
 
     Raises:
         ConfigError: one doesn't, so that its part of a checkpoint would stay on its own machine; in every process.
     """
-    mark = folder / gathered(f"{MARK}{secrets.token_hex(8)}")[0]
-    with together():
-        if place.first:
+    mark = folder / all_gather_objects(f"{MARK}{secrets.token_hex(8)}")[0]
+    with raise_on_all_ranks():
+        if process.first:
             with writing(mark):
                 for left in folder.glob(f"{MARK}*"):  # by a start that was killed
                     left.unlink()
                 mark.touch()
     until = time.monotonic() + min(SHOWN, config.trainer.timeout / 2)
-    with together():
+    with raise_on_all_ranks():
         while not mark.exists():
             if time.monotonic() > until:
                 raise ConfigError(
@@ -156,7 +155,7 @@ def require_shared(folder: Path, config: Config, place: Place) -> None:
                     f"{folder}, accepted are a run_dir on storage that all machines share, or checkpoint.keep=0"
                 )
             time.sleep(0.1)
-    if place.first:
+    if process.first:
         mark.unlink()
 
 
@@ -166,7 +165,7 @@ def begin(pipeline: Pipeline, config: Config, start: Start) -> None:
     Raises:
         PetraError: a file that can't be read or belongs to another network; in every process.
     """
-    with together():
+    with raise_on_all_ranks():
         if start.path is not None:
             restore(pipeline, start.path)
         elif config.init_from is not None:

@@ -1,4 +1,4 @@
-"""torchrun's agent in this process, its end told in a line, and signals handed on to the processes that it has started."""
+"""Run torchrun's agent in this process, with signals forwarded to its workers and their exit status returned."""
 
 from __future__ import annotations
 
@@ -18,33 +18,38 @@ from launch.runtime.signals import SIGNALS
 
 
 def run_agent(flags: Sequence[str], module: str, arguments: Sequence[str]) -> None:
-    """Starts ``python -m module arguments`` in this machine's processes, as torchrun does with ``flags``, and waits for them.
+    """Start ``python -m module arguments`` in the processes of this machine through torchrun, and wait for them.
 
-    Ends this process with the status of the first one that fails, or 128 + the signal that ended it. What went wrong the failing
-    process has told itself. Signals that ask a run to stop are handed on as often as they come, and the processes have all the
-    time they need; torchrun itself would kill them after 30 seconds, hide their status, and not know SIGUSR1.
+    If a process fails, exit with its status, or with 128 + the number of the signal that ended it. The failed process has
+    printed its own error. Signals that ask a run to stop are forwarded each time they arrive, and the processes may take as long
+    as they need. torchrun itself would kill them after 30 seconds, hide their status, and ignore SIGUSR1.
+
+    Args:
+        flags: Arguments of torchrun.
+        module: Module that each process runs.
+        arguments: Arguments of the module.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for number in SIGNALS:
-        signal.signal(number, _hand_on)
+        signal.signal(number, _forward)
     try:
         torchrun(["--signals-to-handle", "SIGHUP,SIGQUIT", *flags, "-m", module, *arguments])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
-        told = f"signal {failure.signal_name()}" if code < 0 else f"status {code}"
-        print(f"process {rank} failed first, with {told}", file=sys.stderr, flush=True)
+        cause = f"signal {failure.signal_name()}" if code < 0 else f"status {code}"
+        print(f"process {rank} failed first, with {cause}", file=sys.stderr, flush=True)
         sys.exit(code if code > 0 else 128 - code)
     except SignalException as stopped:
         sys.exit(128 + stopped.sigval)
 
 
 def children() -> list[int]:
-    """The processes that this one has started and that still run, those of all its threads."""
+    """Return the ids of the running processes that any thread of this process has started."""
     return [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
 
 
-def _hand_on(number: int, frame: FrameType | None) -> None:
+def _forward(number: int, frame: FrameType | None) -> None:
     processes = children()
     for pid in processes:
         with suppress(ProcessLookupError):

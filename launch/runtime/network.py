@@ -1,4 +1,4 @@
-"""What a cluster asks of NCCL and gloo: the settings under ``cluster`` as the environment variables that the two read."""
+"""Settings under ``cluster``, passed to NCCL and gloo through the environment variables that they read."""
 
 from __future__ import annotations
 
@@ -6,26 +6,13 @@ import os
 import socket
 from pathlib import Path
 
+from launch.config.checks import alternatives
 from launch.config.schema import ClusterConfig
-from petra.errors import ConfigError
-
-LEVELS = ("VERSION", "WARN", "INFO", "TRACE")
+from petra.errors import ConfigError, require
 
 
 def variables(cluster: ClusterConfig) -> dict[str, str]:
-    """The variables, by name.
-
-    Raises:
-        ConfigError: a value that can't be meant.
-    """
-    if cluster.debug not in LEVELS:
-        raise ConfigError(f"cluster.debug: found {cluster.debug}, accepted are {', '.join(LEVELS)}")
-    for key, found, least in (("heartbeat", cluster.heartbeat, 1), ("flight_recorder", cluster.flight_recorder, 0)):
-        if found < least:
-            raise ConfigError(f"cluster.{key}: found {found}, accepted are integers >= {least}")
-    for key, names in (("interfaces", cluster.interfaces), ("adapters", cluster.adapters)):
-        if names is not None and not all(names or [""]):
-            raise ConfigError(f"cluster.{key}: found {names}, accepted are null or a list of names")
+    """Return the environment variables, by name."""
     result = {
         "NCCL_DEBUG": cluster.debug,
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(cluster.heartbeat),
@@ -34,7 +21,8 @@ def variables(cluster: ClusterConfig) -> dict[str, str]:
     }
     if cluster.interfaces is not None:
         interfaces = ",".join(cluster.interfaces)
-        result |= {"NCCL_SOCKET_IFNAME": f"={interfaces}", "GLOO_SOCKET_IFNAME": interfaces}  # NCCL takes prefixes unless told "="
+        # NCCL matches prefixes of names unless the list begins with "=".
+        result |= {"NCCL_SOCKET_IFNAME": f"={interfaces}", "GLOO_SOCKET_IFNAME": interfaces}
     if not cluster.infiniband:
         result["NCCL_IB_DISABLE"] = "1"
     if cluster.adapters is not None:
@@ -44,24 +32,28 @@ def variables(cluster: ClusterConfig) -> dict[str, str]:
     return result
 
 
-def apply(cluster: ClusterConfig) -> list[str]:
-    """Sets the variables in this process, before its group is made; returns those for which the environment has another value.
+def set_variables(cluster: ClusterConfig) -> list[str]:
+    """Set the variables in this process. Call it before the process group is made.
+
+    Variables that the environment already has keep their values.
+
+    Returns:
+        A note for each variable whose value in the environment differs from the configuration.
 
     Raises:
-        ConfigError: an interface that this machine lacks, or a folder that can't be made.
+        ConfigError: If this machine doesn't have an interface, or the folder for dumps can't be created.
     """
-    has = [name for _, name in socket.if_nameindex()]
+    available = [name for _, name in socket.if_nameindex()]
     for name in cluster.interfaces or []:
-        if name not in has:
-            raise ConfigError(f"cluster.interfaces: found {name}, accepted on {socket.gethostname()} are {', '.join(has)}")
+        require(name in available, "cluster.interfaces", f"{alternatives(available)} on {socket.gethostname()}", name)
     if cluster.dumps is not None:
         try:
             Path(cluster.dumps).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"cluster.dumps: {cluster.dumps} can't be made ({error.strerror})") from error
+            raise ConfigError(f"cluster.dumps: {cluster.dumps} can't be created ({error.strerror})") from error
     wanted = variables(cluster)
     return [
-        f"{name}={found} in the environment stays; the configuration would set {value}"
+        f"{name}={found} from the environment is used; the configuration sets {value}"
         for name, value in wanted.items()
         if (found := os.environ.setdefault(name, value)) != value
     ]

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: it drains the pipeline, writes a checkpoint and ends."""
+"""Signals that ask a run to stop: the run drains the pipeline, writes a checkpoint and exits."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Preemption by a cluster (SIGTERM, or SIGUSR1 ahead of it), and the first Ctrl-C; a second one ends the process at once."""
+"""Preemption by a cluster (SIGTERM, or SIGUSR1 as an early warning) and the first Ctrl-C. A second Ctrl-C ends the process."""
 
 
-class Stopping:
-    """Whether this process has been asked to stop."""
+class StopRequest:
+    """Whether this process has been asked to stop. Call it to find out."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.received = False
 
     def __call__(self) -> bool:
-        return self.asked
+        return self.received
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Inside, the signals are heard."""
-        before = {number: signal.signal(number, self._hear) for number in SIGNALS}
+    def handle_signals(self) -> Iterator[None]:
+        """Record :data:`SIGNALS` as a request to stop while the context is active. Restore the earlier handlers afterwards."""
+        before = {number: signal.signal(number, self._receive) for number in SIGNALS}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
         if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt would wait for a message that may not come
+            # The default action ends the process at once. A KeyboardInterrupt would first wait for a pending message.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)

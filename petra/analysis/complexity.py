@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from petra.analysis.flops import FlopCounter
-from petra.cost_model.simulator import StageCost, predict
+from petra.cost_model.costs import StageCost
+from petra.cost_model.simulator import predict
 from petra.diagnostics.activation_memory import ActivationMemory, graph_bytes, storage_key
 from petra.engine.stage import Stage
 from petra.hooks import Hook

@@ -1,4 +1,4 @@
-"""Plots, drawn without a display."""
+"""Figures of training runs. Drawing needs no display."""
 
 from __future__ import annotations
 
@@ -19,11 +19,16 @@ COLOURS = {
     Kind.WAIT: "#e8e8e8",
 }
 History = Sequence[Mapping[str, float]]
-"""For each epoch ``epoch``, ``train_loss``, ``test_loss``, ``train_accuracy`` and ``test_accuracy`` (0 … 1)."""
+"""One row per epoch with ``epoch``, ``train_loss``, ``test_loss``, ``train_accuracy`` and ``test_accuracy`` (0 … 1)."""
 
 
 def curves(runs: Mapping[str, History], path: Path, title: str) -> None:
-    """Draws loss and accuracy (%) of one or several runs against the epoch into a PNG file: test solid, training dashed."""
+    """Plot loss and accuracy (%) of one or several runs against the epoch. Test curves are solid, training curves dashed.
+
+    Args:
+        runs: History of each run by name.
+        path: PNG file to write.
+    """
     from matplotlib.ticker import MaxNLocator
 
     figure = _figure(9, 3.6)
@@ -48,9 +53,13 @@ def curves(runs: Mapping[str, History], path: Path, title: str) -> None:
 
 
 def timeline(intervals: Sequence[Interval], paths: Sequence[Path], title: str, unit: str = "seconds") -> None:
-    """Draws what each stage does when, a row each, as PNG or SVG by the files' endings; F and B bear their microbatch.
+    """Draw one row per stage with its intervals. Forwards and backwards are labelled with their microbatch.
 
-    The same intervals make the same file, whatever the time of day.
+    Files are reproducible: the same intervals give the same bytes.
+
+    Args:
+        paths: Files to write, in the format of their suffix (PNG, SVG or PDF).
+        unit: Label of the time axis.
     """
     from matplotlib import rc_context
     from matplotlib.patches import Patch
@@ -80,11 +89,12 @@ def timeline(intervals: Sequence[Interval], paths: Sequence[Path], title: str, u
 
 @dataclass(frozen=True)
 class Panel:
-    """One diagram: lines by name, of points (x, y).
+    """One diagram of a figure.
 
     Attributes:
-        scale: of the y axis; symlog is linear below 1e-6.
-        powers: whether the x axis shows powers of two.
+        lines: Points (x, y) of each line by name.
+        scale: Scale of the y axis; ``symlog`` is linear below 1e-6.
+        powers: Use a logarithmic x axis with powers of two.
     """
 
     xlabel: str
@@ -94,15 +104,17 @@ class Panel:
     powers: bool = False
 
 
-def panels(found: Sequence[Panel], path: Path, *, columns: int = 2, shaded: bool = False) -> None:
-    """Draws diagrams side by side into a PNG file, with one legend.
+def panels(diagrams: Sequence[Panel], path: Path, *, columns: int = 2, shaded: bool = False) -> None:
+    """Draw diagrams in a grid, with one legend in the last of them.
 
     Args:
-        shaded: lines are ordered, as stages are: from blue to red.
+        path: PNG file to write.
+        columns: Number of diagrams in a row.
+        shaded: Colour the lines from blue to red, in their order.
     """
-    rows = -(-len(found) // columns)
+    rows = -(-len(diagrams) // columns)
     figure = _figure(6 * columns, 3 * rows + 0.6)
-    for axes, panel in zip(figure.subplots(rows, columns, squeeze=False).flat, found, strict=False):
+    for axes, panel in zip(figure.subplots(rows, columns, squeeze=False).flat, diagrams, strict=False):
         for i, (name, points) in enumerate(panel.lines.items()):
             shade = i / max(len(panel.lines) - 1, 1)
             colour = (shade, 0.3, 1 - shade) if shaded else f"C{i}"
@@ -115,36 +127,43 @@ def panels(found: Sequence[Panel], path: Path, *, columns: int = 2, shaded: bool
             axes.set_xscale("log", base=2)
         axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
         axes.grid(alpha=0.3)
-    figure.axes[len(found) - 1].legend(fontsize=7, ncols=2 if shaded else 1)
-    for axes in figure.axes[len(found) :]:
+    figure.axes[len(diagrams) - 1].legend(fontsize=7, ncols=2 if shaded else 1)
+    for axes in figure.axes[len(diagrams) :]:
         axes.set_axis_off()
     figure.savefig(path, dpi=120)
 
 
 def by_stage(rows: Sequence[Mapping[str, float]], key: str) -> dict[str, list[tuple[float, float]]]:
-    """Lines of one quantity of :class:`petra.diagnostics.gradient_quality.GradientQuality`'s rows, against the microbatch."""
+    """Return one line per stage for :class:`Panel`: a quantity against the microbatch.
+
+    Args:
+        rows: Rows of :class:`petra.diagnostics.gradient_quality.GradientQuality`.
+        key: Name of the quantity.
+    """
     stages = sorted({int(row["stage"]) for row in rows})
     return {f"stage {j}": [(row["microbatch"], row[key]) for row in rows if row["stage"] == j and key in row] for j in stages}
 
 
 def gradient_quality(rows: Sequence[Mapping[str, float]], path: Path) -> None:
-    """Draws the rows of :class:`petra.diagnostics.gradient_quality.GradientQuality`, a line for each stage, into a PNG file."""
+    """Plot the rows of :class:`petra.diagnostics.gradient_quality.GradientQuality` with one line per stage into a PNG file."""
     quantities = (
         ("cosine_end_to_end", "cosine to the end-to-end gradient"),
-        ("norm_ratio_end_to_end", "norm over the end-to-end gradient's"),
+        ("norm_ratio_end_to_end", "norm relative to the end-to-end gradient"),
         ("cosine_delayed", "cosine to the delayed gradient"),
-        ("norm_ratio_delayed", "norm over the delayed gradient's"),
+        ("norm_ratio_delayed", "norm relative to the delayed gradient"),
         ("reconstruction_error", "relative error of the reconstructed input"),
         ("angle_stored", "angle to the stored-activation gradient (degrees)"),
     )
     errors = ("reconstruction_error", "angle_stored")
-    found = [Panel("microbatch", label, by_stage(rows, key), "symlog" if key in errors else "linear") for key, label in quantities]
-    panels(found, path, shaded=True)
+    diagrams = [
+        Panel("microbatch", label, by_stage(rows, key), "symlog" if key in errors else "linear") for key, label in quantities
+    ]
+    panels(diagrams, path, shaded=True)
 
 
 def _figure(width: float, height: float) -> Any:
-    """A figure of so many inches that can be saved without a display."""
-    # Imported here, because it takes as long as everything else together and only one process draws.
+    """Return a figure of the given size in inches that needs no display."""
+    # Imported here because the import is slow and only one process draws.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

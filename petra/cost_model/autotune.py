@@ -1,4 +1,4 @@
-"""Settings chosen from what blocks cost: where to cut, how far each stage runs ahead, and which blocks keep their graph."""
+"""Chooses settings from the costs of blocks: the partition into stages, the boundary delays, and what each block stores."""
 
 from __future__ import annotations
 
@@ -6,93 +6,76 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from petra.cost_model.costs import BlockCost
-from petra.cost_model.simulator import Link, StageCost, predict
-from petra.errors import ConfigError
+from petra.cost_model.costs import PARAMETER_COPIES, BlockCost, StageCost, pipeline_costs, stage_cost
+from petra.cost_model.links import INSTANT, Link
+from petra.cost_model.simulator import predict
+from petra.errors import ConfigError, invalid
 from petra.method import Keep, Method, Weights
-from petra.plan.layout import best_cut
+from petra.plan.partition import best_partition
 from petra.plan.schedule import in_flight
 from petra.plan.transport import simulated_transport
 from petra.settings import TransportName
 
-COPIES = 3
-"""Of the parameters: weights, gradients, and one state of the optimizer (momentum)."""
 TOLERANCE = 0.01
-"""A delay may cost this part of the throughput, which is less than one sees from run to run."""
+"""Relative loss of throughput that a smaller delay may cost; less than the variation from run to run."""
 
 
-def stage_cost(
-    blocks: Sequence[BlockCost], keeps: Sequence[Keep], *, before: Keep | None, optimizer_copies: int = COPIES
-) -> StageCost:
-    """The cost of consecutive blocks as one stage.
+@dataclass(frozen=True)
+class _KeepOption:
+    """One choice of what the first blocks of a stage store.
 
-    The message back holds δ, and x̃ if the stage before has nothing else to get its output from. The fixed bytes hold the
-    largest graph that a backward makes, on top of the copies of the parameters; messages under way, of which each boundary has
-    d + 1 at most in each direction, are not counted.
-
-    Args:
-        before: what the last block of the stage before keeps; None for the first stage, which sends nothing back.
+    Attributes:
+        seconds: Time of forward and backward of these blocks.
+        stored: Bytes between forward and backward, all microbatches in flight.
+        temporary: Bytes of the largest graph that exists only during a backward.
+        keeps: The choice.
     """
-    times = [block.seconds(keep) for block, keep in zip(blocks, keeps, strict=True)]
-    made = [block.graph_bytes for block, keep in zip(blocks, keeps, strict=True) if keep is not Keep.GRAPH]
-    first, last = blocks[0], blocks[-1]
-    return StageCost(
-        forward=sum(f for f, _ in times),
-        backward=sum(b for _, b in times),
-        update=sum(block.update for block in blocks),
-        forward_bytes=last.output_bytes,
-        backward_bytes=0 if before is None else first.input_bytes * (2 if before is Keep.NOTHING else 1),
-        held_bytes=sum(block.held_bytes(keep) for block, keep in zip(blocks, keeps, strict=True)),
-        fixed_bytes=optimizer_copies * sum(block.parameter_bytes for block in blocks) + max(made, default=0),
-    )
 
-
-def line_costs(
-    stages: Sequence[Sequence[BlockCost]], keeps: Sequence[Sequence[Keep]], *, optimizer_copies: int = COPIES
-) -> list[StageCost]:
-    """The costs of all stages of a line, from their blocks and what those keep."""
-    before = [None, *(kept[-1] for kept in keeps[:-1])]
-    return [
-        stage_cost(blocks, kept, before=last, optimizer_copies=optimizer_copies)
-        for blocks, kept, last in zip(stages, keeps, before, strict=True)
-    ]
-
-
-def memory_of(cost: StageCost, delay: int, k: int, flush: bool) -> int:
-    """Bytes of a stage of delay τ."""
-    return cost.fixed_bytes + in_flight(delay, k, flush) * cost.held_bytes
+    seconds: float
+    stored: int
+    temporary: int
+    keeps: tuple[Keep, ...]
 
 
 def choose_keeps(
-    blocks: Sequence[BlockCost], lean: Sequence[Keep], copies: int, limit: float, *, optimizer_copies: int = COPIES
+    blocks: Sequence[BlockCost],
+    smallest_keeps: Sequence[Keep],
+    microbatches: int,
+    limit: float,
+    *,
+    parameter_copies: int = PARAMETER_COPIES,
 ) -> tuple[Keep, ...]:
-    """Which blocks of one stage keep their graph so that it is fastest within its memory: a knapsack, solved exactly.
+    """Choose which blocks of one stage store their graph, so that the stage is as fast as its memory allows.
+
+    This is a knapsack problem, solved exactly.
 
     Args:
-        lean: what each block keeps if not its graph.
-        copies: microbatches in flight.
-        limit: bytes; if even the lean stage is larger, that is returned.
+        smallest_keeps: What each block stores if not its graph.
+        microbatches: Microbatches in flight.
+        limit: Bytes available. If the stage exceeds them even without graphs, ``smallest_keeps`` is returned.
+        parameter_copies: As for :func:`petra.cost_model.costs.stage_cost`.
     """
-    fronts: list[tuple[float, int, int, tuple[Keep, ...]]] = [(0.0, 0, 0, ())]  # seconds, bytes held, largest graph made
-    for block, keep in zip(blocks, lean, strict=True):
-        grown = []
-        for seconds, held, largest, chosen in fronts:
-            for option in dict.fromkeys((keep, Keep.GRAPH)):
-                made = largest if option is Keep.GRAPH else max(largest, block.graph_bytes)
-                total = held + copies * block.held_bytes(option)
-                grown.append((seconds + sum(block.seconds(option)), total, made, (*chosen, option)))
-        fronts = _undominated(grown)
-    fixed = optimizer_copies * sum(block.parameter_bytes for block in blocks)
-    return next((chosen for _, held, made, chosen in fronts if fixed + held + made <= limit), tuple(lean))
+    options = [_KeepOption(0.0, 0, 0, ())]
+    for block, smallest in zip(blocks, smallest_keeps, strict=True):
+        extended = []
+        for option in options:
+            for keep in dict.fromkeys((smallest, Keep.GRAPH)):
+                seconds = option.seconds + sum(block.seconds(keep))
+                stored = option.stored + microbatches * block.stored_bytes(keep)
+                temporary = option.temporary if keep is Keep.GRAPH else max(option.temporary, block.graph_bytes)
+                extended.append(_KeepOption(seconds, stored, temporary, (*option.keeps, keep)))
+        options = _pareto_front(extended)
+    fixed = parameter_copies * sum(block.parameter_bytes for block in blocks)
+    return next((o.keeps for o in options if fixed + o.stored + o.temporary <= limit), tuple(smallest_keeps))
 
 
-def _undominated(options: list[tuple[float, int, int, tuple[Keep, ...]]]) -> list[tuple[float, int, int, tuple[Keep, ...]]]:
-    """Those that no other beats in seconds, bytes held and largest graph at once; the fastest first."""
-    kept: list[tuple[float, int, int, tuple[Keep, ...]]] = []
-    for option in sorted(options, key=lambda o: o[:3]):
-        if not any(o[1] <= option[1] and o[2] <= option[2] for o in kept):
-            kept.append(option)
-    return kept
+def _pareto_front(options: list[_KeepOption]) -> list[_KeepOption]:
+    """Return the options that no other option beats in time, stored and temporary bytes at once, fastest first."""
+    front: list[_KeepOption] = []
+    for option in sorted(options, key=lambda o: (o.seconds, o.stored, o.temporary)):
+        if not any(o.stored <= option.stored and o.temporary <= option.temporary for o in front):
+            front.append(option)
+    return front
 
 
 def choose_delays(
@@ -100,35 +83,43 @@ def choose_delays(
     method: Method,
     k: int,
     *,
-    link: Link = Link(),  # noqa: B008
+    link: Link = INSTANT,
     processes: Sequence[range] | None = None,
     transport: TransportName = "auto",
-    most: int = 4,
+    max_delay: int = 4,
 ) -> tuple[int, ...]:
-    """The smallest delay of each boundary with which no other throughput than the best is lost (up to TOLERANCE).
+    """Choose the smallest boundary delays that keep the throughput of the largest ones, up to :data:`TOLERANCE`.
 
-    The best is that of ``most`` at every boundary. Boundaries are lowered one by one from the last, where a delay makes all
-    stages before it stale, as long as the simulator finds the period unchanged; none of those returned can be lowered alone.
+    The search starts from the smallest delay that suffices at all boundaries. It then lowers the delay of one boundary at a time,
+    starting at the last, whose delay adds to the staleness of all stages before it. No delay of the result can be lowered alone.
+
+    Args:
+        costs: Cost of each stage.
+        k: Microbatches per update.
+        link, processes: As for :func:`petra.cost_model.simulator.predict`.
+        transport: Transport that the run requests.
+        max_delay: Largest delay of a boundary.
     """
     if method.weights is Weights.DOUBLE and len(costs) > 1:
-        most = min(most, k // (len(costs) - 1))  # two versions must do for all microbatches in flight
-    delays = [most] * (len(costs) - 1)
+        # The delay of the first stage may not exceed k: two versions of the weights serve all microbatches in flight.
+        max_delay = min(max_delay, k // (len(costs) - 1))
+    delays = [max_delay] * (len(costs) - 1)
 
     def period() -> float:
         wires = simulated_transport(transport, delays)
         return predict(costs, replace(method, delay=tuple(delays)), k, link=link, processes=processes, transport=wires).period
 
-    bound = (1 + TOLERANCE) * period() if delays else 0.0
-    for uniform in range(most):
+    longest_period = (1 + TOLERANCE) * period() if delays else 0.0
+    for uniform in range(max_delay):
         delays = [uniform] * len(delays)
-        if period() <= bound:
+        if period() <= longest_period:
             break
     else:
-        delays = [most] * len(delays)
+        delays = [max_delay] * len(delays)
     for boundary in reversed(range(len(delays))):
         while delays[boundary]:
             delays[boundary] -= 1
-            if period() > bound:
+            if period() > longest_period:
                 delays[boundary] += 1
                 break
     return tuple(delays)
@@ -136,20 +127,63 @@ def choose_delays(
 
 @dataclass(frozen=True)
 class Tuned:
-    """A cut with its delays and keeps, as :class:`petra.Pipeline` takes them."""
+    """Chosen settings, in the form that :class:`petra.Pipeline` takes, and the costs that they lead to.
+
+    Attributes:
+        stages: Number of blocks in each stage.
+        delay: One boundary delay, or one for each boundary.
+        keep: What blocks store: one value, or one for each block.
+        costs: Cost of each stage.
+    """
 
     stages: tuple[int, ...]
-    """Blocks in each."""
     delay: int | tuple[int, ...]
     keep: Keep | tuple[Keep, ...]
-    """One, or one for each block."""
     costs: tuple[StageCost, ...]
 
     @property
     def imbalance(self) -> float:
-        """The slowest stage's F + B over the mean."""
+        """Time of forward and backward of the slowest stage, divided by the mean of all stages."""
         times = [cost.forward + cost.backward for cost in self.costs]
         return max(times) * len(times) / sum(times)
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """Candidate stages of a model: what their blocks store, what they cost, and whether they fit into memory."""
+
+    blocks: Sequence[BlockCost]
+    method: Method
+    k: int
+    count: int
+    tune_keep: bool
+    limit: float
+    parameter_copies: int
+
+    def keeps(self, blocks: range, stage: int, delay: int) -> tuple[Keep, ...]:
+        """Return what each block of a stage stores, chosen by the method or by :func:`choose_keeps`."""
+        costs, last = self.blocks[blocks.start : blocks.stop], stage == self.count - 1 and delay == 0
+        keeps = self.method.keep_of([block.reversible for block in costs], last=last, first_block=blocks.start)
+        if self.tune_keep:
+            microbatches = in_flight(delay, self.k, self.method.flush)
+            keeps = choose_keeps(costs, keeps, microbatches, self.limit, parameter_copies=self.parameter_copies)
+        return keeps
+
+    def seconds(self, blocks: range, stage: int, delay: int) -> float:
+        """Return the time per microbatch of these blocks as a stage; infinity if they don't fit into memory."""
+        keeps = self.keeps(blocks, stage, delay)
+        costs = self.blocks[blocks.start : blocks.stop]
+        cost = stage_cost(costs, keeps, previous_keep=None, parameter_copies=self.parameter_copies)
+        return float("inf") if self.memory(cost, delay) > self.limit else cost.forward + cost.backward + cost.update / self.k
+
+    def costs(self, partition: Sequence[range], keeps: Sequence[Sequence[Keep]]) -> list[StageCost]:
+        """Return the cost of each stage."""
+        stages = [self.blocks[blocks.start : blocks.stop] for blocks in partition]
+        return pipeline_costs(stages, keeps, parameter_copies=self.parameter_copies)
+
+    def memory(self, cost: StageCost, delay: int) -> int:
+        """Return the bytes of a stage of delay τ."""
+        return cost.memory(in_flight(delay, self.k, self.method.flush))
 
 
 def tune(
@@ -161,67 +195,63 @@ def tune(
     tune_delay: bool = False,
     tune_keep: bool = False,
     limit: float = float("inf"),
-    link: Link = Link(),  # noqa: B008
+    link: Link = INSTANT,
     processes: Sequence[range] | None = None,
     transport: TransportName = "auto",
-    optimizer_copies: int = COPIES,
+    parameter_copies: int = PARAMETER_COPIES,
 ) -> Tuned:
-    """Chooses the cut, then the delays for it, then the keeps again with the memory that smaller delays leave.
+    """Choose the partition, then the delays for it, then again what blocks store, with the memory that smaller delays free.
 
     Args:
-        stages: how many, to be cut such that the slowest is as fast as can be; or the number of blocks in each.
-        tune_delay: replaces ``method.delay``; until then stages are judged by PETRA's d = 2.
-        tune_keep: each block keeps its graph where there is memory for it, and else what it can least.
-        limit: bytes that one stage may take.
-        processes: for each its stages; None for one stage each.
-        transport: that the run asks for.
-        optimizer_copies: of the parameters in a stage: weights, gradients, the optimizer's states, a moving average.
+        stages: Number of stages, to be partitioned so that the slowest is as fast as possible; or the number of blocks in each.
+        tune_delay: Choose the boundary delays and ignore ``method.delay``. The partition is chosen for d = 2.
+        tune_keep: Store the graph of each block for which there is memory, and as little as possible of the others. Ignores
+            ``method.keep``.
+        limit: Bytes available to each stage.
+        link, processes: As for :func:`petra.cost_model.simulator.predict`.
+        transport: Transport that the run requests.
+        parameter_copies: As for :func:`petra.cost_model.costs.stage_cost`.
 
     Raises:
-        ConfigError: no cut keeps every stage within the limit.
+        ConfigError: If no partition keeps every stage within the limit.
     """
     count = stages if isinstance(stages, int) else len(stages)
     method = replace(method, delay=2 if tune_delay else method.delay, keep=Keep.NOTHING if tune_keep else method.keep)
-    delays = method.delays(count, k)
+    candidates = _Stages(blocks, method, k, count, tune_keep, limit, parameter_copies)
+    delays, delay = method.delays(count, k), method.delay
+    partition = _fastest_partition(candidates, delays) if isinstance(stages, int) else _given_partition(stages)
 
-    def keeps_of(start: int, end: int, stage: int, delay: int) -> tuple[Keep, ...]:
-        part = blocks[start:end]
-        kept = method.keep_of([b.reversible for b in part], last=stage == count - 1 and delay == 0, first_block=start)
-        if tune_keep:
-            kept = choose_keeps(part, kept, in_flight(delay, k, method.flush), limit, optimizer_copies=optimizer_copies)
-        return kept
+    def choose(delays: Sequence[int]) -> tuple[list[tuple[Keep, ...]], list[StageCost]]:
+        keeps = [candidates.keeps(stage, j, delays[j]) for j, stage in enumerate(partition)]
+        return keeps, candidates.costs(partition, keeps)
+
+    keeps, costs = choose(delays)
+    if tune_delay:
+        delay = choose_delays(costs, method, k, link=link, processes=processes, transport=transport)
+        delays = replace(method, delay=delay).delays(count, k)
+        keeps, costs = choose(delays)
+    for j, cost in enumerate(costs):
+        memory = candidates.memory(cost, delays[j])
+        if memory > limit:
+            expected = f"at least {memory / 1e9:.3g} GB for stage {j + 1} (or more stages)"
+            raise invalid("trainer.memory_limit", expected, f"{limit / 1e9:g} GB")
+    keep = tuple(keep for stage_keeps in keeps for keep in stage_keeps) if tune_keep else method.keep
+    return Tuned(tuple(len(stage) for stage in partition), delay, keep, tuple(costs))
+
+
+def _fastest_partition(candidates: _Stages, delays: Sequence[int]) -> list[range]:
+    """Return the partition whose slowest stage is fastest."""
 
     def seconds(start: int, end: int, stage: int) -> float:
-        kept = keeps_of(start, end, stage, delays[stage])
-        cost = stage_cost(blocks[start:end], kept, before=None, optimizer_copies=optimizer_copies)
-        if memory_of(cost, delays[stage], k, method.flush) > limit:
-            return float("inf")
-        return cost.forward + cost.backward + cost.update / k
+        return candidates.seconds(range(start, end), stage, delays[stage])
 
-    if isinstance(stages, int):
-        try:
-            cut = best_cut(len(blocks), stages, seconds)
-        except ConfigError as error:
-            raise ConfigError(f"trainer.stages: {error}") from error
-    else:
-        ends = [sum(stages[:j]) for j in range(count + 1)]
-        cut = [range(a, b) for a, b in pairwise(ends)]
-    parts = [blocks[r.start : r.stop] for r in cut]
+    try:
+        return best_partition(len(candidates.blocks), candidates.count, seconds)
+    except ConfigError as error:
+        raise ConfigError(f"trainer.stages: {error}") from error
 
-    def keeps_with(delays: Sequence[int]) -> list[tuple[Keep, ...]]:
-        return [keeps_of(r.start, r.stop, j, delays[j]) for j, r in enumerate(cut)]
 
-    delay = method.delay
-    if tune_delay:
-        judged = line_costs(parts, keeps_with(delays), optimizer_copies=optimizer_copies)
-        delay = choose_delays(judged, method, k, link=link, processes=processes, transport=transport)
-        delays = replace(method, delay=delay).delays(count, k)
-    keeps = keeps_with(delays)
-    costs = tuple(line_costs(parts, keeps, optimizer_copies=optimizer_copies))
-    over = [j + 1 for j, cost in enumerate(costs) if memory_of(cost, delays[j], k, method.flush) > limit]
-    if over:
-        raise ConfigError(
-            f"trainer.memory_limit: found {limit / 1e9:g} GB, less than stage {over[0]} needs, "
-            f"{memory_of(costs[over[0] - 1], delays[over[0] - 1], k, method.flush) / 1e9:.3g} GB; accepted is more, or more stages"
-        )
-    return Tuned(tuple(len(r) for r in cut), delay, tuple(k for part in keeps for k in part) if tune_keep else method.keep, costs)
+def _given_partition(stages: Sequence[int]) -> list[range]:
+    """Return the ranges of blocks, given the number of blocks in each stage."""
+    ends = [sum(stages[:j]) for j in range(len(stages) + 1)]
+    return [range(start, end) for start, end in pairwise(ends)]

@@ -1,36 +1,37 @@
-"""What each block of a model costs: seconds of its F and B for each thing it can keep, and bytes, measured or counted."""
+"""Costs of blocks, measured or counted in FLOPs, and of the stages made of them: seconds and bytes."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from petra.cost_model.simulator import Link
+from petra.cost_model.clock import synchronized_time
 from petra.diagnostics.activation_memory import graph_bytes
 from petra.engine.stage import Stage
 from petra.method import Keep
 from petra.model import BlockProfile, Model
+from petra.plan.messages import returns_activations
 from petra.specs import Streams, TensorSpec
 
-Build = Callable[[nn.Module], torch.optim.Optimizer]
+BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+PARAMETER_COPIES = 3
+"""Copies of the parameters in a stage by default: weights, gradients and one optimizer state (momentum)."""
 
 
 @dataclass(frozen=True)
 class BlockCost:
-    """One block and one microbatch, in seconds (or any one unit of time) and bytes.
+    """Cost of one block for one microbatch. Times are in seconds, or in any other unit if all blocks use the same.
 
     Attributes:
-        forward, backward: with nothing kept (a block that can't be inverted: with its input kept).
-        graph_forward, graph_backward: with the graph kept.
-        update: one update of its parameters.
-        input_bytes, output_bytes: of its streams.
-        graph_bytes: that a kept graph holds, the streams included.
-        parameter_bytes: of the parameters alone.
+        forward, backward: Times with ``keep=nothing`` (``keep=input`` for blocks that aren't reversible).
+        graph_forward, graph_backward: Times with ``keep=graph``.
+        update: Time of one update of the block's parameters.
+        input_bytes, output_bytes: Sizes of the input and output streams.
+        graph_bytes: Size of the stored autograd graph, streams included.
+        parameter_bytes: Size of the parameters, counted once.
     """
 
     name: str
@@ -46,26 +47,98 @@ class BlockCost:
     parameter_bytes: int
 
     def seconds(self, keep: Keep) -> tuple[float, float]:
-        """F and B."""
+        """Return the times of forward and backward."""
         return (self.graph_forward, self.graph_backward) if keep is Keep.GRAPH else (self.forward, self.backward)
 
-    def held_bytes(self, keep: Keep) -> int:
-        """Of one microbatch between F and B."""
+    def stored_bytes(self, keep: Keep) -> int:
+        """Return the bytes stored for one microbatch between forward and backward."""
         if keep is Keep.GRAPH:
             return self.graph_bytes
         return 0 if keep is Keep.NOTHING and self.reversible else self.input_bytes
 
 
+@dataclass(frozen=True)
+class StageCost:
+    """Cost of one stage for one microbatch.
+
+    Attributes:
+        forward, backward: Seconds; backward includes recomputation.
+        update: Seconds of one update.
+        forward_bytes, backward_bytes: Sizes of the messages to the next and to the previous stage.
+        stored_bytes: Bytes stored for each microbatch between forward and backward.
+        fixed_bytes: Bytes that don't depend on the number of microbatches: copies of the parameters, and the largest graph that
+            exists only during a backward.
+    """
+
+    forward: float
+    backward: float
+    update: float = 0.0
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    stored_bytes: int = 0
+    fixed_bytes: int = 0
+
+    def memory(self, microbatches: int) -> int:
+        """Return the bytes of the stage with this number of microbatches in flight."""
+        return self.fixed_bytes + microbatches * self.stored_bytes
+
+
+def stage_cost(
+    blocks: Sequence[BlockCost],
+    keeps: Sequence[Keep],
+    *,
+    previous_keep: Keep | None,
+    parameter_copies: int = PARAMETER_COPIES,
+) -> StageCost:
+    """Return the cost of consecutive blocks as one stage.
+
+    The message to the previous stage contains δ, and also x̃ if the previous stage stores nothing from which it could compute its
+    output. Messages on their way are not part of the memory; each boundary has at most d + 1 of them in each direction.
+
+    Args:
+        keeps: What each block stores.
+        previous_keep: What the last block of the previous stage stores; None for the first stage, which sends nothing back.
+        parameter_copies: Copies of the parameters in memory: weights, gradients, optimizer states, a moving average.
+    """
+    times = [block.seconds(keep) for block, keep in zip(blocks, keeps, strict=True)]
+    tensors_back = 0 if previous_keep is None else 2 if returns_activations(previous_keep) else 1
+    temporary_graphs = [block.graph_bytes for block, keep in zip(blocks, keeps, strict=True) if keep is not Keep.GRAPH]
+    first, last = blocks[0], blocks[-1]
+    return StageCost(
+        forward=sum(forward for forward, _ in times),
+        backward=sum(backward for _, backward in times),
+        update=sum(block.update for block in blocks),
+        forward_bytes=last.output_bytes,
+        backward_bytes=tensors_back * first.input_bytes,
+        stored_bytes=sum(block.stored_bytes(keep) for block, keep in zip(blocks, keeps, strict=True)),
+        fixed_bytes=parameter_copies * sum(block.parameter_bytes for block in blocks) + max(temporary_graphs, default=0),
+    )
+
+
+def pipeline_costs(
+    stages: Sequence[Sequence[BlockCost]], keeps: Sequence[Sequence[Keep]], *, parameter_copies: int = PARAMETER_COPIES
+) -> list[StageCost]:
+    """Return the costs of all stages of a pipeline, given the blocks of each stage and what each block stores."""
+    previous_keeps = [None, *(stage_keeps[-1] for stage_keeps in keeps[:-1])]
+    return [
+        stage_cost(blocks, stage_keeps, previous_keep=previous_keep, parameter_copies=parameter_copies)
+        for blocks, stage_keeps, previous_keep in zip(stages, keeps, previous_keeps, strict=True)
+    ]
+
+
 def count_blocks(model: Model, inputs: TensorSpec) -> tuple[BlockCost, ...]:
-    """Costs by FLOPs: a forward takes its FLOPs, its backward twice as many, recomputation once more; updates are free.
+    """Return costs in FLOPs: 1 × the forward's FLOPs for forward, 2 × for backward, 1 × for recomputation, 0 for an update.
+
+    Args:
+        inputs: Form of one microbatch.
 
     Raises:
-        ModelError: as :meth:`petra.model.Model.profile`.
+        ModelError: As :meth:`petra.model.Model.profile`.
     """
     units = (1.0, 3.0, 1.0, 2.0, 0.0)
     return tuple(
-        _cost(model, profile, specs, b, [unit * profile.flops for unit in units])
-        for b, (profile, specs) in enumerate(_with_inputs(model, inputs))
+        _block_cost(model, profile, specs, b, [unit * profile.flops for unit in units])
+        for b, (profile, specs) in enumerate(_profiles_with_inputs(model, inputs))
     )
 
 
@@ -73,67 +146,48 @@ def profile_blocks(
     model: Model,
     inputs: TensorSpec,
     *,
-    optimizer: Build,
+    optimizer: BuildOptimizer,
     device: torch.device | str = "cpu",
     autocast: torch.dtype | None = None,
     channels_last: bool = False,
     seed: int = 0,
     rounds: int = 5,
 ) -> tuple[BlockCost, ...]:
-    """Costs measured on the device, one block there at a time, by the code that a pipeline runs.
+    """Measure costs on the device with the code that a pipeline runs. Only one block at a time is on the device.
 
-    The least of ``rounds`` counts: what else the machine does only adds. The model's own weights are not touched. Integer inputs
-    are zeros.
+    Each time is the minimum of ``rounds`` measurements, because other work of the machine can only add to it. The blocks are built
+    for the measurement. Integer inputs are zeros, others are random.
+
+    Args:
+        inputs: Form of one microbatch.
+        optimizer: Function that builds the optimizer of a module.
 
     Raises:
-        ModelError: as :meth:`petra.model.Model.profile`.
+        ModelError: As :meth:`petra.model.Model.profile`.
     """
     device = torch.device(device)
     costs = []
-    for b, (profile, specs) in enumerate(_with_inputs(model, inputs)):
+    for b, (profile, specs) in enumerate(_profiles_with_inputs(model, inputs)):
         module = model.build_block(b, seed).to(device).train()
         if channels_last:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        x, dy = (tuple(_filled(spec, device, channels_last) for spec in group) for group in (specs, profile.outputs))
-        lean = Keep.NOTHING if profile.reversible else Keep.INPUT
+        x, dy = (tuple(_example(spec, device, channels_last) for spec in specs_) for specs_ in (specs, profile.outputs))
         times: list[float] = []
-        for keep in (lean, Keep.GRAPH):
+        for keep in (Keep.NOTHING if profile.reversible else Keep.INPUT, Keep.GRAPH):
             stage = Stage([module], [keep], first_block=b, seed=seed, autocast=autocast, channels_last=channels_last)
-            times += _times(stage, x, dy, device, rounds)
-        costs.append(_cost(model, profile, specs, b, (*times, _update_seconds(module, optimizer, device, rounds)), autocast))
+            times += _forward_backward_seconds(stage, x, dy, device, rounds)
+        times.append(_update_seconds(module, optimizer, device, rounds))
+        costs.append(_block_cost(model, profile, specs, b, times, autocast))
     return tuple(costs)
 
 
-def measure_link(device: torch.device | str = "cpu", rounds: int = 7, nbytes: int = 1 << 22) -> Link:
-    """Latency and bandwidth between the first two processes, in every process; each makes the call.
-
-    From the quickest of ``rounds`` round trips of an empty and of a large message.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return Link()
-    rank, found = dist.get_rank(), [0.0, 0.0]
-    for i, size in enumerate((1, nbytes)):
-        buffer = torch.zeros(size, dtype=torch.uint8, device=device)
-        times = []
-        for _ in range(rounds + 1):
-            start = now(buffer.device)
-            if rank < 2:
-                first, second = (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send)
-                first(buffer, 1 - rank)
-                second(buffer, 1 - rank)
-            times.append(now(buffer.device) - start)
-        found[i] = min(times[1:]) / 2
-    dist.broadcast_object_list(found, 0)
-    latency, large = found
-    return Link(bandwidth=nbytes / max(large - latency, 1e-9), latency=latency)
-
-
-def _with_inputs(model: Model, inputs: TensorSpec) -> list[tuple[BlockProfile, tuple[TensorSpec, ...]]]:
+def _profiles_with_inputs(model: Model, inputs: TensorSpec) -> list[tuple[BlockProfile, tuple[TensorSpec, ...]]]:
+    """Return the profile of each block with the form of its input."""
     profiles = model.profile(inputs)
     return list(zip(profiles, [(inputs,), *(profile.outputs for profile in profiles)], strict=False))
 
 
-def _cost(
+def _block_cost(
     model: Model,
     profile: BlockProfile,
     inputs: tuple[TensorSpec, ...],
@@ -142,6 +196,8 @@ def _cost(
     autocast: torch.dtype | None = None,
 ) -> BlockCost:
     forward, backward, graph_forward, graph_backward, update = seconds
+    with torch.device("meta"):
+        parameters = model.blocks[block].build().parameters()
     return BlockCost(
         name=profile.name,
         reversible=profile.reversible,
@@ -153,49 +209,38 @@ def _cost(
         input_bytes=sum(spec.bytes for spec in inputs),
         output_bytes=sum(spec.bytes for spec in profile.outputs),
         graph_bytes=graph_bytes(model, range(block, block + 1), inputs, [Keep.GRAPH], autocast=autocast),
-        parameter_bytes=sum(p.numel() * p.element_size() for p in _on_meta(model, block).parameters()),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
     )
 
 
-def _on_meta(model: Model, block: int) -> nn.Module:
-    with torch.device("meta"):
-        return model.blocks[block].build()
-
-
-def _times(stage: Stage, x: Streams, dy: Streams, device: torch.device, rounds: int) -> tuple[float, float]:
-    """Seconds of F and of B, after one of each that does not count."""
+def _forward_backward_seconds(stage: Stage, x: Streams, dy: Streams, device: torch.device, rounds: int) -> tuple[float, float]:
+    """Measure forward and backward. The first round is a warm-up."""
     forward, backward = [], []
     for m in range(rounds + 1):
-        start = now(device)
+        start = synchronized_time(device)
         y = stage.forward(m, x)
-        middle = now(device)
+        middle = synchronized_time(device)
         stage.backward(m, y, dy)
         forward.append(middle - start)
-        backward.append(now(device) - middle)
+        backward.append(synchronized_time(device) - middle)
     return min(forward[1:]), min(backward[1:])
 
 
-def _update_seconds(module: nn.Module, optimizer: Build, device: torch.device, rounds: int) -> float:
+def _update_seconds(module: nn.Module, build_optimizer: BuildOptimizer, device: torch.device, rounds: int) -> float:
+    """Measure the optimizer's step. The first round is a warm-up."""
     if not any(p.requires_grad for p in module.parameters()):
         return 0.0
     for p in module.parameters():
         p.grad = torch.zeros_like(p)
-    made, seconds = optimizer(module), []
+    optimizer, seconds = build_optimizer(module), []
     for _ in range(rounds + 1):
-        start = now(device)
-        made.step()
-        seconds.append(now(device) - start)
+        start = synchronized_time(device)
+        optimizer.step()
+        seconds.append(synchronized_time(device) - start)
     return min(seconds[1:])
 
 
-def now(device: torch.device) -> float:
-    """Seconds on the host's clock when the device has done all it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def _filled(spec: TensorSpec, device: torch.device, channels_last: bool) -> Tensor:
+def _example(spec: TensorSpec, device: torch.device, channels_last: bool) -> Tensor:
     if not spec.dtype.is_floating_point:
         return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
     tensor = torch.randn(spec.shape, dtype=spec.dtype, device=device)

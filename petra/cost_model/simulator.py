@@ -1,67 +1,42 @@
-"""Predicted period, bubble, staleness and memory of a pipeline, from the schedules that the engine runs; nothing is executed."""
+"""Predicts period, bubble, staleness and memory of a pipeline by simulating the schedule that the engine runs."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal, Protocol
 
+from petra.cost_model.costs import StageCost
+from petra.cost_model.links import INSTANT, Link
+from petra.cost_model.wires import WireModel, Wires, make_wires
 from petra.diagnostics.events import Interval, Kind
 from petra.method import Method
-from petra.plan.schedule import Op, in_flight, timetable, training_orders
-
-_POSTED = 2  # receives that the edge transport posts ahead
-
-
-@dataclass(frozen=True)
-class StageCost:
-    """One stage's work for one microbatch.
-
-    Attributes:
-        forward, backward: seconds; backward includes recomputation.
-        update: seconds of one update.
-        forward_bytes, backward_bytes: of the messages to the next stage and to the one before.
-        held_bytes: held of a microbatch between F and B.
-        fixed_bytes: held all the time (weights, gradients, optimizer) or during a backward.
-    """
-
-    forward: float
-    backward: float
-    update: float = 0.0
-    forward_bytes: int = 0
-    backward_bytes: int = 0
-    held_bytes: int = 0
-    fixed_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Link:
-    """One direction between two processes: bytes a second, and seconds before the first byte."""
-
-    bandwidth: float = float("inf")
-    latency: float = 0.0
+from petra.plan.schedule import Op, Step, in_flight, timetable, training_orders
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A pipeline in its steady state; seconds are for one microbatch, lists have an entry for each stage."""
+    """A pipeline in its steady state. Lists have one entry per stage.
+
+    Attributes:
+        period: Seconds per microbatch.
+        compute: Seconds per microbatch that the busiest process computes; a lower bound of the period.
+        bubble: Fraction of the period in which the process of the stage is idle.
+        in_flight: Largest number of microbatches between forward and backward.
+        staleness: Average number of updates between forward and backward of a microbatch.
+        memory: Bytes.
+    """
 
     period: float
     compute: float
-    """Of the process that has most of it: the period can't be shorter."""
     bubble: list[float]
-    """Part of the period in which the stage's process computes nothing."""
     in_flight: list[int]
-    """Microbatches between F and B at most."""
     staleness: list[float]
-    """Updates between a microbatch's F and its B, on average."""
     memory: list[int]
-    """Bytes."""
 
     @property
     def efficiency(self) -> float:
+        """Fraction of the period in which the busiest process computes."""
         return self.compute / self.period
 
 
@@ -71,42 +46,51 @@ def predict(
     k: int = 1,
     *,
     processes: Sequence[range] | None = None,
-    link: Link = Link(),
-    transport: Literal["edge", "lockstep"] = "edge",
+    link: Link = INSTANT,
+    transport: WireModel = "edge",
 ) -> Prediction:
-    """The steady state of ``method`` in lines whose processes have one compute resource each.
+    """Predict the steady state of a pipeline trained by ``method``. A process runs one step at a time.
 
     Args:
-        processes: for each process its stages; None for one stage each.
+        costs: Cost of each stage.
+        k: Microbatches per update.
+        processes: Stages of each process; None for one stage per process.
+        link: Link between neighbouring processes, the same everywhere.
+        transport: Transport whose rules the messages follow.
 
     Raises:
-        ConfigError: delays that don't fit the stages.
+        ConfigError: If the method's delays don't fit the number of stages.
     """
     stages = len(costs)
     processes = processes or [range(j, j + 1) for j in range(stages)]
     delays = method.delays(stages, k)
-    ahead = max(delays) + 2 * stages
-    measured = k * -(-2 * ahead // k)
-    before = measured if method.flush else ahead
-    end = before + measured  # microbatches that the first stage has taken back while it still sends others
+    # Simulate until the pipeline is in its steady state, then as long again in multiples of k to measure the period, then to the
+    # end, so that the first stage still runs forwards while the period is measured.
+    settling = max(delays) + 2 * stages
+    measured = k * -(-2 * settling // k)
+    before = measured if method.flush else settling
+    end = before + measured
     total = end if method.flush else end + max(delays)
     intervals = simulate(costs, method, k, total, processes=processes, link=link, transport=transport)
     done = {i.microbatch: i.stop for i in intervals if i.stage == 0 and i.kind in (Kind.BACKWARD, Kind.UPDATE)}
     period = _period([done[m] for m in range(before - 1, end)], k)
     compute = [sum(costs[j].forward + costs[j].backward + costs[j].update / k for j in process) for process in processes]
-    held = [in_flight(delay, k, method.flush) for delay in delays]
+    microbatches = [in_flight(delay, k, method.flush) for delay in delays]
     return Prediction(
         period=period,
         compute=max(compute),
         bubble=[1 - busy / period for process, busy in zip(processes, compute, strict=True) for _ in process],
-        in_flight=held,
+        in_flight=microbatches,
         staleness=[method.staleness(delay, k) for delay in delays],
-        memory=[cost.fixed_bytes + n * cost.held_bytes for cost, n in zip(costs, held, strict=True)],
+        memory=[cost.memory(count) for cost, count in zip(costs, microbatches, strict=True)],
     )
 
 
 def _period(done: Sequence[float], k: int) -> float:
-    """Of the shortest cycle, in multiples of k microbatches, with which these times go on; else their mean difference."""
+    """Return the average time between completed microbatches, given the time at which each is done.
+
+    If the second half of the times repeats in a cycle of k microbatches or a multiple of k, average over the shortest cycle.
+    """
     half = len(done) // 2
     for cycle in range(k, half + 1, k):
         steps = [done[-n] - done[-n - cycle] for n in range(1, half + 1)]
@@ -122,137 +106,70 @@ def simulate(
     microbatches: int,
     *,
     processes: Sequence[range] | None = None,
-    link: Link = Link(),
-    transport: Literal["edge", "lockstep"] = "edge",
+    link: Link = INSTANT,
+    transport: WireModel = "edge",
 ) -> list[Interval]:
-    """Every stage's work on ``microbatches`` from a standing start to the drained pipeline.
+    """Simulate the training of ``microbatches`` microbatches, from an empty pipeline until it has drained.
 
-    Each process walks its stages' part of the timetable, one step after the other, as :class:`petra.Pipeline` does; messages
-    between processes travel by the rules of the transport.
+    As in :class:`petra.Pipeline`, each process runs its stages' part of the timetable step by step. Messages between processes
+    follow the rules of the transport. For the arguments, see :func:`predict`.
+
+    Returns:
+        What each stage does in each interval of time. Intervals of zero length are left out.
     """
     stages = len(costs)
-    processes = processes or [range(j, j + 1) for j in range(stages)]
-    owner = [p for p, held in enumerate(processes) for _ in held]
-    boundaries = method.boundary_delays(stages - 1)[: stages - 1]
+    boundary_delays = method.boundary_delays(stages - 1)[: stages - 1]
     orders = training_orders(method.delays(stages, k), 0, microbatches, k if method.flush else None)
-    clock = [0.0] * len(processes)
-    wires: _Wires = (_EdgeWires if transport == "edge" else _LockstepWires)(link, boundaries)
-    found: list[Interval] = []
-
-    def spend(stage: int, kind: Kind, m: int, until: float, peer: int | None = None) -> None:
-        """The stage's process is busy with this until then."""
-        now = clock[owner[stage]]
-        if until > now:
-            found.append(Interval(stage, kind, m, now, until, peer))
-            clock[owner[stage]] = until
-
-    for _, round_ in groupby(timetable(orders, boundaries), key=lambda step: step.round):
+    wires = make_wires(transport, link, boundary_delays)
+    simulation = _Simulation(costs, k, processes or [range(j, j + 1) for j in range(stages)], wires)
+    for _, round_ in groupby(timetable(orders, boundary_delays), key=lambda step: step.round):
         for step in round_:
-            stage, m, cost = step.stage, step.microbatch, costs[step.stage]
-            process, source, target = owner[stage], stage - 1, stage + 1
-            kind, seconds, nbytes = Kind.FORWARD, cost.forward, cost.forward_bytes
-            if step.op is Op.BACKWARD:
-                source, target, kind, seconds, nbytes = target, source, Kind.BACKWARD, cost.backward, cost.backward_bytes
-            if 0 <= source < stages and owner[source] != process:
-                spend(stage, Kind.WAIT, m, wires.take((step.op, min(stage, source)), clock[process]), source)
-            spend(stage, kind, m, clock[process] + seconds)
-            if 0 <= target < stages and owner[target] != process:
-                route = (process, owner[target])
-                spend(stage, Kind.SEND, m, wires.send((step.op, min(stage, target)), clock[process], nbytes, route), target)
-            if step.op is Op.BACKWARD and (m + 1) % k == 0:
-                spend(stage, Kind.UPDATE, m, clock[process] + cost.update)
-        for process, until in wires.exchange(clock):
-            spend(processes[process][-1], Kind.SEND, -1, until)
-    return found
+            simulation.run(step)
+        simulation.end_round()
+    return simulation.intervals
 
 
-Edge = tuple[Op, int]
-"""One direction of a boundary."""
+class _Simulation:
+    """State of a simulated pipeline: the time on each process's clock and the intervals so far."""
 
+    def __init__(self, costs: Sequence[StageCost], k: int, processes: Sequence[range], wires: Wires) -> None:
+        self._costs, self._k, self._processes, self._wires = costs, k, processes, wires
+        self._owner = [p for p, stages in enumerate(processes) for _ in stages]
+        self._clock = [0.0] * len(processes)
+        self.intervals: list[Interval] = []
 
-class _Wires(Protocol):
-    def send(self, edge: Edge, now: float, nbytes: int, route: tuple[int, int]) -> float:
-        """A message leaves a process of ``route`` for the other; returns when the sender goes on."""
+    def run(self, step: Step) -> None:
+        """Receive the step's input, compute, send the output, and update the parameters if the step ends an update."""
+        _, stage, op, m = step
+        cost, process = self._costs[stage], self._owner[stage]
+        if op is Op.FORWARD:
+            source, target, kind, seconds, nbytes = stage - 1, stage + 1, Kind.FORWARD, cost.forward, cost.forward_bytes
+        else:
+            source, target, kind, seconds, nbytes = stage + 1, stage - 1, Kind.BACKWARD, cost.backward, cost.backward_bytes
+        if self._is_remote(source, process):
+            arrival = self._wires.receive((op, min(stage, source)), self._clock[process])
+            self._occupy(stage, Kind.WAIT, m, arrival, source)
+        self._occupy(stage, kind, m, self._clock[process] + seconds)
+        if self._is_remote(target, process):
+            route = (process, self._owner[target])
+            sent = self._wires.send((op, min(stage, target)), self._clock[process], nbytes, route)
+            self._occupy(stage, Kind.SEND, m, sent, target)
+        if op is Op.BACKWARD and (m + 1) % self._k == 0:
+            self._occupy(stage, Kind.UPDATE, m, self._clock[process] + cost.update)
 
-    def take(self, edge: Edge, now: float) -> float:
-        """When the next message, which its receiver wants from now on, has arrived."""
+    def end_round(self) -> None:
+        """Exchange the messages of a round, if the transport works in rounds."""
+        for process, until in self._wires.exchange(self._clock):
+            self._occupy(self._processes[process][-1], Kind.SEND, -1, until)
 
-    def exchange(self, clock: Sequence[float]) -> list[tuple[int, float]]:
-        """The end of a round: which processes must wait, and until when."""
+    def _is_remote(self, stage: int, process: int) -> bool:
+        """Return whether the stage exists and belongs to another process."""
+        return 0 <= stage < len(self._owner) and self._owner[stage] != process
 
-
-@dataclass
-class _Wire:
-    """Messages of one direction, one after the other."""
-
-    link: Link
-    free: float = 0.0
-
-    def transfer(self, earliest: float, nbytes: int) -> float:
-        self.free = max(self.free, earliest) + nbytes / self.link.bandwidth
-        return self.free + self.link.latency
-
-
-class _EdgeWires:
-    """A transfer begins when its receive is posted; a sender with d + 1 messages under way waits for the oldest."""
-
-    def __init__(self, link: Link, boundary_delays: Sequence[int]) -> None:
-        edges = [(op, j) for op in Op for j in range(len(boundary_delays))]
-        self._capacity = {(op, j): boundary_delays[j] + 1 for op, j in edges}
-        self._wires = {edge: _Wire(link) for edge in edges}
-        self._sent: dict[Edge, list[tuple[float, int]]] = {edge: [] for edge in edges}
-        self._arrived: dict[Edge, list[float]] = {edge: [] for edge in edges}
-        self._taken: dict[Edge, list[float]] = {edge: [] for edge in edges}
-
-    def send(self, edge: Edge, now: float, nbytes: int, route: tuple[int, int]) -> float:
-        sent = self._sent[edge]
-        oldest = len(sent) - self._capacity[edge]
-        if oldest >= 0:
-            self._arrive(edge, oldest)
-            now = max(now, self._arrived[edge][oldest])
-        sent.append((now, nbytes))
-        return now
-
-    def take(self, edge: Edge, now: float) -> float:
-        m = len(self._taken[edge])
-        self._arrive(edge, m)
-        arrival = self._arrived[edge][m]
-        self._taken[edge].append(max(now, arrival))
-        return arrival
-
-    def exchange(self, clock: Sequence[float]) -> list[tuple[int, float]]:
-        return []
-
-    def _arrive(self, edge: Edge, last: int) -> None:
-        """When the messages up to ``last`` arrive; those _POSTED before them have been taken, as the timetable has it."""
-        arrived, taken = self._arrived[edge], self._taken[edge]
-        for i in range(len(arrived), last + 1):
-            sent, nbytes = self._sent[edge][i]
-            posted = taken[i - _POSTED] if i >= _POSTED else 0.0
-            arrived.append(self._wires[edge].transfer(max(sent, posted), nbytes))
-
-
-class _LockstepWires:
-    """After a round both ends post what crosses their boundary, then wait until what they sent before has arrived."""
-
-    def __init__(self, link: Link, boundary_delays: Sequence[int]) -> None:
-        self._wires = {(op, j): _Wire(link) for op in Op for j in range(len(boundary_delays))}
-        self._round: list[tuple[Edge, int, tuple[int, int]]] = []
-        self._arrived: dict[Edge, deque[float]] = {edge: deque() for edge in self._wires}
-        self._sent: dict[int, float] = {}
-
-    def send(self, edge: Edge, now: float, nbytes: int, route: tuple[int, int]) -> float:
-        self._round.append((edge, nbytes, route))
-        return now
-
-    def take(self, edge: Edge, now: float) -> float:
-        return self._arrived[edge].popleft()
-
-    def exchange(self, clock: Sequence[float]) -> list[tuple[int, float]]:
-        waits = [(p, self._sent.pop(p)) for p in sorted({p for _, _, route in self._round for p in route}) if p in self._sent]
-        for edge, nbytes, (sender, receiver) in self._round:
-            arrival = self._wires[edge].transfer(max(clock[sender], clock[receiver]), nbytes)
-            self._arrived[edge].append(arrival)
-            self._sent[sender] = max(self._sent.get(sender, 0.0), arrival)
-        self._round.clear()
-        return waits
+    def _occupy(self, stage: int, kind: Kind, m: int, until: float, peer: int | None = None) -> None:
+        """Keep the stage's process busy until the given time."""
+        process = self._owner[stage]
+        now = self._clock[process]
+        if until > now:
+            self.intervals.append(Interval(stage, kind, m, now, until, peer))
+            self._clock[process] = until

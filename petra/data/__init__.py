@@ -1,7 +1,23 @@
-"""Data sets, and streams of microbatches that depend on nothing but a seed and a number."""
+"""Data sets, and data sources that return microbatches by number."""
 
 from petra.data.dataset import Dataset, Split
 from petra.data.load import DATASETS, load_dataset, microbatch_form, settings
-from petra.data.streams import EvalStream, TrainStream
+from petra.data.sources import EvalSource, TrainSource
 
-__all__ = ["DATASETS", "Dataset", "EvalStream", "Split", "TrainStream", "load_dataset", "microbatch_form", "settings"]
+EvalStream = EvalSource
+"""Former name."""
+TrainStream = TrainSource
+"""Former name."""
+
+__all__ = [
+    "DATASETS",
+    "Dataset",
+    "EvalSource",
+    "EvalStream",
+    "Split",
+    "TrainSource",
+    "TrainStream",
+    "load_dataset",
+    "microbatch_form",
+    "settings",
+]

@@ -1,4 +1,4 @@
-"""Images in memory: normalised, and for training cropped and mirrored at random."""
+"""Images in memory: normalisation, and random crops and flips for training."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from torch import Tensor
 from petra.data.dataset import Dataset, Labels, Split
 
 PADDING = 4
-"""Pixels that a crop may reach beyond each edge; raw value 0 there, as in He et al. 2015, section 4.2."""
+"""Zero padding at each edge before a random crop, in pixels (He et al. 2015, section 4.2)."""
 Moments = tuple[tuple[float, ...], tuple[float, ...]]
-"""Mean and standard deviation of each channel, in units of the full range."""
+"""Mean and standard deviation of each channel, for pixel values scaled to 0 ... 1."""
 
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Reader of inputs: uint8 images (N, 3, H, W) with values 0..255.
+    """Reader of inputs from images in memory.
 
-    ``moments`` are those of the training images. ``flip`` says whether an image's mirror image still shows its class.
+    Attributes:
+        images: uint8 images, (N, 3, H, W).
+        moments: Mean and standard deviation of each channel of the training images.
+        flip: Whether augmentation includes horizontal flips.
     """
 
     images: Tensor
@@ -28,6 +31,7 @@ class Images:
     flip: bool
 
     def __call__(self, indices: Tensor, seed: int | None) -> Tensor:
+        """Return normalised images (B, 3, H, W), augmented if a seed is given."""
         images = self.images.index_select(0, indices)
         return normalise(images if seed is None else augment(images, self.flip, seed), self.moments)
 
@@ -35,24 +39,37 @@ class Images:
 def array_dataset(
     name: str, classes: int, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], *, moments: Moments, flip: bool
 ) -> Dataset:
-    """A data set of square images in memory; ``train`` and ``test`` are uint8 images (N, 3, H, H) and their labels (N,)."""
+    """Return a data set of square images in memory.
+
+    Args:
+        name: Name of the data set.
+        classes: Number of classes.
+        train, test: uint8 images (N, 3, H, H) and their labels (N,).
+        moments, flip: As for :class:`Images`.
+    """
     splits = (Split(len(labels), Images(images, moments, flip), Labels(labels)) for images, labels in (train, test))
     return Dataset(name, classes, train[0].shape[-1], *splits)
 
 
 def normalise(images: Tensor, moments: Moments) -> Tensor:
-    """uint8 images (B, 3, H, W) as float32 of the same shape, with zero mean and unit deviation per channel."""
+    """Return uint8 images (B, 3, H, W) as float32, with the mean subtracted and divided by the standard deviation."""
     mean, std = (255 * torch.tensor(values).view(-1, 1, 1) for values in moments)
     return images.float().sub_(mean).div_(std)
 
 
 def augment(images: Tensor, flip: bool, seed: int) -> Tensor:
-    """Each uint8 image of (B, C, H, W) cut at random from its zero-padded self and, if ``flip``, mirrored or not."""
+    """Return a random crop of each zero-padded image, flipped horizontally with probability 1/2 if ``flip`` is set.
+
+    Args:
+        images: uint8 images, (B, C, H, W).
+        flip: Whether to flip.
+        seed: Seed of the random numbers.
+    """
     batch, channels, height, width = images.shape
     generator = torch.Generator().manual_seed(seed)
     top, left = torch.randint(0, 2 * PADDING + 1, (2, batch, 1), generator=generator)
     mirrored = torch.rand(batch, 1, generator=generator) < 0.5 * flip
-    # One gather from the padded image does both: the mirror image is the crop's columns read backwards.
+    # One gather from the padded image crops and flips: a flipped crop reads its columns in reverse order.
     rows = top + torch.arange(height)
     columns = left + torch.where(mirrored, torch.arange(width).flip(0), torch.arange(width))
     pixels = rows[:, :, None] * (width + 2 * PADDING) + columns[:, None, :]
@@ -61,13 +78,13 @@ def augment(images: Tensor, flip: bool, seed: int) -> Tensor:
 
 
 def channel_moments(images: Tensor) -> Moments:
-    """Mean and standard deviation of each channel of uint8 images (N, C, H, W).
+    """Return mean and standard deviation of each channel of uint8 images (N, C, H, W).
 
-    The sums are taken over integers, so that every machine and thread count finds the same values to the last bit.
+    Sums are integers, so results are the same bit for bit on every machine and with any number of threads.
     """
     counts = torch.zeros(images.shape[1], 256, dtype=torch.int64)
-    for some in torch.split(images, 8192):  # a channel's copy of all images could be as large as memory
-        for channel, count in zip(some.unbind(1), counts, strict=True):
+    for part in torch.split(images, 8192):  # limits the size of the contiguous copy of a channel
+        for channel, count in zip(part.unbind(1), counts, strict=True):
             count += torch.bincount(channel.flatten(), minlength=256)
     levels, pixels = torch.arange(256), images[:, 0].numel()
     means = [total / pixels for total in (counts * levels).sum(1).tolist()]

@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 from their authors' files (Krizhevsky 2009, "Learning multiple layers of features from tiny images")."""
+"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009, "Learning multiple layers of features from tiny images"), from the original files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from petra.data.files import Batch, as_batch, folder_of, joined, read_checked, u
 
 @dataclass(frozen=True)
 class Release:
-    """The files of one of the two data sets, each with its md5, and what is in them."""
+    """Files and constants of one of the two data sets.
+
+    Attributes:
+        name: Name of the data set.
+        folder: Folder of the files in the archive.
+        archive: Name and md5 of the archive.
+        train, test: md5 of each file by file name.
+        labels: Key of the labels in a file.
+        classes: Number of classes.
+        moments: Mean and standard deviation of each channel.
+    """
 
     name: str
     folder: str
@@ -25,19 +35,21 @@ class Release:
 
     @property
     def help(self) -> str:
+        """Instructions for download, for error messages."""
         return (
             f"download {self.archive} from https://www.cs.toronto.edu/~kriz/cifar.html, unpack it, "
             f"and set data.root=<folder that contains {self.folder}>"
         )
 
     def read(self, root: str | Path | None) -> Dataset:
+        """Read all files in ``root``/``folder`` after checking their md5."""
         folder = folder_of(root, self.name, self.help) / self.folder
         train, test = (joined(self._batch(folder / name, md5) for name, md5 in files.items()) for files in (self.train, self.test))
         return array_dataset(self.name, self.classes, train, test, moments=self.moments, flip=True)
 
     def _batch(self, path: Path, md5: str) -> Batch:
-        found = unpickled(path, read_checked(path, md5, self.help), self.help)
-        return as_batch(path, found, self.labels, range(self.classes), self.help)
+        content = unpickled(path, read_checked(path, md5, self.help), self.help)
+        return as_batch(path, content, self.labels, range(self.classes), self.help)
 
 
 CIFAR10 = Release(
@@ -69,13 +81,17 @@ CIFAR100 = Release(
 
 
 def cifar10(root: str | Path | None = None) -> Dataset:
-    """The 50,000 training and 10,000 test images of 10 classes in ``root``/cifar-10-batches-py, each file checked by its md5.
+    """Read CIFAR-10: 50,000 training and 10,000 test images of 32x32 pixels in 10 classes.
 
-    Raises :class:`petra.errors.DataError` for a root that isn't given and for files that are missing or damaged.
+    Args:
+        root: Folder that contains ``cifar-10-batches-py``.
+
+    Raises:
+        DataError: If ``root`` is None, or a file is missing or damaged. Each file is checked by its md5.
     """
     return CIFAR10.read(root)
 
 
 def cifar100(root: str | Path | None = None) -> Dataset:
-    """The same for the 100 fine classes of CIFAR-100 in ``root``/cifar-100-python."""
+    """Read CIFAR-100 with its 100 fine classes. As :func:`cifar10`, with files in ``root``/cifar-100-python."""
     return CIFAR100.read(root)

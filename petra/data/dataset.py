@@ -1,4 +1,4 @@
-"""What every data set is to the streams: two lots of samples, each with a reader of inputs and a reader of targets."""
+"""The interface of data sets: a training and a test split, each with a reader of inputs and a reader of targets."""
 
 from __future__ import annotations
 
@@ -8,35 +8,54 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 Reader = Callable[[Tensor, int | None], Tensor]
-"""(indices (B,), seed) → what these samples are; a seed asks for augmentation, drawn from it alone, and None for none."""
+"""Map from sample indices (B,) and a seed to a tensor of the samples. The seed determines the augmentation; None disables it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """``count`` samples. A process whose stages need no inputs, or no targets, has no reader for them."""
+    """Samples for training or for testing.
+
+    Attributes:
+        count: Number of samples.
+        inputs: Reader of normalised float32 images (B, 3, H, W), or of int64 tokens (B, T). None in a process whose stages don't
+            need inputs.
+        targets: Reader of int64 classes (B,) for images or (B·T,) for tokens, -100 where there is nothing to predict. None in a
+            process whose stages don't need targets.
+        per_sample_augmentation: Whether the augmentation of a sample depends on the seed and the sample only, and not on the other
+            samples that are read with it.
+    """
 
     count: int
     inputs: Reader | None = None
-    """Images float32 (B, 3, H, W), normalised; or tokens int64 (B, T)."""
     targets: Reader | None = None
-    """Classes int64 (B,), or (B·T,) for tokens; -100 where there is nothing to predict."""
-    apart: bool = False
-    """Whether what a seed draws for a sample is the same whichever others are asked for with it."""
+    per_sample_augmentation: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A classification data set: images with a class each, or windows of tokens with the next token at each place."""
+    """A classification data set: images with their classes, or windows of tokens with the next token at each position.
+
+    Attributes:
+        name: Name of the data set.
+        classes: Number of classes, or of different tokens.
+        size: Side of an image in pixels, or number of tokens of a window.
+        train: Training samples.
+        test: Test samples.
+    """
 
     name: str
     classes: int
     size: int
-    """Pixels of an image's side, or tokens of a window."""
     train: Split
     test: Split
 
     def part(self, *, inputs: bool = False, targets: bool = False) -> Dataset:
-        """What a process needs whose stages read only the inputs, only the targets, or neither."""
+        """Return the data set with the selected readers only.
+
+        Args:
+            inputs: Whether to keep the readers of inputs.
+            targets: Whether to keep the readers of targets.
+        """
         train, test = (
             replace(split, inputs=split.inputs if inputs else None, targets=split.targets if targets else None)
             for split in (self.train, self.test)
@@ -46,9 +65,14 @@ class Dataset:
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """Reader of targets for images: any integers (N,)."""
+    """Reader of targets for images.
+
+    Attributes:
+        labels: Class of each sample, integers (N,).
+    """
 
     labels: Tensor
 
     def __call__(self, indices: Tensor, seed: int | None) -> Tensor:
+        """Return int64 classes (B,)."""
         return self.labels[indices].long()

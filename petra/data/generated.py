@@ -1,4 +1,4 @@
-"""Data sets that need no files: scikit-learn's digits, and synthetic patterns of any size."""
+"""Data sets without files: scikit-learn's digits, and synthetic patterns of any size."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from torch import Tensor
 
 from petra.data.arrays import array_dataset, channel_moments
 from petra.data.dataset import Dataset
-from petra.errors import ConfigError, first_line
+from petra.errors import first_line, invalid, require
 
 
 def digits() -> Dataset:
-    """scikit-learn's 8x8 handwritten digits, enlarged to 32x32; 1,437 training and 360 test images."""
+    """Return scikit-learn's 8x8 handwritten digits, enlarged to 32x32 pixels: 1,437 training and 360 test images."""
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    # Sixteenths and 64ths of small integers are exact in float32, so the result doesn't depend on the machine.
-    pixels = torch.from_numpy(found.images).float()[:, None]
+    bunch = load_digits()
+    # The interpolation computes sums of sixteenths and 64ths, which are exact in float32, so results are the same on every machine.
+    pixels = torch.from_numpy(bunch.images).float()[:, None]
     enlarged = torch.nn.functional.interpolate(pixels, size=(32, 32), mode="bilinear", align_corners=False)
     images = (enlarged * (255 / 16)).round().to(torch.uint8).repeat(1, 3, 1, 1)
-    labels = torch.from_numpy(found.target).long()
-    # Every fifth image in the order of the labels: each class gives the test set a fifth of its images.
+    labels = torch.from_numpy(bunch.target).long()
+    # Every fifth image in the order of labels, so the test set gets a fifth of each class.
     test = torch.zeros(len(labels), dtype=torch.bool)
     test[labels.argsort(stable=True)[::5]] = True
     return array_dataset(
@@ -34,21 +34,23 @@ def digits() -> Dataset:
 
 
 def synthetic(images: int = 1024, classes: int = 10, size: int = 32) -> Dataset:
-    """Noisy patterns of ``size`` x ``size`` pixels, one per class; ``images`` for training and a quarter as many for testing.
+    """Return images of one pattern per class with noise.
+
+    Args:
+        images: Number of training images. There are a quarter as many test images.
+        classes: Number of classes.
+        size: Side of an image in pixels.
 
     Raises:
-        ConfigError: a number that is too small, or more images than there is memory for.
+        ConfigError: If a number is too small, or the images don't fit into memory.
     """
     for key, value, least in (("classes", classes, 2), ("images", images, 4), ("size", size, 4)):
-        if value < least:
-            raise ConfigError(f"data.{key}: found {value}, accepted are whole numbers from {least} on")
+        require(value >= least, f"data.{key}", f"an integer >= {least}", value)
     try:
         pixels, labels = _patterns(images, classes, size)
     except (RuntimeError, OverflowError) as error:
-        found = f"{images} images of {classes} classes and {size} pixels"
-        raise ConfigError(
-            f"data.images: found {found}, accepted are as many as there is memory for ({first_line(error)})"
-        ) from error
+        got = f"{images} images of {classes} classes and {size}x{size} pixels ({first_line(error)})"
+        raise invalid("data.images", "a number of images that fits into memory", got) from error
     return array_dataset(
         "synthetic",
         classes,
@@ -60,12 +62,12 @@ def synthetic(images: int = 1024, classes: int = 10, size: int = 32) -> Dataset:
 
 
 def _patterns(images: int, classes: int, size: int) -> tuple[Tensor, Tensor]:
-    """Pixels and labels of both parts, those for training first."""
+    """Return uint8 images (N, 3, size, size) and labels (N,), training images first."""
     generator = torch.Generator().manual_seed(0)
-    # Patterns of 4x4 squares, mirror symmetric so that flips keep the class; noise fills the rest of the range.
+    # Patterns of 4x4 squares, symmetric so that flips keep the class. Noise takes the rest of the range.
     half = torch.randint(0, 192, (classes, 3, 4, 2), dtype=torch.uint8, generator=generator)
-    places = torch.arange(size)
-    patterns = half[:, :, places * 4 // size][..., torch.minimum(places, places.flip(0)) * 4 // size]
+    positions = torch.arange(size)
+    patterns = half[:, :, positions * 4 // size][..., torch.minimum(positions, positions.flip(0)) * 4 // size]
     labels = torch.arange(images + images // 4) % classes
     noise = torch.randint(0, 65, (len(labels), 3, size, size), dtype=torch.uint8, generator=generator)
     return noise.add_(patterns[labels]), labels

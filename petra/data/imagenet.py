@@ -1,4 +1,4 @@
-"""ImageNet, or any photographs, as JPEG files in a folder for each class."""
+"""ImageNet, or any other images, as JPEG files in one folder per class."""
 
 from __future__ import annotations
 
@@ -17,33 +17,40 @@ from torch import Tensor
 from petra.data.arrays import Moments, normalise
 from petra.data.dataset import Dataset, Labels, Split
 from petra.data.files import folder_of
-from petra.errors import DataError
+from petra.errors import DataError, invalid, one_of
 from petra.reversible import derive_seed
 
 MOMENTS: Moments = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-ENDINGS = (".jpeg", ".jpg", ".png")  # one of ImageNet's JPEG files is a PNG file, so the content decides
+EXTENSIONS = (".jpeg", ".jpg", ".png")
+"""Extensions of image files, in lower case. The content determines the format: one of ImageNet's .JPEG files is a PNG file."""
 HELP = (
     "data.root is a folder with train/<class>/*.JPEG and val/<class>/*.JPEG: unpack ILSVRC2012_img_train.tar and "
     "ILSVRC2012_img_val.tar of https://image-net.org and move the validation images into a folder for each class"
 )
 Box = tuple[int, int, int, int]
-"""Left, upper, right and lower edge in pixels; the last two just outside."""
+"""Left, upper, right and lower edge of a crop, in pixels. Right and lower edge are exclusive."""
 
 
 def imagenet(root: str | Path | None = None, size: int = 224) -> Dataset:
-    """Photographs in ``root``/train/<class> and ``root``/val/<class>, decoded as they are asked for, ``size`` x ``size`` pixels.
+    """Return the images in ``root``/train/<class> and ``root``/val/<class>. They are decoded when they are read.
 
-    Classes are numbered in the order of their folders' names, which for ImageNet's is the usual one. In training a random part of
-    the image is resized and mirrored or not (Szegedy et al. 2014, section 6); in evaluation the shorter side becomes 8/7 of
-    ``size`` and the centre is cut out.
+    Classes are numbered in the order of their folders' names, which is the usual order for ImageNet. In training, a random crop is
+    resized and flipped with probability 1/2 (Szegedy et al. 2014, section 6). In evaluation, the shorter side is resized to 8/7 of
+    ``size``, and the centre is cropped.
 
-    Raises :class:`petra.errors.DataError` for a root that isn't given and for folders that are missing, empty or don't match.
+    Args:
+        root: Folder with ``train`` and ``val``.
+        size: Side of the resulting images in pixels.
+
+    Raises:
+        DataError: If ``root`` is None, or if folders are missing, empty or differ between train and val.
     """
     folder = folder_of(root, "imagenet", HELP)
     classes, test_classes = _classes(folder / "train"), _classes(folder / "val")
     if classes != test_classes:
         different = sorted(set(classes) ^ set(test_classes))
-        raise DataError(f"{folder}: train and val have different classes, such as {different[0]}; {HELP}")
+        got = f"{different[0]} in one of them only; {HELP}"
+        raise invalid(str(folder), "the same classes in train and val", got, DataError)
     train, test = (_split(folder / name, classes, size) for name in ("train", "val"))
     return Dataset("imagenet", len(classes), size, train, test)
 
@@ -51,12 +58,12 @@ def imagenet(root: str | Path | None = None, size: int = 224) -> Dataset:
 def _classes(folder: Path) -> tuple[str, ...]:
     try:
         with os.scandir(folder) as entries:
-            found = tuple(sorted(entry.name for entry in entries if entry.is_dir()))
+            classes = tuple(sorted(entry.name for entry in entries if entry.is_dir()))
     except OSError as error:
         raise DataError(f"{folder}: can't be read ({error.strerror}); {HELP}") from error
-    if len(found) < 2:
-        raise DataError(f"{folder}: found {len(found)} folder(s) of classes, accepted are 2 or more; {HELP}")
-    return found
+    if len(classes) < 2:
+        raise invalid(str(folder), "at least 2 folders of classes", f"{len(classes)}; {HELP}", DataError)
+    return classes
 
 
 def _split(folder: Path, classes: tuple[str, ...], size: int) -> Split:
@@ -64,25 +71,30 @@ def _split(folder: Path, classes: tuple[str, ...], size: int) -> Split:
     counts: list[int] = []
     for name in classes:
         try:
-            files = sorted(os.fsencode(file) for file in os.listdir(folder / name) if file.lower().endswith(ENDINGS))
+            files = sorted(os.fsencode(file) for file in os.listdir(folder / name) if file.lower().endswith(EXTENSIONS))
         except OSError as error:
             raise DataError(f"{folder / name}: can't be read ({error.strerror}); {HELP}") from error
         if not files:
-            raise DataError(f"{folder / name}: found no file that ends in {', '.join(ENDINGS)}; {HELP}")
+            raise invalid(str(folder / name), f"files that end in {one_of(EXTENSIONS)}", f"none; {HELP}", DataError)
         names += files
         counts.append(len(files))
     labels = np.repeat(np.arange(len(classes), dtype=np.int16), counts)
-    photographs = Photographs(folder, classes, np.array(names), labels, size)
-    return Split(len(names), photographs, Labels(torch.from_numpy(labels)), apart=True)
+    images = ImageFiles(folder, classes, np.array(names), labels, size)
+    return Split(len(names), images, Labels(torch.from_numpy(labels)), per_sample_augmentation=True)
 
 
 @dataclass(frozen=True, eq=False)
-class Photographs:
-    """Reader of inputs: files decoded to ``size`` x ``size`` pixels.
+class ImageFiles:
+    """Reader of inputs from image files.
 
-    The names stand in one array: a million objects would each be copied into every worker process once it looked at them.
+    File names are in one array, because worker processes would copy each of a million Python objects when they access it.
 
-    Raises :class:`petra.errors.DataError` for a file that can't be read.
+    Attributes:
+        folder: Folder that contains the folders of the classes.
+        classes: Folder name of each class.
+        names: File name of each image, encoded as bytes.
+        labels: Class of each image.
+        size: Side of the decoded images in pixels.
     """
 
     folder: Path
@@ -92,6 +104,11 @@ class Photographs:
     size: int
 
     def __call__(self, indices: Tensor, seed: int | None) -> Tensor:
+        """Return normalised images (B, 3, size, size), augmented if a seed is given.
+
+        Raises:
+            DataError: If a file can't be decoded.
+        """
         pixels = np.empty((len(indices), self.size, self.size, 3), np.uint8)
         for row, index in zip(pixels, indices.tolist(), strict=True):
             rng = None if seed is None else random.Random(derive_seed(seed, index))
@@ -100,33 +117,46 @@ class Photographs:
 
 
 def decoded(path: Path, size: int, rng: random.Random | None) -> NDArray[np.uint8]:
-    """An image file as RGB (``size``, ``size``, 3): a random part, mirrored or not, or the centre without ``rng``."""
+    """Decode an image file to an RGB crop (size, size, 3).
+
+    Args:
+        path: Path of the file.
+        size: Side of the crop in pixels.
+        rng: Random numbers for a random crop and flip, or None for the centre.
+
+    Raises:
+        DataError: If the file can't be decoded.
+    """
     try:
         with Image.open(path, formats=("JPEG", "PNG")) as image:
-            colours = image.convert("RGB")
-            part = _centre(colours, size) if rng is None else _random_part(colours, size, rng)
-    except Exception as error:  # decoders raise many, and their list is nowhere
-        text = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
-        raise DataError(f"{path}: can't be read as a JPEG or PNG image ({text}); replace this file, or remove it") from error
-    return np.asarray(part)
+            rgb = image.convert("RGB")
+            crop = _centre_crop(rgb, size) if rng is None else _random_crop(rgb, size, rng)
+    except Exception as error:  # decoders raise exceptions of many undocumented types
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
+        raise DataError(f"{path}: can't be read as a JPEG or PNG image ({reason}); replace or remove the file") from error
+    return np.asarray(crop)
 
 
-def _centre(image: Image.Image, size: int) -> Image.Image:
+def _centre_crop(image: Image.Image, size: int) -> Image.Image:
     shorter = round(size * 256 / 224)
     width, height = (max(shorter, int(shorter * side / min(image.size))) for side in image.size)
     left, top = (round((side - size) / 2) for side in (width, height))
     return image.resize((width, height), Image.Resampling.BILINEAR).crop((left, top, left + size, top + size))
 
 
-def _random_part(image: Image.Image, size: int, rng: random.Random) -> Image.Image:
-    part = image.crop(random_box(*image.size, rng)).resize((size, size), Image.Resampling.BILINEAR)
-    return part.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else part
+def _random_crop(image: Image.Image, size: int, rng: random.Random) -> Image.Image:
+    crop = image.crop(random_box(*image.size, rng)).resize((size, size), Image.Resampling.BILINEAR)
+    return crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else crop
 
 
 def random_box(width: int, height: int, rng: random.Random) -> Box:
-    """A part of 8 to 100 % of an image's area and an aspect ratio from 3/4 to 4/3, anywhere in it.
+    """Return a random crop with 8 to 100 % of the image's area and an aspect ratio from 3/4 to 4/3.
 
-    Ten parts are tried that may be larger than the image; then it is the largest one in the centre whose ratio is in that range.
+    If ten random sizes in a row don't fit into the image, return the largest centred crop with an aspect ratio in this range.
+
+    Args:
+        width, height: Size of the image in pixels.
+        rng: Random numbers.
     """
     for _ in range(10):
         area = width * height * rng.uniform(0.08, 1)

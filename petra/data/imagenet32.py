@@ -21,7 +21,7 @@ MD5 = {
     "train_data_batch_10": "46ad60a1144aaf97a143914453b0dabb",
     "val_data": "06c02b8b4c8de8b3a36b07859a49de6f",
 }
-"""Of the pickled files; the npz ones carry checksums of their own."""
+"""md5 of the pickle files. The npz files contain checksums."""
 HELP = (
     "download Imagenet32_train.zip and Imagenet32_val.zip, or the same with _npz, from https://image-net.org/download-images "
     "(downsampled image data, 32x32), unpack both into one folder, and set data.root to it"
@@ -30,12 +30,17 @@ CLASSES = 1000
 
 
 def imagenet32(root: str | Path | None = None) -> Dataset:
-    """The 1,281,167 training and 50,000 validation images in ``root``; 4 GB of memory in the process that reads the inputs.
+    """Read ImageNet32: 1,281,167 training and 50,000 validation images. Needs 4 GB of memory.
 
-    Each of the eleven files is either the pickle, checked by its md5, or the npz variant. Labels 1..1000 become 0..999. The
-    files' ``mean`` image is not used: channels are normalised by their mean and deviation over the training images.
+    Each of the eleven files is either the pickle, which is checked by its md5, or the npz variant. Labels 1 ... 1000 become
+    0 ... 999. Channels are normalised by their mean and standard deviation over the training images, instead of the ``mean`` image
+    in the files.
 
-    Raises :class:`petra.errors.DataError` for a root that isn't given and for files that are missing or damaged.
+    Args:
+        root: Folder of the files.
+
+    Raises:
+        DataError: If ``root`` is None, or a file is missing or damaged.
     """
     folder = folder_of(root, "imagenet32", HELP)
     *train_files, test_file = MD5

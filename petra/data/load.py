@@ -1,4 +1,4 @@
-"""Data sets by name."""
+"""Data sets by name, and their settings."""
 
 from __future__ import annotations
 
@@ -14,38 +14,51 @@ from petra.data.generated import digits, synthetic
 from petra.data.imagenet import imagenet
 from petra.data.imagenet32 import imagenet32
 from petra.data.text import text
-from petra.errors import ConfigError
+from petra.errors import ConfigError, one_of, require
 from petra.specs import TensorSpec
 
 DATASETS: dict[str, Callable[..., Dataset]] = {
     load.__name__: load for load in (digits, cifar10, cifar100, imagenet32, imagenet, synthetic, text)
 }
+"""Functions that return a data set, by name. Their arguments are the settings of the data set."""
 
 
 def settings(name: str) -> frozenset[str]:
-    """What can be set of a data set.
+    """Return the names of a data set's settings.
 
-    Raises :class:`petra.errors.ConfigError` for an unknown name.
+    Raises:
+        ConfigError: If ``name`` is unknown.
     """
-    if name not in DATASETS:
-        raise ConfigError(f"data.name: found {name!r}, accepted are {', '.join(DATASETS)}")
+    require(name in DATASETS, "data.name", one_of(DATASETS), name)
     return frozenset(inspect.signature(DATASETS[name]).parameters)
 
 
 def load_dataset(name: str, **options: Any) -> Dataset:
-    """A data set by its name, with settings of its own: those of the function of that name, see :data:`DATASETS`.
+    """Return a data set.
 
-    Raises :class:`petra.errors.ConfigError` for an unknown name or setting and for values out of range,
-    :class:`petra.errors.DataError` for files.
+    Args:
+        name: Key of :data:`DATASETS`.
+        options: Settings of the data set: arguments of its function.
+
+    Raises:
+        ConfigError: If the name or a setting is unknown, or a value is out of range.
+        DataError: If a file is missing or damaged.
     """
     accepted = settings(name)
     if unknown := options.keys() - accepted:
-        raise ConfigError(f"data.{min(unknown)}: {name} has no such setting, accepted are {', '.join(sorted(accepted)) or 'none'}")
+        known = f"its settings are {', '.join(sorted(accepted))}" if accepted else "it has none"
+        raise ConfigError(f"data.{min(unknown)}: {name} has no such setting, {known}")
     return DATASETS[name](**options)
 
 
 def microbatch_form(name: str, batch_size: int, size: int) -> TensorSpec:
-    """Form of a microbatch of inputs, known before anything is read."""
+    """Return shape and type of a microbatch of inputs without reading data.
+
+    Args:
+        name: Name of the data set.
+        batch_size: Samples per microbatch.
+        size: Side of an image in pixels, or tokens of a window.
+    """
     if name == "text":
         return TensorSpec((batch_size, size), torch.int64)
     return TensorSpec((batch_size, 3, size, size), torch.float32)

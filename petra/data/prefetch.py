@@ -1,4 +1,4 @@
-"""Microbatches computed ahead of their use, in processes of their own."""
+"""Worker processes that prepare microbatches in advance."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch.utils.data import DataLoader, Dataset
 
 from petra.errors import DataError, first_line
 
-AHEAD = 2
-"""Microbatches under way in each worker."""
+PREFETCH_FACTOR = 2
+"""Number of microbatches that each worker prepares in advance."""
 
 
 class Prefetcher:
-    """Calls ``function`` of consecutive numbers before they are asked for; what it returns depends on the number alone.
+    """Calls ``function`` with consecutive numbers in worker processes, before the results are requested.
 
-    Any number may be asked for; one that doesn't follow the last starts anew from there. The workers are forked at the first call
-    and end with the last number, with this object, or within seconds of their parent's end, however that came.
+    The results must depend on the numbers only. Numbers may be requested in any order, but a number that doesn't follow the last
+    one restarts the workers. Workers are forked at the first request. They exit after the last number, when this object is deleted,
+    or within seconds after the parent process has ended.
 
     Args:
-        stop: the number after the last; None if there is no last.
-
-    Raises:
-        DataError: what ``function`` raised for this number; or a worker died.
+        function: Function of a number. Runs in a worker process.
+        workers: Number of worker processes.
+        stop: Number after the last one, or None for an endless sequence.
     """
 
     def __init__(self, function: Callable[[int], Tensor], workers: int, stop: int | None = None) -> None:
@@ -36,23 +36,28 @@ class Prefetcher:
         self._results: Iterator[Tensor | str] = iter(())
 
     def __call__(self, m: int) -> Tensor:
+        """Return the result for number ``m``.
+
+        Raises:
+            DataError: If ``function`` raised it for this number, or if a worker died.
+        """
         if m != self._next:
             self._start(m)
         try:
-            found = next(self._results)
+            result = next(self._results)
         except RuntimeError as error:
             if not str(error).startswith("DataLoader worker"):
                 raise
             raise DataError(
-                f"data.workers: a worker process died ({first_line(error)}); it may have run out of memory, or of shared "
-                "memory (/dev/shm), which holds the microbatches that are ready: use fewer workers or allow more"
+                f"data.workers: a worker process died ({first_line(error)}), possibly because memory or shared memory (/dev/shm) "
+                "for the prepared microbatches was exhausted; use fewer workers or provide more memory"
             ) from error
         self._next = m + 1
         if self._next == self._stop:
             self._results = iter(())
-        if isinstance(found, str):
-            raise DataError(found)
-        return found
+        if isinstance(result, str):
+            raise DataError(result)
+        return result
 
     def _start(self, m: int) -> None:
         loader = DataLoader(
@@ -60,30 +65,33 @@ class Prefetcher:
             batch_size=None,
             sampler=count(m) if self._stop is None else range(m, self._stop),
             num_workers=self._workers,
-            prefetch_factor=AHEAD,
+            prefetch_factor=PREFETCH_FACTOR,
             multiprocessing_context="fork",
-            worker_init_fn=_deafen,
+            worker_init_fn=_ignore_signals,
         )
         self._results = iter(loader)
 
 
-def _deafen(worker: int) -> None:
-    """Clusters and terminals signal all processes of a job, but a run that ends with a checkpoint needs its data until then."""
+def _ignore_signals(worker: int) -> None:
+    """Ignore signals from anyone but the parent.
+
+    Clusters and terminals send signals to all processes of a job, but the run needs its workers until it has written a checkpoint.
+    """
     for number in (signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    Thread(target=_obey_parent, daemon=True).start()
+    Thread(target=_exit_on_sigterm_of_parent, daemon=True).start()
 
 
-def _obey_parent() -> None:
-    """At its end the parent terminates its workers."""
+def _exit_on_sigterm_of_parent() -> None:
+    """Wait for the SIGTERM that the parent sends when it ends, and exit."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)
 
 
 class _Numbered(Dataset[Tensor | str]):
-    """Errors travel as their text: raised in a worker they would arrive wrapped in its traceback."""
+    """Data set for ``DataLoader``. Returns the text of a DataError, because the loader would add a traceback to an exception."""
 
     def __init__(self, function: Callable[[int], Tensor]) -> None:
         self.function = function

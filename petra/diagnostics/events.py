@@ -1,4 +1,4 @@
-"""What a stage does when, as plain data: the same for recorded runs and for simulated ones."""
+"""Intervals of time in which a stage does something. Recorded and simulated runs use the same records."""
 
 from __future__ import annotations
 
@@ -8,21 +8,28 @@ from typing import NamedTuple
 
 
 class Kind(StrEnum):
+    """What a stage does in an interval."""
+
     FORWARD = "F"
     BACKWARD = "B"
     UPDATE = "update"
     LOSS = "loss"
-    """The loss and its gradient, on the last stage."""
+    """Loss and its gradient, on the last stage."""
     SEND = "send"
-    """Handing a message over, and waiting for room for it."""
+    """Hand over a message, including the wait for room."""
     RECEIVE = "receive"
-    """Taking a message in that has left its sender, or a microbatch of data."""
+    """Receive a message that has left its sender, or load a microbatch of data."""
     WAIT = "wait"
-    """Until a neighbour sends."""
+    """Wait for a neighbour to send."""
 
 
 class Interval(NamedTuple):
-    """Times in seconds from one origin for all stages."""
+    """What a stage does from ``start`` to ``stop``.
+
+    Attributes:
+        start, stop: Seconds. All stages have the same origin.
+        peer: The stage at the other end of a send, receive or wait.
+    """
 
     stage: int
     kind: Kind
@@ -30,11 +37,13 @@ class Interval(NamedTuple):
     start: float
     stop: float
     peer: int | None = None
-    """The stage at the other end of a send, receive or wait."""
 
 
 def split_waits(intervals: Sequence[Interval]) -> list[Interval]:
-    """Cuts each receive at the moment its message left the sender: before it the stage waited, after it the message travelled."""
+    """Split each receive at the time when its message left the sender.
+
+    The first part becomes a wait; in the second part, the message was on its way.
+    """
     sent: dict[tuple[int | None, int | None, int], float] = {
         (i.stage, i.peer, i.microbatch): i.stop for i in intervals if i.kind is Kind.SEND
     }

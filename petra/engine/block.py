@@ -5,10 +5,10 @@ keep     class          forward pass stores       backward pass
 =======  =============  ========================  ======================================================================
 graph    KeepGraph      its input and its graph   differentiates the graph
 input    Recompute      its input                 evaluates the block again with a graph, and differentiates that
-nothing  Reconstruct    nothing                   takes input and gradients from the output, in one evaluation with graph
+nothing  Reconstruct    nothing                   reconstructs the input from the output and differentiates, in one evaluation
 =======  =============  ========================  ======================================================================
 
-Which weights the passes use is the business of :mod:`petra.engine.weights`.
+The weights that each pass uses come from :mod:`petra.engine.weights`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Stored:
 
 
 class BlockRunner(ABC):
-    """One block between its neighbours; subclasses differ in what they store between forward and backward pass.
+    """One block with its state between passes. Subclasses differ in what they store in the forward pass.
 
     Args:
         function: The block as a function of input, weights and microbatch.

@@ -10,7 +10,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from petra.engine.weights import WeightVersion
-from petra.reversible import Gradients, Grid, ReversibleBlock, derive_seed, frozen_statistics, normalisations, seeded, unchanged
+from petra.reversible import (
+    Gradients,
+    Grid,
+    ReversibleBlock,
+    derive_seed,
+    forbid_inplace,
+    frozen_statistics,
+    normalisations,
+    seeded,
+)
 from petra.specs import Streams, as_streams
 
 
@@ -22,7 +31,7 @@ class BlockFunction:
         seed: Seed of this block in this run. The random numbers of microbatch m derive from it and m.
         autocast: Type in which the block computes, or None. Its inputs and outputs keep the type of the streams.
         concurrent: Whether other blocks run at the same time in other threads. PyTorch's generators are global, so blocks that draw
-            random numbers must take turns; :meth:`detect_rng` finds out which do.
+            random numbers must take turns. :meth:`detect_rng` finds them.
         grid: Grid for exact streams (:mod:`petra.reversible.grid`), or None.
 
     Attributes:
@@ -41,18 +50,21 @@ class BlockFunction:
         self._seed, self._autocast_dtype, self._grid = seed, autocast, grid
         self._reversible = module if isinstance(module, ReversibleBlock) else None
         if self._reversible is not None and grid is not None:
-            self._reversible.carry_on(grid)
+            self._reversible.enable_exact_streams(grid)
             self._grid = None
 
     def __call__(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
-        """Return the block's output for microbatch ``m``; with ``version`` None the parameters are used.
+        """Return the block's output for microbatch ``m``.
+
+        Args:
+            version: Weights to use; None for the parameters.
 
         Raises:
             ModelError: If the block changes its input in place.
         """
         seed = self._seed_of(m)
         arguments, seed = ({"seed": seed}, None) if self._reversible is not None else ({}, seed)
-        with self._autocast(x[0]), unchanged(x, self.module), seeded(seed, x[0].device):
+        with self._autocast(x[0]), forbid_inplace(x, self.module), seeded(seed, x[0].device):
             y = self.module(*x, **arguments) if version is None else functional_call(self.module, version, x, arguments)
             return self._as_streams(y, x[0])
 
@@ -74,7 +86,7 @@ class BlockFunction:
 
     @torch.no_grad()
     def evaluate(self, x: Streams) -> Streams:
-        """Return the output of the module as it is, which is in evaluation mode."""
+        """Return the output without a graph, with the module in the mode that the caller has set."""
         with self._autocast(x[0]):
             return self._as_streams(self.module(*x), x[0])
 
@@ -91,7 +103,7 @@ class BlockFunction:
     def _autocast(self, x: Tensor) -> AbstractContextManager[object]:
         if self._autocast_dtype is None:
             return nullcontext()
-        # Casts of the weights that a forward without a graph caches would cut the graph of the next evaluation.
+        # Autocast caches casts of the weights. One cached without a graph would detach the next evaluation from the weights.
         return torch.autocast(x.device.type, self._autocast_dtype, cache_enabled=False)
 
     def _as_streams(self, y: Tensor | Streams, x: Tensor) -> Streams:

@@ -12,7 +12,8 @@ from petra.engine.worker import Worker
 from petra.errors import PetraError, invalid, require
 from petra.hooks import Hooks
 from petra.plan.plan import Plan
-from petra.plan.schedule import Op, Orders, Step, evaluation_order, rounds, training_orders
+from petra.plan.rounds import Orders, periodic_rounds
+from petra.plan.schedule import Op, Step, evaluation_order, training_orders
 from petra.transport import Transfer, Transport
 
 Do = Callable[[Worker, Op, int], None]
@@ -78,8 +79,8 @@ class Executor:
             )
         self._drained = False
         plan = self._plan
-        warm_up = 2 * max(plan.delays) + len(plan.delays)
-        timed = rounds(orders, plan.boundary_delays, start, end, period=plan.flush_every or 1, warm_up=warm_up)
+        fill = 2 * max(plan.delays) + len(plan.delays)
+        timed = periodic_rounds(orders, plan.boundary_delays, start, end, period=plan.flush_every or 1, fill=fill)
         transport = self._transport
         if transport is not None:
             transport.begin(end - start, training)
@@ -90,7 +91,7 @@ class Executor:
             shorten = transport.shorten if transport is not None else lambda messages: None
             early = EarlyStop(stop, self._processes, lambda bodies: shorten(bodies * timed.period))
         mine = timed.map(self._part)
-        for shift, (steps, transfers, completed) in mine if early is None else mine.cut(early):
+        for shift, (steps, transfers, completed) in mine if early is None else mine.iterate(early):
             if self._threads is None:
                 for worker, op, m in steps:
                     do(worker, op, m + shift)

@@ -117,7 +117,7 @@ class FiniteCheck:
             good.copy_(statistic)
 
     def restart(self) -> None:
-        """Discard what belongs to an accumulation and take the running statistics as good, after a checkpoint was loaded."""
+        """Start from a loaded checkpoint: discard the sums and store the running statistics for :meth:`finish_update`."""
         self._received.clear()
         self._sent.zero_()
         for statistic, good in self._good_statistics:
@@ -142,9 +142,10 @@ class FiniteCheck:
         )
 
     def check_drained(self, squared_norm: Callable[[], Tensor], t: int) -> None:
-        """Check what :meth:`check` does not cover, before a checkpoint: an incomplete accumulation and the running statistics.
+        """Check everything that a checkpoint would save: the updates, the incomplete accumulation and the running statistics.
 
-        Skips this second part where updates may be skipped: both are repaired then. Waits for the device.
+        If updates may be skipped, only the updates are checked, because the next skipped update repairs the rest. Waits for the
+        device.
 
         Args:
             squared_norm: Returns the squared norm of the gradient accumulated so far.

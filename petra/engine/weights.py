@@ -5,8 +5,8 @@ weights  forward pass of microbatch m                 backward pass of microbatc
 =======  ===========================================  =============================================
 current  the parameters, or a predicted version       the parameters, or a corrected version
 stashed  the parameters, or a predicted version       the version that the forward pass used
-double   the version before the last update of all    the version that the forward pass used
-         stages: the parameters or the previous one
+double   the weights after u − 1 updates, where m     the version that the forward pass used
+         belongs to update u (counted from 0)
 =======  ===========================================  =============================================
 
 Copies are shared by all microbatches in flight: at most one is made for each version of the parameters.
@@ -119,8 +119,8 @@ class StashedWeights(WeightVersions):
 class DoubleWeights(StashedWeights):
     """Two versions serve all microbatches in flight (PipeDream-2BW, Narayanan et al. 2021).
 
-    The microbatches of update u (counted from 0) use the weights after u − 1 updates. At their forward passes a stage has done
-    u − 1 updates and uses the parameters, or u updates and uses the previous version.
+    The microbatches of update u (counted from 0) use the weights after u − 1 updates. When a stage runs their forward passes, it
+    has done either u − 1 updates and uses the parameters, or u updates and uses the previous version.
 
     Args:
         k: Microbatches per update.

@@ -1,4 +1,4 @@
-"""Networks as lists of blocks, ready to be cut into stages."""
+"""Networks as sequences of blocks, for a partition into stages."""
 
 from collections.abc import Callable
 
@@ -27,9 +27,10 @@ _REVNETS = (revnet18, revnet34, revnet50, revnet101, revnet38, revnet110, revnet
 MODELS: dict[str, Callable[..., Model]] = {
     build.__name__: build for build in (*_RESNETS, *_WIDER, *_REVNETS, irevnet163, irevnet301, revgpt, revvit)
 }
-"""By name. All take ``classes``; those that need to know the image side or the context length take it as ``size``.
+"""Builders by name.
 
-What else they take are their options, by keyword.
+Every builder takes ``classes``. Builders that depend on the side of the images or the context length take it as ``size``. All
+other arguments are options, which the configuration reads from the builders' signatures.
 """
 
 __all__ = [

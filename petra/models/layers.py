@@ -1,4 +1,4 @@
-"""Pieces that the residual networks share: initialised convolutions, normalisation, stems, heads, the table of residual blocks."""
+"""Parts of residual networks: convolutions, normalisation, stems, heads, and the table of residual blocks."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from petra.errors import ConfigError
+from petra.errors import invalid, one_of, require
 from petra.model import BlockSpec, Model
 from petra.nn import InPlaceABN
 
 STEMS = ("cifar", "imagenet")
 NORMS = {"batchnorm": ("relu", "leaky_relu"), "inplace_abn": ("leaky_relu",)}
-"""Normalisations, each with the activations that may follow it; without a choice the first does."""
+"""Normalisations, each with the activations that may follow it. The first activation is the default."""
 LEAK = 0.01
-"""Slope of leaky_relu below zero."""
+"""Slope of ``leaky_relu`` for negative inputs."""
 
 
 def conv(in_channels: int, out_channels: int, kernel: int, stride: int = 1, groups: int = 1) -> nn.Conv2d:
-    """A bias-free convolution that keeps the image size at stride 1.
+    """Return a convolution without bias whose output has the size of its input at stride 1.
 
     Weights are normal with variance 2 / fan_out (He et al. 2015, "Delving deep into rectifiers", section 2.2).
     """
@@ -33,21 +33,25 @@ def conv(in_channels: int, out_channels: int, kernel: int, stride: int = 1, grou
 
 
 class Style(NamedTuple):
-    """What stands between the convolutions of a network."""
+    """Normalisation and activation of a network."""
 
     norm: str = "batchnorm"
     activation: str = "relu"
 
     @classmethod
     def chosen(cls, norm: str, activation: str | None) -> Style:
-        """Raises :class:`ConfigError` for unknown names, and for an activation that InPlace-ABN can't undo."""
-        accepted = NORMS[choice("norm", norm, tuple(NORMS))]
-        return cls(
-            norm, accepted[0] if activation is None else choice("activation", activation, accepted, f" for model.norm={norm}")
-        )
+        """Return the style for the options of a model builder. ``activation`` None selects the default of ``norm``.
+
+        Raises:
+            ConfigError: If a name is unknown, or InPlace-ABN can't invert the activation.
+        """
+        activations = NORMS[choice("norm", norm, tuple(NORMS))]
+        if activation is None:
+            return cls(norm, activations[0])
+        return cls(norm, choice("activation", activation, activations, f" with model.norm={norm}"))
 
     def activate_(self, x: Tensor) -> Tensor:
-        """The activation, in place."""
+        """Apply the activation in place and return ``x``."""
         return F.relu_(x) if self.activation == "relu" else F.leaky_relu_(x, LEAK)
 
 
@@ -55,14 +59,17 @@ STANDARD = Style()
 
 
 def norm_act(channels: int, style: Style = STANDARD, *, activate: bool = True, overwrite: bool = True) -> list[nn.Module]:
-    """Normalisation, then the activation if ``activate``. All networks make theirs here.
+    """Return the normalisation, and the activation if ``activate`` is set.
 
     Args:
-        overwrite: nobody else needs the input, so that InPlace-ABN may write over it.
+        channels: Number of channels.
+        style: Kinds of normalisation and activation.
+        activate: Whether an activation follows.
+        overwrite: Whether InPlace-ABN may overwrite the input. Set False if another operation needs the input.
     """
     if style.norm == "inplace_abn":
         norm = InPlaceABN(channels, style.activation if activate else "identity", slope=LEAK, overwrite=overwrite)
-        # In the place of the activation, so that the state has the same keys whatever the normalisation.
+        # The identity takes the place of the activation, so that state dictionaries have the same keys with every norm.
         return [norm, *([nn.Identity()] if activate else [])]
     activation = nn.ReLU(inplace=True) if style.activation == "relu" else nn.LeakyReLU(LEAK, inplace=True)
     return [nn.BatchNorm2d(channels), *([activation] if activate else [])]
@@ -78,20 +85,23 @@ def conv_norm(
     style: Style = STANDARD,
     activate: bool = True,
 ) -> nn.Sequential:
-    """Convolution, normalisation and, if ``activate``, the activation."""
+    """Return convolution, normalisation, and the activation if ``activate`` is set."""
     norm = norm_act(out_channels, style, activate=activate)
     return nn.Sequential(conv(in_channels, out_channels, kernel, stride, groups), *norm)
 
 
 def stem(kind: str, channels: int, style: Style = STANDARD) -> nn.Sequential:
-    """From an image (B, 3, H, W) to (B, channels, H, W) for ``cifar`` or (B, channels, H/4, W/4) for ``imagenet``."""
+    """Return a stem for images (B, 3, H, W).
+
+    Its output is (B, channels, H, W) for ``cifar`` and (B, channels, H/4, W/4) for ``imagenet``.
+    """
     if kind == "cifar":
         return conv_norm(3, channels, 3, style=style)
     return nn.Sequential(*conv_norm(3, channels, 7, stride=2, style=style), nn.MaxPool2d(3, stride=2, padding=1))
 
 
 class PairStem(nn.Module):
-    """The stem at twice the channels, cut into the streams (x1, x2) of ``channels`` each."""
+    """Stem with twice the channels, whose output is split into the streams (x1, x2) of ``channels`` each."""
 
     def __init__(self, kind: str, channels: int, style: Style = STANDARD) -> None:
         super().__init__()
@@ -99,12 +109,12 @@ class PairStem(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x1, x2 = self.layers(x).chunk(2, dim=1)
-        # Dense copies: the next block then sees the same memory layout here as when the streams arrive in a message.
+        # Copies are dense, like streams received in a message. The next block thus gets the same memory layout in both cases.
         return x1.clone(), x2.clone()
 
 
 class Head(nn.Module):
-    """Averages every stream (B, C, H, W) over its positions and maps all the averages to (B, classes)."""
+    """Global average pooling of every stream (B, C, H, W), and a linear layer from all averages to logits (B, classes)."""
 
     def __init__(self, features: int, classes: int) -> None:
         super().__init__()
@@ -116,7 +126,7 @@ class Head(nn.Module):
 
 
 class ActivatedHead(nn.Module):
-    """Normalises and rectifies the streams before :class:`Head`: the end of a network of pre-activation blocks."""
+    """Normalisation and activation of the streams, followed by :class:`Head`. The head of a network of pre-activation blocks."""
 
     def __init__(self, features: int, classes: int, style: Style = STANDARD) -> None:
         super().__init__()
@@ -129,7 +139,16 @@ class ActivatedHead(nn.Module):
 
 
 class Residual(NamedTuple):
-    """One row of a network's table of residual blocks: the sizes of its branch of convolutions."""
+    """Sizes of one residual block.
+
+    Attributes:
+        name: Name of the block.
+        in_channels: Channels of the input.
+        hidden: Channels of the 3x3 convolutions.
+        channels: Channels of the output.
+        stride: Factor by which the block downsamples the image.
+        groups: Groups of a bottleneck's 3x3 convolution.
+    """
 
     name: str
     in_channels: int
@@ -137,11 +156,10 @@ class Residual(NamedTuple):
     channels: int
     stride: int
     groups: int = 1
-    """Of the 3x3 convolution of a bottleneck."""
 
     @property
     def bottleneck(self) -> bool:
-        """Whether the branch is 1x1, 3x3, 1x1 instead of 3x3, 3x3 (He et al. 2015, Fig. 5)."""
+        """Whether the branch has 1x1, 3x3 and 1x1 convolutions instead of two 3x3 convolutions (He et al. 2015, Fig. 5)."""
         return self.hidden != self.channels or self.groups > 1
 
     @property
@@ -150,7 +168,7 @@ class Residual(NamedTuple):
         return self.stride != 1 or self.in_channels != self.channels
 
     def convolutions(self) -> list[tuple[int, int, int, int, int]]:
-        """Channels in and out, kernel size, stride and groups of each convolution of the branch."""
+        """Return input channels, output channels, kernel size, stride and groups of each convolution of the branch."""
         if self.bottleneck:
             return [
                 (self.in_channels, self.hidden, 1, 1, 1),
@@ -160,16 +178,15 @@ class Residual(NamedTuple):
         return [(self.in_channels, self.channels, 3, self.stride, 1), (self.channels, self.channels, 3, 1, 1)]
 
 
-def residuals(repeats: Sequence[int], in_channels: int, hidden: Sequence[int], expansion: int) -> list[Residual]:
-    """The residual blocks of a network; the image is halved at the start of each layer after the first.
+def residuals(repeats: Sequence[int], hidden: Sequence[int], expansion: int) -> list[Residual]:
+    """Return the residual blocks of a network. The first block of each layer after the first has stride 2.
 
     Args:
-        repeats: blocks of each layer.
-        in_channels: of the first block.
-        hidden: channels of the 3x3 convolutions of each layer.
-        expansion: channels of a block over its hidden ones: 1 for basic blocks, 4 for bottlenecks.
+        repeats: Number of blocks of each layer.
+        hidden: Channels of the 3x3 convolutions of each layer. The input of the first block has ``hidden[0]`` channels.
+        expansion: Output channels of a block divided by ``hidden``: 1 for basic blocks, 4 for bottlenecks.
     """
-    rows = []
+    rows, in_channels = [], hidden[0]
     for layer, (repeat, channels) in enumerate(zip(repeats, hidden, strict=True)):
         for i in range(repeat):
             stride = 2 if layer and not i else 1
@@ -179,14 +196,14 @@ def residuals(repeats: Sequence[int], in_channels: int, hidden: Sequence[int], e
 
 
 class Row(Protocol):
-    """One row of a network's table: what the network needs to know of a block."""
+    """What :func:`network` needs to know of a block."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def channels(self) -> int:
-        """Of the block's output."""
+        """Channels of the output, of each stream."""
 
 
 R = TypeVar("R", bound=Row)
@@ -202,16 +219,21 @@ def network(
     classes: int,
     head: Callable[[int, int], nn.Module] = Head,
 ) -> Model:
-    """A stem, a block for each row, and a head that reads all the streams.
+    """Return a model of a stem, one block per row, and a head that reads all streams.
 
     Args:
-        head: from the channels of all the streams and the number of classes to the head.
+        name: Name of the model.
+        stem: Builder of the stem.
+        rows: Sizes of the residual blocks.
+        residual: Builder of a residual block from its row.
+        streams: Number of streams, 1 or 2.
+        classes: Number of classes.
+        head: Builder of the head from the total channels of the streams and the number of classes.
 
     Raises:
-        ConfigError: no class.
+        ConfigError: If ``classes`` is not an integer >= 1.
     """
-    if classes < 1:
-        raise ConfigError(f"model.classes: found {classes}, accepted are whole numbers from 1 on")
+    require(classes >= 1, "model.classes", "an integer >= 1", classes)
     return Model(
         name,
         (
@@ -223,20 +245,31 @@ def network(
 
 
 def scaled(channels: Sequence[int], width: float) -> list[int]:
-    """Channel counts times ``width``; raises :class:`ConfigError` unless they are whole numbers from 1 on."""
-    found = [c * float(width) for c in channels]
-    for c in found:
+    """Return channel counts multiplied by ``width``.
+
+    Raises:
+        ConfigError: If a result is not an integer >= 1.
+    """
+    results = [c * float(width) for c in channels]
+    for c in results:
         if not (c >= 1 and c.is_integer()):
-            step = gcd(*channels)
-            raise ConfigError(
-                f"model.width: found {width}, which makes {c:g} channels in a layer; "
-                f"accepted are multiples of 1/{step} from 1/{step} on (0.25, 0.5, 1, 2, ...)"
-            )
-    return [int(c) for c in found]
+            expected = f"a positive multiple of 1/{gcd(*channels)}"
+            raise invalid("model.width", expected, f"{width}, which makes {c:g} channels in a layer")
+    return [int(c) for c in results]
 
 
-def choice(key: str, found: str, accepted: Sequence[str], condition: str = "") -> str:
-    """``found``, if it is among ``accepted``; raises :class:`ConfigError` otherwise, which names the ``condition``."""
-    if found not in accepted:
-        raise ConfigError(f"model.{key}: found {found!r}, accepted are {', '.join(accepted)}{condition}")
-    return found
+def choice(key: str, value: str, accepted: Sequence[str], condition: str = "") -> str:
+    """Return ``value`` if it is one of the accepted ones.
+
+    Args:
+        key: Option of the model, without the prefix ``model.``.
+        value: Value of the option.
+        accepted: Accepted values.
+        condition: Text that follows the accepted values in the error message.
+
+    Raises:
+        ConfigError: If ``value`` is not accepted.
+    """
+    if value not in accepted:
+        raise invalid(f"model.{key}", one_of(accepted) + condition, value)
+    return value

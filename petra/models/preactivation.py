@@ -1,12 +1,12 @@
-"""The networks of Gomez et al. 2017, "The reversible residual network": pre-activation ResNets and RevNets of equal size.
+"""Pre-activation ResNets and RevNets of equal size (Gomez et al. 2017, "The reversible residual network").
 
-Normalisation and ReLU come before each convolution (He et al. 2016, "Identity mappings in deep residual networks"). The first
-block's branch has none in front, since the stem ends with them; behind the last block the head does.
+Normalisation and ReLU precede each convolution (He et al. 2016, "Identity mappings in deep residual networks"). The branch of the
+first block starts with a convolution, since the stem ends with normalisation and ReLU. The head starts with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import Tensor, nn
@@ -17,26 +17,27 @@ from petra.reversible import TwoFunctionCoupling
 
 
 class PoolAndPad(nn.Module):
-    """A shortcut without parameters: (B, C, H, W) is averaged down to (B, C, H/stride, W/stride), then padded with zero channels.
+    """Shortcut without parameters: average pooling, then padding with zero channels, half of them before and half after.
 
-    Half of the new channels come before the old ones and half behind.
+    Maps (B, in_channels, H, W) to (B, channels, H/stride, W/stride).
     """
 
     def __init__(self, row: layers.Residual) -> None:
         super().__init__()
         self.pool = nn.AvgPool2d(row.stride)
         self.before = (row.channels - row.in_channels) // 2
-        self.behind = row.channels - row.in_channels - self.before
+        self.after = row.channels - row.in_channels - self.before
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.pad(self.pool(x), (0, 0, 0, 0, self.before, self.behind))
+        return nn.functional.pad(self.pool(x), (0, 0, 0, 0, self.before, self.after))
 
 
 class PreactivationBlock(nn.Module):
-    """shortcut(x) + branch(x): (B, in_channels, H, W) -> (B, channels, H/stride, W/stride).
+    """Residual block shortcut(x) + branch(x). Maps (B, in_channels, H, W) to (B, channels, H/stride, W/stride).
 
     Args:
-        activated: the input comes normalised and rectified.
+        row: Sizes of the block.
+        activated: Whether the input is already normalised and rectified.
     """
 
     def __init__(self, row: layers.Residual, *, activated: bool) -> None:
@@ -50,9 +51,13 @@ class PreactivationBlock(nn.Module):
 
 
 class PairResize(nn.Module):
-    """RevNet's block where the streams change their shape, with a shortcut for each; not reversible.
+    """Non-reversible block of a RevNet that changes the shape of the streams, with a shortcut for each.
 
-    (x1, x2) -> (y1, y2) with y1 = shortcut1(x1) + f(x2) and y2 = shortcut2(x2) + g(y1) (Gomez et al. 2017, section 3.1).
+    y1 = shortcut1(x1) + f(x2) and y2 = shortcut2(x2) + g(y1) (Gomez et al. 2017, section 3.1).
+
+    Args:
+        row: Sizes of the block.
+        activated: Whether x2 is already normalised and rectified.
     """
 
     def __init__(self, row: layers.Residual, *, activated: bool) -> None:
@@ -68,70 +73,93 @@ class PairResize(nn.Module):
 
 
 def resnet32(classes: int = 10, width: float = 1.0, stem: str = "cifar") -> Model:
-    """ResNet-32 with pre-activation as 17 blocks: the stem, 15 residual blocks in three layers, the head.
+    """Build a pre-activation ResNet-32: 17 blocks (stem, 15 residual blocks in three layers, head).
 
-    Input (B, 3, H, W), output logits (B, ``classes``). ``width`` scales all channel counts (16, 32, 64 at 1). ``stem`` is
-    :func:`petra.models.resnet18`'s. Raises :class:`petra.errors.ConfigError` for arguments out of range.
+    Input: images (B, 3, H, W). Output: logits (B, ``classes``).
+
+    Args:
+        classes: Number of classes.
+        width: Factor of all channel counts, which are 16, 32 and 64 at 1.
+        stem: ``cifar`` or ``imagenet``, as for :func:`petra.models.resnet18`.
+
+    Raises:
+        ConfigError: If an argument is out of range.
     """
     return _resnet("resnet32", (5, 5, 5), (16, 32, 64), 1, classes, width, stem)
 
 
 def resnet110(classes: int = 10, width: float = 1.0, stem: str = "cifar") -> Model:
-    """ResNet-110 with pre-activation as 56 blocks; otherwise as :func:`resnet32`."""
+    """Build a pre-activation ResNet-110: 56 blocks. Arguments as for :func:`resnet32`."""
     return _resnet("resnet110", (18, 18, 18), (16, 32, 64), 1, classes, width, stem)
 
 
 def resnet164(classes: int = 10, width: float = 1.0, stem: str = "cifar") -> Model:
-    """ResNet-164 with pre-activation as 56 blocks, the residual ones bottlenecks; otherwise as :func:`resnet32`."""
+    """Build a pre-activation ResNet-164: 56 blocks with bottlenecks. Arguments as for :func:`resnet32`."""
     return _resnet("resnet164", (18, 18, 18), (16, 32, 64), 4, classes, width, stem)
 
 
 def resnet101_preact(classes: int = 10, width: float = 1.0, stem: str = "imagenet") -> Model:
-    """ResNet-101 with pre-activation as 35 blocks, the residual ones bottlenecks; otherwise as :func:`resnet32`."""
+    """Build a pre-activation ResNet-101: 35 blocks with bottlenecks. Arguments as for :func:`resnet32`."""
     return _resnet("resnet101_preact", (3, 4, 23, 3), (64, 128, 256, 512), 4, classes, width, stem)
 
 
 def revnet38(classes: int = 10, width: float = 1.0, stem: str = "cifar") -> Model:
-    """RevNet-38 as 11 blocks: the stem, nine blocks of two functions each, of which seven reversible, and the head.
+    """Build a RevNet-38: 11 blocks, of which 7 are reversible. Each block between stem and head has two functions.
 
-    The streams have 16, 32 and 56 channels each at ``width`` 1; otherwise as :func:`resnet32`.
+    The streams have 16, 32 and 56 channels each at ``width`` 1. Arguments as for :func:`resnet32`.
     """
     return _revnet("revnet38", (3, 3, 3), (16, 32, 56), 1, classes, width, stem)
 
 
 def revnet110(classes: int = 10, width: float = 1.0, stem: str = "cifar") -> Model:
-    """RevNet-110 as 29 blocks, of which 25 reversible; streams of 16, 32 and 64 channels; otherwise as :func:`revnet38`."""
+    """Build a RevNet-110: 29 blocks, of which 25 are reversible, with streams of 16, 32 and 64 channels. See :func:`revnet38`."""
     return _revnet("revnet110", (9, 9, 9), (16, 32, 64), 1, classes, width, stem)
 
 
 def revnet164(classes: int = 10, width: float = 1.0, stem: str = "cifar") -> Model:
-    """RevNet-164 as 29 blocks, of which 24 reversible; bottlenecks, streams of 64, 128 and 256; otherwise as :func:`revnet38`."""
+    """Build a RevNet-164: 29 blocks, of which 24 are reversible, with bottlenecks and streams of 64, 128 and 256 channels.
+
+    See :func:`revnet38`.
+    """
     return _revnet("revnet164", (9, 9, 9), (16, 32, 64), 4, classes, width, stem)
 
 
 def revnet104(classes: int = 10, width: float = 1.0, stem: str = "imagenet") -> Model:
-    """RevNet-104 as 19 blocks, of which 13 reversible; bottlenecks, streams of 256 to 1664; otherwise as :func:`revnet38`."""
+    """Build a RevNet-104: 19 blocks, of which 13 are reversible, with bottlenecks and streams of 256 to 1664 channels.
+
+    See :func:`revnet38`.
+    """
     return _revnet("revnet104", (2, 2, 11, 2), (64, 128, 256, 416), 4, classes, width, stem)
 
 
 def _resnet(
     name: str, repeats: Sequence[int], hidden: Sequence[int], expansion: int, classes: int, width: float, stem: str
 ) -> Model:
-    hidden = layers.scaled(hidden, width)
-    rows = layers.residuals(repeats, hidden[0], hidden, expansion)
-    start = partial(layers.stem, layers.choice("stem", stem, layers.STEMS), hidden[0])
-    residual = partial(_preactivation_block, rows[0])
-    return layers.network(name, start, rows, residual, streams=1, classes=classes, head=layers.ActivatedHead)
+    rows = layers.residuals(repeats, layers.scaled(hidden, width), expansion)
+    return _network(name, layers.stem, stem, rows, _preactivation_block, streams=1, classes=classes)
 
 
 def _revnet(
     name: str, repeats: Sequence[int], hidden: Sequence[int], expansion: int, classes: int, width: float, stem: str
 ) -> Model:
-    hidden = layers.scaled(hidden, width)
-    rows = layers.residuals(repeats, hidden[0], hidden, expansion)
-    start = partial(layers.PairStem, layers.choice("stem", stem, layers.STEMS), hidden[0])
-    residual = partial(_two_function_block, rows[0])
-    return layers.network(name, start, rows, residual, streams=2, classes=classes, head=layers.ActivatedHead)
+    rows = layers.residuals(repeats, layers.scaled(hidden, width), expansion)
+    return _network(name, layers.PairStem, stem, rows, _two_function_block, streams=2, classes=classes)
+
+
+def _network(
+    name: str,
+    build_stem: Callable[[str, int], nn.Module],
+    stem: str,
+    rows: Sequence[layers.Residual],
+    build_block: Callable[[layers.Residual, layers.Residual], nn.Module],
+    *,
+    streams: int,
+    classes: int,
+) -> Model:
+    start = partial(build_stem, layers.choice("stem", stem, layers.STEMS), rows[0].in_channels)
+    return layers.network(
+        name, start, rows, partial(build_block, rows[0]), streams=streams, classes=classes, head=layers.ActivatedHead
+    )
 
 
 def _preactivation_block(first: layers.Residual, row: layers.Residual) -> nn.Module:
@@ -145,15 +173,19 @@ def _two_function_block(first: layers.Residual, row: layers.Residual) -> nn.Modu
 
 
 def _branch(row: layers.Residual, *, activated: bool = False) -> nn.Sequential:
-    """Normalisation, ReLU and convolution in turn; the first two are left out of an input that is ``activated`` already.
+    """Build a branch of normalisation, ReLU and convolution for each convolution of the row.
 
-    The first convolution has the stride, in bottlenecks too (as in the authors' code).
+    The first convolution has the stride, also in bottlenecks, as in the authors' code.
+
+    Args:
+        row: Sizes of the branch.
+        activated: Whether the input is already normalised and rectified. The branch then starts with a convolution.
     """
-    made: list[nn.Module] = []
+    modules: list[nn.Module] = []
     for (in_channels, channels, kernel, *_), stride in zip(row.convolutions(), (row.stride, 1, 1), strict=False):
-        made += [] if activated and not made else layers.norm_act(in_channels)
-        made.append(layers.conv(in_channels, channels, kernel, stride))
-    return nn.Sequential(*made)
+        modules += [] if activated and not modules else layers.norm_act(in_channels)
+        modules.append(layers.conv(in_channels, channels, kernel, stride))
+    return nn.Sequential(*modules)
 
 
 def _shortcut(row: layers.Residual) -> nn.Module:
@@ -163,5 +195,5 @@ def _shortcut(row: layers.Residual) -> nn.Module:
 
 
 def _resized(row: layers.Residual) -> layers.Residual:
-    """The row of G, which reads the resized stream."""
+    """Return the row of G, which reads the resized stream."""
     return row._replace(in_channels=row.channels, stride=1)

@@ -1,4 +1,4 @@
-"""Residual networks of He et al. 2015, "Deep residual learning for image recognition"."""
+"""Residual networks (He et al. 2015, "Deep residual learning for image recognition")."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from petra.models import layers
 
 
 class ResidualBlock(nn.Module):
-    """φ(shortcut(x) + branch(x)) with the activation φ, basic or bottleneck (section 3.3, option B, and Fig. 5).
+    """Residual block φ(shortcut(x) + branch(x)), basic or bottleneck (section 3.3, option B, and Fig. 5).
 
-    (B, in_channels, H, W) -> (B, channels, H/stride, W/stride).
+    Maps (B, in_channels, H, W) to (B, channels, H/stride, W/stride).
+
+    Args:
+        style: Normalisation and activation φ.
+        row: Sizes of the block.
     """
 
     def __init__(self, style: layers.Style, row: layers.Residual) -> None:
@@ -36,16 +40,21 @@ class ResidualBlock(nn.Module):
 def resnet18(
     classes: int = 10, width: float = 1.0, stem: str = "cifar", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
-    """ResNet-18 (Table 1) as 10 blocks: the stem, eight residual blocks, the head.
+    """Build a ResNet-18 (Table 1): 10 blocks (stem, eight residual blocks, head).
 
-    Input (B, 3, H, W), output logits (B, ``classes``). ``width`` scales all channel counts (64, 128, 256, 512 at 1).
-    ``stem`` is ``imagenet`` (7x7 at stride 2, then 3x3 max pooling at stride 2) or ``cifar`` (3x3 at stride 1, for
-    images of 32x32 pixels). ``norm`` is ``batchnorm`` or ``inplace_abn``, which keeps half as much between forward and backward
-    (:class:`petra.nn.InPlaceABN`); ``activation`` is ``relu`` or ``leaky_relu`` of slope 0.01, by default ``relu`` after
-    ``batchnorm`` and, since ReLU can't be undone, ``leaky_relu`` with ``inplace_abn``.
+    Input: images (B, 3, H, W). Output: logits (B, ``classes``).
+
+    Args:
+        classes: Number of classes.
+        width: Factor of all channel counts, which are 64, 128, 256 and 512 at 1.
+        stem: ``cifar`` (3x3 convolution of stride 1, for images of 32x32 pixels) or ``imagenet`` (7x7 convolution of stride 2 and
+            3x3 max pooling of stride 2).
+        norm: ``batchnorm`` or ``inplace_abn`` (:class:`petra.nn.InPlaceABN`), which stores half as much for the backward pass.
+        activation: ``relu`` or ``leaky_relu`` with slope 0.01. None selects ``relu`` for ``batchnorm`` and ``leaky_relu`` for
+            ``inplace_abn``, which can't invert ReLU.
 
     Raises:
-        ConfigError: arguments out of range.
+        ConfigError: If an argument is out of range.
     """
     return _resnet("resnet18", (2, 2, 2, 2), 1, classes, width, stem, norm, activation)
 
@@ -53,21 +62,21 @@ def resnet18(
 def resnet34(
     classes: int = 10, width: float = 1.0, stem: str = "cifar", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
-    """ResNet-34 as 18 blocks; otherwise as :func:`resnet18`."""
+    """Build a ResNet-34: 18 blocks. Arguments as for :func:`resnet18`."""
     return _resnet("resnet34", (3, 4, 6, 3), 1, classes, width, stem, norm, activation)
 
 
 def resnet50(
     classes: int = 10, width: float = 1.0, stem: str = "cifar", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
-    """ResNet-50 as 18 blocks, the residual ones bottlenecks with stride in the 3x3; otherwise as :func:`resnet18`."""
+    """Build a ResNet-50: 18 blocks with bottlenecks, whose 3x3 convolution has the stride. Arguments as for :func:`resnet18`."""
     return _resnet("resnet50", (3, 4, 6, 3), 4, classes, width, stem, norm, activation)
 
 
 def resnet101(
     classes: int = 10, width: float = 1.0, stem: str = "cifar", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
-    """ResNet-101 as 35 blocks; otherwise as :func:`resnet50`."""
+    """Build a ResNet-101: 35 blocks with bottlenecks, as in :func:`resnet50`. Arguments as for :func:`resnet18`."""
     return _resnet("resnet101", (3, 4, 23, 3), 4, classes, width, stem, norm, activation)
 
 
@@ -81,12 +90,11 @@ def _resnet(
     norm: str,
     activation: str | None,
 ) -> Model:
-    hidden = layers.scaled((64, 128, 256, 512), width)
-    rows = layers.residuals(repeats, hidden[0], hidden, expansion)
+    rows = layers.residuals(repeats, layers.scaled((64, 128, 256, 512), width), expansion)
     return residual_network(name, rows, classes, stem, layers.Style.chosen(norm, activation))
 
 
 def residual_network(name: str, rows: Sequence[layers.Residual], classes: int, stem: str, style: layers.Style) -> Model:
-    """The network of a table of :class:`ResidualBlock`."""
+    """Build a network of one :class:`ResidualBlock` per row."""
     start = partial(layers.stem, layers.choice("stem", stem, layers.STEMS), rows[0].in_channels, style)
     return layers.network(name, start, rows, partial(ResidualBlock, style), streams=1, classes=classes)

@@ -1,10 +1,10 @@
-"""ResNeXt of Xie et al. 2017, "Aggregated residual transformations for deep neural networks"."""
+"""ResNeXt (Xie et al. 2017, "Aggregated residual transformations for deep neural networks")."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from petra.errors import ConfigError
+from petra.errors import require
 from petra.model import Model
 from petra.models import layers
 from petra.models.resnet import residual_network
@@ -19,11 +19,18 @@ def resnext101(
     norm: str = "batchnorm",
     activation: str | None = None,
 ) -> Model:
-    """ResNeXt-101 as 35 blocks: a ResNet-101 whose 3x3 convolutions are wider and in groups (Table 1 and Fig. 3c).
+    """Build a ResNeXt-101: 35 blocks. It is a ResNet-101 with wider, grouped 3x3 convolutions (Table 1 and Fig. 3c).
 
-    ``cardinality`` is the number of groups, ``base_width`` the channels of a group in the first layer: 32 and 4 make the paper's
-    32x4d, 44.2 million parameters for 1000 classes. ``width`` scales the channels of the blocks and of the groups; the rest is
-    :func:`petra.models.resnet18`'s.
+    The defaults give the paper's 32x4d, with 44.2 million parameters for 1000 classes.
+
+    Args:
+        classes, stem, norm, activation: As for :func:`petra.models.resnet18`.
+        width: Factor of the channels of blocks and groups.
+        cardinality: Number of groups.
+        base_width: Channels per group in the first layer.
+
+    Raises:
+        ConfigError: If an argument is out of range.
     """
     return _resnext("resnext101", (3, 4, 23, 3), classes, width, stem, cardinality, base_width, norm, activation)
 
@@ -37,7 +44,7 @@ def resnext152(
     norm: str = "batchnorm",
     activation: str | None = None,
 ) -> Model:
-    """ResNeXt-152 as 52 blocks; otherwise as :func:`resnext101`."""
+    """Build a ResNeXt-152: 52 blocks. Arguments as for :func:`resnext101`."""
     return _resnext("resnext152", (3, 8, 36, 3), classes, width, stem, cardinality, base_width, norm, activation)
 
 
@@ -52,12 +59,11 @@ def _resnext(
     norm: str,
     activation: str | None,
 ) -> Model:
-    for key, found in (("cardinality", cardinality), ("base_width", base_width)):
-        if found < 1:
-            raise ConfigError(f"model.{key}: found {found}, accepted are whole numbers from 1 on")
+    require(cardinality >= 1, "model.cardinality", "an integer >= 1", cardinality)
+    require(base_width >= 1, "model.base_width", "an integer >= 1", base_width)
     *channels, group = layers.scaled((64, 128, 256, 512, base_width), width)
     rows = [
         row._replace(hidden=cardinality * group * row.hidden // channels[0], groups=cardinality)
-        for row in layers.residuals(repeats, channels[0], channels, expansion=4)
+        for row in layers.residuals(repeats, channels, expansion=4)
     ]
     return residual_network(name, rows, classes, stem, layers.Style.chosen(norm, activation))

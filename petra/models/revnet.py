@@ -1,4 +1,4 @@
-"""Reversible residual networks as used in PETRA (Rivaud et al. 2024, Fig. 2), after Gomez et al. 2017."""
+"""Reversible residual networks of PETRA (Rivaud et al. 2024, Fig. 2), based on Gomez et al. 2017."""
 
 from __future__ import annotations
 
@@ -15,10 +15,16 @@ DOWNSAMPLINGS = ("projection", "convolution")
 
 
 class Downsample(nn.Module):
-    """A block that changes the streams' shape and passes the resized x2 on as the other stream; not reversible.
+    """Non-reversible block that changes the shape of the streams and returns the resized x2 as the other stream.
 
-    x1, x2 of shape (B, in_channels, H, W) -> (h, shortcut(x1) + second(h)), each (B, channels, H/stride, W/stride), where
-    h = first(x2).
+    y1 = first(x2) and y2 = shortcut(x1) + second(y1). Maps two streams (B, in_channels, H, W) to two streams
+    (B, channels, H/stride, W/stride).
+
+    Args:
+        style: Normalisation and activation.
+        row: Sizes of the block.
+        first: Module that resizes x2.
+        second: Module that computes what is added to the other stream.
     """
 
     def __init__(self, style: layers.Style, row: layers.Residual, first: nn.Module, second: nn.Module) -> None:
@@ -33,9 +39,14 @@ class Downsample(nn.Module):
 
 
 class BottleneckResize(nn.Module):
-    """The bottleneck block that changes the streams' shape, with a shortcut for each; not reversible.
+    """Non-reversible bottleneck block that changes the shape of the streams, with a shortcut for each.
 
-    (x1, x2) -> (shortcut2(x2), shortcut1(x1) + f(x2)): from (B, in_channels, H, W) to (B, channels, H/stride, W/stride).
+    y1 = shortcut2(x2) and y2 = shortcut1(x1) + f(x2). Maps two streams (B, in_channels, H, W) to two streams
+    (B, channels, H/stride, W/stride).
+
+    Args:
+        style: Normalisation and activation.
+        row: Sizes of the block.
     """
 
     def __init__(self, style: layers.Style, row: layers.Residual) -> None:
@@ -51,13 +62,13 @@ class BottleneckResize(nn.Module):
 def revnet18(
     classes: int = 10, width: float = 1.0, stem: str = "cifar", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
-    """RevNet-18 as 10 blocks: the stem, eight residual blocks, of which five reversible, and the head.
+    """Build a RevNet-18: 10 blocks (stem, eight residual blocks, of which five are reversible, head).
 
-    Each of the two streams is as wide as ResNet-18's only one. A residual block adds the ResNet's branch, ended by a
-    ReLU, to a stream; nothing follows the addition, so that it can be undone. The head reads both streams. A block that
-    halves the image passes its first convolution of x2, normalised and rectified, on as the other stream.
+    Each of the two streams has the channels of ResNet-18. A residual block adds the ResNet's branch, which ends with a ReLU, to a
+    stream. No ReLU follows the addition, so that the block is invertible. A downsampling block returns its first convolution of
+    x2, normalised and rectified, as the other stream. The head reads both streams.
 
-    Input (B, 3, H, W), output logits (B, ``classes``); the arguments and errors are :func:`petra.models.resnet18`'s.
+    Input: images (B, 3, H, W). Output: logits (B, ``classes``). Arguments and errors as for :func:`petra.models.resnet18`.
     """
     return _revnet("revnet18", (2, 2, 2, 2), 1, classes, width, stem, norm, activation)
 
@@ -65,7 +76,7 @@ def revnet18(
 def revnet34(
     classes: int = 10, width: float = 1.0, stem: str = "cifar", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
-    """RevNet-34 as 18 blocks, of which 13 reversible; otherwise as :func:`revnet18`."""
+    """Build a RevNet-34: 18 blocks, of which 13 are reversible. Arguments as for :func:`revnet18`."""
     return _revnet("revnet34", (3, 4, 6, 3), 1, classes, width, stem, norm, activation)
 
 
@@ -77,11 +88,16 @@ def revnet50(
     norm: str = "batchnorm",
     activation: str | None = None,
 ) -> Model:
-    """RevNet-50 as 18 blocks, of which 12 reversible, the residual ones bottlenecks; otherwise as :func:`revnet18`.
+    """Build a RevNet-50: 18 blocks with bottlenecks, of which 12 are reversible.
 
-    ``downsampling`` is that of the four blocks that change the streams' shape. ``projection``: the branch reads x2 as it is,
-    and a 1x1 convolution resizes each stream. ``convolution``: a 3x3 convolution resizes x2, then the branch reads the result,
-    which also goes on as the other stream; this is the heavier network, of 53.2 million parameters against 30.4.
+    Args:
+        classes, width, stem, norm, activation: As for :func:`revnet18`.
+        downsampling: Kind of the four blocks that change the shape of the streams. ``projection``: the branch reads x2, and a 1x1
+            convolution resizes each stream; 30.4 million parameters with the ImageNet stem and head. ``convolution``: a 3x3
+            convolution resizes x2, and the branch reads its result, which is also the other stream; 53.2 million parameters.
+
+    Raises:
+        ConfigError: If an argument is out of range.
     """
     return _revnet("revnet50", (3, 4, 6, 3), 4, classes, width, stem, norm, activation, downsampling)
 
@@ -89,7 +105,7 @@ def revnet50(
 def revnet101(
     classes: int = 10, width: float = 1.0, stem: str = "cifar", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
-    """RevNet-101 as 35 blocks, of which 29 reversible; otherwise as :func:`revnet50`."""
+    """Build a RevNet-101: 35 blocks with bottlenecks, of which 29 are reversible. Arguments as for :func:`revnet18`."""
     return _revnet("revnet101", (3, 4, 23, 3), 4, classes, width, stem, norm, activation)
 
 
@@ -105,9 +121,8 @@ def _revnet(
     downsampling: str = "projection",
 ) -> Model:
     style = layers.Style.chosen(norm, activation)
-    hidden = layers.scaled((64, 128, 256, 512), width)
-    rows = layers.residuals(repeats, hidden[0], hidden, expansion)
-    start = partial(layers.PairStem, layers.choice("stem", stem, layers.STEMS), hidden[0], style)
+    rows = layers.residuals(repeats, layers.scaled((64, 128, 256, 512), width), expansion)
+    start = partial(layers.PairStem, layers.choice("stem", stem, layers.STEMS), rows[0].in_channels, style)
     residual = partial(_residual, style, layers.choice("downsampling", downsampling, DOWNSAMPLINGS))
     return layers.network(name, start, rows, residual, streams=2, classes=classes)
 

@@ -1,12 +1,12 @@
-"""Reversible transformers: a language model in the form of GPT-2 and a vision transformer.
+"""Reversible transformers: a language model like GPT-2 and a vision transformer.
 
-A layer is one reversible block, y1 = x1 + attention(x2), y2 = x2 + MLP(y1), whose branches are normalised at their entry (Kitaev et
-al. 2020, "Reformer", section 3; Mangalam et al. 2022, "Reversible vision transformers", section 3.2). Both streams begin as the
-embedding, and the head reads both, so every layer between stem and head keeps its shape and needs no buffer.
+A layer is one reversible block, y1 = x1 + attention(x2) and y2 = x2 + MLP(y1). Each branch starts with a normalisation (Kitaev et
+al. 2020, "Reformer", section 3; Mangalam et al. 2022, "Reversible vision transformers", section 3.2). Both streams start as the
+embedding, and the head reads both. All layers between stem and head are therefore reversible.
 
-Weights are drawn as in GPT-2 (Radford et al. 2019, "Language models are unsupervised multitask learners", section 2.3): normal with
-deviation 0.02, that of a branch's last layer divided by √(number of branches). Embedding and output layer are separate weights:
-stem and head belong to different stages, which talk only to their neighbours, so they can't share one matrix.
+Weights are initialised as in GPT-2 (Radford et al. 2019, "Language models are unsupervised multitask learners", section 2.3):
+normal with standard deviation 0.02, divided by √(number of branches) in the last layer of each branch. Embedding and output layer
+don't share their weights, because stem and head belong to different stages, which communicate with their neighbours only.
 """
 
 from __future__ import annotations
@@ -18,21 +18,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from petra.errors import ConfigError
+from petra.errors import require
 from petra.model import BlockSpec, Model
 from petra.reversible import TwoFunctionCoupling
 
-DEEPEST = 10_000
-"""Layers of a network."""
+MAX_DEPTH = 10_000
+"""Largest accepted number of layers."""
 DEVIATION = 0.02
+"""Standard deviation of initial weights."""
 
 
 class Attention(nn.Module):
-    """Normalisation, then self-attention with ``heads`` heads (Vaswani et al. 2017, section 3.2): (B, T, D) -> (B, T, D).
+    """Normalisation and multi-head self-attention (Vaswani et al. 2017, section 3.2). Maps (B, T, D) to (B, T, D).
 
     Args:
-        causal: a position sees itself and those before it, instead of all.
-        deviation: of the output layer's weights.
+        dim: Size D of a token's vector.
+        heads: Number of heads.
+        dropout: Dropout probability of attention weights and output.
+        causal: Whether a position attends only to itself and earlier positions.
+        deviation: Standard deviation of the output layer's initial weights.
     """
 
     def __init__(self, dim: int, heads: int, dropout: float, causal: bool, deviation: float) -> None:
@@ -52,16 +56,31 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Sequential):
-    """Normalisation, then two layers with 4·D hidden units (Vaswani et al. 2017, section 3.3) and GELU: (B, T, D) -> (B, T, D)."""
+    """Normalisation and two linear layers with 4·D hidden units and GELU (Vaswani et al. 2017, section 3.3).
+
+    Maps (B, T, D) to (B, T, D).
+
+    Args:
+        dim: Size D of a token's vector.
+        dropout: Dropout probability of the output.
+        deviation: Standard deviation of the second layer's initial weights.
+    """
 
     def __init__(self, dim: int, dropout: float, deviation: float) -> None:
         super().__init__(nn.LayerNorm(dim), _linear(dim, 4 * dim), nn.GELU(), _linear(4 * dim, dim, deviation), nn.Dropout(dropout))
 
 
 class TokenStem(nn.Module):
-    """Tokens int64 (B, T), T at most ``size``, as the sum of a learned vector for each token and one for each position.
+    """Sum of token and position embeddings, returned as both streams. Maps int64 tokens (B, T) to two streams (B, T, D).
 
-    Returns it as both streams, (B, T, D) each.
+    Args:
+        classes: Number of different tokens.
+        size: Largest T.
+        dim: Size D of a token's vector.
+        dropout: Dropout probability of the sum.
+
+    Raises:
+        ValueError: In ``forward``, if T exceeds ``size``.
     """
 
     def __init__(self, classes: int, size: int, dim: int, dropout: float) -> None:
@@ -75,36 +94,46 @@ class TokenStem(nn.Module):
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         length = tokens.shape[1]
         if length > len(self.positions):
-            raise ValueError(f"found {length} tokens, accepted are at most {len(self.positions)}")
+            raise ValueError(f"expected at most {len(self.positions)} tokens, got {length}")
         x = self.dropout(self.tokens(tokens) + self.positions[:length])
         return x, x
 
 
 class PatchStem(nn.Module):
-    """Images (B, 3, ``size``, ``size``) as patches side by side, each mapped to D values, plus a learned vector for each position.
+    """Sum of patch and position embeddings, returned as both streams.
 
-    Returns it as both streams, (B, (size / patch)², D) each.
+    Maps images (B, 3, size, size) to two streams (B, (size / patch)², D).
+
+    Args:
+        size: Side of an image in pixels.
+        patch: Side of a patch in pixels.
+        dim: Size D of a patch's vector.
+        dropout: Dropout probability of the sum.
     """
 
     def __init__(self, size: int, patch: int, dim: int, dropout: float) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(3, dim, patch, stride=patch, bias=False)  # the positions are biases
+        self.patches = nn.Conv2d(3, dim, patch, stride=patch, bias=False)  # the position embeddings act as biases
         self.positions = nn.Parameter(torch.empty((size // patch) ** 2, dim))
         self.dropout = nn.Dropout(dropout)
         for weight in self.parameters():
             nn.init.normal_(weight, std=DEVIATION)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        # Dense, since the next block must see the same memory layout here as when the streams arrive in a message.
+        # Dense, like streams received in a message. The next block thus gets the same memory layout in both cases.
         patches = self.patches(images).flatten(2).transpose(1, 2).contiguous()
         x = self.dropout(patches + self.positions)
         return x, x
 
 
 class TransformerHead(nn.Module):
-    """Normalises both streams (B, T, D) together and maps them to logits.
+    """Joint normalisation of both streams (B, T, D), and a linear layer to logits.
 
-    They are (B·T, ``classes``), one row for each position; or, with ``pool``, (B, ``classes``) from the average over the positions.
+    Args:
+        dim: Size D of a token's vector.
+        classes: Number of classes.
+        pool: Whether to average over positions, which gives logits (B, classes). Otherwise logits are (B·T, classes), one row per
+            position.
     """
 
     def __init__(self, dim: int, classes: int, pool: bool) -> None:
@@ -120,15 +149,23 @@ class TransformerHead(nn.Module):
 
 
 def revgpt(classes: int = 256, dim: int = 384, depth: int = 6, heads: int = 6, dropout: float = 0.0, size: int = 256) -> Model:
-    """A reversible language model as ``depth`` + 2 blocks: the stem, a reversible block for each layer, the head.
+    """Build a reversible language model: ``depth`` + 2 blocks (stem, one reversible block per layer, head).
 
-    Input tokens int64 (B, T) with values 0 … ``classes`` − 1 and T up to ``size``, output logits (B·T, ``classes``): row b·T + t is
-    for the token that follows token t of text b. ``dropout`` acts on the embedding, the attention weights and the end of every
-    branch.
+    Input: int64 tokens (B, T) with values 0 ... ``classes`` − 1. Output: logits (B·T, ``classes``). Row b·T + t predicts the token
+    that follows token t of text b.
 
-    Raises :class:`petra.errors.ConfigError` for arguments out of range.
+    Args:
+        classes: Number of different tokens.
+        dim: Size of a token's vector, a multiple of ``heads``.
+        depth: Number of layers.
+        heads: Number of attention heads.
+        dropout: Dropout probability of the embedding, the attention weights and the output of every branch.
+        size: Largest T.
+
+    Raises:
+        ConfigError: If an argument is out of range.
     """
-    _require(size >= 1, "size", size, "whole numbers from 1 on")
+    require(size >= 1, "model.size", "an integer >= 1", size)
     stem = partial(TokenStem, classes, size, dim, dropout)
     return _network("revgpt", stem, classes, dim, depth, heads, dropout, causal=True)
 
@@ -136,14 +173,23 @@ def revgpt(classes: int = 256, dim: int = 384, depth: int = 6, heads: int = 6, d
 def revvit(
     classes: int = 10, patch: int = 4, dim: int = 192, depth: int = 12, heads: int = 3, dropout: float = 0.0, size: int = 32
 ) -> Model:
-    """A reversible vision transformer as ``depth`` + 2 blocks: the stem, a reversible block for each layer, the head.
+    """Build a reversible vision transformer: ``depth`` + 2 blocks (stem, one reversible block per layer, head).
 
-    Input (B, 3, ``size``, ``size``), output logits (B, ``classes``). A token is a square of ``patch`` pixels a side; there is no
-    class token, the head averages over the positions. ``dropout`` acts as in :func:`revgpt`.
+    There is no class token. The head averages over the patches.
 
-    Raises :class:`petra.errors.ConfigError` for arguments out of range.
+    Input: images (B, 3, ``size``, ``size``). Output: logits (B, ``classes``).
+
+    Args:
+        classes: Number of classes.
+        patch: Side of a patch in pixels, a divisor of ``size``.
+        dim, depth, heads, dropout: As for :func:`revgpt`.
+        size: Side of an image in pixels.
+
+    Raises:
+        ConfigError: If an argument is out of range.
     """
-    _require(patch >= 1 and size % patch == 0, "patch", patch, f"divisors of {size}, the side of the images in pixels")
+    divides = patch >= 1 and size % patch == 0
+    require(divides, "model.patch", f"a divisor of {size}, the side of the images in pixels", patch)
     stem = partial(PatchStem, size, patch, dim, dropout)
     return _network("revvit", stem, classes, dim, depth, heads, dropout, causal=False)
 
@@ -151,11 +197,11 @@ def revvit(
 def _network(
     name: str, stem: Callable[[], nn.Module], classes: int, dim: int, depth: int, heads: int, dropout: float, *, causal: bool
 ) -> Model:
-    for key, found in (("classes", classes), ("heads", heads)):
-        _require(found >= 1, key, found, "whole numbers from 1 on")
-    _require(1 <= depth <= DEEPEST, "depth", depth, f"whole numbers from 1 to {DEEPEST}")
-    _require(dim >= 1 and dim % heads == 0, "dim", dim, f"multiples of model.heads, which is {heads}")
-    _require(0 <= dropout < 1, "dropout", dropout, "numbers from 0 to below 1")
+    require(classes >= 1, "model.classes", "an integer >= 1", classes)
+    require(heads >= 1, "model.heads", "an integer >= 1", heads)
+    require(1 <= depth <= MAX_DEPTH, "model.depth", f"an integer from 1 to {MAX_DEPTH}", depth)
+    require(dim >= 1 and dim % heads == 0, "model.dim", f"a multiple of {heads} (model.heads)", dim)
+    require(0 <= dropout < 1, "model.dropout", "a number >= 0 and < 1", dropout)
     layer = partial(_layer, dim, heads, dropout, causal, DEVIATION / (2 * depth) ** 0.5)
     layers = tuple(BlockSpec(f"layer{i}", layer) for i in range(depth))
     head = partial(TransformerHead, dim, classes, pool=not causal)
@@ -171,8 +217,3 @@ def _linear(in_features: int, out_features: int, deviation: float = DEVIATION) -
     nn.init.normal_(layer.weight, std=deviation)
     nn.init.zeros_(layer.bias)
     return layer
-
-
-def _require(right: bool, key: str, found: float, accepted: str) -> None:
-    if not right:
-        raise ConfigError(f"model.{key}: found {found}, accepted are {accepted}")

@@ -1,4 +1,4 @@
-"""WideResNet-38 of Wu et al. 2016, "Wider or deeper", with pooling and without dropout, as Rota Bulò et al. 2018 train it."""
+"""WideResNet-38 (Wu et al. 2016, "Wider or deeper"), with pooling and without dropout, as trained by Rota Bulò et al. 2018."""
 
 from __future__ import annotations
 
@@ -13,35 +13,44 @@ from petra.models import layers
 
 REPEATS = (3, 3, 6, 3, 1, 1)
 CHANNELS = ((128, 128), (256, 256), (512, 512), (512, 1024), (512, 1024, 2048), (1024, 2048, 4096))
-"""Of the convolutions of the blocks of each layer: two of 3x3, or 1x1, 3x3, 1x1."""
+"""Channels of the convolutions of a block, for each layer. Two convolutions are 3x3; three are 1x1, 3x3 and 1x1."""
 
 
 class Row(NamedTuple):
-    """One residual block."""
+    """Sizes of one residual block.
+
+    Attributes:
+        name: Name of the block.
+        widths: Channels of the input, then of the output of each convolution.
+        pool: Whether the block first halves the image by max pooling.
+    """
 
     name: str
     widths: tuple[int, ...]
-    """Channels of the input, then of the result of each convolution."""
     pool: bool
-    """Whether the image is halved first."""
 
     @property
     def channels(self) -> int:
+        """Channels of the output."""
         return self.widths[-1]
 
 
 class WideBlock(nn.Module):
-    """x + branch(x) with normalisation and activation before each convolution (He et al. 2016, "Identity mappings").
+    """Pre-activation residual block x + branch(x) (He et al. 2016, "Identity mappings in deep residual networks").
 
-    (B, C, H, W) -> (B, C', H, W), or H/2 and W/2 where it pools first. Where C' differs, a 1x1 convolution of the first activation
-    takes the place of x.
+    Maps (B, C, H, W) to (B, C', H, W), or to (B, C', H/2, W/2) if it pools. If C' differs from C, a 1x1 convolution of the first
+    activation replaces x.
+
+    Args:
+        style: Normalisation and activation.
+        row: Sizes of the block.
     """
 
     def __init__(self, style: layers.Style, row: Row) -> None:
         super().__init__()
         kernels = (3, 3) if len(row.widths) == 3 else (1, 3, 1)
         self.pool = nn.MaxPool2d(3, stride=2, padding=1) if row.pool else nn.Identity()
-        # The input is also the shortcut; it belongs to the block before unless it has just been pooled.
+        # The normalisation must not overwrite its input, which is also the shortcut.
         self.first = nn.Sequential(*layers.norm_act(row.widths[0], style, overwrite=False))
         self.branch = nn.Sequential()
         for i, ((a, b), kernel) in enumerate(zip(pairwise(row.widths), kernels, strict=True)):
@@ -56,10 +65,18 @@ class WideBlock(nn.Module):
 
 
 def wide_resnet38(classes: int = 10, width: float = 1.0, norm: str = "batchnorm", activation: str | None = None) -> Model:
-    """WideResNet-38 as 19 blocks: a 3x3 convolution, 17 residual blocks in six layers, the head; 109.2 million parameters.
+    """Build a WideResNet-38: 19 blocks (3x3 convolution, 17 residual blocks in six layers, head).
 
-    Input (B, 3, H, W), from 32x32 pixels on, output logits (B, ``classes``). The image is halved before each of the first five
-    layers. ``width`` scales all channel counts (64, then 128 to 4096 at 1); the rest is :func:`petra.models.resnet18`'s.
+    It has 109.2 million parameters for 1000 classes. Each of the first five layers starts by halving the image.
+
+    Input: images (B, 3, H, W) of at least 32x32 pixels. Output: logits (B, ``classes``).
+
+    Args:
+        classes, norm, activation: As for :func:`petra.models.resnet18`.
+        width: Factor of all channel counts, which are 64 in the first convolution and 128 to 4096 in the layers at 1.
+
+    Raises:
+        ConfigError: If an argument is out of range.
     """
     style = layers.Style.chosen(norm, activation)
     channels = iter(layers.scaled([64, *(c for layer in CHANNELS for c in layer)], width))

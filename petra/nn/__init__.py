@@ -1,4 +1,4 @@
-"""Layers that keep less between forward and backward."""
+"""Layers that store fewer activations for the backward pass."""
 
 from petra.nn.activation import Activation
 from petra.nn.checkpoint import CheckpointedABNConv

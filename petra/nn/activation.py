@@ -1,4 +1,4 @@
-"""Activations that can be undone: their input, and their gradient, follow from their output."""
+"""Invertible activations. Their input and their gradient are computed from their output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from petra.errors import ConfigError
+from petra.errors import one_of, require
 
 aten = torch.ops.aten
 ACTIVATIONS = ("leaky_relu", "elu", "identity")
@@ -16,29 +16,31 @@ ACTIVATIONS = ("leaky_relu", "elu", "identity")
 
 @dataclass(frozen=True)
 class Activation:
-    """z = φ(y), elementwise and strictly increasing; ``slope`` is leaky_relu's below zero.
+    """An elementwise, strictly increasing activation z = φ(y).
+
+    Attributes:
+        name: ``leaky_relu``, ``elu`` or ``identity``.
+        slope: Slope of ``leaky_relu`` for negative inputs.
 
     Raises:
-        ConfigError: an unknown name, or a slope that can't be undone.
+        ConfigError: If the name is unknown, or the slope is not in (0, 1].
     """
 
     name: str
     slope: float = 0.01
 
     def __post_init__(self) -> None:
-        if self.name not in ACTIVATIONS:
-            raise ConfigError(f"activation: found {self.name!r}, accepted are {', '.join(ACTIVATIONS)}, which can be undone")
-        if not 0 < self.slope <= 1:
-            raise ConfigError(f"slope: found {self.slope}, accepted are numbers above 0 and up to 1")
+        require(self.name in ACTIVATIONS, "activation", f"{one_of(ACTIVATIONS)}, which are invertible", self.name)
+        require(0 < self.slope <= 1, "slope", "a number > 0 and <= 1", self.slope)
 
     def apply_(self, y: Tensor) -> Tensor:
-        """z, in the memory of y."""
+        """Compute z in the memory of y and return it."""
         if self.name == "leaky_relu":
             return F.leaky_relu_(y, self.slope)
         return F.elu_(y) if self.name == "elu" else y
 
     def gradient(self, dz: Tensor, z: Tensor) -> Tensor:
-        """dL/dy from dL/dz."""
+        """Return dL/dy, given dL/dz and z."""
         dy = dz
         if self.name == "leaky_relu":
             dy = aten.leaky_relu_backward(dz, z, self.slope, True)
@@ -47,11 +49,11 @@ class Activation:
         return dy
 
     def inverse(self, z: Tensor) -> Tensor:
-        """y, in memory of its own unless φ is the identity."""
+        """Return y, given z. The result is z itself if φ is the identity, and a new tensor otherwise."""
         if self.name == "leaky_relu":
             return F.leaky_relu(z, 1 / self.slope)
         if self.name == "elu":
-            # Far below zero z rounds to -1, which no finite y has.
+            # For very negative y, z rounds to -1, whose inverse would be -inf.
             y = torch.log1p(z.clamp(min=-1 + torch.finfo(z.dtype).eps))
             return torch.where(z > 0, z, y)
         return z

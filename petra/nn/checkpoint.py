@@ -1,6 +1,6 @@
-"""BatchNorm + activation + convolution that keeps one tensor and computes the convolution's input again in the backward pass.
+"""BatchNorm, activation and convolution that store one tensor and recompute the convolution's input in the backward pass.
 
-The two checkpointing schemes that Rota Bulò et al. 2018 compare InPlace-ABN with (Fig. 2b and 2c).
+These are the two checkpointing schemes that Rota Bulò et al. 2018 compare with InPlace-ABN (Fig. 2b and 2c).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from petra.errors import ConfigError
+from petra.errors import require
 from petra.nn.inplace_abn import InPlaceABN
 from petra.nn.normalise import affine, away_from_zero, check_input, normalise, normalise_backward, safe_affine
 
@@ -19,28 +19,28 @@ aten = torch.ops.aten
 
 
 class CheckpointedABNConv(nn.Module):
-    """conv(φ(γ x̂ + β)), (B, C, H, W) -> the convolution's output.
+    """Compute conv(φ(γ x̂ + β)), where x̂ is the normalised input. Maps (B, C, H, W) to the convolution's output.
 
     Args:
-        norm: gives φ, γ, β and the running statistics; it is not called itself.
-        conv: with zeros as padding.
-        keep: what is held for the backward pass. ``input``: x, from which x̂, y and z are computed again (Fig. 2b). ``normalised``:
-            x̂, written over x, which the gradient of the normalisation needs anyway and from which y and z follow (Fig. 2c).
+        norm: Layer whose activation φ, parameters γ and β and running statistics are used. Its ``forward`` is not called.
+        conv: Convolution with zero padding.
+        keep: Tensor that is stored for the backward pass. ``input`` stores x and recomputes x̂, y and z (Fig. 2b).
+            ``normalised`` overwrites x with x̂, which the gradient of the normalisation needs, and recomputes y and z (Fig. 2c).
 
     Raises:
-        ConfigError: an argument out of range.
-        ModelError: in ``forward``, as :class:`InPlaceABN`.
+        ConfigError: If ``keep`` is unknown, or ``conv`` pads with anything but zeros or gives its padding as a string.
+        ModelError: In ``forward``, for the inputs that :class:`InPlaceABN` rejects.
     """
 
     def __init__(self, norm: InPlaceABN, conv: nn.Conv2d, keep: Literal["input", "normalised"]) -> None:
         super().__init__()
-        if keep not in ("input", "normalised"):
-            raise ConfigError(f"keep: found {keep!r}, accepted are input and normalised")
-        if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
-            raise ConfigError(f"conv: found padding {conv.padding!r} of {conv.padding_mode}, accepted are numbers, of zeros")
+        require(keep in ("input", "normalised"), "keep", "input or normalised", keep)
+        zeros = conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
+        require(zeros, "conv", "zero padding with sizes as integers", f"padding {conv.padding} of mode {conv.padding_mode}")
         self.norm, self.conv, self.keep = norm, conv, keep
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the convolution's output. Overwrites ``x`` if ``keep`` is ``normalised``."""
         check_input(self.norm, x, self.norm.group)
         norm, conv = self.norm, self.conv
         y: Tensor = _CheckpointedABNConv.apply(self, x, norm.weight, norm.bias, conv.weight, conv.bias)  # type: ignore[no-untyped-call]

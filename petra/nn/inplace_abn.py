@@ -1,7 +1,7 @@
-"""In-place activated batch normalisation (Rota Bulò, Porzi, Kontschieder 2018): one buffer where BatchNorm + activation keep two.
+"""In-place activated batch normalisation (Rota Bulò, Porzi, Kontschieder 2018).
 
-The result z overwrites the input x; between forward and backward only z and a few numbers for each channel are held. The backward
-pass undoes the activation, y = φ⁻¹(z), and the affine map, x̂ = (y − β) / γ, and needs no more than that (section 3).
+BatchNorm followed by an activation stores two tensors for the backward pass. This layer stores one: the output z overwrites the
+input x. The backward pass inverts the activation, y = φ⁻¹(z), and the affine map, x̂ = (y − β) / γ (section 3).
 """
 
 from __future__ import annotations
@@ -16,31 +16,36 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _NormBase
 
-from petra.errors import ConfigError
+from petra.errors import require
 from petra.nn.activation import Activation
 from petra.nn.normalise import affine, away_from_zero, check_input, normalise, normalise_backward, safe_affine
 
 
 class InPlaceABN(_NormBase):
-    """Replaces BatchNorm + activation: z = φ(γ x̂ + β), written over the input (B, C, ...).
+    """Batch normalisation and activation: z = φ(γ x̂ + β), where x̂ is the normalised input (B, C, ...). Overwrites the input.
 
-    Nobody else may need the input: put it behind a convolution, whose backward does not look at its own output. Parameters, buffers
-    and state are BatchNorm's, and so are the numbers as long as |γ| >= ``eps``. A γ nearer to zero counts as ±``eps``, since the
-    affine map could not be undone, and still gets its gradient. Gradients of gradients are not supported.
+    No other operation may need the input. Place the layer after a convolution, whose backward does not use its own output.
+
+    Parameters, buffers and state dictionary are those of :class:`torch.nn.BatchNorm2d`, and so are results as long as
+    |γ| >= ``eps``. Smaller γ are replaced by ±``eps``, since the affine map would not be invertible. They still get their
+    gradient. Double backward is not supported.
 
     Args:
-        channels: C.
+        channels: Number of channels C.
         activation: ``leaky_relu``, ``elu`` or ``identity``.
-        slope: of leaky_relu below zero.
-        variant: what gradients are written in: ``I``, x̂ (Algorithm 1); ``II``, y, which saves a pass over the data (Algorithm 2).
-        overwrite: write over the input. False where others need it; it is not held for the backward pass either way.
-        group: processes that normalise by the statistics of their joint batch. Each gets the gradients of its own part, so those of
-            the parameters are to be summed over the group. None: every process for itself.
-        eps, momentum, affine, track_running_stats: as in :class:`torch.nn.BatchNorm2d`.
+        slope: Slope of ``leaky_relu`` for negative inputs.
+        variant: Quantity in which the gradients are expressed. ``I`` uses x̂ (Algorithm 1). ``II`` uses y, which saves one pass
+            over the data (Algorithm 2).
+        overwrite: Whether to write the output over the input. Set False if another operation needs the input. The layer does not
+            store the input in either case.
+        group: Process group that shares batch statistics. Each process gets the gradients of its own part of the batch, so
+            gradients of parameters must be summed over the group. None: each process uses its own batch.
+        eps, momentum, affine, track_running_stats: As in :class:`torch.nn.BatchNorm2d`.
 
     Raises:
-        ConfigError: an argument out of range.
-        ModelError: in ``forward``, an input of another form, or in training one with a single value for each channel.
+        ConfigError: If an argument is out of range.
+        ModelError: In ``forward``, if the input is not a floating-point tensor (B, C, ...), or if it has a single value per
+            channel in training.
     """
 
     def __init__(
@@ -58,12 +63,12 @@ class InPlaceABN(_NormBase):
         track_running_stats: bool = True,
     ) -> None:
         super().__init__(channels, eps, momentum, affine, track_running_stats)
-        if variant not in ("I", "II"):
-            raise ConfigError(f"variant: found {variant!r}, accepted are I and II")
+        require(variant in ("I", "II"), "variant", "I or II", variant)
         self.activation = Activation(activation, slope)
         self.variant, self.overwrite, self.group = variant, overwrite, group
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return z, in the memory of ``x`` if ``overwrite`` is set."""
         check_input(self, x, self.group)
         z: Tensor = _InPlaceABN.apply(self, x, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return z
@@ -75,7 +80,7 @@ class InPlaceABN(_NormBase):
 class _InPlaceABN(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layer: InPlaceABN, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        # Copies, with which y can be undone even if an optimizer moves the parameters before the backward pass.
+        # Copies: backward needs these values even if an optimizer changes the parameters in between.
         scale, shift = safe_affine(layer, x)
         z = x if layer.overwrite else torch.empty_like(x)
         ctx.layer, ctx.statistics = layer, normalise(layer, x, z, scale, shift, layer.group)
@@ -93,27 +98,27 @@ class _InPlaceABN(torch.autograd.Function):
         statistics, needs_dx = ctx.statistics, ctx.needs_input_grad[1]
         rate = statistics.invstd if weight is None else away_from_zero(weight, layer.eps) * statistics.invstd
 
-        def undo(dz: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        def invert_activation(dz: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
             return layer.activation.gradient(dz, z), layer.activation.inverse(z)
 
-        def undo_both(dz: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-            dy, y = undo(dz, z)
+        def invert_activation_and_affine(dz: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+            dy, y = invert_activation(dz, z)
             return dy, affine(y, 1 / scale, -shift / scale)
 
         kernels = _kernels(z) if layer.variant == "II" else None
         if kernels is not None:
             dx, dgamma, dbeta = kernels.backward(dz, z, scale, shift, rate, statistics, layer.activation, needs_dx)
         elif layer.variant == "II":
-            dx, dgamma, dbeta = normalise_backward(undo, dz, z, scale, shift, rate, statistics, needs_dx)
+            dx, dgamma, dbeta = normalise_backward(invert_activation, dz, z, scale, shift, rate, statistics, needs_dx)
         else:
             one, zero = torch.ones_like(scale), torch.zeros_like(shift)
-            dx, dgamma, dbeta = normalise_backward(undo_both, dz, z, one, zero, rate, statistics, needs_dx)
+            dx, dgamma, dbeta = normalise_backward(invert_activation_and_affine, dz, z, one, zero, rate, statistics, needs_dx)
         return None, dx, *((None, None) if weight is None else (dgamma, dbeta))
 
 
 def _kernels(z: Tensor) -> ModuleType | None:
-    """The fused kernels, where they can run: dense tensors on CUDA, with Triton installed."""
+    """Return the module of fused kernels if they support ``z``: a dense CUDA tensor, with Triton installed."""
     if not z.is_cuda or importlib.util.find_spec("triton") is None:
         return None
     kernels = importlib.import_module("petra.nn.kernels")
-    return kernels if kernels.takes(z) else None
+    return kernels if kernels.supports(z) else None

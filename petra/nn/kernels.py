@@ -1,7 +1,7 @@
-"""The backward pass of in-place activated batch normalisation as two Triton kernels, for CUDA.
+"""Backward pass of in-place activated batch normalisation as two Triton kernels for CUDA.
 
-Plain operations read and write ten tensors of the size of z for it; these read four (z and dL/dz, twice) and write one. The plain
-operations are the reference: see :func:`petra.nn.normalise.normalise_backward`.
+The reference is :func:`petra.nn.normalise.normalise_backward`, whose operations read and write ten tensors of the size of z. The
+kernels read four (z and dL/dz, twice) and write one.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from petra.nn.activation import Activation
-from petra.nn.normalise import Statistics, input_line
+from petra.nn.normalise import Statistics, input_gradient_coefficients
 
 PROGRAMS = 512
-"""Parts that the sums are cut into, all channels together, so that a large GPU is busy with few channels too."""
+"""Number of programs that compute the sums. Channels are split among programs so that few channels also occupy a large GPU."""
 
 
 def backward(
@@ -28,7 +28,15 @@ def backward(
     activation: Activation,
     needs_dx: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """(dL/dx, Σ dy x̂, Σ dy) for z = φ(y), x̂ = (y − shift) / scale, and ``rate`` as in ``normalise_backward``; z dense."""
+    """Return (dL/dx, Σ dy x̂, Σ dy) for z = φ(y) and x̂ = (y − shift) / scale.
+
+    Args:
+        dz: dL/dz, of the shape of z.
+        z: Dense output of the layer, (B, C, ...).
+        scale, shift, rate, statistics: As in :func:`petra.nn.normalise.normalise_backward`.
+        activation: φ.
+        needs_dx: Whether to compute dL/dx. The result has None in its place otherwise.
+    """
     dz = torch.empty_like(z).copy_(dz) if dz.stride() != z.stride() else dz
     layout, tile = _layout(z)
     channels, rows, *_ = layout
@@ -38,25 +46,26 @@ def backward(
     constants = {
         "ACTIVATION": activation.name,
         "SLOPE": activation.slope,
-        "SMALLEST": -1 + torch.finfo(z.dtype).eps,  # -1 has no finite input under elu
+        "SMALLEST": -1 + torch.finfo(z.dtype).eps,  # elu gives -1 for no finite input
         "DTYPE": tl.float64 if z.dtype == torch.float64 else tl.float32,
         **tile,
     }
     partial = shift.new_empty((2, parts, channels), dtype=kind)
     _sums_kernel[(blocks, parts)](dz, z, shift, partial, *layout, parts, **constants)
-    # Added in one order whatever the timing, so that a run can be repeated to the last bit.
+    # A second sum instead of atomic additions: the order is fixed, so results are reproducible bit for bit.
     dgamma, dbeta = partial.sum(1).to(scale.dtype)
     dgamma = dgamma / scale
     if not needs_dx:
         return None, dgamma, dbeta
-    line = input_line(dgamma, dbeta, scale, shift, rate, statistics, rows)
+    coefficients = input_gradient_coefficients(dgamma, dbeta, scale, shift, rate, statistics, rows)
     dx = torch.empty_like(z)
-    _input_gradient_kernel[(blocks, triton.cdiv(rows, tile["BLOCK_R"]))](dz, z, rate, *line, dx, *layout, **constants)
+    grid = blocks, triton.cdiv(rows, tile["BLOCK_R"])
+    _input_gradient_kernel[grid](dz, z, rate, *coefficients, dx, *layout, **constants)
     return dx, dgamma, dbeta
 
 
-def takes(z: Tensor) -> bool:
-    """Whether z is dense, with the channels either outside or inside the other dimensions."""
+def supports(z: Tensor) -> bool:
+    """Return whether z is contiguous or channels-last."""
     return z.is_contiguous() or _channels_last(z)
 
 
@@ -65,7 +74,11 @@ def _channels_last(z: Tensor) -> bool:
 
 
 def _layout(z: Tensor) -> tuple[tuple[int, int, int, int, int, int], dict[str, int]]:
-    """Channels, rows (the values of a channel), rows of an image, and the strides of image, channel and position; the tile."""
+    """Return the sizes and strides that the kernels take, and the tile of one program.
+
+    Sizes and strides are: channels, rows (values per channel), positions (values per channel and image), and the strides of image,
+    channel and position.
+    """
     batch, channels = z.shape[:2]
     positions = z[0, 0].numel()
     rows, image = batch * positions, channels * positions
@@ -81,8 +94,8 @@ def _offsets(c, r, positions, image_stride, channel_stride, position_stride):
 
 
 @triton.jit
-def _undo(dz, z, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, SMALLEST: tl.constexpr):
-    """(dL/dy, y)."""
+def _invert_activation(dz, z, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, SMALLEST: tl.constexpr):
+    """Return (dL/dy, y)."""
     if ACTIVATION == "leaky_relu":
         return tl.where(z > 0, dz, dz * SLOPE), tl.where(z > 0, z, z / SLOPE)
     elif ACTIVATION == "elu":
@@ -122,7 +135,7 @@ def _sums_kernel(
         offsets = _offsets(c, r, positions, image_stride, channel_stride, position_stride)
         dz = tl.load(dz_pointer + offsets, mask=mask, other=0).to(DTYPE)
         z = tl.load(z_pointer + offsets, mask=mask, other=0).to(DTYPE)
-        dy, y = _undo(dz, z, ACTIVATION, SLOPE, SMALLEST)
+        dy, y = _invert_activation(dz, z, ACTIVATION, SLOPE, SMALLEST)
         dgamma += dy * (y - shift[:, None])
         dbeta += dy
     out = out_pointer + part * channels + c
@@ -160,5 +173,5 @@ def _input_gradient_kernel(
     offsets = _offsets(c, r, positions, image_stride, channel_stride, position_stride)
     dz = tl.load(dz_pointer + offsets, mask=mask, other=0).to(DTYPE)
     z = tl.load(z_pointer + offsets, mask=mask, other=0).to(DTYPE)
-    dy, y = _undo(dz, z, ACTIVATION, SLOPE, SMALLEST)
+    dy, y = _invert_activation(dz, z, ACTIVATION, SLOPE, SMALLEST)
     tl.store(dx_pointer + offsets, (rate * dy + slope_y * y + offset).to(dx_pointer.dtype.element_ty), mask=mask)

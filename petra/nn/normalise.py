@@ -1,4 +1,4 @@
-"""Batch normalisation that can write over its input, and its gradient from whatever the normalised values follow from."""
+"""Batch normalisation that can overwrite its input, and its gradient computed from the output or from any other invertible map."""
 
 from __future__ import annotations
 
@@ -10,41 +10,48 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from petra.errors import ModelError
+from petra.errors import ModelError, invalid
 
 aten = torch.ops.aten
-Undo = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Invert = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Map from (dL/dz, z) to (dL/dy, y)."""
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """What the backward pass needs to know of a normalisation."""
+    """Statistics of a forward pass that its backward pass needs.
+
+    Attributes:
+        mean: μ of each channel, (C,).
+        invstd: 1/σ of each channel, (C,).
+        joint: If a process group shares statistics, the number of values per channel in its joint batch, and the group.
+        running: Whether these are the running statistics, through which no gradient flows.
+    """
 
     mean: Tensor
     invstd: Tensor
-    """μ and 1/σ, (C,)."""
     joint: tuple[Tensor, dist.ProcessGroup] | None = None
-    """Where a group shares statistics: the number of values for each channel in its joint batch, and the group."""
     running: bool = False
-    """These are the running statistics, through which no gradient flows."""
 
 
 def check_input(layer: _NormBase, x: Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Raises :class:`petra.errors.ModelError` for an input that the layer can't normalise."""
+    """Check that a layer can normalise an input.
+
+    Raises:
+        ModelError: If ``x`` is not a floating-point tensor (B, C, ...), or if its statistics would be those of a single value.
+    """
     name, shape, channels = type(layer).__name__, list(x.shape), layer.num_features
     if x.dim() < 2 or x.shape[1] != channels or not x.is_floating_point():
-        found = f"{str(x.dtype).removeprefix('torch.')}{shape}"
-        raise ModelError(f"{name}: found an input {found}, accepted are floats [B, {channels}, ...]")
+        got = f"{str(x.dtype).removeprefix('torch.')}{shape}"
+        raise invalid(name, f"a floating-point input [B, {channels}, ...]", got, ModelError)
     processes = 1 if group is None else dist.get_world_size(group)
     if _uses_batch(layer) and processes * x.numel() <= channels:
-        raise ModelError(
-            f"{name}: found one value for each channel in {shape}, which has no variance; "
-            "accepted in training are two or more: a larger batch, or larger images"
-        )
+        expected = "at least 2 values per channel in training (a larger batch or larger images)"
+        raise invalid(name, expected, f"1 in {shape}", ModelError)
 
 
 def safe_affine(layer: _NormBase, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Copies of γ, no nearer to zero than ±eps, and of β."""
+    """Return copies of γ and β, with |γ| >= eps. Without affine parameters, return ones and zeros."""
     if layer.weight is None:
         kind = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
         return x.new_ones(layer.num_features, dtype=kind), x.new_zeros(layer.num_features, dtype=kind)
@@ -52,22 +59,30 @@ def safe_affine(layer: _NormBase, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def away_from_zero(gamma: Tensor, eps: float) -> Tensor:
+    """Return γ with values below ``eps`` in magnitude replaced by ±``eps``."""
     return gamma.abs().clamp(min=eps).copysign(gamma)
 
 
 def affine(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """scale · x + shift for values (C,) and x (B, C, ...), in new memory."""
+    """Return scale · x + shift in a new tensor, for scale and shift (C,) and x (B, C, ...)."""
     return torch.addcmul(_per_channel(shift, x), x, _per_channel(scale, x)).to(x.dtype)
 
 
 def normalise(
     layer: _NormBase, x: Tensor, out: Tensor, scale: Tensor, shift: Tensor, group: dist.ProcessGroup | None = None
 ) -> Statistics:
-    """out ← scale · x̂ + shift, with statistics of the batch in training, which also move the running ones, and running ones else.
+    """Compute scale · x̂ + shift.
 
-    ``out`` may be x.
+    In training this uses the statistics of the batch and updates the running statistics. In evaluation it uses the latter.
+
+    Args:
+        layer: Layer with the running statistics, eps and momentum.
+        x: Input, (B, C, ...).
+        out: Tensor of the shape of x that receives the result. May be x.
+        scale, shift: (C,).
+        group: Process group that shares batch statistics.
     """
-    running, momentum = _moving_statistics(layer)
+    running, momentum = _running_statistics(layer)
     if _uses_batch(layer) and group is None:
         mean, invstd = torch.empty_like(scale), torch.empty_like(scale)
         _batch_norm(x, out, scale, shift, *running, True, momentum, layer.eps, mean, invstd)
@@ -88,30 +103,48 @@ def normalise(
 
 
 def normalise_backward(
-    undo: Undo | None, dz: Tensor, z: Tensor, scale: Tensor, shift: Tensor, rate: Tensor, statistics: Statistics, needs_dx: bool
+    invert: Invert | None,
+    dz: Tensor,
+    z: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    rate: Tensor,
+    statistics: Statistics,
+    needs_dx: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """(dL/dx, Σ dy x̂, Σ dy) for x̂ = (y − shift) / scale; ``rate`` is dL/dx over dL/dy with the statistics held fixed: γ/σ.
+    """Return (dL/dx, Σ dy x̂, Σ dy) for x̂ = (y − shift) / scale.
 
-    With y = x̂ these are the lines of Algorithm 1, with y = γ x̂ + β those of Algorithm 2: one kernel does both.
+    With y = x̂ this is Algorithm 1 of Rota Bulò et al. 2018, and with y = γ x̂ + β it is Algorithm 2. One kernel computes both.
 
     Args:
-        undo: from dL/dz and z to dL/dy and y; None: they are that already.
+        invert: Map from (dL/dz, z) to (dL/dy, y). None if ``dz`` and ``z`` are dL/dy and y.
+        dz, z: (B, C, ...).
+        scale, shift: (C,).
+        rate: dL/dx divided by dL/dy for constant statistics, which is γ/σ, (C,).
+        statistics: Statistics of the forward pass.
+        needs_dx: Whether to compute dL/dx. The result has None in its place otherwise.
     """
-    dy, y = (dz, z) if undo is None else undo(dz, z)
-    whole = needs_dx and not statistics.running and statistics.joint is None
-    # The kernel takes x̂ as (input − mean) · invstd, and the rate as weight · invstd.
+    dy, y = (dz, z) if invert is None else invert(dz, z)
+    fused = needs_dx and not statistics.running and statistics.joint is None
+    # The kernel computes x̂ as (input − mean) · invstd, and the rate as weight · invstd.
     moments = rate * scale, None, None, shift, 1 / scale
-    dx, dgamma, dbeta = aten.native_batch_norm_backward(dy, y, *moments, True, 0.0, [whole, True, True])
-    if needs_dx and not whole:
-        slope, offset = input_line(dgamma, dbeta, scale, shift, rate, statistics, z.numel() // len(rate))
+    dx, dgamma, dbeta = aten.native_batch_norm_backward(dy, y, *moments, True, 0.0, [fused, True, True])
+    if needs_dx and not fused:
+        slope, offset = input_gradient_coefficients(dgamma, dbeta, scale, shift, rate, statistics, z.numel() // len(rate))
         dx = affine(y, slope, offset).addcmul_(dy, _per_channel(rate, dy))
     return dx if needs_dx else None, dgamma, dbeta
 
 
-def input_line(
+def input_gradient_coefficients(
     dgamma: Tensor, dbeta: Tensor, scale: Tensor, shift: Tensor, rate: Tensor, statistics: Statistics, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Slope and offset, (C,), of dL/dx = rate · dy + slope · y + offset, from the sums over the ``count`` values at hand."""
+    """Return slope and offset, each (C,), of dL/dx = rate · dy + slope · y + offset.
+
+    Args:
+        dgamma, dbeta: Σ dy x̂ and Σ dy over the values of this process, (C,).
+        scale, shift, rate, statistics: As in :func:`normalise_backward`.
+        count: Number of values per channel in this process.
+    """
     if statistics.running:
         return torch.zeros_like(rate), torch.zeros_like(rate)
     sums, values = torch.stack([dgamma, dbeta]), torch.tensor(count)
@@ -119,17 +152,18 @@ def input_line(
         values, group = statistics.joint
         dist.all_reduce(sums, group=group)
     mean_dgamma, mean_dbeta = sums / values
-    # rate · (dy − mean(dy) − x̂ mean(dy x̂))
+    # dL/dx = rate · (dy − mean(dy) − x̂ mean(dy x̂))
     slope = -rate * mean_dgamma / scale
     return slope, -rate * mean_dbeta - slope * shift
 
 
 def _uses_batch(layer: _NormBase) -> bool:
+    """Return whether a forward pass normalises by statistics of the batch."""
     return layer.training or layer.running_mean is None
 
 
-def _moving_statistics(layer: _NormBase) -> tuple[tuple[Tensor | None, Tensor | None], float]:
-    """The running statistics that a forward moves, if any, and how far towards those of the batch; counts the batch."""
+def _running_statistics(layer: _NormBase) -> tuple[tuple[Tensor | None, Tensor | None], float]:
+    """Return the running statistics that a forward pass updates, if any, and the momentum. Increments the batch counter."""
     if not (layer.training and layer.track_running_stats):
         return (None, None), 0.0
     batches = layer.get_buffer("num_batches_tracked").add_(1)
@@ -137,7 +171,10 @@ def _moving_statistics(layer: _NormBase) -> tuple[tuple[Tensor | None, Tensor | 
 
 
 def _joint_statistics(x: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, biased variance and number of values of the group's joint batch, whose parts may differ in size (Chan et al. 1979)."""
+    """Return mean, biased variance and number of values per channel of the group's joint batch.
+
+    The parts of the processes may differ in size (Chan et al. 1979).
+    """
     var, mean = torch.var_mean(x.to(dtype), [0, *range(2, x.dim())], correction=0)
     own = torch.cat([mean, var, mean.new_tensor([x.numel() // x.shape[1]])])
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
@@ -150,10 +187,10 @@ def _joint_statistics(x: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -
 
 
 def _batch_norm(x: Tensor, out: Tensor, *arguments: object) -> None:
-    """:func:`torch.native_batch_norm` into ``out``, which may be its input: it writes elementwise once the statistics are known."""
+    """Run ``native_batch_norm`` with output ``out``, which may be ``x``: it writes elementwise after computing the statistics."""
     *rest, mean, invstd = arguments
     dense = x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
-    # The kernel that writes into given memory is right for dense tensors only.
+    # The out= variant is correct for dense tensors only.
     target = out if dense else torch.empty_like(x, memory_format=torch.contiguous_format)
     aten.native_batch_norm.out(x if dense else x.contiguous(), *rest, out=target, save_mean=mean, save_invstd=invstd)
     if not dense:
@@ -161,4 +198,5 @@ def _batch_norm(x: Tensor, out: Tensor, *arguments: object) -> None:
 
 
 def _per_channel(values: Tensor, like: Tensor) -> Tensor:
+    """Return values (C,) in a shape that broadcasts with ``like`` (B, C, ...)."""
     return values.view(-1, *[1] * (like.dim() - 2))

@@ -2,55 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from petra.errors import ConfigError, ModelError, require
 from petra.model import BlockProfile, Model
+from petra.plan.partition import balanced_partition
 from petra.specs import TensorSpec
-
-
-def balanced_cut(costs: Sequence[float], parts: int) -> list[range]:
-    """Cuts items into ``parts`` contiguous non-empty ranges such that the most expensive one is as cheap as can be.
-
-    Among the best cuts it takes the one with the smallest first ranges.
-
-    Raises:
-        ConfigError: more parts than items.
-    """
-    total = [0.0, *accumulate(costs)]
-    return best_cut(len(costs), parts, lambda start, end, part: total[end] - total[start])
-
-
-def best_cut(items: int, parts: int, cost: Callable[[int, int, int], float]) -> list[range]:
-    """As :func:`balanced_cut`, where the cost of a range may depend on its place: an exact dynamic programme in O(items² · parts).
-
-    Args:
-        cost: of items ``start`` … ``end`` − 1 as part ``part``; infinite if they may not be one.
-
-    Raises:
-        ConfigError: more parts than items, or every cut has a part that may not be.
-    """
-    if not 1 <= parts <= items:
-        raise ConfigError(f"can't cut {items} items into {parts} contiguous parts; accepted are 1 to {items}")
-    worst = [[float("inf")] * (items + 1) for _ in range(parts + 1)]  # worst[p][i]: of items i … in the last p parts
-    end = [[items] * (items + 1) for _ in range(parts + 1)]
-    worst[0][items] = 0.0
-    for p in range(1, parts + 1):
-        for i in range(parts - p, items - p + 1):
-            for e in range(i + 1, items - p + 2):
-                if worst[p - 1][e] < worst[p][i]:
-                    value = max(cost(i, e, parts - p), worst[p - 1][e])
-                    if value < worst[p][i]:
-                        worst[p][i], end[p][i] = value, e
-    if worst[parts][0] == float("inf"):
-        raise ConfigError(f"found no cut into {parts} parts of which each is within its limit")
-    ranges, start = [], 0
-    for p in range(parts, 0, -1):
-        ranges.append(range(start, end[p][start]))
-        start = end[p][start]
-    return ranges
 
 
 @dataclass(frozen=True)
@@ -86,7 +45,7 @@ class Layout:
         for profile in self.profiles:
             if profile.reversible and not profile.exact:
                 raise ModelError(
-                    f"exact_streams: expected false with block {profile.name}, which is reversible and has no carry_on of its own"
+                    f"exact_streams: expected false with block {profile.name}, which does not override enable_exact_streams"
                 )
 
     @staticmethod
@@ -110,14 +69,14 @@ class Layout:
         profiles = _profile(model, inputs, share)
         costs = [profile.flops for profile in profiles]
         if stages is None or isinstance(stages, int):
-            blocks = balanced_cut(costs, stages or n)
+            blocks = balanced_partition(costs, stages or n)
         else:
             fits = sum(stages) == n and min(stages) >= 1
             require(fits, "stages", f"positive numbers of blocks that sum to {n}", list(stages))
             ends = [0, *accumulate(stages)]
             blocks = [range(start, end) for start, end in pairwise(ends)]
         stage_costs = [sum(costs[b] for b in stage) for stage in blocks]
-        used = balanced_cut(stage_costs, min(processes, len(blocks)))
+        used = balanced_partition(stage_costs, min(processes, len(blocks)))
         return Layout(profiles, tuple(blocks), (*used, *[range(0)] * (processes - len(used))), share, dp)
 
 

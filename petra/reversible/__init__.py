@@ -1,9 +1,12 @@
-"""Reversible blocks and backpropagation through them without stored activations; usable alone on one device."""
+"""Reversible blocks, and backpropagation through them without stored activations. Usable alone, on one device."""
 
 from petra.reversible.coupling import Coupling, DownsamplingCoupling, Gradients, ReversibleBlock, TwoFunctionCoupling
 from petra.reversible.grid import Grid
-from petra.reversible.replay import derive_seed, frozen_statistics, normalisations, seeded, unchanged
+from petra.reversible.replay import derive_seed, forbid_inplace, frozen_statistics, normalisations, seeded
 from petra.reversible.sequence import ReversibleSequence
+
+unchanged = forbid_inplace
+"""Former name of :class:`forbid_inplace`."""
 
 __all__ = [
     "Coupling",
@@ -14,6 +17,7 @@ __all__ = [
     "ReversibleSequence",
     "TwoFunctionCoupling",
     "derive_seed",
+    "forbid_inplace",
     "frozen_statistics",
     "normalisations",
     "seeded",

@@ -1,9 +1,9 @@
-"""Streams in fixed point: on a grid of equal steps sums are exact, and what was added can be taken away bit for bit.
+"""Exact streams: values rounded to a grid of equal steps, on which additions and subtractions are exact.
 
-Floating-point sums round, so x1 + F − F is only nearly x1, and the error grows with every block that is undone. RevNet (Gomez et
-al. 2017, section 3.2) points to fixed-point numbers, with which Maclaurin et al. 2015 run whole trainings backwards. Here they stay
-in floating point, where whole multiples of a power of two are fixed-point numbers as long as they fit into the significand: nothing
-else about a network changes.
+Floating-point sums round, so (x1 + F) − F is only close to x1, and the error grows with every block that is inverted. RevNet (Gomez
+et al. 2017, section 3.2) suggests fixed-point numbers, with which Maclaurin et al. (2015) run entire trainings backwards. This
+module stores fixed-point numbers in floating-point tensors: multiples of a power of two that fit into the significand. The rest of
+the network does not change.
 """
 
 from __future__ import annotations
@@ -13,57 +13,54 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from petra.errors import ModelError
+from petra.errors import ModelError, invalid, require
 
 STEPS = {torch.float32: 2.0**-16, torch.float64: 2.0**-40}
-"""Distance of neighbours by the type of the streams: a compromise between resolution and range."""
+"""Step of the grid for each stream type, a compromise between resolution and range."""
 
 
 class Grid:
-    """Rounds to the grid, and remembers the largest magnitude of any stream.
+    """Grid of equal steps. It rounds tensors and records the largest magnitude of all streams.
 
     Attributes:
-        limit: largest magnitude up to which all multiples of the step can be represented: 256 in float32, 8192 in float64.
-        largest: magnitude seen so far, on the device.
+        limit: Largest magnitude up to which all multiples of the step can be represented: 256 in float32, 8192 in float64.
+        largest: Largest magnitude recorded so far, a tensor on the device.
 
     Raises:
-        ModelError: a type that has no grid.
+        ModelError: If ``dtype`` is not float32 or float64.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> None:
-        if dtype not in STEPS:
-            raise ModelError(f"exact_streams: found streams of {dtype}, accepted are float32, float64")
+        require(dtype in STEPS, "exact_streams", "streams of torch.float32 or torch.float64", dtype, ModelError)
         self.dtype, self.limit = dtype, 2 * STEPS[dtype] / torch.finfo(dtype).eps
         self.largest = torch.zeros((), dtype=dtype, device=device)
 
     def round(self, x: Tensor) -> Tensor:
-        """The nearest numbers of the grid, in its type; gradients pass as if nothing were rounded."""
+        """Round to the nearest numbers on the grid, in its type. The gradient is that of the identity."""
         return cast(Tensor, _Round.apply(x.to(self.dtype), STEPS[self.dtype]))  # type: ignore[no-untyped-call]
 
-    def watch(self, x: Tensor) -> None:
-        """Takes note of a stream, without waiting for the device."""
+    def record(self, x: Tensor) -> None:
+        """Include a stream in :attr:`largest`, without synchronizing with the device."""
         low, high = torch.aminmax(x.detach())
         largest = torch.maximum(-low, high)
-        # What isn't finite is an update's to find; here a NaN would stay for good and hide what comes after it.
+        # The update reports values that are not finite. A NaN would stay in `largest` for good and hide later magnitudes.
         self.largest = torch.maximum(self.largest, largest.where(largest.isfinite(), 0))
 
     def enter(self, x: Tensor) -> Tensor:
-        """A tensor from outside as a stream: rounded and watched."""
+        """Turn a tensor into a stream: round it and record its magnitude."""
         y = self.round(x)
-        self.watch(y)
+        self.record(y)
         return y
 
     def require(self) -> None:
-        """Waits for the device.
+        """Check that all recorded streams were in the range in which sums are exact. Synchronizes with the device.
 
         Raises:
-            ModelError: a stream left the range in which sums are exact.
+            ModelError: If a stream left that range.
         """
-        if (found := self.largest.item()) > self.limit:
-            raise ModelError(
-                f"exact_streams: found a stream of magnitude {found:.6g}, accepted are at most {self.limit:g} in {self.dtype}; "
-                "reconstruction was not exact"
-            )
+        if (largest := self.largest.item()) > self.limit:
+            expected = f"streams of magnitude at most {self.limit:g} in {self.dtype}"
+            raise invalid("exact_streams", expected, f"{largest:.6g}; reconstruction was not exact", ModelError)
 
 
 class _Round(torch.autograd.Function):

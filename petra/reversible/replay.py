@@ -1,4 +1,4 @@
-"""What makes F in the backward pass compute what it computed in the forward pass: random numbers and batch statistics."""
+"""Repeat an evaluation of F exactly: the same random numbers, and running statistics that are updated only once."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _global_generators = threading.RLock()
 
 
 def derive_seed(*parts: int) -> int:
-    """One 63-bit seed from several integers, such as (run seed, block, microbatch).
+    """Return a 63-bit seed for a tuple of integers, such as (run seed, block, microbatch).
 
-    SplitMix64's finaliser (Steele, Lea, Flood 2014) folded over the parts: different tuples give unrelated seeds, on every machine.
+    The function folds SplitMix64's finalizer (Steele, Lea, Flood 2014) over the parts. Different tuples give unrelated seeds, the
+    same on every machine.
     """
     state = 0
     for part in parts:
@@ -29,11 +30,11 @@ def derive_seed(*parts: int) -> int:
     return state >> 1
 
 
-# Several times per stage and microbatch: classes, since entering a generator's context takes twice as long.
+# These contexts are entered several times per stage and microbatch. A class is twice as fast as a generator with @contextmanager.
 
 
 class seeded:
-    """Draws inside from generators seeded with ``seed`` and puts the global ones back afterwards; ``None`` changes nothing."""
+    """Seed the global generators inside the ``with`` block and restore their states afterwards. ``seed=None`` does nothing."""
 
     __slots__ = ("_device", "_generators", "_seed", "_states")
 
@@ -48,7 +49,7 @@ class seeded:
         if device is not None and device.type == "cuda":
             own = torch.cuda.current_device() if device.index is None else device.index
             self._generators.append(torch.cuda.default_generators[own])
-        _global_generators.acquire()  # they are everybody's, other threads' too
+        _global_generators.acquire()  # other threads use the same generators
         self._states = [generator.get_state() for generator in self._generators]
         for generator in self._generators:
             generator.manual_seed(self._seed)
@@ -61,11 +62,11 @@ class seeded:
         _global_generators.release()
 
 
-class unchanged:
-    """Refuses a module that writes into its input: someone else holds that, or it is another stream too.
+class forbid_inplace:
+    """Check that ``module`` does not modify its inputs ``tensors`` in place, because other blocks may still need them.
 
     Raises:
-        ModelError: it does; the text names the module.
+        ModelError: If it does. The message names the module.
     """
 
     __slots__ = ("_module", "_tensors", "_versions")
@@ -82,20 +83,20 @@ class unchanged:
         for tensor, version in zip(self._tensors, self._versions, strict=True):
             if version is not None and tensor._version != version:
                 raise ModelError(
-                    f"{type(self._module).__name__} changes its input in place, which others still need; "
-                    "it must leave it as it is (check inplace=True of its first layer)"
+                    f"{type(self._module).__name__} modifies its input in place, but other blocks still need this input; remove "
+                    "the in-place operation (often inplace=True in the first layer)"
                 )
 
 
 def normalisations(module: nn.Module) -> list[_NormBase]:
-    """The layers inside that keep running statistics."""
+    """Return the normalisation layers inside ``module`` that track running statistics."""
     return [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
 
 
 class frozen_statistics:
-    """Normalisation layers use batch statistics as in training but leave their running statistics alone.
+    """Disable updates of running statistics inside the ``with`` block. Layers in training mode still normalise by batch statistics.
 
-    For the forward pass of a block that is evaluated again in the backward pass: statistics then move once per microbatch.
+    Used in the forward pass of blocks that the backward pass evaluates again, so that each microbatch updates the statistics once.
     """
 
     __slots__ = ("_training",)

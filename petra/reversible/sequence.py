@@ -1,4 +1,4 @@
-"""Reversible backpropagation on one device: an ordinary module whose ``loss.backward()`` stores no activations."""
+"""Reversible backpropagation on one device: an ordinary module that stores no activations for ``loss.backward()``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from petra.reversible.replay import derive_seed, frozen_statistics, normalisatio
 
 
 class ReversibleSequence(nn.Module):
-    """Reversible blocks in a row; training holds only the last output, whatever the depth (Gomez et al. 2017, Algorithm 1).
+    """Reversible blocks in a row. Training stores only the last output, at any depth (Gomez et al. 2017, Algorithm 1).
 
     Example::
 
@@ -24,12 +24,16 @@ class ReversibleSequence(nn.Module):
         y1, y2 = blocks(x1, x2)
         loss(y1, y2).backward()
 
-    Parameters get their gradients even if the input needs none. Running statistics move in the backward pass, once; dropout masks
-    and autocast are those of the forward pass. Gradients of gradients are not supported.
+    Parameters get gradients even if the input needs none. The backward pass updates running statistics, once, and uses the forward
+    pass's dropout masks and autocast settings. Double backward is not supported.
 
     Args:
-        grid: reconstruct bit for bit, with streams on this grid (:mod:`petra.reversible.grid`), whose ``require()`` tells whether
-            they stayed in its range.
+        blocks: The blocks, in the order of the forward pass.
+        grid: Round the streams to this grid, so that reconstruction is exact bit for bit (:mod:`petra.reversible.grid`). Call
+            ``grid.require()`` to check that they stayed in its range.
+
+    Raises:
+        ModelError: If there is a grid and a block does not support exact streams.
     """
 
     def __init__(self, blocks: Iterable[ReversibleBlock], *, grid: Grid | None = None) -> None:
@@ -38,16 +42,16 @@ class ReversibleSequence(nn.Module):
         self.grid = grid
         if grid is not None:
             for block in self.blocks:
-                cast(ReversibleBlock, block).carry_on(grid)
+                cast(ReversibleBlock, block).enable_exact_streams(grid)
 
     def forward(self, x1: Tensor, x2: Tensor) -> Pair:
         if self.grid is not None:
             x1, x2 = self.grid.enter(x1), self.grid.enter(x2)
-        trained = [[p for p in block.parameters() if p.requires_grad] for block in self.blocks]
-        if torch.is_grad_enabled() and (any(trained) or x1.requires_grad or x2.requires_grad):
-            seed, carried = int(torch.randint(1 << 62, ())), _Carried(len(trained) - 1)
-            for i, (block, parameters) in enumerate(zip(self.blocks, trained, strict=True)):
-                step = _Step(cast(ReversibleBlock, block), i, derive_seed(seed, i), parameters, carried)
+        trainable = [[p for p in block.parameters() if p.requires_grad] for block in self.blocks]
+        if torch.is_grad_enabled() and (any(trainable) or x1.requires_grad or x2.requires_grad):
+            seed, reconstructed = int(torch.randint(1 << 62, ())), _Reconstructed(len(trainable) - 1)
+            for i, (block, parameters) in enumerate(zip(self.blocks, trainable, strict=True)):
+                step = _Step(cast(ReversibleBlock, block), i, derive_seed(seed, i), parameters, reconstructed)
                 x1, x2 = _ReversibleBackprop.apply(step, x1, x2, *parameters)  # type: ignore[no-untyped-call]
             return x1, x2
         for block in self.blocks:
@@ -56,33 +60,36 @@ class ReversibleSequence(nn.Module):
 
 
 @dataclass
-class _Carried:
-    """What the backward pass hands from block to block: the output of the next to be undone."""
+class _Reconstructed:
+    """Output of a block, reconstructed by the backward pass of the block after it. The blocks of one forward pass share it."""
 
     last: int
+    """Index of the last block, which saves its output."""
     y: Pair | None = None
 
 
 @dataclass(frozen=True)
 class _Step:
+    """One block's part in a forward pass and its backward pass."""
+
     block: ReversibleBlock
     index: int
     seed: int
     parameters: list[nn.Parameter]
-    carried: _Carried
+    reconstructed: _Reconstructed
 
 
 class _ReversibleBackprop(torch.autograd.Function):
-    """One block. Only the last one's output is saved; those before it get theirs from the block behind them.
+    """One block. Only the last block saves its output; the others get theirs from the backward pass of the block after them.
 
-    The parameters are inputs, so that hooks, ``torch.autograd.grad`` and data-parallel wrappers see their gradients; each block's
-    are added to ``.grad`` before the next block's are made.
+    The parameters are inputs, so hooks, ``torch.autograd.grad`` and data-parallel wrappers see their gradients. Autograd adds each
+    block's gradients to ``.grad`` before the next block's are computed.
     """
 
     @staticmethod
     def forward(ctx: Any, step: _Step, x1: Tensor, x2: Tensor, *_: Tensor) -> Pair:
         device = x1.device.type
-        # Casts cached under no_grad would cut the graph of whoever uses the same weights next.
+        # Casts cached under no_grad have no graph, so a later evaluation that reused them would lose the weights' gradients.
         ctx.step = step
         ctx.autocast = {
             "device_type": device,
@@ -92,7 +99,7 @@ class _ReversibleBackprop(torch.autograd.Function):
         }
         with frozen_statistics(normalisations(step.block)), torch.autocast(**ctx.autocast):
             y = step.block(x1, x2, seed=step.seed)
-        if step.index == step.carried.last:
+        if step.index == step.reconstructed.last:
             ctx.save_for_backward(*y)
         return cast(Pair, y)
 
@@ -100,8 +107,8 @@ class _ReversibleBackprop(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy1: Tensor, dy2: Tensor) -> tuple[Any, ...]:
         step: _Step = ctx.step
-        y = ctx.saved_tensors if step.index == step.carried.last else step.carried.y
+        y = ctx.saved_tensors if step.index == step.reconstructed.last else step.reconstructed.y
         with torch.autocast(**ctx.autocast):
             x, dx, gradients = step.block.inverse_vjp(cast(Pair, y), (dy1, dy2), seed=step.seed)
-        step.carried.y = x if step.index > 0 else None
+        step.reconstructed.y = x if step.index > 0 else None
         return None, *dx, *(gradients.get(p) for p in step.parameters)

@@ -1,15 +1,15 @@
-"""Training runs: optimizer, learning rate, epochs, progress, records and their folder, checkpoints, export."""
+"""Training runs: optimizers, learning rates, epochs, progress, records, checkpoints and export."""
 
+from petra.process_memory import peak_memory
 from petra.training.checkpoint import Checkpoints, best_of, facts_of, newest, restore
 from petra.training.export import FORMATS, export, gathered_blocks, load, load_into
 from petra.training.lars import LARS
 from petra.training.learning_rate import SCHEDULES, Cosine, MultiStep, Polynomial, Schedule, peak_rate
-from petra.training.memory import peak_memory
 from petra.training.optim import OPTIMIZERS, sgd
 from petra.training.progress import Bar, Lines, Progress
 from petra.training.records import JsonLines, Logger, TensorBoardLogger, WandbLogger, new_run_folder, write_json
 from petra.training.state import network
-from petra.training.trainer import Epoch, Trainer, limited, means
+from petra.training.trainer import Epoch, Trainer, finished_epochs, limited, means
 
 __all__ = [
     "FORMATS",
@@ -33,6 +33,7 @@ __all__ = [
     "best_of",
     "export",
     "facts_of",
+    "finished_epochs",
     "gathered_blocks",
     "limited",
     "load",

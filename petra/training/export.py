@@ -1,4 +1,4 @@
-"""A trained network as one file that plain PyTorch loads: :meth:`petra.Model.build` and ``load_state_dict(strict=True)``."""
+"""Export a trained network to one file, for plain PyTorch: :meth:`petra.Model.build` and ``load_state_dict(strict=True)``."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from petra.errors import ConfigError, DataError, first_line
+from petra.errors import ConfigError, DataError, first_line, invalid, require
 from petra.pipeline import Pipeline
 
 FORMATS = {"pt": ".pt", "safetensors": ".safetensors"}
-"""Suffix of each format's file."""
+"""File suffix of each format."""
 
 State = dict[str, Tensor]
+"""Tensors by key."""
 
 
 def gathered_blocks(pipeline: Pipeline) -> Iterator[tuple[str, State]]:
-    """Name and state of every block of the network, in order, in the process of the first stage; the others send and get nothing.
+    """Yield the name and the state of every block of the network, in order, in the process of the first stage.
 
-    States are on the CPU, and one block travels at a time. Every process must walk through it to the end.
+    The other processes send their blocks, one at a time, and yield nothing. All processes must exhaust the iterator. States are on
+    the CPU.
     """
     own = dict(pipeline.blocks())
     for rank, stages in enumerate(pipeline.plan.layout.processes):
@@ -33,22 +35,24 @@ def gathered_blocks(pipeline: Pipeline) -> Iterator[tuple[str, State]]:
             message: list[Any] = [None]
             if pipeline.rank == rank:
                 message = [{key: value.detach().to("cpu", copy=True) for key, value in own[name].state_dict().items()}]
-            if rank != 0 and pipeline.rank == rank:
-                dist.send_object_list(message, 0, device=torch.device("cpu"))
-            if rank != 0 and pipeline.rank == 0:
+                if rank != 0:
+                    dist.send_object_list(message, 0, device=torch.device("cpu"))
+            elif pipeline.rank == 0:
                 dist.recv_object_list(message, rank, device=torch.device("cpu"))
             if pipeline.rank == 0:
                 yield name, message[0]
 
 
 def export(pipeline: Pipeline, path: Path) -> None:
-    """Writes the whole network's state into a file of the format that its suffix tells; the process of the first stage does.
+    """Write the state of the whole network to a file, in the format of its suffix. All processes must call this function.
+
+    The process of the first stage writes the file.
 
     Raises:
-        ConfigError: another suffix, or safetensors isn't installed.
-        DataError: the file can't be written.
+        ConfigError: If there is no format with this suffix, or safetensors is not installed.
+        DataError: If the file cannot be written.
     """
-    require(path.suffix)
+    check_format(path.suffix)
     state = {f"{name}.{key}": value.contiguous() for name, block in gathered_blocks(pipeline) for key, value in block.items()}
     if pipeline.rank != 0:
         return
@@ -61,19 +65,19 @@ def export(pipeline: Pipeline, path: Path) -> None:
 
             save_file(state, draft)
         os.replace(draft, path)
-    except Exception as error:  # each format has errors of its own for a full disk
+    except Exception as error:  # each format has its own errors for a full disk
         draft.unlink(missing_ok=True)
-        raise DataError(f"{path}: can't be written ({first_line(error)})") from error
+        raise DataError(f"{path}: cannot be written ({first_line(error)})") from error
 
 
 def load(path: Path) -> State:
-    """The state in an exported file, on the CPU.
+    """Return the state in an exported file, on the CPU.
 
     Raises:
-        DataError: a file that is missing or damaged, or holds something else than tensors.
-        ConfigError: as :func:`export`.
+        DataError: If the file is missing or damaged, or does not hold tensors by name.
+        ConfigError: If there is no format with this suffix, or safetensors is not installed.
     """
-    require(path.suffix)
+    check_format(path.suffix)
     try:
         if path.suffix == ".pt":
             state: Any = torch.load(path, map_location="cpu", weights_only=True)
@@ -81,23 +85,23 @@ def load(path: Path) -> State:
             from safetensors.torch import load_file
 
             state = load_file(path)
-    except Exception as error:  # each format has errors of its own for damage
-        raise DataError(f"{path}: can't be read as exported weights ({first_line(error)})") from error
+    except Exception as error:  # each format has its own errors for damage
+        raise DataError(f"{path}: cannot be read as exported weights ({first_line(error)})") from error
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise DataError(f"{path}: found something else, accepted is a state dict, tensors by name")
+        raise invalid(str(path), "a state dict of tensors", type(state).__name__, DataError)
     return state
 
 
 def load_into(pipeline: Pipeline, state: Mapping[str, Tensor], source: str) -> None:
-    """Gives this process's blocks the weights and statistics of a whole network; moving averages start there.
+    """Load the state of a whole network into this process's blocks, and restart moving averages from it.
 
     Raises:
-        DataError: it is another network's; the text names the first block that doesn't fit.
+        DataError: If the state belongs to another network. The message names the first block that does not fit.
     """
     names = {block.name for block in pipeline.plan.model.blocks}
-    strange = [key for key in state if key.partition(".")[0] not in names]
-    if strange:
-        raise DataError(f"{source}: found {strange[0]}, but {pipeline.plan.model.name} has no such block")
+    unknown = [key for key in state if key.partition(".")[0] not in names]
+    if unknown:
+        raise DataError(f"{source}: contains {unknown[0]}, but {pipeline.plan.model.name} has no such block")
     for name, block in pipeline.blocks():
         part = {key.removeprefix(f"{name}."): value for key, value in state.items() if key.startswith(f"{name}.")}
         try:
@@ -109,9 +113,16 @@ def load_into(pipeline: Pipeline, state: Mapping[str, Tensor], source: str) -> N
         worker.update.restart_averages()
 
 
-def require(suffix: str) -> None:
-    """Raises :class:`petra.errors.ConfigError` for a file that can't be written or read here."""
-    if suffix not in FORMATS.values():
-        raise ConfigError(f"weights: found a file that ends in {suffix or 'nothing'}, accepted are {', '.join(FORMATS.values())}")
+def check_format(suffix: str) -> None:
+    """Check that files with this suffix can be written and read.
+
+    Raises:
+        ConfigError: If there is no format with this suffix, or safetensors is not installed.
+    """
+    require(
+        suffix in FORMATS.values(), "weights", f"a file name that ends in {' or '.join(FORMATS.values())}", suffix or "no suffix"
+    )
     if suffix == ".safetensors" and find_spec("safetensors") is None:
-        raise ConfigError("trainer.export: found safetensors, which is not installed; pip install -e '.[safetensors]', or pt")
+        raise ConfigError(
+            "trainer.export: safetensors is not installed; run pip install -e '.[safetensors]' or set trainer.export=pt"
+        )

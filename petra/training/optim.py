@@ -1,5 +1,7 @@
-"""The optimizer of one stage. All of them spare biases and normalisation, the parameters of one dimension, from weight decay
-(Goyal et al. 2017, section 5.3), and expect the learning rate to be set before each step.
+"""Optimizers of one stage.
+
+Weight decay does not apply to one-dimensional parameters: biases and normalisation (Goyal et al. 2017, section 5.3). The learning
+rate must be set before each step.
 """
 
 from __future__ import annotations
@@ -14,40 +16,40 @@ from petra.training.lars import LARS
 
 
 def sgd(module: nn.Module, *, momentum: float = 0.9, nesterov: bool = True, weight_decay: float = 5e-4) -> torch.optim.SGD:
-    """Stochastic gradient descent with momentum."""
-    # One kernel for each group instead of several for each parameter; the same numbers to the last bit.
+    """Return stochastic gradient descent with momentum."""
+    # fused=True takes one kernel per group instead of several per parameter, with the same results bit for bit.
     optimizer = torch.optim.SGD(_groups(module, weight_decay), lr=0.0, momentum=momentum, nesterov=nesterov, fused=True)
     if momentum:
-        # Zeros give the first step's numbers. Torch's own first buffer is uninitialised memory if that step is skipped on the GPU.
-        for p in _trained(module):
+        # Zeros do not change the first step. If that step is skipped on the GPU, torch's own first buffer is uninitialised memory.
+        for p in _trainable(module):
             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
     return optimizer
 
 
 def lars(module: nn.Module, *, momentum: float = 0.9, trust: float = 0.001, weight_decay: float = 5e-4) -> LARS:
-    """Layer-wise adaptive rates for large batches; biases and normalisation are stepped as by SGD."""
+    """Return LARS, for large batches. It updates biases and normalisation as SGD does."""
     return LARS(_groups(module, weight_decay), momentum=momentum, trust=trust)
 
 
 def adam(
     module: nn.Module, *, betas: Sequence[float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0
 ) -> torch.optim.Adam:
-    """Adam; its weight decay is a part of the gradient (Kingma, Ba 2015)."""
+    """Return Adam, with weight decay added to the gradient (Kingma, Ba 2015)."""
     return torch.optim.Adam(_groups(module, weight_decay), lr=0.0, betas=_pair(betas), eps=eps, fused=True)
 
 
 def adamw(
     module: nn.Module, *, betas: Sequence[float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01
 ) -> torch.optim.AdamW:
-    """Adam with decoupled weight decay (Loshchilov, Hutter 2019)."""
+    """Return Adam with decoupled weight decay (Loshchilov, Hutter 2019)."""
     return torch.optim.AdamW(_groups(module, weight_decay), lr=0.0, betas=_pair(betas), eps=eps, fused=True)
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for matrices and AdamW for all the rest, under one learning rate and one weight decay.
+    """Muon for the weights of linear layers and AdamW for all other parameters, with one learning rate and one weight decay.
 
-    torch's Muon takes matrices only, and its updates are scaled to the root mean square of AdamW's (Liu et al. 2025, section 2.2),
-    so that one rate serves both. The weights of linear layers are matrices; those of convolutions and embeddings are not.
+    Muon's updates are scaled to the root mean square of AdamW's (Liu et al. 2025, section 2.2), so one rate fits both. Weights of
+    convolutions and embeddings go to AdamW, because torch's Muon accepts only matrices.
     """
 
     def __init__(
@@ -60,10 +62,10 @@ class Muon(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
     ) -> None:
-        tables = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
-        matrices = [p for p in _trained(module) if p.dim() == 2 and id(p) not in tables]
-        chosen = {id(p) for p in matrices}
-        rest = [p for p in _trained(module) if id(p) not in chosen]
+        embeddings = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
+        matrices = [p for p in _trainable(module) if p.dim() == 2 and id(p) not in embeddings]
+        with_muon = {id(p) for p in matrices}
+        rest = [p for p in _trainable(module) if id(p) not in with_muon]
         self._parts: list[tuple[torch.optim.Optimizer, int]] = []
         groups: list[dict[str, Any]] = []
         if matrices:
@@ -84,7 +86,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {})
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step of both; their groups and state are this optimizer's, also after it has loaded a state."""
+        """Step both optimizers, which share this optimizer's groups and state, also after ``load_state_dict``."""
         start = 0
         for part, count in self._parts:
             part.param_groups, part.state = self.param_groups[start : start + count], self.state
@@ -99,15 +101,15 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": adamw,
     "muon": Muon,
 }
-"""By name: from a stage's blocks, and settings, to their optimizer."""
+"""Optimizers by name: functions of a stage's blocks and of settings."""
 
 
-def _trained(module: nn.Module) -> list[Tensor]:
+def _trainable(module: nn.Module) -> list[Tensor]:
     return [p for p in module.parameters() if p.requires_grad]
 
 
 def _groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    return _split(_trained(module), weight_decay)
+    return _split(_trainable(module), weight_decay)
 
 
 def _split(parameters: Sequence[Tensor], weight_decay: float) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""How a run is going: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a run: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from tqdm import tqdm
 
 
 class Progress(ABC):
-    """Sums the reports of the epoch under way (see :class:`petra.engine.endpoints.Objective`) and shows their means now and then.
+    """Adds up the reports of the current epoch (:class:`petra.engine.endpoints.Objective`) and shows their means periodically.
 
     Args:
-        epochs, microbatches: of the run, of one epoch.
-        learning_rate: from microbatches done to the rate.
-        metrics: names of what a report counts behind targets and loss.
-        unit: what a target belongs to: images or tokens.
+        epochs: Number of epochs in the run.
+        microbatches: Number of microbatches in an epoch.
+        learning_rate: Learning rate as a function of microbatches.
+        metrics: Names of the metrics in a report, which follow the number of targets and the loss.
+        unit: What a target belongs to: ``images`` or ``tokens``.
     """
 
     seconds: float
-    """Between two updates: reading a report's numbers waits for the device, so it is not done for each."""
+    """Seconds between two updates of the display. Reading a report synchronizes with the device, so not every report is read."""
 
     def __init__(
         self,
@@ -37,14 +38,14 @@ class Progress(ABC):
         self.epoch = self.done = 0
 
     def start(self, epoch: int, clock: int, done: int = 0) -> None:
-        """An epoch begins, ``clock`` microbatches into the run, or goes on after ``done`` of its own."""
+        """Begin an epoch that starts after ``clock`` microbatches of the run, with ``done`` microbatches already done."""
         self.epoch, self.done, self._clock = epoch, done, clock
         self._totals: Tensor | None = None
         self._started = time.perf_counter()
         self._next = self._started + self.seconds
 
     def microbatch(self, report: Tensor) -> None:
-        """A microbatch has come back to the first stage."""
+        """Add the report of a microbatch that has completed."""
         self.done += 1
         self._totals = report.clone() if self._totals is None else self._totals.add_(report)
         now = time.perf_counter()
@@ -57,10 +58,10 @@ class Progress(ABC):
 
     @abstractmethod
     def show(self, means: str) -> None:
-        """Shows the means so far of the epoch under way."""
+        """Show the means over the current epoch so far."""
 
     def end(self, row: Mapping[str, float]) -> None:
-        """Shows the numbers of an epoch that has ended."""
+        """Show the numbers of a finished epoch."""
         self._print(
             f"epoch {row['epoch']}/{self.epochs}: {means_text(part(row, 'train_'))}; test {means_text(part(row, 'test_'))}; "
             f"{row[f'{self.unit}_per_second']:.0f} {self.unit}/s, learning rate {row['learning_rate']:.4g}, {row['seconds']:.1f} s"
@@ -71,18 +72,18 @@ class Progress(ABC):
 
 
 def part(row: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """The numbers whose names begin with ``prefix``, without it."""
+    """Return the numbers whose names begin with ``prefix``, under names without it."""
     return {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
 
 
 def means_text(means: Mapping[str, float]) -> str:
-    """Losses and perplexities as numbers, shares of right answers in per cent."""
+    """Format losses and perplexities as numbers, and all other metrics, which are shares, in per cent."""
     form = {"loss": ".4f", "perplexity": ".3f"}
     return ", ".join(f"{key} {value:{form.get(key, '.2%')}}" for key, value in means.items())
 
 
 class Lines(Progress):
-    """A line for each epoch, and within long ones a line from time to time."""
+    """One line per epoch, and in long epochs a line every 30 seconds."""
 
     seconds = 30.0
 
@@ -91,7 +92,7 @@ class Lines(Progress):
 
 
 class Bar(Progress):
-    """A bar for the epoch under way below a line for each that has ended."""
+    """A bar for the current epoch, below one line per finished epoch."""
 
     seconds = 0.5
 

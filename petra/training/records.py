@@ -1,4 +1,4 @@
-"""What a run leaves behind: its folder, metrics as JSON lines, JSON files, and optionally Weights & Biases or TensorBoard."""
+"""Records of a run: its folder, JSON files, metrics as JSON lines, and optionally Weights & Biases or TensorBoard."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from petra.errors import ConfigError, DataError
+from petra.errors import ConfigError, DataError, invalid
 
 PART = ".part"
-"""Suffix of what isn't complete yet."""
+"""Suffix of files and folders that are not complete yet."""
 
 
 class Logger(Protocol):
-    """Takes the numbers of each epoch."""
+    """Receiver of each epoch's numbers."""
 
     def log(self, row: Mapping[str, float]) -> None: ...
 
@@ -25,36 +25,40 @@ class Logger(Protocol):
 
 
 class JsonLines:
-    """One JSON object a line, readable while the run goes on.
+    """File with one JSON object per line, readable while the run continues.
 
     Args:
-        rows: that the file begins with, whatever was in it before; None leaves what was.
+        path: The file.
+        rows: Rows that replace the content of the file, or None to append to it.
 
     Raises:
-        DataError: a row can't be written.
+        DataError: If a row cannot be written.
     """
 
     def __init__(self, path: Path, rows: Sequence[Mapping[str, float]] | None = None) -> None:
         self._path = path
         if rows is not None:
-            write_whole(path, "".join(json.dumps(dict(row)) + "\n" for row in rows))
+            write_text_atomically(path, "".join(json.dumps(dict(row)) + "\n" for row in rows))
 
     def log(self, row: Mapping[str, float]) -> None:
         with writing(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(dict(row)) + "\n")
 
     def close(self) -> None:
-        """Nothing is open between two rows."""
+        """Do nothing: the file is open only while a row is written."""
 
 
 class WandbLogger:
     """Weights & Biases.
 
     Args:
-        mode: ``offline`` writes to ``folder`` only, ``online`` sends to the server.
+        folder: Folder of the run.
+        project: Name of the project on the server.
+        mode: ``offline`` writes only to ``folder``; ``online`` also sends to the server.
+        config: Configuration of the run.
 
     Raises:
-        ConfigError: the package isn't installed.
+        ConfigError: If the package is not installed.
     """
 
     def __init__(self, folder: Path, project: str, mode: str, config: dict[str, Any]) -> None:
@@ -66,8 +70,9 @@ class WandbLogger:
 
     @staticmethod
     def require() -> None:
+        """Raise ConfigError unless the package is installed."""
         if find_spec("wandb") is None:
-            raise ConfigError("logger.name: found wandb, which is not installed; pip install -e '.[wandb]', or logger=jsonl")
+            raise ConfigError("logger.name: wandb is not installed; run pip install -e '.[wandb]' or set logger=jsonl")
 
     def log(self, row: Mapping[str, float]) -> None:
         self._run.log(dict(row), step=int(row["epoch"]))
@@ -80,10 +85,11 @@ class TensorBoardLogger:
     """Event files in a run's folder, for ``tensorboard --logdir``.
 
     Args:
-        epochs: done before; what the files hold of later ones doesn't count.
+        folder: Folder of the run.
+        epochs: Number of epochs already done. TensorBoard ignores later epochs in existing files.
 
     Raises:
-        ConfigError: the package isn't installed.
+        ConfigError: If the package is not installed.
     """
 
     def __init__(self, folder: Path, epochs: int = 0) -> None:
@@ -94,10 +100,9 @@ class TensorBoardLogger:
 
     @staticmethod
     def require() -> None:
+        """Raise ConfigError unless the package is installed."""
         if find_spec("tensorboard") is None:
-            raise ConfigError(
-                "logger.name: found tensorboard, which is not installed; pip install -e '.[tensorboard]', or logger=jsonl"
-            )
+            raise ConfigError("logger.name: tensorboard is not installed; run pip install -e '.[tensorboard]' or set logger=jsonl")
 
     def log(self, row: Mapping[str, float]) -> None:
         for key, value in row.items():
@@ -109,31 +114,35 @@ class TensorBoardLogger:
 
 
 def new_run_folder(path: Path) -> Path:
-    """Makes the folder of a run, or takes one with nothing in it but what a killed run had half written.
+    """Create the folder of a run. It may exist if it is empty or holds only incomplete files of a run that was killed.
 
     Raises:
-        ConfigError: there are files in it already, or it can't be made.
+        ConfigError: If it contains other files or cannot be created.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
         used = any(found.suffix != PART for found in path.iterdir())
     except OSError as error:
-        raise ConfigError(f"run_dir: {path} can't be made ({error.strerror})") from error
+        raise ConfigError(f"run_dir: {path} cannot be created ({error.strerror})") from error
     if used:
-        raise ConfigError(f"run_dir: found files in {path}, accepted is a folder that is empty or doesn't exist")
+        raise invalid("run_dir", "a new or empty folder", f"{path}, which contains files")
     return path
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """As :func:`write_whole`."""
-    write_whole(path, json.dumps(content, indent=2) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file that is either complete or not there.
+    """Write a JSON file that is either complete or absent.
 
     Raises:
-        DataError: it can't be written.
+        DataError: If it cannot be written.
+    """
+    write_text_atomically(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write a text file that is either complete or absent.
+
+    Raises:
+        DataError: If it cannot be written.
     """
     draft = path.with_name(path.name + PART)
     with writing(path):
@@ -143,12 +152,12 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Tells of an error of the file system which file it hit.
+    """Convert errors of the file system to errors that name the file.
 
     Raises:
-        DataError: in its place.
+        DataError: If the file system raises an error inside the ``with`` block.
     """
     try:
         yield
     except OSError as error:
-        raise DataError(f"{path}: can't be written ({error.strerror})") from error
+        raise DataError(f"{path}: cannot be written ({error.strerror})") from error

@@ -1,4 +1,4 @@
-"""Epochs of training and evaluation over any pipeline."""
+"""Epochs of training and evaluation for any pipeline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from petra.data import EvalStream, TrainStream
-from petra.distributed import gathered
+from petra.distributed import all_gather_objects
 from petra.engine.totals import Result
 from petra.errors import DataError, Interrupted, first_line
 from petra.pipeline import Pipeline
@@ -20,27 +20,32 @@ from petra.training.records import Logger
 
 @dataclass(frozen=True)
 class Epoch:
-    """What one epoch gave: the same in every process but for the times."""
+    """Results of one epoch. All values but the times are the same in every process.
+
+    Attributes:
+        epoch: Number of the epoch, from 1.
+        microbatches: Microbatches trained on since the start of the run.
+        train: Loss and metrics averaged over the epoch, computed with the weights of the time.
+        test: Loss and metrics of the evaluation after the epoch.
+        seconds: Duration of training and evaluation.
+        training_seconds: Duration of training alone.
+        learning_rate: Learning rate at the end of the epoch.
+        stages: Metrics of stages, ``stage/<j>/<name>`` (:meth:`petra.Pipeline.stage_metrics`).
+        unit: What a target belongs to: ``images`` or ``tokens``.
+    """
 
     epoch: int
-    """Counted from 1."""
     microbatches: int
-    """Trained on since the start of the run."""
     train: Result
-    """Means over the epoch, under the weights of the time."""
     test: Result
     seconds: float
-    """Training and evaluation."""
     training_seconds: float
     learning_rate: float
-    """At the end of the epoch."""
     stages: Mapping[str, float]
-    """``stage/<j>/<name>``: see :meth:`petra.Pipeline.stage_metrics`."""
     unit: str
-    """What a target belongs to: images or tokens."""
 
     def row(self) -> dict[str, float]:
-        """All numbers by the names they have in metrics.jsonl: losses in nats per target, shares 0 … 1."""
+        """Return all numbers under their names in metrics.jsonl. Losses are in nats per target, shares are 0 … 1."""
         return {
             "epoch": self.epoch,
             "microbatches": self.microbatches,
@@ -54,24 +59,30 @@ class Epoch:
 
 
 def means(result: Result, unit: str) -> dict[str, float]:
-    """Loss and metrics of a run of the pipeline; of text also the perplexity, e to the loss."""
+    """Return loss and metrics by name. For tokens, add the perplexity, the exponential of the loss."""
     text = {"perplexity": math.exp(min(result.loss, 700.0))} if unit == "tokens" else {}
     return {"loss": result.loss, **result.metrics, **text}
 
 
 class Trainer:
-    """Trains a pipeline epoch by epoch, evaluates it after each and writes checkpoints; every process makes the same calls.
+    """Trains a pipeline epoch by epoch, evaluates it after each epoch and saves checkpoints.
+
+    All processes of the pipeline must make the same calls.
 
     Args:
-        learning_rate: the pipeline's own, for the records.
-        loggers, progress: only in the process that keeps the records, which has to be that of the first stage.
-        limit: microbatches of an epoch, and of an evaluation, at most.
-        unit: what a target belongs to: images or tokens.
-        checkpoints: written after each epoch; None for none.
-        every: microbatches between two drains of the pipeline, counted from the start of the run, with a checkpoint at each; None
-            for a drain at the end of epochs only.
-        facts: of the run, for its checkpoints.
-        stop: whether this process has been told to stop; asked at each drain and, without ``every``, all the time.
+        pipeline: This process's part of the pipeline.
+        train: Training data.
+        test: Test data.
+        learning_rate: The pipeline's learning rate as a function of microbatches, for the records.
+        loggers: Receivers of each epoch's numbers. Pass them only in the process of the first stage.
+        progress: Display of the epoch in progress. Pass it only in the process of the first stage.
+        limit: Largest number of microbatches in an epoch and in an evaluation, or None.
+        unit: What a target belongs to: ``images`` or ``tokens``.
+        checkpoints: Writer of checkpoints, or None. The trainer saves one after each epoch.
+        every: Number of microbatches, counted from the start of the run, after which the pipeline is drained and a checkpoint is
+            saved; None to drain only at the end of an epoch.
+        facts: Facts of the run to save with each checkpoint.
+        stop: Returns whether this process was asked to stop. Called after each drain; without ``every`` also during training.
     """
 
     def __init__(
@@ -97,90 +108,111 @@ class Trainer:
         self.microbatches, self.test_batches = limited(train.batches_per_epoch, limit), limited(test.batches, limit)
 
         self.history: list[Epoch] = []
-        self._parts: list[Result] = []  # of the epoch under way, one from each drain to the next
+        self._parts: list[Result] = []  # of the epoch in progress, one from each drain to the next
         self._seconds = 0.0
 
     def fit(self, epochs: int) -> list[Epoch]:
-        """Trains until there are ``epochs`` epochs and returns the numbers of each.
+        """Train until ``epochs`` epochs are done, and return all of them.
 
         Raises:
-            Interrupted: somebody asked for it, in every process; the last checkpoint is complete.
-            PetraError: a checkpoint can't be written, in every process.
+            Interrupted: In every process, if any was asked to stop. The last checkpoint is complete.
+            PetraError: In every process, if a checkpoint cannot be written.
         """
         while len(self.history) < epochs:
             try:
-                self._epoch(len(self.history) + 1)
+                self._run_epoch(len(self.history) + 1)
             except Exception as error:
-                error.add_note(f"last drain after microbatch {self.pipeline.clock}")
+                error.add_note(f"the pipeline was last drained after microbatch {self.pipeline.clock}")
                 raise
         if self.checkpoints is not None:
             self.checkpoints.wait()
         return self.history
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Goes on from the ``trainer`` of a checkpoint's facts, after the pipeline has.
+        """Resume from ``state``, the entry ``trainer`` in a checkpoint's facts. Restore the pipeline first.
 
         Raises:
-            DataError: it is something else.
+            DataError: If ``state`` is something else.
         """
+        self.history = finished_epochs(state)
         try:
-            self.history = [
-                Epoch(**{**epoch, "train": Result(**epoch["train"]), "test": Result(**epoch["test"])}) for epoch in state["history"]
-            ]
             self._parts, self._seconds = [Result(**part) for part in state["parts"]], float(state["seconds"])
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"checkpoint: its facts don't tell how far the run was ({first_line(error)})") from error
+            raise _bad_state(error) from error
 
-    def _epoch(self, epoch: int) -> None:
-        done = self.pipeline.clock - (epoch - 1) * self.microbatches
+    def _run_epoch(self, epoch: int) -> None:
+        """Train to the end of an epoch, which may have begun before a checkpoint, then evaluate and record it."""
+        start, end = (epoch - 1) * self.microbatches, epoch * self.microbatches
         if self.progress is not None:
-            self.progress.start(epoch, self.pipeline.clock - done, done)
-        on_microbatch = None if self.progress is None else self.progress.microbatch
-        while done < self.microbatches:
-            started = time.perf_counter()
-            until = self.microbatches - done if self.every is None else self.every - self.pipeline.clock % self.every
-            count = min(until, self.microbatches - done)
-            stop = self.stop if self.every is None else None  # planned drains are where runs are the same bit for bit
-            self._parts.append(self.pipeline.train(self.train, count, on_microbatch, stop))
-            self._seconds += time.perf_counter() - started
-            done = self.pipeline.clock - (epoch - 1) * self.microbatches
-            if done < self.microbatches:
-                self._drained(None)
-        started = time.perf_counter()
-        tested = self.pipeline.evaluate(self.test, self.test_batches)
-        finished = Epoch(
-            epoch=epoch,
-            microbatches=self.pipeline.clock,
-            train=mean(self._parts),
-            test=tested,
-            seconds=self._seconds + time.perf_counter() - started,
-            training_seconds=self._seconds,
-            learning_rate=self.learning_rate(self.pipeline.clock),
-            stages=self.pipeline.stage_metrics(),
-            unit=self.unit,
-        )
+            self.progress.start(epoch, start, self.pipeline.clock - start)
+        while self.pipeline.clock < end:
+            self._train_to_drain(end)
+            if self.pipeline.clock < end:
+                self._save_and_stop(None)
+        finished = self._evaluate(epoch)
         self.history.append(finished)
         self._parts, self._seconds = [], 0.0
         for logger in self.loggers:
             logger.log(finished.row())
         if self.progress is not None:
             self.progress.end(finished.row())
-        self._drained(tested.metrics.get("accuracy", -tested.loss))
+        self._save_and_stop(finished.test.metrics.get("accuracy", -finished.test.loss))
 
-    def _drained(self, score: float | None) -> None:
-        """Nothing is in flight: the moment for a checkpoint, and to stop."""
+    def _train_to_drain(self, end: int) -> None:
+        """Train up to the next planned drain or the end of the epoch, or until a process is asked to stop."""
+        started = time.perf_counter()
+        count = end - self.pipeline.clock
+        if self.every is not None:
+            count = min(count, self.every - self.pipeline.clock % self.every)
+        # An unplanned drain changes the weights of a run. With planned drains, a run that stops there resumes bit for bit.
+        stop = self.stop if self.every is None else None
+        on_microbatch = None if self.progress is None else self.progress.microbatch
+        self._parts.append(self.pipeline.train(self.train, count, on_microbatch, stop))
+        self._seconds += time.perf_counter() - started
+
+    def _evaluate(self, epoch: int) -> Epoch:
+        started = time.perf_counter()
+        test = self.pipeline.evaluate(self.test, self.test_batches)
+        return Epoch(
+            epoch=epoch,
+            microbatches=self.pipeline.clock,
+            train=mean(self._parts),
+            test=test,
+            seconds=self._seconds + time.perf_counter() - started,
+            training_seconds=self._seconds,
+            learning_rate=self.learning_rate(self.pipeline.clock),
+            stages=self.pipeline.stage_metrics(),
+            unit=self.unit,
+        )
+
+    def _save_and_stop(self, score: float | None) -> None:
+        """Save a checkpoint of the drained pipeline, and raise :class:`Interrupted` if any process was asked to stop."""
         if self.checkpoints is not None:
             history = [asdict(epoch) for epoch in self.history]
             state = {"history": history, "parts": [asdict(part) for part in self._parts], "seconds": self._seconds}
             self.checkpoints.save(self.pipeline, {**self.facts, "trainer": state}, score)
-        if any(gathered(self.stop())):
+        if any(all_gather_objects(self.stop())):
             if self.checkpoints is not None:
                 self.checkpoints.wait()
             raise Interrupted(self.pipeline.clock, saved=self.checkpoints is not None)
 
 
+def finished_epochs(state: Mapping[str, Any]) -> list[Epoch]:
+    """Return the epochs that a run had finished, from the entry ``trainer`` in a checkpoint's facts.
+
+    Raises:
+        DataError: If ``state`` is something else.
+    """
+    try:
+        return [
+            Epoch(**{**epoch, "train": Result(**epoch["train"]), "test": Result(**epoch["test"])}) for epoch in state["history"]
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise _bad_state(error) from error
+
+
 def mean(parts: Sequence[Result]) -> Result:
-    """The means over all targets of several runs of the pipeline."""
+    """Return loss and metrics averaged over all targets of several :meth:`petra.Pipeline.train` calls."""
     if len(parts) == 1:
         return parts[0]
     targets = sum(part.targets for part in parts)
@@ -193,5 +225,9 @@ def mean(parts: Sequence[Result]) -> Result:
 
 
 def limited(batches: int, limit: int | None) -> int:
-    """``batches``, or fewer for trying things out."""
+    """Return ``batches``, at most ``limit`` if there is one."""
     return batches if limit is None else min(batches, limit)
+
+
+def _bad_state(error: Exception) -> DataError:
+    return DataError(f"checkpoint: its facts hold no valid state of the trainer ({first_line(error)})")

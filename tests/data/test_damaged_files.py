@@ -1,6 +1,6 @@
-"""Data files with random damage: each is refused with a DataError or read correctly, and nothing else happens.
+"""Data files with random damage. Each must raise a DataError or be read correctly.
 
-A few hundred examples by default; ``pytest tests/data/test_damaged_files.py --hypothesis-profile=long`` tries 5,000.
+The default is a few hundred examples; ``pytest tests/data/test_damaged_files.py --hypothesis-profile=long`` tries 5,000.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from petra.data import load_dataset
 from petra.data.cifar import CIFAR10
 from petra.data.imagenet import decoded
 from petra.errors import DataError
-from tests.support.fakes import imagenet32_batch, jpeg, photograph, pickled, write_cifar, write_cifar_file, write_imagenet32
+from tests.support.fakes import imagenet32_batch, jpeg, pickled, smooth_image, write_cifar, write_cifar_file, write_imagenet32
 
 T = TypeVar("T")
 
 
 @st.composite
 def damaged(draw: st.DrawFn, content: bytes) -> bytes:
-    """Up to four bytes replaced, often near the start where the structure is; perhaps a piece cut out, or the end cut off."""
+    """Replace up to four bytes, often near the start, where the structure is. May also remove a piece, or truncate the content."""
     places = st.integers(0, len(content) - 1) | st.integers(0, min(400, len(content)) - 1)
     result = bytearray(content)
     for place, value in draw(st.lists(st.tuples(places, st.integers(0, 255)), max_size=4)):
@@ -64,12 +64,12 @@ def imagenet32_npz(tmp_path_factory, monkeymodule):
 BATCH = pickled({b"data": np.arange(2 * 3072).astype(np.uint8).reshape(2, 3072), b"labels": [3, 9], b"batch_label": b"a name"})
 NPZ = io.BytesIO()
 np.savez_compressed(NPZ, **imagenet32_batch(10))
-PHOTOGRAPHS = [jpeg(photograph(40, 30, mode)) for mode in ("RGB", "L", "CMYK")]
+JPEGS = [jpeg(smooth_image(40, 30, mode)) for mode in ("RGB", "L", "CMYK")]
 PNG = io.BytesIO()
-photograph(40, 30).save(PNG, "PNG")
+smooth_image(40, 30).save(PNG, "PNG")
 PROGRESSIVE = io.BytesIO()
-photograph(40, 30).save(PROGRESSIVE, "JPEG", progressive=True)
-IMAGES = [*PHOTOGRAPHS, PNG.getvalue(), PROGRESSIVE.getvalue()]
+smooth_image(40, 30).save(PROGRESSIVE, "JPEG", progressive=True)
+IMAGES = [*JPEGS, PNG.getvalue(), PROGRESSIVE.getvalue()]
 
 
 def attempt(load: Callable[[], T]) -> T | DataError:
@@ -80,19 +80,19 @@ def attempt(load: Callable[[], T]) -> T | DataError:
 
 
 @given(content=damaged(BATCH))
-def test_cifar_file_with_a_wrong_sum(content: bytes, cifar: Path) -> None:
+def test_cifar_file_with_wrong_md5(content: bytes, cifar: Path) -> None:
     path = cifar / CIFAR10.folder / "data_batch_1"
     whole = path.read_bytes()
     path.write_bytes(content)
     found = attempt(lambda: load_dataset("cifar10", root=cifar))
     path.write_bytes(whole)
     assert isinstance(found, DataError)
-    assert str(found).startswith(f"{path}: damaged, its md5")
+    assert str(found).startswith(f"{path}: expected a file with md5")
 
 
 @given(content=damaged(BATCH))
-def test_cifar_file_whose_sum_was_forged(content: bytes, cifar: Path) -> None:
-    """The content alone has to be refused if it isn't images and labels in form."""
+def test_cifar_file_with_forged_md5(content: bytes, cifar: Path) -> None:
+    """The content must be checked too, since a file with a given md5 can be forged."""
     with pytest.MonkeyPatch.context() as patch:
         path = write_cifar_file(CIFAR10, cifar, "test_batch", content, patch)
         found = attempt(lambda: load_dataset("cifar10", root=cifar))
@@ -120,7 +120,7 @@ def test_npz_file(content: bytes, imagenet32_npz: Path) -> None:
 
 @given(content=st.sampled_from(IMAGES).flatmap(damaged), train=st.booleans())
 def test_image_file(content: bytes, train: bool, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Neither format lets every damage be noticed, so what is read need only have the right form."""
+    """Not all damage can be detected in these formats, so only shape and type of the result are checked."""
     path = tmp_path_factory.getbasetemp() / "damaged.JPEG"
     path.write_bytes(content)
     found = attempt(lambda: decoded(path, 16, random.Random(0) if train else None))

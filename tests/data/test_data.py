@@ -1,4 +1,4 @@
-"""Streams over any data set, and augmentation of images in memory."""
+"""Data sources, and augmentation of images in memory."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from petra.data import EvalStream, Split, TrainStream, load_dataset
+from petra.data import EvalSource, Split, TrainSource, load_dataset
 from petra.data.arrays import Images, augment, normalise
 from petra.data.dataset import Labels
 from petra.errors import ConfigError
@@ -15,7 +15,7 @@ from petra.reversible import derive_seed
 
 @pytest.fixture(scope="module")
 def numbered():
-    """23 training images, each with its own label, so that targets tell which images a microbatch holds."""
+    """Return 23 training images with different labels, so that targets identify the images of a microbatch."""
     data = load_dataset("synthetic", images=23, classes=5)
     return replace(data, train=Split(23, data.train.inputs, Labels(torch.arange(23))))
 
@@ -24,36 +24,36 @@ def with_images(dataset, **changes):
     return replace(dataset, train=replace(dataset.train, inputs=replace(dataset.train.inputs, **changes)))
 
 
-# --- training stream ---
+# --- training ---
 
 
 def test_each_epoch_visits_each_image_once(numbered):
-    stream = TrainStream(numbered, batch_size=1, seed=0)
-    assert stream.batches_per_epoch == 23
+    source = TrainSource(numbered, batch_size=1, seed=0)
+    assert source.batches_per_epoch == 23
     for epoch in range(3):
-        labels = torch.cat([stream.targets(m) for m in range(23 * epoch, 23 * (epoch + 1))])
+        labels = torch.cat([source.targets(m) for m in range(23 * epoch, 23 * (epoch + 1))])
         assert torch.equal(labels.sort().values, torch.arange(23))
 
 
-def test_last_incomplete_batch_is_dropped(numbered):
-    stream = TrainStream(numbered, batch_size=5, seed=0)
-    assert stream.batches_per_epoch == 4
-    epochs = [torch.cat([stream.targets(4 * epoch + i) for i in range(4)]) for epoch in range(20)]
+def test_last_incomplete_microbatch_is_dropped(numbered):
+    source = TrainSource(numbered, batch_size=5, seed=0)
+    assert source.batches_per_epoch == 4
+    epochs = [torch.cat([source.targets(4 * epoch + i) for i in range(4)]) for epoch in range(20)]
     assert all(len(labels.unique()) == 20 for labels in epochs)
     assert len(torch.cat(epochs).unique()) == 23  # other images are left out each time
 
 
 def test_order_changes_with_epoch_and_seed(numbered):
     def order(seed, epoch):
-        stream = TrainStream(numbered, batch_size=23, seed=seed)
-        return stream.targets(epoch)
+        source = TrainSource(numbered, batch_size=23, seed=seed)
+        return source.targets(epoch)
 
     orders = [order(0, 0), order(0, 1), order(1, 0), order(1, 1)]
     assert not any(torch.equal(a, b) for i, a in enumerate(orders) for b in orders[:i])
 
 
 def test_microbatches_are_functions_of_their_number(numbered):
-    forwards, other = (TrainStream(numbered, batch_size=5, seed=3) for _ in range(2))
+    forwards, other = (TrainSource(numbered, batch_size=5, seed=3) for _ in range(2))
     expected = [(forwards.inputs(m), forwards.targets(m)) for m in range(9)]
     for m in (8, 0, 4, 3, 8, 7, 1, 5, 2, 6):
         assert torch.equal(other.targets(m), expected[m][1])
@@ -61,17 +61,17 @@ def test_microbatches_are_functions_of_their_number(numbered):
 
 
 def test_inputs_belong_to_targets(numbered):
-    stream = TrainStream(numbered, batch_size=5, seed=0, augment=False)
+    source = TrainSource(numbered, batch_size=5, seed=0, augment=False)
     images = numbered.train.inputs
     for m in range(6):
-        assert torch.equal(stream.inputs(m), normalise(images.images[stream.targets(m)], images.moments))
+        assert torch.equal(source.inputs(m), normalise(images.images[source.targets(m)], images.moments))
 
 
-def test_each_end_has_what_it_reads(numbered):
-    """The first stage's process has the images alone, the last one the targets alone, and all the same counts."""
-    whole = TrainStream(numbered, batch_size=5, seed=0)
+def test_processes_have_only_the_readers_they_need(numbered):
+    """The process of the first stage has the images, the process of the last stage has the targets, and all have the counts."""
+    whole = TrainSource(numbered, batch_size=5, seed=0)
     inputs, targets, neither = (
-        TrainStream(numbered.part(inputs=i, targets=t), batch_size=5, seed=0)
+        TrainSource(numbered.part(inputs=i, targets=t), batch_size=5, seed=0)
         for i, t in ((True, False), (False, True), (False, False))
     )
     assert torch.equal(inputs.inputs(3), whole.inputs(3))
@@ -84,14 +84,14 @@ def test_the_same_microbatch_is_augmented_differently_in_other_epochs_and_runs()
     images = load_dataset("synthetic", images=4, classes=2).train.inputs
     one = Split(64, replace(images, images=images.images[:1].expand(64, -1, -1, -1)), Labels(torch.zeros(64)))
     one = replace(load_dataset("synthetic"), train=one)
-    first, later = (TrainStream(one, batch_size=64, seed=0).inputs(m) for m in (0, 1))
+    first, later = (TrainSource(one, batch_size=64, seed=0).inputs(m) for m in (0, 1))
     assert not torch.equal(first, later)
-    assert not torch.equal(first, TrainStream(one, batch_size=64, seed=1).inputs(0))
+    assert not torch.equal(first, TrainSource(one, batch_size=64, seed=1).inputs(0))
 
 
-def test_stream_flips_only_where_the_data_set_allows_it(numbered):
+def test_images_are_flipped_only_if_the_data_set_allows_it(numbered):
     flipped, upright, plain = (
-        TrainStream(with_images(numbered, flip=flip), batch_size=23, seed=0, augment=augmented).inputs(0)
+        TrainSource(with_images(numbered, flip=flip), batch_size=23, seed=0, augment=augmented).inputs(0)
         for flip, augmented in ((True, True), (False, True), (True, False))
     )
     assert not torch.equal(upright, plain)
@@ -101,10 +101,10 @@ def test_stream_flips_only_where_the_data_set_allows_it(numbered):
     assert 0 < sum(mirrored) < 23
 
 
-def test_a_share_is_these_rows_of_the_microbatch(numbered):
-    whole, tests = TrainStream(numbered, batch_size=6, seed=3), EvalStream(numbered, batch_size=4)
+def test_share_selects_rows_of_the_microbatch(numbered):
+    whole, tests = TrainSource(numbered, batch_size=6, seed=3), EvalSource(numbered, batch_size=4)
     for rows in (slice(0, 2), slice(2, 4)):
-        share, test = TrainStream(numbered, 6, seed=3, share=rows), EvalStream(numbered, 4, share=rows)
+        share, test = TrainSource(numbered, 6, seed=3, share=rows), EvalSource(numbered, 4, share=rows)
         for m in range(tests.batches):
             assert torch.equal(share.inputs(m), whole.inputs(m)[rows])
             assert torch.equal(share.targets(m), whole.targets(m))
@@ -114,15 +114,15 @@ def test_a_share_is_these_rows_of_the_microbatch(numbered):
 
 @pytest.mark.parametrize("batch_size", [0, 24])
 def test_batch_size_must_fit_the_training_set(numbered, batch_size):
-    with pytest.raises(ConfigError, match=rf"data\.batch_size: found {batch_size}, accepted are 1 to 23"):
-        TrainStream(numbered, batch_size, seed=0)
+    with pytest.raises(ConfigError, match=rf"data\.batch_size: expected an integer from 1 to 23, .*, got {batch_size}"):
+        TrainSource(numbered, batch_size, seed=0)
 
 
 # --- augmentation ---
 
 
 def test_augmentation_against_a_search_over_all_crops():
-    """Each result must be one of the 81 crops of the padded image or a mirror image of one, and all must occur."""
+    """Each result must be one of the 81 crops of the padded image, possibly flipped, and all of them must occur."""
     generator = torch.Generator().manual_seed(0)
     image = torch.randint(1, 256, (3, 32, 32), dtype=torch.uint8, generator=generator)
     padded = np.zeros((3, 40, 40), dtype=np.uint8)
@@ -144,8 +144,8 @@ def test_augmentation_against_a_search_over_all_crops():
     assert not any(choices[result.numpy().tobytes()][2] for result in unmirrored)
 
 
-def test_augmentation_keeps_images_apart(numbered):
-    """Row i of the result is cut from image i, whatever the other images are."""
+def test_augmentation_does_not_mix_images(numbered):
+    """Row i of the result is a crop of image i."""
     images = numbered.train.inputs.images.clamp(min=1)  # no zeros but the padding
     for image, result in zip(images, augment(images, flip=False, seed=0), strict=True):
         padded = torch.zeros(3, 40, 40, dtype=torch.uint8)
@@ -155,7 +155,7 @@ def test_augmentation_keeps_images_apart(numbered):
 
 
 def test_normalised_augmented_images_against_a_loop_over_pixels():
-    """The whole reader, bit for bit, against one that takes pixel by pixel what the same random numbers choose."""
+    """The reader equals, bit for bit, a loop over pixels with the same random numbers."""
     generator = torch.Generator().manual_seed(1)
     images = torch.randint(0, 256, (6, 3, 8, 8), dtype=torch.uint8, generator=generator)
     moments = ((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
@@ -175,15 +175,15 @@ def test_normalised_augmented_images_against_a_loop_over_pixels():
     assert np.array_equal(found.numpy(), expected)
 
 
-# --- evaluation stream ---
+# --- evaluation ---
 
 
 @pytest.mark.parametrize(("batch_size", "batches", "padded"), [(1, 5, 0), (2, 3, 1), (5, 1, 0), (7, 1, 2)])
 def test_evaluation_covers_the_test_set_in_full_batches(numbered, batch_size, batches, padded):
-    stream = EvalStream(numbered, batch_size)
-    assert stream.batches == batches
-    inputs = torch.cat([stream.inputs(m) for m in range(batches)])
-    targets = torch.cat([stream.targets(m) for m in range(batches)])
+    source = EvalSource(numbered, batch_size)
+    assert source.batches == batches
+    inputs = torch.cat([source.inputs(m) for m in range(batches)])
+    targets = torch.cat([source.targets(m) for m in range(batches)])
     assert inputs.shape == (batches * batch_size, 3, 32, 32)
     assert inputs.dtype == torch.float32
     images = numbered.test.inputs
@@ -194,6 +194,6 @@ def test_evaluation_covers_the_test_set_in_full_batches(numbered, batch_size, ba
     assert all(torch.equal(image, expected[-1]) for image in inputs[5:])
 
 
-def test_empty_evaluation_batch(numbered):
-    with pytest.raises(ConfigError, match=r"data\.batch_size: found 0"):
-        EvalStream(numbered, 0)
+def test_empty_evaluation_microbatch(numbered):
+    with pytest.raises(ConfigError, match=r"data\.batch_size: expected an integer >= 1, got 0"):
+        EvalSource(numbered, 0)

@@ -1,4 +1,4 @@
-"""CIFAR-10, CIFAR-100 and ImageNet32 from files in the form of the real ones."""
+"""CIFAR-10, CIFAR-100 and ImageNet32, read from small files in the original formats."""
 
 import os
 import pickle
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from petra.data import TrainStream, imagenet32, load_dataset
+from petra.data import TrainSource, imagenet32, load_dataset
 from petra.data.cifar import CIFAR10, CIFAR100
 from petra.errors import DataError
 from tests.support.fakes import cifar_batch, md5, pickled, write_cifar, write_cifar_file, write_imagenet32
@@ -32,7 +32,7 @@ def test_cifar_files_are_read_in_order(release, core, tmp_path, monkeypatch):
     assert data.train.targets(everything, None)[::4].tolist() == list(range(files))
     assert data.test.targets(torch.arange(4), None).tolist() == [files, 1, 2, 3]
     assert data.train.targets(everything, None).dtype == torch.int64
-    # A file holds 1024 red values, then green, then blue, each row by row.
+    # An image has 1024 red values, then green, then blue, each row by row.
     name = list(release.train)[-1]
     flat = batches[name][b"data"][1]
     assert images[4 * files - 3, 2, 3, 7] == flat[2 * 1024 + 3 * 32 + 7]
@@ -40,7 +40,7 @@ def test_cifar_files_are_read_in_order(release, core, tmp_path, monkeypatch):
 
 
 def test_a_pickle_of_python_2(tmp_path, monkeypatch):
-    """The real files are of protocol 2, where text is bytes; numpy itself can't write them from Python 3."""
+    """The original files have protocol 2, in which text is bytes. Python 3 can't write such pickles of numpy arrays."""
     write_cifar(CIFAR10, tmp_path, monkeypatch)
     images = np.arange(3072, dtype=np.uint8)
     content = (
@@ -56,7 +56,7 @@ def test_a_pickle_of_python_2(tmp_path, monkeypatch):
 
 
 @RELEASES
-def test_missing_file_says_what_to_get_and_where_to_put_it(release, tmp_path, monkeypatch):
+def test_missing_file_gives_download_instructions(release, tmp_path, monkeypatch):
     write_cifar(release, tmp_path, monkeypatch)
     path = tmp_path / release.folder / list(release.train)[-1]
     path.unlink()
@@ -66,7 +66,7 @@ def test_missing_file_says_what_to_get_and_where_to_put_it(release, tmp_path, mo
         assert part in str(error.value)
 
 
-def test_damaged_file_is_named_with_both_sums(tmp_path, monkeypatch):
+def test_damaged_file_is_named_with_both_md5(tmp_path, monkeypatch):
     write_cifar(CIFAR10, tmp_path, monkeypatch)
     path = tmp_path / CIFAR10.folder / "test_batch"
     content = path.read_bytes()[:-1]
@@ -88,7 +88,7 @@ class Attack:
 def test_pickle_that_calls_a_function_is_refused(tmp_path, monkeypatch):
     write_cifar(CIFAR10, tmp_path, monkeypatch)
     write_cifar_file(CIFAR10, tmp_path, "data_batch_1", pickle.dumps(Attack(tmp_path / "trace")), monkeypatch)
-    with pytest.raises(DataError, match=r"data_batch_1: not a file of images \(it asks for (posix|nt)\.mkdir\)"):
+    with pytest.raises(DataError, match=r"data_batch_1: can't be read as a file of images \((posix|nt)\.mkdir is not allowed\)"):
         load_dataset("cifar10", root=tmp_path)
     assert not (tmp_path / "trace").exists()
 
@@ -96,30 +96,30 @@ def test_pickle_that_calls_a_function_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({b"data": np.zeros((4, 3071), np.uint8)}, r"data are uint8\[4, 3071\] and should be uint8\[N, 3072\]"),
-        ({b"data": np.zeros((4, 3072), np.float32)}, r"data are float32\[4, 3072\]"),
-        ({b"data": np.zeros((0, 3072), np.uint8), b"labels": []}, r"data are uint8\[0, 3072\]"),
-        ({b"data": np.zeros((4, 3072), complex)}, r"an array of <c16"),
-        ({b"labels": [0, 1, 2]}, r"labels are int64\[3\] and should be integers\[4\]"),
-        ({b"labels": [0, 1, 2, 10]}, r"labels reach from 0 to 10 and should from 0 to 9"),
-        ({b"labels": [0, 1, 2, -1]}, r"labels reach from -1 to 2"),
-        ({b"labels": [0, 1, 2, 2.5]}, r"labels are float64\[4\]"),
-        ({b"labels": None}, r"labels are object\[\]"),
-        ({b"labels": ...}, r"it asks for builtins.Ellipsis"),
+        ({b"data": np.zeros((4, 3071), np.uint8)}, r"data: expected uint8\[N, 3072\], got uint8\[4, 3071\]"),
+        ({b"data": np.zeros((4, 3072), np.float32)}, r"data: expected uint8\[N, 3072\], got float32\[4, 3072\]"),
+        ({b"data": np.zeros((0, 3072), np.uint8), b"labels": []}, r"data: expected uint8\[N, 3072\], got uint8\[0, 3072\]"),
+        ({b"data": np.zeros((4, 3072), complex)}, r"unsupported array type <c16"),
+        ({b"labels": [0, 1, 2]}, r"labels: expected integers\[4\], got int64\[3\]"),
+        ({b"labels": [0, 1, 2, 10]}, r"labels: expected integers from 0 to 9, got integers from 0 to 10"),
+        ({b"labels": [0, 1, 2, -1]}, r"labels: expected integers from 0 to 9, got integers from -1 to 2"),
+        ({b"labels": [0, 1, 2, 2.5]}, r"labels: expected integers\[4\], got float64\[4\]"),
+        ({b"labels": None}, r"labels: expected integers\[4\], got object\[\]"),
+        ({b"labels": ...}, r"builtins.Ellipsis is not allowed"),
     ],
 )
-def test_file_with_the_right_sum_and_the_wrong_content(change, message, tmp_path, monkeypatch):
+def test_file_with_correct_md5_and_invalid_content(change, message, tmp_path, monkeypatch):
     write_cifar(CIFAR10, tmp_path, monkeypatch)
     content = pickled(cifar_batch(1, "labels") | change)
     write_cifar_file(CIFAR10, tmp_path, "data_batch_2", content, monkeypatch)
-    with pytest.raises(DataError, match=rf"data_batch_2: not a file of images \({message}"):
+    with pytest.raises(DataError, match=rf"data_batch_2: can't be read as a file of images \({message}"):
         load_dataset("cifar10", root=tmp_path)
 
 
 def test_file_without_labels(tmp_path, monkeypatch):
     write_cifar(CIFAR10, tmp_path, monkeypatch)
     write_cifar_file(CIFAR10, tmp_path, "data_batch_2", pickled({b"data": np.zeros((1, 3072), np.uint8)}), monkeypatch)
-    with pytest.raises(DataError, match=r"data_batch_2: not a file of images \(no 'labels'\)"):
+    with pytest.raises(DataError, match=r"data_batch_2: can't be read as a file of images \(no 'labels'\)"):
         load_dataset("cifar10", root=tmp_path)
 
 
@@ -131,7 +131,7 @@ def test_imagenet32_files_are_read_in_order(zipped, tmp_path, monkeypatch):
     batches = write_imagenet32(tmp_path, monkeypatch, zipped)
     data = load_dataset("imagenet32", root=tmp_path)
     assert (data.train.count, data.test.count, data.classes, data.size) == (30, 3, 1000, 32)
-    # File number i has the labels i + 1, 1000 and 1, in order of the numbers and not of the names.
+    # File number i has the labels i + 1, 1000 and 1. Files are read in the order of their numbers, not of their names.
     assert data.train.targets.labels.tolist() == [label for i in range(10) for label in (i, 999, 0)]
     assert data.test.targets.labels.tolist() == [10, 999, 0]
     expected = np.concatenate([batch["data"] for batch in batches.values()]).reshape(-1, 3, 32, 32)
@@ -140,7 +140,7 @@ def test_imagenet32_files_are_read_in_order(zipped, tmp_path, monkeypatch):
     mean, std = (torch.tensor(values) for values in data.train.inputs.moments)
     assert torch.allclose(mean, torch.tensor(expected[:30] / 255).mean((0, 2, 3)).float())
     assert torch.allclose(std, torch.tensor(expected[:30] / 255).std((0, 2, 3), correction=0).float())
-    assert TrainStream(data, 4, seed=0).inputs(0).shape == (4, 3, 32, 32)
+    assert TrainSource(data, 4, seed=0).inputs(0).shape == (4, 3, 32, 32)
 
 
 def test_imagenet32_file_that_is_missing_or_damaged(tmp_path, monkeypatch):
@@ -149,24 +149,24 @@ def test_imagenet32_file_that_is_missing_or_damaged(tmp_path, monkeypatch):
     content = bytearray(path.read_bytes())
     content[len(content) // 4] ^= 1
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"train_data_batch_7\.npz: not a file of images \(Bad CRC-32 for file 'data\.npy'\)"):
+    with pytest.raises(DataError, match=r"batch_7\.npz: can't be read as a file of images \(Bad CRC-32 for file 'data\.npy'\)"):
         load_dataset("imagenet32", root=tmp_path)
     path.unlink()
     with pytest.raises(DataError, match=r"train_data_batch_7: can't be read .*download Imagenet32_train\.zip .*set data\.root"):
         load_dataset("imagenet32", root=tmp_path)
 
 
-def test_imagenet32_pickle_is_checked_by_its_sum(tmp_path, monkeypatch):
+def test_imagenet32_pickle_is_checked_by_its_md5(tmp_path, monkeypatch):
     write_imagenet32(tmp_path, monkeypatch, zipped=False)
     monkeypatch.setitem(imagenet32.MD5, "val_data", "0" * 32)
-    with pytest.raises(DataError, match=r"val_data: damaged, its md5 is \w{32} and should be 0{32}"):
+    with pytest.raises(DataError, match=r"val_data: expected a file with md5 0{32}, got one with md5 \w{32}, which is damaged"):
         load_dataset("imagenet32", root=tmp_path)
 
 
 def test_npz_file_with_objects_is_refused(tmp_path, monkeypatch):
-    """Arrays of objects are pickles, which could run code."""
+    """Arrays of objects are pickles, which can run code."""
     write_imagenet32(tmp_path, monkeypatch, zipped=True)
     np.savez(tmp_path / "val_data.npz", data=np.array([Attack(tmp_path / "trace")]), labels=np.array([1]))
-    with pytest.raises(DataError, match=r"val_data\.npz: not a file of images \(Object arrays cannot be loaded"):
+    with pytest.raises(DataError, match=r"val_data\.npz: can't be read as a file of images \(Object arrays cannot be loaded"):
         load_dataset("imagenet32", root=tmp_path)
     assert not (tmp_path / "trace").exists()

@@ -1,4 +1,4 @@
-"""Data sets without files, text, and what all of them refuse."""
+"""Data sets without files, text, and invalid settings of all data sets."""
 
 import hashlib
 import math
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from petra import BlockSpec, Model, Pipeline
-from petra.data import DATASETS, EvalStream, TrainStream, load_dataset, microbatch_form
+from petra.data import DATASETS, EvalSource, TrainSource, load_dataset, microbatch_form
 from petra.data.arrays import normalise
 from petra.errors import ConfigError, DataError
 
@@ -43,7 +43,7 @@ def test_digits_are_the_same_everywhere(digits):
 
 
 @pytest.mark.parametrize("size", [32, 13])
-def test_synthetic_images_tell_their_class(size):
+def test_synthetic_images_can_be_classified(size):
     data = load_dataset("synthetic", images=60, classes=3, size=size)
     assert (data.train.count, data.test.count, data.classes, data.size) == (60, 15, 3, size)
     images, labels = data.train.inputs.images, data.train.targets.labels
@@ -51,7 +51,7 @@ def test_synthetic_images_tell_their_class(size):
     centres = torch.stack([images[labels == c].float().mean(0) for c in range(3)])
     nearest = torch.cdist(data.test.inputs.images.float().flatten(1), centres.flatten(1)).argmin(1)
     assert torch.equal(nearest, data.test.targets.labels)
-    assert (centres - centres.flip(-1)).abs().amax() < 65  # mirror symmetric but for the noise
+    assert (centres - centres.flip(-1)).abs().amax() < 65  # symmetric except for the noise
     assert torch.equal(images, load_dataset("synthetic", images=60, classes=3, size=size).train.inputs.images)
 
 
@@ -66,34 +66,34 @@ def test_normalised_training_images_have_zero_mean_and_unit_deviation(digits):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("mnist", {}, r"data\.name: found 'mnist', accepted are digits, cifar10, cifar100, imagenet32, imagenet, synthetic, text"),
-        ("synthetic", {"images": 3}, r"data\.images: found 3"),
-        ("synthetic", {"classes": 1}, r"data\.classes: found 1"),
-        ("synthetic", {"size": 3}, r"data\.size: found 3"),
-        ("text", {"size": 0}, r"data\.size: found 0"),
-        ("text", {"validation": 1.0}, r"data\.validation: found 1\.0, accepted are numbers between 0 and 1"),
-        ("cifar10", {"images": 3}, r"data\.images: cifar10 has no such setting, accepted are root"),
-        ("digits", {"root": "x"}, r"data\.root: digits has no such setting, accepted are none"),
+        ("mnist", {}, r"data\.name: expected digits, cifar10, cifar100, imagenet32, imagenet, synthetic or text, got mnist"),
+        ("synthetic", {"images": 3}, r"data\.images: expected an integer >= 4, got 3"),
+        ("synthetic", {"classes": 1}, r"data\.classes: expected an integer >= 2, got 1"),
+        ("synthetic", {"size": 3}, r"data\.size: expected an integer >= 4, got 3"),
+        ("text", {"size": 0}, r"data\.size: expected an integer >= 1, got 0"),
+        ("text", {"validation": 1.0}, r"data\.validation: expected a number > 0 and < 1, got 1\.0"),
+        ("cifar10", {"images": 3}, r"data\.images: cifar10 has no such setting, its settings are root"),
+        ("digits", {"root": "x"}, r"data\.root: digits has no such setting, it has none"),
     ],
 )
-def test_names_and_settings_that_are_refused(name, options, message):
+def test_invalid_names_and_settings(name, options, message):
     with pytest.raises(ConfigError, match=message):
         load_dataset(name, **options)
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "imagenet32", "imagenet", "text"])
 def test_data_sets_of_files_need_a_root(name):
-    with pytest.raises(DataError, match=rf"data\.root: not given, but {name} is read from files; .*data\.root"):
+    with pytest.raises(DataError, match=rf"data\.root: expected a path to the files of {name}, got none; .*data\.root"):
         load_dataset(name)
 
 
-def test_microbatches_have_the_form_that_was_promised(tmp_path):
+def test_microbatches_have_the_predicted_shape_and_type(tmp_path):
     (tmp_path / "t").write_bytes(bytes(200))
     for name, options in (("digits", {}), ("synthetic", {"size": 16}), ("text", {"root": tmp_path / "t", "size": 8})):
         data = load_dataset(name, **options)
         form = microbatch_form(name, 4, data.size)
-        for stream in (TrainStream(data, 4, seed=0), EvalStream(data, 4)):
-            form.require(stream.inputs(0), name)
+        for source in (TrainSource(data, 4, seed=0), EvalSource(data, 4)):
+            form.require(source.inputs(0), name)
     assert set(DATASETS) == {"digits", "cifar10", "cifar100", "imagenet32", "imagenet", "synthetic", "text"}
 
 
@@ -102,7 +102,7 @@ def test_microbatches_have_the_form_that_was_promised(tmp_path):
 
 @pytest.fixture
 def letters(tmp_path):
-    """Bytes 0 … 199: a token is its place. 180 are for training and 20 for testing."""
+    """Write bytes 0 ... 199, so that each token equals its position. 180 are for training and 20 for testing."""
     path = tmp_path / "letters.txt"
     path.write_bytes(bytes(range(200)))
     return path
@@ -112,10 +112,10 @@ def letters(tmp_path):
 def test_text_predicts_the_next_byte_within_windows_of_the_training_part(letters, augment):
     data = load_dataset("text", root=letters, size=8)
     assert (data.classes, data.size, data.train.count) == (256, 8, 22)
-    stream = TrainStream(data, 11, seed=0, augment=augment)
+    source = TrainSource(data, 11, seed=0, augment=augment)
     starts = []
     for m in range(2):
-        inputs, targets = stream.inputs(m), stream.targets(m)
+        inputs, targets = source.inputs(m), source.targets(m)
         assert (inputs.shape, targets.shape) == ((11, 8), (88,))
         assert inputs.dtype == targets.dtype == torch.int64
         assert torch.equal(inputs, inputs[:, :1] + torch.arange(8))
@@ -143,26 +143,24 @@ def test_text_is_augmented_within_each_window(letters):
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_evaluation_predicts_each_byte_of_the_last_part_once(letters, batch_size):
-    stream = EvalStream(load_dataset("text", root=letters, size=8), batch_size)
-    targets = torch.cat([stream.targets(m) for m in range(stream.batches)])
-    assert targets.shape == (stream.batches * batch_size * 8,)
+    source = EvalSource(load_dataset("text", root=letters, size=8), batch_size)
+    targets = torch.cat([source.targets(m) for m in range(source.batches)])
+    assert targets.shape == (source.batches * batch_size * 8,)
     assert targets[targets != -100].tolist() == list(range(181, 200))
-    inputs = torch.cat([stream.inputs(m) for m in range(stream.batches)]).flatten()
+    inputs = torch.cat([source.inputs(m) for m in range(source.batches)]).flatten()
     assert torch.equal(inputs[targets != -100], targets[targets != -100] - 1)
 
 
 def test_text_that_is_missing_or_too_short(tmp_path):
-    with pytest.raises(DataError, match=r"none\.txt: can't be read \(No such file or directory\); set data\.root=<a file of text>"):
+    with pytest.raises(DataError, match=r"none\.txt: can't be read \(No such file or directory\); set data\.root to a text file"):
         load_dataset("text", root=tmp_path / "none.txt")
     (tmp_path / "short.txt").write_text("too short")
-    with pytest.raises(
-        DataError, match=r"short\.txt: found 9 bytes, 8 to train and 1 to test on, accepted are 9 or more and 2 or more"
-    ):
+    with pytest.raises(DataError, match=r"short\.txt: expected at least 9 bytes for training and 2 for testing, got 8 and 1"):
         load_dataset("text", root=tmp_path / "short.txt", size=8)
 
 
 class Characters(nn.Module):
-    """Predicts each byte from the one before it: logits (B·T, 256)."""
+    """Predict each byte from the byte before it. Returns logits (B·T, 256)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,18 +170,18 @@ class Characters(nn.Module):
         return self.table(tokens).flatten(0, 1)
 
 
-def test_text_through_a_pipeline_counts_each_token_once(tmp_path):
-    """A table of pairs learns what can be known from one byte, no more: half a bit where c and d come by turns."""
+def test_pipeline_counts_each_token_of_a_text_once(tmp_path):
+    """A table of pairs learns the entropy given one byte: one bit after b, which c and d follow in turn, and zero elsewhere."""
     (tmp_path / "t").write_bytes(b"abcabd" * 50)
     data = load_dataset("text", root=tmp_path / "t", size=7)
     model = Model("characters", (BlockSpec("table", Characters),))
-    stream = TrainStream(data, 4, seed=0)
+    source = TrainSource(data, 4, seed=0)
     pipeline = Pipeline(
         model, microbatch_form("text", 4, 7), optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=10.0)
     )
-    trained = pipeline.train(stream, 12 * stream.batches_per_epoch)
-    assert trained.targets == 12 * stream.batches_per_epoch * 4 * 7
-    test = EvalStream(data, 4)
+    trained = pipeline.train(source, 12 * source.batches_per_epoch)
+    assert trained.targets == 12 * source.batches_per_epoch * 4 * 7
+    test = EvalSource(data, 4)
     tested = pipeline.evaluate(test, test.batches)
     assert tested.targets == 29
     assert tested.loss == pytest.approx(10 / 29 * math.log(2), rel=0.3)

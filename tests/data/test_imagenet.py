@@ -1,4 +1,4 @@
-"""Photographs in folders of classes, decoded, cut and resized."""
+"""Image files in folders of classes: decoding, cropping and resizing."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ import pytest
 import torch
 from PIL import Image
 
-from petra.data import EvalStream, TrainStream, imagenet, load_dataset
+from petra.data import EvalSource, TrainSource, imagenet, load_dataset
 from petra.data.imagenet import decoded, random_box
 from petra.errors import DataError
-from tests.support.fakes import jpeg, photograph, write_photographs
+from tests.support.fakes import jpeg, smooth_image, write_image_folders
 
 MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
 
 
 def test_folders_are_classes_in_the_order_of_their_names(tmp_path):
-    write_photographs(tmp_path)
+    write_image_folders(tmp_path)
     (tmp_path / "train" / "n01" / "notes.txt").write_text("no image")
     (tmp_path / "train" / "labels.csv").write_text("no class")
     data = load_dataset("imagenet", root=tmp_path, size=16)
     assert (data.classes, data.size, data.train.count, data.test.count) == (3, 16, 12, 6)
     assert data.train.targets(torch.arange(12), None).tolist() == [0] * 4 + [1] * 4 + [2] * 4
     assert data.test.targets(torch.arange(6), None).tolist() == [0, 0, 1, 1, 2, 2]
-    # In the order of their names: n01/2.JPEG is the training set's seventh.
+    # Files are sorted by name, so n01/2.JPEG has index 6.
     expected = decoded(tmp_path / "train" / "n01" / "2.JPEG", 16, None)
     pixels = data.train.inputs(torch.tensor([6]), None)[0] * STD + MEAN
     assert torch.equal((255 * pixels).round().to(torch.uint8).permute(1, 2, 0), torch.tensor(expected))
 
 
 def test_evaluation_takes_the_centre_of_the_resized_image(tmp_path):
-    """Against resizing and cutting with Pillow step by step: 45x90 → shorter side 32, of which 28 pixels are left."""
+    """Compare with resizing and cropping in Pillow step by step: the shorter side of 45x90 becomes 32, of which 28 are kept."""
     path = tmp_path / "tall.JPEG"
-    path.write_bytes(jpeg(photograph(45, 90)))
+    path.write_bytes(jpeg(smooth_image(45, 90)))
     found = decoded(path, 28, None)
     with Image.open(path) as image:
         expected = image.resize((32, 64), Image.Resampling.BILINEAR).crop((2, 18, 30, 46))
@@ -42,9 +42,9 @@ def test_evaluation_takes_the_centre_of_the_resized_image(tmp_path):
 
 
 @pytest.mark.parametrize(("width", "height"), [(1, 1), (1, 50), (50, 1), (300, 7), (33, 32)])
-def test_images_of_any_form_are_read(width, height, tmp_path):
+def test_images_of_any_size_are_read(width, height, tmp_path):
     path = tmp_path / "odd.JPEG"
-    path.write_bytes(jpeg(photograph(width, height)))
+    path.write_bytes(jpeg(smooth_image(width, height)))
     for rng in (None, random.Random(0)):
         assert decoded(path, 16, rng).shape == (16, 16, 3)
 
@@ -52,11 +52,11 @@ def test_images_of_any_form_are_read(width, height, tmp_path):
 @pytest.mark.parametrize("mode", ["L", "CMYK", "RGB"])
 def test_colour_models_become_rgb(mode, tmp_path):
     path = tmp_path / f"{mode}.JPEG"
-    path.write_bytes(jpeg(photograph(32, 32, mode)))
+    path.write_bytes(jpeg(smooth_image(32, 32, mode)))
     with Image.open(path) as image:
         assert image.mode == mode
     found = decoded(path, 28, None).astype(float)
-    expected = np.asarray(photograph(32, 32, mode).convert("RGB").crop((2, 2, 30, 30)), float)
+    expected = np.asarray(smooth_image(32, 32, mode).convert("RGB").crop((2, 2, 30, 30)), float)
     assert np.abs(found - expected).mean() < 3
     if mode == "L":
         assert np.ptp(found, axis=2).max() == 0
@@ -64,22 +64,22 @@ def test_colour_models_become_rgb(mode, tmp_path):
 
 def test_png_file_with_the_name_of_a_jpeg(tmp_path):
     path = tmp_path / "really_png.JPEG"
-    photograph(32, 32).save(path, "PNG")
-    assert np.array_equal(decoded(path, 28, None), np.asarray(photograph(32, 32).crop((2, 2, 30, 30))))
+    smooth_image(32, 32).save(path, "PNG")
+    assert np.array_equal(decoded(path, 28, None), np.asarray(smooth_image(32, 32).crop((2, 2, 30, 30))))
 
 
 @pytest.mark.parametrize("content", ["truncated", "empty", "no image", "gif"])
-def test_file_that_is_no_image_is_named(content, tmp_path):
+def test_error_names_a_file_that_is_no_image(content, tmp_path):
     path = tmp_path / "n00" / "broken.JPEG"
     path.parent.mkdir()
-    whole = jpeg(photograph(60, 60))
+    whole = jpeg(smooth_image(60, 60))
     path.write_bytes({"truncated": whole[: len(whole) // 2], "empty": b"", "no image": b"some text", "gif": b"GIF89a"}[content])
-    with pytest.raises(DataError, match=r"n00/broken\.JPEG: can't be read as a JPEG or PNG image \(.+\); replace this file"):
+    with pytest.raises(DataError, match=r"n00/broken\.JPEG: can't be read as a JPEG or PNG image \(.+\); replace or remove"):
         decoded(path, 16, None)
 
 
-def test_training_cuts_parts_of_the_right_area_and_ratio():
-    """8 to 100 % of the area, uniformly; ratios from 3/4 to 4/3, as many above 1 as below; every place possible."""
+def test_area_and_aspect_ratio_of_random_crops():
+    """Area uniform from 8 to 100 %, aspect ratio from 3/4 to 4/3 with median 1, and any position."""
     rng = random.Random(0)
     boxes = np.array([random_box(400, 400, rng) for _ in range(4000)])
     left, top, right, bottom = boxes.T
@@ -92,24 +92,24 @@ def test_training_cuts_parts_of_the_right_area_and_ratio():
     assert 0.73 < ratio.min() < 0.77
     assert 1.3 < ratio.max() < 1.36
     assert abs(np.median(np.log(ratio))) < 0.02
-    fitting = np.histogram(area, bins=[0.08, 0.28, 0.48, 0.68])[0]  # larger ones stick out more often and are drawn again
+    fitting = np.histogram(area, bins=[0.08, 0.28, 0.48, 0.68])[0]  # larger crops fit less often and are drawn again
     assert fitting.min() > 0.88 * fitting.max()
     assert left.min() == top.min() == 0
     assert right.max() == bottom.max() == 400
 
 
 @pytest.mark.parametrize(("size", "box"), [((400, 30), (180, 0, 220, 30)), ((30, 400), (0, 180, 30, 220)), ((1, 9), (0, 4, 1, 5))])
-def test_part_of_an_image_that_is_too_narrow_for_any(size, box):
+def test_crop_of_an_image_too_narrow_for_random_crops(size, box):
     assert box in {random_box(*size, random.Random(seed)) for seed in range(50)}
 
 
-def test_training_depends_on_seed_and_number_alone_and_mirrors_half(tmp_path):
-    write_photographs(tmp_path)
+def test_training_images_depend_on_seed_and_index_and_half_are_flipped(tmp_path):
+    write_image_folders(tmp_path)
     data = load_dataset("imagenet", root=tmp_path, size=12)
-    one, other = (TrainStream(data, 4, seed=3) for _ in range(2))
+    one, other = (TrainSource(data, 4, seed=3) for _ in range(2))
     expected = [one.inputs(m) for m in range(6)]
     assert all(torch.equal(other.inputs(m), expected[m]) for m in (5, 0, 3, 1))
-    assert not torch.equal(expected[0], TrainStream(data, 4, seed=4).inputs(0))
+    assert not torch.equal(expected[0], TrainSource(data, 4, seed=4).inputs(0))
 
     half = Image.new("RGB", (40, 40))
     half.paste((255, 255, 255), (0, 0, 20, 40))
@@ -120,47 +120,45 @@ def test_training_depends_on_seed_and_number_alone_and_mirrors_half(tmp_path):
     assert darker + brighter > 60
 
 
-def test_a_share_decodes_its_own_files_alone_and_alike(tmp_path, monkeypatch):
-    write_photographs(tmp_path)
+def test_a_share_decodes_only_its_own_files(tmp_path, monkeypatch):
+    write_image_folders(tmp_path)
     data = load_dataset("imagenet", root=tmp_path, size=12)
-    whole = TrainStream(data, 4, seed=3).inputs(2)
+    whole = TrainSource(data, 4, seed=3).inputs(2)
     decoder, opened = imagenet.decoded, []
     monkeypatch.setattr(imagenet, "decoded", lambda path, *rest: (opened.append(path), decoder(path, *rest))[1])
-    assert torch.equal(TrainStream(data, 4, seed=3, share=slice(2, 4)).inputs(2), whole[2:])
+    assert torch.equal(TrainSource(data, 4, seed=3, share=slice(2, 4)).inputs(2), whole[2:])
     assert len(opened) == 2
 
 
 def test_evaluation_pads_and_normalises(tmp_path):
-    write_photographs(tmp_path)
+    write_image_folders(tmp_path)
     data = load_dataset("imagenet", root=tmp_path, size=12)
-    stream = EvalStream(data, 4)
-    assert stream.batches == 2
-    last = stream.inputs(1)
+    source = EvalSource(data, 4)
+    assert source.batches == 2
+    last = source.inputs(1)
     assert last.shape == (4, 3, 12, 12)
     assert last.dtype == torch.float32
     assert torch.equal(last[1], last[3])
-    assert stream.targets(1).tolist() == [2, 2, -100, -100]
+    assert source.targets(1).tolist() == [2, 2, -100, -100]
     assert torch.equal(
         last[0], (torch.tensor(decoded(tmp_path / "val/n02/0.JPEG", 12, None)).permute(2, 0, 1) - 255 * MEAN) / (255 * STD)
     )
 
 
-def test_folders_that_do_not_fit(tmp_path):
+def test_invalid_folders(tmp_path):
     with pytest.raises(
         DataError, match=r"train: can't be read \(No such file or directory\); data\.root is a folder with train/<class>"
     ):
         load_dataset("imagenet", root=tmp_path)
-    write_photographs(tmp_path)
+    write_image_folders(tmp_path)
     for file in (tmp_path / "val" / "n02").iterdir():
         file.rename(tmp_path / "val" / file.name)
-    with pytest.raises(DataError, match=r"val/n02: found no file that ends in \.jpeg, \.jpg, \.png"):
+    with pytest.raises(DataError, match=r"val/n02: expected files that end in \.jpeg, \.jpg or \.png, got none"):
         load_dataset("imagenet", root=tmp_path)
     (tmp_path / "val" / "n02").rmdir()
-    with pytest.raises(DataError, match=r"train and val have different classes, such as n02"):
+    with pytest.raises(DataError, match=r"expected the same classes in train and val, got n02 in one of them only"):
         load_dataset("imagenet", root=tmp_path)
     for folder in (tmp_path / "val").glob("n*"):
         folder.rename(tmp_path / folder.name)
-    with pytest.raises(
-        DataError, match=r"val: found 0 folder\(s\) of classes, accepted are 2 or more; .*move the validation images"
-    ):
+    with pytest.raises(DataError, match=r"val: expected at least 2 folders of classes, got 0; .*move the validation images"):
         load_dataset("imagenet", root=tmp_path)

@@ -1,4 +1,4 @@
-"""Worker processes that prepare microbatches: the same ones, in order, gone when they should be."""
+"""Worker processes that prepare microbatches: correct results in order, and no process left behind."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from petra.data import EvalStream, TrainStream, load_dataset
-from petra.data.prefetch import AHEAD, Prefetcher
+from petra.data import EvalSource, TrainSource, load_dataset
+from petra.data.prefetch import PREFETCH_FACTOR, Prefetcher
 from petra.errors import DataError
-from tests.support.fakes import write_photographs
+from tests.support.fakes import write_image_folders
 
 
 def doubled(m: int) -> torch.Tensor:
@@ -25,52 +25,52 @@ def doubled(m: int) -> torch.Tensor:
 
 def test_numbers_come_in_order_from_other_processes() -> None:
     prefetch = Prefetcher(doubled, workers=2)
-    for m in (0, 1, 2, 3, 4, 100, 101, 7, 8, 8):  # jumps and repetitions start anew
+    for m in (0, 1, 2, 3, 4, 100, 101, 7, 8, 8):  # jumps and repetitions restart the workers
         found, process = prefetch(m).tolist()
         assert found == 2 * m
         assert process != os.getpid()
 
 
-def test_work_ahead_is_bounded(tmp_path: Path) -> None:
-    def noted(m: int) -> torch.Tensor:
+def test_number_of_prefetched_results_is_limited(tmp_path: Path) -> None:
+    def recorded(m: int) -> torch.Tensor:
         (tmp_path / str(m)).touch()
         return torch.tensor(m)
 
-    prefetch = Prefetcher(noted, workers=2)
+    prefetch = Prefetcher(recorded, workers=2)
     prefetch(0)
     deadline = time.monotonic() + 10
-    while len(list(tmp_path.iterdir())) < 1 + 2 * AHEAD and time.monotonic() < deadline:
+    while len(list(tmp_path.iterdir())) < 1 + 2 * PREFETCH_FACTOR and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.1)
-    assert {int(path.name) for path in tmp_path.iterdir()} == set(range(1 + 2 * AHEAD))
+    assert {int(path.name) for path in tmp_path.iterdir()} == set(range(1 + 2 * PREFETCH_FACTOR))
 
 
-def test_workers_end_with_the_last_number() -> None:
+def test_workers_exit_after_the_last_number() -> None:
     prefetch = Prefetcher(doubled, workers=2, stop=3)
     for _ in range(2):
         assert [prefetch(m)[0].item() for m in range(3)] == [0, 2, 4]
         assert not multiprocessing.active_children()
 
 
-def test_streams_are_the_same_with_workers(tmp_path: Path) -> None:
-    write_photographs(tmp_path)
+def test_microbatches_are_the_same_with_workers(tmp_path: Path) -> None:
+    write_image_folders(tmp_path)
     data = load_dataset("imagenet", root=tmp_path, size=12)
-    for plain, ahead in (
-        (TrainStream(data, 5, seed=2), TrainStream(data, 5, seed=2, workers=2)),
-        (EvalStream(data, 4), EvalStream(data, 4, workers=2)),
+    for plain, prefetched in (
+        (TrainSource(data, 5, seed=2), TrainSource(data, 5, seed=2, workers=2)),
+        (EvalSource(data, 4), EvalSource(data, 4, workers=2)),
     ):
         for m in (0, 1, 0, 1):
-            assert torch.equal(plain.inputs(m), ahead.inputs(m))
-            assert torch.equal(plain.targets(m), ahead.targets(m))
+            assert torch.equal(plain.inputs(m), prefetched.inputs(m))
+            assert torch.equal(plain.targets(m), prefetched.targets(m))
 
 
 def test_damaged_file_is_reported_as_without_workers(tmp_path: Path) -> None:
-    write_photographs(tmp_path)
+    write_image_folders(tmp_path)
     (tmp_path / "val" / "n01" / "0.JPEG").write_bytes(b"no image")
-    stream = EvalStream(load_dataset("imagenet", root=tmp_path, size=12), 2, workers=1)
-    assert stream.inputs(0).shape == (2, 3, 12, 12)
+    source = EvalSource(load_dataset("imagenet", root=tmp_path, size=12), 2, workers=1)
+    assert source.inputs(0).shape == (2, 3, 12, 12)
     with pytest.raises(DataError) as error:
-        stream.inputs(1)
+        source.inputs(1)
     assert str(error.value).startswith(f"{tmp_path}/val/n01/0.JPEG: can't be read")
     assert len(str(error.value).splitlines()) == 1
 
@@ -86,11 +86,11 @@ def test_worker_that_dies_is_reported() -> None:
         sum(prefetch(m) for m in range(3))
 
 
-def test_other_errors_are_not_taken_for_a_death() -> None:
+def test_other_errors_are_not_reported_as_a_dead_worker() -> None:
     def wrong(m: int) -> torch.Tensor:
-        raise RuntimeError("a mistake of ours")
+        raise RuntimeError("a programming error")
 
-    with pytest.raises(RuntimeError, match="a mistake of ours"):
+    with pytest.raises(RuntimeError, match="a programming error"):
         Prefetcher(wrong, workers=1)(0)
 
 
@@ -107,7 +107,7 @@ def test_no_worker_outlives_its_parent(end: str) -> None:
         parent.kill()
     parent.join(timeout=30)
     assert parent.exitcode == (-signal.SIGKILL if end == "killed" else 2)
-    deadline = time.monotonic() + 20  # a worker looks for its parent every 5 s
+    deadline = time.monotonic() + 20  # a worker checks its parent every 5 s
     while any(_alive(pid) for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(_alive(pid) for pid in workers)
@@ -123,7 +123,7 @@ def _prefetching(sender: Connection, end: str) -> None:
 
 
 def _alive(pid: int) -> bool:
-    """A process that has ended and that nobody waits for stays as a zombie."""
+    """Return whether a process is running. A process that has ended and that nobody waits for stays as a zombie."""
     status = Path(f"/proc/{pid}/status")
     try:
         return "State:\tZ" not in status.read_text()

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from petra.staleness import Prediction, Remedy
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,6 +17,7 @@ from petra.analysis.plots import gradient_quality
 from petra.diagnostics.gradient_quality import GradientQuality, angle
 from petra.hooks import Gradients, Hook
 from petra.specs import Streams
+from petra.staleness import Prediction, Remedy
 from tests.support.nets import RandomStream, mixed_net
 
 PETRA = Method("petra", 2, Keep.NOTHING)

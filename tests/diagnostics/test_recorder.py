@@ -13,7 +13,8 @@ from torch import nn
 
 from petra import METHODS, Keep, Method, Pipeline
 from petra.analysis.timeline import main, write_timeline, write_trace
-from petra.cost_model.simulator import StageCost, simulate
+from petra.cost_model.costs import StageCost
+from petra.cost_model.simulator import simulate
 from petra.diagnostics.events import Interval, Kind, split_waits
 from petra.diagnostics.recorder import Recorder, clock_offset, gathered_intervals
 from petra.diagnostics.stage_times import MAX_PENDING, StageTimes
@@ -202,7 +203,7 @@ def test_schedules_are_plotted_without_running(tmp_path: Path, capsys: pytest.Ca
     assert "stage 3" in (tmp_path / "a.svg").read_text() or "<svg" in (tmp_path / "a.svg").read_text()
     with pytest.raises(SystemExit):
         main(["--stages", "0"])
-    assert capsys.readouterr().err == "error: --stages: found 0, accepted are integers >= 1\n"
+    assert capsys.readouterr().err == "error: --stages: expected an integer >= 1, got 0\n"
 
 
 def test_traces_are_in_microseconds(tmp_path: Path) -> None:

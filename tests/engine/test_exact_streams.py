@@ -1,4 +1,4 @@
-"""Reconstruction bit for bit with streams on a grid."""
+"""Exact streams: with streams on a grid, reconstruction is exact bit for bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def blocks(dtype: torch.dtype, dropout: float = 0.0) -> list[ReversibleBlock]:
-    """Couplings for 36 evaluations in all."""
+    """Return couplings with 36 functions in all."""
     torch.manual_seed(0)
     made: list[ReversibleBlock] = []
     for _ in range(12):
@@ -37,14 +37,14 @@ def blocks(dtype: torch.dtype, dropout: float = 0.0) -> list[ReversibleBlock]:
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize(("dtype", "autocast"), [(torch.float32, False), (torch.float32, True), (torch.float64, False)])
-def test_what_was_added_is_taken_away_bit_for_bit(exact: bool, dtype: torch.dtype, autocast: bool) -> None:
-    """By the inverse, and by the inverse fused with the gradients; without the grid neither does."""
+def test_inverse_is_exact_with_a_grid_and_only_then(exact: bool, dtype: torch.dtype, autocast: bool) -> None:
+    """Both for the inverse and for the inverse fused with the vector-Jacobian product."""
     chain, grid = blocks(dtype, dropout=0.2), Grid(dtype)
     x = tuple(torch.randn(2, 4, 6, 6, dtype=dtype) for _ in range(2))
     if exact:
         x = tuple(grid.enter(t) for t in x)
         for block in chain:
-            block.carry_on(grid)
+            block.enable_exact_streams(grid)
     y: tuple[Tensor, Tensor] = (x[0], x[1])
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
         with torch.no_grad():
@@ -60,8 +60,8 @@ def test_what_was_added_is_taken_away_bit_for_bit(exact: bool, dtype: torch.dtyp
     grid.require()
 
 
-def test_gradients_are_those_without_the_grid() -> None:
-    """Up to its rounding, 2^-41 in float64; and for the input as if nothing were rounded."""
+def test_gradients_with_a_grid_equal_those_without() -> None:
+    """Up to the rounding of the grid, 2^-41 in float64. The gradient of the input passes through the rounding."""
     x = torch.randn(2, 2, 4, 6, 6, dtype=torch.float64)
     weight = torch.randn(2, 2, 4, 6, 6, dtype=torch.float64)
     found = []
@@ -76,7 +76,7 @@ def test_gradients_are_those_without_the_grid() -> None:
 
 
 @pytest.mark.parametrize("keep", Keep)
-def test_a_stage_hands_back_its_input_bit_for_bit(keep: Keep) -> None:
+def test_a_stage_returns_its_input_bit_for_bit(keep: Keep) -> None:
     model = mixed_net(dropout=0.2, dtype=torch.float32)
     made = [model.build_block(i, 4) for i in range(5)]
     kept = [keep if keep is not Keep.NOTHING or isinstance(b, ReversibleBlock) else Keep.INPUT for b in made]
@@ -91,8 +91,8 @@ def test_a_stage_hands_back_its_input_bit_for_bit(keep: Keep) -> None:
     assert all(torch.equal(a, b) for a, b in zip(back, between, strict=True))
 
 
-def test_training_with_exact_streams_reconstructs_what_others_keep() -> None:
-    """Without updates in between, so that weights are unchanged: the same bits from inputs kept and inputs reconstructed."""
+def test_training_with_reconstructed_inputs_equals_training_with_stored_inputs() -> None:
+    """Bit for bit, as long as no update changes the weights between the passes."""
     states = []
     for method in ("dsp", "petra"):
         data = RandomStream(dtype=torch.float32)
@@ -119,24 +119,22 @@ def test_streams_out_of_range_are_an_error() -> None:
     sequence(torch.full((2,), 250.0), torch.zeros(2))
     grid.require()
     sequence(torch.zeros(2), torch.ones(2))
-    sequence(torch.tensor([float("nan"), 1.0]), torch.ones(2))  # for an update to find
-    with pytest.raises(ModelError, match="exact_streams: found a stream of magnitude 10000, accepted are at most 256"):
+    sequence(torch.tensor([float("nan"), 1.0]), torch.ones(2))  # the update reports this one
+    with pytest.raises(ModelError, match=r"exact_streams: expected .* at most 256 in torch\.float32, got 10000"):
         grid.require()
 
 
-def test_what_has_no_exact_streams_is_refused() -> None:
+def test_blocks_and_types_without_exact_streams_raise_an_error() -> None:
     class Other(TwoFunctionCoupling):
-        carry_on = ReversibleBlock.carry_on
+        enable_exact_streams = ReversibleBlock.enable_exact_streams
 
-    with pytest.raises(ModelError, match="exact_streams: found a Other"):
+    with pytest.raises(ModelError, match="exact_streams: expected reversible blocks that override enable_exact_streams, got Other"):
         ReversibleSequence([Other(nn.Identity(), nn.Identity())], grid=Grid())
     own = Model("own", (BlockSpec("stem", lambda: Stem(2)), BlockSpec("other", lambda: Other(nn.Identity(), nn.Identity()))))
     layout = Layout.plan(own, RandomStream(dtype=torch.float32).spec, None, processes=2)
-    with pytest.raises(
-        ModelError, match="exact_streams: expected false with block other, which is reversible and has no carry_on of its own"
-    ):
+    with pytest.raises(ModelError, match=r"exact_streams: .* block other.* enable_exact_streams"):
         layout.require_exact()
-    with pytest.raises(ModelError, match=r"exact_streams: found streams of torch\.bfloat16"):
+    with pytest.raises(ModelError, match=r"exact_streams: expected .*, got torch\.bfloat16"):
         Pipeline(
             mixed_net(dtype=torch.bfloat16),
             RandomStream(dtype=torch.bfloat16).spec,
@@ -146,7 +144,7 @@ def test_what_has_no_exact_streams_is_refused() -> None:
 
 
 def test_evaluation_may_leave_the_range() -> None:
-    """Nothing is reconstructed there."""
+    """Nothing is reconstructed in an evaluation."""
     chain = Stage([Coupling(branch(4))], [Keep.NOTHING], grid=Grid())
     assert chain.grid is not None
     chain.evaluate((torch.full((2, 4, 6, 6), 1e6), torch.ones(2, 4, 6, 6)))

@@ -270,17 +270,17 @@ def test_what_an_error_left_on_its_way_is_not_trained_on(evaluating: bool) -> No
     [
         ({"k": 0}, "k: expected an integer >= 1, got 0"),
         ({"k": 1.5}, "k: expected an integer >= 1, got 1.5"),
-        ({"method": Method("x", (1, 2), Keep.GRAPH, flush=True, fill=True)}, "found 2 delays"),
+        ({"method": Method("x", (1, 2), Keep.GRAPH, flush=True, fill=True)}, "got 2 delays"),
         ({"stages": 7}, "stages: expected 1 to 6, .*, got 7"),
         ({"stages": [3, 2]}, "sum to 6"),
         ({"method": "petri"}, "method: expected one of petra, .*, got petri"),
-        ({"method": Method("x", (1, 2), Keep.NOTHING)}, "found 2 delays"),
+        ({"method": Method("x", (1, 2), Keep.NOTHING)}, "got 2 delays"),
         ({"runtime": Runtime(transport="edge")}, "transport: expected auto or local in one process, got edge"),
         ({"runtime": Runtime(concurrency=0)}, "concurrency: expected an integer >= 1, got 0"),
-        ({"method": "pipedream_2bw", "k": 4}, "k: found 4, accepted are integers >= 5 .the delay of stage 1"),
+        ({"method": "pipedream_2bw", "k": 4}, "k: expected an integer >= 5 .*the delay of stage 1.*, got 4"),
         (
             {"method": Method("x", 1, Keep.GRAPH), "numerics": Numerics(autocast=torch.bfloat16)},
-            "the graph holds casts of the weights",
+            "refers to casts of the weights",
         ),
     ],
 )
@@ -296,7 +296,7 @@ def test_exact_streams_need_a_wire_of_their_own_type() -> None:
 
 def test_data_of_another_form_is_refused() -> None:
     pipeline = Pipeline(mixed_net(), RandomStream().spec, optimizer=sgd)
-    with pytest.raises(ModelError, match=r"microbatch 0: found float64\[1, 3, 8, 8\], accepted is float64\[4, 3, 8, 8\]"):
+    with pytest.raises(ModelError, match=r"microbatch 0: expected float64\[4, 3, 8, 8\], got float64\[1, 3, 8, 8\]"):
         pipeline.train(RandomStream(batch=1), 2)
 
 
@@ -307,7 +307,7 @@ def test_a_first_block_that_writes_into_the_data_is_refused(method: str) -> None
             return x.mul_(2)
 
     model = Model("bad", (BlockSpec("scaling", Scaling), *mixed_net().blocks))
-    with pytest.raises(ModelError, match="Scaling changes its input in place"):
+    with pytest.raises(ModelError, match="Scaling modifies its input in place"):
         Pipeline(model, RandomStream().spec, method=method, k=6, optimizer=sgd).train(RandomStream(), 1)
 
 

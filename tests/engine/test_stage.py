@@ -1,3 +1,5 @@
+"""Stages without a pipeline: gradients, stored activations, versions of weights and hooks, for each kind of block."""
+
 import gc
 from functools import partial
 
@@ -8,6 +10,7 @@ from torch._subclasses import FakeTensor
 
 from petra import Keep, Weights
 from petra.engine.stage import Stage
+from petra.hooks import Hook, Hooks
 from petra.method import METHODS
 from petra.model import Chain, Model
 from petra.reversible import Coupling, derive_seed, seeded
@@ -25,7 +28,7 @@ def stage(model: Model, keep: Keep, weights: Weights = Weights.CURRENT, k: int =
 
 
 def replayed(chain: Chain, m: int, x: Tensor, seed: int = 4) -> Tensor:
-    """Plain autograd with the random numbers of the engine."""
+    """Return the output under plain autograd, with the random numbers that the engine draws."""
     streams: Streams = (x,)
     for i, block in enumerate(chain.children()):
         block_seed = derive_seed(derive_seed(seed, i), m)
@@ -42,7 +45,7 @@ def replayed(chain: Chain, m: int, x: Tensor, seed: int = 4) -> Tensor:
 @pytest.mark.parametrize("weights", list(Weights))
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_gradient_of_frozen_weights_equals_plain_autograd(keep: Keep, weights: Weights, dropout: float) -> None:
-    """Invariants 2 and 5, with five microbatches in flight."""
+    """Gradients, dropout masks and running statistics, with five microbatches in flight."""
     model, data, k = mixed_net(dropout=dropout), RandomStream(), 5
     made, chain = stage(model, keep, weights, k=k), model.build(4)
     outputs = [made.forward(m, (data.inputs(m),)) for m in range(k)]
@@ -65,8 +68,7 @@ def live_bytes() -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def test_reversible_block_that_keeps_nothing_holds_no_tensor() -> None:
-    """Invariant 4."""
+def test_reversible_block_that_keeps_nothing_stores_no_tensor() -> None:
     made = Stage([Coupling(branch(4)) for _ in range(3)], [Keep.NOTHING] * 3, first_block=1)
     x = (torch.randn(4, 4, 8, 8), torch.randn(4, 4, 8, 8))
     before = live_bytes()
@@ -77,8 +79,7 @@ def test_reversible_block_that_keeps_nothing_holds_no_tensor() -> None:
     assert not any(runner.stored for runner in made.runners)
 
 
-def test_block_that_is_not_reversible_holds_its_inputs_in_flight() -> None:
-    """Invariant 4."""
+def test_block_that_is_not_reversible_stores_its_inputs_in_flight() -> None:
     made = Stage([nn.Conv2d(4, 4, 3, padding=1)], [Keep.INPUT], first_block=1)
     one = 4 * 4 * 8 * 8 * 4
     before = live_bytes()
@@ -95,7 +96,7 @@ def test_block_that_is_not_reversible_holds_its_inputs_in_flight() -> None:
 
 @pytest.mark.parametrize("keep", [Keep.GRAPH, Keep.INPUT])
 def test_stashed_and_current_weights_differ_after_an_update(keep: Keep) -> None:
-    """With the graph kept, current weights mean activations old, weights new; stashed and double ones are real copies."""
+    """A stored graph combines old activations with current weights; stashed and double weights are real copies."""
     x, delta = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
     results = {}
     for weights in Weights:
@@ -123,15 +124,15 @@ def test_stashed_and_current_weights_differ_after_an_update(keep: Keep) -> None:
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("kernel", ["fused", "foreach"])
-def test_a_kept_graph_sees_what_the_optimizer_writes(optimizer: type[torch.optim.Optimizer], kernel: str) -> None:
-    """Activations old, weights new, through convolution and batch normalisation, whatever kernel the optimizer uses."""
+def test_a_stored_graph_uses_the_updated_weights(optimizer: type[torch.optim.Optimizer], kernel: str) -> None:
+    """Old activations and new weights, through convolution and batch normalisation, with each kind of optimizer kernel."""
     torch.manual_seed(1)
     block = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)).double()
     block.to(memory_format=torch.channels_last)
     x, delta = torch.randn(2, 3, 5, 5, dtype=torch.float64), torch.randn(2, 2, 5, 5, dtype=torch.float64)
     made = Stage([block], [Keep.GRAPH], first_block=1, channels_last=True)
     made.forward(0, (x,))
-    made.forward(1, (torch.randn_like(x),))  # moves the running statistics
+    made.forward(1, (torch.randn_like(x),))  # updates the running statistics
     with torch.no_grad():
         hidden = block[0](x)
         mean, variance = (f(hidden, dim=(0, 2, 3), keepdim=True) for f in (torch.mean, partial(torch.var, correction=0)))
@@ -150,7 +151,7 @@ def test_a_kept_graph_sees_what_the_optimizer_writes(optimizer: type[torch.optim
 
 
 def test_double_weights_are_two_versions() -> None:
-    """Beside the parameters only the version before the last update lives on, however many microbatches are in flight."""
+    """Only one version exists besides the parameters, however many microbatches are in flight."""
     made = Stage([nn.Linear(500, 500)], [Keep.INPUT], weights=Weights.DOUBLE, first_block=1, k=2)
     size, x = 500 * 501 * 4, torch.randn(2, 500)
     before = live_bytes()
@@ -165,7 +166,7 @@ def test_double_weights_are_two_versions() -> None:
 
 
 def test_reconstruction_with_current_weights_differentiates_stashed_ones() -> None:
-    """The fourth row of PETRA's Table 4."""
+    """PETRA, Table 4, fourth row."""
     torch.manual_seed(0)
     block = Coupling(nn.Sequential(nn.Linear(3, 3), nn.Tanh())).double()
     old = {name: p.detach().clone() for name, p in block.named_parameters()}
@@ -183,7 +184,7 @@ def test_reconstruction_with_current_weights_differentiates_stashed_ones() -> No
     torch.testing.assert_close(dx[1], delta[0] + (delta[1] * slope) @ old["f.0.weight"])
 
 
-def test_last_stage_runs_its_tail_forward_once() -> None:
+def test_last_stage_stores_the_graph_of_its_last_blocks() -> None:
     method = METHODS["petra"]
     assert method.keep_of([True, False, True, False, False], last=True) == (
         Keep.NOTHING,
@@ -206,3 +207,53 @@ def test_bf16_autocast_keeps_streams_in_float32() -> None:
     x, dx = made.backward(0, y, tuple(torch.ones_like(t) for t in y))
     assert {t.dtype for t in (*x, *dx)} == {torch.float32}
     assert all(p.grad.isfinite().all() and p.grad.abs().sum() > 0 for p in made.module.parameters() if p.dim() > 1)
+
+
+class Recorded(Hook):
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int, int, int]] = []
+        self.inputs: dict[tuple[str, int], Streams] = {}
+        self.gradients: dict[Tensor, Tensor] = {}
+
+    def block_forward_begin(self, stage: int, block: int, m: int, x: Streams) -> None:
+        self.events.append(("forward", stage, block, m))
+        self.inputs["forward", block] = x
+
+    def block_backward_end(self, stage: int, block: int, m: int, x: Streams, gradients: dict[Tensor, Tensor]) -> None:
+        self.events.append(("backward", stage, block, m))
+        self.inputs["backward", block] = x
+        self.gradients |= gradients
+        assert all(torch.equal(p.grad, g / 2) for p, g in gradients.items())  # already accumulated
+
+
+def test_hooks_get_the_input_and_the_gradients_of_each_block() -> None:
+    hook, hooks = Recorded(), Hooks()
+    made = Stage(
+        [Coupling(nn.Linear(3, 3)), nn.Bilinear(3, 3, 2)], [Keep.NOTHING, Keep.INPUT], index=4, first_block=7, k=2, hooks=hooks
+    )
+    x, dy = (torch.randn(4, 3), torch.randn(4, 3)), (torch.randn(4, 2),)
+    with hooks.attached(hook):
+        made.forward(5, x)
+        made.backward(5, (), dy)
+    assert hook.events == [("forward", 4, 7, 5), ("forward", 4, 8, 5), ("backward", 4, 8, 5), ("backward", 4, 7, 5)]
+    assert set(hook.gradients) == set(made.module.parameters())
+    for block in (7, 8):
+        for a, b in zip(hook.inputs["forward", block], hook.inputs["backward", block], strict=True):
+            torch.testing.assert_close(a, b)
+    made.forward(6, x)
+    assert len(hook.events) == 4
+
+
+def test_remedies_set_the_weights_of_both_passes() -> None:
+    """The forward pass uses predicted weights and the backward pass differentiates corrected ones, until both are reset."""
+    block = nn.Linear(3, 2)
+    made = Stage([block], [Keep.INPUT], first_block=1)
+    predicted, corrected = ({p: torch.randn_like(p).requires_grad_() for p in block.parameters()} for _ in range(2))
+    made.use_weights(predicted, corrected)
+    x, dy = torch.randn(4, 3), torch.randn(4, 2)
+    (y,) = made.forward(0, (x,))
+    _, (dx,) = made.backward(0, (), (dy,))
+    torch.testing.assert_close(y, nn.functional.linear(x, predicted[block.weight], predicted[block.bias]).detach())
+    torch.testing.assert_close(dx, dy @ corrected[block.weight].detach())
+    made.use_weights(None, None)
+    assert torch.equal(made.forward(1, (x,))[0], block(x))

@@ -1,4 +1,4 @@
-"""Where a node stands, what NCCL and gloo are told, whose GPU is whose, and several nodes at once."""
+"""Nodes of a cluster: their ranks, environment variables of NCCL and gloo, GPUs of ranks, and several nodes at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from launch.config.errors import CONF
 from launch.config.schema import ClusterConfig, register, to_config
 from launch.node import Node, first_host
 from launch.runtime import agent, network
-from launch.runtime.rank import Place, require_own
+from launch.runtime.rank import Process, require_distinct_gpus
+from launch.runtime.reporting import only_first_prints
 from petra import ConfigError
 from tests.support.agents import train
 
@@ -48,25 +49,25 @@ ROOT = Path(__file__).parents[2]
     ],
     ids=["alone", "alone with processes", "by hand", "Kubernetes", "fixed range", "Slurm", "by hand under Slurm"],
 )
-def test_where_a_node_stands(environment: dict[str, str], expected: Node) -> None:
+def test_the_environment_describes_a_node(environment: dict[str, str], expected: Node) -> None:
     assert Node.from_environment(environment) == expected
 
 
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"NNODES": "two"}, "NNODES: found two, accepted are integers >= 1"),
-        ({"PET_NNODES": "1:2"}, "PET_NNODES: found 1:2, accepted is one number"),
-        ({"NNODES": "2", "MASTER_ADDR": "a"}, "NODE_RANK: not given, and needed on each of 2 nodes"),
-        ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "NODE_RANK: found 2, accepted are integers from 0 to 1"),
-        ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR: not given"),
-        ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE: found 0, accepted are integers >= 1"),
-        ({"NPROC_PER_NODE": "many"}, "NPROC_PER_NODE: found many"),
-        ({"NPROC_PER_NODE": "8,2"}, "NPROC_PER_NODE: found 8,2, accepted are one number, or 1 for 1 nodes"),
-        ({"MASTER_PORT": "70000"}, "MASTER_PORT: found 70000, accepted are integers from 1 to 65535"),
+        ({"NNODES": "two"}, "NNODES: expected an integer >= 1, got two"),
+        ({"PET_NNODES": "1:2"}, "PET_NNODES: expected one number, since the number of stages is fixed, got 1:2"),
+        ({"NNODES": "2", "MASTER_ADDR": "a"}, "NODE_RANK: expected a value on each of 2 nodes, got nothing"),
+        ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "NODE_RANK: expected an integer from 0 to 1, got 2"),
+        ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR: expected a value on each of 2 nodes, got nothing"),
+        ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE: expected an integer >= 1, got 0"),
+        ({"NPROC_PER_NODE": "many"}, "NPROC_PER_NODE: expected an integer >= 1, got many"),
+        ({"NPROC_PER_NODE": "8,2"}, r"NPROC_PER_NODE: expected one number, or one for each of 1 node\(s\), got 8,2"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT: expected an integer from 1 to 65535, got 70000"),
     ],
 )
-def test_places_that_are_refused(environment: dict[str, str], message: str) -> None:
+def test_invalid_environments(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Node.from_environment(environment)
 
@@ -77,7 +78,7 @@ def test_first_host_of_a_slurm_list() -> None:
 
 
 def test_two_nodes_of_unequal_size_train_as_one_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes on one node, one on the other; each is an agent of torchrun, started as on a network."""
+    """Two processes on one node and one on the other, each node with an agent of torchrun as on a network."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert run_nodes("2,1", ["--module", "tests.support.agents", str(tmp_path / "parts.pt")], timeout=150) == [0, 0]
@@ -89,7 +90,7 @@ def test_two_nodes_of_unequal_size_train_as_one_process_does(tmp_path: Path, mon
     assert all(torch.equal(weights[key], value) for key, value in expected.items())
 
 
-def test_local_tells_what_is_wrong_once_and_starts_nothing(
+def test_local_reports_an_error_once_and_starts_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[tuple[object, ...]] = []
@@ -97,7 +98,7 @@ def test_local_tells_what_is_wrong_once_and_starts_nothing(
     for overrides, message in (
         (["--processes", "11"], "processes: expected 1 to 10, since revnet18 has 10 blocks, got 11"),
         (["trainer.stages=[5,4]"], "stages: expected positive numbers of blocks that sum to 10, got [5, 4]"),
-        (["k=0"], "k: found 0, accepted are integers >= 1"),
+        (["k=0"], "k: expected an integer >= 1, got 0"),
     ):
         monkeypatch.setattr(sys, "argv", ["local", "trainer.device=cpu", *overrides])
         with pytest.raises(SystemExit, match="2"):
@@ -106,7 +107,7 @@ def test_local_tells_what_is_wrong_once_and_starts_nothing(
     monkeypatch.setattr(sys, "argv", ["local", "--processes", "0"])
     with pytest.raises(SystemExit, match="2"):
         local.main()
-    assert "--processes: found 0, accepted are integers >= 1" in capsys.readouterr().err
+    assert "--processes: expected an integer >= 1, got 0" in capsys.readouterr().err
     assert not started
 
     monkeypatch.setattr(sys, "argv", ["local", "--processes", "10", "trainer.device=cpu", "k=2"])
@@ -114,9 +115,9 @@ def test_local_tells_what_is_wrong_once_and_starts_nothing(
     assert started == [(["--standalone", "--nproc-per-node", "10"], "launch.train", ["trainer.device=cpu", "k=2"])]
 
 
-def test_help_is_told_by_the_first_process_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_first_rank_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
     for rank in (0, 1):
-        with Place(rank=rank, world=2, local_rank=rank, local_world=2).composing():
+        with only_first_prints(Process(rank=rank, world=2, local_rank=rank, local_world=2)):
             print(f"help from {rank}")
     assert capsys.readouterr().out == "help from 0\n"
 
@@ -124,17 +125,17 @@ def test_help_is_told_by_the_first_process_alone(capsys: pytest.CaptureFixture[s
 def test_a_process_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert Place(rank=3, world=4, local_rank=3, local_world=4).device("auto") == torch.device("cuda", 0)
+    assert Process(rank=3, world=4, local_rank=3, local_world=4).device("auto") == torch.device("cuda", 0)
 
 
 def test_processes_on_one_gpu_are_named() -> None:
     store = dist.HashStore()
     for rank, gpu in ((0, "a"), (2, "b")):
         store.set(str(rank), gpu)
-    require_own(store, 1, 3, "c")
+    require_distinct_gpus(store, 1, 3, "c")
     for rank, gpu in ((1, "b"), (2, "b"), (0, "a")):
-        with pytest.raises(ConfigError, match="found GPU b in processes 1 and 2, accepted are a GPU for each process"):
-            require_own(_with(store, 1, "b"), rank, 3, gpu)
+        with pytest.raises(ConfigError, match="expected cpu, or a GPU for each process, got GPU b on ranks 1 and 2"):
+            require_distinct_gpus(_with(store, 1, "b"), rank, 3, gpu)
 
 
 def _with(store: dist.Store, rank: int, gpu: str) -> dist.Store:
@@ -148,7 +149,7 @@ def settings(*overrides: str) -> ClusterConfig:
         return to_config(compose("config", [f"cluster.{override}" for override in overrides])).cluster
 
 
-def test_what_nccl_and_gloo_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_variables_for_nccl_and_gloo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert network.variables(settings()) == {
         "NCCL_DEBUG": "WARN",
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "480",
@@ -163,7 +164,7 @@ def test_what_nccl_and_gloo_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
     environment = {"NCCL_DEBUG": "INFO"}
     monkeypatch.setattr(os, "environ", environment)
-    assert network.apply(chosen) == ["NCCL_DEBUG=INFO in the environment stays; the configuration would set WARN"]
+    assert network.set_variables(chosen) == ["NCCL_DEBUG=INFO from the environment is used; the configuration sets WARN"]
     assert environment == found | {"NCCL_DEBUG": "INFO"}
     assert (tmp_path / "a" / "b").is_dir()
 
@@ -171,38 +172,38 @@ def test_what_nccl_and_gloo_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("debug=LOUD", "cluster.debug: found LOUD, accepted are VERSION, WARN, INFO, TRACE"),
-        ("heartbeat=0", "cluster.heartbeat: found 0, accepted are integers >= 1"),
-        ("flight_recorder=-1", "cluster.flight_recorder: found -1, accepted are integers >= 0"),
-        ("interfaces=[]", r"cluster.interfaces: found \[\], accepted are null or a list of names"),
-        ("adapters=['']", r"cluster.adapters: found \[''\]"),
+        ("debug=LOUD", "cluster.debug: expected VERSION, WARN, INFO or TRACE, got LOUD"),
+        ("heartbeat=0", "cluster.heartbeat: expected an integer >= 1, got 0"),
+        ("flight_recorder=-1", "cluster.flight_recorder: expected an integer >= 0, got -1"),
+        ("interfaces=[]", r"cluster.interfaces: expected null or a list of names, got \[\]"),
+        ("adapters=['']", r"cluster.adapters: expected null or a list of names, got \[''\]"),
     ],
 )
-def test_settings_that_are_refused(override: str, message: str) -> None:
+def test_invalid_settings(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        network.variables(settings(override))
+        settings(override)
 
 
-def test_settings_that_this_machine_refuses(tmp_path: Path) -> None:
+def test_settings_that_do_not_fit_this_machine(tmp_path: Path) -> None:
     with pytest.raises(ConfigCompositionException):
         settings("interfaces=lo")
-    with pytest.raises(ConfigError, match=r"cluster\.interfaces: found eth99, accepted on .* are lo"):
-        network.apply(settings("interfaces=[lo,eth99]"))
+    with pytest.raises(ConfigError, match=r"cluster\.interfaces: expected lo.* on .*, got eth99"):
+        network.set_variables(settings("interfaces=[lo,eth99]"))
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"cluster\.dumps: .*file/x can't be made"):
-        network.apply(settings(f"dumps={tmp_path}/file/x"))
+    with pytest.raises(ConfigError, match=r"cluster\.dumps: .*file/x can't be created"):
+        network.set_variables(settings(f"dumps={tmp_path}/file/x"))
 
 
-def test_a_node_without_a_place_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_variable_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(os, "environ", {"NNODES": "2"})
     with pytest.raises(SystemExit, match="2"):
         node.main([])
-    assert capsys.readouterr() == ("", "error: NODE_RANK: not given, and needed on each of 2 nodes\n")
+    assert capsys.readouterr() == ("", "error: NODE_RANK: expected a value on each of 2 nodes, got nothing\n")
 
 
-@pytest.mark.parametrize(("code", "told", "status"), [(2, "status 2", 2), (-9, "signal SIGKILL", 137)])
-def test_the_first_failure_is_told_in_a_line(
-    code: int, told: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("code", "cause", "status"), [(2, "status 2", 2), (-9, "signal SIGKILL", 137)])
+def test_the_first_failure_is_one_line(
+    code: int, cause: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(arguments: list[str]) -> None:
         assert arguments == ["--signals-to-handle", "SIGHUP,SIGQUIT", "--standalone", "-m", "launch.train", "k=1"]
@@ -211,4 +212,4 @@ def test_the_first_failure_is_told_in_a_line(
     monkeypatch.setattr(agent, "torchrun", fail)
     with pytest.raises(SystemExit, match=str(status)):
         agent.run_agent(["--standalone"], "launch.train", ["k=1"])
-    assert capsys.readouterr().err == f"process 3 failed first, with {told}\n"
+    assert capsys.readouterr().err == f"process 3 failed first, with {cause}\n"

@@ -1,4 +1,4 @@
-"""The doctor's measurements against links of known speed, and its findings against machines of known faults."""
+"""launch.doctor: measurements of links with a known speed, and findings on machines with known problems."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ import torch.distributed as dist
 from launch.doctor import command as doctor
 from launch.doctor import links
 from launch.doctor.links import LARGE, Link
-from launch.doctor.machine import Report, compare, look
-from launch.runtime.rank import Place
+from launch.doctor.machine import Report, find_differences, inspect_machine
+from launch.runtime.rank import Process
 from tests.support.processes import run_processes
 
-ALONE = Place(rank=0, world=1, local_rank=0, local_world=1)
+ALONE = Process(rank=0, world=1, local_rank=0, local_world=1)
 CPU = torch.device("cpu")
 
 
 def slow_links(rank: int) -> list[Link]:
-    """As if rank 1 took a second to send a large message on, and rank 2 0.1 s for a small one."""
+    """Delay large messages from rank 1 to rank 2 by a second, and small messages from rank 2 by 0.1 s."""
     send = dist.send
 
     def slowly(tensor: torch.Tensor, peer: int) -> None:
@@ -56,55 +56,62 @@ def test_links_within_replicas_and_between_them(tmp_path: Path) -> None:
     assert run_processes(4, pairs, tmp_path)[3] == [(0, 1), (2, 3), (0, 2), (1, 3)]
 
 
-def report(rank: int, node: str = "0 (a)", device: str = "cuda:0", versions: str = "2.13", wrong: tuple[str, ...] = ()) -> Report:
-    return Report(rank, node, device, 2**30, 8, {"PyTorch": versions}, {}, wrong)
+def report(
+    rank: int, node: str = "0 (a)", device: str = "cuda:0", versions: str = "2.13", problems: tuple[str, ...] = ()
+) -> Report:
+    return Report(rank, node, device, 2**30, 8, {"PyTorch": versions}, {}, problems)
 
 
-def test_nothing_is_wrong_with_processes_that_agree() -> None:
-    assert compare([report(0), report(1, device="cuda:1"), report(2, "1 (b)")], line=3) == []
+def test_no_problems_with_equal_processes() -> None:
+    assert find_differences([report(0), report(1, device="cuda:1"), report(2, "1 (b)")], replica_size=3) == []
 
 
-def test_what_is_wrong_between_processes() -> None:
-    reports = [report(0, wrong=("broken",)), report(1, "1 (b)"), report(2, wrong=("broken",)), report(3, "1 (b)", "cpu", "2.11")]
-    assert compare(reports, line=4) == [
+def test_differences_between_processes() -> None:
+    reports = [
+        report(0, problems=("broken",)),
+        report(1, "1 (b)"),
+        report(2, problems=("broken",)),
+        report(3, "1 (b)", "cpu", "2.11"),
+    ]
+    assert find_differences(reports, replica_size=4) == [
         "node 0 (a): broken",
-        "PyTorch: found 2.13 (rank 0), 2.11 (rank 3), accepted is the same in every process",
-        "node 0 (a): its ranks don't follow each other, so neighbouring stages talk across nodes needlessly",
-        "node 1 (b): its ranks don't follow each other, so neighbouring stages talk across nodes needlessly",
-        "devices: found cpu and cuda, accepted is one kind in every process",
+        "PyTorch: expected the same version on every rank, got 2.13 (rank 0), 2.11 (rank 3)",
+        "node 0 (a): its ranks are not consecutive, so neighbouring stages communicate across nodes needlessly",
+        "node 1 (b): its ranks are not consecutive, so neighbouring stages communicate across nodes needlessly",
+        "devices: expected the same kind on every rank, got cpu and cuda",
     ]
 
 
 def test_replicas_that_would_fit_on_a_node() -> None:
     reports = [report(rank, "0 (a)" if rank < 3 else "1 (b)") for rank in range(6)]
-    assert compare(reports, line=3) == compare(reports, line=6) == []
-    assert compare(reports, line=2) == [
-        "ranks 2 to 3: a replica on nodes 0 (a), 1 (b) that would fit on one, so its stages talk across nodes needlessly; "
-        "accepted on a node are multiples of 2 processes"
+    assert find_differences(reports, replica_size=3) == find_differences(reports, replica_size=6) == []
+    assert find_differences(reports, replica_size=2) == [
+        "ranks 2 to 3: this replica fits on one node but uses nodes 0 (a), 1 (b), so its stages communicate across nodes "
+        "needlessly; run a multiple of 2 processes on each node"
     ]
 
 
-def test_what_is_wrong_with_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"):
         monkeypatch.delenv(name, raising=False)
-    assert look(ALONE, CPU, 2, None).wrong == ()
+    assert inspect_machine(ALONE, CPU, 2, None).problems == ()
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
     monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
-    nodes = Place(rank=0, world=4, local_rank=0, local_world=2)
-    found = look(nodes, CPU, 2, None)
+    nodes = Process(rank=0, world=4, local_rank=0, local_world=2)
+    found = inspect_machine(nodes, CPU, 2, None)
     assert found.node == "0 (here)"
     assert found.environment["NCCL_P2P_DISABLE"] == "1"
-    assert found.wrong == (
-        "2 core(s) for 2 process(es) of 2 thread(s): stages slow each other down",
-        "here stands for 127.0.1.1, which other nodes can't reach: set cluster.interfaces",
-        "NCCL_P2P_DISABLE=1: messages take a slower way than they may have to",
+    assert found.problems == (
+        "here resolves to 127.0.1.1, which other nodes can't reach: set cluster.interfaces",
+        "NCCL_P2P_DISABLE=1: messages may take a slower path than necessary",
+        "2 core(s) for 2 process(es) with 2 thread(s) each: stages slow each other down",
     )
-    assert not any("cluster.interfaces" in text for text in look(nodes, CPU, 2, ["eth0"]).wrong)
+    assert not any("cluster.interfaces" in text for text in inspect_machine(nodes, CPU, 2, ["eth0"]).problems)
 
 
-def test_what_is_wrong_with_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(name="H100", total_memory=2**36)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -112,12 +119,14 @@ def test_what_is_wrong_with_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=64 * 2**20))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (2**23, 2**23))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    found = look(ALONE, torch.device("cuda", 0), 1, None)
+    found = inspect_machine(ALONE, torch.device("cuda", 0), 1, None)
     assert (found.device, found.memory) == ("cuda:0 (H100)", 2**36)
-    assert "/dev/shm: found 64 MiB, accepted are 1 GiB or more (docker run --shm-size=8g)" in found.wrong
-    assert "cuda:0 can't reach cuda:1 directly: messages between them go through the host's memory" in found.wrong
+    assert "/dev/shm: expected 1 GiB or more (docker run --shm-size=8g), got 64 MiB" in found.problems
+    assert "cuda:0 can't access cuda:1 directly: messages between them go through host memory" in found.problems
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert any(text.startswith("PyTorch is built for CUDA 13.0 and finds no GPU") for text in look(ALONE, CPU, 1, None).wrong)
+    assert any(
+        text.startswith("PyTorch is built for CUDA 13.0 but finds no GPU") for text in inspect_machine(ALONE, CPU, 1, None).problems
+    )
 
 
 def test_the_doctor_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,10 +137,10 @@ def test_the_doctor_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert f"PyTorch {torch.__version__}" in out
     assert f"| 0 | 0 ({socket.gethostname()}) | cpu |" in out
     assert "TORCH_NCCL_DUMP_ON_TIMEOUT=1" in out
-    assert "- NCCL_DEBUG=INFO in the environment stays; the configuration would set WARN" in out
+    assert "- NCCL_DEBUG=INFO from the environment is used; the configuration sets WARN" in out
 
 
 def test_the_table_of_links() -> None:
-    shown = doctor.text([report(0), report(1)], [Link(0, 12e-6, LARGE / 0.05, 2.5e9)], [])
+    shown = doctor.report_text([report(0), report(1)], [Link(0, 12e-6, LARGE / 0.05, 2.5e9)], [])
     assert "| 0 – 1 | 12 | 1.34 | 2.50 | 50.0 |" in shown
-    assert shown.endswith("Nothing wrong found.")
+    assert shown.endswith("No problems found.")

@@ -1,4 +1,4 @@
-"""A process that is killed, stopped, out of memory or wrong: all end in time, one says where, none stays."""
+"""Faults of one process (killed, stopped, out of memory, a bug): all processes exit in time, and one reports the place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from launch.run import resume
-from launch.runtime.rank import Place
+from launch.runtime.rank import Process
+from launch.runtime.reporting import report_errors
 from petra.engine.stage import Stage
 from petra.specs import Streams
 from tests.support.forked import Forked, used
@@ -29,14 +30,14 @@ LONG = (
     "trainer.device=cpu",
     "run_dir=run",
 )
-"""An epoch of some minutes."""
+"""A run whose epoch takes minutes."""
 MESSAGE = r"(receiving|sending|exchanging) the message of stage \d+ to stage \d+( and back)?, microbatch \d+"
 TIMEOUT, START, END = 3, 60, 30
-"""Seconds: trainer.timeout; what a start may take at most; what an end may, beside the timeout."""
+"""Seconds: trainer.timeout, limit of the start, and limit of the exit in addition to the timeout."""
 
 
 def training(run: Forked) -> None:
-    """Waits until all processes of a run are well into its training."""
+    """Wait until all processes of a run are training."""
     deadline = time.monotonic() + START
     while "records in" not in run.told("out"):
         assert all(process.is_alive() for process in run.processes), run.told()
@@ -54,7 +55,7 @@ def errors(run: Forked) -> list[str]:
     ("number", "transport"), [(signal.SIGKILL, "lockstep"), (signal.SIGSTOP, "edge")], ids=["killed", "stopped"]
 )
 def test_a_lost_process_ends_all_within_the_timeout(number: signal.Signals, transport: str, tmp_path: Path) -> None:
-    """Stopped, it is noticed by the timeout alone; it doesn't stay either once it may run again, as torchrun's SIGKILL sees to."""
+    """Only the timeout detects a stopped process. It exits as well once it continues."""
     with Forked(tmp_path, [*LONG, f"trainer.transport={transport}", f"trainer.timeout={TIMEOUT}"], 3) as run:
         training(run)
         lost = time.monotonic()
@@ -72,7 +73,7 @@ def test_a_lost_process_ends_all_within_the_timeout(number: signal.Signals, tran
 
 
 def fail_at(microbatch: int, operation: str, failure: Callable[[], object], rank: int) -> None:
-    """Makes the first stage of process 1 fail at one microbatch."""
+    """Make the first stage of rank 1 fail at a microbatch."""
     if rank != 1:
         return
     calls = [0]
@@ -104,13 +105,13 @@ FAILURES: dict[str, tuple[str, Callable[[], object], str]] = {
         allocate,
         r"error: out of memory in stage 10, microbatch 5, backward: can't allocate memory: you tried to allocate \d+ bytes",
     ),
-    "wrong": ("backward", partial(raise_, ValueError("a mistake")), "in stage 10, microbatch 5, backward"),
-    "evaluation": ("evaluate", partial(raise_, ValueError("a mistake")), "in stage 6, microbatch 0, evaluation"),
+    "bug": ("backward", partial(raise_, ValueError("a bug")), "in stage 10, microbatch 5, backward"),
+    "evaluation": ("evaluate", partial(raise_, ValueError("a bug")), "in stage 6, microbatch 0, evaluation"),
 }
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_a_stage_that_fails_is_named_once(failure: str, tmp_path: Path) -> None:
+def test_a_failing_stage_is_reported_once(failure: str, tmp_path: Path) -> None:
     operation, fails, told = FAILURES[failure]
     with Forked(tmp_path, [*LONG, "trainer.limit_batches=8"], 2, prepare=partial(fail_at, 5, operation, fails)) as run:
         statuses = run.wait(START)
@@ -124,7 +125,7 @@ def test_a_stage_that_fails_is_named_once(failure: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (MemoryError(), "no more can be had"),
+        (MemoryError(), "allocation failed"),
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB."),
             "CUDA out of memory. Tried to allocate 2.00 GiB",
@@ -134,7 +135,7 @@ def test_a_stage_that_fails_is_named_once(failure: str, tmp_path: Path) -> None:
 )
 def test_out_of_memory_is_one_line(error: Exception, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     error.add_note("in stage 6, microbatch 5, forward")
-    with pytest.raises(SystemExit) as ended, Place(0, 1, 0, 1).reporting():
+    with pytest.raises(SystemExit) as ended, report_errors(Process(0, 1, 0, 1)):
         raise error
     assert (ended.value.code, capsys.readouterr().err) == (2, f"error: out of memory in stage 6, microbatch 5, forward: {told}\n")
 
@@ -145,14 +146,14 @@ def own_session(rank: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_to_every_process_of_a_job_lets_it_save(number: signal.Signals, tmp_path: Path) -> None:
-    """Those that prepare data among them."""
+    """Includes the processes that prepare data."""
     with Forked(tmp_path, [*LONG, "data.workers=1", "checkpoint.every=4"], 2, prepare=own_session) as run:
         training(run)
         for process in run.processes:
             assert process.pid is not None
             os.killpg(process.pid, number)
         assert run.wait(END) == [75, 75], run.told()
-    assert re.fullmatch(r"stopped as asked after microbatch \d+, checkpoint written, .*\n", run.told())
+    assert re.fullmatch(r"stopped on request after microbatch \d+, checkpoint written, .*\n", run.told())
 
 
 def on_its_own_disk(rank: int) -> None:

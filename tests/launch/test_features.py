@@ -159,16 +159,16 @@ def test_exports_load_strictly_and_back_into_a_pipeline(suffix: str, tmp_path: P
     other = trained("petra", 1)
     load_into(other, load(path), "x")
     assert all(torch.equal(value, other.state_dict()[key]) for key, value in pipeline.state_dict().items())
-    with pytest.raises(DataError, match=r"x: found nose\.weight, but mixed has no such block"):
+    with pytest.raises(DataError, match=r"x: contains nose\.weight, but mixed has no such block"):
         load_into(other, {"nose.weight": torch.zeros(1)}, "x")
     with pytest.raises(DataError, match=r"x: block stem does not fit \(.*Missing key"):
         load_into(other, {}, "x")
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(DataError, match="can't be read as exported weights"):
+    with pytest.raises(DataError, match="cannot be read as exported weights"):
         load(path)
-    with pytest.raises(ConfigError, match=r"weights: found a file that ends in \.bin, accepted are \.pt, \.safetensors"):
+    with pytest.raises(ConfigError, match=r"weights: expected a file name that ends in \.pt or \.safetensors, got \.bin"):
         load(tmp_path / "model.bin")
-    with pytest.raises(DataError, match="can't be written"):
+    with pytest.raises(DataError, match="cannot be written"):
         export(pipeline, tmp_path / "nowhere" / path.name)
 
 
@@ -201,11 +201,11 @@ def has(module: str) -> bool:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["run=nowhere"], "run: found no config.yaml in nowhere"),
-        (["k=3"], "run: not given"),
-        (["run"], "command line: found run"),
-        (["run=."], "run: found neither exported weights nor a checkpoint in ."),
-        (["run=.", "trainer.epoch=3"], "trainer.epoch: no such key, the nearest is trainer.epochs"),
+        (["run=nowhere"], "run: expected the folder of a run, got nowhere without a config.yaml"),
+        (["k=3"], "run: expected the folder of a run (run=FOLDER), got nothing"),
+        (["run"], "command line: expected run=FOLDER and key=value, got run"),
+        (["run=."], "run: expected a folder with exported weights or checkpoints, got ."),
+        (["run=.", "trainer.epoch=3"], "trainer.epoch: no such key; did you mean trainer.epochs?"),
     ],
 )
 def test_evaluation_refuses(words: list[str], message: str, tmp_path: Path, monkeypatch, capsys) -> None:
@@ -226,23 +226,23 @@ def test_evaluation_refuses(words: list[str], message: str, tmp_path: Path, monk
     [
         (
             ["optim=adamw", "optim.nesterov=true"],
-            "optim.nesterov: adamw has no such setting, accepted are weight_decay, ",
+            "optim.nesterov: expected null for adamw, which has the options weight_decay, ",
         ),
         (
             ["optim.betas=[0.9,0.99]"],
-            "optim.betas: sgd has no such setting, accepted are momentum",
+            "optim.betas: expected null for sgd, which has the options momentum",
         ),
-        (["optim=adam", "optim.betas=[0.9,1.0]"], "optim.betas: found .*, accepted are two numbers from 0 up to 1"),
-        (["optim.momentum=1.5"], "optim.momentum: found 1.5, accepted are numbers from 0 up to 1"),
-        (["optim.weight_decay=-1"], "optim.weight_decay: found -1.0, accepted are numbers >= 0"),
+        (["optim=adam", "optim.betas=[0.9,1.0]"], "optim.betas: expected null or a list of two numbers >= 0 and < 1, got"),
+        (["optim.momentum=1.5"], "optim.momentum: expected null or a number >= 0 and < 1, got 1.5"),
+        (["optim.weight_decay=-1"], "optim.weight_decay: expected null or a number >= 0, got -1.0"),
         (
             ["schedule=cosine", "schedule.gamma=0.1"],
-            "schedule.gamma: cosine has no such setting, accepted are",
+            "schedule.gamma: expected null for cosine, which has the options",
         ),
         (["optim.scaling=big"], "optim.scaling: expected one of goyal, none, got big"),
         (["optim.clip=1", "optim.clip_scope=global"], "optim.clip_scope: expected stage with method.delay=2"),
-        (["trainer.loss_scale=8"], "trainer.loss_scale: found 8, accepted is null for trainer.precision=float32"),
-        (["trainer.label_smoothing=1"], "trainer.label_smoothing: found 1.0"),
+        (["trainer.loss_scale=8"], "trainer.loss_scale: expected null with trainer.precision=float32, got 8"),
+        (["trainer.label_smoothing=1"], "trainer.label_smoothing: expected a number >= 0 and < 1, got 1.0"),
         (["trainer.limit_batches=0"], "trainer.limit_batches: expected null or an integer >= 1, got 0"),
         (["trainer.compile=fast"], "trainer.compile: expected null or one of eager, aot_eager, inductor, got fast"),
         (["trainer.export=onnx"], "trainer.export: expected one of none, pt, safetensors, got onnx"),
@@ -296,11 +296,11 @@ def test_a_dry_run_prints_and_leaves_nothing(tmp_path: Path, monkeypatch, capsys
 
 
 def test_help_names_groups_and_examples(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from launch.train import compose
+    from launch.config.compose import compose_command_line
 
     monkeypatch.setattr(sys, "argv", ["launch.train", "--help"])
     with pytest.raises(SystemExit):
-        compose()
+        compose_command_line()
     text = capsys.readouterr().out
     for part in ("python -m launch.train", "optim: adam, adamw, lars, muon, sgd", "dry_run=true", "warmup_epochs: 5"):
         assert part in text

@@ -1,4 +1,4 @@
-"""Configurations that work, those that are refused, and whole runs in one process and under torchrun."""
+"""Valid and invalid configurations, and whole runs in one process and under torchrun."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from launch.compare import main as compare
-from launch.config.compose import compose as compose_arguments
+from launch.config.compose import compose_command_line
 from launch.config.errors import CONF
 from launch.config.schema import DataConfig, register, to_config
 from launch.run.build import Setup, set_up
-from launch.run.data import streams
-from launch.runtime.rank import Place
+from launch.run.data import data_sources
+from launch.runtime.rank import Process
 from petra import ConfigError, DataError, Model, ModelError, PetraError, TensorSpec
 from petra.data import Dataset, EvalStream, TrainStream, load_dataset
-from petra.distributed import together
+from petra.distributed import raise_on_all_ranks
 from petra.models import MODELS, revnet18
 from petra.plan.layout import Layout
 from tests.support.processes import run_processes
 
 ROOT = Path(__file__).parents[2]
-ALONE = Place(rank=0, world=1, local_rank=0, local_world=1)
+ALONE = Process(rank=0, world=1, local_rank=0, local_world=1)
 TINY = ["data=synthetic", "data.images=64", "data.batch_size=8", "model.width=0.0625", "trainer.epochs=1", "trainer.device=cpu"]
 
 
@@ -42,7 +42,7 @@ def to_composed(*overrides: str) -> DictConfig:
         return compose("config", [*overrides])
 
 
-def planned(*overrides: str, place: Place = ALONE) -> Setup:
+def planned(*overrides: str, place: Process = ALONE) -> Setup:
     return set_up(to_config(to_composed(*overrides)), place)
 
 
@@ -62,14 +62,14 @@ def test_every_file_of_every_group_works(group: Path) -> None:
     elif group.stem in ("text", "revgpt"):
         assert planned("data=text", "model=revgpt").plan.inputs == TensorSpec((64, 256), torch.int64)
     else:
-        planned(f"{group.parent}={group.stem}", "k=9")  # PipeDream-2BW needs as many microbatches as stage 1 is ahead
+        planned(f"{group.parent}={group.stem}", "k=9")  # PipeDream-2BW needs k >= the delay of stage 1
 
 
 @pytest.mark.parametrize(
     ("overrides", "found"),
     [(["data=text"], "int64[64, 256]"), (["model=revgpt"], "float32[64, 3, 32, 32]")],
 )
-def test_networks_for_images_take_no_texts_and_the_reverse(overrides: list[str], found: str) -> None:
+def test_models_for_images_reject_text_and_the_reverse(overrides: list[str], found: str) -> None:
     with pytest.raises(ModelError, match=rf"block stem can't take {re.escape(found)} from the data"):
         planned(*overrides)
 
@@ -77,7 +77,7 @@ def test_networks_for_images_take_no_texts_and_the_reverse(overrides: list[str],
 @pytest.mark.parametrize("path", sorted(Path(CONF).rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_key_has_a_comment(path: Path) -> None:
     if "experiment" in path.parts:
-        return  # These repeat keys that are explained in their groups.
+        return  # experiments repeat keys that their groups explain
     keys = path.read_text().partition("override hydra/job_logging: none")[2] or path.read_text()
     bare = [line for line in keys.splitlines() if line and not line.startswith((" ", "#")) and "#" not in line]
     assert not bare
@@ -101,7 +101,7 @@ def test_options_of_a_model_reach_its_builder(monkeypatch: pytest.MonkeyPatch) -
     assert seen == {"classes": 10, "size": 32, "width": 0.5}
     planned("model.name=sized", "model.width=null", *unset, "data=synthetic", "data.classes=7", "data.size=48")
     assert seen == {"classes": 7, "size": 48, "width": 1.0}
-    with pytest.raises(ConfigError, match=r"model\.stem: sized has no such setting, accepted are width"):
+    with pytest.raises(ConfigError, match=r"model\.stem: expected null for sized, which has the options width, got cifar"):
         planned("model.name=sized", "model.norm=null", "model.stem=cifar")
     profiles = planned("model=revnet50", "model.downsampling=convolution").plan.model.profile(
         TensorSpec((2, 3, 32, 32), torch.float32)
@@ -122,7 +122,7 @@ def test_settings_that_exclude_each_other_are_refused() -> None:
         planned("method=delayed", "remedy=pipemare")
     with pytest.raises(ConfigError, match=r"remedy\.compensation: expected sgd with momentum > 0"):
         planned("optim=adam", "remedy=compensation")
-    with pytest.raises(ConfigError, match=r"method\.keep: found graph with method\.weights=current under autocast"):
+    with pytest.raises(ConfigError, match=r"method\.keep: expected .* under autocast, got graph with method\.weights=current"):
         planned("method=dsp", "method.keep=graph", "trainer.precision=bf16")
     planned("method=1f1b", "trainer.precision=bf16")
 
@@ -140,42 +140,42 @@ def test_precision_and_stages() -> None:
         ("seed=-1", "seed: expected an integer >= 0, got -1"),
         (
             "data.name=mnist",
-            "data.name: found 'mnist', accepted are digits, cifar10, cifar100, imagenet32, imagenet, synthetic, text",
+            "data.name: expected digits, cifar10, cifar100, imagenet32, imagenet, synthetic or text, got mnist",
         ),
-        ("data.batch_size=0", "data.batch_size: found 0"),
-        ("data.size=0", "data.size: found 0, accepted are integers >= 1"),
-        ("data.workers=-1", "data.workers: found -1, accepted are integers >= 0"),
-        ("data.root=folder", "data.root: found folder, accepted are null for digits"),
-        ("data.validation=0.1", "data.validation: found 0.1, accepted are null for digits"),
-        ("data.images=100", "data.images: found 100, accepted are null for digits"),
+        ("data.batch_size=0", "data.batch_size: expected an integer from 1 to 1000000, got 0"),
+        ("data.size=0", "data.size: expected an integer from 1 to 1000000, got 0"),
+        ("data.workers=-1", "data.workers: expected an integer from 0 to 1000, got -1"),
+        ("data.root=folder", "data.root: expected null for digits, got folder"),
+        ("data.validation=0.1", "data.validation: expected null for digits, got 0.1"),
+        ("data.images=100", "data.images: expected null for digits, got 100"),
         ("model.name=revnet99", "model.name: expected one of resnet18, resnet34, .*, got revnet99"),
-        ("model.width=0.3", "model.width: found 0.3"),
-        ("model.stem=big", "model.stem: found 'big'"),
-        ("model.patch=4", "model.patch: revnet18 has no such setting, accepted are width, stem"),
-        ("model.downsampling=projection", "model.downsampling: revnet18 has no such setting, accepted are width, stem"),
-        ("method.delay=-1", "method.delay: found -1"),
+        ("model.width=0.3", "model.width: expected a positive multiple of 1/64, got 0.3"),
+        ("model.stem=big", "model.stem: expected cifar or imagenet, got big"),
+        ("model.patch=4", "model.patch: expected null for revnet18, which has the options width, stem, .*, got 4"),
+        ("model.downsampling=projection", "model.downsampling: expected null for revnet18, which has the options width, stem"),
+        ("method.delay=-1", "method.delay: expected integers >= 0, one or one per boundary, got -1"),
         ("method.delay=abc", "method.delay: expected an integer >= 0, a list with one per boundary, or auto, got abc"),
-        ("method.delay=[1,2]", "method.delay: found 2 delays, accepted are one, or 9 for 10 stages"),
+        ("method.delay=[1,2]", "method.delay: expected one delay, or 9 for 10 stages, got 2 delays"),
         ("method.keep=all", "method.keep: expected one of graph, input, nothing, a list with one per block, or auto, got all"),
         ("method.weights=old", "method.weights: expected one of current, stashed, double, got old"),
-        ("method=pipedream_2bw", "k: found 4, accepted are integers >= 9"),
+        ("method=pipedream_2bw", "k: expected an integer >= 9 with method.weights=double .*, got 4"),
         ("remedy.correction=1", "remedy.correction: expected a number >= 0 and < 1, got 1.0"),
         ("remedy.prediction=soon", "remedy.prediction: expected one of none, velocity, difference, got soon"),
         ("trainer.wire=fp8", "trainer.wire: expected one of float32, bf16, got fp8"),
-        ("method.fill=true", "method.fill: found true with method.flush=false"),
-        ("schedule.milestones=[3,2]", "schedule.milestones: found"),
-        ("optim.momentum=0", "optim.nesterov: found True, accepted are false where optim.momentum=0"),
+        ("method.fill=true", "method.fill: expected false with method.flush=false, got true"),
+        ("schedule.milestones=[3,2]", "schedule.milestones: expected increasing epochs >= 1, got"),
+        ("optim.momentum=0", "optim.nesterov: expected false with optim.momentum=0, got True"),
         ("trainer.epochs=0", "trainer.epochs: expected an integer >= 1, got 0"),
         ("trainer.stages=11", "stages: expected 1 to 10, .*, got 11"),
         ("trainer.stages=[5,4]", "stages: expected positive numbers of blocks that sum to 10, got .5, 4."),
         ("trainer.stages=many", "trainer.stages: expected null, .*, got many"),
         ("trainer.transport=mail", "trainer.transport: expected one of auto, local, got mail"),
         ("trainer.precision=fp8", "trainer.precision: expected one of float32, bf16, fp16, got fp8"),
-        ("trainer.device=tpu", "trainer.device: found tpu, accepted are auto, cpu, cuda"),
+        ("trainer.device=tpu", "trainer.device: expected auto, cpu or cuda, got tpu"),
         ("trainer.timeout=0", "trainer.timeout: expected a number > 0, at most 10000000, got 0"),
     ],
 )
-def test_values_that_are_refused(override: str, message: str) -> None:
+def test_invalid_values(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         planned(override)
 
@@ -183,54 +183,54 @@ def test_values_that_are_refused(override: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("k=abc", "k: found abc, accepted are integers"),
-        ("k=???", "k: found nothing, accepted are integers"),
-        ("k=[1", "k=[1: no viable alternative at input '[1', accepted are overrides as Hydra reads them"),
+        ("k=abc", "k: expected an integer >= 1, got abc"),
+        ("k=???", "k: expected an integer >= 1, got nothing"),
+        ("k=[1", "command line: expected an override in Hydra's syntax, got k=[1 (no viable alternative at input '[1')"),
         ("k=${missing}", "k: Interpolation key 'missing' not found"),
         ("k=1,2", "k=1,2: Ambiguous value for argument 'k=1,2'"),
-        ("trainer.epochs=1.5", "trainer.epochs: found 1.5, accepted are integers"),
-        ("trainer.epochs=null", "trainer.epochs: found null, accepted are integers"),
-        ("trainer.epoch=3", "trainer.epoch: no such key, the nearest is trainer.epochs"),
-        ("+trainer.epoch=3", "trainer.epoch: no such key, the nearest is trainer.epochs"),
-        ("epochs=3", "epochs: no such key, the nearest is trainer.epochs"),
-        ("modle=revnet18", "modle: no such key, the nearest is model"),
-        ("schedule.colour=red", "schedule.colour: no such key, accepted are name, warmup_epochs, milestones, gamma, power"),
-        ("model.width=wide", "model.width: found wide, accepted are null or numbers"),
-        ("optim.betas=[a]", "optim.betas[0]: found a, accepted are null or lists of numbers"),
-        ("optim.betas=3", "optim.betas: found int, accepted are null or lists of numbers"),
-        ("data.augment=maybe", "data.augment: found maybe, accepted are true, false"),
-        ("schedule=linear", "schedule: found linear, accepted are cosine, multistep, polynomial"),
+        ("trainer.epochs=1.5", "trainer.epochs: expected an integer >= 1, got 1.5"),
+        ("trainer.epochs=null", "trainer.epochs: expected an integer >= 1, got null"),
+        ("trainer.epoch=3", "trainer.epoch: no such key; did you mean trainer.epochs?"),
+        ("+trainer.epoch=3", "trainer.epoch: no such key; did you mean trainer.epochs?"),
+        ("epochs=3", "epochs: no such key; did you mean trainer.epochs?"),
+        ("modle=revnet18", "modle: no such key; did you mean model?"),
+        ("schedule.colour=red", "schedule.colour: no such key; expected name, warmup_epochs, milestones, gamma or power"),
+        ("model.width=wide", "model.width: expected null or a number, got wide"),
+        ("optim.betas=[a]", "optim.betas[0]: expected null or a list of two numbers >= 0 and < 1, got a"),
+        ("optim.betas=3", "optim.betas: expected null or a list of two numbers >= 0 and < 1, got int"),
+        ("data.augment=maybe", "data.augment: expected true or false, got maybe"),
+        ("schedule=linear", "schedule: expected cosine, multistep or polynomial, got linear"),
         ("logger=null", "logger=null: Config group override must be a string or a list. Got NoneType"),
     ],
 )
-def test_what_hydra_refuses_is_one_line(override: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_hydra_are_one_line(override: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["launch.train", override])
-    with pytest.raises(ConfigError) as told:
-        [to_config(config) for config in compose_arguments()]
-    assert str(told.value) == message
+    with pytest.raises(ConfigError) as raised:
+        [to_config(config) for config in compose_command_line()]
+    assert str(raised.value) == message
 
 
 def test_more_processes_than_blocks_are_refused() -> None:
     with pytest.raises(ConfigError, match="processes: expected 1 to 10, since revnet18 has 10 blocks, got 11"):
-        planned(place=Place(rank=3, world=11, local_rank=3, local_world=11))
+        planned(place=Process(rank=3, world=11, local_rank=3, local_world=11))
 
 
 def test_a_gpu_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    third = Place(rank=3, world=4, local_rank=1, local_world=2)
+    third = Process(rank=3, world=4, local_rank=1, local_world=2)
     assert third.device("auto") == torch.device("cuda", 1)
     assert third.device("cpu") == torch.device("cpu")
-    with pytest.raises(ConfigError, match=r"found auto for 3 process\(es\) and 2 GPU\(s\)"):
-        Place(rank=0, world=3, local_rank=0, local_world=3).device("auto")
+    with pytest.raises(ConfigError, match=r"expected cpu, or a GPU for each process, got auto with 3 process\(es\) and 2 GPU\(s\)"):
+        Process(rank=0, world=3, local_rank=0, local_world=3).device("auto")
 
 
 def test_data_that_does_not_fit() -> None:
-    with pytest.raises(PetraError, match=r"data\.classes: found 7, accepted is 10 for digits"):
+    with pytest.raises(PetraError, match=r"data\.classes: expected 10 for digits, got 7"):
         planned("data.classes=7").data()
-    with pytest.raises(PetraError, match=r"data\.size: found 64, accepted is 32 for digits"):
+    with pytest.raises(PetraError, match=r"data\.size: expected 32 for digits, got 64"):
         planned("data.size=64").data()
-    with pytest.raises(PetraError, match=r"data\.root: not given"):
+    with pytest.raises(PetraError, match=r"data\.root: expected a path to the files of"):
         planned("data=cifar10").data()
 
 
@@ -250,7 +250,7 @@ def test_the_stem_follows_the_images_unless_it_is_set() -> None:
 
 
 def _loaded(rank: int, roots: list[str], dp: int = 1) -> tuple[object, ...]:
-    """What one process of four has, the last of which is idle but for two replicas, and which of them opened the file."""
+    """Return whether this one of four ranks opened the file, and its data. Without replicas, the last rank is idle."""
     opened = False
 
     def load(*args: object, **options: object) -> Dataset:
@@ -270,7 +270,7 @@ def _loaded(rank: int, roots: list[str], dp: int = 1) -> tuple[object, ...]:
         if dp == 2:
             layout = Layout((), layout.stages[:2], layout.processes[:2], TensorSpec((2, 8), torch.int64), dp)
         try:
-            train, test = streams(config, 5, layout)
+            train, test = data_sources(config, 5, layout)
         except PetraError as error:
             return opened, str(error)
     read = []
@@ -300,7 +300,7 @@ def test_only_the_first_process_reads_and_the_last_one_gets_the_targets(tmp_path
 
 
 def test_each_replica_reads_its_share_and_they_must_have_the_same_data(tmp_path: Path) -> None:
-    """The second file has as many samples, as another version of a data set has; labels come with the images."""
+    """Files with different content but as many samples are accepted, like two versions of a data set."""
     files = [tmp_path / "letters.txt", tmp_path / "others.txt", tmp_path / "more.txt"]
     for path, content in zip(files, (bytes(range(200)) * 2, bytes(range(50, 250)) * 2, bytes(range(200)) * 3), strict=True):
         path.write_bytes(content)
@@ -314,26 +314,26 @@ def test_each_replica_reads_its_share_and_they_must_have_the_same_data(tmp_path:
         assert torch.equal(last[5], streams_of[path].targets(1))
     texts = {text for _, text in run_processes(4, _loaded, tmp_path / "differing", [first, "", more, ""], 2)}
     assert texts == {
-        "data.root: found 67 samples for training and 8 for testing in process 2, "
-        "accepted are 44 samples for training and 5 for testing as in process 0"
+        "data.root: expected 44 training samples and 5 test samples as on rank 0, "
+        "got 67 training samples and 8 test samples on rank 2"
     }
 
 
-def test_data_that_one_process_can_not_read_is_an_error_of_all(tmp_path: Path) -> None:
+def test_every_rank_raises_the_error_of_the_rank_that_reads(tmp_path: Path) -> None:
     results = run_processes(2, _loaded, tmp_path / "processes", [str(tmp_path / "none.txt")] * 2)
     assert [opened for opened, _ in results] == [True, False]
     assert {text for _, text in results} == {
-        f"{tmp_path}/none.txt: can't be read (No such file or directory); set data.root=<a file of text>"
+        f"{tmp_path}/none.txt: can't be read (No such file or directory); set data.root to a text file"
     }
 
 
-def test_an_error_alone_is_the_error_of_all() -> None:
-    with pytest.raises(PetraError, match="file x"), together():
+def test_errors_of_a_single_process_are_raised() -> None:
+    with pytest.raises(PetraError, match="file x"), raise_on_all_ranks():
         raise DataError("file x")
 
 
 def launched(processes: int, *overrides: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """One run of launch.train, by torchrun unless alone; its whole process group is gone afterwards."""
+    """Run launch.train, under torchrun if there are several processes. Kill its whole process group at the end."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
     command = [sys.executable, *torchrun, "-m", "launch.train", *overrides]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -350,7 +350,7 @@ def launched(processes: int, *overrides: str, cwd: Path, timeout: float = 120) -
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
-    """What doesn't depend on the clock."""
+    """Return the metrics that don't depend on time."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in row.items() if key not in ("seconds", "images_per_second")} for row in rows]
 
@@ -375,7 +375,7 @@ def test_two_processes_give_the_numbers_of_one_and_leave_all_records(tmp_path: P
 
 
 def test_replicas_give_the_numbers_of_one_pipeline(tmp_path: Path) -> None:
-    """A network without batch normalisation; the last microbatch for testing has samples in one replica only."""
+    """The network has no batch normalisation. Only one replica has samples in the last test microbatch."""
     path = tmp_path / "letters.txt"
     path.write_bytes(bytes(range(200)) * 20)
     sizes = [
@@ -413,19 +413,22 @@ def test_runs_are_compared_from_their_folders(tmp_path: Path, capsys: pytest.Cap
     assert (tmp_path / "plot" / "c.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit):
         compare([str(tmp_path)])
-    assert "metrics.jsonl: found no finished epoch" in capsys.readouterr().err
+    assert (
+        f"runs: expected folders of runs with a finished epoch, got {tmp_path}, where metrics.jsonl has none"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["k=0"], "error: k: expected an integer >= 1, got 0"),
-        (["model=revnet99"], "error: model: found revnet99, accepted are irevnet163"),
+        (["model=revnet99"], "error: model: expected irevnet163, irevnet301, "),
         (["data=cifar10", "data.root=nowhere"], "data_batch_1: can't be read"),
     ],
     ids=["value", "composition", "data"],
 )
-def test_an_error_is_told_once_under_torchrun(overrides: list[str], message: str, tmp_path: Path) -> None:
+def test_an_error_is_reported_once_under_torchrun(overrides: list[str], message: str, tmp_path: Path) -> None:
     failed = launched(2, *overrides, cwd=tmp_path, timeout=60)
     assert failed.returncode != 0
     assert failed.stderr.count(message) == 1
@@ -433,7 +436,7 @@ def test_an_error_is_told_once_under_torchrun(overrides: list[str], message: str
     assert not list(tmp_path.iterdir())
 
 
-def test_an_error_alone_is_one_line_and_status_2(tmp_path: Path) -> None:
+def test_an_error_of_a_single_process_is_one_line_and_status_2(tmp_path: Path) -> None:
     failed = launched(1, "k=0", cwd=tmp_path, timeout=60)
     assert (failed.returncode, failed.stdout) == (2, "")
     assert failed.stderr == "error: k: expected an integer >= 1, got 0\n"

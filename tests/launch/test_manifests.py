@@ -1,4 +1,4 @@
-"""Files for other programs: each is read by the program, or by its schema, where that is installed, and acts as it should."""
+"""Files for other programs: Dockerfile, Compose, Slurm, Kubeflow, SkyPilot. The program or its schema reads each, if installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def checked(tool: str, *arguments: str) -> str:
-    """What the tool prints about a file that it accepts; skips where there is no such tool."""
+    """Return the output of a tool that must succeed. Skip the test if the tool is not installed."""
     path = shutil.which(tool, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if path is None:
         pytest.skip(f"{tool} is not installed")
@@ -63,7 +63,7 @@ def test_kubeflows_schema_accepts_the_manifests() -> None:
     runtime, job = kubeflow()
     for manifest in (runtime, job):
         schema = getattr(models, f"TrainerV1alpha1{manifest['kind']}")
-        assert schema.from_dict(manifest).to_dict() == manifest  # The schema passes over keys that it doesn't know.
+        assert schema.from_dict(manifest).to_dict() == manifest  # the schema ignores unknown keys
 
 
 def test_the_training_uses_the_runtime_and_the_image_is_started_as_built() -> None:
@@ -71,14 +71,14 @@ def test_the_training_uses_the_runtime_and_the_image_is_started_as_built() -> No
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
     node = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]
     pod = node["template"]["spec"]["template"]["spec"]
-    assert [node["name"], pod["containers"][0]["name"]] == ["node", "node"]  # the names that Kubeflow looks for
+    assert [node["name"], pod["containers"][0]["name"]] == ["node", "node"]  # names that Kubeflow requires
     entrypoint = f"ENTRYPOINT {json.dumps(pod['containers'][0]['command'])}"
     assert entrypoint in (ROOT / "docker" / "Dockerfile").read_text()
     assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
 def started(script: str, tmp_path: Path, environment: dict[str, str], *arguments: str) -> tuple[Node, list[str]]:
-    """Runs a script in which ``python`` only tells its arguments and variables; the node that it would start, and how."""
+    """Run a script with a fake ``python`` that records its arguments and environment. Return the node and the arguments."""
     tools = tmp_path / "bin"
     tools.mkdir()
     for name, lines in (

@@ -19,11 +19,13 @@ from launch.reproduce import accuracy, gap, memory, runs, speed
 from launch.reproduce import command as reproduce
 from launch.reproduce.report import Request, Scale
 from launch.reproduce.targets import TARGETS
-from launch.runtime.rank import Place
+from launch.runtime.rank import Process
 from launch.sweep import Job
 from launch.train import run
 from petra.cost_model.autotune import choose_delays
-from petra.cost_model.simulator import Link, StageCost, predict
+from petra.cost_model.costs import StageCost
+from petra.cost_model.links import Link
+from petra.cost_model.simulator import predict
 from petra.method import METHODS
 from petra.models import revnet18
 
@@ -38,7 +40,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def here(left: Sequence[Job], processes: int) -> list[Job]:
         for job in left:
             names.append(job.folder.name)
-            run(job.config, Place(rank=0, world=1, local_rank=0, local_world=1))
+            run(job.config, Process(rank=0, world=1, local_rank=0, local_world=1))
         return []
 
     monkeypatch.setattr(sweep, "run_here", here)

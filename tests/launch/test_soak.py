@@ -1,4 +1,4 @@
-"""A short soak: ``python -m tests.soak`` is the long one."""
+"""A short soak test. ``python -m tests.soak`` runs a long one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.processes import run_processes
 
 @pytest.mark.parametrize("transport", ["lockstep", "edge"])
 def test_nothing_grows_from_epoch_to_epoch(transport: str, tmp_path: Path) -> None:
-    """A hundred evaluations and checkpoints, of four processes."""
+    """Four processes run 100 evaluations and checkpoints."""
     samples = run_processes(soak.WORLD, soak.train, tmp_path / "run", 4 * soak.EPOCHS, transport, str(tmp_path / "checkpoints"))
     rows = [soak.compared(own, 4 * soak.EPOCHS) for own in samples]
     for row in rows:
@@ -20,7 +20,7 @@ def test_nothing_grows_from_epoch_to_epoch(transport: str, tmp_path: Path) -> No
         assert row["memory"]["last"] <= 1.03 * row["memory"]["second"], soak.table(rows)
 
 
-def test_growth_is_told() -> None:
+def test_growth_is_reported() -> None:
     def grew(memory: float, files: int) -> bool:
         samples = [
             {"memory": 1e8 + memory * i, "files": 9.0 + files * (i > 50), "seconds": 1.0, "processor_seconds": 1.0}

@@ -1,4 +1,4 @@
-"""Sweeps: what is run, what is skipped, what is gathered; here, and through a Slurm that the test plays."""
+"""launch.sweep: which runs start, which are skipped, and the table of results, on this machine and with a fake Slurm."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from launch import local, sweep
-from launch.config.compose import composed
-from launch.runtime.rank import Place
+from launch.config.compose import compose_overrides
+from launch.runtime.rank import Process
 from launch.train import run
 from petra import ConfigError
 
@@ -27,19 +27,19 @@ def test_every_combination_is_a_job_with_a_folder_of_its_own() -> None:
     assert found[1].values == {"k": "1", "method.delay": "1"}
     assert found[1].overrides == ("k=1", "seed=3", "method.delay=1", "trainer.stages=[4,6]")
     assert [job.folder for job in sweep.jobs(["k=3"], Path("out"))] == [Path("out/run")]
-    with pytest.raises(ConfigError, match=r"k=\[1: .*, accepted are overrides as Hydra reads them"):
+    with pytest.raises(ConfigError, match=r"command line: expected an override in Hydra's syntax, got k=\[1 \("):
         sweep.jobs(["k=[1"], Path("out"))
 
 
 @pytest.mark.parametrize("name", ["plain", "two words", "it's", 'say "a"', "x=1,2"])
-def test_hydra_reads_the_folder_as_it_was_written(name: str) -> None:
+def test_folders_are_quoted_for_hydra(name: str) -> None:
     job = sweep.Job({}, (), Path("/out") / name)
-    assert composed(job.command()).run_dir == f"/out/{name}"
+    assert compose_overrides(job.command()).run_dir == f"/out/{name}"
 
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Lets the sweep's launch.local run in this process; the folders that it was asked to train in."""
+    """Run the sweep's launch.local in this process. Return the folders of the runs that it trained."""
     folders: list[str] = []
 
     def in_this_process(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -50,10 +50,10 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def train(flags: list[str], module: str, overrides: list[str]) -> None:
         assert (flags, module) == (["--standalone", "--nproc-per-node", "2"], "launch.train")
-        config = composed(overrides)
+        config = compose_overrides(overrides)
         folders.append(Path(str(config.run_dir)).name)
         if config.seed != 13:
-            run(config, Place(rank=0, world=1, local_rank=0, local_world=1))
+            run(config, Process(rank=0, world=1, local_rank=0, local_world=1))
 
     monkeypatch.setattr(sweep.subprocess, "run", in_this_process)
     monkeypatch.setattr(local, "run_agent", train)
@@ -67,7 +67,7 @@ def swept(*arguments: str) -> int | str | None:
     return ended.value.code
 
 
-def test_a_sweep_goes_on_where_it_stopped(trained: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_sweep_continues(trained: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     here = ["--processes", "2", "--out", str(tmp_path), "trainer.device=cpu"]
     assert swept(*here, "seed=1,13") == 1
     assert trained == ["seed=1", "seed=13"]
@@ -89,27 +89,27 @@ def test_a_sweep_goes_on_where_it_stopped(trained: list[str], tmp_path: Path, ca
     (tmp_path / "seed=2" / "summary.json").unlink()
     assert swept(*here, "seed=1,2") == 0
     assert trained == ["seed=1", "seed=13", "seed=2", "seed=2"]
-    assert "goes on from" in capsys.readouterr().out
+    assert "resuming from" in capsys.readouterr().out
 
     assert swept(*here, "seed=1,2", "schedule.gamma=0.5") == 2
-    assert "found a finished run with another schedule.gamma in" in capsys.readouterr().err
+    assert "a finished run with another schedule.gamma" in capsys.readouterr().err
     assert swept(*here, "k=1,0") == 2
-    assert "error: k: found 0, accepted are integers >= 1" in capsys.readouterr().err
+    assert "error: k: expected an integer >= 1, got 0" in capsys.readouterr().err
     assert len(trained) == 4
 
 
 def test_an_unfinished_run_is_resumed(trained: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     run(
-        composed([*TINY, "trainer.device=cpu", "seed=2", f"run_dir='{folder}'"]),
-        Place(rank=0, world=1, local_rank=0, local_world=1),
+        compose_overrides([*TINY, "trainer.device=cpu", "seed=2", f"run_dir='{folder}'"]),
+        Process(rank=0, world=1, local_rank=0, local_world=1),
     )
     (folder / "summary.json").unlink()
     first = (folder / "metrics.jsonl").read_text()
     with pytest.raises(SystemExit) as ended:
         sweep.main(["--out", str(tmp_path), "--processes", "2", "seed=2", "trainer.device=cpu", *TINY, "trainer.epochs=2"])
     assert ended.value.code == 0
-    assert f"goes on from {folder}/checkpoints/000000002, after microbatch 2" in capsys.readouterr().out
+    assert f"resuming from {folder}/checkpoints/000000002, after microbatch 2" in capsys.readouterr().out
     rows = (folder / "metrics.jsonl").read_text()
     assert rows.startswith(first)
     assert len(rows.splitlines()) == 2
@@ -148,4 +148,4 @@ def test_a_sweep_through_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert "no such partition" in capsys.readouterr().err
     (tools / "sbatch").unlink()
     assert swept(*arguments) == 2
-    assert "--slurm: found no sbatch on this machine" in capsys.readouterr().err
+    assert "--slurm: expected a machine with Slurm, got one without the command sbatch" in capsys.readouterr().err

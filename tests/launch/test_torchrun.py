@@ -1,4 +1,4 @@
-"""torchrun around a run: processes that are killed start again, signals reach them, and nothing stays, listens or is told more."""
+"""Runs under torchrun: restarts of killed processes, signals, open ports, and secrets in output."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BARE = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", 
 
 @contextmanager
 def started(folder: Path, launcher: Sequence[str], *overrides: str) -> Iterator[subprocess.Popen[str]]:
-    """Two processes below an agent, once they train; nothing of it is left afterwards."""
+    """Start an agent with two processes and wait until they train. Kill whatever is left at the end."""
     agent = subprocess.Popen(
         [sys.executable, "-m", *launcher, *LONG, "resume=auto", *overrides],
         cwd=folder,
@@ -54,13 +54,13 @@ def started(folder: Path, launcher: Sequence[str], *overrides: str) -> Iterator[
         agent.wait()
 
 
-def test_the_agent_hands_signals_on_and_ends_with_the_status_of_the_run(tmp_path: Path) -> None:
-    """SIGUSR1: saved, status 75. Going on, Ctrl-C twice: at once, status 130."""
+def test_the_agent_forwards_signals_and_exits_with_the_status_of_the_run(tmp_path: Path) -> None:
+    """SIGUSR1: checkpoint and status 75. Two Ctrl-C in the resumed run: immediate exit with status 130."""
     with started(tmp_path, LOCAL, "checkpoint.every=4") as agent:
         agent.send_signal(signal.SIGUSR1)
         _, told = agent.communicate(timeout=END)
         assert agent.returncode == 75, told
-        assert len(re.findall(r"^stopped as asked after microbatch \d+, checkpoint written", told, re.MULTILINE)) == 1
+        assert len(re.findall(r"^stopped on request after microbatch \d+, checkpoint written", told, re.MULTILINE)) == 1
     with started(tmp_path, LOCAL) as agent:
         workers = children(agent.pid)
         for _ in range(2):
@@ -73,18 +73,18 @@ def test_the_agent_hands_signals_on_and_ends_with_the_status_of_the_run(tmp_path
 
 
 def test_torchrun_itself_ends_when_its_processes_have_saved(tmp_path: Path) -> None:
-    """It hands SIGTERM on as well, and waits; a long epoch is left where it is."""
+    """torchrun forwards SIGTERM too, and waits. The run stops in the middle of a long epoch."""
     with started(tmp_path, BARE) as agent:
         workers = children(agent.pid)
         agent.send_signal(signal.SIGTERM)
         _, told = agent.communicate(timeout=END)
         assert agent.returncode != 0
-        assert len(re.findall(r"^stopped as asked after microbatch \d+, checkpoint written", told, re.MULTILINE)) == 1, told
+        assert len(re.findall(r"^stopped on request after microbatch \d+, checkpoint written", told, re.MULTILINE)) == 1, told
         assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
 def listeners(pid: int) -> set[str]:
-    """Addresses on which a process listens, in the notation of /proc/net."""
+    """Return the addresses on which a process listens, in the notation of /proc/net."""
     sockets = set()
     for handle in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):
@@ -102,8 +102,8 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 
 
 @pytest.mark.parametrize("transport", ["lockstep", "edge"])
-def test_processes_listen_for_their_neighbours_alone(transport: str, tmp_path: Path) -> None:
-    """On the interface that cluster.interfaces names; everything else that torchrun needs is its agent's."""
+def test_processes_listen_only_on_the_given_interface(transport: str, tmp_path: Path) -> None:
+    """Only the agent opens other ports, for torchrun's own needs."""
     with Forked(tmp_path, [*LONG, f"trainer.transport={transport}", "cluster.interfaces=[lo]"], 2) as run:
         training(run)
         for process in run.processes:
@@ -120,7 +120,7 @@ SECRETS = {
 
 
 def test_no_secret_reaches_a_log_or_a_run_folder(tmp_path: Path) -> None:
-    """Of a run that ends well, with the loggers that there are, and of one that ends in a traceback."""
+    """Covers a successful run with each installed logger, and a run that ends with an error."""
     loggers = ["jsonl", *(name for name in ("wandb", "tensorboard") if find_spec(name))]
     for logger in loggers:
         with Forked(tmp_path / logger, [*RUN, f"logger={logger}"], 1, environment=SECRETS) as run:

@@ -9,7 +9,7 @@ import pytest
 
 from launch.run.autotune import tuned
 from launch.run.resume import Start, as_before
-from launch.runtime.rank import Place
+from launch.runtime.rank import Process
 from petra import ConfigError, Keep, PetraError
 from tests.launch.test_launch import ALONE, TINY, launched, planned
 
@@ -38,9 +38,9 @@ def test_settings_that_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match=r"method\.delay: expected an integer >= 0 with method\.fill=true, got auto"):
         planned("method.delay=auto", "method.fill=true", "method.flush=true")
     with pytest.raises(ConfigError, match=r"trainer\.concurrency: expected 1, except for one process on the CPU, got 2"):
-        planned("trainer.concurrency=2", place=Place(rank=0, world=2, local_rank=0, local_world=2))
+        planned("trainer.concurrency=2", place=Process(rank=0, world=2, local_rank=0, local_world=2))
     with pytest.raises(ConfigError, match=r"trainer\.diagnose: expected null, or one process, got 5 in 2 processes"):
-        planned("trainer.diagnose=5", place=Place(rank=0, world=2, local_rank=0, local_world=2))
+        planned("trainer.diagnose=5", place=Process(rank=0, world=2, local_rank=0, local_world=2))
     with pytest.raises(PetraError, match=r"trainer\.memory_limit: found 1e-06 GB, less than stage 1 needs"):
         tuned(planned(*TINY, "method.keep=auto", "trainer.memory_limit=1e-6", "trainer.stages=2"), ALONE)
 

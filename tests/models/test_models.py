@@ -15,7 +15,7 @@ SECOND_SHORTCUTS = sum(a * b + 2 * b for a, b in ((64, 256), (256, 512), (512, 1
 
 
 def walk(model, x, training=True):
-    """Every block of a model with the streams it gets and the ones it returns."""
+    """Yield the name and module of each block, the streams that it gets, and the streams that it returns."""
     streams = (x,)
     for i, spec in enumerate(model.blocks):
         block = model.build_block(i, seed=0).to(x.dtype).train(training)
@@ -25,8 +25,8 @@ def walk(model, x, training=True):
 
 @pytest.mark.parametrize(
     ("name", "blocks", "reversible", "parameters"),
-    # ResNets: torchvision's counts. RevNets: more in the stem, the head and, with bottlenecks, the second shortcuts; in PETRA's
-    # Table 2 they have 12.2, 22.3 and 30.4 million.
+    # ResNets: torchvision's counts. RevNets have more parameters in the stem, the head and, with bottlenecks, the second shortcuts:
+    # 12.2, 22.3 and 30.4 million in PETRA's Table 2.
     [
         ("resnet18", 10, 0, 11_689_512),
         ("resnet34", 18, 0, 21_797_672),
@@ -53,7 +53,7 @@ def test_revnets_have_the_papers_sizes(name, millions):
 
 
 def test_heavier_downsampling_of_revnet50():
-    """A 3x3 instead of a 1x1 convolution of x2 in the four resizing blocks, whose first convolution reads its result."""
+    """In the four resizing blocks, a 3x3 convolution replaces the 1x1 convolution of x2, and the branch reads its result."""
     sizes = [(64, 64, 256), (256, 128, 512), (512, 256, 1024), (1024, 512, 2048)]
     more = sum(8 * a * b + (b - a) * hidden for a, hidden, b in sizes)
     light, heavy = (
@@ -67,8 +67,8 @@ def test_heavier_downsampling_of_revnet50():
 
 @pytest.mark.parametrize(
     ("name", "blocks", "reversible", "parameters", "millions"),
-    # The counts follow from the channels and repeats of the authors' configuration; the millions are in their Tables 3 and 4, but
-    # for RevNet-104, where the table says 45.2.
+    # The counts follow from the channels and repeats of the authors' configuration. The millions are those of their Tables 3 and 4,
+    # except for RevNet-104, for which the table has 45.2.
     [
         ("resnet32", 17, 0, 464_154, 0.46),
         ("resnet110", 56, 0, 1_727_962, 1.73),
@@ -95,12 +95,12 @@ def test_sizes_of_gomez_et_al(name, blocks, reversible, parameters, millions):
     # 29 million in the paper's Table 1.
     [("irevnet163", 32, 10, 56, 6_274_826), ("irevnet301", 64, 1000, 102, 29_201_092)],
 )
-def test_irevnets_need_buffers_at_their_ends_only(name, pixels, classes, blocks, parameters):
+def test_only_stem_and_head_of_irevnets_are_not_reversible(name, pixels, classes, blocks, parameters):
     profile = MODELS[name](classes).profile(TensorSpec((2, 3, pixels, pixels), torch.float32))
     assert [block.reversible for block in profile] == [False, *[True] * (blocks - 2), False]
     assert sum(block.parameters for block in profile) == parameters
     values = {sum(torch.Size(t.shape).numel() for t in block.outputs) for block in profile[:-1]}
-    assert len(values) == 1  # nothing is lost on the way
+    assert len(values) == 1  # every block keeps the number of values
 
 
 @pytest.mark.parametrize(("factor", "channels"), [(1, 2), (1, 5), (2, 6), (2, 9)])
@@ -111,7 +111,7 @@ def test_invertible_stem(factor, channels):
     assert torch.equal(stem.inverse(y1, y2), x)
 
 
-def test_irevnet_gives_the_image_back():
+def test_irevnet_reconstructs_the_image():
     model = MODELS["irevnet163"](width=1 / 4)
     blocks = [model.build_block(i, 0).double() for i in range(len(model.blocks) - 1)]
     x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
@@ -123,7 +123,7 @@ def test_irevnet_gives_the_image_back():
     torch.testing.assert_close(blocks[0].inverse(*streams), x, rtol=1e-9, atol=1e-9)
 
 
-def test_the_first_branch_of_gomez_et_al_reads_what_the_stem_activated():
+def test_the_first_branch_of_gomez_et_al_reads_the_activated_stem():
     for name, branches in (("resnet32", ("branch",)), ("revnet38", ("f", "g"))):
         first, second = (MODELS[name]().build_block(i, 0) for i in (1, 2))
         kinds = [[type(getattr(block, b)[0]) for b in branches] for block in (first, second)]
@@ -143,8 +143,8 @@ def test_shortcuts_without_parameters_pool_and_pad():
     assert (block.shortcut1(x1)[:, 24:] == 0).all()
 
 
-def test_flops_of_resnet50_are_the_known_ones():
-    """4.09 billion multiply-adds for an image of 224x224."""
+def test_flops_of_resnet50():
+    """ResNet-50 needs 4.09 billion multiply-adds for an image of 224x224 pixels."""
     profile = MODELS["resnet50"](classes=1000, stem="imagenet").profile(TensorSpec((1, 3, 224, 224), torch.float32))
     assert sum(block.flops for block in profile) / 2e9 == pytest.approx(4.09, abs=0.01)
 
@@ -192,7 +192,7 @@ def test_streams_are_dense(name):
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_weights_do_not_depend_on_the_cut(name):
+def test_weights_do_not_depend_on_the_partition(name):
     model = MODELS[name](width=SMALL)
     whole = model.build(seed=5).state_dict()
     for i in reversed(range(len(model.blocks))):
@@ -217,7 +217,7 @@ def test_initial_weights(name):
     assert torch.cat(convolutions).std().item() == pytest.approx(1, rel=0.01)
 
 
-def test_revnet_blocks_are_undone_by_subtraction():
+def test_revnet_blocks_are_inverted_by_subtraction():
     checked = 0
     for _, block, given, out in walk(revnet18(width=SMALL), torch.randn(2, 3, 32, 32, dtype=torch.float64)):
         if isinstance(block, ReversibleBlock):
@@ -229,7 +229,7 @@ def test_revnet_blocks_are_undone_by_subtraction():
     assert checked == 5
 
 
-def test_downsampling_passes_the_first_convolution_on():
+def test_downsampling_returns_the_first_convolution():
     block = revnet18(width=SMALL).build_block(3, 0)
     x1, x2 = torch.randn(2, 2, 8, 8, 8).unbind(0)
     y1, y2 = block(x1, x2)
@@ -241,7 +241,7 @@ def test_downsampling_passes_the_first_convolution_on():
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("stem", ["cifar", "imagenet"])
 @pytest.mark.parametrize("name", RUN)
-def test_blocks_leave_tensors_of_the_caller_alone(name, stem, training):
+def test_blocks_leave_the_callers_tensors_unchanged(name, stem, training):
     model = MODELS[name](width=SMALL, stem=stem)
     made = [torch.randn(2, 3, 32, 32)]
     copies = [made[0].clone()]
@@ -262,16 +262,16 @@ def test_every_parameter_gets_a_gradient(name):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"width": 0.3}, "model.width: found 0.3, which makes .* accepted are multiples of 1/"),
-        ({"width": 0}, "model.width: found 0"),
-        ({"width": -1}, "model.width: found -1"),
-        ({"width": float("nan")}, "model.width: found nan"),
-        ({"width": float("inf")}, "model.width: found inf"),
-        ({"stem": "tiny"}, "model.stem: found 'tiny', accepted are cifar, imagenet"),
-        ({"classes": 0}, "model.classes: found 0"),
+        ({"width": 0.3}, "model.width: expected a positive multiple of 1/.*, got 0.3, which makes .* channels in a layer"),
+        ({"width": 0}, "model.width: expected .*, got 0,"),
+        ({"width": -1}, "model.width: expected .*, got -1,"),
+        ({"width": float("nan")}, "model.width: expected .*, got nan,"),
+        ({"width": float("inf")}, "model.width: expected .*, got inf,"),
+        ({"stem": "tiny"}, "model.stem: expected cifar or imagenet, got tiny"),
+        ({"classes": 0}, "model.classes: expected an integer >= 1, got 0"),
     ],
 )
-def test_bad_arguments(name, arguments, message):
+def test_invalid_arguments(name, arguments, message):
     with pytest.raises(ConfigError, match=message):
         MODELS[name](**arguments)
 
@@ -279,13 +279,13 @@ def test_bad_arguments(name, arguments, message):
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("revnet50", {"downsampling": "pool"}, "model.downsampling: found 'pool', accepted are projection, convolution"),
-        ("revnet38", {"width": 1 / 16}, "makes 3.5 channels in a layer; accepted are multiples of 1/8"),
-        ("irevnet163", {"width": 1 / 8}, "model.width: found 0.125"),
-        ("irevnet301", {"width": 1 / 2}, "model.width: found 0.5, accepted are numbers from 1 on"),
-        ("irevnet301", {"classes": 0}, "model.classes: found 0"),
+        ("revnet50", {"downsampling": "pool"}, "model.downsampling: expected projection or convolution, got pool"),
+        ("revnet38", {"width": 1 / 16}, "expected a positive multiple of 1/8, got 0.0625, which makes 3.5 channels in a layer"),
+        ("irevnet163", {"width": 1 / 8}, "model.width: expected a positive multiple of 1/4, got 0.125"),
+        ("irevnet301", {"width": 1 / 2}, "model.width: expected a number >= 1, .*, got 0.5"),
+        ("irevnet301", {"classes": 0}, "model.classes: expected an integer >= 1, got 0"),
     ],
 )
-def test_bad_options(name, arguments, message):
+def test_invalid_options(name, arguments, message):
     with pytest.raises(ConfigError, match=message):
         MODELS[name](**arguments)

@@ -1,4 +1,4 @@
-"""A user's own model: modules that exist already, and the example of docs/own_model.md."""
+"""Models of existing modules, and the example of docs/own_model.md."""
 
 from __future__ import annotations
 

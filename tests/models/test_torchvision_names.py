@@ -1,4 +1,4 @@
-"""ResNets under torchvision's names, against the scheme of those names written down here; torchvision isn't needed."""
+"""ResNet weights with torchvision's names, compared with a list of these names. torchvision isn't needed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def conv_bn(conv: str, bn: str, out: int, into: int, kernel: int) -> Shapes:
 
 
 def torchvision_state(name: str) -> Shapes:
-    """Names and shapes in torchvision's ResNets, whose BasicBlock has conv1, conv2 and whose Bottleneck conv1 to conv3."""
+    """Return names and shapes in torchvision's ResNets. A BasicBlock has conv1 and conv2, a Bottleneck conv1 to conv3."""
     expansion, repeats = REPEATS[name]
     shapes, into = conv_bn("conv1", "bn1", 64, 3, 7), 64
     for layer, repeat in enumerate(repeats):
@@ -51,7 +51,7 @@ def test_names_and_shapes_are_torchvisions(name: str) -> None:
     assert all(renamed_value is value for renamed_value, value in zip(renamed.values(), state.values(), strict=True))
 
 
-def test_weights_survive_the_way_there_and_back() -> None:
+def test_conversion_there_and_back_keeps_weights() -> None:
     model = MODELS["resnet50"](7, width=1 / 16)
     chain, other = model.build(1), model.build(2)
     theirs = to_torchvision(chain.state_dict())
@@ -61,14 +61,14 @@ def test_weights_survive_the_way_there_and_back() -> None:
     other.load_state_dict(from_torchvision(model, old), strict=True)
 
 
-def test_states_that_do_not_fit_are_refused() -> None:
+def test_invalid_states() -> None:
     model = MODELS["resnet18"](7, width=1 / 16)
     state = to_torchvision(model.build(0).state_dict())
-    with pytest.raises(ModelError, match=r"layer4\.1\.conv2\.weight: not found, but resnet18 has it"):
+    with pytest.raises(ModelError, match=r"layer4\.1\.conv2\.weight: missing, but resnet18 has this key"):
         from_torchvision(model, {key: value for key, value in state.items() if key != "layer4.1.conv2.weight"})
-    with pytest.raises(ModelError, match=r"layer1\.0\.conv3\.weight: found, but resnet18 has no such key"):
+    with pytest.raises(ModelError, match=r"layer1\.0\.conv3\.weight: unknown key, resnet18 doesn't have it"):
         from_torchvision(model, state | {"layer1.0.conv3.weight": torch.zeros(1)})
-    with pytest.raises(ModelError, match=r"fc\.weight: found \[1000, 32\], accepted is \[7, 32\] for resnet18"):
+    with pytest.raises(ModelError, match=r"fc\.weight: expected shape \[7, 32\] for resnet18, got \[1000, 32\]"):
         from_torchvision(model, state | {"fc.weight": torch.zeros(1000, 32)})
-    with pytest.raises(ModelError, match=r"stem\.layers\.0\.weight: found a key for which torchvision's ResNets have no name"):
+    with pytest.raises(ModelError, match=r"stem\.layers\.0\.weight: torchvision's ResNets have no name for this key"):
         to_torchvision(MODELS["revnet18"](width=1 / 16).build(0).state_dict())

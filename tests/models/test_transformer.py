@@ -1,4 +1,4 @@
-"""Reversible transformers: their layers against other formulas, and their training against plain autograd."""
+"""Reversible transformers: layers against independent formulas, and training against ordinary autograd."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CLASSES, LENGTH, BATCH = 11, 6, 3
 
 
 class Texts:
-    """Random tokens; targets are the tokens that follow."""
+    """Data source of random tokens. Each target is the next token."""
 
     spec = TensorSpec((BATCH, LENGTH), torch.int64)
 
@@ -56,7 +56,7 @@ NETS = {"revgpt": (gpt, Texts()), "revvit": (vit, RandomStream(BATCH, 8, CLASSES
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_attention_is_torchs(causal: bool) -> None:
+def test_attention_equals_torchs(causal: bool) -> None:
     layer = Attention(12, heads=3, dropout=0.0, causal=causal, deviation=0.3)
     x = torch.randn(2, 5, 12)
     reference = nn.MultiheadAttention(12, 3, batch_first=True)
@@ -74,7 +74,7 @@ def test_attention_is_torchs(causal: bool) -> None:
     torch.testing.assert_close(layer(x), expected)
 
 
-def test_mlp_is_two_layers_behind_a_normalisation() -> None:
+def test_mlp_is_a_normalisation_and_two_layers() -> None:
     mlp = MLP(6, dropout=0.0, deviation=0.1).double()
     x = torch.randn(2, 4, 6, dtype=torch.float64)
     (w1, b1), (w2, b2) = ((layer.weight, layer.bias) for layer in mlp if isinstance(layer, nn.Linear))
@@ -140,14 +140,14 @@ def test_parameters_and_flops_of_revgpt() -> None:
     assert head.parameters == 4 * d + 2 * d * v + v
     tokens = batch * length
     assert stem.flops == 0
-    # Attention is counted as the full square, as if no position were masked.
+    # Masked positions of the attention matrix are counted too.
     assert {b.flops for b in layers} == {2 * tokens * 12 * d * d + 4 * tokens * length * d}
     assert head.flops == 2 * tokens * 2 * d * v
 
 
 @pytest.mark.parametrize(("dim", "heads", "millions", "gigaflops"), [(384, 6, 22, 4.6), (768, 12, 87, 17.6)])
 def test_revvit_has_the_papers_size(dim: int, heads: int, millions: int, gigaflops: float) -> None:
-    """Rev-ViT-S and Rev-ViT-B (Mangalam et al. 2022, Table 1), which count multiply-adds."""
+    """Rev-ViT-S and Rev-ViT-B (Mangalam et al. 2022, Table 1, in multiply-adds)."""
     model = revvit(1000, patch=16, dim=dim, depth=12, heads=heads, size=224)
     profile = model.profile(TensorSpec((1, 3, 224, 224), torch.float32))
     assert round(sum(b.parameters for b in profile) / 1e6) == millions
@@ -170,25 +170,25 @@ def test_initial_weights_are_gpt2s(model: Model) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"classes": 0}, "model.classes: found 0"),
-        ({"depth": 0}, "model.depth: found 0"),
-        ({"heads": 0}, "model.heads: found 0"),
-        ({"dim": 50, "heads": 4}, "model.dim: found 50, accepted are multiples of model.heads, which is 4"),
-        ({"dropout": 1.0}, "model.dropout: found 1.0"),
-        ({"dropout": -0.1}, "model.dropout: found -0.1"),
+        ({"classes": 0}, "model.classes: expected an integer >= 1, got 0"),
+        ({"depth": 0}, "model.depth: expected an integer from 1 to 10000, got 0"),
+        ({"heads": 0}, "model.heads: expected an integer >= 1, got 0"),
+        ({"dim": 50, "heads": 4}, r"model.dim: expected a multiple of 4 \(model.heads\), got 50"),
+        ({"dropout": 1.0}, "model.dropout: expected a number >= 0 and < 1, got 1.0"),
+        ({"dropout": -0.1}, "model.dropout: expected a number >= 0 and < 1, got -0.1"),
     ],
 )
-def test_bad_arguments(build: type, arguments: dict[str, float], message: str) -> None:
+def test_invalid_arguments(build: type, arguments: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(**arguments)
 
 
-def test_data_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model\.patch: found 5, accepted are divisors of 32, the side of the images"):
+def test_invalid_inputs() -> None:
+    with pytest.raises(ConfigError, match=r"model\.patch: expected a divisor of 32, the side of the images in pixels, got 5"):
         revvit(patch=5)
-    with pytest.raises(ConfigError, match=r"model\.size: found 0"):
+    with pytest.raises(ConfigError, match=r"model\.size: expected an integer >= 1, got 0"):
         revgpt(size=0)
-    with pytest.raises(ModelError, match=r"block stem can't take .* from the data: found 7 tokens, accepted are at most 6"):
+    with pytest.raises(ModelError, match=r"block stem can't take .* from the data: expected at most 6 tokens, got 7"):
         gpt().profile(TensorSpec((2, LENGTH + 1), torch.int64))
     with pytest.raises(ModelError, match=r"block stem can't take .* from the data"):
         vit().profile(TensorSpec((2, 3, 16, 16), torch.float32))
@@ -198,7 +198,7 @@ def test_data_that_does_not_fit_is_refused() -> None:
 
 
 def gradients(name: str, method: str | Method, k: int, dropout: float = 0.0, seed: int = 3) -> dict[str, Tensor]:
-    """The sum of the gradients of the first ``k`` microbatches; no update comes."""
+    """Return the summed gradients of the first ``k`` microbatches, without an update."""
     build, data = NETS[name]
     model, never = double(build(dropout)), 100
     pipeline = Pipeline(model, data.spec, method=method, k=never, optimizer=lambda m: torch.optim.SGD(m.parameters()), seed=seed)
@@ -229,7 +229,7 @@ def test_frozen_weights_give_the_plain_gradient(name: str, method: str) -> None:
 
 @pytest.mark.parametrize("name", NETS)
 def test_backward_repeats_the_forwards_dropout(name: str) -> None:
-    """Whatever is kept, with several microbatches in flight: one that kept its graph needs no second mask."""
+    """For every keep, with several microbatches in flight. With a stored graph there is only one mask."""
     expected = gradients(name, Method("x", 2, Keep.GRAPH), k=4, dropout=0.3)
     for keep in (Keep.INPUT, Keep.NOTHING):
         found = gradients(name, Method("x", 2, keep), k=4, dropout=0.3)
@@ -267,7 +267,7 @@ def test_bf16_autocast_keeps_streams_in_float32(build: type) -> None:
     streams = as_streams(pipeline.stages[0].forward(0, (data.inputs(0),)))
     assert [t.dtype for t in streams] == [torch.float32] * 2
     x, dx = pipeline.stages[0].backward(0, streams, streams)
-    assert (x, dx) == ((), ())  # nothing stands before the data
+    assert (x, dx) == ((), ())  # the first stage sends nothing back
     pipeline.train(data, 3)
     parameters = [p for stage in pipeline.stages.values() for p in stage.module.parameters()]
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() and p.grad.abs().sum() > 0 for p in parameters)

@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter, which needs no GPU, against the plain operations."""
+"""Triton kernels against the plain operations, in Triton's interpreter, which needs no GPU."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ in_interpreter = pytest.mark.skipif(not interpreted, reason="run by test_in_the_
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.skipif(interpreted, reason="runs the others")
+@pytest.mark.skipif(interpreted, reason="starts the other tests")
 def test_in_the_interpreter() -> None:
-    """In a process of its own: Triton reads the variable when it is imported."""
+    """Run the other tests in a subprocess, since Triton reads the environment variable when it is imported."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
     result = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -31,7 +31,7 @@ def test_in_the_interpreter() -> None:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = importlib.import_module("petra.nn.kernels")
-    monkeypatch.setattr(inplace_abn, "_kernels", lambda z: module if module.takes(z) else None)
+    monkeypatch.setattr(inplace_abn, "_kernels", lambda z: module if module.supports(z) else None)
     return module
 
 

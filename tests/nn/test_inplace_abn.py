@@ -1,4 +1,4 @@
-"""InPlace-ABN against BatchNorm + activation under plain autograd."""
+"""InPlace-ABN against BatchNorm and activation with ordinary autograd."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VARIANTS = ("I", "II")
 
 
 def pair(channels: int, activation: str, variant: str = "II", **options) -> tuple[InPlaceABN, nn.Module]:
-    """The layer and the batch normalisation with the same parameters: some γ negative, β far from zero."""
+    """Return the layer and a batch normalisation with the same parameters. Some γ are negative, and β is far from zero."""
     layer = InPlaceABN(channels, activation, variant=variant, **options).double()
     batch_norm = nn.BatchNorm1d(channels, affine=options.get("affine", True), momentum=options.get("momentum", 0.1)).double()
     batch_norm._check_input_dim = lambda x: None
@@ -42,7 +42,7 @@ def pair(channels: int, activation: str, variant: str = "II", **options) -> tupl
 
 
 def gradients(function: Callable[[Tensor], Tensor], x: Tensor, module: nn.Module, delta: Tensor) -> list[Tensor]:
-    """Output, and the gradients of input and parameters."""
+    """Return the output, and the gradients of input and parameters."""
     x = x.detach().requires_grad_()
     z = function(x)
     found = torch.autograd.grad(z, [x, *module.parameters()], delta)
@@ -111,7 +111,7 @@ def test_result_lies_in_the_memory_of_the_input() -> None:
 
 
 def test_halves_the_bytes_kept() -> None:
-    """BatchNorm keeps x and the activation (or the convolution behind it) z; this layer z alone."""
+    """BatchNorm stores x, and the activation or the convolution after it stores z. This layer stores z only."""
     conv, standard, layer = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), InPlaceABN(8)
     parameters = [*conv.parameters(), *standard.parameters(), *layer.parameters()]
     x = torch.randn(4, 8, 32, 32)
@@ -120,17 +120,17 @@ def test_halves_the_bytes_kept() -> None:
     assert own == one
     with_batch_norm = kept_bytes(lambda: conv(F.leaky_relu(standard(conv(x)), inplace=True)), parameters) - own
     with_abn = kept_bytes(lambda: conv(layer(conv(x))), parameters) - own
-    few = 4 * 8 * 4  # four numbers for each channel
+    few = 4 * 8 * 4  # four numbers per channel
     assert 2 * one <= with_batch_norm <= 2 * one + few
     assert one <= with_abn <= one + few
 
 
-def test_standard_checkpoint_keeps_one_tensor_for_the_whole_block() -> None:
+def test_checkpointing_stores_one_tensor_per_block() -> None:
     x = torch.randn(4, 8, 32, 32)
     for keep in ("input", "normalised"):
         block = CheckpointedABNConv(InPlaceABN(8), nn.Conv2d(8, 8, 3, padding=1), keep)
-        held = kept_bytes(lambda block=block: block(x.clone().requires_grad_() * 1), block.parameters())
-        assert x.nbytes <= held <= x.nbytes + 4 * 8 * 4
+        stored = kept_bytes(lambda block=block: block(x.clone().requires_grad_() * 1), block.parameters())
+        assert x.nbytes <= stored <= x.nbytes + 4 * 8 * 4
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -153,7 +153,7 @@ def test_checkpointing_equals_plain_autograd(activation: str, keep: str, trainin
         torch.testing.assert_close(a, b)
 
 
-def test_gamma_near_zero_is_kept_away_and_still_learns() -> None:
+def test_gamma_near_zero_is_replaced_and_gets_a_gradient() -> None:
     layer, batch_norm = pair(3, "leaky_relu")
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([0.0, 1e-7, -1e-7]))
@@ -178,8 +178,8 @@ def test_elu_far_below_zero_gives_finite_gradients() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_parameters_moved_before_the_backward_pass(variant: str) -> None:
-    """A pipeline that keeps graphs updates weights in between: gradients are those of batch norm in the same position."""
+def test_parameters_changed_before_the_backward_pass(variant: str) -> None:
+    """A pipeline that stores graphs updates weights between forward and backward. Gradients equal those of batch norm then."""
     torch.manual_seed(3)
     layer, batch_norm = pair(3, "leaky_relu", variant)
     x, delta = torch.randn(2, 6, 3, 5, dtype=torch.float64)
@@ -207,7 +207,7 @@ def test_backward_twice_through_a_retained_graph(variant: str) -> None:
 
 @pytest.mark.parametrize("module", ["abn", "input", "normalised"])
 def test_autocast_in_bf16(module: str) -> None:
-    """bf16 between layers, statistics and parameters in float32."""
+    """Activations in bf16, statistics and parameters in float32."""
     torch.manual_seed(4)
     layer = InPlaceABN(8)
     first, second = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.Conv2d(8, 8, 3, padding=1)
@@ -257,7 +257,7 @@ def test_cumulative_average_and_untracked_statistics() -> None:
 
 
 def test_without_data() -> None:
-    """Shapes on the meta device; bytes and gradients of tensors that stand for ones on the CPU."""
+    """Shapes on the meta device; stored bytes and gradients with fake tensors."""
     with torch.device("meta"):
         layer = InPlaceABN(3)
     assert layer(torch.empty(2, 3, 4, 4, device="meta")).shape == (2, 3, 4, 4)
@@ -269,21 +269,21 @@ def test_without_data() -> None:
 
 
 def test_bad_arguments_and_inputs() -> None:
-    with pytest.raises(ConfigError, match="activation: found 'relu', accepted are leaky_relu, elu, identity"):
+    with pytest.raises(ConfigError, match="activation: expected leaky_relu, elu or identity, which are invertible, got relu"):
         InPlaceABN(3, "relu")
-    with pytest.raises(ConfigError, match="slope: found 0, accepted"):
+    with pytest.raises(ConfigError, match="slope: expected a number > 0 and <= 1, got 0"):
         InPlaceABN(3, slope=0)
-    with pytest.raises(ConfigError, match="variant: found 'III', accepted are I and II"):
+    with pytest.raises(ConfigError, match="variant: expected I or II, got III"):
         InPlaceABN(3, variant="III")
-    with pytest.raises(ConfigError, match="keep: found 'graph', accepted are input and normalised"):
+    with pytest.raises(ConfigError, match="keep: expected input or normalised, got graph"):
         CheckpointedABNConv(InPlaceABN(3), nn.Conv2d(3, 3, 1), "graph")
-    with pytest.raises(ConfigError, match=r"conv: found padding \(1, 1\) of circular"):
+    with pytest.raises(ConfigError, match=r"conv: expected zero padding .*, got padding \(1, 1\) of mode circular"):
         CheckpointedABNConv(InPlaceABN(3), nn.Conv2d(3, 3, 3, padding=1, padding_mode="circular"), "input")
     for layer in (InPlaceABN(3), CheckpointedABNConv(InPlaceABN(3), nn.Conv2d(3, 3, 1), "input")):
-        with pytest.raises(ModelError, match=r"InPlaceABN: found one value for each channel in \[1, 3, 1, 1\]"):
+        with pytest.raises(ModelError, match=r"InPlaceABN: expected at least 2 values per channel .*, got 1 in \[1, 3, 1, 1\]"):
             layer(torch.randn(1, 3, 1, 1))
         with pytest.raises(
-            ModelError, match=r"InPlaceABN: found an input float32\[2, 4, 1, 1\], accepted are floats \[B, 3, ...\]"
+            ModelError, match=r"InPlaceABN: expected a floating-point input \[B, 3, ...\], got float32\[2, 4, 1, 1\]"
         ):
             layer(torch.randn(2, 4, 1, 1))
     assert InPlaceABN(3).eval()(torch.randn(1, 3, 1, 1)).isfinite().all()
@@ -299,7 +299,7 @@ def joint_batch() -> tuple[Tensor, Tensor]:
 
 
 def layers(group: dist.ProcessGroup | None) -> list[nn.Module]:
-    """Both variants and both checkpointing modes."""
+    """Return layers of both variants and both checkpointing modes."""
     torch.manual_seed(6)
     made: list[nn.Module] = [pair(3, a, v, group=group)[0] for a, v in itertools.product(ACTIVATIONS, VARIANTS)]
     for keep in ("input", "normalised"):

@@ -1,4 +1,4 @@
-"""Networks with InPlace-ABN against the same networks with batch normalisation and leaky ReLU; ResNeXt and WideResNet-38."""
+"""Networks with InPlace-ABN against networks with batch normalisation and leaky ReLU; sizes of ResNeXt and WideResNet-38."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def small(name: str, norm: str) -> Chain:
 
 @pytest.mark.parametrize(
     ("name", "options", "blocks", "parameters"),
-    # torchvision's (64x4d, 32x8d), timm's (32x4d); the authors' code of InPlace-ABN for WideResNet-38.
+    # Counts of torchvision (64x4d, 32x8d), timm (32x4d), and the InPlace-ABN authors' code (WideResNet-38).
     [
         ("resnext101", {"stem": "imagenet"}, 35, 44_177_704),
         ("resnext101", {"stem": "imagenet", "cardinality": 64}, 35, 83_455_272),
@@ -48,7 +48,7 @@ def test_size(name: str, options: dict[str, object], blocks: int, parameters: in
 
 
 def test_resnext_flops_and_shapes_without_data() -> None:
-    """8.0 billion multiply-adds for ResNeXt-101 32x4d and an image of 224x224 (Xie et al. 2017, section 5.1)."""
+    """ResNeXt-101 32x4d needs 8.0 billion multiply-adds for an image of 224x224 pixels (Xie et al. 2017, section 5.1)."""
     profile = MODELS["resnext101"](1000, stem="imagenet", norm="inplace_abn").profile(TensorSpec((1, 3, 224, 224), torch.float32))
     assert sum(block.flops for block in profile) / 2e9 == pytest.approx(8.0, abs=0.05)
     assert profile[-2].outputs[0].shape == (1, 2048, 7, 7)
@@ -75,7 +75,7 @@ def test_inplace_abn_equals_batch_norm_and_leaky_relu(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_blocks_leave_tensors_of_the_caller_alone(name: str) -> None:
+def test_blocks_leave_the_callers_tensors_unchanged(name: str) -> None:
     made = [torch.randn(2, 3, 32, 32, dtype=torch.float64)]
     copies, streams = [made[0].clone()], (made[0],)
     for block in small(name, "inplace_abn").children():
@@ -86,7 +86,7 @@ def test_blocks_leave_tensors_of_the_caller_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_keeps_less(name: str) -> None:
+def test_inplace_abn_stores_less(name: str) -> None:
     x = torch.randn(3, 3, 32, 32, dtype=torch.float64)
     chains = [small(name, norm) for norm in ("inplace_abn", "batchnorm")]
     with_abn, plain = (kept_bytes(lambda c=c: c(x), c.parameters()) for c in chains)
@@ -94,8 +94,8 @@ def test_keeps_less(name: str) -> None:
 
 
 @pytest.mark.parametrize("keep", list(Keep))
-def test_every_way_of_keeping_equals_plain_autograd(keep: Keep) -> None:
-    """Three microbatches in flight; statistics move once for each."""
+def test_every_keep_equals_plain_autograd(keep: Keep) -> None:
+    """With three microbatches in flight. Running statistics are updated once per microbatch."""
     made, chain = small("revnet18", "inplace_abn"), small("revnet18", "inplace_abn")
     blocks = list(made.children())
     keeps = [Keep.INPUT if keep is Keep.NOTHING and not isinstance(b, ReversibleBlock) else keep for b in blocks]
@@ -114,32 +114,32 @@ def test_every_way_of_keeping_equals_plain_autograd(keep: Keep) -> None:
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
-def test_reversible_block_holds_less_for_a_moment() -> None:
-    """The graph of F that PETRA's backward pass rebuilds."""
+def test_backward_of_a_reversible_block_stores_less() -> None:
+    """The graph of F that the backward pass rebuilds is smaller with InPlace-ABN."""
     x = (torch.randn(4, 8, 16, 16), torch.randn(4, 8, 16, 16))
-    held = []
+    stored = []
     for norm in ("inplace_abn", "batchnorm"):
         block = revnet18(width=1 / 8, norm=norm).build_block(1, 0)
-        held.append(kept_bytes(lambda block=block: block.inverse_vjp(x, x), block.parameters()))
+        stored.append(kept_bytes(lambda block=block: block.inverse_vjp(x, x), block.parameters()))
     one = x[0].nbytes
     few = 2 * 4 * 8 * 4
-    assert 3 * one <= held[0] <= 3 * one + few  # x2, z and z
-    assert 5 * one <= held[1] <= 5 * one + few
+    assert 3 * one <= stored[0] <= 3 * one + few  # x2, z and z
+    assert 5 * one <= stored[1] <= 5 * one + few
 
 
-def test_a_stage_holds_less_and_as_much_as_predicted() -> None:
-    held = {}
+def test_a_stage_stores_less_and_as_much_as_predicted() -> None:
+    stored = {}
     for norm in ("inplace_abn", "batchnorm"):
         model, data = revnet18(width=1 / 16, norm=norm), RandomStream(size=32, dtype=torch.float32)
         pipeline = Pipeline(model, data.spec, method="backprop", stages=[3, 7], optimizer=sgd, learning_rate=lambda t: 0.01)
-        held[norm] = measured(pipeline, data, 2)
-        assert held[norm] == [stage.stored for stage in predicted(pipeline.plan)]
-    assert all(less < 0.75 * more for less, more in zip(held["inplace_abn"], held["batchnorm"], strict=True))
+        stored[norm] = measured(pipeline, data, 2)
+        assert stored[norm] == [stage.stored for stage in predicted(pipeline.plan)]
+    assert all(less < 0.75 * more for less, more in zip(stored["inplace_abn"], stored["batchnorm"], strict=True))
 
 
 def test_a_block_may_not_normalise_its_input_in_place() -> None:
     block = Coupling(InPlaceABN(4))
-    with pytest.raises(ModelError, match="InPlaceABN changes its input in place"):
+    with pytest.raises(ModelError, match="InPlaceABN modifies its input in place"):
         block(torch.randn(3, 4, 5, 5), torch.randn(3, 4, 5, 5))
     x1, x2 = torch.randn(3, 4, 5, 5), torch.randn(3, 4, 5, 5)
     y1, y2 = Coupling(InPlaceABN(4, overwrite=False))(x1, x2)
@@ -150,21 +150,21 @@ def test_a_block_may_not_normalise_its_input_in_place() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"norm": "groupnorm"}, "model.norm: found 'groupnorm', accepted are batchnorm, inplace_abn"),
+        ({"norm": "groupnorm"}, "model.norm: expected batchnorm or inplace_abn, got groupnorm"),
         (
             {"norm": "inplace_abn", "activation": "relu"},
-            "model.activation: found 'relu', accepted are leaky_relu for model.norm=inplace_abn",
+            "model.activation: expected leaky_relu with model.norm=inplace_abn, got relu",
         ),
-        ({"activation": "elu"}, "model.activation: found 'elu', accepted are relu, leaky_relu for model.norm=batchnorm"),
+        ({"activation": "elu"}, "model.activation: expected relu or leaky_relu with model.norm=batchnorm, got elu"),
     ],
 )
-def test_bad_norms(name: str, arguments: dict[str, str], message: str) -> None:
+def test_invalid_norms_and_activations(name: str, arguments: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         MODELS[name](**arguments)
 
 
 @pytest.mark.parametrize("arguments", [{"cardinality": 0}, {"base_width": 0}, {"width": 1 / 8}])
-def test_bad_sizes_of_resnext(arguments: dict[str, float]) -> None:
+def test_invalid_sizes_of_resnext(arguments: dict[str, float]) -> None:
     (key,) = arguments
-    with pytest.raises(ConfigError, match=f"model.{key}: found"):
+    with pytest.raises(ConfigError, match=f"model.{key}: expected"):
         MODELS["resnext101"](**arguments)

@@ -1,3 +1,5 @@
+"""Reversible blocks against plain autograd, and sequences of them on one device."""
+
 import copy
 
 import pytest
@@ -20,7 +22,7 @@ from tests.support.nets import branch
 
 
 class Counted(nn.Module):
-    """Counts evaluations of the function it wraps."""
+    """Module that counts the evaluations of the function it wraps."""
 
     def __init__(self, f: nn.Module) -> None:
         super().__init__()
@@ -75,11 +77,11 @@ def test_fused_backward_equals_plain_autograd(index: int, dropout: float) -> Non
     for a, b in zip(found_x, x, strict=True):
         torch.testing.assert_close(a, b.detach(), rtol=1e-12, atol=1e-12)
     for (name, a), b in zip(block.named_buffers(), plain.buffers(), strict=True):
-        torch.testing.assert_close(a, b, msg=f"{name}: statistics moved other than once")
+        torch.testing.assert_close(a, b, msg=f"{name}: statistics were not updated exactly once")
 
 
 def test_downsampling_moves_pixels_to_channels() -> None:
-    """(S x2, S x1 + F(x2)): channel 4c + 2i + j of S x has the pixels (2h + i, 2w + j) of channel c."""
+    """Channel 4c + 2i + j of S x has the pixels (2h + i, 2w + j) of channel c of x."""
     f = nn.Conv2d(4, 16, 2, stride=2).double()
     x1, x2 = pair()
     y1, y2 = DownsamplingCoupling(f)(x1, x2)
@@ -97,7 +99,7 @@ def test_backward_evaluates_each_function_once() -> None:
     assert (f.calls, g.calls) == (1, 1)
 
 
-def test_inverse_and_frozen_forward_leave_statistics_alone() -> None:
+def test_inverse_and_frozen_forward_do_not_update_statistics() -> None:
     block = blocks()[1]
     before = {name: b.clone() for name, b in block.named_buffers()}
     with frozen_statistics(normalisations(block)):
@@ -108,7 +110,7 @@ def test_inverse_and_frozen_forward_leave_statistics_alone() -> None:
     assert all(m.track_running_stats for m in block.modules() if isinstance(m, nn.BatchNorm2d))
 
 
-def test_seeded_replays_and_puts_the_generator_back() -> None:
+def test_seeded_repeats_numbers_and_restores_the_generator() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -125,7 +127,7 @@ def test_derived_seeds_differ() -> None:
     assert all(0 <= seed < 1 << 63 for seed in seeds)
 
 
-def test_a_function_that_writes_into_its_input_is_refused() -> None:
+def test_a_function_that_modifies_its_input_is_an_error() -> None:
     block = Coupling(nn.Sequential(nn.ReLU(inplace=True), branch(4))).double()
     with torch.no_grad(), pytest.raises(ModelError, match="in place"):
         block(*pair())
@@ -160,7 +162,7 @@ def test_sequence_gives_parameter_gradients_to_an_input_that_needs_none() -> Non
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in sequence.parameters())
 
 
-def test_sequence_leaves_the_callers_tensors_alone() -> None:
+def test_sequence_does_not_modify_the_callers_tensors() -> None:
     sequence, x = ReversibleSequence(blocks()), pair()
     copies = [t.clone() for t in x]
     y = sequence(*x)
@@ -170,7 +172,7 @@ def test_sequence_leaves_the_callers_tensors_alone() -> None:
         assert torch.equal(tensor, expected)
 
 
-def test_sequence_notices_an_output_changed_before_backward() -> None:
+def test_sequence_detects_an_output_modified_before_backward() -> None:
     y1, y2 = ReversibleSequence(blocks())(*pair())
     loss = (y1 * y2).sum()
     with torch.no_grad():
@@ -180,7 +182,7 @@ def test_sequence_notices_an_output_changed_before_backward() -> None:
 
 
 @pytest.mark.parametrize("depth", [2, 12])
-def test_sequence_holds_only_its_output(depth: int) -> None:
+def test_sequence_stores_only_its_output(depth: int) -> None:
     saved: list[Tensor] = []
     sequence = ReversibleSequence([Coupling(branch(4)) for _ in range(depth)]).double()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -188,7 +190,7 @@ def test_sequence_holds_only_its_output(depth: int) -> None:
     assert sum(t.nbytes for t in saved) == sum(t.nbytes for t in y)
 
 
-def test_sequence_replays_autocast() -> None:
+def test_sequence_repeats_autocast() -> None:
     sequence = ReversibleSequence([Coupling(branch(4)) for _ in range(3)])
     plain = copy.deepcopy(sequence)
     x = pair(dtype=torch.float32)
@@ -206,7 +208,7 @@ def test_sequence_replays_autocast() -> None:
 
 
 class FullPrecision(nn.Module):
-    """Opts out of autocast, in forward and so in backward."""
+    """Module that disables autocast in its forward, and therefore in its backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,8 +243,8 @@ def test_sequence_without_gradients_is_a_plain_forward() -> None:
     assert torch.equal(y[1], streams[1])
 
 
-def test_gradients_of_a_block_are_added_before_the_next_ones_are_made() -> None:
-    """So that memory for them doesn't grow with depth; and a second backward through the same graph gives the same again."""
+def test_gradients_of_a_block_are_accumulated_before_the_next_block() -> None:
+    """Memory for gradients then does not grow with depth. A second backward through the same graph gives the same gradients."""
     sequence = ReversibleSequence([Coupling(branch(4)) for _ in range(3)]).double()
     first, last = ([*block.parameters()] for block in (sequence.blocks[0], sequence.blocks[2]))
     there: list[bool] = []

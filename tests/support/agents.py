@@ -1,4 +1,4 @@
-"""What test_cluster runs in each process of two nodes: who stands where, and a few microbatches over all of them."""
+"""What test_cluster runs in each process of two nodes: report node and rank, and train a few microbatches."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import sys
 import torch
 import torch.distributed as dist
 
-from launch.runtime.rank import Place
+from launch.runtime.rank import Process
 from petra import Pipeline
-from petra.distributed import gathered
+from petra.distributed import all_gather_objects
 from petra.training import sgd
 from tests.support.nets import RandomStream, mixed_net
 
 
 def train() -> dict[str, torch.Tensor]:
-    """The weights of this process's stages after twelve microbatches."""
+    """Return the weights of this process's stages after twelve microbatches."""
     torch.set_num_threads(1)
     stream = RandomStream()
     pipeline = Pipeline(mixed_net(), stream.spec, k=2, optimizer=sgd, learning_rate=lambda t: 0.02)
@@ -25,9 +25,9 @@ def train() -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    place = Place.from_environment()
-    with place.joined(torch.device("cpu"), timeout=60):
-        parts = gathered(({"node": os.environ["GROUP_RANK"], "local rank": place.local_rank}, train()))
-        if place.first:
+    process = Process.from_environment()
+    with process.process_group(torch.device("cpu"), timeout=60):
+        parts = all_gather_objects(({"node": os.environ["GROUP_RANK"], "local rank": process.local_rank}, train()))
+        if process.first:
             torch.save(parts, sys.argv[1])
         dist.barrier()

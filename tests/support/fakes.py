@@ -1,4 +1,4 @@
-"""Small files in the forms of the real data sets."""
+"""Small files in the formats of real data sets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from petra.data.cifar import Release
 
 
 def pickled(content: object, core: str = "numpy.core") -> bytes:
-    """As the numpy writes it that spells its core like that; protocol 3 keeps bytes without a helper function."""
+    """Pickle content as a numpy version that names its core module ``core``. Protocol 3 stores bytes without a helper function."""
     return pickle.dumps(content, protocol=3).replace(b"numpy._core", b"numpy.core").replace(b"numpy.core", core.encode())
 
 
@@ -29,7 +29,7 @@ def cifar_batch(number: int, key: str, images: int = 4) -> dict[bytes, Any]:
 def write_cifar(
     release: Release, root: Path, monkeypatch: pytest.MonkeyPatch, core: str = "numpy.core"
 ) -> dict[str, dict[bytes, Any]]:
-    """All files of a release with four images each; the first label of each file is its number."""
+    """Write all files of a release, with four images each. The first label of each file is the number of the file."""
     batches = {name: cifar_batch(i, release.labels) for i, name in enumerate({**release.train, **release.test})}
     for name, batch in batches.items():
         write_cifar_file(release, root, name, pickled(batch, core), monkeypatch)
@@ -66,8 +66,8 @@ def md5(content: bytes) -> str:
     return hashlib.md5(content).hexdigest()
 
 
-def photograph(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
-    """Smooth colours, so that JPEG keeps them nearly."""
+def smooth_image(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
+    """Return an image with smooth colours, which JPEG changes little."""
     rng = np.random.default_rng(seed)
     corners = rng.integers(0, 256, (3, 3, len(Image.new(mode, (1, 1)).getbands())), dtype=np.uint8)
     small = Image.fromarray(corners.squeeze(), mode)
@@ -75,17 +75,17 @@ def photograph(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Ima
 
 
 def jpeg(image: Image.Image) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, "JPEG", quality=95)
-    return stream.getvalue()
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=95)
+    return buffer.getvalue()
 
 
-def write_photographs(root: Path, classes: int = 3, train: int = 4, val: int = 2) -> None:
-    """``root``/train and ``root``/val with photographs of different sizes in folders n00, n01, …"""
+def write_image_folders(root: Path, classes: int = 3, train: int = 4, val: int = 2) -> None:
+    """Write images of different sizes to folders n00, n01, ... in ``root``/train and ``root``/val."""
     for part, images in (("train", train), ("val", val)):
         for c in range(classes):
             folder = root / part / f"n{c:02}"
             folder.mkdir(parents=True)
             for i in range(images):
                 seed = 100 * c + i + (50 if part == "val" else 0)
-                (folder / f"{i}.JPEG").write_bytes(jpeg(photograph(40 + 3 * i, 30 + 5 * c, seed=seed)))
+                (folder / f"{i}.JPEG").write_bytes(jpeg(smooth_image(40 + 3 * i, 30 + 5 * c, seed=seed)))

@@ -1,4 +1,4 @@
-"""launch.train as torchrun starts it, in processes that are forked with everything imported: tests can start hundreds."""
+"""Run launch.train in forked processes with torchrun's environment. Imports are shared, so tests can start hundreds of runs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ from types import TracebackType
 import torch.distributed as dist
 
 from launch import train
+from launch.runtime import reporting
 from tests.support.processes import context
 
 TIMEOUT = 20
-"""``trainer.timeout`` of these runs in seconds."""
+"""Seconds, for ``trainer.timeout``."""
 
 
 class Forked:
-    """The processes of one start of a run; whatever happens, none is left when the block ends.
+    """The processes of one run. All of them are killed when the context ends.
 
     Args:
-        folder: where the processes work, and leave what they print: ``out`` and ``err`` with their rank.
-        environment: beside torchrun's variables.
-        prepare: called first in each process with its rank, to break something.
+        folder: Working directory of the processes. Each writes its output there, to ``out`` and ``err`` followed by its rank.
+        overrides: Overrides of launch.train.
+        world: Number of processes.
+        environment: Environment variables in addition to torchrun's.
+        prepare: Function that each process calls first with its rank, to inject a fault.
     """
 
     def __init__(
@@ -39,7 +42,7 @@ class Forked:
         prepare: Callable[[int], None] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        # torchrun's agent, too, has the store, not a process that may be killed.
+        # As with torchrun, the store is not in a process that may be killed.
         self.folder, self._store = folder, dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         place = {
             "WORLD_SIZE": world,
@@ -63,7 +66,7 @@ class Forked:
             process.join()
 
     def signal(self, number: signal.Signals, ranks: Sequence[int] | None = None) -> None:
-        """Sends a signal to those of the ranks, or of all, that still run."""
+        """Send a signal to the given ranks, or to all, as far as they still run."""
         for rank in range(len(self.processes)) if ranks is None else ranks:
             pid = self.processes[rank].pid
             if self.processes[rank].is_alive() and pid is not None:
@@ -71,10 +74,10 @@ class Forked:
                     os.kill(pid, number)
 
     def wait(self, seconds: float, but: Sequence[int] = ()) -> list[int | None]:
-        """The status of every process, None for those in ``but``.
+        """Wait for all ranks except those in ``but``. Return the status of every process, None if it still runs.
 
         Raises:
-            AssertionError: one still ran after so many seconds.
+            AssertionError: If a process still runs after ``seconds``.
         """
         deadline = time.monotonic() + seconds
         waited = [process for rank, process in enumerate(self.processes) if rank not in but]
@@ -85,14 +88,14 @@ class Forked:
         return [process.exitcode for process in self.processes]
 
     def told(self, stream: str = "err") -> str:
-        """What all processes have written to stderr, or to stdout (``out``)."""
+        """Return what all processes have written to stderr, or to stdout (``out``)."""
         return "".join(path.read_text() for path in sorted(self.folder.glob(f"{stream}?")))
 
 
 def used(pid: int | None, seconds: float = math.inf) -> float:
-    """Waits until a process has used so many seconds of the processor, or ended; how many it has."""
+    """Wait until a process has used ``seconds`` of CPU time or has ended. Return its CPU time."""
     found = 0.0
-    with suppress(OSError):  # it has ended
+    with suppress(OSError):  # the process has ended
         while True:
             state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             found = (int(fields[10]) + int(fields[11])) / os.sysconf("SC_CLK_TCK")
@@ -109,7 +112,7 @@ def _main(rank: int, folder: str, overrides: list[str], environment: dict[str, s
         file = os.open(f"{name}{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, stream)
         os.close(file)
-    rank.PATIENCE = 1.0  # no agent ends the others
+    reporting.ORIGIN_WAIT = 1.0  # here no agent stops the other processes
     sys.argv = ["launch.train", *overrides]
     if prepare is not None:
         prepare(rank)

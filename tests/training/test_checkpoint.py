@@ -1,4 +1,4 @@
-"""Checkpoints: resumed runs equal uninterrupted ones bit for bit, and nothing that is interrupted or damaged costs an older one."""
+"""Checkpoints: resumed runs equal uninterrupted ones bit for bit, and interrupted or damaged ones leave older ones intact."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from launch.evaluate import main as evaluate
 from launch.run.resume import require_same
-from launch.runtime.rank import STOPPED
+from launch.runtime.reporting import STOPPED
 from petra import ConfigError, DataError, PetraError, Pipeline, UpdateRules
 from petra.errors import Interrupted
+from petra.settings import Numerics
 from petra.staleness import Prediction, Remedy
-from petra.training import OPTIMIZERS, Checkpoints, JsonLines, Trainer, best_of, newest, restore
+from petra.training import OPTIMIZERS, Checkpoints, JsonLines, Trainer, best_of, finished_epochs, newest, restore
 from petra.training.checkpoint import MANIFEST, checkpoints
 from tests.kill_many import kill_many
 from tests.launch.test_launch import ROOT, TINY, launched, metrics
@@ -31,7 +32,7 @@ from tests.support.processes import run_processes
 
 CASES: dict[str, dict[str, Any]] = {
     "petra": {"rules": UpdateRules(average=0.9, loss_scale="dynamic")},
-    "adam": {"optimizer": OPTIMIZERS["adam"], "channels_last": True},
+    "adam": {"optimizer": OPTIMIZERS["adam"], "numerics": Numerics(channels_last=True)},
     "double": {"method": "pipedream_2bw", "k": 10},
     "stashed": {"method": "delayed", "optimizer": OPTIMIZERS["lars"]},
     "difference": {"remedy": Remedy(9, 0.3, Prediction.DIFFERENCE, 1.5, True, 0.9)},
@@ -60,8 +61,8 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_a_resumed_pipeline_goes_on_bit_for_bit(case: str, background: bool, tmp_path: Path) -> None:
-    """Stopped inside an accumulation."""
+def test_a_resumed_pipeline_is_equal_bit_for_bit(case: str, background: bool, tmp_path: Path) -> None:
+    """The checkpoint is saved inside an accumulation."""
     data, whole, resumed = RandomStream(), build(**CASES[case]), build(**CASES[case])
     whole.train(data, 12)
     store = Checkpoints(tmp_path, background=background)
@@ -79,7 +80,7 @@ def test_a_resumed_pipeline_goes_on_bit_for_bit(case: str, background: bool, tmp
 
 
 @pytest.mark.parametrize("case", ["petra", "difference"])
-def test_another_cut_loads_every_block(case: str, tmp_path: Path) -> None:
+def test_another_partition_loads_every_block(case: str, tmp_path: Path) -> None:
     whole, other = build(**CASES[case]), build(**CASES[case], stages=[1, 3, 2])
     whole.train(RandomStream(), 12)
     Checkpoints(tmp_path).save(whole, {})
@@ -114,8 +115,8 @@ def resume_in_processes(rank: int, folder: str) -> dict[str, Tensor]:
     return weights(pipeline)
 
 
-def test_another_number_of_processes_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    """Saved by three while training went on, resumed by one and by two."""
+def test_another_number_of_processes_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """Three processes save while training continues; one and two processes resume."""
     folder = str(tmp_path / "checkpoints")
     expected = {k: v for part in run_processes(3, save_in_processes, tmp_path / "a", folder) for k, v in part.items()}
     assert_same(resume_in_processes(0, folder), expected)
@@ -132,7 +133,7 @@ def saved(folder: Path, count: int = 2, **options: Any) -> Pipeline:
     return pipeline
 
 
-def test_damage_is_detected_and_the_one_before_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_is_detected_and_the_checkpoint_before_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(tmp_path)
     last = tmp_path / "000000004"
     for path in last.iterdir():
@@ -140,12 +141,12 @@ def test_damage_is_detected_and_the_one_before_taken(tmp_path: Path, capsys: pyt
         for at in {0, len(whole) // 2, len(whole) - 2}:
             path.write_bytes(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :])
             found = newest(tmp_path)
-            if found == last:  # white space in the manifest, or a name's case
+            if found == last:  # changed white space in the manifest, or the case of a name
                 assert path.name == MANIFEST
             else:
                 assert found == tmp_path / "000000002"
-                assert f"warning: checkpoint {last}: " in (told := capsys.readouterr().err)
-                assert path.name in told or path.name == MANIFEST
+                assert f"warning: checkpoint {last}: " in (printed := capsys.readouterr().err)
+                assert path.name in printed or path.name == MANIFEST
         path.write_bytes(whole[: len(whole) // 2])
         assert newest(tmp_path) == tmp_path / "000000002"
         path.unlink()
@@ -155,12 +156,12 @@ def test_damage_is_detected_and_the_one_before_taken(tmp_path: Path, capsys: pyt
     assert newest(tmp_path) == last
     for path in checkpoints(tmp_path):
         (path / MANIFEST).unlink()
-    with pytest.raises(DataError, match=r"found 2 checkpoint\(s\), all damaged"):
+    with pytest.raises(DataError, match="expected at least one intact checkpoint, got 2 damaged"):
         newest(tmp_path)
     assert newest(tmp_path / "none") is None
 
 
-def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_that_would_run_code_is_an_error(tmp_path: Path) -> None:
     saved(tmp_path)
     (tmp_path / "000000004" / ".metadata").write_bytes(pickle.dumps(os.system))
     with pytest.raises(DataError, match=r"it asks for posix\.system"):
@@ -174,13 +175,13 @@ def save_into_a_file(rank: int, folder: str) -> str:
     return str(caught.value)
 
 
-def test_a_folder_that_can_not_be_written_is_one_error_in_all_processes(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_the_same_error_in_all_processes(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     folder = tmp_path / "file" / "checkpoints"
     texts = run_processes(2, save_into_a_file, tmp_path / "p", str(folder))
     assert texts[0] == texts[1]
     assert texts[0].startswith(
-        f"checkpoint {folder}/000000000: can't be written (Not a directory); earlier checkpoints are untouched"
+        f"checkpoint {folder}/000000000: cannot be written (Not a directory); earlier checkpoints are intact"
     )
 
 
@@ -191,23 +192,26 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
         store.save(pipeline, {}, score)
     assert [int(path.name) for path in checkpoints(tmp_path)] == [5, 4, 1]
     assert best_of(tmp_path) == tmp_path / "000000001"
-    with pytest.raises(ConfigError, match=r"checkpoint\.keep: found 0"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.keep: expected an integer >= 1, got 0"):
         Checkpoints(tmp_path, keep=0)
 
 
 class Epochs(RandomStream):
-    """Random microbatches in epochs of eleven, which neither k nor the interval of checkpoints divides."""
+    """Random microbatches in epochs of 11, which is a multiple of neither k nor the checkpoint interval."""
 
     batches_per_epoch, batches = 11, 2
 
 
-def trainer(folder: Path, **options: Any) -> Trainer:
+def trainer(folder: Path, pipeline: Pipeline | None = None, *, batches: int = 11, **options: Any) -> Trainer:
     data = Epochs()
-    data.batches_per_epoch = options.pop("batches", data.batches_per_epoch)
-    options = {"checkpoints": Checkpoints(folder / "c", 9), "every": 4, **options}
-    made = Trainer(build(), data, data, lambda t: 0.1, **options)  # type: ignore[arg-type]
-    made.loggers = [JsonLines(folder / "metrics.jsonl")]
-    return made
+    data.batches_per_epoch = batches
+    options = {
+        "checkpoints": Checkpoints(folder / "c", 9),
+        "every": 4,
+        "loggers": [JsonLines(folder / "metrics.jsonl")],
+        **options,
+    }
+    return Trainer(pipeline or build(), data, data, lambda t: 0.1, **options)  # type: ignore[arg-type]
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
@@ -215,7 +219,7 @@ def rows(folder: Path) -> list[dict[str, float]]:
     return [{key: value for key, value in row.items() if "second" not in key} for row in found]
 
 
-def test_metrics_and_epochs_go_on_from_any_checkpoint(tmp_path: Path) -> None:
+def test_metrics_and_epochs_resume_from_any_checkpoint(tmp_path: Path) -> None:
     whole = trainer(tmp_path)
     whole.fit(2)
     expected = rows(tmp_path)
@@ -223,37 +227,38 @@ def test_metrics_and_epochs_go_on_from_any_checkpoint(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"epoch": 3, "torn')
     for clock in (8, 11, 16, 22):
-        again = trainer(tmp_path / "c")
-        again.resume(restore(again.pipeline, tmp_path / "c" / f"{clock:09}")["trainer"])
-        again.checkpoints = None
-        again.loggers = [JsonLines(tmp_path / "metrics.jsonl", [epoch.row() for epoch in again.history])]
-        again.fit(2)
+        pipeline = build()
+        state = restore(pipeline, tmp_path / "c" / f"{clock:09}")["trainer"]
+        log = JsonLines(tmp_path / "metrics.jsonl", [epoch.row() for epoch in finished_epochs(state)])
+        resumed = trainer(tmp_path, pipeline, checkpoints=None, loggers=[log])
+        resumed.resume(state)
+        resumed.fit(2)
         assert rows(tmp_path) == expected
-        assert_same(weights(again.pipeline), weights(whole.pipeline))
+        assert_same(weights(pipeline), weights(whole.pipeline))
 
 
-def test_a_run_that_is_asked_to_stop_does_so_at_the_next_checkpoint(tmp_path: Path) -> None:
+def test_a_run_asked_to_stop_stops_at_the_next_checkpoint(tmp_path: Path) -> None:
     asked = [False, True]
     stopped = trainer(tmp_path, stop=lambda: asked.pop(0))
-    with pytest.raises(Interrupted, match="stopped as asked after microbatch 8, checkpoint written"):
+    with pytest.raises(Interrupted, match="stopped on request after microbatch 8, checkpoint written"):
         stopped.fit(2)
     assert newest(tmp_path / "c") == tmp_path / "c" / "000000008"
 
 
 def test_a_run_without_planned_drains_stops_at_once(tmp_path: Path) -> None:
-    """In the middle of an epoch, and goes on from there."""
+    """It stops in the middle of an epoch and resumes there."""
     asked = iter([False] * 20)
     stopped = trainer(tmp_path, every=None, batches=200, stop=lambda: next(asked, True))
     with pytest.raises(Interrupted, match="checkpoint written") as ended:
         stopped.fit(1)
     assert 20 < ended.value.clock < 60
-    again = trainer(tmp_path, every=None, batches=200)
-    again.resume(restore(again.pipeline, newest(tmp_path / "c"))["trainer"])
-    (epoch,) = again.fit(1)
+    resumed = trainer(tmp_path, every=None, batches=200)
+    resumed.resume(restore(resumed.pipeline, newest(tmp_path / "c"))["trainer"])
+    (epoch,) = resumed.fit(1)
     assert (epoch.microbatches, epoch.train.targets) == (200, 800)
 
 
-def test_another_configuration_is_refused() -> None:
+def test_another_configuration_is_an_error() -> None:
     found = {"k": 4, "data": {"root": "a", "name": "digits"}, "trainer": {"stages": 3, "wire": "bf16"}}
     same = {"k": 4, "data": {"root": "b", "name": "digits"}, "trainer": {"stages": 2, "wire": "bf16"}}
     require_same(found, same, Path("c"))
@@ -267,8 +272,8 @@ def test_killed_processes_resume_to_the_same_bits(tmp_path: Path) -> None:
     assert kill_many(10, tmp_path).total() == 10
 
 
-def test_a_signal_stops_a_run_that_then_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same numbers as without; evaluation reads the checkpoint."""
+def test_a_signal_stops_a_run_that_can_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The metrics equal those of a run without the signal, and evaluation reads the checkpoint."""
     run, whole = tmp_path / "run", tmp_path / "whole"
     settings = [*TINY, "trainer.epochs=2", "checkpoint.every=3"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -279,7 +284,7 @@ def test_a_signal_stops_a_run_that_then_goes_on(tmp_path: Path, capsys: pytest.C
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == STOPPED, err
-    assert err.startswith("stopped as asked after microbatch ")
+    assert err.startswith("stopped on request after microbatch ")
     evaluate([f"run={run}"])
     assert json.loads(capsys.readouterr().out)["weights"].startswith(str(run / "checkpoints"))
     for folder in (run, whole):

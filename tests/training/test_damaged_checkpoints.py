@@ -1,7 +1,6 @@
-"""Checkpoints with random damage: passed over with a warning, refused in one line or read correctly, and no code in them is run.
+"""Checkpoints with random damage: each is skipped with a warning, is a one-line error, or is read correctly, and runs no code.
 
-A few hundred at each run of the tests; ``pytest tests/training/test_damaged_checkpoints.py --hypothesis-profile=long`` tries 3,750
-other ones.
+The tests try a few hundred; ``pytest tests/training/test_damaged_checkpoints.py --hypothesis-profile=long`` tries 3,750.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from hypothesis import strategies as st
 
 from petra import DataError, PetraError, Pipeline
 from petra.training import Checkpoints, export, load, newest, restore
-from petra.training.checkpoint import FACTS, MANIFEST, _json, _sum
+from petra.training.checkpoint import FACTS, MANIFEST, checksum, to_json
 from petra.training.export import State
 from petra.training.state import state_of
 from tests.data.test_damaged_files import damaged
@@ -34,7 +33,7 @@ OBJECTS += [{"clock": 6, "score": [1]}, {"clock": -1, "score": None}, {"clock": 
 
 
 class Evil:
-    """Makes a file when it is unpickled."""
+    """Object that creates a file when it is unpickled."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -45,7 +44,7 @@ class Evil:
 
 @dataclass(frozen=True, repr=False)
 class Saved:
-    """A run's folder with two checkpoints as they should be, a pipeline to load them into, and the states they hold."""
+    """Folder with two intact checkpoints, a pipeline to load them into, and the states that they hold."""
 
     folder: Path
     pipeline: Pipeline
@@ -55,7 +54,7 @@ class Saved:
     canary: Path
 
     def reset(self) -> None:
-        """Undoes all damage."""
+        """Restore the intact files."""
         shutil.rmtree(self.folder)
         for name, files in self.contents.items():
             (self.folder / name).mkdir(parents=True)
@@ -82,12 +81,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
     assert sorted(contents[NEW]) == sorted(FILES)
     canary = root / "canary"
     yield Saved(root / "checkpoints", pipeline, states, contents, pickle.dumps(Evil(canary)), canary)
-    assert not canary.exists(), "code from a file was run"
+    assert not canary.exists(), "a file ran code"
 
 
 @st.composite
 def damages(draw: st.DrawFn) -> Callable[[Saved, Path], None]:
-    """What is done to the folder of a checkpoint, one or two things."""
+    """Draw one or two changes to the folder of a checkpoint."""
 
     def one() -> Callable[[Saved, Path], None]:
         name, other = draw(st.sampled_from(FILES)), draw(st.sampled_from(FILES))
@@ -123,28 +122,28 @@ def damages(draw: st.DrawFn) -> Callable[[Saved, Path], None]:
 
     steps = [one() for _ in range(draw(st.integers(1, 2)))]
 
-    def all_of_them(saved: Saved, folder: Path) -> None:
+    def apply_all(saved: Saved, folder: Path) -> None:
         for step in steps:
             step(saved, folder)
 
-    return all_of_them
+    return apply_all
 
 
 def same(saved: Saved, name: str) -> bool:
-    """Whether the pipeline is in the state of a checkpoint, to the last bit."""
+    """Return whether the pipeline's state equals a checkpoint's, bit for bit."""
     found, expected = state_of(saved.pipeline), saved.states[name]
     return found.keys() == expected.keys() and all(torch.equal(value, found[key]) for key, value in expected.items())
 
 
 @given(damage=damages())
-def test_the_one_before_a_damaged_checkpoint_is_taken(damage: Any, saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_checkpoint_before_a_damaged_one_is_used(damage: Any, saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     saved.reset()
     damage(saved, saved.folder / NEW)
     capsys.readouterr()
     path = newest(saved.folder)
     assert path is not None
     restore(saved.pipeline, path)
-    assert same(saved, path.name), f"{path.name} was read, but not correctly"
+    assert same(saved, path.name), f"{path.name} was read incorrectly"
     warned = capsys.readouterr().err
     if path.name == OLD:
         assert warned.startswith(f"warning: checkpoint {saved.folder / NEW}: ")
@@ -154,14 +153,14 @@ def test_the_one_before_a_damaged_checkpoint_is_taken(damage: Any, saved: Saved,
 
 
 @given(damage=damages())
-def test_a_manifest_that_was_made_to_fit_runs_no_code(damage: Any, saved: Saved) -> None:
-    """Then wrong numbers can't be told from right ones, but whatever else is read has to be refused in one line."""
+def test_a_manifest_that_matches_the_damage_runs_no_code(damage: Any, saved: Saved) -> None:
+    """Wrong numbers then go unnoticed, but anything that is not a checkpoint must be a one-line error."""
     saved.reset()
     folder = saved.folder / NEW
     damage(saved, folder)
     if not (folder / MANIFEST).is_dir():
-        sums = {path.name: _sum(path) for path in folder.iterdir() if path.name != MANIFEST and path.is_file()}
-        (folder / MANIFEST).write_bytes(_json({"files": sums}))
+        sums = {path.name: checksum(path) for path in folder.iterdir() if path.name != MANIFEST and path.is_file()}
+        (folder / MANIFEST).write_bytes(to_json({"files": sums}))
     try:
         path = newest(saved.folder)
         assert path is not None
@@ -169,7 +168,7 @@ def test_a_manifest_that_was_made_to_fit_runs_no_code(damage: Any, saved: Saved)
     except PetraError as error:
         text = str(error)
     else:
-        text = f"{saved.folder}: nothing to refuse"
+        text = f"{saved.folder}: no error"
     assert str(saved.folder) in text
     assert "\n" not in text
     assert not saved.canary.exists()
@@ -183,7 +182,7 @@ def test_exported_weights(content: st.DataObject, saved: Saved, tmp_path_factory
     whole = path.read_bytes()
     path.write_bytes(content.draw(st.just(saved.evil) | damaged(whole)))
     try:
-        found, text = load(path), f"{path}: nothing to refuse"
+        found, text = load(path), f"{path}: no error"
     except DataError as error:
         found, text = {}, str(error)
     finally:

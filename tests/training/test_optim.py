@@ -1,4 +1,4 @@
-"""Optimizers against their formulas, schedules against closed forms at every update of a real pipeline."""
+"""Optimizers against their formulas, and schedules against closed forms at every update of a pipeline."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_lars_of_a_weight_or_gradient_that_is_zero_stays_finite() -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_that_the_device_skips_changes_nothing(name: str) -> None:
-    """How updates are skipped on a GPU, by the optimizers that can: the first step too leaves a sound state."""
+    """Optimizers that skip updates by ``found_inf``, as on a GPU: a skipped first step leaves a valid state."""
     module, other = net(), net()
     optimizer = OPTIMIZERS[name](module)
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -145,7 +145,7 @@ PER_EPOCH, EPOCHS, WARMUP, K, PEAK = 4, 200, 5, 3, 0.4
 
 
 def closed_form(name: str, t: int) -> float:
-    """The rate at microbatch t = 1 … 800 of 200 epochs, written without the code under test."""
+    """Return the rate at microbatch t = 1 … 800 of 200 epochs, computed without the code under test."""
     ramp = min(1.0, t / 20)
     if name == "multistep":
         return PEAK * ramp * (1.0 if t <= 240 else 0.2 if t <= 480 else 0.04 if t <= 640 else 0.008)
@@ -178,9 +178,9 @@ def test_every_stage_follows_a_schedule_of_200_epochs_at_every_update(name: str)
         assert rates == pytest.approx(expected, rel=1e-12)
 
 
-def test_schedules_refuse() -> None:
+def test_schedules_check_their_values() -> None:
     for power in (0.0, math.inf):
-        with pytest.raises(ConfigError, match=r"schedule\.power: found"):
+        with pytest.raises(ConfigError, match=r"schedule\.power: expected"):
             Polynomial(0.1, 10, 5, power=power)
-    with pytest.raises(ConfigError, match=r"schedule\.warmup_epochs: found nan"):
+    with pytest.raises(ConfigError, match=r"schedule\.warmup_epochs: expected a finite number >= 0, got nan"):
         MultiStep(0.1, 10, 5, warmup_epochs=math.nan)

@@ -1,4 +1,4 @@
-"""A save that is killed, or finds the disk full or read-only, costs nothing that was there before."""
+"""A save that is killed, or that meets a full or read-only disk, leaves earlier checkpoints intact."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import filesystem
 from petra import BlockSpec, Model, PetraError, Pipeline
 from petra.training import Checkpoints, newest, restore, sgd
 from petra.training import checkpoint as protocol
-from tests.kill_many import RUN, left, same, undamaged
+from tests.kill_many import RUN, assert_same, assert_undamaged, results
 from tests.support.forked import Forked
 from tests.support.nets import RandomStream
 from tests.support.processes import context
@@ -42,15 +42,15 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 class Tracer:
-    """Ends this process before a step of a save: the one that would be number ``last``, or none.
+    """Ends this process before step number ``last`` of a save, or never.
 
     Attributes:
-        steps: those that were reached, in their order: our lines, and the functions of torch.distributed.checkpoint that write.
+        steps: Steps reached, in order: lines of checkpoint.py, and functions of torch.distributed.checkpoint that write.
     """
 
     def __init__(self, last: int | None) -> None:
         self.last, self.steps = last, list[str]()
-        threading.settrace(self.call)  # the thread that writes in the background
+        threading.settrace(self.call)  # for the thread that writes in the background
         sys.settrace(self.call)
 
     def call(self, frame: FrameType, event: str, argument: object) -> Tracer | None:
@@ -70,7 +70,7 @@ class Tracer:
 
 
 def save_forked(pipeline: Pipeline, folder: Path, background: bool, last: int | None) -> int:
-    """Trains and saves in a fork that ends before step ``last``; its status."""
+    """Train and save in a fork that ends before step ``last``, and return its exit status."""
     if (pid := os.fork()) == 0:
         store = Checkpoints(folder, keep=1, background=background)
         tracer = Tracer(last)
@@ -86,7 +86,7 @@ def save_forked(pipeline: Pipeline, folder: Path, background: bool, last: int | 
 
 
 def die_everywhere(folder: Path, background: bool) -> None:
-    """Dies before every step of a save, where it is reached first and where last; removing the older checkpoint is part of it."""
+    """Die before every step of a save, at its first and last occurrence. A save includes the removal of the old checkpoint."""
     torch.set_num_threads(1)
     pipeline, expected = small(), dict[int, dict[str, Tensor]]()
     for clock in (1, 2):
@@ -123,8 +123,8 @@ def die_everywhere(folder: Path, background: bool) -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_the_checkpoint_before_loads_whatever_step_of_a_save_is_the_last(background: bool, tmp_path: Path) -> None:
-    process = context.Process(target=die_everywhere, args=(tmp_path, background))  # where nothing but this has started threads
+def test_a_save_that_dies_at_any_step_leaves_an_intact_checkpoint(background: bool, tmp_path: Path) -> None:
+    process = context.Process(target=die_everywhere, args=(tmp_path, background))  # a new process without other threads
     process.start()
     process.join(170)
     process.kill()
@@ -134,7 +134,7 @@ def test_the_checkpoint_before_loads_whatever_step_of_a_save_is_the_last(backgro
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MB."""
+    """Mount a file system of 2 MB."""
     place = tmp_path / "disk"
     place.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "petra", str(place)], capture_output=True).returncode:
@@ -151,8 +151,8 @@ def remount(place: Path, options: str) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"), [("full", "No space left on device"), ("ro", "Read-only file system")], ids=["full", "read-only"]
 )
-def test_a_disk_that_takes_no_more_costs_nothing(options: str, reason: str, background: bool, disk: Path) -> None:
-    """Training could go on, and the next save works if there is room again."""
+def test_a_full_or_read_only_disk_leaves_checkpoints_intact(options: str, reason: str, background: bool, disk: Path) -> None:
+    """Training can continue, and the next save succeeds once the disk has space."""
     pipeline, store = small(), Checkpoints(disk / "c", keep=1, background=background)
     pipeline.train(DATA, 1)
     store.save(pipeline, {})
@@ -169,7 +169,9 @@ def test_a_disk_that_takes_no_more_costs_nothing(options: str, reason: str, back
         store.save(pipeline, {})
         store.wait()
 
-    with pytest.raises(PetraError, match=rf"checkpoint {disk}/c/000000002: can't be written \({reason}\); earlier checkpoints are"):
+    with pytest.raises(
+        PetraError, match=rf"checkpoint {disk}/c/000000002: cannot be written \({reason}\); earlier checkpoints are"
+    ):
         save()
     assert equal(weights(pipeline), trained)
     restored, path = small(), newest(disk / "c")
@@ -188,19 +190,19 @@ def test_a_disk_that_takes_no_more_costs_nothing(options: str, reason: str, back
     assert {p.name for p in (disk / "c").iterdir()} == {"000000002", "latest"}
 
 
-def test_a_run_on_a_full_disk_tells_it_once_and_goes_on_when_there_is_room(disk: Path, tmp_path: Path) -> None:
-    """The third checkpoint has none."""
+def test_a_run_on_a_full_disk_prints_one_error_and_resumes_when_there_is_space(disk: Path, tmp_path: Path) -> None:
+    """There is no space for the third checkpoint."""
     with Forked(tmp_path / "whole", RUN, 2) as run:
         assert run.wait(60) == [0, 0], run.told()
-    expected = left(tmp_path / "whole" / "run")
+    expected = results(tmp_path / "whole" / "run")
     with Forked(disk, RUN, 2) as run:
         assert run.wait(60) == [2, 2], run.told()
-    told = run.told()
-    assert told.startswith("error: checkpoint run/checkpoints/0000000"), told
-    assert told.count("\n") == 1
-    assert "can't be written (No space left on device); earlier checkpoints are untouched" in told
-    undamaged(disk / "run", expected)
+    printed = run.told()
+    assert printed.startswith("error: checkpoint run/checkpoints/0000000"), printed
+    assert printed.count("\n") == 1
+    assert "cannot be written (No space left on device); earlier checkpoints are intact" in printed
+    assert_undamaged(disk / "run", expected)
     remount(disk, "size=50m")
     with Forked(disk, RUN, 2) as run:
         assert run.wait(60) == [0, 0], run.told()
-    same(left(disk / "run"), expected, "full")
+    assert_same(results(disk / "run"), expected, "full")

@@ -1,4 +1,4 @@
-"""Microbatches by number: the first stage asks for inputs and the last one for targets, and no labels travel."""
+"""Data sources. The first stage reads inputs and the last stage reads targets by microbatch number, so no targets are sent."""
 
 from __future__ import annotations
 
@@ -9,24 +9,32 @@ from torch import Tensor
 
 from petra.data.dataset import Dataset
 from petra.data.prefetch import Prefetcher
-from petra.errors import ConfigError
+from petra.errors import require
 from petra.reversible import derive_seed
 from petra.specs import IGNORED
 
 _ORDER, _AUGMENTATION = 1, 2
 
 
-class TrainStream:
-    """Training data as an endless row of microbatches m = 0, 1, 2, ... that every process can read at any place.
+class TrainSource:
+    """Source of training data: an endless sequence of microbatches m = 0, 1, 2, ... with random access.
 
-    Microbatch m belongs to epoch m // batches_per_epoch. Each epoch visits the samples in an order of its own; those
-    that don't fill a last batch are left out of that epoch. Order and augmentation depend on nothing but the seed and m.
+    Microbatch m belongs to epoch m // batches_per_epoch. Each epoch has its own random order of samples. Samples that don't fill
+    the last microbatch of an epoch are left out of that epoch. Order and augmentation depend on the seed and m only.
 
     Args:
-        workers: processes that prepare inputs ahead of their use; 0 prepares them when they are asked for.
-        share: rows of each microbatch whose inputs are given, for one replica of several; targets are always those of all.
+        dataset: Data set whose training split is read.
+        batch_size: Samples per microbatch.
+        seed: Seed of order and augmentation.
+        augment: Whether to augment inputs.
+        workers: Number of worker processes that prepare inputs in advance. 0 prepares them on request in this process.
+        share: Rows of each microbatch that :meth:`inputs` returns, for one of several replicas. :meth:`targets` returns all rows.
 
-    Raises :class:`petra.errors.ConfigError` for a batch that is empty or larger than the training set.
+    Attributes:
+        batches_per_epoch: Number of microbatches per epoch.
+
+    Raises:
+        ConfigError: If ``batch_size`` is less than 1 or exceeds the training set.
     """
 
     def __init__(
@@ -39,32 +47,31 @@ class TrainStream:
         share: slice = slice(None),
     ) -> None:
         self._split = dataset.train
-        if not 1 <= batch_size <= self._split.count:
-            raise ConfigError(
-                f"data.batch_size: found {batch_size}, accepted are 1 to {self._split.count}, the samples that {dataset.name} has"
-            )
-        self.batches_per_epoch = self._split.count // batch_size
+        count = self._split.count
+        expected = f"an integer from 1 to {count}, the number of training samples of {dataset.name}"
+        require(1 <= batch_size <= count, "data.batch_size", expected, batch_size)
+        self.batches_per_epoch = count // batch_size
         self._batch_size = batch_size
         self._seed = seed
         self._augment = augment
         self._share = share
-        # Two: when the pipeline crosses from one epoch to the next, its first stage is ahead of its last.
+        # Two epochs: the first stage may read the next epoch while the last stage still reads the current one.
         self._order = lru_cache(maxsize=2)(self._permutation)
         self._read = Prefetcher(self._inputs, workers) if workers else self._inputs
 
     def inputs(self, m: int) -> Tensor:
-        """The inputs of microbatch ``m``: images float32 (B, 3, H, W), or tokens int64 (B, T)."""
+        """Return the inputs of microbatch ``m``: float32 images (B, 3, H, W), or int64 tokens (B, T)."""
         return self._read(m)
 
     def targets(self, m: int) -> Tensor:
-        """The targets of microbatch ``m``: int64 (B,) for images, (B·T,) for tokens."""
+        """Return the targets of microbatch ``m``: int64 (B,) for images, (B·T,) for tokens."""
         assert self._split.targets is not None, "this process reads no targets"
         return self._split.targets(self._indices(m), self._augmentation(m))
 
     def _inputs(self, m: int) -> Tensor:
         assert self._split.inputs is not None, "this process reads no inputs"
         indices, seed = self._indices(m), self._augmentation(m)
-        if seed is None or self._split.apart:
+        if seed is None or self._split.per_sample_augmentation:
             return self._split.inputs(indices[self._share], seed)
         return self._split.inputs(indices, seed)[self._share]
 
@@ -80,18 +87,23 @@ class TrainStream:
         return torch.randperm(self._split.count, generator=generator)
 
 
-class EvalStream:
-    """The test samples in their own order; the last batch is filled up, so that all batches have the same shape.
+class EvalSource:
+    """Source of test data: the test samples in their order. The last microbatch is padded to ``batch_size``.
 
     Args:
-        workers, share: as for :class:`TrainStream`.
+        dataset: Data set whose test split is read.
+        batch_size: Samples per microbatch.
+        workers, share: As for :class:`TrainSource`.
 
-    Raises :class:`petra.errors.ConfigError` for an empty batch.
+    Attributes:
+        batches: Number of microbatches.
+
+    Raises:
+        ConfigError: If ``batch_size`` is not an integer >= 1.
     """
 
     def __init__(self, dataset: Dataset, batch_size: int, workers: int = 0, share: slice = slice(None)) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"data.batch_size: found {batch_size}, accepted are whole numbers from 1 on")
+        require(batch_size >= 1, "data.batch_size", "an integer >= 1", batch_size)
         self._split = dataset.test
         self.batches = -(-self._split.count // batch_size)
         self._batch_size = batch_size
@@ -99,15 +111,15 @@ class EvalStream:
         self._read = Prefetcher(self._inputs, workers, stop=self.batches) if workers else self._inputs
 
     def inputs(self, m: int) -> Tensor:
-        """The inputs of batch ``m``, as those of :class:`TrainStream`; the last sample fills up the last batch."""
+        """Return the inputs of microbatch ``m``, as :meth:`TrainSource.inputs`. Padding rows repeat the last sample."""
         return self._read(m)
 
     def targets(self, m: int) -> Tensor:
-        """The targets of batch ``m``, -100 in rows that only fill up."""
+        """Return the targets of microbatch ``m``, -100 in padding rows."""
         assert self._split.targets is not None, "this process reads no targets"
         rows = self._rows(m)
-        found = self._split.targets(rows.clamp(max=self._last), None).view(len(rows), -1)
-        return found.masked_fill((rows > self._last)[:, None], IGNORED).flatten()
+        targets = self._split.targets(rows.clamp(max=self._last), None).view(len(rows), -1)
+        return targets.masked_fill((rows > self._last)[:, None], IGNORED).flatten()
 
     def _inputs(self, m: int) -> Tensor:
         assert self._split.inputs is not None, "this process reads no inputs"

@@ -1,23 +1,24 @@
-"""Cuts, delays and keeps chosen by the tuner against brute force, and block costs against what they should be."""
+"""Partitions, delays and keeps chosen by auto-tuning against brute force; block costs against expected values."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import combinations, pairwise, product
+from itertools import product
 from random import Random
 
 import pytest
 import torch
 
 from petra import METHODS, ConfigError, Keep, Method, Pipeline, TensorSpec
-from petra.cost_model.autotune import choose_delays, choose_keeps, line_costs, memory_of, stage_cost, tune
-from petra.cost_model.costs import BlockCost, count_blocks, profile_blocks
-from petra.cost_model.simulator import Link, StageCost, predict
+from petra.cost_model.autotune import choose_delays, choose_keeps, tune
+from petra.cost_model.costs import BlockCost, StageCost, count_blocks, pipeline_costs, profile_blocks, stage_cost
+from petra.cost_model.links import Link
+from petra.cost_model.simulator import predict
 from petra.models import revnet18
-from petra.plan.layout import best_cut
+from petra.plan.messages import boundary
 from petra.plan.schedule import in_flight
-from petra.transport.connect import boundary
+from petra.settings import Numerics
 from tests.support.nets import RandomStream, mixed_net
 
 PETRA = METHODS["petra"]
@@ -26,7 +27,7 @@ PETRA = METHODS["petra"]
 def random_blocks(random: Random, count: int) -> list[BlockCost]:
     blocks = []
     for i in range(count):
-        forward, held = random.uniform(0.5, 2), random.randint(1, 9)
+        forward, stream_bytes = random.uniform(0.5, 2), random.randint(1, 9)
         blocks.append(
             BlockCost(
                 name=f"b{i}",
@@ -36,9 +37,9 @@ def random_blocks(random: Random, count: int) -> list[BlockCost]:
                 graph_forward=forward,
                 graph_backward=random.uniform(1.8, 2.5) * forward,
                 update=0.0,
-                input_bytes=held,
-                output_bytes=held,
-                graph_bytes=held + random.randint(1, 30),
+                input_bytes=stream_bytes,
+                output_bytes=stream_bytes,
+                graph_bytes=stream_bytes + random.randint(1, 30),
                 parameter_bytes=random.randint(0, 20),
             )
         )
@@ -46,67 +47,44 @@ def random_blocks(random: Random, count: int) -> list[BlockCost]:
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_best_cut_against_all_cuts(seed: int) -> None:
-    """Costs that depend on the place, some of them infinite."""
-    random = Random(seed)
-    items, parts = random.randint(2, 8), random.randint(1, 4)
-    parts = min(parts, items)
-    costs = {
-        (s, e, p): random.choice([random.random(), random.random(), float("inf")])
-        for s, e, p in product(range(items), range(1, items + 1), range(parts))
-    }
-
-    def worst(bounds: tuple[int, ...]) -> float:
-        return max(costs[s, e, p] for p, (s, e) in enumerate(pairwise((0, *bounds, items))))
-
-    best = min(worst(bounds) for bounds in combinations(range(1, items), parts - 1))
-    if best == float("inf"):
-        with pytest.raises(ConfigError, match="found no cut"):
-            best_cut(items, parts, lambda s, e, p: costs[s, e, p])
-    else:
-        found = best_cut(items, parts, lambda s, e, p: costs[s, e, p])
-        assert max(costs[r.start, r.stop, p] for p, r in enumerate(found)) == best
-
-
-@pytest.mark.parametrize("seed", range(15))
 def test_keeps_against_all_choices(seed: int) -> None:
     random = Random(seed)
     blocks = random_blocks(random, random.randint(1, 7))
-    lean = [Keep.NOTHING if b.reversible else Keep.INPUT for b in blocks]
-    copies = random.randint(1, 5)
-    sizes = [stage_cost(blocks, keeps, before=None) for keeps in (lean, [Keep.GRAPH] * len(blocks))]
-    low, high = (cost.fixed_bytes + copies * cost.held_bytes for cost in sizes)
+    smallest = [Keep.NOTHING if b.reversible else Keep.INPUT for b in blocks]
+    microbatches = random.randint(1, 5)
+    sizes = [stage_cost(blocks, keeps, previous_keep=None) for keeps in (smallest, [Keep.GRAPH] * len(blocks))]
+    low, high = (cost.memory(microbatches) for cost in sizes)
     limit = random.uniform(low, max(high, low + 1))
 
     def time_and_size(keeps: tuple[Keep, ...]) -> tuple[float, int]:
-        cost = stage_cost(blocks, keeps, before=None)
-        return cost.forward + cost.backward, cost.fixed_bytes + copies * cost.held_bytes
+        cost = stage_cost(blocks, keeps, previous_keep=None)
+        return cost.forward + cost.backward, cost.memory(microbatches)
 
-    options = list(product(*[(k, Keep.GRAPH) for k in lean]))
+    options = list(product(*[(k, Keep.GRAPH) for k in smallest]))
     best = min(time_and_size(o)[0] for o in options if time_and_size(o)[1] <= limit)
-    seconds, size = time_and_size(choose_keeps(blocks, lean, copies, limit))
+    seconds, size = time_and_size(choose_keeps(blocks, smallest, microbatches, limit))
     assert seconds == pytest.approx(best)
     assert size <= limit
 
 
 def test_reconstruct_only_as_much_as_memory_demands() -> None:
     blocks = random_blocks(Random(3), 5)
-    lean = [Keep.NOTHING if b.reversible else Keep.INPUT for b in blocks]
-    assert choose_keeps(blocks, lean, 3, float("inf")) == (Keep.GRAPH,) * 5
-    assert choose_keeps(blocks, lean, 3, 0) == tuple(lean)
+    smallest = [Keep.NOTHING if b.reversible else Keep.INPUT for b in blocks]
+    assert choose_keeps(blocks, smallest, 3, float("inf")) == (Keep.GRAPH,) * 5
+    assert choose_keeps(blocks, smallest, 3, 0) == tuple(smallest)
 
 
 @pytest.mark.parametrize("graphs", [(), (0, 3), tuple(range(10))])
 def test_messages_are_those_of_the_boundaries(graphs: tuple[int, ...]) -> None:
-    """What a stage sends back depends on what the one before it keeps, not on its own blocks."""
+    """What a stage sends back depends on what the previous stage stores, not on its own blocks."""
     model, inputs = revnet18(width=0.0625, stem="cifar"), TensorSpec((2, 3, 32, 32), torch.float32)
     blocks, profiles = count_blocks(model, inputs), model.profile(inputs)
-    lean = [Keep.NOTHING if b.reversible else Keep.INPUT for b in blocks]
-    keeps = [[Keep.GRAPH if i in graphs else keep] for i, keep in enumerate(lean)]
-    costs = line_costs([[b] for b in blocks], keeps)
+    smallest = [Keep.NOTHING if b.reversible else Keep.INPUT for b in blocks]
+    keeps = [[Keep.GRAPH if i in graphs else keep] for i, keep in enumerate(smallest)]
+    costs = pipeline_costs([[b] for b in blocks], keeps)
     assert costs[0].backward_bytes == 0
     for profile, (keep,), before, after in zip(profiles[:-1], keeps[:-1], costs[:-1], costs[1:], strict=True):
-        forward, (streams, gradients, _) = boundary(profile.outputs, keep, 1, channels_last=False, wire=None)
+        forward, (streams, gradients, _) = boundary(profile.outputs, keep, Numerics(), metrics=1)
         assert before.forward_bytes == sum(t.bytes for part in forward for t in part)
         assert after.backward_bytes == sum(t.bytes for t in (*streams, *gradients))
 
@@ -118,7 +96,7 @@ def test_double_weights_limit_the_delays() -> None:
 
 @pytest.mark.parametrize(("latency", "expected"), [(0.0, (1, 1, 1)), (0.9, (2, 2, 2))])
 def test_delays_of_equal_stages(latency: float, expected: tuple[int, ...]) -> None:
-    """With fast links d = 1 does; where a message takes up to half a tick PETRA's d = 2 is needed at most."""
+    """With fast links d = 1 suffices. If a message takes at most half a tick, d = 2 suffices."""
     found = choose_delays([StageCost(1, 3)] * 4, PETRA, 1, link=Link(latency=latency))
     assert all(d <= e for d, e in zip(found, expected, strict=True))
     best = predict([StageCost(1, 3)] * 4, replace(PETRA, delay=4), link=Link(latency=latency)).period
@@ -161,13 +139,13 @@ def test_tuned_pipeline_trains_and_fits() -> None:
     assert set(tuned.keep) != {Keep.GRAPH}
     method = Method("tuned", tuned.delay, tuned.keep)
     delays = method.delays(3, 2)
-    assert all(memory_of(cost, d, 2, False) <= limit for cost, d in zip(tuned.costs, delays, strict=True))
+    assert all(cost.memory(in_flight(d, 2, False)) <= limit for cost, d in zip(tuned.costs, delays, strict=True))
     pipeline = Pipeline(model, data.spec, method=method, k=2, stages=tuned.stages, optimizer=partial(_sgd, lr=0.1))
     assert [keep for j in range(3) for keep in pipeline.plan.stages[j].keeps] == list(tuned.keep)
     pipeline.train(data, 9)
 
 
-def test_given_stages_keep_their_cut() -> None:
+def test_given_stages_are_not_changed() -> None:
     blocks = random_blocks(Random(1), 6)
     tuned = tune(blocks, PETRA, 1, [1, 4, 1], tune_delay=True)
     assert tuned.stages == (1, 4, 1)
@@ -176,14 +154,14 @@ def test_given_stages_keep_their_cut() -> None:
 
 def test_memory_limits_that_nothing_meets() -> None:
     blocks = random_blocks(Random(2), 6)
-    with pytest.raises(ConfigError, match=r"trainer\.stages: found no cut into 2 parts"):
+    with pytest.raises(ConfigError, match=r"trainer\.stages: no partition into 2 parts"):
         tune(blocks, PETRA, 1, 2, limit=10)
-    with pytest.raises(ConfigError, match=r"trainer\.memory_limit: found 1e-08 GB, less than stage 1 needs"):
+    with pytest.raises(ConfigError, match=r"trainer\.memory_limit: expected at least .* GB for stage 1 .*, got 1e-08 GB"):
         tune(blocks, PETRA, 1, [3, 3], limit=10)
 
 
-def test_a_memory_limit_moves_the_cut() -> None:
-    """The first stages hold most microbatches; a limit pushes blocks that must hold their input behind them."""
+def test_a_memory_limit_changes_the_partition() -> None:
+    """The first stages have the most microbatches in flight; a limit moves blocks that store their input to later stages."""
     block = BlockCost("b", False, 1, 3, 1, 3, 0, input_bytes=10, output_bytes=10, graph_bytes=20, parameter_bytes=0)
     free = tune([block] * 6, PETRA, 1, 2)
     tight = tune([block] * 6, PETRA, 1, 2, limit=20 + 3 * 20)
@@ -195,9 +173,9 @@ def test_counted_costs() -> None:
     costs = count_blocks(mixed_net(), RandomStream().spec)
     conv = 2 * 4 * 8 * 8 * 4 * 4 * 9  # batch, positions, channels in and out, 3x3
     assert (costs[1].forward, costs[1].backward, costs[1].graph_backward) == (conv, 3 * conv, 2 * conv)
-    assert costs[1].held_bytes(Keep.NOTHING) == 0
-    assert costs[2].held_bytes(Keep.NOTHING) == costs[2].input_bytes == 2 * 4 * 4 * 64 * 8
-    assert costs[1].held_bytes(Keep.GRAPH) == costs[1].graph_bytes > costs[1].input_bytes
+    assert costs[1].stored_bytes(Keep.NOTHING) == 0
+    assert costs[2].stored_bytes(Keep.NOTHING) == costs[2].input_bytes == 2 * 4 * 4 * 64 * 8
+    assert costs[1].stored_bytes(Keep.GRAPH) == costs[1].graph_bytes > costs[1].input_bytes
 
 
 def test_measured_costs_are_those_of_the_pipelines_code() -> None:
@@ -207,11 +185,6 @@ def test_measured_costs_are_those_of_the_pipelines_code() -> None:
     counted = count_blocks(mixed_net(), RandomStream().spec)
     for a, b in zip(costs, counted, strict=True):
         assert (a.input_bytes, a.graph_bytes, a.parameter_bytes) == (b.input_bytes, b.graph_bytes, b.parameter_bytes)
-
-
-def test_in_flight_is_what_memory_counts() -> None:
-    cost = StageCost(1, 3, held_bytes=7, fixed_bytes=2)
-    assert memory_of(cost, 4, 2, False) == 2 + 7 * in_flight(4, 2, False)
 
 
 def _sgd(module: torch.nn.Module, lr: float) -> torch.optim.SGD:

@@ -1,0 +1,61 @@
+"""Checks of a configuration that need several keys or the number of processes."""
+
+from __future__ import annotations
+
+from launch.config.schema import AUTO, Config
+from launch.runtime.rank import Process
+from petra.errors import require
+from petra.plan.layout import processes_per_replica
+from petra.training import FORMATS, TensorBoardLogger, WandbLogger
+from petra.training.export import check_format
+
+
+def check(config: Config, process: Process) -> None:
+    """Check the keys that exclude each other, or that depend on the number of processes.
+
+    Raises:
+        ConfigError: If a value is not accepted. The message names the key.
+    """
+    _check_start(config)
+    _check_installed(config)
+    _check_processes(config, process)
+    _check_automatic(config)
+    wire = config.trainer.wire
+    exact = not config.trainer.exact_streams or wire == "float32"
+    require(exact, "trainer.exact_streams", f"false with trainer.wire={wire}", "true")
+
+
+def _check_start(config: Config) -> None:
+    located = config.resume != AUTO or config.run_dir is not None
+    require(located, "resume", "auto only with run_dir=<the run's folder>", AUTO)
+    single = config.init_from is None or config.resume in (None, AUTO)
+    require(single, "init_from", "null with resume=<folder>, which brings its own weights", config.init_from)
+
+
+def _check_installed(config: Config) -> None:
+    if config.logger.name == "wandb":
+        WandbLogger.require()
+    if config.logger.name == "tensorboard":
+        TensorBoardLogger.require()
+    if config.trainer.export != "none":
+        check_format(FORMATS[config.trainer.export])
+
+
+def _check_processes(config: Config, process: Process) -> None:
+    trainer = config.trainer
+    alone = process.world == 1
+    transports = ("auto", "local") if processes_per_replica(process.world, config.dp) == 1 else ("auto", "lockstep", "edge")
+    require(trainer.transport in transports, "trainer.transport", f"one of {', '.join(transports)}", trainer.transport)
+    cpu = alone and process.device(trainer.device).type == "cpu"
+    require(trainer.concurrency == 1 or cpu, "trainer.concurrency", "1, except for one process on the CPU", trainer.concurrency)
+    found = f"{trainer.diagnose} in {process.world} processes"
+    require(trainer.diagnose is None or alone, "trainer.diagnose", "null, or one process", found)
+
+
+def _check_automatic(config: Config) -> None:
+    """Check the keys that depend on settings that are chosen automatically."""
+    memory, chosen = config.trainer.memory_limit, AUTO in (config.trainer.stages, config.method.keep)
+    fits = memory is None or (memory > 0 and chosen)
+    require(fits, "trainer.memory_limit", "null, or a number > 0 with trainer.stages=auto or method.keep=auto", memory)
+    fits = not (config.method.fill and config.method.delay == AUTO)
+    require(fits, "method.delay", "an integer >= 0 with method.fill=true", AUTO)

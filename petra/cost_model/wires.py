@@ -1,0 +1,129 @@
+"""Simulated transports: when messages between processes arrive, by the rules of each transport in :mod:`petra.transport`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from petra.cost_model.links import Link
+from petra.plan.schedule import Op
+
+WireModel = Literal["edge", "lockstep"]
+"""Name of the transport whose rules messages follow."""
+Edge = tuple[Op, int]
+"""One direction of a boundary: (kind of step that sends, index of the boundary)."""
+_POSTED_RECEIVES = 2
+"""Receives that the edge transport posts in advance."""
+
+
+class Wires(Protocol):
+    """All messages of a simulated pipeline. Times are in seconds from the start of the simulation."""
+
+    def send(self, edge: Edge, now: float, nbytes: int, route: tuple[int, int]) -> float:
+        """Send a message from the first process of ``route`` to the second. Return when the sender can continue."""
+
+    def receive(self, edge: Edge, now: float) -> float:
+        """Return the arrival time of the next message, which the receiver needs from ``now`` on."""
+
+    def exchange(self, clock: Sequence[float]) -> list[tuple[int, float]]:
+        """End a round. Return the processes that have to wait, each with the time until which it waits.
+
+        Args:
+            clock: Current time of each process.
+        """
+
+
+def make_wires(model: WireModel, link: Link, boundary_delays: Sequence[int]) -> Wires:
+    """Return the wires of a pipeline whose processes are all connected by the same kind of link."""
+    return (EdgeWires if model == "edge" else LockstepWires)(link, boundary_delays)
+
+
+@dataclass
+class _Wire:
+    """Messages of one edge. They are transferred one after the other."""
+
+    link: Link
+    free_from: float = 0.0
+
+    def transfer(self, earliest: float, nbytes: int) -> float:
+        """Start a transfer at ``earliest`` or when the wire is free. Return when the message arrives."""
+        self.free_from = max(self.free_from, earliest) + nbytes / self.link.bandwidth
+        return self.free_from + self.link.latency
+
+
+class EdgeWires:
+    """Messages of the edge transport.
+
+    A transfer starts when its receive has been posted. A sender with d + 1 pending messages waits for the oldest to arrive.
+    """
+
+    def __init__(self, link: Link, boundary_delays: Sequence[int]) -> None:
+        edges = [(op, j) for op in Op for j in range(len(boundary_delays))]
+        self._capacity = {(op, j): boundary_delays[j] + 1 for op, j in edges}
+        self._wires = {edge: _Wire(link) for edge in edges}
+        self._sent: dict[Edge, list[tuple[float, int]]] = {edge: [] for edge in edges}
+        self._arrived: dict[Edge, list[float]] = {edge: [] for edge in edges}
+        self._received: dict[Edge, list[float]] = {edge: [] for edge in edges}
+
+    def send(self, edge: Edge, now: float, nbytes: int, route: tuple[int, int]) -> float:
+        sent = self._sent[edge]
+        oldest = len(sent) - self._capacity[edge]
+        if oldest >= 0:
+            self._compute_arrivals(edge, oldest)
+            now = max(now, self._arrived[edge][oldest])
+        sent.append((now, nbytes))
+        return now
+
+    def receive(self, edge: Edge, now: float) -> float:
+        m = len(self._received[edge])
+        self._compute_arrivals(edge, m)
+        arrival = self._arrived[edge][m]
+        self._received[edge].append(max(now, arrival))
+        return arrival
+
+    def exchange(self, clock: Sequence[float]) -> list[tuple[int, float]]:
+        return []
+
+    def _compute_arrivals(self, edge: Edge, last: int) -> None:
+        """Compute the arrival times of the messages up to number ``last``.
+
+        The receive of message i is posted when message i − 2 has been received. The timetable guarantees that this has happened.
+        """
+        arrived, received = self._arrived[edge], self._received[edge]
+        for i in range(len(arrived), last + 1):
+            sent, nbytes = self._sent[edge][i]
+            posted = received[i - _POSTED_RECEIVES] if i >= _POSTED_RECEIVES else 0.0
+            arrived.append(self._wires[edge].transfer(max(sent, posted), nbytes))
+
+
+class LockstepWires:
+    """Messages of the lockstep transport.
+
+    After each round, the two ends of a boundary post their messages together. Each sender then waits for what it sent in the
+    round before.
+    """
+
+    def __init__(self, link: Link, boundary_delays: Sequence[int]) -> None:
+        self._wires = {(op, j): _Wire(link) for op in Op for j in range(len(boundary_delays))}
+        self._round: list[tuple[Edge, int, tuple[int, int]]] = []
+        self._arrived: dict[Edge, deque[float]] = {edge: deque() for edge in self._wires}
+        self._last_arrival: dict[int, float] = {}  # for each process, of the messages that it sent in its last exchange
+
+    def send(self, edge: Edge, now: float, nbytes: int, route: tuple[int, int]) -> float:
+        self._round.append((edge, nbytes, route))
+        return now
+
+    def receive(self, edge: Edge, now: float) -> float:
+        return self._arrived[edge].popleft()
+
+    def exchange(self, clock: Sequence[float]) -> list[tuple[int, float]]:
+        taking_part = sorted({process for _, _, route in self._round for process in route})
+        waits = [(process, self._last_arrival.pop(process)) for process in taking_part if process in self._last_arrival]
+        for edge, nbytes, (sender, receiver) in self._round:
+            arrival = self._wires[edge].transfer(max(clock[sender], clock[receiver]), nbytes)
+            self._arrived[edge].append(arrival)
+            self._last_arrival[sender] = max(self._last_arrival.get(sender, 0.0), arrival)
+        self._round.clear()
+        return waits
