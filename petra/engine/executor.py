@@ -29,7 +29,6 @@ class Executor:
         workers: Workers of this process, by stage.
         transport: Transport to the other processes of this replica; None if there are none.
         hooks: Hooks that observe training.
-        processes: Number of processes that stop early together.
         threads: Threads that run the stages of a round at the same time; None runs them one after another.
         on_completed: Called with each microbatch that every stage has finished, while no message is in flight.
     """
@@ -41,12 +40,12 @@ class Executor:
         transport: Transport | None,
         hooks: Hooks,
         *,
-        processes: int,
         threads: ThreadPoolExecutor | None,
         on_completed: Callable[[int], None] | None,
     ) -> None:
         self._plan, self._workers, self._transport, self._hooks = plan, workers, transport, hooks
-        self._processes, self._threads, self._on_completed = processes, threads, on_completed
+        self._threads, self._on_completed = threads, on_completed
+        self._processes = plan.layout.dp * len(plan.layout.processes)
         # Some ranks may own no stage. Polls for an early stop keep them within the timeout of the collective that ends a run.
         self._paced = not all(plan.layout.processes)
         self._last_stage = max(workers, default=-1)
