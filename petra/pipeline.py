@@ -26,7 +26,7 @@ from petra.errors import NumericsError
 from petra.hooks import Hooks
 from petra.method import Method
 from petra.model import Model
-from petra.plan.plan import Plan, make_plan
+from petra.plan import Plan, make_plan
 from petra.settings import Numerics, Runtime
 from petra.specs import TensorSpec
 from petra.staleness import Remedy

@@ -18,8 +18,8 @@ from petra.engine.update import OptimizerFactory, Update
 from petra.engine.update_rules import UpdateRules
 from petra.engine.worker import Worker
 from petra.hooks import Hooks
+from petra.plan import Plan
 from petra.plan.messages import returns_activations
-from petra.plan.plan import Plan
 from petra.reversible import Grid
 from petra.settings import Runtime
 from petra.staleness import Remedy, StageRemedy

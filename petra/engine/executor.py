@@ -11,7 +11,7 @@ from petra.engine.early_stop import EarlyStop
 from petra.engine.worker import Worker
 from petra.errors import PetraError, invalid, require
 from petra.hooks import Hooks
-from petra.plan.plan import Plan
+from petra.plan import Plan
 from petra.plan.rounds import Orders, periodic_rounds
 from petra.plan.schedule import Op, Step, evaluation_order, training_orders
 from petra.transport import Transfer, Transport
