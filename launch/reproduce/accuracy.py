@@ -10,8 +10,8 @@ from typing import Any
 from launch.reproduce.paper import TABLE2
 from launch.reproduce.report import Report, Request, Scale
 from launch.reproduce.runs import Run, collect, job, missing
+from launch.run.jobs import Job
 from launch.run.markdown import table
-from launch.sweep import Job
 from petra.analysis.plots import Panel
 from petra.errors import ConfigError
 

@@ -11,13 +11,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from launch import sweep
-from launch.compare import history
 from launch.config.compose import compose_overrides
 from launch.config.schema import AUTO
 from launch.reproduce.report import Request
+from launch.run.folder import history
+from launch.run.jobs import Job, check_job, run_here
 from launch.run.resume import changes_results, flat
-from launch.sweep import Job
 from petra.errors import PetraError
 
 ALSO = ("trainer.epochs", "trainer.stages")
@@ -59,8 +58,8 @@ def collect(request: Request, wanted: Mapping[str, Job], processes: int | None =
     count = request.processes if processes is None else processes
     for job in left:
         job.summary()  # refuses a folder where a run of other settings is
-        sweep.check(job.config, count, here=True)
-    failed = sweep.run_here(left, count)
+        check_job(job.config, count, here=True)
+    failed = run_here(left, count)
     if failed:
         names = ", ".join(job.folder.name for job in failed)
         raise PetraError(f"{len(failed)} of {len(wanted)} runs failed: {names}; the same command goes on with them")

@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 import yaml
 
-from launch import sweep
 from launch.reproduce import accuracy, gap, memory, runs, speed
 from launch.reproduce import command as reproduce
 from launch.reproduce.report import Request, Scale
 from launch.reproduce.targets import TARGETS
+from launch.run.jobs import Job
 from launch.runtime.rank import Process
-from launch.sweep import Job
 from launch.train import run
 from petra.cost_model.autotune import choose_delays
 from petra.cost_model.costs import StageCost
@@ -43,7 +42,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             run(job.config, Process(rank=0, world=1, local_rank=0, local_world=1))
         return []
 
-    monkeypatch.setattr(sweep, "run_here", here)
+    monkeypatch.setattr(runs, "run_here", here)
     return names
 
 
