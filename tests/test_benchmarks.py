@@ -38,22 +38,7 @@ def run(main: object, monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments:
 
 def test_pipelines_make_plain_updates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Run the command, which itself compares each contestant's first update with plain autograd's."""
-    sizes = [
-        "--k",
-        "1,3",
-        "--blocks",
-        "2",
-        "--channels",
-        "4",
-        "--size",
-        "4",
-        "--batch",
-        "2",
-        "--microbatches",
-        "1",
-        "--threads",
-        "1",
-    ]
+    sizes = ["--k=1,3", "--blocks=2", "--channels=4", "--size=4", "--batch=2", "--microbatches=1", "--threads=1"]
     found = run(pipelines.main, monkeypatch, tmp_path, *sizes)
     missing = found["not_installed"]
     assert set(found["periods"]) == {"1", "3"}
