@@ -138,13 +138,13 @@ def main() -> None:
         print(f"\nR² of a line: {line['r_squared']:.4f}; time per unit of {what}, last row divided by first: ", end="")
         print(f"{line['last_over_first_for_a_unit']:.3f}")
 
-    for what, lines in (
+    for what, pipelines in (
         ("blocks in the stage, J = 3", {depth: [1, depth, 1] for depth in options.depths}),
         (f"stages J, {options.blocks} blocks each", {J: [options.blocks] * J for J in options.lines}),
     ):
         print(f"\n| {what} | " + " | ".join(f"{keep} kept: {kind} MiB" for keep in KEEPS for kind in ("stored", "resident")) + " |")
         print("|---" * (2 * len(KEEPS) + 1) + "|")
-        for work, stages in lines.items():
+        for work, stages in pipelines.items():
             row = {keep: memory(stages, keep, options) for keep in KEEPS}
             figures.setdefault(what, {})[work] = row
             print(

@@ -41,9 +41,17 @@ METHODS: dict[str, tuple[Method, TransportName]] = {
 
 
 def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
-    """Run one of the two processes. Rank 0 writes the measured and predicted seconds of each round and method."""
+    """Run one of the two processes. Rank 0 writes the figures."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    figures = compare(rank, options)
+    if rank == 0:
+        (Path(folder) / "figures.json").write_text(json.dumps(figures))
+    dist.destroy_process_group()
+
+
+def compare(rank: int, options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    """Return the measured and predicted seconds of each method in every round."""
     counts = [int(n) for n in options.blocks.split(",")]
     block = partial(coupling, options.channels)
     reversible = [BlockSpec(f"block{i}", block) for i in range(sum(counts))]
@@ -68,8 +76,7 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
         for name, pipeline in pipelines.items():
             link = measure_link()
             dist.barrier()
-            recorder = Recorder(pipeline)
-            with recorder.recording():
+            with pipeline.hooks.attached(Recorder(pipeline)) as recorder:
                 start = time.perf_counter()
                 pipeline.train(data, options.microbatches)
                 seconds = time.perf_counter() - start
@@ -79,9 +86,7 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
             if round_ > 0:
                 figures[name]["measured"].append(seconds)
                 figures[name]["predicted"].append(simulated_seconds(costs, method, transport, link, options))  # type: ignore[arg-type]
-    if rank == 0:
-        (Path(folder) / "figures.json").write_text(json.dumps(figures))
-    dist.destroy_process_group()
+    return figures
 
 
 def recorded_cost(intervals: Sequence[Interval], stage: int, pipeline: Pipeline) -> StageCost:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import pipelines, reversible_sequence, scaling
+from benchmarks import pipelines, reversible_sequence, scaling, simulator_check
 from benchmarks.pipeline_peers import Batches, Run, Setting
 from benchmarks.reversible_peers import LIBRARIES, PEERS, gradients
 from benchmarks.two_stages import build
@@ -77,6 +77,19 @@ def test_seconds_by_work_and_their_linearity() -> None:
     assert scaling.linearity({1: [2.0], 2: [4.0], 4: [8.0]}) == pytest.approx({"r_squared": 1, "last_over_first_for_a_unit": 1})
     bent = scaling.linearity({1: [2.0], 2: [8.0], 4: [4.0]})
     assert bent["r_squared"] < 0.5
+
+
+def test_simulator_check_measures_and_predicts_every_method(tmp_path: Path) -> None:
+    found, _ = run_processes(2, compare_simulator, tmp_path)
+    assert set(found) == set(simulator_check.METHODS)
+    for figures in found.values():
+        assert min(figures["measured"]) > 0
+        assert min(figures["predicted"]) > 0
+
+
+def compare_simulator(rank: int) -> dict[str, dict[str, list[float]]]:
+    options = argparse.Namespace(blocks="1,1", channels=4, size=4, batch=2, k=2, microbatches=4, rounds=1)
+    return simulator_check.compare(rank, options)
 
 
 def test_a_reversible_stage_in_its_own_process_stores_nothing(tmp_path: Path) -> None:

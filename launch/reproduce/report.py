@@ -63,7 +63,7 @@ class Report:
 
     Attributes:
         text: Markdown.
-        data: The figures behind the text, for JSON.
+        data: The figures that the text shows, for JSON.
         panels: Diagrams to draw. If there are none, no picture is written.
         columns: Number of diagrams in a row.
         shaded: See :func:`petra.analysis.plots.panels`.
