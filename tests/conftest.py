@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -8,8 +10,12 @@ settings.register_profile("short", _always, max_examples=100, derandomize=True)
 settings.register_profile("long", _always, max_examples=1250)
 settings.load_profile("short")
 
+# Results are bit-for-bit reproducible for a fixed number of threads, and tests share few cores.
+os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
-    """Results are bit-for-bit reproducible for a fixed number of threads, and tests share few cores."""
+    """Restore the number of threads, which an earlier test may have changed."""
     torch.set_num_threads(1)

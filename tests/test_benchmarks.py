@@ -96,6 +96,7 @@ def test_seconds_by_work_and_their_line() -> None:
     assert bent["r_squared"] < 0.5
 
 
+@pytest.mark.processes
 def test_a_reversible_stage_in_its_own_process_holds_nothing(tmp_path: Path) -> None:
     _, (nothing, graphs), _ = run_processes(3, held_of_each_keep, tmp_path)
     assert nothing == 0

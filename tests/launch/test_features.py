@@ -140,6 +140,7 @@ def exported(rank: int, folder: str) -> dict[str, Tensor]:
     return pipeline.state_dict()
 
 
+@pytest.mark.processes
 def test_many_processes_export_one_whole_network(tmp_path: Path) -> None:
     parts = run_processes(3, exported, tmp_path / "group", str(tmp_path))
     plain = mixed_net().build(0)
