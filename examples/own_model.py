@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from petra import BlockSpec, Model, Pipeline, TensorSpec
-from petra.data import EvalStream, TrainStream, load_dataset
+from petra.data import EvalSource, TrainSource, load_dataset
 from petra.reversible import Coupling
 from petra.training import MultiStep, sgd
 
@@ -67,7 +67,7 @@ def main(epochs: int = 6) -> float:
         dist.init_process_group("gloo")
     torch.set_num_threads(1)
     digits = load_dataset("digits")
-    train, test = TrainStream(digits, batch_size=32, seed=0, augment=False), EvalStream(digits, batch_size=32)
+    train, test = TrainSource(digits, batch_size=32, seed=0, augment=False), EvalSource(digits, batch_size=32)
     inputs = TensorSpec((32, 3, 32, 32), torch.float32)
     rate = MultiStep(0.02, train.batches_per_epoch, epochs, milestones=[4])
     pipeline = Pipeline(network(), inputs, method="petra", stages=3, optimizer=sgd, learning_rate=rate)

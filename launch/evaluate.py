@@ -24,8 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from launch.config.errors import config_error
 from launch.config.schema import Config, LoggerConfig, to_config
 from launch.run.build import set_up
-from launch.run.resume import FOLDER
-from launch.run.resume import weights as weights_in
+from launch.run.resume import FOLDER, read_weights
 from launch.runtime.rank import Process
 from launch.runtime.reporting import report_errors
 from petra.distributed import raise_on_all_ranks
@@ -106,7 +105,7 @@ def evaluate(config: Config, weights: Path, process: Process) -> dict[str, float
     with process.process_group(checked.device, config.trainer.timeout):
         _, test = checked.data()
         with raise_on_all_ranks():
-            state = weights_in(weights)
+            state = read_weights(weights)
         pipeline = checked.pipeline(checked.learning_rate(1))
         with raise_on_all_ranks():
             load_into(pipeline, state, str(weights))

@@ -16,7 +16,7 @@ from launch.run.build import Setup, set_up
 from launch.run.diagnostics import attach_diagnostics
 from launch.run.dry_run import stage_map
 from launch.run.folder import Records, headline, summarise
-from launch.run.resume import FOLDER, Start, as_before, begin, facts, find_start, require_shared
+from launch.run.resume import FOLDER, Start, checkpoint_facts, find_start, load_start, require_shared, restore_choices
 from launch.runtime.network import set_variables
 from launch.runtime.rank import Process
 from launch.runtime.reporting import only_first_prints, report_errors
@@ -54,11 +54,11 @@ def run(config: Config, process: Process) -> None:
     with process.process_group(setup.device, config.trainer.timeout):
         started = time.perf_counter()
         start = find_start(config, process)
-        setup = tuned(as_before(setup, start), process)
+        setup = tuned(restore_choices(setup, start), process)
         train, test = setup.data()
         learning_rate = setup.learning_rate(limited(train.batches_per_epoch, config.trainer.limit_batches))
         pipeline = setup.pipeline(learning_rate)
-        begin(pipeline, config, start)
+        load_start(pipeline, config, start)
         records = open_records(config, start, process)
         if records is not None:
             print(*notes, f"{headline(setup, pipeline)}; records in {records.folder}", sep="\n", flush=True)
@@ -136,7 +136,7 @@ def make_trainer(
         unit=setup.unit,
         every=config.checkpoint.every,
         checkpoints=checkpoints,
-        facts=facts(setup),
+        facts=checkpoint_facts(setup),
         stop=stop,
         loggers=() if records is None else records.loggers,
         progress=progress,

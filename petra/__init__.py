@@ -8,9 +8,11 @@ from petra.engine.endpoints import Losses
 from petra.engine.totals import Result
 from petra.engine.update_rules import UpdateRules
 from petra.errors import ConfigError, DataError, ModelError, NumericsError, PetraError, ScheduleError
+from petra.hooks import Hook
 from petra.method import METHODS, Keep, Method, Weights
 from petra.model import BlockSpec, Model
 from petra.pipeline import Pipeline
+from petra.plan import Plan, make_plan
 from petra.settings import Numerics, Runtime
 from petra.specs import TensorSpec
 
@@ -19,6 +21,7 @@ __all__ = [
     "BlockSpec",
     "ConfigError",
     "DataError",
+    "Hook",
     "Keep",
     "Losses",
     "Method",
@@ -28,10 +31,12 @@ __all__ = [
     "NumericsError",
     "PetraError",
     "Pipeline",
+    "Plan",
     "Result",
     "Runtime",
     "ScheduleError",
     "TensorSpec",
     "UpdateRules",
     "Weights",
+    "make_plan",
 ]

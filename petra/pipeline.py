@@ -12,21 +12,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from petra.distributed import all_gather_objects
-from petra.engine.build import Recipe, build_grid, build_remedies, build_stages, build_workers
+from petra.engine.build import Recipe, build_remedies, build_stages, build_workers, check_range
 from petra.engine.data_parallel import Replicas, Share, ShareObjective
 from petra.engine.endpoints import DataPort, DataSource, Loss, Losses, Objective
 from petra.engine.executor import Executor, stage_threads
 from petra.engine.global_clip import GlobalClip
 from petra.engine.method_state import State, load_method_state, method_state
 from petra.engine.metrics import Metric, correct_predictions
-from petra.engine.totals import Result, reduce_totals
+from petra.engine.totals import Result, Totals, reduce_totals
 from petra.engine.update import OptimizerFactory
 from petra.engine.update_rules import UpdateRules
 from petra.errors import NumericsError
 from petra.hooks import Hooks
 from petra.method import Method
 from petra.model import Model
-from petra.plan.plan import Plan, make_plan
+from petra.plan import Plan, make_plan
 from petra.settings import Numerics, Runtime
 from petra.specs import TensorSpec
 from petra.staleness import Remedy
@@ -47,7 +47,7 @@ class Pipeline:
         stages: Number of stages; None for one per block; or the number of blocks in each stage.
         dp: Number of replicas. Each takes an equal share of every microbatch (docs/data_parallel.md).
         learning_rate: Maps the number of microbatches done to a learning rate; None keeps the optimizer's own.
-        loss: Mean loss of (output, targets); :class:`Losses` for different ones in training and evaluation.
+        loss: Mean loss of (output, targets); :class:`Losses` for two different ones. Targets of -100 do not count.
         metrics: Named sums over targets; the number of correct predictions, ``accuracy``, by default.
         seed: Seeds weights and the random numbers drawn inside blocks.
         numerics: Number formats and memory layouts.
@@ -60,6 +60,7 @@ class Pipeline:
         stages, workers: This rank's, by index.
         clock: Number of microbatches trained since the start.
         hooks: Observers of the run.
+        measures: Functions that return what they measured of this rank's stages since their last call (:meth:`stage_metrics`).
 
     Raises:
         ConfigError, ModelError: If arguments are invalid. Raised before any block is built.
@@ -111,19 +112,16 @@ class Pipeline:
         recipe.check(plan)
         self.plan, self.recipe, self.concurrency = plan, recipe, runtime.concurrency
         self.device = torch.device(runtime.device)
-        distributed = dist.is_initialized()
-        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.replica, place = plan.layout.place(self.rank)
         self.hooks = Hooks()
         self.clock = 0
         self.measures: list[Callable[[], dict[str, float]]] = []
-        """Each returns what it has measured of this rank's stages since its last call, for :meth:`stage_metrics`."""
         threads = stage_threads(runtime.concurrency, self.world, self.device)
-        self._source = DataPort(plan.layout.inputs, self.device, plan.numerics.channels_last, self._report)
+        self._totals = Totals(len(recipe.metrics), plan.layout.dp, self.device)
+        self._source = DataPort(plan.layout.inputs, self.device, plan.numerics.channels_last, self._totals.add)
         objective = Objective if plan.layout.dp == 1 else ShareObjective
         self.objective = objective(self.device, recipe.losses, recipe.metrics)
-        self._totals = torch.zeros(2 + len(recipe.metrics), dtype=torch.float64, device=self.device)
-        self._on_microbatch: Callable[[Tensor], None] | None = None
         if self.world > 1:
             check_ranks_agree({**plan.settings(), **recipe.settings()}, plan, self.device)
         self.stages = build_stages(plan, recipe, runtime, self.device, self.rank, self.hooks)
@@ -132,18 +130,16 @@ class Pipeline:
         transport = open_transport(plan, self.device, group)
         ports = connect(plan.layout.processes[place], self._source, self.objective, plan.boundaries, transport)
         self.workers = build_workers(plan, recipe, self.stages, ports, self.device, self.hooks)
-        updates = [worker.update for worker in self.workers.values()]
         if self.replicas is not None:
             self.replicas.join([*self.workers.values()], self.hooks)
         self.remedies = build_remedies(plan, recipe, self.workers)
-        clip = GlobalClip(updates, plan.k, self.device, self.world > 1, group) if recipe.rules.clip_globally else None
-        self._executor = Executor(
-            plan, self.workers, transport, self.hooks, processes=self.world, threads=threads, on_completed=clip
-        )
+        updates = [worker.update for worker in self.workers.values()]
+        clip = GlobalClip(updates, plan.k, self.device, group) if recipe.rules.clip_globally else None
+        self._executor = Executor(plan, self.workers, transport, self.hooks, threads=threads, on_completed=clip)
 
     def train(
         self,
-        stream: DataSource,
+        data: DataSource,
         microbatches: int,
         on_microbatch: Callable[[Tensor], None] | None = None,
         stop: Callable[[], bool] | None = None,
@@ -161,9 +157,8 @@ class Pipeline:
             ModelError: If exact streams left their range. Raised on every rank.
             NumericsError: If a loss, a gradient or running statistics are not finite (:class:`petra.UpdateRules`).
         """
-        self._read(stream)
-        self._on_microbatch = on_microbatch
-        self._totals.zero_()
+        self._read(data)
+        self._totals.start(on_microbatch)
         start = self.clock
         for begin in self.hooks.train_begin:
             begin(start, start + microbatches)
@@ -173,10 +168,10 @@ class Pipeline:
         if self.replicas is not None:
             self.replicas.synchronize()
         if self.plan.numerics.exact_streams:
-            self._require_range()
+            check_range(self.plan, self.stages, self.device)
         for worker in reversed(self.workers.values()):  # check later stages first: gradients flow upstream
             worker.update.check_drained()
-        result = reduce_totals(self._totals, [*self.recipe.metrics], self.world > 1)
+        result = reduce_totals(self._totals.values, [*self.recipe.metrics], self.world > 1)
         rules = self.recipe.rules
         if rules.nonfinite == "stop" and rules.loss_scale is None and not math.isfinite(result.loss):
             raise NumericsError(
@@ -186,12 +181,9 @@ class Pipeline:
             )
         return result
 
-    def evaluate(self, stream: DataSource, microbatches: int) -> Result:
-        """Evaluate microbatches 0 to ``microbatches`` - 1 with running statistics and, if the rules ask for them, averaged weights.
-
-        Targets of -100 do not count.
-        """
-        self._read(stream)
+    def evaluate(self, data: DataSource, microbatches: int) -> Result:
+        """Evaluate microbatches 0 to ``microbatches`` - 1 with running statistics and, if there are any, averaged weights."""
+        self._read(data)
         self.objective.totals.zero_()
         for stage in self.stages.values():
             stage.module.eval()
@@ -230,30 +222,12 @@ class Pipeline:
         load_method_state(self.plan, self.workers, self.remedies, state)
 
     def stage_metrics(self) -> dict[str, float]:
-        """Return on every rank what all stages measured since the last call, as ``stage/<j>/<name>`` with j from 1.
-
-        With replicas, these are the first replica's.
-        """
+        """Return on every rank what the first replica's stages measured since the last call, as ``stage/<j>/<name>``, j from 1."""
         own = {f"stage/{j + 1}/{key}": v for j, worker in self.workers.items() for key, v in worker.update.metrics().items()}
         own |= {key: value for measure in self.measures for key, value in measure().items()}
         parts = all_gather_objects(own)
         return {key: value for part in parts[: len(self.plan.layout.processes)] for key, value in part.items()}
 
-    def _report(self, report: Tensor) -> None:
-        self._totals += report
-        if self._on_microbatch is not None:
-            dp = self.plan.layout.dp
-            self._on_microbatch(dp * report if dp > 1 else report)
-
-    def _read(self, stream: DataSource) -> None:
-        layout = self.plan.layout
-        self._source.data = self.objective.data = stream if layout.dp == 1 else Share(stream, layout, self.replica)
-
-    def _require_range(self) -> None:
-        """Check the range of all stages' streams together, so that every rank raises the same error."""
-        grid = build_grid(self.plan, self.device)
-        assert grid is not None
-        grid.largest = torch.stack([grid.largest, *(stage.grid.largest for stage in self.stages.values() if stage.grid)]).amax()
-        if self.world > 1:
-            dist.all_reduce(grid.largest, dist.ReduceOp.MAX)
-        grid.require()
+    def _read(self, data: DataSource) -> None:
+        own = data if self.plan.layout.dp == 1 else Share(data, self.plan.layout, self.replica)
+        self._source.data = self.objective.data = own

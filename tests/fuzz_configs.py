@@ -38,7 +38,7 @@ from launch.config.schema import Config
 from launch.run.autotune import tuned
 from launch.run.build import set_up
 from launch.run.dry_run import stage_map
-from launch.run.resume import as_before, begin, find_start
+from launch.run.resume import find_start, load_start, restore_choices
 from launch.runtime.rank import Process
 from launch.train import run
 from petra.errors import PetraError
@@ -166,10 +166,10 @@ def steps(config: Config) -> None:
         stage_map(checked)
         return
     start = find_start(config, ALONE)
-    checked = tuned(as_before(checked, start, ALONE), ALONE)
+    checked = tuned(restore_choices(checked, start), ALONE)
     train, test = checked.data()
     pipeline = checked.pipeline(checked.learning_rate(limited(train.batches_per_epoch, config.trainer.limit_batches)))
-    begin(pipeline, config, start)
+    load_start(pipeline, config, start)
     pipeline.train(train, min(config.k + 1, 10))
     pipeline.evaluate(test, 1)
 

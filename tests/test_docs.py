@@ -110,8 +110,9 @@ def check_python(words: list[str], environment: dict[str, str], out: Path) -> No
 
 @cache
 def usage(module: str) -> str:
-    """What a module prints for --help."""
-    main = import_module(module).main
+    """Return what a module, or the ``command`` module of a package, prints for ``--help``."""
+    found = import_module(module)
+    main = found.main if hasattr(found, "main") else import_module(f"{module}.command").main
     with redirect_stdout(StringIO()) as printed, pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", [module, "--help"])
         with pytest.raises(SystemExit):

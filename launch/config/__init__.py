@@ -1,0 +1,1 @@
+"""Configuration: schema, checks, composition and one-line errors."""

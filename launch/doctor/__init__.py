@@ -1,0 +1,1 @@
+"""Checks of the machines and links of a job."""

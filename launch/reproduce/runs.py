@@ -16,7 +16,7 @@ from launch.compare import history
 from launch.config.compose import compose_overrides
 from launch.config.schema import AUTO
 from launch.reproduce.report import Request
-from launch.run.resume import flat, matters
+from launch.run.resume import changes_results, flat
 from launch.sweep import Job
 from petra.errors import PetraError
 
@@ -84,7 +84,7 @@ def fits(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     }
     known = _defaults(tuple(f"{group}={found[group]['name']}" for group in GROUPS if group in found)) | before
     for key, value in flat(wanted):
-        compared = matters(key) or key in ALSO or (key == "trainer.diagnose" and value is not None)
+        compared = changes_results(key) or key in ALSO or (key == "trainer.diagnose" and value is not None)
         if compared and AUTO not in (value, known.get(key)) and known.get(key) != value:
             return False
     return "method.name" in before

@@ -1,0 +1,1 @@
+"""From a configuration to a run: data, pipeline, folder, resuming, auto-tuning."""

@@ -21,8 +21,8 @@ from petra.method import Keep, Method, Weights
 from petra.model import Model
 from petra.models import MODELS
 from petra.pipeline import Pipeline
+from petra.plan import Plan, make_plan
 from petra.plan.layout import processes_per_replica
-from petra.plan.plan import Plan, make_plan
 from petra.settings import Numerics, Runtime, TransportName
 from petra.staleness import Prediction, Remedy
 from petra.training import Schedule

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from launch.run.build import Setup
 from launch.run.markdown import aligned_table
 from petra.method import Keep
-from petra.plan.plan import Plan, StagePlan
+from petra.plan import Plan, StagePlan
 
 
 @dataclass(frozen=True)

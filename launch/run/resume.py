@@ -1,4 +1,4 @@
-"""Where a run starts: at random weights, at its own last checkpoint, at another run's, or at weights in a file."""
+"""Where a run starts: from random weights, its own last checkpoint, another run's checkpoint, or weights in a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launch.config.schema import AUTO, Config
 from launch.run.build import Setup
 from launch.runtime.rank import Process
 from petra.distributed import all_gather_objects, raise_on_all_ranks
-from petra.errors import ConfigError
+from petra.errors import invalid, require
 from petra.method import Keep
 from petra.pipeline import Pipeline
 from petra.training import facts_of, load, load_into, network, newest, restore
@@ -23,10 +23,10 @@ from petra.training.export import State
 from petra.training.records import writing
 
 FOLDER = "checkpoints"
-MARK = ".seen_by_all_"
-SHOWN = 60.0
-"""Seconds after which any network file system shows a new file on other machines."""
-FREE = (
+PROBE = ".seen_by_all_"
+PROBE_TIMEOUT = 60.0
+"""Seconds within which a network file system shows a new file on other machines."""
+CHANGEABLE = (
     "dp",
     "run_dir",
     "resume",
@@ -39,8 +39,8 @@ FREE = (
     "data.workers",
     "trainer.",
 )
-"""Keys, or groups, that a resumed run may change."""
-FIXED = (
+"""Keys and groups that a resumed run may change."""
+UNCHANGEABLE = (
     "trainer.precision",
     "trainer.exact_streams",
     "trainer.wire",
@@ -49,27 +49,28 @@ FIXED = (
     "trainer.label_smoothing",
     "trainer.limit_batches",
 )
-"""Those among them that it may not: they change what is computed."""
+"""Keys in these groups that it may not change, because they change what is computed."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """A checkpoint to go on from, or none."""
+    """The checkpoint to resume from, if there is one, and the facts stored in it."""
 
     path: Path | None
     facts: Mapping[str, Any]
 
     @property
     def trainer(self) -> Mapping[str, Any] | None:
-        """What the checkpoint knows of the trainer."""
+        """The trainer's state in the checkpoint."""
         return self.facts.get("trainer")
 
 
 def find_start(config: Config, process: Process) -> Start:
-    """Where the configuration says to start; every process makes the call, the first one looks.
+    """Return where the configuration says to start. Every rank makes the call, and rank 0 searches.
 
     Raises:
-        PetraError: no whole checkpoint where there should be one, or one of another configuration; in every process.
+        PetraError: If there is no complete checkpoint where one is expected, or if it has another configuration. Raised on every
+            rank.
     """
     path, facts = None, dict[str, Any]()
     with raise_on_all_ranks():
@@ -82,24 +83,24 @@ def find_start(config: Config, process: Process) -> Start:
 
 
 def require_same(found: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
-    """Compares a checkpoint's configuration with the one that wants to go on.
+    """Check that a checkpoint's configuration agrees with the one that resumes from it.
 
     Raises:
-        ConfigError: they differ where it matters; it names the key.
+        ConfigError: If they differ in a key that changes what is computed.
     """
     before, now = dict(flat(found)), dict(flat(wanted))
     for key in dict.fromkeys([*now, *before]):
-        if matters(key) and before.get(key) != now.get(key):
-            raise ConfigError(f"{key}: found {now.get(key)} with resume, accepted is {before.get(key)} as in {path}")
+        same = not changes_results(key) or before.get(key) == now.get(key)
+        require(same, key, f"{before.get(key)} as in {path}, which the run resumes from", now.get(key))
 
 
-def matters(key: str) -> bool:
-    """Whether a key of the configuration changes what is computed, the length of the run aside."""
-    return key in FIXED or not key.startswith(FREE)
+def changes_results(key: str) -> bool:
+    """Return whether a key of the configuration changes what is computed, apart from the length of the run."""
+    return key in UNCHANGEABLE or not key.startswith(CHANGEABLE)
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Each key of a configuration, with the groups it is in."""
+    """Yield each key of a configuration with its groups (``trainer.epochs``), and its value."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{key}.")
@@ -107,8 +108,8 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-def as_before(setup: Setup, start: Start) -> Setup:
-    """Return the setup with everything that is ``auto`` as the checkpoint's run has chosen it, so that the run resumes exactly."""
+def restore_choices(setup: Setup, start: Start) -> Setup:
+    """Return the setup with the values that the checkpoint's run chose for what is ``auto``, so that the run resumes exactly."""
     chosen = start.facts.get("chosen")
     if not setup.auto or chosen is None:
         return setup
@@ -123,7 +124,7 @@ def as_before(setup: Setup, start: Start) -> Setup:
     return setup.with_choice(chosen["stages"], method)
 
 
-def facts(setup: Setup) -> dict[str, Any]:
+def checkpoint_facts(setup: Setup) -> dict[str, Any]:
     """Return what a checkpoint stores about its run."""
     chosen = {
         "stages": [len(stage) for stage in setup.plan.layout.stages],
@@ -134,50 +135,51 @@ def facts(setup: Setup) -> dict[str, Any]:
 
 
 def require_shared(folder: Path, config: Config, process: Process) -> None:
-    """Makes sure that every process sees the run's folder; each makes the call.
+    """Check that every rank sees the run's folder. Every rank makes the call.
 
     Raises:
-        ConfigError: one doesn't, so that its part of a checkpoint would stay on its own machine; in every process.
+        ConfigError: If a rank does not see it: its part of a checkpoint would stay on its own machine. Raised on every rank.
     """
-    mark = folder / all_gather_objects(f"{MARK}{secrets.token_hex(8)}")[0]
+    probe = folder / all_gather_objects(f"{PROBE}{secrets.token_hex(8)}")[0]
     with raise_on_all_ranks():
         if process.first:
-            with writing(mark):
-                for left in folder.glob(f"{MARK}*"):  # by a start that was killed
-                    left.unlink()
-                mark.touch()
-    until = time.monotonic() + min(SHOWN, config.trainer.timeout / 2)
+            with writing(probe):
+                for stale in folder.glob(f"{PROBE}*"):  # left by a run that was killed
+                    stale.unlink()
+                probe.touch()
+    until = time.monotonic() + min(PROBE_TIMEOUT, config.trainer.timeout / 2)
     with raise_on_all_ranks():
-        while not mark.exists():
+        while not probe.exists():
             if time.monotonic() > until:
-                raise ConfigError(
-                    f"checkpoint.keep: found {config.checkpoint.keep}, but {socket.gethostname()} doesn't see the run's folder "
-                    f"{folder}, accepted are a run_dir on storage that all machines share, or checkpoint.keep=0"
+                raise invalid(
+                    "run_dir",
+                    "a folder on storage that all machines share, or checkpoint.keep=0",
+                    f"{folder}, which {socket.gethostname()} does not see",
                 )
             time.sleep(0.1)
     if process.first:
-        mark.unlink()
+        probe.unlink()
 
 
-def begin(pipeline: Pipeline, config: Config, start: Start) -> None:
-    """Gives this process's blocks the state that the run starts with.
+def load_start(pipeline: Pipeline, config: Config, start: Start) -> None:
+    """Load the state that the run starts with into this rank's blocks.
 
     Raises:
-        PetraError: a file that can't be read or belongs to another network; in every process.
+        PetraError: If a file cannot be read or belongs to another network. Raised on every rank.
     """
     with raise_on_all_ranks():
         if start.path is not None:
             restore(pipeline, start.path)
         elif config.init_from is not None:
             path = Path(config.init_from)
-            load_into(pipeline, weights(path), str(path))
+            load_into(pipeline, read_weights(path), str(path))
 
 
-def weights(path: Path) -> State:
-    """The network in a file of exported weights or in a checkpoint's folder.
+def read_weights(path: Path) -> State:
+    """Return the network in a file of exported weights or in a checkpoint's folder.
 
     Raises:
-        PetraError: it can't be read.
+        PetraError: If it cannot be read.
     """
     if not path.is_dir():
         return load(path)
@@ -193,5 +195,5 @@ def _checkpoint(config: Config) -> Path | None:
         verify(path)
         return path
     if (found := newest(path / FOLDER)) is None:
-        raise ConfigError(f"resume: found no checkpoint in {path}, accepted are null, auto, a run's folder or a checkpoint's")
+        raise invalid("resume", "null, auto, or the folder of a run or a checkpoint", f"{path}, which has no checkpoint")
     return found

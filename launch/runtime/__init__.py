@@ -1,0 +1,1 @@
+"""Ranks, error reporting, signals, network variables and torchrun's agent."""

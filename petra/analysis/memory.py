@@ -12,7 +12,7 @@ from petra.diagnostics.activation_memory import ActivationMemory, graph_bytes
 from petra.engine.endpoints import DataSource
 from petra.model import Model
 from petra.pipeline import Pipeline
-from petra.plan.plan import Plan
+from petra.plan import Plan
 from petra.specs import TensorSpec
 
 

@@ -1,0 +1,1 @@
+"""Predicted time and memory: costs of blocks and links, simulator, auto-tuning."""

@@ -1,0 +1,1 @@
+"""Observers of a run: times, memory, reconstruction error and gradient quality."""

@@ -61,15 +61,11 @@ class BlockRunner(ABC):
         self.stored: dict[int, Stored] = {}
         self._input_needs_gradient = input_needs_gradient
 
+    @abstractmethod
     def forward(self, m: int, x: Streams) -> Streams:
         """Return the block's output for microbatch ``m``, detached, and store what the backward pass needs."""
-        if self.function.uses_rng is None:
-            self.function.detect_rng(x)
-        version = self.versions.for_forward(m)
-        y = self._forward(m, x, version)
-        self.versions.stash(m, version)
-        return y
 
+    @abstractmethod
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
         """Return the block's input for microbatch ``m``, the gradient with respect to it, and those of the parameters.
 
@@ -77,23 +73,19 @@ class BlockRunner(ABC):
             y: The block's output as the next block returned it; used only by :class:`Reconstruct`.
             dy: Gradient with respect to the output.
         """
-        return self._backward(m, y, dy, self.versions.for_backward(m))
-
-    @abstractmethod
-    def _forward(self, m: int, x: Streams, version: WeightVersion | None) -> Streams: ...
-
-    @abstractmethod
-    def _backward(self, m: int, y: Streams, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]: ...
 
     def replay(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
         """Run the forward pass of microbatch ``m`` again with a graph; nothing is stored, and running statistics don't move."""
         with torch.enable_grad(), frozen_statistics(self.function.normalisations):
             return self.function(m, x, version)
 
-    def _forward_without_graph(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
-        # Running statistics move in the backward pass, which evaluates the block again.
-        with torch.no_grad(), frozen_statistics(self.function.normalisations):
-            return self.function(m, x, version)
+    def _choose_version(self, m: int, x: Streams) -> WeightVersion | None:
+        """Return the weights for the forward pass of microbatch ``m``, and stash them if the backward pass needs them too."""
+        if self.function.uses_rng is None:
+            self.function.detect_rng(x)
+        version = self.versions.for_forward(m)
+        self.versions.stash(m, version)
+        return version
 
     def _forward_with_graph(self, m: int, x: Streams, version: WeightVersion | None) -> Stored:
         inputs = tuple(t.detach().requires_grad_(self._input_needs_gradient and t.is_floating_point()) for t in x)
@@ -118,38 +110,44 @@ class KeepGraph(BlockRunner):
 
     keep = Keep.GRAPH
 
-    def _forward(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
-        self.stored[m] = self._forward_with_graph(m, x, version)
+    def forward(self, m: int, x: Streams) -> Streams:
+        self.stored[m] = self._forward_with_graph(m, x, self._choose_version(m, x))
         return detached(self.stored[m].outputs)
 
-    def _backward(self, m: int, y: Streams, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
-        return self._differentiate(self.stored.pop(m), dy, version)
+    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
+        return self._differentiate(self.stored.pop(m), dy, self.versions.for_backward(m))
 
 
 class Recompute(BlockRunner):
-    """Stores the block's input, and evaluates the block again in the backward pass."""
+    """Stores the block's input, and evaluates the block again in the backward pass, in which running statistics move."""
 
     keep = Keep.INPUT
 
-    def _forward(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
-        y = self._forward_without_graph(m, x, version)
+    def forward(self, m: int, x: Streams) -> Streams:
+        version = self._choose_version(m, x)
+        with torch.no_grad(), frozen_statistics(self.function.normalisations):
+            y = self.function(m, x, version)
         self.stored[m] = Stored(tuple(_in_own_memory(t) for t in x))
         return y
 
-    def _backward(self, m: int, y: Streams, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
+    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
+        version = self.versions.for_backward(m)
         recomputed = self._forward_with_graph(m, self.stored.pop(m).inputs, version)
         return self._differentiate(recomputed, dy, version)
 
 
 class Reconstruct(BlockRunner):
-    """Stores nothing, and computes a reversible block's input from its output in the backward pass."""
+    """Stores nothing, and computes a reversible block's input from its output in the backward pass, in which statistics move."""
 
     keep = Keep.NOTHING
 
-    def _forward(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
-        return self._forward_without_graph(m, x, version)
+    def forward(self, m: int, x: Streams) -> Streams:
+        version = self._choose_version(m, x)
+        with torch.no_grad(), frozen_statistics(self.function.normalisations):
+            return self.function(m, x, version)
 
-    def _backward(self, m: int, y: Streams, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
+    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
+        version = self.versions.for_backward(m)
         if version is None or not self.versions.reconstructs_with_current:
             return self.function.inverse_vjp(m, y, dy, version)
         # Reconstruct with the parameters, differentiate the stashed version.

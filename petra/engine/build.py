@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from petra.engine.compile import compile_block
@@ -17,8 +18,8 @@ from petra.engine.update import OptimizerFactory, Update
 from petra.engine.update_rules import UpdateRules
 from petra.engine.worker import Worker
 from petra.hooks import Hooks
+from petra.plan import Plan
 from petra.plan.messages import returns_activations
-from petra.plan.plan import Plan
 from petra.reversible import Grid
 from petra.settings import Runtime
 from petra.staleness import Remedy, StageRemedy
@@ -89,6 +90,20 @@ def build_grid(plan: Plan, device: torch.device) -> Grid | None:
         return None
     pairs = [profile.outputs for profile in plan.layout.profiles if profile.reversible]
     return Grid(pairs[0][0].dtype if pairs else torch.float32, device)
+
+
+def check_range(plan: Plan, stages: Mapping[int, Stage], device: torch.device) -> None:
+    """Check that all stages' exact streams stayed within the grid's range; every rank makes the call and raises the same error.
+
+    Raises:
+        ModelError: If they did not.
+    """
+    grid = build_grid(plan, device)
+    assert grid is not None
+    grid.largest = torch.stack([grid.largest, *(stage.grid.largest for stage in stages.values() if stage.grid)]).amax()
+    if dist.is_initialized():
+        dist.all_reduce(grid.largest, dist.ReduceOp.MAX)
+    grid.require()
 
 
 def build_workers(

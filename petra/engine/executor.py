@@ -11,13 +11,15 @@ from petra.engine.early_stop import EarlyStop
 from petra.engine.worker import Worker
 from petra.errors import PetraError, invalid, require
 from petra.hooks import Hooks
-from petra.plan.plan import Plan
+from petra.plan import Plan
 from petra.plan.rounds import Orders, periodic_rounds
 from petra.plan.schedule import Op, Step, evaluation_order, training_orders
 from petra.transport import Transfer, Transport
 
-Do = Callable[[Worker, Op, int], None]
-Part = tuple[list[tuple[Worker, Op, int]], Sequence[Transfer], int | None]
+TRAINING = {Op.FORWARD: Worker.forward, Op.BACKWARD: Worker.backward}
+EVALUATION = {Op.FORWARD: Worker.evaluate}
+Call = Callable[[Worker, int], None]
+Part = tuple[list[tuple[Call, Worker, int]], Sequence[Transfer], int | None]
 """One process's part of a round: its steps, its transfers in the exchange, and the microbatch that the round completes."""
 
 
@@ -29,7 +31,6 @@ class Executor:
         workers: Workers of this process, by stage.
         transport: Transport to the other processes of this replica; None if there are none.
         hooks: Hooks that observe training.
-        processes: Number of processes that stop early together.
         threads: Threads that run the stages of a round at the same time; None runs them one after another.
         on_completed: Called with each microbatch that every stage has finished, while no message is in flight.
     """
@@ -41,12 +42,12 @@ class Executor:
         transport: Transport | None,
         hooks: Hooks,
         *,
-        processes: int,
         threads: ThreadPoolExecutor | None,
         on_completed: Callable[[int], None] | None,
     ) -> None:
         self._plan, self._workers, self._transport, self._hooks = plan, workers, transport, hooks
-        self._processes, self._threads, self._on_completed = processes, threads, on_completed
+        self._threads, self._on_completed = threads, on_completed
+        self._processes = plan.layout.dp * len(plan.layout.processes)
         # Some ranks may own no stage. Polls for an early stop keep them within the timeout of the collective that ends a run.
         self._paced = not all(plan.layout.processes)
         self._last_stage = max(workers, default=-1)
@@ -62,7 +63,7 @@ class Executor:
         def orders(start: int, end: int) -> Sequence[Iterable[tuple[Op, int]]]:
             return training_orders(self._plan.delays, start, end, self._plan.flush_every)
 
-        return self._run(orders, start, end, Worker.do, training=True, stop=stop)
+        return self._run(orders, start, end, TRAINING, stop)
 
     def evaluate(self, microbatches: int) -> None:
         """Run forwards of microbatches 0 ... ``microbatches`` - 1."""
@@ -70,15 +71,15 @@ class Executor:
         def orders(start: int, end: int) -> Sequence[Iterable[tuple[Op, int]]]:
             return [evaluation_order(start, end) for _ in self._plan.stages]
 
-        self._run(orders, 0, microbatches, lambda worker, _, m: worker.evaluate(m), training=False)
+        self._run(orders, 0, microbatches, EVALUATION)
 
-    def _run(self, orders: Orders, start: int, end: int, do: Do, *, training: bool, stop: Callable[[], bool] | None = None) -> int:
+    def _run(self, orders: Orders, start: int, end: int, calls: Mapping[Op, Call], stop: Callable[[], bool] | None = None) -> int:
         if not self._drained:
             raise invalid(
                 "pipeline", "a new one", "one whose last run ended in an error, with messages still in flight", PetraError
             )
         self._drained = False
-        plan = self._plan
+        plan, training = self._plan, calls is TRAINING
         fill = 2 * max(plan.delays) + len(plan.delays)
         timed = periodic_rounds(orders, plan.boundary_delays, start, end, period=plan.flush_every or 1, fill=fill)
         transport = self._transport
@@ -90,13 +91,17 @@ class Executor:
         if stop is not None:
             shorten = transport.shorten if transport is not None else lambda messages: None
             early = EarlyStop(stop, self._processes, lambda bodies: shorten(bodies * timed.period))
-        mine = timed.map(self._part)
+        mine = timed.map(lambda round_: self._part(round_, calls))
         for shift, (steps, transfers, completed) in mine if early is None else mine.iterate(early):
             if self._threads is None:
-                for worker, op, m in steps:
-                    do(worker, op, m + shift)
+                for call, worker, m in steps:
+                    try:
+                        call(worker, m + shift)
+                    except Exception as error:
+                        _locate(error, call, worker, m + shift)
+                        raise
             else:  # Steps of one round don't depend on each other.
-                started = [self._threads.submit(do, worker, op, m + shift) for worker, op, m in steps]
+                started = [self._threads.submit(_step, call, worker, m + shift) for call, worker, m in steps]
                 for future in started:
                     future.result()
             if transport is not None and transfers:
@@ -121,17 +126,32 @@ class Executor:
         for call in self._hooks.exchange_end:
             call(self._last_stage)
 
-    def _part(self, round_: Sequence[Step]) -> Part:
+    def _part(self, round_: Sequence[Step], calls: Mapping[Op, Call]) -> Part:
         mine = [step for step in round_ if step.stage in self._workers]
         if self._threads is not None:
             mine.sort(key=self._cost, reverse=True)
-        steps = [(self._workers[step.stage], step.op, step.microbatch) for step in mine]
+        steps = [(calls[step.op], self._workers[step.stage], step.microbatch) for step in mine]
         completed = next((step.microbatch for step in round_ if step.stage == 0 and step.op is Op.BACKWARD), None)
         return steps, self._transport.transfers(round_) if self._transport is not None else (), completed
 
     def _cost(self, step: Step) -> int:
         """Return the FLOPs of a step. The longest steps of a round start first, so that threads finish at about the same time."""
         return self._plan.stages[step.stage].flops * (1 if step.op is Op.FORWARD else 3)
+
+
+def _step(call: Call, worker: Worker, m: int) -> None:
+    """Run one step in a thread."""
+    try:
+        call(worker, m)
+    except Exception as error:
+        _locate(error, call, worker, m)
+        raise
+
+
+def _locate(error: Exception, call: Call, worker: Worker, m: int) -> None:
+    """Add a note to an exception that names stage, microbatch and pass."""
+    operation = "evaluation" if call is Worker.evaluate else call.__name__
+    error.add_note(f"in stage {worker.index + 1}, microbatch {m}, {operation}")
 
 
 def _never() -> bool:

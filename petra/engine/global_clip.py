@@ -16,15 +16,11 @@ class GlobalClip:
     Args:
         updates: Updates of this rank's stages.
         k: Microbatches per update.
-        distributed: Whether there are stages on other ranks.
         group: The ranks of this replica; None for all ranks.
     """
 
-    def __init__(
-        self, updates: Sequence[Update], k: int, device: torch.device, distributed: bool, group: dist.ProcessGroup | None
-    ) -> None:
-        self._updates, self._k, self._device = updates, k, device
-        self._distributed, self._group = distributed, group
+    def __init__(self, updates: Sequence[Update], k: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        self._updates, self._k, self._device, self._group = updates, k, device, group
 
     def __call__(self, m: int) -> None:
         """Update if microbatch ``m``, which every stage has done, is the last of an update."""
@@ -33,7 +29,7 @@ class GlobalClip:
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         for update in self._updates:
             squares += update.squared_norm()
-        if self._distributed:
+        if dist.is_initialized():
             dist.all_reduce(squares, group=self._group)
         for update in reversed(self._updates):
             update.apply(squares)

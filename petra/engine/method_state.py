@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from petra.engine.stage import Stage
 from petra.engine.worker import Worker
-from petra.plan.plan import Plan
+from petra.plan import Plan
 from petra.staleness import StageRemedy
 
 State = dict[str, dict[str, Tensor]]

@@ -1,10 +1,11 @@
-"""Sums the reports of microbatches over a run and turns them into means, on every rank."""
+"""Sums of the reports of microbatches, and their means over all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,8 +19,33 @@ class Result:
     metrics: dict[str, float]
 
 
+class Totals:
+    """Sum of the reports (:class:`petra.engine.endpoints.Objective`) of one ``train()`` call.
+
+    Args:
+        metrics: Number of metrics in a report.
+        dp: Number of replicas, each of which reports on its share of a microbatch.
+    """
+
+    def __init__(self, metrics: int, dp: int, device: torch.device) -> None:
+        self.values = torch.zeros(2 + metrics, dtype=torch.float64, device=device)
+        self._dp = dp
+        self._on_microbatch: Callable[[Tensor], None] | None = None
+
+    def start(self, on_microbatch: Callable[[Tensor], None] | None) -> None:
+        """Start at zero, and pass each report to ``on_microbatch`` from now on, scaled from a share to a whole microbatch."""
+        self.values.zero_()
+        self._on_microbatch = on_microbatch
+
+    def add(self, report: Tensor) -> None:
+        """Add the report of a microbatch that the first stage has taken back."""
+        self.values += report
+        if self._on_microbatch is not None:
+            self._on_microbatch(self._dp * report if self._dp > 1 else report)
+
+
 def reduce_totals(totals: Tensor, metrics: Sequence[str], distributed: bool) -> Result:
-    """All-reduce summed reports (:class:`petra.engine.endpoints.Objective`) and return their means; zeros if no target counts."""
+    """All-reduce summed reports and return their means; zeros if no target counts."""
     totals = totals.cpu()
     if distributed:
         dist.all_reduce(totals)

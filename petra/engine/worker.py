@@ -6,7 +6,6 @@ from petra.engine.endpoints import Objective
 from petra.engine.stage import Stage
 from petra.engine.update import Update
 from petra.hooks import Hooks
-from petra.plan.schedule import Op
 from petra.specs import Message
 from petra.transport import Port
 
@@ -30,14 +29,6 @@ class Worker:
         self.update, self.hooks, self.shrink = update, hooks, shrink
         self.t = 0
         """Microbatches whose backward this stage has run: its clock."""
-
-    def do(self, op: Op, m: int) -> None:
-        """Run the forward or the backward of microbatch ``m``; an exception gets a note that names stage and microbatch."""
-        try:
-            self.forward(m) if op is Op.FORWARD else self.backward(m)
-        except Exception as error:
-            self._locate(error, m, op.name.lower())
-            raise
 
     def forward(self, m: int) -> None:
         """Receive x_(j−1), run the stage, and send x_j."""
@@ -69,16 +60,12 @@ class Worker:
 
     def evaluate(self, m: int) -> None:
         """Receive x_(j−1) of an evaluation microbatch, run the stage without storing anything, and send x_j."""
-        try:
-            (x,) = self.upstream.receive(m)
-            y = self.stage.evaluate(x)
-            if isinstance(self.downstream, Objective):
-                self.downstream.evaluate(m, (y,))
-            else:
-                self.downstream.send(m, (y,))
-        except Exception as error:
-            self._locate(error, m, "evaluation")
-            raise
+        (x,) = self.upstream.receive(m)
+        y = self.stage.evaluate(x)
+        if isinstance(self.downstream, Objective):
+            self.downstream.evaluate(m, (y,))
+        else:
+            self.downstream.send(m, (y,))
 
     def _receive(self, port: Port, peer: int, m: int) -> Message:
         for begin in self.hooks.receive_begin:
@@ -94,6 +81,3 @@ class Worker:
         port.send(m, message)
         for end in self.hooks.send_end:
             end(self.index, peer, m, message)
-
-    def _locate(self, error: Exception, m: int, operation: str) -> None:
-        error.add_note(f"in stage {self.index + 1}, microbatch {m}, {operation}")

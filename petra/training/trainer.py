@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from petra.data import EvalStream, TrainStream
+from petra.data import EvalSource, TrainSource
 from petra.distributed import all_gather_objects
 from petra.engine.totals import Result
 from petra.errors import DataError, Interrupted, first_line
@@ -88,8 +88,8 @@ class Trainer:
     def __init__(
         self,
         pipeline: Pipeline,
-        train: TrainStream,
-        test: EvalStream,
+        train: TrainSource,
+        test: EvalSource,
         learning_rate: Callable[[int], float],
         *,
         loggers: Sequence[Logger] = (),

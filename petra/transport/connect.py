@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from petra.errors import ConfigError, ModelError, invalid
+from petra.plan import Plan
 from petra.plan.messages import Boundary
-from petra.plan.plan import Plan
 from petra.transport.edge import EdgeTransport
 from petra.transport.local import local_boundary
 from petra.transport.lockstep import LockstepTransport

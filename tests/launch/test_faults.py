@@ -162,7 +162,7 @@ def test_a_signal_to_every_process_of_a_job_lets_it_save(number: signal.Signals,
 def on_its_own_disk(rank: int) -> None:
     os.mkdir(f"disk{rank}")
     os.chdir(f"disk{rank}")
-    resume.SHOWN = 0.5
+    resume.PROBE_TIMEOUT = 0.5
 
 
 @pytest.mark.processes
@@ -170,8 +170,8 @@ def test_a_run_folder_that_one_machine_alone_sees_is_refused_before_training(tmp
     with Forked(tmp_path, [*LONG, "run_dir=run"], 2, prepare=on_its_own_disk) as run:
         assert run.wait(START) == [2, 2]
     assert errors(run) == [
-        f"error: checkpoint.keep: found 2, but {socket.gethostname()} doesn't see the run's folder run, accepted are a run_dir on "
-        "storage that all machines share, or checkpoint.keep=0"
+        "error: run_dir: expected a folder on storage that all machines share, or checkpoint.keep=0, "
+        f"got run, which {socket.gethostname()} does not see"
     ]
     assert not (tmp_path / "disk0" / "run" / "checkpoints").exists()
 

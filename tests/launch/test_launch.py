@@ -25,7 +25,7 @@ from launch.run.build import Setup, set_up
 from launch.run.data import data_sources
 from launch.runtime.rank import Process
 from petra import ConfigError, DataError, Model, ModelError, PetraError, TensorSpec
-from petra.data import Dataset, EvalStream, TrainStream, load_dataset
+from petra.data import Dataset, EvalSource, TrainSource, load_dataset
 from petra.distributed import raise_on_all_ranks
 from petra.models import MODELS, revnet18
 from petra.plan.layout import Layout
@@ -288,7 +288,7 @@ def test_only_the_first_process_reads_and_the_last_one_gets_the_targets(tmp_path
     path = tmp_path / "letters.txt"
     path.write_bytes(bytes(range(200)) * 2)
     whole = load_dataset("text", root=path, size=8)
-    train, test = TrainStream(whole, 4, seed=5), EvalStream(whole, 4)
+    train, test = TrainSource(whole, 4, seed=5), EvalSource(whole, 4)
     first, middle, last, idle = run_processes(4, _loaded, tmp_path / "processes", [str(path)] * 4)
     counts = (train.batches_per_epoch, test.batches)
     assert first[:3] == (True, *counts)
@@ -308,7 +308,7 @@ def test_each_replica_reads_its_share_and_they_must_have_the_same_data(tmp_path:
     for path, content in zip(files, (bytes(range(200)) * 2, bytes(range(50, 250)) * 2, bytes(range(200)) * 3), strict=True):
         path.write_bytes(content)
     first, other, more = map(str, files)
-    streams_of = {path: TrainStream(load_dataset("text", root=path, size=8), 4, seed=5) for path in (first, other)}
+    streams_of = {path: TrainSource(load_dataset("text", root=path, size=8), 4, seed=5) for path in (first, other)}
     parts = run_processes(4, _loaded, tmp_path / "processes", [first, "", other, ""], 2)
     assert [part[0] for part in parts] == [True, False, True, False]
     for replica, path in enumerate((first, other)):

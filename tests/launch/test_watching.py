@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch.run.autotune import tuned
-from launch.run.resume import Start, as_before
+from launch.run.resume import Start, restore_choices
 from launch.runtime.rank import Process
 from petra import ConfigError, Keep, PetraError
 from tests.launch.test_launch import ALONE, TINY, planned
@@ -64,8 +64,8 @@ def test_another_partition_than_the_checkpoints_is_tuned_again() -> None:
         "keep": before.plan.method.keep,
     }
     start = Start(None, {"chosen": chosen})
-    assert as_before(planned(*settings, "trainer.stages=3"), start).plan.method.delay == before.plan.method.delay
-    other = tuned(as_before(planned(*settings, "trainer.stages=5"), start), ALONE)
+    assert restore_choices(planned(*settings, "trainer.stages=3"), start).plan.method.delay == before.plan.method.delay
+    other = tuned(restore_choices(planned(*settings, "trainer.stages=5"), start), ALONE)
     assert len(other.plan.stages) == 5
     assert isinstance(other.plan.method.delay, tuple)
     assert len(other.plan.method.delay) == 4

@@ -12,7 +12,7 @@ from torch import nn
 
 from petra import ConfigError, Pipeline, TensorSpec
 from petra.analysis.plots import curves
-from petra.data import EvalStream, TrainStream, load_dataset
+from petra.data import EvalSource, TrainSource, load_dataset
 from petra.models import resnet18
 from petra.training import Bar, JsonLines, Lines, MultiStep, Trainer, new_run_folder, peak_memory, peak_rate, sgd, write_json
 
@@ -113,7 +113,7 @@ def test_bar_shows_the_current_epoch(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_trainer_records_every_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dataset = load_dataset("synthetic", images=40, classes=4)
-    train, test = TrainStream(dataset, 8, seed=0), EvalStream(dataset, 8)
+    train, test = TrainSource(dataset, 8, seed=0), EvalSource(dataset, 8)
     rate = MultiStep(peak=0.05, microbatches_per_epoch=train.batches_per_epoch, epochs=2, milestones=[1])
     pipeline = Pipeline(
         resnet18(classes=4, width=1 / 16),
