@@ -36,6 +36,7 @@ def run(main: object, monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments:
     return json.loads((folder / "figures.json").read_text())
 
 
+@pytest.mark.processes
 def test_pipelines_make_plain_updates_and_are_timed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,8 @@ from petra import Model, TensorSpec
 from petra.analysis import timeline
 from tests.commands import FENCE, PAGES, ROOT, TRAINS, commands, inline
 
+pytestmark = pytest.mark.usefixtures("shared_profiles")
+
 GROUPS = "model|data|method|remedy|optim|schedule|trainer|checkpoint|cluster|logger|experiment"
 KEY = re.compile(rf"(?:k|dp|seed|run_dir|resume|init_from|dry_run|(?:{GROUPS})(?:\.\w+)?)=\S+")
 OTHERS = {"docker", "kubectl", "sbatch", "srun", "sky", "apt-get", "pytest", ".", "docker/two_nodes.sh"}

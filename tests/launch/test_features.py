@@ -29,6 +29,8 @@ from tests.launch.test_launch import ALONE, ROOT, TINY, planned, to_composed
 from tests.support.nets import RandomStream, mixed_net
 from tests.support.processes import run_processes
 
+pytestmark = pytest.mark.usefixtures("shared_profiles")
+
 
 def trained(method: str | Method, microbatches: int = 5, **settings: object) -> Pipeline:
     data = RandomStream()

@@ -32,6 +32,8 @@ from petra.plan.layout import Layout
 from tests.support.forked import Forked
 from tests.support.processes import run_processes
 
+pytestmark = pytest.mark.usefixtures("shared_profiles")
+
 ROOT = Path(__file__).parents[2]
 ALONE = Process(rank=0, world=1, local_rank=0, local_world=1)
 TINY = ["data=synthetic", "data.images=64", "data.batch_size=8", "model.width=0.0625", "trainer.epochs=1", "trainer.device=cpu"]

@@ -14,6 +14,8 @@ from petra import ConfigError, Keep, PetraError
 from tests.launch.test_launch import ALONE, TINY, planned
 from tests.support.forked import Forked
 
+pytestmark = pytest.mark.usefixtures("shared_profiles")
+
 
 @pytest.mark.parametrize(
     ("override", "message"),
