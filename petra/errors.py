@@ -67,7 +67,8 @@ def invalid(name: str, expected: str, got: object, kind: type[PetraError] = Conf
         got: What was found.
         kind: Class of the error.
     """
-    return kind(f"{name}: expected {expected}, got {got}")
+    value = str(got).lower() if isinstance(got, bool) else got  # as in a configuration
+    return kind(f"{name}: expected {expected}, got {value}")
 
 
 def require(condition: bool, name: str, expected: str, got: object, kind: type[PetraError] = ConfigError) -> None:

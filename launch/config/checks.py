@@ -11,6 +11,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from omegaconf import MISSING
 
 from petra.errors import invalid
+from petra.errors import one_of as listed
 
 _KINDS = {
     int: ("an integer", "integers"),
@@ -54,7 +55,7 @@ def number(*, least: float = -inf, above: float = -inf, below: float = inf, most
 
 def one_of(names: Collection[str]) -> Check:
     """Accept the given names."""
-    return Check(lambda value: value in tuple(names), lambda: alternatives(names))
+    return Check(lambda value: value in tuple(names), lambda: listed(names))
 
 
 def satisfies(holds: Callable[[Any], bool], expected: str) -> Check:
@@ -70,12 +71,6 @@ def is_integer(value: Any) -> bool:
 def as_list(value: Any) -> list[Any]:
     """Return a list as it is, and any other value as the only element of a list."""
     return value if isinstance(value, list) else [value]
-
-
-def alternatives(names: Collection[str]) -> str:
-    """Return names as ``a, b or c``."""
-    *others, last = names
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 @dataclass(frozen=True)

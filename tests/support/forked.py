@@ -44,14 +44,15 @@ class Forked:
         folder.mkdir(parents=True, exist_ok=True)
         # As with torchrun, the store is not in a process that may be killed.
         self.folder, self._store = folder, dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        torchrun = {
+        variables = {
             "WORLD_SIZE": world,
             "LOCAL_WORLD_SIZE": world,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": self._store.port,
             "TORCHELASTIC_USE_AGENT_STORE": True,
         }
-        common = {**({name: str(value) for name, value in torchrun.items()} if world > 1 else {}), **(environment or {})}
+        torchrun = {name: str(value) for name, value in variables.items()} if world > 1 else {}
+        common = {**torchrun, **(environment or {})}
         arguments = (str(folder), [f"trainer.timeout={TIMEOUT}", *overrides], common, prepare)
         self.processes = [context.Process(target=_main, args=(rank, *arguments)) for rank in range(world)]
 
