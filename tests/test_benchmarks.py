@@ -36,6 +36,7 @@ def run(main: object, monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments:
     return json.loads((folder / "figures.json").read_text())
 
 
+@pytest.mark.processes
 def test_pipelines_make_plain_updates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Run the command, which itself compares each contestant's first update with plain autograd's."""
     sizes = ["--k=1,3", "--blocks=2", "--channels=4", "--size=4", "--batch=2", "--microbatches=1", "--threads=1"]
@@ -79,6 +80,7 @@ def test_seconds_by_work_and_their_linearity() -> None:
     assert bent["r_squared"] < 0.5
 
 
+@pytest.mark.processes
 def test_simulator_check_measures_and_predicts_every_method(tmp_path: Path) -> None:
     found, _ = run_processes(2, compare_simulator, tmp_path)
     assert set(found) == set(simulator_check.METHODS)
@@ -92,6 +94,7 @@ def compare_simulator(rank: int) -> dict[str, dict[str, list[float]]]:
     return simulator_check.compare(rank, options)
 
 
+@pytest.mark.processes
 def test_a_reversible_stage_in_its_own_process_stores_nothing(tmp_path: Path) -> None:
     _, (nothing, graphs), _ = run_processes(3, stored_by_keep, tmp_path)
     assert nothing == 0

@@ -17,6 +17,8 @@ from launch.runtime.rank import Process
 from launch.train import run
 from petra import ConfigError
 
+pytestmark = pytest.mark.usefixtures("shared_profiles")
+
 TINY = ["data=synthetic", "data.images=16", "data.batch_size=8", "model.width=0.0625", "trainer.epochs=1"]
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 # The fork server imports torch once, so that its children start in milliseconds instead of seconds.
 context = multiprocessing.get_context("forkserver")
-PRELOADED = ["torch", "torch.distributed", "petra", "petra.models", "launch.train", "torch._dynamo", "matplotlib.figure"]
+PRELOADED = ["torch", "torch.distributed", "petra", "petra.models", "launch.train", "torch._dynamo", "matplotlib.figure", "pytest"]
 context.set_forkserver_preload(PRELOADED)
 
 
