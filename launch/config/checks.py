@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING
 
-from petra.errors import invalid
+from petra.errors import alternatives, invalid
 
 _KINDS = {
     int: ("an integer", "integers"),
@@ -72,12 +72,6 @@ def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def alternatives(names: Collection[str]) -> str:
-    """Return names as ``a, b or c``."""
-    *others, last = names
-    return f"{', '.join(others)} or {last}" if others else last
-
-
 @dataclass(frozen=True)
 class Key:
     """Type and check of one key of the schema."""
@@ -87,12 +81,12 @@ class Key:
 
     @property
     def optional(self) -> bool:
-        """Return whether the key may be null."""
+        """Whether the key may be null."""
         return NoneType in get_args(self.kind)
 
     @property
     def expected(self) -> str:
-        """Describe the accepted values."""
+        """Description of the accepted values."""
         if self.check is not None:
             text = self.check.expected()
             return f"null{',' if ' or ' in text else ' or'} {text}" if self.optional else text

@@ -12,8 +12,8 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, ValidationError
 
 import conf
-from launch.config.checks import Key, alternatives, schema_keys
-from petra.errors import ConfigError, PetraError, invalid
+from launch.config.checks import Key, schema_keys
+from petra.errors import ConfigError, PetraError, alternatives, invalid
 
 CONF = str(Path(conf.__file__).parent)
 

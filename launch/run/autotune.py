@@ -98,7 +98,7 @@ def _may_keep_graphs(setup: Setup) -> bool:
     plan = setup.plan
     method = replace(plan.method, keep=Keep.GRAPH)
     try:
-        method.check(plan.delays, plan.k, casts=plan.numerics.autocast is not None)
+        method.check(plan.delays, plan.k, autocast=plan.numerics.autocast is not None)
         setup.recipe(setup.learning_rate(1)).remedy.check(method)
     except ConfigError:
         return False

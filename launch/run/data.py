@@ -44,7 +44,7 @@ def data_sources(config: DataConfig, seed: int, layout: Layout) -> tuple[TrainSo
         PetraError: If the data set can't be used, or replicas have different data sets. Raised on every rank.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    replica, place = layout.place(rank)
+    replica, place = layout.locate(rank)
     with raise_on_all_ranks():
         loaded = _load(config) if place == 0 else None
     last = sum(bool(stages) for stages in layout.processes) - 1

@@ -6,9 +6,8 @@ import os
 import socket
 from pathlib import Path
 
-from launch.config.checks import alternatives
 from launch.config.schema import ClusterConfig
-from petra.errors import ConfigError, require
+from petra.errors import alternatives, invalid, require
 
 
 def variables(cluster: ClusterConfig) -> dict[str, str]:
@@ -50,7 +49,7 @@ def set_variables(cluster: ClusterConfig) -> list[str]:
         try:
             Path(cluster.dumps).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"cluster.dumps: {cluster.dumps} can't be created ({error.strerror})") from error
+            raise invalid("cluster.dumps", "a folder that can be created", f"{cluster.dumps} ({error.strerror})") from error
     wanted = variables(cluster)
     return [
         f"{name}={found} from the environment is used; the configuration sets {value}"
