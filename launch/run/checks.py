@@ -11,7 +11,7 @@ from petra.training.export import check_format
 
 
 def check(config: Config, process: Process) -> None:
-    """Check the keys that exclude each other, or that depend on the number of processes.
+    """Check combinations of keys, and keys that depend on the number of processes.
 
     Raises:
         ConfigError: If a value is not accepted. The message names the key.
@@ -48,12 +48,12 @@ def _check_processes(config: Config, process: Process) -> None:
     require(trainer.transport in transports, "trainer.transport", f"one of {', '.join(transports)}", trainer.transport)
     cpu = alone and process.device(trainer.device).type == "cpu"
     require(trainer.concurrency == 1 or cpu, "trainer.concurrency", "1, except for one process on the CPU", trainer.concurrency)
-    found = f"{trainer.diagnose} in {process.world} processes"
-    require(trainer.diagnose is None or alone, "trainer.diagnose", "null, or one process", found)
+    got = f"{trainer.diagnose} in {process.world} processes"
+    require(trainer.diagnose is None or alone, "trainer.diagnose", "null, or one process", got)
 
 
 def _check_automatic(config: Config) -> None:
-    """Check the keys that depend on settings that are chosen automatically."""
+    """Check the keys that auto-tuning uses."""
     memory, chosen = config.trainer.memory_limit, AUTO in (config.trainer.stages, config.method.keep)
     fits = memory is None or (memory > 0 and chosen)
     require(fits, "trainer.memory_limit", "null, or a number > 0 with trainer.stages=auto or method.keep=auto", memory)
