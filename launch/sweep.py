@@ -144,7 +144,7 @@ def check(config: Config, processes: int, here: bool) -> None:
         here: The run uses this machine's devices. A machine that only submits to Slurm may have none.
 
     Raises:
-        PetraError: See :func:`launch.run.build.plan`.
+        ConfigError, ModelError: If the configuration cannot be run. The message names the key.
     """
     device = config.trainer.device if here else "cpu"
     process = Process(rank=0, world=processes, local_rank=0, local_world=processes)

@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
+from petra.distributed import all_gather_objects
 from petra.errors import ModelError, invalid, require
 from petra.plan import Plan
 from petra.plan.messages import Boundary
@@ -37,8 +38,7 @@ def check_ranks_agree(settings: Mapping[str, object], plan: Plan, device: torch.
     if device.type == "cuda" and getattr(dist.group.WORLD, "bound_device_id", None) is None:
         expected = "backend='cpu:gloo,cuda:nccl' with device_id=<the GPU of this rank>"
         raise invalid("init_process_group", expected, "no device_id")
-    gathered: list[tuple[Mapping[str, object], Sequence[Boundary]]] = [({}, [])] * dist.get_world_size()
-    dist.all_gather_object(gathered, (settings, plan.boundaries))
+    gathered: list[tuple[Mapping[str, object], Sequence[Boundary]]] = all_gather_objects((settings, plan.boundaries))
     for rank, (others, _) in enumerate(gathered):
         for key, value in gathered[0][0].items():
             if others[key] != value:
