@@ -17,7 +17,6 @@ from petra.engine.data_parallel import Replicas, Share, ShareObjective
 from petra.engine.endpoints import DataPort, DataSource, Loss, Losses, Objective
 from petra.engine.executor import Executor, stage_threads
 from petra.engine.global_clip import GlobalClip
-from petra.engine.method_state import State, load_method_state, method_state
 from petra.engine.metrics import Metric, correct_predictions
 from petra.engine.totals import Result, Totals, reduce_totals
 from petra.engine.update import OptimizerFactory
@@ -62,8 +61,7 @@ class Pipeline:
         rank, world: Rank of this process and number of ranks; 0 and 1 without ``torch.distributed``.
         replica: Index of the replica that this rank belongs to.
         replicas: All-reduces over replicas; None if there is only one replica.
-        stages, workers: Stages and workers of this rank, by index of the stage.
-        remedies: Remedies that act at updates of this rank's stages, by index of the stage.
+        stages, workers, remedies: Stages of this rank, their workers, and the remedies that act at their updates, by index.
         objective: Port after the last stage, which computes the loss.
         concurrency: Number of stages that run at the same time.
         clock: Number of microbatches trained since the start.
@@ -192,10 +190,7 @@ class Pipeline:
         return result
 
     def evaluate(self, data: DataSource, microbatches: int) -> Result:
-        """Evaluate microbatches 0 to ``microbatches`` - 1 and return the same result on every rank.
-
-        Normalisation layers use running statistics, and all blocks use averaged weights if the rules ask for averages.
-        """
+        """Evaluate microbatches 0 to ``microbatches`` - 1, with averaged weights if the rules ask for averages."""
         self._set_data(data)
         self.objective.totals.zero_()
         for stage in self.stages.values():
@@ -226,19 +221,8 @@ class Pipeline:
         """Return parameters and buffers of this rank's blocks, by the same keys as in :class:`petra.model.Chain`."""
         return {f"{name}.{key}": value for name, block in self.blocks() for key, value in block.state_dict().items()}
 
-    def method_state(self) -> State:
-        """Return the state of the method and the remedies, such as older versions of weights, by kind and by parameter."""
-        return method_state(self.plan, self.workers, self.remedies)
-
-    def load_method_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Load :meth:`method_state`, after weights, optimizers and the workers' clocks."""
-        load_method_state(self.plan, self.workers, self.remedies, state)
-
     def stage_metrics(self) -> dict[str, float]:
-        """Return the metrics of the first replica's stages since the last call, as ``stage/<j>/<name>`` with j from 1.
-
-        Every rank must call this method, and gets the metrics of all stages.
-        """
+        """All-gather the metrics of the first replica's stages since the last call, as ``stage/<j>/<name>`` with j from 1."""
         own = {f"stage/{j + 1}/{key}": v for j, worker in self.workers.items() for key, v in worker.update.metrics().items()}
         own |= {key: value for measure in self.measures for key, value in measure().items()}
         parts = all_gather_objects(own)

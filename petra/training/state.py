@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from petra.engine.method_state import load_method_state, method_state
 from petra.errors import DataError
 from petra.pipeline import Pipeline
 from petra.training.export import State, load_into
@@ -39,7 +40,7 @@ def state_of(pipeline: Pipeline) -> State:
             parts = {"model": module.state_dict(), **_update_parts(own), "update": numbers}
             block = pipeline.plan.model.blocks[b].name
             state |= {f"{block}/{part}/{name}": value.detach() for part, values in parts.items() for name, value in values.items()}
-    for kind, by_key in pipeline.method_state().items():
+    for kind, by_key in method_state(pipeline.plan, pipeline.workers, pipeline.remedies).items():
         for key, value in by_key.items():
             block, _, name = key.partition(".")
             state[f"{block}/method/{name}/{kind}"] = value.detach()
@@ -63,7 +64,7 @@ def load_state(pipeline: Pipeline, state: Mapping[str, Tensor], clock: int, sour
         if pipeline.replica:
             worker.stage.zero_gradients()
     pipeline.clock = clock
-    pipeline.load_method_state(_method_state(pipeline, blocks))
+    load_method_state(pipeline.plan, pipeline.workers, pipeline.remedies, _method_state(pipeline, blocks))
 
 
 def network(folder: Path) -> State:
@@ -125,7 +126,7 @@ def _block_update_state(module: nn.Module, parts: Parts) -> dict[str, Any]:
 
 
 def _method_state(pipeline: Pipeline, blocks: Mapping[str, Parts]) -> dict[str, dict[str, Tensor]]:
-    """Return the argument for :meth:`petra.Pipeline.load_method_state`."""
+    """Return the argument for :func:`petra.engine.method_state.load_method_state`."""
     method: dict[str, dict[str, Tensor]] = {}
     for name, module in pipeline.blocks():
         for key, value in blocks[name].get("method", {}).items():

@@ -20,6 +20,7 @@ from petra import (
     TensorSpec,
     Weights,
 )
+from petra.engine.method_state import load_method_state, method_state
 from petra.models import MODELS
 from petra.settings import Numerics, Runtime
 from petra.staleness import Prediction, Remedy
@@ -256,7 +257,8 @@ def test_method_state_goes_on_where_it_was(method: str, remedy: Remedy) -> None:
         resumed.workers[j].update.load_state_dict(copy.deepcopy(whole.workers[j].update.state_dict()))
         resumed.workers[j].t = whole.workers[j].t
     resumed.clock = whole.clock
-    resumed.load_method_state(whole.method_state())
+    state = method_state(whole.plan, whole.workers, whole.remedies)
+    load_method_state(resumed.plan, resumed.workers, resumed.remedies, state)
     for pipeline in (whole, resumed):
         pipeline.train(data, 11)
     for key, value in whole.state_dict().items():

@@ -20,7 +20,7 @@ from petra.staleness import Prediction, Remedy
 from tests.support.nets import RandomStream, mixed_net
 from tests.support.processes import run_processes
 
-DELAYS, KS, MICROBATCHES = (1, 2), (1, 3), 41
+DELAYS, KS, MICROBATCHES = (1, 2), (1, 3), 61
 
 
 def sgd(module: nn.Module) -> torch.optim.SGD:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from petra import ConfigError, Keep, Method, Pipeline
+from petra.engine.method_state import load_method_state, method_state
 from petra.staleness import Prediction, Remedy
 from petra.staleness.shrinking import boundary_factor
 from petra.training.optim import OPTIMIZERS
@@ -105,7 +106,8 @@ def test_state_resumes_on_another_partition() -> None:
     remedy = Remedy(prediction=Prediction.DIFFERENCE)
     before, after = (pipeline(remedy=remedy, k=2, stages=partition) for partition in ([4, 2], [5, 1]))
     before.train(RandomStream(), 6)
-    after.load_method_state(before.method_state())
-    saved, loaded = before.method_state()["change"], after.method_state()["change"]
+    state = method_state(before.plan, before.workers, before.remedies)
+    load_method_state(after.plan, after.workers, after.remedies, state)
+    saved, loaded = state["change"], method_state(after.plan, after.workers, after.remedies)["change"]
     assert {key.split(".")[0] for key in loaded} - {key.split(".")[0] for key in saved} == {"block3"}
     assert all(torch.equal(value, saved.get(key, torch.zeros_like(value))) for key, value in loaded.items())
