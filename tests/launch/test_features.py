@@ -29,6 +29,8 @@ from tests.launch.test_launch import ALONE, ROOT, TINY, planned, to_composed
 from tests.support.nets import RandomStream, mixed_net
 from tests.support.processes import run_processes
 
+pytestmark = pytest.mark.usefixtures("shared_profiles")
+
 
 def trained(method: str | Method, microbatches: int = 5, **settings: object) -> Pipeline:
     data = RandomStream()
@@ -140,6 +142,7 @@ def exported(rank: int, folder: str) -> dict[str, Tensor]:
     return pipeline.state_dict()
 
 
+@pytest.mark.processes
 def test_many_processes_export_one_whole_network(tmp_path: Path) -> None:
     parts = run_processes(3, exported, tmp_path / "group", str(tmp_path))
     plain = mixed_net().build(0)
