@@ -12,8 +12,11 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from launch.run.folder import history
+from launch.run.markdown import table
 from petra.analysis.plots import curves
 from petra.errors import PetraError
+
+HEADER = ("run", "method", "d", "k", "epochs", "train loss", "test loss", "test accuracy", "best")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -27,12 +30,10 @@ def main(arguments: list[str] | None = None) -> None:
     except PetraError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    print(
-        "| run | method | d | k | epochs | train loss | test loss | test accuracy | best |\n|---|---|---|---|---|---|---|---|---|"
-    )
+    cells = []
     for folder, rows in zip(options.runs, histories.values(), strict=True):
         config, last = OmegaConf.load(folder / "config.yaml"), rows[-1]
-        cells = (
+        values = (
             folder.name,
             config.method.name,
             config.method.delay,
@@ -43,7 +44,8 @@ def main(arguments: list[str] | None = None) -> None:
             f"{last['test_accuracy']:.2%}",
             f"{max(row['test_accuracy'] for row in rows):.2%}",
         )
-        print("| " + " | ".join(map(str, cells)) + " |")
+        cells.append([str(value) for value in values])
+    print(table(HEADER, cells), end="")
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         curves(histories, options.out, "")

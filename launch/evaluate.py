@@ -28,7 +28,7 @@ from launch.run.resume import FOLDER, read_weights
 from launch.runtime.rank import Process
 from launch.runtime.reporting import report_errors
 from petra.distributed import raise_on_all_ranks
-from petra.errors import ConfigError, first_line, invalid, require
+from petra.errors import first_line, invalid, require
 from petra.training import best_of, limited, load_into, means, newest
 from petra.training.export import FORMATS
 
@@ -66,7 +66,7 @@ def parse(words: list[str]) -> tuple[Path, Path | None, Config]:
     except OmegaConfBaseException as error:
         raise config_error(error, Config) from error
     except Exception as error:  # a damaged file
-        raise ConfigError(f"{path}: can't be read as a configuration ({first_line(error)})") from error
+        raise invalid(str(path), "a configuration in YAML", first_line(error)) from error
     assert isinstance(composed, DictConfig)
     return folder, Path(own["weights"]) if "weights" in own else None, to_config(composed)
 

@@ -1,4 +1,4 @@
-"""Trains a model: ``python -m launch.train ...`` in one process, ``torchrun --nproc-per-node N -m launch.train ...`` in N."""
+"""Train a model: ``python -m launch.train ...`` in one process, ``torchrun --nproc-per-node N -m launch.train ...`` in N."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from launch.config.compose import compose_command_line
 from launch.config.schema import Config, to_config
-from launch.run.autotune import tuned
+from launch.run.autotune import tune_setup
 from launch.run.build import Setup, set_up
 from launch.run.diagnostics import attach_diagnostics
 from launch.run.dry_run import stage_map
@@ -29,7 +29,7 @@ from petra.training import FORMATS, Bar, Checkpoints, Lines, Schedule, Trainer, 
 
 
 def main() -> None:
-    """Entry point. Hydra parses the command line."""
+    """Run each configuration on the command line, which Hydra parses."""
     process = Process.from_environment()
     torch.set_num_interop_threads(1)
     with report_errors(process):
@@ -40,10 +40,10 @@ def main() -> None:
 
 
 def run(config: Config, process: Process) -> None:
-    """Train one configuration in this process and all others of its group, and write the records to the run's folder.
+    """Train one configuration and write its records to the run's folder. Every process of the run must call this function.
 
     Raises:
-        PetraError: In every process, if the configuration or its data cannot be used.
+        PetraError: If the configuration or its data cannot be used. Raised in every process.
     """
     setup = set_up(config, process)
     if config.dry_run:
@@ -54,7 +54,7 @@ def run(config: Config, process: Process) -> None:
     with process.process_group(setup.device, config.trainer.timeout):
         started = time.perf_counter()
         start = find_start(config, process)
-        setup = tuned(restore_choices(setup, start), process)
+        setup = tune_setup(restore_choices(setup, start), process)
         train, test = setup.data()
         learning_rate = setup.learning_rate(limited(train.batches_per_epoch, config.trainer.limit_batches))
         pipeline = setup.pipeline(learning_rate)
@@ -90,7 +90,7 @@ def open_records(config: Config, start: Start, process: Process) -> Records | No
     """Open the run's folder in the first process, and return None in the others.
 
     Raises:
-        PetraError: In every process, if the folder cannot be used or the checkpoint's facts are invalid.
+        PetraError: If the folder cannot be used or the checkpoint's facts are invalid. Raised in every process.
     """
     records = None
     with raise_on_all_ranks():
@@ -104,7 +104,7 @@ def open_checkpoints(config: Config, folder: Path, process: Process) -> Checkpoi
     """Return the writer of the run's checkpoints, or None if ``checkpoint.keep`` is 0.
 
     Raises:
-        PetraError: In every process, if any does not see the run's folder.
+        PetraError: If a process does not see the run's folder. Raised in every process.
     """
     checkpoint = config.checkpoint
     if not checkpoint.keep:
@@ -122,7 +122,7 @@ def make_trainer(
     checkpoints: Checkpoints | None,
     stop: Callable[[], bool],
 ) -> Trainer:
-    """Return the trainer of a configuration. Without records, it logs and displays nothing."""
+    """Return the trainer of a run. It logs and displays progress only if ``records`` is not None."""
     config, progress = setup.config, None
     if records is not None:
         display = Bar if sys.stdout.isatty() else Lines
@@ -146,7 +146,7 @@ def make_trainer(
 def export_weights(pipeline: Pipeline, folder: Path, config: Config) -> None:
     """Write the trained network to the run's folder as ``trainer.export`` says, and its moving average if there is one.
 
-    All processes must call this function.
+    Every process must call this function.
     """
     if config.trainer.export == "none":
         return

@@ -1,12 +1,15 @@
-"""Collectives on Python values, and errors that every rank raises."""
+"""Collectives on Python values, errors that every rank raises, and the timeout of process groups."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_group
 
 from petra.errors import PetraError
 
@@ -25,6 +28,12 @@ def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> li
     return values
 
 
+def default_timeout(device: torch.device) -> timedelta:
+    """Return the timeout of the default group, which new groups must be given. They would otherwise use torch's own, 30 minutes."""
+    timeout: timedelta = _get_default_group()._get_backend(device).options._timeout
+    return timeout
+
+
 @contextmanager
 def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raise the same error on every rank if the body raises a :class:`PetraError` on any rank.
@@ -32,7 +41,7 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
     Every rank must enter the context. Without it, the other ranks would wait in the next collective for the rank that failed.
 
     Raises:
-        PetraError: If the body fails on some rank. The text has each distinct message on a line of its own.
+        PetraError: If the body raises one on any rank. The text contains each distinct message on its own line.
     """
     message = None
     try:

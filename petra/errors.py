@@ -1,6 +1,6 @@
 """Exceptions for errors that a user can correct, and helpers that build their messages.
 
-A message names the configuration key, argument or file, what is accepted, and what was found.
+A message names the configuration key, argument or file, then what was expected and what was got.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class NumericsError(PetraError):
     """A loss or gradient that isn't finite.
 
     Attributes:
-        origin: Whether the stage that raises the error computed the value. False if the stage received it from another stage.
-            Show the error of the origin to the user.
+        origin: True if the stage that raises the error computed the value itself, False if it received the value from another
+            stage. If several stages raise, only the error with ``origin=True`` needs to be reported.
     """
 
     def __init__(self, message: str, *, origin: bool) -> None:
@@ -42,7 +42,7 @@ class ScheduleError(PetraError):
 
 
 class CommunicationError(PetraError):
-    """A message that was not received or could not be sent. Another process has died, hangs, or can't be reached."""
+    """A message could not be sent or received because another process has died, hangs or can't be reached."""
 
 
 class Interrupted(PetraError):
@@ -59,7 +59,7 @@ class Interrupted(PetraError):
 
 
 def invalid(name: str, expected: str, got: object, kind: type[PetraError] = ConfigError) -> PetraError:
-    """Return the error for an invalid value. All of petra uses its form: ``k: expected an integer >= 1, got 0``.
+    """Return the error for an invalid value, with a message such as ``k: expected an integer >= 1, got 0``.
 
     Args:
         name: The key, argument, file or variable, as the user wrote it.
@@ -77,8 +77,8 @@ def require(condition: bool, name: str, expected: str, got: object, kind: type[P
         raise invalid(name, expected, got, kind)
 
 
-def one_of(values: Iterable[str]) -> str:
-    """Return the accepted values as text for :func:`invalid`: ``auto, local or edge``."""
+def alternatives(values: Iterable[str]) -> str:
+    """Return the accepted values as text: ``auto, local or edge``."""
     *others, last = values
     return f"{', '.join(others)} or {last}" if others else last
 

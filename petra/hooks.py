@@ -1,11 +1,11 @@
-"""Hooks: how anything that observes a run learns what happens in it.
+"""Hooks: objects that observe a run by overriding the events of :class:`Hook`.
 
 Recorder, stage metrics and diagnostics subclass :class:`Hook`, override the events that they need, and are attached to a pipeline::
 
     with pipeline.hooks.attached(Recorder(pipeline)) as recorder:
         pipeline.train(data, microbatches)
 
-Only overridden events are called, so an unobserved run iterates over empty tuples. Evaluation emits no events.
+Only overridden events are called. An event that no hook overrides costs one loop over an empty tuple. Evaluation emits no events.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Gradients = Mapping[nn.Parameter, Tensor]
 class Hook:
     """Base class of observers. Every event does nothing by default.
 
-    Stages, blocks and microbatches ``m`` count from 0; ``block`` is an index into the whole model. Tensors are the run's own: read
-    them, copy what you keep, and never write to them. Events come from the thread that runs the stage. An exception ends a run
-    without the ``_end`` events of the work that it interrupts.
+    Stages, blocks and microbatches ``m`` count from 0; ``block`` is an index into the whole model. Events receive the
+    run's own tensors: clone what you keep, and never write to them. Events are emitted in the thread that runs the stage. If an
+    exception ends a run, the ``_end`` events of unfinished work are not emitted.
     """
 
     def train_begin(self, start: int, stop: int) -> None:
-        """``Pipeline.train`` starts microbatches ``start`` ... ``stop`` - 1, and may end early."""
+        """``Pipeline.train`` starts; it trains on microbatches ``start`` ... ``stop`` - 1, or fewer if it stops early."""
 
     def train_end(self) -> None:
         """``Pipeline.train`` has drained the pipeline."""
@@ -56,7 +56,7 @@ class Hook:
         """A block starts the forward pass of microbatch ``m`` on its input ``x``."""
 
     def block_backward_end(self, stage: int, block: int, m: int, x: Streams, gradients: Gradients) -> None:
-        """A block has its input ``x`` back, and 1/k of its parameters' ``gradients`` has been added to ``.grad``."""
+        """A block has computed its input ``x`` and its parameters' ``gradients``; 1/k of these has been added to ``.grad``."""
 
     def update_begin(self, stage: int, m: int) -> None:
         """A stage starts the optimizer step after the backward pass of microbatch ``m``."""
@@ -71,29 +71,29 @@ class Hook:
         """A stage's gradients are the sum over replicas."""
 
     def receive_begin(self, stage: int, peer: int, m: int) -> None:
-        """A stage asks for a message from stage ``peer``; -1 is the data, and the number of stages is the loss."""
+        """A stage starts to wait for a message from stage ``peer``: -1 for the data, the number of stages for the loss."""
 
     def receive_end(self, stage: int, peer: int, m: int, message: Message) -> None:
         """A stage has received a message."""
 
     def send_begin(self, stage: int, peer: int, m: int, message: Message) -> None:
-        """A stage hands over a message for stage ``peer``, numbered as for :meth:`receive_begin`."""
+        """A stage starts to send a message to stage ``peer``, numbered as in :meth:`receive_begin`."""
 
     def send_end(self, stage: int, peer: int, m: int, message: Message) -> None:
-        """A message has been handed over; the transport may still be sending it."""
+        """The transport has accepted the message, but may not have sent it yet."""
 
     def exchange_begin(self, stage: int) -> None:
-        """The process whose last stage is ``stage`` starts a lockstep exchange."""
+        """A process starts a lockstep exchange; ``stage`` is the last of its stages."""
 
     def exchange_end(self, stage: int) -> None:
-        """A lockstep exchange has been posted."""
+        """A process has posted a lockstep exchange, whose messages may still be on their way."""
 
 
 EVENTS = tuple(name for name in vars(Hook) if not name.startswith("_"))
 
 
 class Hooks:
-    """The hooks attached to a pipeline: for each event of :class:`Hook`, the calls to make."""
+    """The hooks attached to a pipeline. For each event of :class:`Hook`, an attribute holds the methods to call."""
 
     train_begin: tuple[Callable[[int, int], None], ...]
     train_end: tuple[Callable[[], None], ...]
@@ -119,7 +119,7 @@ class Hooks:
         self._collect()
 
     def attach(self, hook: Hook) -> None:
-        """Call ``hook`` from now on, after those attached before."""
+        """Call ``hook`` at every event from now on, after the hooks attached earlier."""
         self._hooks.append(hook)
         self._collect()
 
@@ -130,7 +130,7 @@ class Hooks:
 
     @contextmanager
     def attached(self, hook: H) -> Iterator[H]:
-        """Attach ``hook`` inside the ``with`` block, whose value it is."""
+        """Attach ``hook`` for the duration of the ``with`` block, and return it as the block's target."""
         self.attach(hook)
         try:
             yield hook

@@ -37,9 +37,9 @@ class Weights(StrEnum):
     CURRENT = "current"
     """The weights at the time of the backward."""
     STASHED = "stashed"
-    """The weights that the forward of the same microbatch used. The next update copies them before it overwrites them."""
+    """The weights that the forward of the same microbatch used. They are copied before the next update overwrites them."""
     DOUBLE = "double"
-    """Two versions. Forward and backward use the weights before the last update that all stages have completed (PipeDream-2BW)."""
+    """Two versions. Both passes of a microbatch use the weights from before the previous update, at every stage (PipeDream-2BW)."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ class Method:
     def boundary_delays(self, boundaries: int) -> tuple[int, ...]:
         """Return the delay d_j of each boundary.
 
-        A delay given as a tuple is returned as it is. A tuple without entries, of a pipeline with one stage, gives ``(0,)``.
+        The result has at least one entry, so a pipeline without boundaries must ignore it. A delay given as a tuple is returned
+        unchanged, except that an empty tuple gives ``(0,)``.
         """
         if isinstance(self.delay, int):
             return (self.delay,) * max(boundaries, 1)
@@ -118,19 +119,19 @@ class Method:
         keeps = (self.keep,) if isinstance(self.keep, Keep) else self.keep
         return Keep.GRAPH in keeps and self.weights is Weights.CURRENT
 
-    def check(self, delays: Sequence[int], k: int, *, casts: bool) -> None:
+    def check(self, delays: Sequence[int], k: int, *, autocast: bool) -> None:
         """Check that backward can differentiate the current weights through stored graphs.
 
         Args:
             delays: Delay of each stage, in microbatches.
             k: Number of microbatches per update.
-            casts: Whether blocks compute with casts of the weights (autocast).
+            autocast: Whether blocks compute under autocast, with casts of the weights.
 
         Raises:
             ConfigError: If stored graphs refer to casts of the weights, which updates don't change.
         """
         stale = any(self.staleness(delay, k) for delay in delays)
-        if stale and casts and self.writes_through_graphs:
+        if stale and autocast and self.writes_through_graphs:
             expected = "input, nothing or method.weights=stashed under autocast"
             got = "graph with method.weights=current, which refers to casts of the weights that updates don't change"
             raise invalid("method.keep", expected, got)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from petra.errors import ModelError, first_line
+from petra.errors import ModelError, first_line, invalid
 from petra.reversible import ReversibleBlock, derive_seed, seeded
 from petra.specs import Streams, TensorSpec, as_streams
 
@@ -68,8 +68,8 @@ class Model:
     def of(name: str, blocks: Mapping[str, nn.Module]) -> Model:
         """Make a model from existing modules, in their order and with their weights.
 
-        Every process must create all modules with the same weights. It trains copies of those that its stages own. To avoid
-        creating modules of other processes, and to derive weights from the seed of the run, use :class:`BlockSpec` instead.
+        Every process must create all modules with the same weights, although it trains only copies of those that its stages own.
+        Use :class:`BlockSpec` instead if a process should create only its own modules, with weights derived from the run's seed.
 
         Args:
             name: Name of the model.
@@ -95,12 +95,13 @@ class Model:
             inputs: Shape and type of a microbatch of inputs.
 
         Raises:
-            ModelError: If a block can't be built, or doesn't accept the output of the block before it. The message names both.
+            ModelError: If no tensor has the shape ``inputs``, if building a block fails, or if a block does not accept the output
+                of the block before it. The message names both blocks.
         """
         try:
             streams: Streams = (torch.empty(inputs.shape, dtype=inputs.dtype, device="meta"),)
         except RuntimeError as error:
-            raise ModelError(f"can't create a microbatch of {inputs}: {first_line(error)}") from error
+            raise invalid("inputs", "a shape that a tensor can have", f"{inputs} ({first_line(error)})", ModelError) from error
         profiles: list[BlockProfile] = []
         for spec in self.blocks:
             counter = FlopCounterMode(display=False)
@@ -108,14 +109,16 @@ class Model:
                 with torch.device("meta"):
                     block = spec.build().to("meta")
             except (RuntimeError, ValueError, TypeError, OverflowError) as error:
-                raise ModelError(f"block {spec.name} can't be built: {first_line(error)}") from error
+                got = f"an error when it is built ({first_line(error)})"
+                raise invalid(f"block {spec.name}", "a module", got, ModelError) from error
             try:
                 with torch.no_grad(), counter:
                     streams = as_streams(block(*streams))
             except (RuntimeError, ValueError, TypeError) as error:
                 given = ", ".join(str(p) for p in profiles[-1].outputs) if profiles else str(inputs)
                 source = f"block {profiles[-1].name}" if profiles else "the data"
-                raise ModelError(f"block {spec.name} can't take {given} from {source}: {first_line(error)}") from error
+                got = f"{given} from {source} ({first_line(error)})"
+                raise invalid(f"block {spec.name}", "an input that it accepts", got, ModelError) from error
             profiles.append(
                 BlockProfile(
                     name=spec.name,

@@ -34,12 +34,12 @@ from petra.transport import check_ranks_agree, connect, open_transport
 
 
 class Pipeline:
-    """A model split over stages and trained by one of the methods.
+    """A model that is split into stages and trained by a method.
 
     With ``torch.distributed`` initialized, each rank builds only its own stages, and every rank makes the same calls.
 
     Args:
-        model: The blocks.
+        model: The model.
         inputs: Spec of one microbatch of data, of all replicas together.
         optimizer: Builds the optimizer of a stage from its blocks.
         method: A name from :data:`petra.method.METHODS`, or a :class:`petra.method.Method`.
@@ -48,19 +48,28 @@ class Pipeline:
         dp: Number of replicas. Each takes an equal share of every microbatch (docs/data_parallel.md).
         learning_rate: Maps the number of microbatches done to a learning rate; None keeps the optimizer's own.
         loss: Mean loss of (output, targets); :class:`Losses` for two different ones. Targets of -100 do not count.
-        metrics: Named sums over targets; the number of correct predictions, ``accuracy``, by default.
-        seed: Seeds weights and the random numbers drawn inside blocks.
+        metrics: Metrics by name, each a sum over targets. By default ``accuracy``, the number of correct predictions.
+        seed: Seed of the weights and of the random numbers that blocks draw.
         numerics: Number formats and memory layouts.
         runtime: Device, transport, threads and compilation.
         rules: Clipping, moving averages and loss scale of the updates.
-        remedy: What is done about stale gradients; nothing by default.
+        remedy: Remedies for stale gradients; all are off by default.
 
     Attributes:
-        plan: What this pipeline does, as data.
-        stages, workers: This rank's, by index.
+        plan: Layout, schedule and messages, as plain data.
+        recipe: Optimizer, losses, metrics, update rules and remedy.
+        device: Device of this rank.
+        rank, world: Rank of this process and number of ranks; 0 and 1 without ``torch.distributed``.
+        replica: Index of the replica that this rank belongs to.
+        replicas: All-reduces over replicas; None if there is only one replica.
+        stages, workers: Stages and workers of this rank, by index of the stage.
+        remedies: Remedies that act at updates of this rank's stages, by index of the stage.
+        objective: Port after the last stage, which computes the loss.
+        concurrency: Number of stages that run at the same time.
         clock: Number of microbatches trained since the start.
-        hooks: Observers of the run.
-        measures: Functions that return what they measured of this rank's stages since their last call (:meth:`stage_metrics`).
+        hooks: Hooks that observe training.
+        measures: Functions whose results :meth:`stage_metrics` includes. Each returns metrics of this rank's stages since its
+            last call, by name.
 
     Raises:
         ConfigError, ModelError: If arguments are invalid. Raised before any block is built.
@@ -103,7 +112,7 @@ class Pipeline:
 
     @classmethod
     def from_plan(cls, plan: Plan, recipe: Recipe, runtime: Runtime = Runtime()) -> Pipeline:  # noqa: B008 (frozen)
-        """Build the pipeline of a plan that was made for the number of ranks at hand."""
+        """Build the pipeline of a plan, which must have been made for the current number of ranks."""
         pipeline = cls.__new__(cls)
         pipeline._build(plan, recipe, runtime)
         return pipeline
@@ -113,7 +122,7 @@ class Pipeline:
         self.plan, self.recipe, self.concurrency = plan, recipe, runtime.concurrency
         self.device = torch.device(runtime.device)
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.replica, place = plan.layout.place(self.rank)
+        self.replica, process = plan.layout.locate(self.rank)
         self.hooks = Hooks()
         self.clock = 0
         self.measures: list[Callable[[], dict[str, float]]] = []
@@ -128,10 +137,10 @@ class Pipeline:
         self.replicas = None if plan.layout.dp == 1 else Replicas(plan.layout, self.replica, self.device)
         group = None if self.replicas is None else self.replicas.pipeline_group
         transport = open_transport(plan, self.device, group)
-        ports = connect(plan.layout.processes[place], self._source, self.objective, plan.boundaries, transport)
+        ports = connect(plan.layout.processes[process], self._source, self.objective, plan.boundaries, transport)
         self.workers = build_workers(plan, recipe, self.stages, ports, self.device, self.hooks)
         if self.replicas is not None:
-            self.replicas.join([*self.workers.values()], self.hooks)
+            self.replicas.attach([*self.workers.values()], self.hooks)
         self.remedies = build_remedies(plan, recipe, self.workers)
         updates = [worker.update for worker in self.workers.values()]
         clip = GlobalClip(updates, plan.k, self.device, group) if recipe.rules.clip_globally else None
@@ -144,20 +153,22 @@ class Pipeline:
         on_microbatch: Callable[[Tensor], None] | None = None,
         stop: Callable[[], bool] | None = None,
     ) -> Result:
-        """Train on the next ``microbatches``, drain the pipeline, and return the same means on every rank.
+        """Train on the next ``microbatches`` microbatches, drain the pipeline, and return the same result on every rank.
 
         Args:
-            on_microbatch: Called on the rank of the first stage with the report of each microbatch that completes: a float64 tensor
-                on the device with the number of targets, the summed loss and the summed metrics. With replicas, each gets its own
-                share's report times their number.
-            stop: Polled during the run. Soon after it returns True on any rank, the pipeline drains on all of them, and
-                :attr:`clock` tells how many microbatches were done. Pass it on every rank or on none.
+            data: Source of inputs and targets.
+            microbatches: Number of microbatches.
+            on_microbatch: Called on the rank of the first stage with the report of each completed microbatch: a float64 tensor on
+                the device with the number of targets, the summed loss and the summed metrics. With replicas, it is called in each
+                replica, with the report of the replica's share multiplied by the number of replicas.
+            stop: Polled during the run. Soon after it returns True on any rank, the pipeline drains on all ranks, and
+                :attr:`clock` is the number of microbatches done. Pass it on every rank or on none.
 
         Raises:
-            ModelError: If exact streams left their range. Raised on every rank.
+            ModelError: If exact streams exceeded the range of their grid. Raised on every rank.
             NumericsError: If a loss, a gradient or running statistics are not finite (:class:`petra.UpdateRules`).
         """
-        self._read(data)
+        self._set_data(data)
         self._totals.start(on_microbatch)
         start = self.clock
         for begin in self.hooks.train_begin:
@@ -172,8 +183,7 @@ class Pipeline:
         for worker in reversed(self.workers.values()):  # check later stages first: gradients flow upstream
             worker.update.check_drained()
         result = reduce_totals(self._totals.values, [*self.recipe.metrics], self.world > 1)
-        rules = self.recipe.rules
-        if rules.nonfinite == "stop" and rules.loss_scale is None and not math.isfinite(result.loss):
+        if not self.recipe.rules.may_skip and not math.isfinite(result.loss):
             raise NumericsError(
                 f"stage {len(self.plan.stages)}: the loss is not finite in microbatches {start + 1} to {self.clock}; "
                 "lower optim.lr or set optim.clip",
@@ -182,8 +192,11 @@ class Pipeline:
         return result
 
     def evaluate(self, data: DataSource, microbatches: int) -> Result:
-        """Evaluate microbatches 0 to ``microbatches`` - 1 with running statistics and, if there are any, averaged weights."""
-        self._read(data)
+        """Evaluate microbatches 0 to ``microbatches`` - 1 and return the same result on every rank.
+
+        Normalisation layers use running statistics, and all blocks use averaged weights if the rules ask for averages.
+        """
+        self._set_data(data)
         self.objective.totals.zero_()
         for stage in self.stages.values():
             stage.module.eval()
@@ -204,17 +217,17 @@ class Pipeline:
             yield
 
     def blocks(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the name and the module of each of this rank's blocks, in the order of the model."""
+        """Yield the name and the module of each block of this rank, in the order of the model."""
         for j, stage in self.stages.items():
             names = (self.plan.model.blocks[b].name for b in self.plan.stages[j].blocks)
             yield from zip(names, stage.module, strict=True)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return parameters and buffers of this rank's blocks, under the keys of :class:`petra.model.Chain`."""
+        """Return parameters and buffers of this rank's blocks, by the same keys as in :class:`petra.model.Chain`."""
         return {f"{name}.{key}": value for name, block in self.blocks() for key, value in block.state_dict().items()}
 
     def method_state(self) -> State:
-        """Return what the method and its remedy remember besides weights and optimizers."""
+        """Return the state of the method and the remedies, such as older versions of weights, by kind and by parameter."""
         return method_state(self.plan, self.workers, self.remedies)
 
     def load_method_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -222,12 +235,15 @@ class Pipeline:
         load_method_state(self.plan, self.workers, self.remedies, state)
 
     def stage_metrics(self) -> dict[str, float]:
-        """Return on every rank what the first replica's stages measured since the last call, as ``stage/<j>/<name>``, j from 1."""
+        """Return the metrics of the first replica's stages since the last call, as ``stage/<j>/<name>`` with j from 1.
+
+        Every rank must call this method, and gets the metrics of all stages.
+        """
         own = {f"stage/{j + 1}/{key}": v for j, worker in self.workers.items() for key, v in worker.update.metrics().items()}
         own |= {key: value for measure in self.measures for key, value in measure().items()}
         parts = all_gather_objects(own)
         return {key: value for part in parts[: len(self.plan.layout.processes)] for key, value in part.items()}
 
-    def _read(self, data: DataSource) -> None:
+    def _set_data(self, data: DataSource) -> None:
         own = data if self.plan.layout.dp == 1 else Share(data, self.plan.layout, self.replica)
         self._source.data = self.objective.data = own

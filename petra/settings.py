@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from petra.errors import ConfigError
+from petra.errors import require
 
 TransportName = Literal["auto", "local", "lockstep", "edge"]
 
@@ -19,10 +19,10 @@ class Numerics:
     Attributes:
         autocast: Type in which blocks compute (``torch.bfloat16`` or ``torch.float16``), or None. Streams stay in float32.
         channels_last: Use the channels-last memory format for 4-d streams and weights.
-        exact_streams: Round what reversible blocks add to a grid on which sums are exact. With unchanged weights, reconstruction
-            is then exact bit for bit (:mod:`petra.reversible.grid`).
+        exact_streams: Round streams and the outputs of reversible blocks' functions to a grid on which additions are exact. With
+            unchanged weights, reconstruction is then exact bit for bit (:mod:`petra.reversible.grid`).
         wire: Type in which streams and gradients travel between stages (``torch.bfloat16``), or None for their own. Applied
-            inside a process too, so that results don't depend on the number of processes.
+            between stages of one process too, so that results don't depend on the number of processes.
 
     Raises:
         ConfigError: If ``exact_streams`` is combined with ``wire``.
@@ -34,8 +34,8 @@ class Numerics:
     wire: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        if self.exact_streams and self.wire is not None:
-            raise ConfigError(f"exact_streams: expected false with wire={self.wire}, got true")
+        exact_over_wire = not self.exact_streams or self.wire is None
+        require(exact_over_wire, "exact_streams", f"false with wire={self.wire}", "true")
 
 
 @dataclass(frozen=True)

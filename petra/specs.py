@@ -16,7 +16,8 @@ Streams = tuple[Tensor, ...]
 Message = tuple[Streams, ...]
 """What one stage sends to another for a microbatch.
 
-``(x,)`` in the forward direction, ``(x̃, δ, (report,))`` in the backward direction. x̃ is empty if no block needs it.
+``(x,)`` in the forward direction, ``(x̃, δ, (report,))`` in the backward direction. x̃ is empty if the receiving stage does not
+reconstruct its input.
 """
 
 
@@ -45,6 +46,16 @@ class TensorSpec:
         """Size of the tensor in bytes, in ``dtype``."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """Type in which the tensor travels between stages."""
+        return self.wire or self.dtype
+
+    @property
+    def wire_bytes(self) -> int:
+        """Size of the tensor in bytes, in ``wire_dtype``."""
+        return self.wire_dtype.itemsize * torch.Size(self.shape).numel()
+
     def require(self, tensor: Tensor, what: str) -> None:
         """Check that a tensor has this shape and type.
 
@@ -64,7 +75,7 @@ class TensorSpec:
 
 
 MessageSpec = tuple[tuple[TensorSpec, ...], ...]
-"""The agreed form of a :data:`Message`."""
+"""Specs of the tensors of a :data:`Message`, in the same nesting."""
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -35,7 +35,7 @@ from hypothesis import strategies as st
 from launch.config.compose import compose_overrides
 from launch.config.errors import CONF, schema_keys
 from launch.config.schema import Config
-from launch.run.autotune import tuned
+from launch.run.autotune import tune_setup
 from launch.run.build import set_up
 from launch.run.dry_run import stage_map
 from launch.run.resume import find_start, load_start, restore_choices
@@ -166,7 +166,7 @@ def steps(config: Config) -> None:
         stage_map(checked)
         return
     start = find_start(config, ALONE)
-    checked = tuned(restore_choices(checked, start), ALONE)
+    checked = tune_setup(restore_choices(checked, start), ALONE)
     train, test = checked.data()
     pipeline = checked.pipeline(checked.learning_rate(limited(train.batches_per_epoch, config.trainer.limit_batches)))
     load_start(pipeline, config, start)

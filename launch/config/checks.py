@@ -10,8 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING
 
-from petra.errors import invalid
-from petra.errors import one_of as listed
+from petra.errors import alternatives, invalid
 
 _KINDS = {
     int: ("an integer", "integers"),
@@ -55,7 +54,7 @@ def number(*, least: float = -inf, above: float = -inf, below: float = inf, most
 
 def one_of(names: Collection[str]) -> Check:
     """Accept the given names."""
-    return Check(lambda value: value in tuple(names), lambda: listed(names))
+    return Check(lambda value: value in tuple(names), lambda: alternatives(names))
 
 
 def satisfies(holds: Callable[[Any], bool], expected: str) -> Check:
@@ -82,12 +81,12 @@ class Key:
 
     @property
     def optional(self) -> bool:
-        """Return whether the key may be null."""
+        """Whether the key may be null."""
         return NoneType in get_args(self.kind)
 
     @property
     def expected(self) -> str:
-        """Describe the accepted values."""
+        """Description of the accepted values."""
         if self.check is not None:
             text = self.check.expected()
             return f"null{',' if ' or ' in text else ' or'} {text}" if self.optional else text

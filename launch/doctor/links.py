@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from petra.cost_model.links import exchange_seconds
+from petra.distributed import all_gather_objects
 from petra.plan.layout import processes_per_replica
 
 SMALL, LARGE = 64, 64 * 2**20
@@ -34,7 +34,7 @@ class Link:
 
 
 def measure_links(device: torch.device, dp: int = 1) -> list[Link]:
-    """Measure one link after another, so that they don't disturb each other. All ranks make this call and get all results.
+    """Measure one link after another, so that they don't disturb each other. Every rank must call this and gets all results.
 
     First the links between neighbouring ranks of each of the ``dp`` replicas, then the links between neighbouring replicas.
     """
@@ -46,8 +46,7 @@ def measure_links(device: torch.device, dp: int = 1) -> list[Link]:
     for rank, step in pairs:
         dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
         found.append(_measure(rank, step, device) if dist.get_rank() in (rank, rank + step) else None)
-    everywhere: list[list[Link | None]] = [[] for _ in range(world)]
-    dist.all_gather_object(everywhere, found)
+    everywhere: list[list[Link | None]] = all_gather_objects(found)
     links = (everywhere[rank][i] for i, (rank, _) in enumerate(pairs))  # as measured by the lower rank of each pair
     return [link for link in links if link is not None]
 
@@ -58,24 +57,9 @@ def _measure(rank: int, step: int, device: torch.device) -> Link:
     peer = rank + step if left else rank
     small, large = (torch.zeros(size, dtype=torch.uint8, device=device) for size in (SMALL, LARGE))
     for message in (small, large):  # opens the connection
-        _exchange(message, message, 1, left, peer)
-    latency = _exchange(small, small, ROUND_TRIPS, left, peer) / (2 * ROUND_TRIPS)
+        exchange_seconds(message, message, peer, sends_first=left)
+    latency = exchange_seconds(small, small, peer, sends_first=left, repeats=ROUND_TRIPS) / (2 * ROUND_TRIPS)
     # A small reply follows each large message, so that the message has arrived when the clock stops.
-    forward = _exchange(large, small, MESSAGES, left, peer)
-    backward = _exchange(small, large, MESSAGES, left, peer)
+    forward = exchange_seconds(large, small, peer, sends_first=left, repeats=MESSAGES)
+    backward = exchange_seconds(small, large, peer, sends_first=left, repeats=MESSAGES)
     return Link(rank, latency, MESSAGES * LARGE / forward, MESSAGES * LARGE / backward, step)
-
-
-def _exchange(there: Tensor, back: Tensor, times: int, left: bool, peer: int) -> float:
-    """Return the seconds for ``times`` exchanges, each started by the lower (left) rank."""
-    started = time.perf_counter()
-    for _ in range(times):
-        if left:
-            dist.send(there, peer)
-            dist.recv(back, peer)
-        else:
-            dist.recv(there, peer)
-            dist.send(back, peer)
-    if there.is_cuda:
-        torch.cuda.synchronize(there.device)
-    return time.perf_counter() - started

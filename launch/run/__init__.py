@@ -1,1 +1,1 @@
-"""From a configuration to a run: data, pipeline, folder, resuming, auto-tuning."""
+"""Setup of a run from its configuration: data, pipeline, folder, resuming, auto-tuning."""

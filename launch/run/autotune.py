@@ -1,4 +1,4 @@
-"""Settings that are ``auto``: measured and chosen on rank 0, and the same on all ranks."""
+"""Auto-tuning: rank 0 chooses the settings that are ``auto`` from measurements, and all ranks use its choice."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from petra.method import Keep
 from petra.settings import TransportName
 
 
-def tuned(setup: Setup, process: Process) -> Setup:
-    """Return the setup with everything chosen that is ``auto``; every rank makes the call, after joining the others.
+def tune_setup(setup: Setup, process: Process) -> Setup:
+    """Return the setup with a value for each setting that is ``auto``. Every rank must call this in the process group.
 
-    Rank 0 measures the forward, backward and update of each block on its device, and the link to rank 1.
+    Rank 0 measures forward, backward and update of each block on its device. Ranks 0 and 1 measure the link between them.
 
     Raises:
         ConfigError: If no partition fits the memory limit. Raised on every rank.
@@ -50,7 +50,10 @@ def tuned(setup: Setup, process: Process) -> Setup:
 
 
 def _link(setup: Setup) -> Link:
-    """Measure the link between ranks 0 and 1, as float32 streams see it."""
+    """Measure the link between ranks 0 and 1.
+
+    The cost model counts messages in float32. If they travel in a smaller type, the bandwidth is scaled up instead.
+    """
     link, wire = measure_link(setup.device), setup.plan.numerics.wire
     if wire is not None:
         link = replace(link, bandwidth=link.bandwidth * torch.float32.itemsize / wire.itemsize)
@@ -79,7 +82,7 @@ def _choose(setup: Setup, link: Link) -> Tuned:
         tune_keep="keep" in setup.auto and _may_keep_graphs(setup),
         limit=float("inf") if limit is None else 1e9 * limit,
         link=link,
-        # In one process, delays are chosen as if each stage had a process of its own: smaller ones would gain nothing there.
+        # In one process the choice of delays would not change the speed, so choose as for one process per stage.
         processes=[stages for stages in processes if stages] if len(processes) > 1 else None,
         transport=cast(TransportName, config.trainer.transport),
         parameter_copies=_parameter_copies(setup),
@@ -94,11 +97,11 @@ def _parameter_copies(setup: Setup) -> int:
 
 
 def _may_keep_graphs(setup: Setup) -> bool:
-    """Return whether method, precision and remedy allow ``method.keep=graph``; if not, ``auto`` means ``nothing``."""
+    """Return whether method, precision and remedy allow ``method.keep=graph``. Otherwise auto-tuning uses ``nothing``."""
     plan = setup.plan
     method = replace(plan.method, keep=Keep.GRAPH)
     try:
-        method.check(plan.delays, plan.k, casts=plan.numerics.autocast is not None)
+        method.check(plan.delays, plan.k, autocast=plan.numerics.autocast is not None)
         setup.recipe(setup.learning_rate(1)).remedy.check(method)
     except ConfigError:
         return False

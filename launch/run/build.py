@@ -1,4 +1,4 @@
-"""Builds what a configuration describes. Invalid configurations are refused before any rank waits for another."""
+"""Setup of a run from its configuration. Invalid configurations are rejected before any rank waits for another."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from launch.config.schema import AUTO, PRECISIONS, WIRES, Config
 from launch.run import recipe
 from launch.run.checks import check
 from launch.run.data import checked_form, data_sources
-from launch.runtime.network import variables
 from launch.runtime.rank import Process
 from petra.data import EvalSource, TrainSource
 from petra.engine.build import Recipe
@@ -24,11 +23,12 @@ from petra.pipeline import Pipeline
 from petra.plan import Plan, make_plan
 from petra.plan.layout import processes_per_replica
 from petra.settings import Numerics, Runtime, TransportName
+from petra.specs import TensorSpec
 from petra.staleness import Prediction, Remedy
 from petra.training import Schedule
 
 LARGEST_CIFAR_STEM = 64
-"""Pixels up to which ``model.stem=auto`` keeps an image's resolution."""
+"""Largest image size in pixels for which ``model.stem=auto`` chooses the stem that keeps the resolution."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,12 @@ class Setup:
     """A checked configuration with the plan of its run.
 
     Attributes:
+        config: The configuration.
+        plan: Plan of the run.
+        device: Device of this process.
         processes: Number of processes, of all replicas together.
-        auto: Which of ``stages``, ``delay`` and ``keep`` are still to be chosen from measurements. Until then, the plan has
-            provisional values for them.
+        auto: Those of ``stages``, ``delay`` and ``keep`` that have to be chosen by auto-tuning. The plan has provisional values
+            for them.
     """
 
     config: Config
@@ -49,16 +52,16 @@ class Setup:
 
     @property
     def unit(self) -> str:
-        """What a target belongs to: ``images`` or ``tokens``."""
-        return "images" if self.plan.inputs.dtype.is_floating_point else "tokens"
+        """Unit in which targets are counted: ``images`` or ``tokens``."""
+        return _unit(self.plan.inputs)
 
     def with_choice(self, stages: list[int], method: Method) -> Setup:
-        """Return the setup with everything chosen that was ``auto``."""
+        """Return the setup with the chosen values for all settings that were ``auto``."""
         plan = _plan(self.config, self.plan.model, method, stages, self.processes)
         return replace(self, plan=plan, auto=frozenset())
 
     def data(self) -> tuple[TrainSource, EvalSource]:
-        """Return this rank's part of the data; every rank makes the call.
+        """Return this rank's part of the data. Every rank must call this method.
 
         Raises:
             PetraError: If the data set cannot be used. Raised on every rank.
@@ -70,7 +73,7 @@ class Setup:
         return recipe.learning_rate(self.config, microbatches_per_epoch)
 
     def recipe(self, learning_rate: Schedule) -> Recipe:
-        """Return how the stages are trained.
+        """Return the training settings of the pipeline.
 
         Raises:
             ConfigError: If a value is out of range.
@@ -99,7 +102,6 @@ def set_up(config: Config, process: Process) -> Setup:
         ConfigError, ModelError: If a value is not accepted. The message names the key.
     """
     check(config, process)
-    variables(config.cluster)
     stages = config.trainer.stages
     if stages == AUTO:
         stages = processes_per_replica(process.world, config.dp)
@@ -111,15 +113,14 @@ def set_up(config: Config, process: Process) -> Setup:
         processes=process.world,
         auto=frozenset(name for name, value in settings.items() if value == AUTO),
     )
-    trained = setup.recipe(setup.learning_rate(microbatches_per_epoch=1))
-    trained.check(setup.plan)
-    trained.remedy.prepare_optimizer(trained.optimizer(torch.nn.Linear(1, 1)))
+    checked = setup.recipe(setup.learning_rate(microbatches_per_epoch=1))
+    checked.check(setup.plan)
+    checked.remedy.prepare_optimizer(checked.optimizer(torch.nn.Linear(1, 1)))  # raises if a remedy doesn't support the optimizer
     return setup
 
 
 def _plan(config: Config, model: Model, method: Method, stages: int | list[int] | None, processes: int) -> Plan:
     inputs, trainer = checked_form(config.data), config.trainer
-    unit = "images" if inputs.dtype.is_floating_point else "tokens"
     return make_plan(
         model,
         inputs,
@@ -130,15 +131,19 @@ def _plan(config: Config, model: Model, method: Method, stages: int | list[int] 
         dp=config.dp,
         numerics=Numerics(PRECISIONS[trainer.precision], trainer.channels_last, trainer.exact_streams, WIRES[trainer.wire]),
         transport=cast(TransportName, trainer.transport),
-        metrics=len(recipe.metrics(config.data.classes, unit)),
+        metrics=len(recipe.metrics(config.data.classes, _unit(inputs))),
     )
+
+
+def _unit(inputs: TensorSpec) -> str:
+    return "images" if inputs.dtype.is_floating_point else "tokens"
 
 
 def _model(config: Config) -> Model:
     """Build the model from the options that are set.
 
     Raises:
-        ConfigError: If the model does not have one of them.
+        ConfigError: If an option is set that the model does not have.
     """
     build = MODELS[config.model.name]
     given = options(config.model, "model", build)
@@ -149,7 +154,7 @@ def _model(config: Config) -> Model:
 
 
 def _method(config: Config) -> Method:
-    """Build the method, with provisional values for what is ``auto``."""
+    """Build the method, with provisional values for settings that are ``auto``."""
     method = config.method
     return Method(
         method.name,

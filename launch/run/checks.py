@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from launch.config.schema import AUTO, Config
 from launch.runtime.rank import Process
-from petra.errors import one_of, require
+from petra.errors import alternatives, require
 from petra.plan.layout import processes_per_replica
 from petra.training import FORMATS, TensorBoardLogger, WandbLogger
 from petra.training.export import check_format
 
 
 def check(config: Config, process: Process) -> None:
-    """Check the keys that exclude each other, or that depend on the number of processes.
+    """Check combinations of keys, and keys that depend on the number of processes.
 
     Raises:
         ConfigError: If a value is not accepted. The message names the key.
@@ -45,15 +45,15 @@ def _check_processes(config: Config, process: Process) -> None:
     trainer = config.trainer
     alone = process.world == 1
     transports = ("auto", "local") if processes_per_replica(process.world, config.dp) == 1 else ("auto", "lockstep", "edge")
-    require(trainer.transport in transports, "trainer.transport", one_of(transports), trainer.transport)
+    require(trainer.transport in transports, "trainer.transport", alternatives(transports), trainer.transport)
     cpu = alone and process.device(trainer.device).type == "cpu"
     require(trainer.concurrency == 1 or cpu, "trainer.concurrency", "1, except for one process on the CPU", trainer.concurrency)
-    found = f"{trainer.diagnose} in {process.world} processes"
-    require(trainer.diagnose is None or alone, "trainer.diagnose", "null, or one process", found)
+    got = f"{trainer.diagnose} in {process.world} processes"
+    require(trainer.diagnose is None or alone, "trainer.diagnose", "null, or one process", got)
 
 
 def _check_automatic(config: Config) -> None:
-    """Check the keys that depend on settings that are chosen automatically."""
+    """Check the keys that auto-tuning uses."""
     memory, chosen = config.trainer.memory_limit, AUTO in (config.trainer.stages, config.method.keep)
     fits = memory is None or (memory > 0 and chosen)
     require(fits, "trainer.memory_limit", "null, or a number > 0 with trainer.stages=auto or method.keep=auto", memory)

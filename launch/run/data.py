@@ -1,6 +1,6 @@
 """The data of a run: the rank of the first stage reads the data set, and the rank of the last stage receives the targets.
 
-With replicas, one rank of each replica reads the replica's share. All other ranks only learn the number of samples.
+With replicas, the rank of each replica's first stage reads the replica's share. All other ranks get only the number of samples.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ def checked_form(config: DataConfig) -> TensorSpec:
 
 
 def data_sources(config: DataConfig, seed: int, layout: Layout) -> tuple[TrainSource, EvalSource]:
-    """Return the microbatches for training and for evaluation. All ranks make this call together.
+    """Return the data sources for training and for evaluation. Every rank must call this function.
 
-    Only the rank of the first stage opens files, in each replica, so only its machine needs them.
+    In each replica, only the rank of the first stage opens files, so only its machine needs them.
 
     Raises:
         PetraError: If the data set can't be used, or replicas have different data sets. Raised on every rank.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    replica, place = layout.place(rank)
+    replica, process = layout.locate(rank)
     with raise_on_all_ranks():
-        loaded = _load(config) if place == 0 else None
+        loaded = _load(config) if process == 0 else None
     last = sum(bool(stages) for stages in layout.processes) - 1
-    dataset = _distribute(loaded, rank, first=rank - place, last=rank - place + last)
+    dataset = _distribute(loaded, rank, first=rank - process, last=rank - process + last)
     rows = layout.inputs.shape[0]
     share = slice(replica * rows, (replica + 1) * rows)
     return (

@@ -19,10 +19,10 @@ from petra.pipeline import Pipeline
 
 @contextmanager
 def attach_diagnostics(config: TrainerConfig, pipeline: Pipeline, folder: Path | None) -> Iterator[None]:
-    """Observe the training inside the ``with`` block as ``config`` says, then write records. Every process makes the call.
+    """Attach the diagnostics that ``config`` enables in the body, then write their records. Every process must use this context.
 
     Args:
-        folder: Folder of the run, in the process that writes records.
+        folder: Folder of the run in the process that writes records, None in all others.
     """
     hooks: list[Hook] = []
     if config.stage_metrics:

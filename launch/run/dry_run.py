@@ -1,4 +1,4 @@
-"""The table that a dry run prints: the stages of a plan, before any of it is built."""
+"""Table of the stages of a plan, which a dry run prints without building the model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from launch.run.build import Setup
 from launch.run.markdown import aligned_table
 from petra.method import Keep
 from petra.plan import Plan, StagePlan
+from petra.plan.messages import Boundary
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,18 @@ class StageRow:
 
     @property
     def forward_bytes(self) -> int:
-        """Bytes of the message to the next stage; 0 for the last stage."""
-        return self.plan.boundaries[self.stage.index].forward_bytes if self.stage.index < len(self.plan.boundaries) else 0
+        """Size in bytes of the message to the next stage; 0 for the last stage."""
+        return sum(boundary.forward_bytes for boundary in self._boundary)
 
     @property
     def backward_bytes(self) -> int:
-        """Bytes of the message from the next stage; 0 for the last stage."""
-        return self.plan.boundaries[self.stage.index].backward_bytes if self.stage.index < len(self.plan.boundaries) else 0
+        """Size in bytes of the message from the next stage; 0 for the last stage."""
+        return sum(boundary.backward_bytes for boundary in self._boundary)
+
+    @property
+    def _boundary(self) -> tuple[Boundary, ...]:
+        """The boundary after the stage; empty for the last stage."""
+        return self.plan.boundaries[self.stage.index :][:1]
 
 
 COLUMNS: dict[str, Callable[[StageRow], str]] = {
@@ -76,7 +82,7 @@ def _blocks(stage: StagePlan) -> str:
 
 
 def _count(keeps: tuple[Keep, ...]) -> str:
-    """Return ``nothing``, or ``2 input, 3 nothing`` if blocks differ."""
+    """Return ``nothing`` if all blocks store the same, otherwise counts such as ``2 input, 3 nothing``."""
     if len({*keeps}) == 1:
         return str(keeps[0])
     return ", ".join(f"{n} {keep}" for keep, n in Counter(keeps).items())

@@ -27,7 +27,7 @@ class Records:
 
     Args:
         config: Configuration of the run.
-        rows: Metrics of the epochs already done. They replace the content of metrics.jsonl in a folder that is resumed.
+        rows: Metrics of the epochs already done. If a run is resumed in its folder, they replace the content of metrics.jsonl.
 
     Raises:
         ConfigError: If the folder contains another run or cannot be created.
@@ -48,7 +48,7 @@ class Records:
             self.loggers.append(TensorBoardLogger(self.folder, len(rows)))
 
     def finish(self, summary: dict[str, Any], history: Sequence[Epoch]) -> None:
-        """Close the logs, draw curves.png and write summary.json, which exists only if the run is complete."""
+        """Close the loggers, draw curves.png and write summary.json, whose existence marks a complete run."""
         for logger in self.loggers:
             logger.close()
         title = f"{summary['model']}, {summary['method']} (d = {summary['delay']}), {summary['stages']} stages"
@@ -74,7 +74,7 @@ def headline(setup: Setup, pipeline: Pipeline) -> str:
 
 
 def summarise(setup: Setup, pipeline: Pipeline, history: Sequence[Epoch], memory: Sequence[int], seconds: float) -> dict[str, Any]:
-    """Return the content of summary.json. Losses are in nats, accuracies 0 … 1. The speed counts only training.
+    """Return the content of summary.json. Losses are in nats, accuracies from 0 to 1. Speed is that of training alone.
 
     Args:
         memory: Peak memory of each process in bytes.

@@ -21,7 +21,7 @@ def optimizer(config: Config) -> OptimizerFactory:
     """Return a function that builds the optimizer of a stage.
 
     Raises:
-        ConfigError: If an option is set that this optimizer doesn't have, or Nesterov's method without momentum.
+        ConfigError: If an option is set that this optimizer doesn't have, or if Nesterov momentum is set with momentum 0.
     """
     optim = config.optim
     builder = OPTIMIZERS[optim.name]
@@ -44,7 +44,7 @@ def learning_rate(config: Config, microbatches_per_epoch: int) -> Schedule:
 
 
 def rules(config: Config) -> UpdateRules:
-    """Return what an update does besides the optimizer's step: clipping, moving average, loss scale.
+    """Return the update rules: clipping, moving average, loss scale, reaction to non-finite gradients.
 
     Raises:
         ConfigError: If a value is out of range, or a loss scale is set for a precision other than fp16.

@@ -1,4 +1,4 @@
-"""Where a run starts: from random weights, its own last checkpoint, another run's checkpoint, or weights in a file."""
+"""Start of a run: from random weights, its own last checkpoint, another run's checkpoint, or weights in a file."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from petra.training.records import writing
 
 FOLDER = "checkpoints"
 PROBE = ".seen_by_all_"
+"""Start of the name of the file by which ranks check that they share the run's folder."""
 PROBE_TIMEOUT = 60.0
-"""Seconds within which a network file system shows a new file on other machines."""
+"""Seconds to wait until a network file system shows a new file on other machines."""
 CHANGEABLE = (
     "dp",
     "run_dir",
@@ -49,28 +50,33 @@ UNCHANGEABLE = (
     "trainer.label_smoothing",
     "trainer.limit_batches",
 )
-"""Keys in these groups that it may not change, because they change what is computed."""
+"""Keys in the groups of :data:`CHANGEABLE` that a resumed run may not change, because they change what is computed."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """The checkpoint to resume from, if there is one, and the facts stored in it."""
+    """The checkpoint that a run starts from.
+
+    Attributes:
+        path: Folder of the checkpoint, or None if the run starts without one.
+        facts: Facts stored in the checkpoint: configuration, chosen settings, state of the trainer.
+    """
 
     path: Path | None
     facts: Mapping[str, Any]
 
     @property
     def trainer(self) -> Mapping[str, Any] | None:
-        """The trainer's state in the checkpoint."""
+        """The trainer's state in the checkpoint, or None without a checkpoint."""
         return self.facts.get("trainer")
 
 
 def find_start(config: Config, process: Process) -> Start:
-    """Return where the configuration says to start. Every rank makes the call, and rank 0 searches.
+    """Return the checkpoint that the configuration asks to start from. Every rank must call this function; rank 0 searches.
 
     Raises:
-        PetraError: If there is no complete checkpoint where one is expected, or if it has another configuration. Raised on every
-            rank.
+        PetraError: If ``resume`` names a folder without a complete checkpoint, or if its configuration differs in a key that
+            changes what is computed. Raised on every rank.
     """
     path, facts = None, dict[str, Any]()
     with raise_on_all_ranks():
@@ -95,12 +101,12 @@ def require_same(found: Mapping[str, Any], wanted: Mapping[str, Any], path: Path
 
 
 def changes_results(key: str) -> bool:
-    """Return whether a key of the configuration changes what is computed, apart from the length of the run."""
+    """Return whether a key of the configuration changes what is computed. The length of a run does not count."""
     return key in UNCHANGEABLE or not key.startswith(CHANGEABLE)
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each key of a configuration with its groups (``trainer.epochs``), and its value."""
+    """Yield the full name (``trainer.epochs``) and the value of each key of a configuration."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{key}.")
@@ -109,12 +115,15 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def restore_choices(setup: Setup, start: Start) -> Setup:
-    """Return the setup with the values that the checkpoint's run chose for what is ``auto``, so that the run resumes exactly."""
+    """Return the setup with the checkpoint's values for settings that are ``auto``, so that the run resumes exactly.
+
+    If the configuration asks for another partition than the checkpoint's, these values do not apply, and nothing changes.
+    """
     chosen = start.facts.get("chosen")
     if not setup.auto or chosen is None:
         return setup
     if "stages" not in setup.auto and [len(stage) for stage in setup.plan.layout.stages] != chosen["stages"]:
-        return setup  # another partition was requested, to which the choice does not apply
+        return setup
     delay, keep = chosen["delay"], chosen["keep"]
     method = replace(
         setup.plan.method,
@@ -125,7 +134,7 @@ def restore_choices(setup: Setup, start: Start) -> Setup:
 
 
 def checkpoint_facts(setup: Setup) -> dict[str, Any]:
-    """Return what a checkpoint stores about its run."""
+    """Return the facts that a checkpoint stores: the configuration, and the settings that auto-tuning chose."""
     chosen = {
         "stages": [len(stage) for stage in setup.plan.layout.stages],
         "delay": setup.plan.method.delay,
@@ -135,10 +144,12 @@ def checkpoint_facts(setup: Setup) -> dict[str, Any]:
 
 
 def require_shared(folder: Path, config: Config, process: Process) -> None:
-    """Check that every rank sees the run's folder. Every rank makes the call.
+    """Check that all ranks share the run's folder. Every rank must call this function.
+
+    Without a shared folder, each machine would have only a part of each checkpoint.
 
     Raises:
-        ConfigError: If a rank does not see it: its part of a checkpoint would stay on its own machine. Raised on every rank.
+        ConfigError: If a rank does not see the folder. Raised on every rank.
     """
     probe = folder / all_gather_objects(f"{PROBE}{secrets.token_hex(8)}")[0]
     with raise_on_all_ranks():
@@ -162,7 +173,7 @@ def require_shared(folder: Path, config: Config, process: Process) -> None:
 
 
 def load_start(pipeline: Pipeline, config: Config, start: Start) -> None:
-    """Load the state that the run starts with into this rank's blocks.
+    """Load the checkpoint or the weights that the run starts from into this rank's part of the pipeline.
 
     Raises:
         PetraError: If a file cannot be read or belongs to another network. Raised on every rank.
@@ -176,7 +187,7 @@ def load_start(pipeline: Pipeline, config: Config, start: Start) -> None:
 
 
 def read_weights(path: Path) -> State:
-    """Return the network in a file of exported weights or in a checkpoint's folder.
+    """Return the weights in an exported file or in a checkpoint's folder.
 
     Raises:
         PetraError: If it cannot be read.

@@ -1,4 +1,4 @@
-"""Run torchrun's agent in this process, with signals forwarded to its workers and their exit status returned."""
+"""torchrun's agent in this process: forwards signals to the workers and exits with their status."""
 
 from __future__ import annotations
 

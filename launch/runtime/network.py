@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 from launch.config.schema import ClusterConfig
-from petra.errors import ConfigError, one_of, require
+from petra.errors import alternatives, invalid, require
 
 
 def variables(cluster: ClusterConfig) -> dict[str, str]:
@@ -44,12 +44,12 @@ def set_variables(cluster: ClusterConfig) -> list[str]:
     """
     available = [name for _, name in socket.if_nameindex()]
     for name in cluster.interfaces or []:
-        require(name in available, "cluster.interfaces", f"{one_of(available)} on {socket.gethostname()}", name)
+        require(name in available, "cluster.interfaces", f"{alternatives(available)} on {socket.gethostname()}", name)
     if cluster.dumps is not None:
         try:
             Path(cluster.dumps).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"cluster.dumps: {cluster.dumps} can't be created ({error.strerror})") from error
+            raise invalid("cluster.dumps", "a folder that can be created", f"{cluster.dumps} ({error.strerror})") from error
     wanted = variables(cluster)
     return [
         f"{name}={found} from the environment is used; the configuration sets {value}"

@@ -24,7 +24,7 @@ _group_numbers = count()
 
 @dataclass(frozen=True)
 class Process:
-    """This process's rank and the numbers of processes.
+    """Rank of this process, and the number of processes.
 
     Attributes:
         rank: Rank among all processes of the run.
@@ -50,7 +50,7 @@ class Process:
 
     @property
     def first(self) -> bool:
-        """Return whether this is rank 0, which runs the first stage and writes the records."""
+        """Whether this is rank 0, which runs the first stage and writes the records."""
         return self.rank == 0
 
     def device(self, name: str) -> torch.device:

@@ -30,7 +30,7 @@ REPORT_WAIT = 1.0
 
 @contextmanager
 def report_errors(process: Process) -> Iterator[None]:
-    """End this process with a status and one line for all ranks if the body raises an error that the user can act on.
+    """Exit with a status if the body raises an error that the user can act on. Only one rank prints the error, as one line.
 
     The exit status is :data:`FAILED`, :data:`STOPPED` for a run that was asked to stop, or :data:`CANCELLED` for Ctrl-C before
     training. Unexpected exceptions keep their traceback, which one rank prints.
@@ -132,7 +132,7 @@ def _exit_with_error(message: str, *, wait: float = 0) -> NoReturn:
 
     Args:
         message: Text of the error.
-        wait: Seconds to wait before, for the rank where the error began.
+        wait: Seconds to wait first, so that the rank where the error began can report it.
     """
     time.sleep(wait)
     if claim_error_report():

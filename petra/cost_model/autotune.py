@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from petra.cost_model.costs import PARAMETER_COPIES, BlockCost, StageCost, pipeline_costs, stage_cost
 from petra.cost_model.links import INSTANT, Link
 from petra.cost_model.simulator import predict
 from petra.errors import ConfigError, invalid
 from petra.method import Keep, Method, Weights
-from petra.plan.partition import best_partition
+from petra.plan.partition import best_partition, partition_of
 from petra.plan.schedule import in_flight
 from petra.plan.transport import simulated_transport
 from petra.settings import TransportName
@@ -219,7 +218,7 @@ def tune(
     method = replace(method, delay=2 if tune_delay else method.delay, keep=Keep.NOTHING if tune_keep else method.keep)
     candidates = _Stages(blocks, method, k, count, tune_keep, limit, parameter_copies)
     delays, delay = method.delays(count, k), method.delay
-    partition = _fastest_partition(candidates, delays) if isinstance(stages, int) else _given_partition(stages)
+    partition = _fastest_partition(candidates, delays) if isinstance(stages, int) else partition_of(stages)
 
     def choose(delays: Sequence[int]) -> tuple[list[tuple[Keep, ...]], list[StageCost]]:
         keeps = [candidates.keeps(stage, j, delays[j]) for j, stage in enumerate(partition)]
@@ -249,9 +248,3 @@ def _fastest_partition(candidates: _Stages, delays: Sequence[int]) -> list[range
         return best_partition(len(candidates.blocks), candidates.count, seconds)
     except ConfigError as error:
         raise ConfigError(f"trainer.stages: {error}") from error
-
-
-def _given_partition(stages: Sequence[int]) -> list[range]:
-    """Return the ranges of blocks, given the number of blocks in each stage."""
-    ends = [sum(stages[:j]) for j in range(len(stages) + 1)]
-    return [range(start, end) for start, end in pairwise(ends)]

@@ -9,13 +9,12 @@ from typing import Literal, Protocol
 
 from petra.cost_model.links import Link
 from petra.plan.schedule import Op
+from petra.transport.edge import POSTED_RECEIVES
 
 WireModel = Literal["edge", "lockstep"]
 """Name of the transport whose rules messages follow."""
 Edge = tuple[Op, int]
 """One direction of a boundary: (kind of step that sends, index of the boundary)."""
-_POSTED_RECEIVES = 2
-"""Receives that the edge transport posts in advance."""
 
 
 class Wires(Protocol):
@@ -94,7 +93,7 @@ class EdgeWires:
         arrived, received = self._arrived[edge], self._received[edge]
         for i in range(len(arrived), last + 1):
             sent, nbytes = self._sent[edge][i]
-            posted = received[i - _POSTED_RECEIVES] if i >= _POSTED_RECEIVES else 0.0
+            posted = received[i - POSTED_RECEIVES] if i >= POSTED_RECEIVES else 0.0
             arrived.append(self._wires[edge].transfer(max(sent, posted), nbytes))
 
 

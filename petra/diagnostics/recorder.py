@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from petra.diagnostics.events import Interval, split_waits
 from petra.diagnostics.timing import Mark, StageTimer
+from petra.distributed import all_gather_objects
 from petra.pipeline import Pipeline
 
 
@@ -61,26 +62,21 @@ class Recorder(StageTimer):
 
 
 def gathered_intervals(intervals: list[Interval]) -> list[Interval]:
-    """Return the intervals of all processes on rank 0's clock. Every process makes the call and gets the same list."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return split_waits(intervals)
+    """Return the intervals of all processes on rank 0's clock. Every process must call this and gets the same list."""
     offset = clock_offset()
     own = [i._replace(start=i.start + offset, stop=i.stop + offset) for i in intervals]
-    parts: list[list[Interval]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(parts, own)
-    return split_waits([interval for part in parts for interval in part])
+    return split_waits([interval for part in all_gather_objects(own) for interval in part])
 
 
 def clock_offset(rounds: int = 9) -> float:
-    """Return the seconds to add to this process's clock to get rank 0's. Every process makes the call.
+    """Return the seconds to add to this process's clock to get rank 0's. Every process must call this function.
 
     Processes of rank 0's machine share its clock. Every other process asks rank 0 for the time ``rounds`` times; the error is
     below half of the shortest round trip (Cristian 1989).
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return 0.0
-    machines: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(machines, platform.node())
+    machines: list[str] = all_gather_objects(platform.node())
     rank, shortest, offset = dist.get_rank(), float("inf"), 0.0
     token = torch.zeros(1, dtype=torch.float64)
     for other in (r for r, machine in enumerate(machines) if machine != machines[0]):

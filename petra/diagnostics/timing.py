@@ -14,7 +14,7 @@ from petra.specs import Message, Streams
 
 
 class Mark(NamedTuple):
-    """An interval whose ``start`` and ``stop`` are host times in seconds, or CUDA events on the stage's stream."""
+    """An interval whose ``start`` and ``stop`` are host times in seconds, or CUDA events."""
 
     stage: int
     kind: Kind
@@ -27,11 +27,11 @@ class Mark(NamedTuple):
 class StageTimer(Hook):
     """Pass a mark of each finished interval to :meth:`add`.
 
-    On a GPU marks are CUDA events, so the host never waits, and a receive lasts as long as it delays the stage's stream. Messages
-    between stages of one process are not timed: they are references.
+    On a GPU, marks are CUDA events, so the host never waits, and the duration of a receive is the time for which the CUDA stream
+    waits. Messages between stages of one process are not timed, because they are passed by reference.
 
     Args:
-        first: Number of microbatches to time, from the pipeline's clock on; None times all.
+        first: Number of microbatches to time, counted from the pipeline's clock; None times all.
     """
 
     def __init__(self, pipeline: Pipeline, first: int | None = None) -> None:
@@ -46,7 +46,7 @@ class StageTimer(Hook):
         raise NotImplementedError
 
     def now(self) -> Any:
-        """Return the host's time, or a CUDA event recorded on the current stream."""
+        """Return the host's time, or a CUDA event recorded on the current CUDA stream."""
         if self.pipeline.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

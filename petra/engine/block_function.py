@@ -37,7 +37,8 @@ class BlockFunction:
     Attributes:
         parameters: Trained parameters by name.
         normalisations: Layers with running statistics.
-        uses_rng: Whether the block draws random numbers, or None if that is not known yet.
+        uses_rng: Whether to seed the generators for the block. Always True unless other blocks run at the same time. Then it is
+            None until :meth:`detect_rng` has found whether the block draws random numbers.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class BlockFunction:
             return self._as_streams(self.module(*x), x[0])
 
     def detect_rng(self, x: Streams) -> None:
-        """Evaluate the block once more to set :attr:`uses_rng`; state and generators stay as they are."""
+        """Evaluate the block once more to set :attr:`uses_rng`. Running statistics and generators are left unchanged."""
         with seeded(self._seed), torch.no_grad(), frozen_statistics(self.normalisations), self._autocast(x[0]):
             before = torch.get_rng_state()
             self.module(*x)
@@ -103,13 +104,14 @@ class BlockFunction:
     def _autocast(self, x: Tensor) -> AbstractContextManager[object]:
         if self._autocast_dtype is None:
             return nullcontext()
-        # Autocast caches casts of the weights. One cached without a graph would detach the next evaluation from the weights.
+        # Autocast caches casts of the weights. A cast made under no_grad has no graph, so it must not be used for gradients.
         return torch.autocast(x.device.type, self._autocast_dtype, cache_enabled=False)
 
     def _as_streams(self, y: Tensor | Streams, x: Tensor) -> Streams:
-        """Return outputs in the type of the input ``x``, because reconstruction subtracts what the forward pass added.
+        """Return the outputs as a tuple, in the type of the input ``x``.
 
-        If streams are exact, a pair that a block without an inverse returns is rounded to the grid.
+        All streams have one type, because reconstruction must subtract exactly what the forward pass added. With exact streams,
+        the pair that a non-reversible block returns is rounded to the grid.
         """
         dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
         streams = tuple(t.to(dtype) if t.dtype == self._autocast_dtype else t for t in as_streams(y))

@@ -1,4 +1,4 @@
-"""Builds one rank's part of a pipeline from a plan: stages, their updates, and the workers that run them."""
+"""Build one rank's part of a pipeline from a plan: stages, their updates, and the workers that run them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,16 @@ from petra.transport import Port
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the stages of a plan are trained.
+    """Training settings of a pipeline, the counterpart of its plan.
 
     Attributes:
         optimizer: Builds the optimizer of a stage from its blocks.
         learning_rate: Maps the number of microbatches done to a learning rate; None keeps the optimizer's own.
-        metrics: Named sums over targets, reported with the loss.
-        seed: Seeds weights and the random numbers drawn inside blocks.
+        losses: Losses of training and of evaluation.
+        metrics: Metrics by name, each a sum over targets.
+        seed: Seed of the weights and of the random numbers that blocks draw.
+        rules: Clipping, moving averages and loss scale of the updates.
+        remedy: Remedies for stale gradients.
     """
 
     optimizer: OptimizerFactory
@@ -47,24 +50,24 @@ class Recipe:
     remedy: Remedy
 
     def check(self, plan: Plan) -> None:
-        """Check that the plan leaves room for the remedy and the update rules.
+        """Check that the method of a plan allows the remedy and the update rules.
 
         Raises:
-            ConfigError: If it does not.
+            ConfigError: If it does not allow one of them.
         """
         self.remedy.check(plan.method)
         self.rules.check(plan.method, plan.delays)
 
     def settings(self) -> dict[str, object]:
-        """Return what all ranks must agree on."""
+        """Return the settings that all ranks must agree on, by name."""
         return {"remedy": self.remedy, "rules": self.rules, "seed": self.seed}
 
 
 def build_stages(plan: Plan, recipe: Recipe, runtime: Runtime, device: torch.device, rank: int, hooks: Hooks) -> dict[int, Stage]:
     """Build the stages of a rank, by index. Weights depend on the seed and the block only, not on the partition."""
-    replica, place = plan.layout.place(rank)
+    replica, process = plan.layout.locate(rank)
     stages = {}
-    for j in plan.layout.processes[place]:
+    for j in plan.layout.processes[process]:
         stage = plan.stages[j]
         stages[j] = Stage(
             [_block(plan, recipe, runtime, device, b) for b in stage.blocks],
@@ -93,10 +96,10 @@ def build_grid(plan: Plan, device: torch.device) -> Grid | None:
 
 
 def check_range(plan: Plan, stages: Mapping[int, Stage], device: torch.device) -> None:
-    """Check that all stages' exact streams stayed within the grid's range; every rank makes the call and raises the same error.
+    """Check that exact streams stayed within the range of the grid at all stages. Every rank must call this function.
 
     Raises:
-        ModelError: If they did not.
+        ModelError: If they exceeded it. Raised on every rank.
     """
     grid = build_grid(plan, device)
     assert grid is not None
@@ -133,19 +136,19 @@ def build_workers(
 
 
 def build_remedies(plan: Plan, recipe: Recipe, workers: Mapping[int, Worker]) -> dict[int, StageRemedy]:
-    """Attach the remedy to the optimizers of a rank's stages; return those that do something, by stage index."""
+    """Attach remedies to the optimizers of a rank's stages. Return the attached ones by stage index; many stages need none."""
     remedies = {}
     for j, worker in workers.items():
         optimizer = worker.update.optimizer
         if optimizer is not None:
-            remedy = recipe.remedy.at(worker.stage.use_weights, optimizer, plan.stages[j].staleness)
+            remedy = recipe.remedy.attach(worker.stage.use_weights, optimizer, plan.stages[j].staleness)
             if remedy is not None:
                 remedies[j] = remedy
     return remedies
 
 
 def _block(plan: Plan, recipe: Recipe, runtime: Runtime, device: torch.device, b: int) -> nn.Module:
-    # Each block gets its final layout before the next is built, which can then reuse the memory of the first layout.
+    # Convert each block to its final memory format at once, so that the next block can reuse the freed memory.
     block = plan.model.build_block(b, recipe.seed).to(device).train()
     if plan.numerics.channels_last:
         block.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

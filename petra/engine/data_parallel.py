@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from petra.distributed import default_timeout
 from petra.engine.endpoints import DataSource, Objective
 from petra.engine.metrics import count_targets
 from petra.engine.worker import Worker
@@ -33,8 +34,8 @@ def replica_seed(seed: int, replica: int) -> int:
 class Share:
     """One replica's rows of a data source: B rows from row r · B on, where B is the replica's batch size.
 
-    The data source may also return this replica's inputs alone, so that no process reads the inputs of another. It always returns
-    the targets of all replicas.
+    The data source may return only this replica's inputs, so that no process reads inputs that it does not need. It always
+    returns the targets of all replicas.
     """
 
     def __init__(self, source: DataSource, layout: Layout, replica: int) -> None:
@@ -57,7 +58,10 @@ class Share:
 
 
 class ShareObjective(Objective):
-    """Loss of one replica. Weights δ by the share's targets: its sum over replicas is the gradient of the joint microbatch."""
+    """Loss of one replica's share. δ is multiplied by the fraction of the microbatch's targets that are in the share.
+
+    The sum of gradients over replicas is then the gradient of the mean loss of the whole microbatch.
+    """
 
     def send(self, m: int, message: Message) -> None:
         super().send(m, message)
@@ -84,14 +88,13 @@ class Replicas(Hook):
     def __init__(self, layout: Layout, replica: int, device: torch.device) -> None:
         mesh = init_device_mesh(device.type, (layout.dp, len(layout.processes)), mesh_dim_names=("dp", "stage"))
         self.dp_group, self.pipeline_group = mesh.get_group("dp"), mesh.get_group("stage")
-        timeout = dist.group.WORLD._get_backend(device).options._timeout  # type: ignore[union-attr]
         for group in (self.dp_group, self.pipeline_group):
-            group.set_timeout(timeout)  # A new group has torch's default timeout.
+            group.set_timeout(default_timeout(device))
         self.layout, self.replica = layout, replica
         self._stages: dict[int, StageReplicas] = {}
 
-    def join(self, workers: Sequence[Worker], hooks: Hooks) -> None:
-        """All-reduce the gradients of ``workers`` from now on. Gradients move into buffers that are all-reduced as a whole."""
+    def attach(self, workers: Sequence[Worker], hooks: Hooks) -> None:
+        """All-reduce the gradients of ``workers`` from now on. Gradients become views of buffers, each all-reduced as a whole."""
         for worker in workers:
             replicas = StageReplicas(worker, self.layout.stages[worker.index].start, self.dp_group)
             self._stages[worker.index], worker.update.all_reduce = replicas, replicas.finish
@@ -101,10 +104,10 @@ class Replicas(Hook):
         self._stages[stage].start(block)
 
     def synchronize(self) -> None:
-        """Give all replicas of a drained pipeline one state, which may be saved or resumed with any number of replicas.
+        """Combine the states of all replicas of a drained pipeline into one that can be resumed with any number of replicas.
 
-        Gradients accumulated since the last update move to the first replica. Running statistics become the mean over replicas:
-        they are moving averages, so that the mean may be taken here instead of after each microbatch.
+        Gradients accumulated since the last update are summed on the first replica and set to zero on the others. Running
+        statistics become their mean over replicas. Moving averages are linear, so this equals a mean after each microbatch.
         """
         for replicas in self._stages.values():
             for bucket in replicas.buckets():
@@ -139,7 +142,7 @@ class StageReplicas:
         return [bucket for buckets in self._buckets.values() for bucket in buckets]
 
     def start(self, block: int) -> None:
-        """Start to all-reduce the gradients of a block whose backward is done, if an update follows."""
+        """Start to all-reduce a block's gradients after its backward, if an update follows this microbatch."""
         if (self.worker.t + 1) % self.worker.stage.k == 0:
             for bucket in self._buckets[block]:
                 work = dist.all_reduce(bucket, group=self.group, async_op=True)
@@ -147,7 +150,7 @@ class StageReplicas:
                 self._works.append(work)
 
     def finish(self, m: int, *values: Tensor) -> tuple[Tensor, ...]:
-        """Wait until all gradients are sums (on a GPU, its stream waits), and return the sums of ``values`` over replicas.
+        """Wait until all gradients are sums over replicas, and return the sums of ``values``. On a GPU, only the CUDA stream waits.
 
         Raises:
             CommunicationError: If another replica has failed, hangs, or can't be reached.
@@ -162,7 +165,7 @@ class StageReplicas:
 
 
 def _buckets(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return one buffer for each dtype. The parameters' gradients become views of it, in the parameters' memory format."""
+    """Return one buffer for each dtype, and make the parameters' gradients views of it, in the parameters' memory format."""
     buckets = []
     for tensors in _by_dtype(parameters):
         bucket = torch.zeros(sum(p.numel() for p in tensors), dtype=tensors[0].dtype, device=tensors[0].device)

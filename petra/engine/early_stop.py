@@ -1,4 +1,4 @@
-"""Early stop of a run: soon after one process is asked to stop, all processes stop after the same microbatch."""
+"""Early stop of a run: after one process is asked to stop, all processes stop after the same microbatch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch.distributed as dist
 POLL_EVERY = 16
 """Periods of the timetable between two polls. The asynchronous all-reduce of a poll has finished by the next one."""
 PERIODS_AFTER_STOP = 2
-"""Periods that still run after a stop, because receives of their messages may have been posted."""
+"""Periods that still run after a stop, because receives for their messages may already be posted."""
 
 
 class EarlyStop:
-    """Decide before each period of a timetable how many periods are left; for :meth:`petra.plan.rounds.PeriodicRounds.iterate`.
+    """Decides before each period of a timetable how many periods still run (:meth:`petra.plan.rounds.PeriodicRounds.iterate`).
 
     A poll is an all-reduce of one number per process: 1 if that process has been asked to stop. All processes start it before the
     same period. If an all-reduce fails, a process is lost and polling ends. The messages between stages then report the error,

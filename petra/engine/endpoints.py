@@ -1,4 +1,4 @@
-"""The two ends of the pipeline as ports: the data before the first stage, and the loss after the last one."""
+"""Ports at the two ends of a pipeline: the data before the first stage, and the loss after the last stage."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DataSource(Protocol):
 
 
 class DataPort:
-    """Port before the first stage: returns inputs, and takes the reports that arrive with the gradients.
+    """Port before the first stage: delivers inputs, and accepts the reports that come back with the gradients.
 
     Args:
         inputs: Shape and type of a microbatch's inputs.
@@ -55,7 +55,7 @@ class DataPort:
         self.data: DataSource | None = None
 
     def send(self, m: int, message: Message) -> None:
-        """Take the backward message of microbatch ``m``, of which only the report is used."""
+        """Accept the backward message of microbatch ``m``. Only its report is used."""
         (report,) = message[-1]
         self.on_report(report)
 
@@ -125,7 +125,7 @@ class Objective:
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on the device. It is copied from pinned memory, so the host doesn't wait for the copy."""
+    """Return the tensor on the device. Copies to a GPU are made from pinned memory, so that the host does not wait."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 

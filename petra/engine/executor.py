@@ -19,20 +19,21 @@ from petra.transport import Transfer, Transport
 TRAINING = {Op.FORWARD: Worker.forward, Op.BACKWARD: Worker.backward}
 EVALUATION = {Op.FORWARD: Worker.evaluate}
 Call = Callable[[Worker, int], None]
-Part = tuple[list[tuple[Call, Worker, int]], Sequence[Transfer], int | None]
-"""One process's part of a round: its steps, its transfers in the exchange, and the microbatch that the round completes."""
+ProcessRound = tuple[list[tuple[Call, Worker, int]], Sequence[Transfer], int | None]
+"""One process's part of a round: its steps, its transfers, and the microbatch whose backward ends at the first stage, if any."""
 
 
 class Executor:
-    """Runs the stages of one process in step with those of all other processes.
+    """Runs the stages of one process, round by round, by the same timetable as all other processes.
 
     Args:
-        plan: What all processes do.
+        plan: Plan of the run.
         workers: Workers of this process, by stage.
         transport: Transport to the other processes of this replica; None if there are none.
         hooks: Hooks that observe training.
         threads: Threads that run the stages of a round at the same time; None runs them one after another.
-        on_completed: Called with each microbatch that every stage has finished, while no message is in flight.
+        on_completed: Called with each microbatch after the round in which its last backward, that of the first stage, has run. No
+            message of the microbatch is in flight then.
     """
 
     def __init__(
@@ -48,8 +49,9 @@ class Executor:
         self._plan, self._workers, self._transport, self._hooks = plan, workers, transport, hooks
         self._threads, self._on_completed = threads, on_completed
         self._processes = plan.layout.dp * len(plan.layout.processes)
-        # Some ranks may own no stage. Polls for an early stop keep them within the timeout of the collective that ends a run.
-        self._paced = not all(plan.layout.processes)
+        # A rank without a stage would wait in the last collective for the whole run, and time out. Polls for an early stop, which
+        # are collectives too, keep such ranks in step with the others.
+        self._has_idle_ranks = not all(plan.layout.processes)
         self._last_stage = max(workers, default=-1)
         self._drained = True
 
@@ -86,12 +88,12 @@ class Executor:
         if transport is not None:
             transport.begin(end - start, training)
         early = None
-        if stop is None and self._paced:
+        if stop is None and self._has_idle_ranks:
             stop = _never
         if stop is not None:
             shorten = transport.shorten if transport is not None else lambda messages: None
             early = EarlyStop(stop, self._processes, lambda bodies: shorten(bodies * timed.period))
-        mine = timed.map(lambda round_: self._part(round_, calls))
+        mine = timed.map(lambda round_: self._select(round_, calls))
         for shift, (steps, transfers, completed) in mine if early is None else mine.iterate(early):
             if self._threads is None:
                 for call, worker, m in steps:
@@ -100,7 +102,7 @@ class Executor:
                     except Exception as error:
                         _locate(error, call, worker, m + shift)
                         raise
-            else:  # Steps of one round don't depend on each other.
+            else:  # steps of one round don't depend on each other
                 started = [self._threads.submit(_step, call, worker, m + shift) for call, worker, m in steps]
                 for future in started:
                     future.result()
@@ -126,7 +128,8 @@ class Executor:
         for call in self._hooks.exchange_end:
             call(self._last_stage)
 
-    def _part(self, round_: Sequence[Step], calls: Mapping[Op, Call]) -> Part:
+    def _select(self, round_: Sequence[Step], calls: Mapping[Op, Call]) -> ProcessRound:
+        """Return this process's part of a round."""
         mine = [step for step in round_ if step.stage in self._workers]
         if self._threads is not None:
             mine.sort(key=self._cost, reverse=True)
@@ -135,7 +138,7 @@ class Executor:
         return steps, self._transport.transfers(round_) if self._transport is not None else (), completed
 
     def _cost(self, step: Step) -> int:
-        """Return the FLOPs of a step. The longest steps of a round start first, so that threads finish at about the same time."""
+        """Estimate the FLOPs of a step. The longest steps of a round start first, so that threads finish at about the same time."""
         return self._plan.stages[step.stage].flops * (1 if step.op is Op.FORWARD else 3)
 
 
@@ -159,7 +162,9 @@ def _never() -> bool:
 
 
 def stage_threads(concurrency: int, processes: int, device: torch.device) -> ThreadPoolExecutor | None:
-    """Return threads that run ``concurrency`` stages at the same time, each with torch's number of threads; None for one stage.
+    """Return a pool of threads that run ``concurrency`` stages at the same time, or None for one stage at a time.
+
+    Each thread computes with as many threads as this one (``torch.get_num_threads``).
 
     Raises:
         ConfigError: If ``concurrency`` is not an integer >= 1, or is above 1 on a GPU or with several processes.

@@ -1,6 +1,6 @@
-"""Search for non-finite values: which updates to skip, which stage produced the first infinity or NaN, and the error to raise.
+"""Detection of non-finite values: decides which updates to skip, and names the stage where the first infinity or NaN arose.
 
-The tests run on the device and set flags there. Only :meth:`FiniteCheck.check` and :meth:`FiniteCheck.check_drained` wait for it.
+Decisions are flags on the device. Only :meth:`FiniteCheck.check` and :meth:`FiniteCheck.check_drained` wait for a GPU.
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ class FiniteCheck:
         self.stage, self.rules, self.loss_scale = stage, rules, loss_scale
         self.device, self.number, self.last = device, number, last
         self.skipped = scalar(0, device)
-        self._received: list[Tensor] = []  # sums of each received δ since the last update
-        self._sent = scalar(0, device)  # the same for each sent δ, with a loss scale only
-        self._failed = scalar(0, device)  # code of the first failure, see _record_failure
-        skips = rules.nonfinite == "skip" or rules.loss_scale is not None
-        self._good_statistics = [(s, s.clone()) for s in _running_statistics(stage)] if skips else []
+        self._received: list[Tensor] = []  # the sum of each δ received since the last update
+        self._sent = scalar(0, device)  # the sum of all δ sent since the last update; computed only with a loss scale
+        self._failed = scalar(0, device)  # code of the first failure (_record_failure), or 0
+        self._good_statistics = [(s, s.clone()) for s in _running_statistics(stage)] if rules.may_skip else []
 
     def add_received(self, delta: Streams) -> None:
         """Include a received gradient, before scaling."""
@@ -65,10 +64,10 @@ class FiniteCheck:
         return self._sum_received(), self._sent
 
     def set_sums(self, received: Tensor, sent: Tensor) -> None:
-        """Replace :meth:`sums` by those over all replicas, so that every replica decides alike."""
+        """Replace :meth:`sums` by their sums over replicas, so that all replicas take the same decision."""
         self._received, self._sent = [received], sent
 
-    def judge(self, norm: Tensor, squared_norm: Tensor, t: int) -> Tensor | None:
+    def decide(self, norm: Tensor, squared_norm: Tensor, t: int) -> Tensor | None:
         """Decide whether to skip an update, count it, and adapt a dynamic loss scale.
 
         Args:
@@ -80,22 +79,25 @@ class FiniteCheck:
             A flag on the device, or None if all values are known to be finite.
         """
         received = self._sum_received()
-        # On the CPU, reading the values costs no synchronization, and usually all of them are finite.
+        # On the CPU, reading values needs no synchronization. If all are finite, as usual, there is nothing to decide.
         if self.device.type == "cpu" and self.loss_scale.scale is None and isfinite(norm.item() + received.item()):
             return None
-        return self._judge(norm, squared_norm, received.isfinite(), t)
+        return self._decide(norm, squared_norm, received.isfinite(), t)
 
-    def _judge(self, norm: Tensor, squared_norm: Tensor, received: Tensor, t: int) -> Tensor:
+    def _decide(self, norm: Tensor, squared_norm: Tensor, received: Tensor, t: int) -> Tensor:
+        """Implement :meth:`decide` on the device. ``received`` is whether all received gradients are finite."""
         scale = self.loss_scale.scale
         bad, own = ~norm.isfinite(), ~squared_norm.isfinite()
-        if scale is not None:  # A sent δ can overflow although the parameters' gradients do not; only this stage can react.
+        if (
+            scale is not None
+        ):  # A sent δ can overflow although the parameters' gradients are finite. Only this stage's scale can prevent that.
             sent = ~self._sent.isfinite()
             bad, own = bad | sent, own | sent
         if self.last:
             bad, own = bad | ~received, own | ~received
         failed = own
         if scale is not None and self.loss_scale.dynamic:
-            # A non-finite δ that was received did not overflow here. The stage where it did handles the overflow.
+            # If the received δ was already non-finite, another stage overflowed, and that stage reduces its scale.
             overflow = own & received
             failed = (overflow & (scale <= 1)) | (~received if self.last else torch.zeros_like(own))
             self.loss_scale.adapt(overflow, bad)
@@ -104,12 +106,12 @@ class FiniteCheck:
         return bad
 
     def _record_failure(self, failed: Tensor, received: Tensor, t: int) -> None:
-        """Keep the first failure as one number: 2t if it arose in this stage, 2t + 1 if its received gradient was non-finite."""
+        """Record the first failure as one number: 2t if it arose in this stage, 2t + 1 if the received gradient was non-finite."""
         code = 2 * t + (0 if self.last else ~received)
         self._failed = torch.where(failed & (self._failed == 0), code, self._failed)
 
     def finish_update(self) -> None:
-        """Start the next accumulation. Where updates may be skipped, restore non-finite running statistics."""
+        """Start the next accumulation. If updates may be skipped, also restore running statistics that are not finite."""
         self._received.clear()
         self._sent.zero_()
         for statistic, good in self._good_statistics:
@@ -117,7 +119,7 @@ class FiniteCheck:
             good.copy_(statistic)
 
     def restart(self) -> None:
-        """Start from a loaded checkpoint: discard the sums and store the running statistics for :meth:`finish_update`."""
+        """Restart after loading a checkpoint: discard the sums, and copy running statistics for :meth:`finish_update`."""
         self._received.clear()
         self._sent.zero_()
         for statistic, good in self._good_statistics:
@@ -142,20 +144,20 @@ class FiniteCheck:
         )
 
     def check_drained(self, squared_norm: Callable[[], Tensor], t: int) -> None:
-        """Check everything that a checkpoint would save: the updates, the incomplete accumulation and the running statistics.
+        """Check what a checkpoint would save: weights, the gradient accumulated so far, and running statistics.
 
-        If updates may be skipped, only the updates are checked, because the next skipped update repairs the rest. Waits for the
-        device.
+        If updates may be skipped, check only for failed updates, because the next update discards or restores the rest. Waits for
+        the device.
 
         Args:
             squared_norm: Returns the squared norm of the gradient accumulated so far.
-            t: Number of microbatches that the stage has processed at its last update.
+            t: Number of microbatches that the stage had processed at its last update.
 
         Raises:
             NumericsError: If a value is non-finite and the rules say stop.
         """
         self.check()
-        if self.rules.nonfinite == "skip" or self.loss_scale.scale is not None:
+        if self.rules.may_skip:
             return
         received = self._sum_received()
         if not (squared_norm() + received.abs()).isfinite():

@@ -1,4 +1,4 @@
-"""Clips the gradients of all stages by the norm of the whole network's gradient."""
+"""Clipping by the norm of the whole network's gradient, instead of each stage's own."""
 
 from __future__ import annotations
 

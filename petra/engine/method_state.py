@@ -1,4 +1,4 @@
-"""What a method and its remedy remember besides weights and optimizer states, for checkpoints."""
+"""State of a method and its remedy for checkpoints: older versions of weights and what remedies accumulate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from petra.plan import Plan
 from petra.staleness import StageRemedy
 
 State = dict[str, dict[str, Tensor]]
-"""By kind (``previous`` for older weights, and a remedy's own), then by the parameter's key in ``Pipeline.state_dict``."""
+"""Tensors by kind (``previous`` for older weights, others for remedies), then by the parameter's key in ``Pipeline.state_dict``."""
 
 
 def method_state(plan: Plan, workers: Mapping[int, Worker], remedies: Mapping[int, StageRemedy]) -> State:

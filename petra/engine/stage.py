@@ -18,19 +18,19 @@ from petra.specs import Streams
 
 
 class Stage:
-    """Consecutive blocks of a model with their gradients. A stage knows nothing of transports and schedules.
+    """Consecutive blocks of a model with their gradients. A stage is independent of transport and schedule.
 
     Args:
         blocks: Modules on their device, in training mode.
         keeps: What each block stores between its forward and its backward pass.
         weights: Which weights the backward pass differentiates.
-        index: Number of the stage, counted from 0; hooks get it.
+        index: Number of the stage, from 0, passed to hooks.
         first_block: Index of the first block in the model. A block's random numbers derive from the seed, its index and the
             microbatch, so they don't depend on the partition.
         k: Microbatches per update. Gradients are accumulated as their mean.
         seed: Seed of the run.
         autocast: Type in which blocks compute, or None.
-        returns_input: Whether the previous stage needs x̃, this stage's reconstructed input.
+        returns_input: Whether the previous stage needs x̃, this stage's reconstructed or stored input, for its own backward pass.
         channels_last: Whether 4-d streams use the channels-last memory format.
         concurrent: Whether other stages run at the same time in other threads.
         grid: Grid for exact streams (:mod:`petra.reversible.grid`), or None.
@@ -124,10 +124,11 @@ class Stage:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Prepare for an optimizer step inside the ``with`` block, and set the gradients to zero after it.
+        """Prepare for an optimizer step in the body of the ``with`` statement, and set the gradients to zero after it.
 
-        Graphs of microbatches in flight share memory with the weights. The step writes through them (old activations, new weights,
-        as in PipeMare, Yang et al. 2021), which autograd would refuse if it saw the weights' version counters change.
+        Stored graphs of microbatches in flight refer to the weights that the step overwrites. Their backward passes then use old
+        activations and new weights, as in PipeMare (Yang et al. 2021). Version counters are preserved, because autograd would
+        otherwise refuse to differentiate these graphs.
         """
         graphs_in_flight = any(stored.outputs for runner in self.runners for stored in runner.stored.values())
         for runner in self.runners:
@@ -142,7 +143,7 @@ class Stage:
             torch._foreach_zero_([p.grad for p in self._trained])  # type: ignore[misc]
 
     def use_weights(self, predicted: Mapping[Tensor, Tensor] | None, corrected: Mapping[Tensor, Tensor] | None) -> None:
-        """Set the weights of all passes until the next update, by parameter; None stands for the parameters themselves.
+        """Set the weights, by parameter, that all passes use until the next update. None means the parameters themselves.
 
         Args:
             predicted: Weights that forward passes use.
@@ -159,7 +160,7 @@ class Stage:
         return {p: v.previous[name] for v in versions if v.previous is not None for name, p in v.parameters.items()}
 
     def resume(self, updates: int, previous: Mapping[Tensor, Tensor]) -> None:
-        """Continue after ``updates`` updates, with what :meth:`previous` returned then."""
+        """Restore the state after ``updates`` updates, when :meth:`previous` returned ``previous``."""
         for runner in self.runners:
             names = runner.parameters.items() if previous else ()
             runner.versions.resume(updates, {name: previous[p].to(p, copy=True).requires_grad_() for name, p in names})
@@ -169,7 +170,7 @@ class Stage:
         return sum(stored.bytes() for runner in self.runners for stored in runner.stored.values())
 
     def _contiguous(self, streams: Streams) -> Streams:
-        """Return the streams in one memory format, so that results don't depend on the partition. Copies only where needed."""
+        """Return the streams in the stage's memory format. Results could otherwise depend on the partition."""
         if not self.channels_last:
             return tuple([t.contiguous() for t in streams])
         return tuple([t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t.contiguous() for t in streams])

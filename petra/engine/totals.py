@@ -1,4 +1,4 @@
-"""Sums of the reports of microbatches, and their means over all ranks."""
+"""Sums of the reports of microbatches over a run, and the result computed from them."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ class Totals:
         self._on_microbatch: Callable[[Tensor], None] | None = None
 
     def start(self, on_microbatch: Callable[[Tensor], None] | None) -> None:
-        """Start at zero, and pass each report to ``on_microbatch`` from now on, scaled from a share to a whole microbatch."""
+        """Set the sums to zero, and pass each report to ``on_microbatch`` from now on. A share's report is multiplied by ``dp``."""
         self.values.zero_()
         self._on_microbatch = on_microbatch
 
     def add(self, report: Tensor) -> None:
-        """Add the report of a microbatch that the first stage has taken back."""
+        """Add the report of a microbatch whose backward has ended at the first stage."""
         self.values += report
         if self._on_microbatch is not None:
             self._on_microbatch(self._dp * report if self._dp > 1 else report)
 
 
 def reduce_totals(totals: Tensor, metrics: Sequence[str], distributed: bool) -> Result:
-    """All-reduce summed reports and return their means; zeros if no target counts."""
+    """All-reduce summed reports and return the means over targets, or zeros if no target counts."""
     totals = totals.cpu()
     if distributed:
         dist.all_reduce(totals)

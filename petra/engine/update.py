@@ -1,7 +1,7 @@
 """Updates of a stage's weights every k microbatches: learning rate, clipping, optimizer step.
 
-The loss scale, the moving average and the search for non-finite values have modules of their own. An update waits for a GPU only
-once every :data:`CHECK_EVERY` updates, and with optimizers that cannot skip a step by a flag on the device.
+The loss scale, the moving average and the detection of non-finite values have their own modules. The host waits for a GPU only once
+in :data:`CHECK_EVERY` updates, unless the optimizer cannot skip a step by a flag on the device.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 """Builds the optimizer of a stage's parameters from the module of its blocks."""
 
 AllReduce = Callable[..., tuple[Tensor, ...]]
-"""Maps (microbatch, number, ...) to the sums of the numbers over a stage's replicas."""
+"""Function of a microbatch and any number of scalars that returns the sums of the scalars over a stage's replicas."""
 
 CHECK_EVERY = 50
-"""Number of updates between two reads of a GPU's failure flag. On the CPU every update reads it."""
+"""Number of updates after which the host reads a GPU's failure flag. On the CPU it reads the flag at every update."""
 
 
 class Update:
@@ -38,8 +38,8 @@ class Update:
     Args:
         stage: The stage.
         optimizer: Optimizer of the stage's parameters; None if it has none.
-        learning_rate: Maps the number of microbatches that the stage has processed, those of the update included, to the learning
-            rate. None keeps the optimizer's own.
+        learning_rate: Maps the number of microbatches that the stage has processed, including those of the update, to the
+            learning rate. None keeps the optimizer's own.
         rules: Clipping, moving average, loss scale, and the reaction to non-finite gradients.
         device: Device of the stage's tensors.
         number: Number of the stage, from 1, for messages.
@@ -47,8 +47,8 @@ class Update:
         hooks: Hooks to call around the optimizer step and the all-reduce.
 
     Attributes:
-        all_reduce: Function that waits until the stage's gradients are sums over its replicas, and returns the sums of the given
-            numbers; None without replicas.
+        all_reduce: Waits until the stage's gradients are sums over its replicas, and returns the sums of the given scalars; None
+            without replicas.
         done: Number of updates, skipped ones included.
     """
 
@@ -123,8 +123,8 @@ class Update:
             squared_norm: Squared norm of the gradient to clip by: the stage's, or the whole network's.
         """
         norm = squared_norm.sqrt()
-        factor = self._factor(norm)  # with the scale of this accumulation, before it is adapted
-        bad = self._finite.judge(norm, self._squared_norm, self._t)
+        factor = self._factor(norm)  # uses the scale of this accumulation, which the next line may adapt
+        bad = self._finite.decide(norm, self._squared_norm, self._t)
         if self._parameters:
             if factor is not None:
                 torch._foreach_mul_([p.grad for p in self._parameters], factor.to(self._parameters[0].dtype))  # type: ignore[misc]
@@ -151,7 +151,7 @@ class Update:
         return 1 / self.scale if clip is None else clip / self.scale
 
     def _set_learning_rate(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set the optimizer's learning rate to that after ``_t`` microbatches."""
+        """Set the optimizer's learning rate for an update after ``_t`` microbatches."""
         if self.learning_rate is not None:
             rate = self.learning_rate(self._t)
             for group in optimizer.param_groups:
@@ -231,7 +231,7 @@ class Update:
 
 @dataclass
 class MeanNorm:
-    """Mean gradient norm of the updates that were not skipped, kept on the device."""
+    """Mean gradient norm of the updates that were not skipped. The sums stay on the device."""
 
     total: Tensor
     count: Tensor

@@ -12,7 +12,7 @@ from petra.method import Method
 
 @dataclass(frozen=True)
 class UpdateRules:
-    """What an update does besides the optimizer's step.
+    """Settings of a stage's updates besides the optimizer.
 
     Attributes:
         clip: Largest 2-norm of the gradient of one update, or None to leave gradients as they are.
@@ -23,8 +23,8 @@ class UpdateRules:
             ``dynamic`` halves the factor after an overflow and doubles it after
             :data:`petra.engine.loss_scale.GROWTH_INTERVAL` updates without one. Gradients travel between stages unscaled in
             float32, so each stage has a scale of its own.
-        nonfinite: After a non-finite gradient, ``stop`` the run or ``skip`` this update of the stage. A dynamic scale above 1
-            skips in either case.
+        nonfinite: Reaction to a non-finite gradient: ``stop`` the run, or ``skip`` the update of the stage. With a dynamic scale
+            above 1, the update is skipped in either case.
 
     Raises:
         ConfigError: If a value is out of range, or ``clip_globally`` is set without ``clip``.
@@ -45,6 +45,11 @@ class UpdateRules:
         scale_fits = scale in (None, "dynamic") or (isinstance(scale, int | float) and scale > 0)
         require(scale_fits, "trainer.loss_scale", "null, dynamic or a number > 0", scale)
         require(self.nonfinite in ("stop", "skip"), "trainer.nonfinite", "stop or skip", self.nonfinite)
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a non-finite gradient may skip an update instead of stopping the run."""
+        return self.nonfinite == "skip" or self.loss_scale is not None
 
     def check(self, method: Method, delays: Sequence[int]) -> None:
         """Check that all stages update at the same time if gradients are clipped globally.

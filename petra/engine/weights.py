@@ -33,8 +33,8 @@ class WeightVersions:
     Attributes:
         predicted: Version that forward passes use until the next update. Set by a remedy, otherwise None.
         corrected: Version that backward passes differentiate until the next update. Set by a remedy, otherwise None.
-        stashed: For each microbatch in flight, the version that its backward pass differentiates, if that is fixed by its
-            forward pass; None until the next update changes the parameters.
+        stashed: With stashed and double weights, the version that the backward pass of each microbatch in flight differentiates.
+            None means the parameters; the next update replaces None by a copy of them.
         previous: The version before the last update, if forward passes may use it.
         reconstructs_with_current: Whether a reversible block reconstructs its input with the parameters even if it
             differentiates a stashed version.
@@ -64,11 +64,11 @@ class WeightVersions:
         """Copy the parameters before an optimizer step if they are still needed after it."""
 
     def resume(self, updates: int, previous: WeightVersion) -> None:
-        """Continue after ``updates`` updates, with the ``previous`` version of that moment, empty if there was none."""
+        """Restore the state after ``updates`` updates, with the ``previous`` version at that time, empty if there was none."""
 
 
 class CurrentWeights(WeightVersions):
-    """Both passes use the parameters of the moment, or what a remedy has put in their place."""
+    """Both passes use the current parameters, unless a remedy has set predicted or corrected weights."""
 
     def for_forward(self, m: int) -> WeightVersion | None:
         return self.predicted

@@ -1,4 +1,4 @@
-"""Algorithm 1 of PETRA: what one stage does with each microbatch."""
+"""Worker of a stage: receives, computes, sends and updates for each microbatch, as in Algorithm 1 of PETRA."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ class Worker:
         update: Updates the stage's weights every k microbatches.
         shrink: Factor of the gradient sent upstream (gradient shrinking, :class:`petra.staleness.Remedy`).
         hooks: Hooks that observe training; evaluation emits no events.
+
+    Attributes:
+        t: Number of microbatches whose backward this stage has run.
     """
 
     def __init__(
@@ -28,7 +31,6 @@ class Worker:
         self.index, self.stage, self.upstream, self.downstream = index, stage, upstream, downstream
         self.update, self.hooks, self.shrink = update, hooks, shrink
         self.t = 0
-        """Microbatches whose backward this stage has run: its clock."""
 
     def forward(self, m: int) -> None:
         """Receive x_(j−1), run the stage, and send x_j."""

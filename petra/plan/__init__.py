@@ -1,4 +1,4 @@
-"""What will happen in a run, as plain data: partition, schedule, messages and transport."""
+"""Plans: what will happen in a run (partition, schedule, messages and transport), as plain data."""
 
 from petra.plan.plan import Plan, StagePlan, make_plan
 

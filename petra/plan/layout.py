@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 
-from petra.errors import ConfigError, ModelError, require
+from petra.errors import ModelError, invalid, require
 from petra.model import BlockProfile, Model
-from petra.plan.partition import balanced_partition
+from petra.plan.partition import balanced_partition, partition_of
 from petra.specs import TensorSpec
 
 
@@ -21,7 +20,7 @@ class Layout:
     Attributes:
         profiles: Profile of each block.
         stages: Block indices of each stage, contiguous.
-        processes: Stage indices of each process of a replica, contiguous; empty for processes beyond the number of stages.
+        processes: Stage indices of each process of a replica, contiguous. A process without a stage has an empty range.
         inputs: Spec of a replica's share of a microbatch.
         dp: Number of replicas.
     """
@@ -32,8 +31,8 @@ class Layout:
     inputs: TensorSpec
     dp: int = 1
 
-    def place(self, rank: int) -> tuple[int, int]:
-        """Return the replica of a rank, and its process index in that replica."""
+    def locate(self, rank: int) -> tuple[int, int]:
+        """Return the index of a rank's replica, and the index of its process in that replica."""
         return divmod(rank, len(self.processes))
 
     def require_exact(self) -> None:
@@ -43,41 +42,38 @@ class Layout:
             ModelError: If one does not.
         """
         for profile in self.profiles:
-            if profile.reversible and not profile.exact:
-                raise ModelError(
-                    f"exact_streams: expected false with block {profile.name}, which does not override enable_exact_streams"
-                )
+            expected = f"false with block {profile.name}, which does not override enable_exact_streams"
+            require(profile.exact or not profile.reversible, "exact_streams", expected, "true", ModelError)
 
-    @staticmethod
-    def plan(model: Model, inputs: TensorSpec, stages: int | Sequence[int] | None, processes: int, dp: int = 1) -> Layout:
-        """Balance the FLOPs of stages over processes, and those of blocks over stages if there are fewer stages than blocks.
 
-        Args:
-            inputs: Spec of a whole microbatch, which replicas share.
-            stages: Number of stages; None for one per block; or the number of blocks in each.
-            processes: Number of processes, of all replicas together.
+def make_layout(model: Model, inputs: TensorSpec, stages: int | Sequence[int] | None, processes: int, dp: int = 1) -> Layout:
+    """Balance the FLOPs of stages over processes, and those of blocks over stages if there are fewer stages than blocks.
 
-        Raises:
-            ConfigError: If there are more processes or stages than blocks, or if processes or samples cannot be shared evenly.
-            ModelError: If blocks do not fit each other.
-        """
-        n, processes = len(model.blocks), processes_per_replica(processes, dp)
-        require(processes <= n, "processes", f"1 to {n}, since {model.name} has {n} blocks", processes)
-        if isinstance(stages, int):
-            require(1 <= stages <= n, "stages", f"1 to {n}, since {model.name} has {n} blocks", stages)
-        share = share_of(inputs, dp)
-        profiles = _profile(model, inputs, share)
-        costs = [profile.flops for profile in profiles]
-        if stages is None or isinstance(stages, int):
-            blocks = balanced_partition(costs, stages or n)
-        else:
-            fits = sum(stages) == n and min(stages) >= 1
-            require(fits, "stages", f"positive numbers of blocks that sum to {n}", list(stages))
-            ends = [0, *accumulate(stages)]
-            blocks = [range(start, end) for start, end in pairwise(ends)]
-        stage_costs = [sum(costs[b] for b in stage) for stage in blocks]
-        used = balanced_partition(stage_costs, min(processes, len(blocks)))
-        return Layout(profiles, tuple(blocks), (*used, *[range(0)] * (processes - len(used))), share, dp)
+    Args:
+        inputs: Spec of a whole microbatch, which replicas share.
+        stages: Number of stages; None for one per block; or the number of blocks in each.
+        processes: Number of processes, of all replicas together.
+
+    Raises:
+        ConfigError: If there are more processes or stages than blocks, or if processes or samples cannot be shared evenly.
+        ModelError: If blocks do not fit each other.
+    """
+    n, processes = len(model.blocks), processes_per_replica(processes, dp)
+    require(processes <= n, "processes", f"1 to {n}, since {model.name} has {n} blocks", processes)
+    if isinstance(stages, int):
+        require(1 <= stages <= n, "stages", f"1 to {n}, since {model.name} has {n} blocks", stages)
+    share = share_of(inputs, dp)
+    profiles = _profile(model, inputs, share)
+    costs = [profile.flops for profile in profiles]
+    if stages is None or isinstance(stages, int):
+        blocks = balanced_partition(costs, stages or n)
+    else:
+        fits = sum(stages) == n and min(stages) >= 1
+        require(fits, "stages", f"positive numbers of blocks that sum to {n}", list(stages))
+        blocks = partition_of(stages)
+    stage_costs = [sum(costs[b] for b in stage) for stage in blocks]
+    used = balanced_partition(stage_costs, min(processes, len(blocks)))
+    return Layout(profiles, tuple(blocks), (*used, *[range(0)] * (processes - len(used))), share, dp)
 
 
 def processes_per_replica(processes: int, dp: int) -> int:
@@ -107,5 +103,6 @@ def _profile(model: Model, inputs: TensorSpec, share: TensorSpec) -> tuple[Block
     try:
         return model.profile(share)
     except ModelError as error:
-        model.profile(inputs)  # raises if the model is at fault, and not the size of the share
-        raise ConfigError(f"dp: the share {share} of a microbatch {inputs} is too small for the model ({error})") from error
+        model.profile(inputs)  # raises if the whole microbatch does not fit either, so that dp is not to blame
+        got = f"{share} of {inputs} ({error})"
+        raise invalid("dp", "shares of a microbatch that are large enough for the model", got) from error

@@ -1,4 +1,4 @@
-"""Messages between stages: what travels over a boundary in each direction, and in which form."""
+"""Messages between stages: the tensors that travel over a boundary in each direction, with their shapes and types."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Boundary(NamedTuple):
 
     @property
     def forward_bytes(self) -> int:
-        """Bytes of a forward message."""
+        """Size of a forward message in bytes."""
         return _bytes(self.forward)
 
     @property
     def backward_bytes(self) -> int:
-        """Bytes of a backward message, without the report."""
+        """Size of a backward message in bytes, without the report."""
         return _bytes(self.backward[:-1])
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ def returns_activations(keep: Keep) -> bool:
 
 
 def boundary(outputs: Sequence[TensorSpec], keep: Keep, numerics: Numerics, metrics: int) -> Boundary:
-    """Return the messages downstream of a stage.
+    """Return the messages over the boundary after a stage.
 
     Args:
         outputs: Specs of the stage's output.
@@ -68,4 +68,4 @@ def boundary(outputs: Sequence[TensorSpec], keep: Keep, numerics: Numerics, metr
 
 
 def _bytes(message: MessageSpec) -> int:
-    return sum((spec.wire or spec.dtype).itemsize * torch.Size(spec.shape).numel() for part in message for spec in part)
+    return sum(spec.wire_bytes for part in message for spec in part)

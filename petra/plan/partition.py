@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from petra.errors import ConfigError, require
 
@@ -52,3 +52,8 @@ def best_partition(items: int, parts: int, cost: Callable[[int, int, int], float
         ranges.append(range(start, end[p][start]))
         start = end[p][start]
     return ranges
+
+
+def partition_of(sizes: Sequence[int]) -> list[range]:
+    """Return the contiguous ranges that have these sizes."""
+    return [range(start, end) for start, end in pairwise(accumulate(sizes, initial=0))]

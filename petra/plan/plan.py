@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from petra.errors import invalid, one_of, require
+from petra.errors import alternatives, invalid, require
 from petra.method import METHODS, Keep, Method, Weights
 from petra.model import BlockProfile, Model
-from petra.plan.layout import Layout
+from petra.plan.layout import Layout, make_layout
 from petra.plan.messages import Boundary, boundary
-from petra.plan.schedule import check, in_flight, training_orders
+from petra.plan.schedule import check_orders, in_flight, training_orders
 from petra.plan.transport import choose_transport
 from petra.settings import Numerics, TransportName
 from petra.specs import TensorSpec
@@ -25,12 +25,13 @@ class StagePlan:
         index: Number of the stage, from 0.
         blocks: Indices of its blocks in the model.
         profiles: Profile of each block.
-        inputs: Specs of what its first block takes, for one microbatch or a replica's share of it.
+        inputs: Specs of the input of its first block, for one microbatch or a replica's share of it.
         keeps: What each block stores between its forward and its backward pass.
-        weights: Which weights its backward pass differentiates. A stage of delay 0 has no older ones to stash.
-        delay: τ, the microbatches that it forwards between a microbatch's forward and backward pass.
+        weights: Which weights its backward pass differentiates. ``CURRENT`` instead of ``STASHED`` if the delay is 0, because no
+            update then separates the two passes.
+        delay: Delay τ: number of other microbatches that it forwards between a microbatch's forward and backward pass.
         in_flight: Maximum number of microbatches between their forward and their backward pass.
-        staleness: Updates between a microbatch's forward and backward pass, on average.
+        staleness: Mean number of updates between a microbatch's forward and backward pass.
     """
 
     index: int
@@ -45,7 +46,7 @@ class StagePlan:
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """Specs of what its last block returns."""
+        """Specs of the output of its last block."""
         return self.profiles[-1].outputs
 
     @property
@@ -61,17 +62,17 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What will happen in a run, as plain data; :func:`make_plan` makes and checks it.
+    """What will happen in a run, as plain data. Made and checked by :func:`make_plan`.
 
-    The engine, the dry run, resuming, auto-tuning, memory prediction and the reproductions read it. None of them derives a delay, a
-    keep or a message a second time.
+    The engine, the dry run, resuming, auto-tuning, memory prediction and the reproductions read delays, stored activations and
+    messages from here and do not derive them again.
 
     Attributes:
         inputs: Spec of a whole microbatch; ``layout.inputs`` is a replica's share.
         stages: All stages, in order.
         boundary_delays: d of each boundary between stages.
         boundaries: Messages of each boundary.
-        transport: The transport that ``auto`` stands for, or the one that was named.
+        transport: Transport of the run: the requested one, or the one that ``auto`` selected.
     """
 
     model: Model
@@ -92,7 +93,7 @@ class Plan:
 
     @property
     def flush_every(self) -> int | None:
-        """Microbatches after which the pipeline drains, or None if it never does before the end."""
+        """Number of microbatches after which the pipeline drains each time, or None if it drains only at the end."""
         return self.k if self.method.flush else None
 
     @property
@@ -101,7 +102,9 @@ class Plan:
         return sum(stage.parameters for stage in self.stages)
 
     def settings(self) -> dict[str, object]:
-        """Return what all ranks must agree on. Equal messages imply equal ``inputs``, except between replicas."""
+        """Return the settings that all ranks must agree on, by name."""
+        # Within a replica, the comparison of boundaries reveals different inputs. Replicas share no boundary.
+        inputs = {"inputs": str(self.inputs)} if self.layout.dp > 1 else {}
         return {
             "dp": self.layout.dp,
             "k": self.k,
@@ -111,7 +114,7 @@ class Plan:
             "autocast": self.numerics.autocast,
             "stages": self.layout.stages,
             "processes": self.layout.processes,
-            **({"inputs": str(self.inputs)} if self.layout.dp > 1 else {}),
+            **inputs,
         }
 
 
@@ -128,7 +131,7 @@ def make_plan(
     transport: TransportName = "auto",
     metrics: int = 1,
 ) -> Plan:
-    """Derive and check the plan of a run. Nothing is built: shapes come from tensors without data.
+    """Derive and check the plan of a run. Shapes are computed on the meta device, without building the model.
 
     Args:
         inputs: Spec of a whole microbatch, which replicas share.
@@ -137,29 +140,26 @@ def make_plan(
         stages: Number of stages; None for one per block; or the number of blocks in each stage.
         processes: Number of processes, of all replicas together.
         dp: Number of replicas.
-        metrics: Number of metrics that travel with the loss.
+        metrics: Number of metrics in the report that travels with the gradients.
 
     Raises:
         ConfigError: If settings are out of range or exclude each other.
         ModelError: If blocks do not fit each other.
+        ScheduleError: If the schedule deadlocks.
     """
     require(isinstance(k, int) and k >= 1, "k", "an integer >= 1", k)
-    method = _method(method)
-    layout = Layout.plan(model, inputs, stages, processes, dp)
+    method = _named_method(method)
+    layout = make_layout(model, inputs, stages, processes, dp)
     if numerics.exact_streams:
         layout.require_exact()
     count = len(layout.stages)
     delays = method.delays(count, k)
     if isinstance(method.keep, tuple):
-        require(
-            len(method.keep) == len(layout.profiles),
-            "method.keep",
-            f"one value, or {len(layout.profiles)}, one per block",
-            f"{len(method.keep)} values",
-        )
-    method.check(delays, k, casts=numerics.autocast is not None)
+        blocks, keeps = len(layout.profiles), len(method.keep)
+        require(keeps == blocks, "method.keep", f"one value, or {blocks}, one per block", f"{keeps} values")
+    method.check(delays, k, autocast=numerics.autocast is not None)
     boundary_delays = method.boundary_delays(count - 1)[: count - 1]
-    planned = tuple(_stage(layout, method, k, delays, j) for j in range(count))
+    stage_plans = tuple(_stage_plan(layout, method, k, delays, j) for j in range(count))
     plan = Plan(
         model=model,
         inputs=inputs,
@@ -167,36 +167,36 @@ def make_plan(
         k=k,
         layout=layout,
         numerics=numerics,
-        stages=planned,
+        stages=stage_plans,
         boundary_delays=boundary_delays,
-        boundaries=tuple(boundary(stage.outputs, stage.keeps[-1], numerics, metrics) for stage in planned[:-1]),
+        boundaries=tuple(boundary(stage.outputs, stage.keeps[-1], numerics, metrics) for stage in stage_plans[:-1]),
         transport=choose_transport(transport, len(layout.processes), boundary_delays),
     )
-    enough = 2 * max(delays) + 2 * k + 2  # microbatches that fill the pipeline, make an update and drain it
-    check(training_orders(delays, 0, enough, plan.flush_every), boundary_delays)
+    microbatches = 2 * max(delays) + 2 * k + 2  # enough to fill the pipeline, update every stage and drain
+    check_orders(training_orders(delays, 0, microbatches, plan.flush_every), boundary_delays)
     return plan
 
 
-def _method(method: str | Method) -> Method:
+def _named_method(method: str | Method) -> Method:
     if isinstance(method, Method):
         return method
     if method not in METHODS:
-        raise invalid("method", one_of(METHODS), method)
+        raise invalid("method", alternatives(METHODS), method)
     return METHODS[method]
 
 
-def _stage(layout: Layout, method: Method, k: int, delays: Sequence[int], j: int) -> StagePlan:
+def _stage_plan(layout: Layout, method: Method, k: int, delays: Sequence[int], j: int) -> StagePlan:
     blocks, delay = layout.stages[j], delays[j]
     profiles = tuple(layout.profiles[b] for b in blocks)
     last = j == len(delays) - 1 and delay == 0
-    stashes = method.weights is not Weights.STASHED or delay > 0
+    nothing_to_stash = method.weights is Weights.STASHED and delay == 0
     return StagePlan(
         index=j,
         blocks=blocks,
         profiles=profiles,
         inputs=(layout.inputs,) if j == 0 else layout.profiles[blocks.start - 1].outputs,
         keeps=method.keep_of([profile.reversible for profile in profiles], last=last, first_block=blocks.start),
-        weights=method.weights if stashes else Weights.CURRENT,
+        weights=Weights.CURRENT if nothing_to_stash else method.weights,
         delay=delay,
         in_flight=in_flight(delay, k, method.flush),
         staleness=method.staleness(delay, k),

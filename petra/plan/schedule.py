@@ -87,7 +87,7 @@ def timetable(orders: Sequence[Iterable[tuple[Op, int]]], boundary_delays: Seque
     - A stage runs at most one step per round, and at most one forward in two rounds (a tick).
     - The receiver uses a message at the earliest max(1, d) rounds after the step that sent it. At d = 2, all stages therefore run
       their forwards in the same rounds, and a message has the other half of the tick to travel.
-    - At most d + 1 messages wait at a boundary in each direction. A transport needs room for so many, and a sender may rely on it.
+    - At most d + 1 messages wait at a boundary in each direction. Every transport provides room for that many.
 
     If each process runs the steps of its stages in this order, the processes can't deadlock: the first step that has not run yet
     never waits for a later one.
@@ -106,11 +106,11 @@ def timetable(orders: Sequence[Iterable[tuple[Op, int]]], boundary_delays: Seque
     return _Timetable(orders, boundary_delays).steps()
 
 
-def check(orders: Sequence[Iterable[tuple[Op, int]]], boundary_delays: Sequence[int]) -> None:
-    """Check that every step of the orders can run.
+def check_orders(orders: Sequence[Iterable[tuple[Op, int]]], boundary_delays: Sequence[int]) -> None:
+    """Check that the orders of all stages can be executed. Arguments are those of :func:`timetable`.
 
     Raises:
-        ScheduleError: As :func:`timetable`.
+        ScheduleError: If the orders deadlock, or if a backward comes before its forward.
     """
     for _ in timetable(orders, boundary_delays):
         pass
@@ -139,7 +139,7 @@ class _StageState:
         self.queued = False
 
     def run(self, op: Op, m: int, now: int) -> None:
-        """Run the next step, microbatch ``m``'s ``op``, in round ``now``."""
+        """Record that the next step, ``op`` of microbatch ``m``, runs in round ``now``."""
         if self.inbox[op]:
             self.inbox[op].popleft()
         if op is Op.FORWARD:
@@ -153,7 +153,7 @@ class _StageState:
 
 
 class _Timetable:
-    """Places steps in rounds (see :func:`timetable`). A step enters the queue as soon as nothing blocks it any more."""
+    """Assigns steps to rounds by the rules of :func:`timetable`. A step is queued once its message and its receiver are ready."""
 
     def __init__(self, orders: Sequence[Iterable[tuple[Op, int]]], boundary_delays: Sequence[int]) -> None:
         self._stages = [_StageState(order) for order in orders]

@@ -1,4 +1,4 @@
-"""The transport that a plan uses."""
+"""Choice of the transport of a plan."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from petra.settings import TransportName
 
 
 def choose_transport(name: TransportName, processes: int, delays: Sequence[int]) -> TransportName:
-    """Return the transport for a pipeline over ``processes`` with these boundary delays.
+    """Return the transport of a pipeline.
 
-    ``auto`` selects ``local`` in one process, ``lockstep`` if d = 2 at every boundary, and ``edge`` otherwise.
+    Args:
+        name: Requested transport. ``auto`` selects ``local`` in one process, ``lockstep`` if d = 2 at every boundary, and
+            ``edge`` otherwise.
+        processes: Number of processes of a replica.
+        delays: Delay d of each boundary.
 
     Raises:
         ConfigError: If the named transport does not fit the number of processes.
@@ -27,6 +31,7 @@ def choose_transport(name: TransportName, processes: int, delays: Sequence[int])
 
 
 def simulated_transport(name: TransportName, delays: Sequence[int]) -> Literal["edge", "lockstep"]:
-    """Return the transport that a run with one process per stage would use."""
-    chosen = choose_transport("auto" if name == "local" else name, 2, delays)
+    """Return the transport that a run with one process for each stage would use, given the delay d of each boundary."""
+    several = 2  # any number of processes above 1 gives the same choice
+    chosen = choose_transport("auto" if name == "local" else name, several, delays)
     return "lockstep" if chosen == "lockstep" else "edge"

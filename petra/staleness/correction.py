@@ -1,6 +1,6 @@
 """Discrepancy correction, PipeMare's technique T2: the backward pass estimates the weights that the forward pass used.
 
-A stage with staleness s differentiates, and reconstructs with,
+The backward pass of a stage with staleness s differentiates, and reconstructs with, the weights
 
     w − s·d,    d ← γ·d + (1 − γ)·(change of w in the last update),    γ = D^(1/s)
 

@@ -2,8 +2,8 @@
 
     w_(t+1) = w_t + d_t − lr·(1 − γ)·g(w_(t−s) + d_(t−s)),    d_t = γ·(w_t − w_(t−1))
 
-For a constant learning rate this equals SGD with Nesterov momentum γ and the learning rate (1 − γ)·lr, if the parameters hold
-w_t + d_t. It is implemented in this way.
+For a constant learning rate, this is SGD with Nesterov momentum γ and learning rate (1 − γ)·lr, where the parameters have the value
+w_t + d_t. The implementation uses this form.
 
 Source: Ajanthan et al. 2025, with γ = 0.99. The experiments of the paper use NAdam, stashed weights and one update per microbatch.
 This remedy uses SGD, with the method's weights and k.

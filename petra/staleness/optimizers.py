@@ -1,4 +1,4 @@
-"""What remedies require of learning rates and optimizers."""
+"""Types and checks of learning rates and optimizers that several remedies share."""
 
 from __future__ import annotations
 

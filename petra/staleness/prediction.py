@@ -11,9 +11,9 @@ where h is the horizon, and B uses the current weights. There are two choices fo
   2018) uses the velocity too, but predicts weights for B as well as for F.
 * ``difference``: the change of w in the last update (LWPw of Kosson et al. 2021), for any optimizer.
 
-Both assume s·h equal steps. The velocity only approximates the optimizer's step: it does not decay as it would without further
-gradients (FTPipe predicts that), and it omits the gradient's part of Nesterov momentum and of spike compensation, and the weight
-decay of AdamW.
+Both assume s·h equal steps. The velocity only approximates the optimizer's step. It is assumed constant, although it would decay
+without further gradients (FTPipe predicts this decay). It omits the gradient's part in Nesterov momentum and in spike compensation,
+and the weight decay of AdamW.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which remedies for stale gradients a run uses, and how they combine at a stage's updates.
+"""Settings of the remedies for stale gradients, and the remedies that act at a stage's updates.
 
 The gradients of a stage are s = τ / k updates old on average (:meth:`petra.method.Method.staleness`). Remedies act when the weights
 change, or scale the learning rate or δ. They add no work to forward and backward passes.
@@ -64,7 +64,7 @@ class Remedy:
         require(0 < self.horizon <= 100, "remedy.horizon", "a number > 0 and <= 100", self.horizon)
         require(0 < self.shrink <= 1, "remedy.shrink", "a number > 0 and <= 1", self.shrink)
         require(0 <= self.lookahead < 1, "remedy.lookahead", "a number >= 0 and < 1", self.lookahead)
-        # Both define how momentum enters the update.
+        # Each of the two defines how momentum enters the update.
         both = self.compensation and self.lookahead > 0
         require(not both, "remedy.compensation", "false with remedy.lookahead", "true")
 
@@ -111,7 +111,7 @@ class Remedy:
         if self.prediction is Prediction.VELOCITY and not isinstance(optimizer, torch.optim.Adam):
             require_momentum("prediction", optimizer, "adam, adamw, or ")
 
-    def at(self, use_weights: UseWeights, optimizer: torch.optim.Optimizer, staleness: float) -> StageRemedy | None:
+    def attach(self, use_weights: UseWeights, optimizer: torch.optim.Optimizer, staleness: float) -> StageRemedy | None:
         """Attach the remedies that act at updates to the optimizer of a stage.
 
         Args:
@@ -126,8 +126,8 @@ class Remedy:
             ConfigError: If a remedy is not defined for this optimizer.
         """
         self.prepare_optimizer(optimizer)
-        late = staleness > 0 and (self.correction > 0 or self.prediction is not Prediction.NONE)
-        return StageRemedy(self, use_weights, optimizer, staleness) if late or self.compensation else None
+        changes_weights = staleness > 0 and (self.correction > 0 or self.prediction is not Prediction.NONE)
+        return StageRemedy(self, use_weights, optimizer, staleness) if changes_weights or self.compensation else None
 
 
 class StageRemedy:
@@ -143,11 +143,11 @@ class StageRemedy:
     def __init__(self, remedy: Remedy, use_weights: UseWeights, optimizer: torch.optim.Optimizer, staleness: float) -> None:
         self._use_weights = use_weights
         self._parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-        late = staleness > 0
+        stale = staleness > 0
         self._compensation = SpikeCompensation(optimizer, staleness) if remedy.compensation else None
-        self._correction = Correction(self._parameters, remedy.correction, staleness) if late and remedy.correction else None
+        self._correction = Correction(self._parameters, remedy.correction, staleness) if stale and remedy.correction else None
         self._prediction = None
-        if late and remedy.prediction is not Prediction.NONE:
+        if stale and remedy.prediction is not Prediction.NONE:
             steps = staleness * remedy.horizon
             self._prediction = WeightPrediction(self._parameters, optimizer, remedy.prediction, steps)
         self._predicts_change = self._prediction is not None and self._prediction.uses_change
@@ -156,7 +156,7 @@ class StageRemedy:
         optimizer.register_step_post_hook(self._after_step)
 
     def state(self) -> dict[str, dict[Tensor, Tensor]]:
-        """Return what the next updates depend on besides weights and optimizer state: by kind, then by parameter."""
+        """Return the state that next updates depend on besides weights and optimizer state, by kind and then by parameter."""
         drift = self._correction.drift if self._correction is not None else []
         change = self._prediction.change if self._prediction is not None else []
         kinds = {"drift": drift, "change": change}
@@ -165,7 +165,7 @@ class StageRemedy:
     def resume(self, state: Mapping[str, Mapping[Tensor, Tensor]]) -> None:
         """Restore a :meth:`state`, after weights and optimizer have been loaded.
 
-        With another partition, a parameter may come from a stage without staleness, which has no state. Its values become zero.
+        After a change of partition, a parameter may come from a stage without staleness, which had no state. Its state is zero.
         """
         if self._correction is not None:
             self._correction.drift = self._restored(state.get("drift"))

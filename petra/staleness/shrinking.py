@@ -15,7 +15,7 @@ def boundary_factor(shrink: float, delays: Sequence[int], stage: int) -> float:
 
     Args:
         shrink: β; 1 switches the remedy off.
-        delays: Delay τ of each stage. The boundary before a stage is delayed if the stage before it has a larger τ.
+        delays: Delay τ of each stage. A boundary is delayed if the stage before it has a larger τ than the stage after it.
         stage: Index of the stage, from 0.
     """
     return shrink if stage > 0 and delays[stage - 1] > delays[stage] else 1.0

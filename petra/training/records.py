@@ -123,7 +123,7 @@ def new_run_folder(path: Path) -> Path:
         path.mkdir(parents=True, exist_ok=True)
         used = any(found.suffix != PART for found in path.iterdir())
     except OSError as error:
-        raise ConfigError(f"run_dir: {path} cannot be created ({error.strerror})") from error
+        raise invalid("run_dir", "a folder that can be created", f"{path} ({error.strerror})") from error
     if used:
         raise invalid("run_dir", "a new or empty folder", f"{path}, which contains files")
     return path

@@ -1,4 +1,4 @@
-"""Connects the stages of a plan: ranks check that they agree, open their transport and get a port for each end of a stage."""
+"""Connection of the stages of a plan: agreement between ranks, the transport, and the ports of each stage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from petra.errors import ConfigError, ModelError, invalid
+from petra.distributed import all_gather_objects
+from petra.errors import ModelError, invalid, require
 from petra.plan import Plan
 from petra.plan.messages import Boundary
 from petra.transport.edge import EdgeTransport
@@ -23,18 +24,21 @@ Transport = EdgeTransport | LockstepTransport
 def check_ranks_agree(settings: Mapping[str, object], plan: Plan, device: torch.device) -> None:
     """Check that all ranks run the same settings and that both ends of each boundary expect the same messages.
 
-    Every rank makes the call.
+    Every rank must call this function.
+
+    Args:
+        settings: Settings by name, which must be equal on all ranks.
+        plan: This rank's plan.
+        device: Device of this rank.
 
     Raises:
         ConfigError: If the process group is not bound to this rank's GPU, or if two ranks have different settings.
         ModelError: If the ranks at both ends of a boundary expect different messages. Raised on every rank.
     """
     if device.type == "cuda" and getattr(dist.group.WORLD, "bound_device_id", None) is None:
-        raise ConfigError(
-            "init_process_group: expected backend='cpu:gloo,cuda:nccl' with device_id=<the GPU of this rank>, got no device_id"
-        )
-    gathered: list[tuple[Mapping[str, object], Sequence[Boundary]]] = [({}, [])] * dist.get_world_size()
-    dist.all_gather_object(gathered, (settings, plan.boundaries))
+        expected = "backend='cpu:gloo,cuda:nccl' with device_id=<the GPU of this rank>"
+        raise invalid("init_process_group", expected, "no device_id")
+    gathered: list[tuple[Mapping[str, object], Sequence[Boundary]]] = all_gather_objects((settings, plan.boundaries))
     for rank, (others, _) in enumerate(gathered):
         for key, value in gathered[0][0].items():
             if others[key] != value:
@@ -48,16 +52,14 @@ def check_ranks_agree(settings: Mapping[str, object], plan: Plan, device: torch.
 
 
 def _check_boundary(j: int, rank: int, sender: Sequence[Boundary], receiver: Sequence[Boundary]) -> None:
-    sent, expected = (view[j] if j < len(view) else None for view in (sender, receiver))
-    if sent != expected:
-        raise ModelError(
-            f"stage {j + 1} (rank {rank}) and stage {j + 2} (rank {rank + 1}) disagree on their messages: "
-            f"{sent or 'none'} against {expected or 'none'}; do both run the same configuration?"
-        )
+    sent, received = (view[j] if j < len(view) else None for view in (sender, receiver))
+    name = f"messages between stage {j + 1} (rank {rank}) and stage {j + 2} (rank {rank + 1})"
+    got = f"{received or 'none'} on rank {rank + 1}; do both run the same configuration?"
+    require(sent == received, name, f"{sent or 'none'} as on rank {rank}", got, ModelError)
 
 
 def open_transport(plan: Plan, device: torch.device, group: dist.ProcessGroup | None) -> Transport | None:
-    """Open the transport between the processes of a pipeline; every rank makes the call.
+    """Open the transport between the processes of a pipeline. Every rank must call this function.
 
     Args:
         group: The ranks of this replica, or None if there is only one replica.
@@ -84,10 +86,10 @@ def connect(
     """Return the upstream and the downstream port of each of this process's ``stages``.
 
     Args:
-        source: Upstream of the first stage.
-        objective: Downstream of the last stage.
-        boundaries: The boundary downstream of each stage but the last.
-        transport: To the neighbouring processes, or None if there are none.
+        source: Upstream port of the first stage.
+        objective: Downstream port of the last stage.
+        boundaries: Boundary after each stage except the last.
+        transport: Transport to the neighbouring processes, or None if there are none.
     """
     ports: dict[int, tuple[Port, Port]] = {}
     outside: tuple[Port | None, Port | None] = (None, None) if transport is None else (transport.upstream, transport.downstream)

@@ -1,31 +1,31 @@
-"""Transport with a two-rank communicator for each direction of each boundary. No edge waits for another; works for any delay."""
+"""Transport with a two-rank communicator for each edge, that is, each direction of each boundary. Edges do not wait for each other,
+so it works for any delay."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_group
 
+from petra.distributed import default_timeout
 from petra.plan.schedule import Step
 from petra.specs import Message
 from petra.transport.lockstep import Transfer
 from petra.transport.packing import Packing
 from petra.transport.port import locate_errors
 
-_POSTED = 2
-"""Receives posted ahead: one is filled while the stage still works on another."""
+POSTED_RECEIVES = 2
+"""Receives that are posted in advance on each edge: one is filled while the stage still works on another."""
 
 
 @dataclass
 class _Sender:
-    """Sends messages over one edge, at most ``capacity`` at a time. The timetable allows d + 1."""
+    """Sends messages over one edge. At most ``capacity`` sends are pending; the timetable needs d + 1."""
 
     packing: Packing
     group: dist.ProcessGroup
@@ -51,7 +51,7 @@ class _Sender:
 
 @dataclass
 class _Receiver:
-    """Receives messages over one edge; receives are posted ahead of their use."""
+    """Receives messages over one edge. Receives are posted in advance."""
 
     packing: Packing
     group: dist.ProcessGroup
@@ -60,9 +60,9 @@ class _Receiver:
     _unposted: int = 0
 
     def expect(self, messages: int) -> None:
-        """Post the first receives for ``messages`` messages. None is left over when the pipeline has drained."""
+        """Post the first receives of a run with ``messages`` messages. No receive is left when the pipeline has drained."""
         self._unposted = messages
-        for _ in range(_POSTED):
+        for _ in range(POSTED_RECEIVES):
             self._post()
 
     def shorten(self, messages: int) -> None:
@@ -89,7 +89,6 @@ class EdgePort:
 
     sender: _Sender
     receiver: _Receiver
-
     _sent: int = 0
 
     def send(self, m: int, message: Message) -> None:
@@ -122,7 +121,7 @@ class EdgeTransport:
         replicas = [enumerate(boundaries, start) for start in range(0, dist.get_world_size(), processes)]
         for r, (forward, backward, delay) in chain(*replicas):
             # torch.distributed requires every rank to create every group, in the same order.
-            down, up = (dist.new_group([r, r + 1], timeout=_default_timeout(forward.device)) for _ in range(2))
+            down, up = (dist.new_group([r, r + 1], timeout=default_timeout(forward.device)) for _ in range(2))
             if rank in (r, r + 1):
                 _warm_up(down, r, r + 1, forward.device)
                 _warm_up(up, r + 1, r, forward.device)
@@ -145,11 +144,11 @@ class EdgeTransport:
                 port.receiver.shorten(messages)
 
     def transfers(self, steps: Sequence[Step]) -> Sequence[Transfer]:
-        """Return nothing: messages leave when they are sent."""
+        """Return nothing, because messages are transferred as soon as they are sent."""
         return ()
 
     def exchange(self, transfers: Sequence[Transfer]) -> None:
-        """Do nothing: there are no exchanges."""
+        """Do nothing, because this transport has no exchanges."""
 
     def finish(self) -> None:
         """Wait until everything sent has arrived."""
@@ -163,14 +162,8 @@ def _work(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def _default_timeout(device: torch.device) -> timedelta:
-    """Return the timeout of the default group. A new group would get torch's own of half an hour."""
-    timeout: timedelta = _get_default_group()._get_backend(device).options._timeout
-    return timeout
-
-
 def _warm_up(group: dist.ProcessGroup, source: int, target: int, device: torch.device) -> None:
-    """Open the connection now: the first message of a run must not wait for a peer that is busy elsewhere."""
+    """Open the connection, so that the first message of a run does not wait for a peer that is busy with another edge."""
     token = torch.zeros(1, device=device)
     operation, peer = (dist.isend, target) if dist.get_rank() == source else (dist.irecv, source)
     _work(operation(token, peer, group=group)).wait()

@@ -1,4 +1,4 @@
-"""Messages between stages of one process: passed by reference, and rounded if they would be on the wire."""
+"""Messages between stages of one process. They are passed by reference, and rounded to the wire dtype if there is one."""
 
 from __future__ import annotations
 

@@ -22,16 +22,22 @@ from petra.transport.port import locate_errors
 
 @dataclass
 class LockstepPort:
-    """A port whose neighbour is in another process; see :class:`petra.transport.Port`."""
+    """A port whose neighbour is in another process; see :class:`petra.transport.Port`.
+
+    Attributes:
+        outgoing, incoming: Packing of the messages in each direction.
+        peer: Rank of the neighbour.
+        group: Ranks of the replica; None for the default group.
+        sent: Microbatch of the last message handed over, for error messages.
+    """
 
     outgoing: Packing
     incoming: Packing
     peer: int
     group: dist.ProcessGroup | None
+    sent: int = 0
     _outbox: deque[Tensor] = field(default_factory=deque)
     _inbox: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
-
-    sent: int = 0
 
     def send(self, m: int, message: Message) -> None:
         self.sent = m
@@ -51,8 +57,8 @@ class LockstepPort:
         """Return an operation that receives a message."""
         return dist.P2POp(dist.irecv, self.incoming.buffer(), self.peer, self.group)
 
-    def arriving(self, work: dist.Work, buffer: Tensor) -> None:
-        """Take note of a posted receive."""
+    def add_posted(self, work: dist.Work, buffer: Tensor) -> None:
+        """Add a receive that has been posted into ``buffer``."""
         self._inbox.append((work, buffer))
 
 
@@ -68,7 +74,7 @@ class Transfer(NamedTuple):
 
 
 class LockstepTransport:
-    """The ports of one rank, whose messages travel in :meth:`exchange`.
+    """The ports of one rank. All messages are transferred by :meth:`exchange`.
 
     Args:
         boundaries: Forward packing, backward packing and delay d of each boundary between neighbouring processes of a replica.
@@ -83,26 +89,26 @@ class LockstepTransport:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         rank = dist.get_rank()
-        place = rank % len(stages)
+        process = rank % len(stages)
         self.upstream: LockstepPort | None = None
         self.downstream: LockstepPort | None = None
-        if 0 < place <= len(boundaries):
-            forward, backward, _ = boundaries[place - 1]
+        if 0 < process <= len(boundaries):
+            forward, backward, _ = boundaries[process - 1]
             self.upstream = LockstepPort(outgoing=backward, incoming=forward, peer=rank - 1, group=group)
-        if place < len(boundaries):
-            forward, backward, _ = boundaries[place]
+        if process < len(boundaries):
+            forward, backward, _ = boundaries[process]
             self.downstream = LockstepPort(outgoing=forward, incoming=backward, peer=rank + 1, group=group)
-        self._stages = stages[place]
+        self._stages = stages[process]
         self._sent: deque[tuple[LockstepPort, dist.Work, Tensor]] = deque()
-        # If batched point-to-point is the first call of a group, every rank must take part. A barrier opens the group instead.
+        # A batched point-to-point call that is the first of a group needs every rank. The barrier lets it involve only two.
         gpu = [forward.device.index for forward, _, _ in boundaries[:1] if forward.device.type == "cuda"]
         dist.barrier(group, device_ids=gpu or None)
 
     def begin(self, microbatches: int, backward: bool) -> None:
-        """Do nothing: no receive is posted ahead."""
+        """Do nothing, because no receive is posted in advance."""
 
     def shorten(self, messages: int) -> None:
-        """Do nothing: no receive was posted ahead."""
+        """Do nothing, because no receive was posted in advance."""
 
     def transfers(self, steps: Sequence[Step]) -> Sequence[Transfer]:
         """Return what this rank sends and receives after a round with these ``steps``, in the same order on every rank."""
@@ -132,7 +138,7 @@ class LockstepTransport:
             if sends:
                 self._sent.append((port, work, operation.tensor))
             else:
-                port.arriving(work, operation.tensor)
+                port.add_posted(work, operation.tensor)
 
     def finish(self) -> None:
         """Wait until everything sent has arrived."""

@@ -1,4 +1,4 @@
-"""A message as one contiguous buffer, in a form that both ends of a boundary agree on at start."""
+"""Messages packed into one contiguous buffer each. Both ends of a boundary agree on the form at start."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 from petra.specs import Message, MessageSpec, TensorSpec
 
 _ALIGNMENT = 64
-"""Bytes. Kernels choose their code path by alignment, and results must not depend on the transport."""
+"""Alignment of each tensor in bytes. Kernels choose their code path by alignment, and results must not depend on the transport."""
 
 
 class Packing:
     """Packs messages of one fixed form into byte buffers and unpacks them again, without pickling.
 
     Args:
-        spec: Form of the messages.
+        spec: Shapes and types of the tensors in a message.
         device: Device of buffers.
-        route: Which message this is and between which stages, for error messages.
+        route: Sender and receiver, for error messages: ``the message of stage 1 to stage 2``.
 
     Attributes:
         bytes: Size of a buffer.
@@ -27,7 +27,7 @@ class Packing:
 
     def __init__(self, spec: MessageSpec, device: torch.device, route: str) -> None:
         self.spec, self.device, self.route = spec, device, route
-        sizes = [(t.wire or t.dtype).itemsize * torch.Size(t.shape).numel() for part in spec for t in part]
+        sizes = [tensor.wire_bytes for part in spec for tensor in part]
         padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
         *starts, self.bytes = accumulate(padded, initial=0)
         self._spans = [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
@@ -39,10 +39,10 @@ class Packing:
         return torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
 
     def pack(self, message: Message) -> Tensor:
-        """Copy a message into a free buffer. Return the buffer through :meth:`release` once it has been sent.
+        """Copy a message into a free buffer and return it. Call :meth:`release` with the buffer once it has been sent.
 
         Raises:
-            ModelError: If the message does not have the agreed form. ``copy_`` would broadcast or round it silently.
+            ModelError: If a tensor differs from its spec.
         """
         if not self._free:
             new = self.buffer()
@@ -51,7 +51,7 @@ class Packing:
         self._sent[id(buffer)] = views
         for targets, sources, specs in zip(views, message, self.spec, strict=True):
             for target, source, spec in zip(targets, sources, specs, strict=True):
-                spec.require(source, self.route)
+                spec.require(source, self.route)  # copy_ would broadcast or round it silently
                 target.copy_(source)
         return buffer
 
@@ -60,7 +60,7 @@ class Packing:
         self._free.append((buffer, self._sent.pop(id(buffer))))
 
     def unpack(self, buffer: Tensor) -> Message:
-        """Return the message in a buffer: views of it, or copies of tensors that travel in another dtype."""
+        """Return the message in a buffer. Tensors are views of it, or copies if they travel in another dtype."""
         return tuple(
             tuple(t if spec.wire is None else t.to(spec.dtype) for t, spec in zip(part, specs, strict=True))
             for part, specs in zip(self._views(buffer), self.spec, strict=True)
@@ -80,7 +80,7 @@ def round_to_wire(message: Message, spec: MessageSpec) -> Message:
 
 
 def _view(part: Tensor, spec: TensorSpec) -> Tensor:
-    flat = part.view(spec.wire or spec.dtype)
+    flat = part.view(spec.wire_dtype)
     if spec.channels_last:
         n, c, h, w = spec.shape
         return flat.view(n, h, w, c).permute(0, 3, 1, 2)

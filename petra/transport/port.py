@@ -1,4 +1,4 @@
-"""A port: one end of the boundary between two stages. Workers know nothing else of the outside."""
+"""Ports: the ends of the boundaries between stages. Workers communicate only through ports."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class Port(Protocol):
 
 @contextmanager
 def locate_errors(operation: str, route: str, m: int) -> Iterator[None]:
-    """Replace an error of torch.distributed by one that names the message it hit.
+    """Convert errors of torch.distributed in the body to errors that name the message.
 
     Args:
-        operation: What was being done, such as ``sending``.
-        route: Which message, and between which stages.
+        operation: Operation in progress, such as ``sending``.
+        route: Description of the message, such as ``the message of stage 1 to stage 2``.
+        m: Microbatch of the message.
 
     Raises:
         CommunicationError: If the body raises a RuntimeError.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from petra import BlockSpec, Keep, Model, ModelError, Pipeline
 from petra.engine.stage import Stage
-from petra.plan.layout import Layout
+from petra.plan.layout import make_layout
 from petra.reversible import (
     Coupling,
     Grid,
@@ -131,7 +131,7 @@ def test_blocks_and_types_without_exact_streams_raise_an_error() -> None:
     with pytest.raises(ModelError, match="exact_streams: expected reversible blocks that override enable_exact_streams, got Other"):
         ReversibleSequence([Other(nn.Identity(), nn.Identity())], grid=Grid())
     own = Model("own", (BlockSpec("stem", lambda: Stem(2)), BlockSpec("other", lambda: Other(nn.Identity(), nn.Identity()))))
-    layout = Layout.plan(own, RandomStream(dtype=torch.float32).spec, None, processes=2)
+    layout = make_layout(own, RandomStream(dtype=torch.float32).spec, None, processes=2)
     with pytest.raises(ModelError, match=r"exact_streams: .* block other.* enable_exact_streams"):
         layout.require_exact()
     with pytest.raises(ModelError, match=r"exact_streams: expected .*, got torch\.bfloat16"):

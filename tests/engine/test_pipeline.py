@@ -333,5 +333,5 @@ def test_a_network_in_bf16_runs_without_autocast() -> None:
 
 def test_blocks_that_do_not_fit_are_named() -> None:
     model = Model("bad", (BlockSpec("stem", lambda: nn.Conv2d(3, 4, 3)), BlockSpec("head", lambda: nn.Conv2d(5, 2, 3))))
-    with pytest.raises(ModelError, match=r"block head can't take float32\[4, 4, 6, 6\] from block stem"):
+    with pytest.raises(ModelError, match=r"block head: expected an input that .*, got float32\[4, 4, 6, 6\] from block stem"):
         Pipeline(model, TensorSpec((4, 3, 8, 8), torch.float32), optimizer=sgd)

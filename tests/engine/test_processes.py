@@ -177,7 +177,7 @@ def test_stages_that_disagree_are_named_in_both_processes(tmp_path: Path) -> Non
     """Invariant 8."""
     first, second = run_processes(2, disagree, tmp_path)
     assert first == second
-    assert "stage 1 (rank 0) and stage 2 (rank 1) disagree" in first
+    assert "messages between stage 1 (rank 0) and stage 2 (rank 1): expected " in first
     assert "float64[4, 8, 4, 4]" in first
     assert "float64[8, 8, 4, 4]" in first
 
@@ -249,7 +249,7 @@ def build_misfit(rank: int) -> str:
 def test_a_block_that_does_not_fit_the_next_is_an_error_everywhere(tmp_path: Path) -> None:
     first, second = run_processes(2, build_misfit, tmp_path)
     assert first == second
-    assert "block block3 can't take float64[4, 8, 4, 4] from block odd" in first
+    assert "block block3: expected an input that it accepts, got float64[4, 8, 4, 4] from block odd" in first
 
 
 @pytest.mark.processes

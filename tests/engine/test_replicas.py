@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from petra import BlockSpec, ConfigError, Model, ModelError, Pipeline, TensorSpec, UpdateRules
 from petra.errors import CommunicationError
 from petra.hooks import Gradients, Hook
-from petra.plan.layout import Layout
+from petra.plan.layout import make_layout
 from petra.specs import IGNORED, Streams
 from petra.training import Checkpoints, newest, restore
 from tests.support.nets import RandomStream, mixed_net
@@ -337,18 +337,18 @@ def test_a_lost_replica_is_reported(replicated: tuple[dict[str, Any], dict[str, 
 )
 def test_invalid_numbers_of_replicas(samples: int, processes: int, dp: int, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Layout.plan(mixed_net(), RandomStream(batch=samples).spec, None, processes, dp)
+        make_layout(mixed_net(), RandomStream(batch=samples).spec, None, processes, dp)
     assert str(caught.value) == message
 
 
 def test_share_too_small_for_batch_statistics() -> None:
-    with pytest.raises(ConfigError, match=r"dp: the share float64\[1, 3, 2, 2\] of a microbatch float64\[2, 3, 2, 2\] is too"):
-        Layout.plan(mixed_net(), RandomStream(batch=2, size=2).spec, None, 2, 2)
+    with pytest.raises(ConfigError, match=r"dp: expected shares .*, got float64\[1, 3, 2, 2\] of float64\[2, 3, 2, 2\] \(block"):
+        make_layout(mixed_net(), RandomStream(batch=2, size=2).spec, None, 2, 2)
     with pytest.raises(ModelError, match="Expected more than 1 value per channel"):
-        Layout.plan(mixed_net(), RandomStream(batch=1, size=2).spec, None, 1)
+        make_layout(mixed_net(), RandomStream(batch=1, size=2).spec, None, 1)
 
 
 def test_neighbouring_stages_of_a_replica_have_neighbouring_ranks() -> None:
-    layout = Layout.plan(mixed_net(), TensorSpec((8, 3, 8, 8), torch.float64), 2, 4, 2)
-    assert [layout.place(rank) for rank in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    layout = make_layout(mixed_net(), TensorSpec((8, 3, 8, 8), torch.float64), 2, 4, 2)
+    assert [layout.locate(rank) for rank in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert layout.inputs.shape == (4, 3, 8, 8)

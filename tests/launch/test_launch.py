@@ -73,7 +73,7 @@ def test_every_file_of_every_group_works(group: Path) -> None:
     [(["data=text"], "int64[64, 256]"), (["model=revgpt"], "float32[64, 3, 32, 32]")],
 )
 def test_models_for_images_reject_text_and_the_reverse(overrides: list[str], found: str) -> None:
-    with pytest.raises(ModelError, match=rf"block stem can't take {re.escape(found)} from the data"):
+    with pytest.raises(ModelError, match=rf"block stem: expected an input that it accepts, got {re.escape(found)} from the data"):
         planned(*overrides)
 
 

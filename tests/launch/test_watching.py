@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.run.autotune import tuned
+from launch.run.autotune import tune_setup
 from launch.run.resume import Start, restore_choices
 from launch.runtime.rank import Process
 from petra import ConfigError, Keep, PetraError
@@ -45,21 +45,21 @@ def test_settings_that_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.diagnose: expected null, or one process, got 5 in 2 processes"):
         planned("trainer.diagnose=5", place=Process(rank=0, world=2, local_rank=0, local_world=2))
     with pytest.raises(PetraError, match=r"trainer\.memory_limit: found 1e-06 GB, less than stage 1 needs"):
-        tuned(planned(*TINY, "method.keep=auto", "trainer.memory_limit=1e-6", "trainer.stages=2"), ALONE)
+        tune_setup(planned(*TINY, "method.keep=auto", "trainer.memory_limit=1e-6", "trainer.stages=2"), ALONE)
 
 
 def test_plan_with_automatic_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    setup = tuned(planned(*TINY, "method.delay=auto", "method.keep=auto", "trainer.stages=3"), ALONE)
+    setup = tune_setup(planned(*TINY, "method.delay=auto", "method.keep=auto", "trainer.stages=3"), ALONE)
     assert set(setup.plan.method.keep) == {"graph"}, "memory has no limit"
     assert isinstance(setup.plan.method.delay, tuple)
     assert all(0 <= d <= 2 for d in setup.plan.method.delay)
     assert capsys.readouterr().out.startswith("chosen: stages=[")
-    assert tuned(setup, ALONE) is setup
+    assert tune_setup(setup, ALONE) is setup
 
 
 def test_another_partition_than_the_checkpoints_is_tuned_again() -> None:
     settings = (*TINY, "method=petra_fresh")
-    before = tuned(planned(*settings, "trainer.stages=3"), ALONE)
+    before = tune_setup(planned(*settings, "trainer.stages=3"), ALONE)
     chosen = {
         "stages": [len(s.blocks) for s in before.plan.stages],
         "delay": list(before.plan.method.delay),
@@ -67,7 +67,7 @@ def test_another_partition_than_the_checkpoints_is_tuned_again() -> None:
     }
     start = Start(None, {"chosen": chosen})
     assert restore_choices(planned(*settings, "trainer.stages=3"), start).plan.method.delay == before.plan.method.delay
-    other = tuned(restore_choices(planned(*settings, "trainer.stages=5"), start), ALONE)
+    other = tune_setup(restore_choices(planned(*settings, "trainer.stages=5"), start), ALONE)
     assert len(other.plan.stages) == 5
     assert isinstance(other.plan.method.delay, tuple)
     assert len(other.plan.method.delay) == 4
@@ -100,5 +100,5 @@ def test_gradient_quality_of_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("override", ["trainer.precision=bf16", "remedy=prediction", "remedy=pipemare"])
 def test_automatic_settings_with_precision_and_remedy(override: str) -> None:
-    setup = tuned(planned(*TINY, "method.keep=auto", "trainer.stages=2", override), ALONE)
+    setup = tune_setup(planned(*TINY, "method.keep=auto", "trainer.stages=2", override), ALONE)
     assert setup.pipeline(setup.learning_rate(1)).plan.method.keep is Keep.NOTHING

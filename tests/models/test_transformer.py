@@ -188,9 +188,9 @@ def test_invalid_inputs() -> None:
         revvit(patch=5)
     with pytest.raises(ConfigError, match=r"model\.size: expected an integer >= 1, got 0"):
         revgpt(size=0)
-    with pytest.raises(ModelError, match=r"block stem can't take .* from the data: expected at most 6 tokens, got 7"):
+    with pytest.raises(ModelError, match=r"block stem: expected an input .* from the data \(expected at most 6 tokens, got 7\)"):
         gpt().profile(TensorSpec((2, LENGTH + 1), torch.int64))
-    with pytest.raises(ModelError, match=r"block stem can't take .* from the data"):
+    with pytest.raises(ModelError, match=r"block stem: expected an input that it accepts, got .* from the data"):
         vit().profile(TensorSpec((2, 3, 16, 16), torch.float32))
 
 

@@ -90,7 +90,7 @@ def test_run_folder_is_new_or_empty(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["summary.json"]
     with pytest.raises(ConfigError, match=r"run_dir: expected a new or empty folder, got .* contains files"):
         new_run_folder(folder)
-    with pytest.raises(ConfigError, match="cannot be created"):
+    with pytest.raises(ConfigError, match="run_dir: expected a folder that can be created, got"):
         new_run_folder(folder / "summary.json" / "below")
 
 
