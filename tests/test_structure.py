@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import ast
 import re
+import traceback
+from typing import ClassVar
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from petra import BlockSpec, Model, Pipeline, TensorSpec
+from petra.reversible import Coupling
+from petra.training import sgd
 from tests.structure import ROOT, circles, definitions, imports, modules, room, room_imports
 
 PETRA = (
@@ -65,3 +72,46 @@ def test_no_private_attribute_of_another_object_is_read() -> None:
     for path, text in sources.items():
         used = {(owner, name) for owner, name in re.findall(r"\b(\w+(?:\.\w+)*)\.(_[a-z]\w*)", text) if name in own}
         assert not [(o, n) for o, n in used if o not in ("self", "cls")], path
+
+
+class Probe(nn.Module):
+    """A function inside a coupling that notes the calls of petra between ``Pipeline.train`` and itself."""
+
+    calls: ClassVar[list[str]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        stack = [f for f in traceback.extract_stack() if "/petra/" in f.filename]
+        if not self.calls and (inside := [i for i, f in enumerate(stack) if f.name == "train" and "pipeline" in f.filename]):
+            self.calls.extend(f.name for f in stack[inside[0] + 1 :])
+        return x
+
+
+class Pair(nn.Module):
+    """Both halves of the features."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(half.contiguous() for half in x.chunk(2, dim=1))
+
+
+class Sum(nn.Module):
+    """The sum of a pair, as class scores."""
+
+    def forward(self, x1: Tensor, x2: Tensor) -> Tensor:
+        return x1 + x2
+
+
+def test_few_calls_lead_from_train_to_a_function_inside_a_block() -> None:
+    blocks = (BlockSpec("pair", Pair), BlockSpec("coupling", lambda: Coupling(Probe())), BlockSpec("sum", Sum))
+    pipeline = Pipeline(Model("probe", blocks), TensorSpec((2, 8), torch.float32), optimizer=sgd, learning_rate=lambda t: 0.1)
+    pipeline.train(Zeros(), 4)
+    assert len(Probe.calls) <= 8, Probe.calls
+
+
+class Zeros:
+    """Inputs and targets of zeros."""
+
+    def inputs(self, m: int) -> Tensor:
+        return torch.zeros(2, 8)
+
+    def targets(self, m: int) -> Tensor:
+        return torch.zeros(2, dtype=torch.int64)
