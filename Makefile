@@ -2,17 +2,26 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test
+.PHONY: check demo lint test
+
+TESTS := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # PETRA over four processes: loss and accuracy in runs/*/curves.png
 demo: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 -m launch.train experiment=demo
 
-test: $(VENV)/installed
+# everything
+test: lint
+	$(TESTS)
+
+# lint, types, and the tests that need one process
+check: lint
+	$(TESTS) -m "not processes"
+
+lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

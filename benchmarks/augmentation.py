@@ -5,7 +5,6 @@ python -m benchmarks.augmentation --out runs/augmentation.json
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from benchmarks.report import alternate, machine, save, spread, table
+from benchmarks.report import alternate, benchmark_parser, machine, save, spread, table
 from petra.data import Dataset, TrainSource, load_dataset
 
 SIDE = 400
@@ -44,11 +43,9 @@ def jpeg_files(folder: Path) -> Dataset:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=64)
+    parser = benchmark_parser(__doc__, 9)
+    parser.add_argument("--batch", type=int, default=64, help="images per microbatch")
     parser.add_argument("--microbatches", type=int, default=100, help="microbatches of images in memory per round")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", help="JSON file to write")
     options = parser.parse_args()
     torch.set_num_threads(1)
 

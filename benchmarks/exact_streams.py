@@ -5,7 +5,6 @@ python -m benchmarks.exact_streams --out runs/exact_streams.json
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -13,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.report import alternate, machine, ratio, save, spread, table
+from benchmarks.report import alternate, benchmark_parser, machine, ratio, save, spread, table
 from benchmarks.reversible_sequence import branch, by_depth
 from petra.reversible import Coupling, Grid, ReversibleSequence, frozen_statistics, normalisations
 
@@ -68,13 +67,11 @@ def errors_by_depth(depths: Sequence[int], shape: tuple[int, int, int]) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, 9)
     parser.add_argument("--depth", type=int, default=16, help="number of reversible blocks")
-    parser.add_argument("--channels", type=int, default=64)
+    parser.add_argument("--channels", type=int, default=64, help="channels of each stream")
     parser.add_argument("--size", type=int, default=32, help="side of an image in pixels")
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", help="JSON file to write")
+    parser.add_argument("--batch", type=int, default=16, help="images per microbatch")
     options = parser.parse_args()
     torch.set_num_threads(1)
     shape = (options.channels, options.size, options.batch)

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from benchmarks.report import alternate, kept_bytes, machine, ratio, save, spread
+from benchmarks.report import alternate, benchmark_parser, kept_bytes, machine, ratio, save, spread
 from petra.models import MODELS
 from petra.nn import CheckpointedABNConv, InPlaceABN
 
@@ -121,13 +121,11 @@ def networks(batch: int) -> dict[str, dict[str, int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--channels-last", action="store_true")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser = benchmark_parser(__doc__, 15)
+    parser.add_argument("--batch", type=int, default=16, help="images per microbatch")
+    parser.add_argument("--threads", type=int, default=2, help="threads of torch")
+    parser.add_argument("--channels-last", action="store_true", help="store images with their channels last")
     parser.add_argument("--repeats", type=int, default=1, help="steps of each variant per round")
-    parser.add_argument("--out", help="JSON file to write")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 

@@ -1,6 +1,7 @@
-"""A run over several nodes, rehearsed on one machine: ``python -m benchmarks.nodes 8,2 model=revnet18 ...``.
+"""Rehearse a run over several nodes on one machine: ``python -m benchmarks.nodes 8,2 model=revnet18 ...``.
 
-Each node is an agent of its own, started as launch.node is on a cluster; 8,2 stands for a node of eight processes and one of two.
+Starts one agent per node, as ``launch.node`` does on a cluster. 8,2 stands for two nodes, with eight processes and two. The other
+arguments are overrides of ``launch.train``.
 """
 
 from __future__ import annotations
@@ -13,10 +14,15 @@ from collections.abc import Sequence
 
 
 def run_nodes(processes: str, arguments: Sequence[str], timeout: float | None = None) -> list[int]:
-    """Runs ``python -m launch.node arguments`` for each number in ``processes``; the status of each, once all have ended.
+    """Run ``python -m launch.node`` once per node, and return the exit status of each.
+
+    Args:
+        processes: Number of processes of each node, separated by commas.
+        arguments: Arguments of ``launch.node``.
+        timeout: Seconds to wait for each node; None for no limit.
 
     Raises:
-        subprocess.TimeoutExpired: after ``timeout`` seconds; all are ended then.
+        subprocess.TimeoutExpired: If a node still runs after ``timeout``. All nodes are terminated.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -38,5 +44,12 @@ def run_nodes(processes: str, arguments: Sequence[str], timeout: float | None = 
             agent.wait()
 
 
-if __name__ == "__main__":
+def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        print(__doc__, end="")
+        sys.exit(len(sys.argv) < 2)
     sys.exit(max(run_nodes(sys.argv[1], sys.argv[2:])))
+
+
+if __name__ == "__main__":
+    main()

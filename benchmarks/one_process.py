@@ -1,11 +1,10 @@
-"""A network trained in one process: PETRA's stages side by side in threads of one core each, against plain PyTorch on all cores.
+"""Compare training in one process: PETRA with concurrent stages, one core each, and plain PyTorch on all cores.
 
 python -m benchmarks.one_process --out runs/one_process.json
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.report import alternate, machine, ratio, save, spread, table
+from benchmarks.report import alternate, benchmark_parser, machine, ratio, save, spread, table
 from benchmarks.two_stages import Noise, sgd
 from petra import METHODS, Keep, Method, Pipeline, TensorSpec, Weights
 from petra.models import MODELS
@@ -27,27 +26,27 @@ METHODS_HERE = {
 }
 
 
-def piped(pipeline: Pipeline, stream: Noise, microbatches: int) -> float:
-    """Seconds per microbatch while the line is full, whole updates only."""
+def pipelined(pipeline: Pipeline, data: Noise, microbatches: int) -> float:
+    """Return the seconds per microbatch over whole updates while the pipeline is full."""
     torch.set_num_threads(1)
     times: list[float] = []
-    pipeline.train(stream, microbatches + pipeline.plan.delays[0], on_microbatch=lambda _: times.append(time.perf_counter()))
+    pipeline.train(data, microbatches + pipeline.plan.delays[0], on_microbatch=lambda _: times.append(time.perf_counter()))
     whole = (microbatches - 1) // pipeline.plan.k * pipeline.plan.k
     return (times[whole] - times[0]) / whole
 
 
-def plainly(
-    network: nn.Module, optimizer: torch.optim.Optimizer, stream: Noise, k: int, microbatches: int, autocast: bool, threads: int
+def plain(
+    network: nn.Module, optimizer: torch.optim.Optimizer, data: Noise, k: int, microbatches: int, autocast: bool, threads: int
 ) -> float:
-    """Seconds per microbatch of ordinary training with all activations kept."""
+    """Return the seconds per microbatch of ordinary training, which stores all activations."""
     torch.set_num_threads(threads)
-    x = stream.inputs(0).contiguous(memory_format=torch.channels_last)
+    x = data.inputs(0).contiguous(memory_format=torch.channels_last)
     start = time.perf_counter()
     whole = (microbatches - 1) // k * k
     for m in range(whole):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             y = network(x)
-        (F.cross_entropy(y.float(), stream.targets(m)) / k).backward()
+        (F.cross_entropy(y.float(), data.targets(m)) / k).backward()
         if (m + 1) % k == 0:
             optimizer.step()
             optimizer.zero_grad()
@@ -55,21 +54,19 @@ def plainly(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="revnet18", choices=MODELS)
-    parser.add_argument("--width", type=float, default=0.25)
-    parser.add_argument("--batch", type=int, default=64)
+    parser = benchmark_parser(__doc__, 9)
+    parser.add_argument("--model", default="revnet18", choices=MODELS, metavar="NAME", help="name of a model")
+    parser.add_argument("--width", type=float, default=0.25, help="factor of the number of channels")
+    parser.add_argument("--batch", type=int, default=64, help="images per microbatch")
     parser.add_argument("--k", type=int, default=4, help="microbatches per update")
-    parser.add_argument("--cores", type=int, default=2)
-    parser.add_argument("--float32", action="store_true", help="instead of bf16")
-    parser.add_argument("--microbatches", type=int, default=21, help="of one round of one contestant")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", help="JSON file to write")
+    parser.add_argument("--cores", type=int, default=2, help="cores, and stages that run at the same time")
+    parser.add_argument("--float32", action="store_true", help="compute in float32 instead of bf16")
+    parser.add_argument("--microbatches", type=int, default=21, help="microbatches of one round of one contestant")
     options = parser.parse_args()
 
     model = MODELS[options.model](10, width=options.width)
     inputs = TensorSpec((options.batch, 3, 32, 32), torch.float32)
-    stream = Noise(inputs)
+    data = Noise(inputs)
     contestants: dict[str, Callable[[], float]] = {}
     torch.set_num_threads(1)
     for name, method in METHODS_HERE.items():
@@ -82,17 +79,17 @@ def main() -> None:
             numerics=Numerics(autocast=None if options.float32 else torch.bfloat16, channels_last=True),
             runtime=Runtime(concurrency=options.cores),
         )
-        contestants[name] = partial(piped, pipeline, stream, options.microbatches)
+        contestants[name] = partial(pipelined, pipeline, data, options.microbatches)
     network = model.build(0).to(memory_format=torch.channels_last)
-    plain = partial(plainly, network, sgd(network), stream, options.k, options.microbatches, not options.float32)
-    contestants["plain PyTorch"] = partial(plain, options.cores)
-    contestants["plain PyTorch, one core"] = partial(plain, 1)
+    train = partial(plain, network, sgd(network), data, options.k, options.microbatches, not options.float32)
+    contestants["plain PyTorch"] = partial(train, options.cores)
+    contestants["plain PyTorch, one core"] = partial(train, 1)
     seconds = alternate(contestants, options.rounds)
     faster = {name: ratio(seconds["plain PyTorch"], seconds[name]) for name in METHODS_HERE}
     precision = "float32" if options.float32 else "bf16"
     print(f"{options.model}, width {options.width}, batch {options.batch}, {precision}, {options.cores} cores\n")
     print(table({name: spread([options.batch / s for s in values]) for name, values in seconds.items()}, "images/s"))
-    print("\nImages/s over plain PyTorch's, round by round:\n\n" + table(faster, ""))
+    print("\nImages/s divided by those of plain PyTorch, round by round:\n\n" + table(faster, ""))
     save(options.out, {"machine": machine(), "options": vars(options), "seconds": seconds, "over_plain": faster})
 
 

@@ -1,11 +1,10 @@
-"""What the engine costs beside the blocks: PETRA in one process against a bare loop that makes the same calls on tiny blocks.
+"""Measure the engine's overhead: PETRA in one process, compared with a bare loop that makes the same calls on tiny blocks.
 
 python -m benchmarks.overhead --out runs/overhead.json
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from functools import partial
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.report import alternate, machine, save, spread, table
+from benchmarks.report import alternate, benchmark_parser, machine, save, spread, table
 from benchmarks.two_stages import Noise, sgd
 from petra import BlockSpec, Model, Pipeline, TensorSpec
 from petra.reversible import Coupling
@@ -22,12 +21,16 @@ FEATURES = 8
 
 
 class Split(nn.Module):
+    """Split the input into two streams."""
+
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x1, x2 = x.chunk(2, dim=1)
         return x1.contiguous(), x2.contiguous()
 
 
 class Head(nn.Module):
+    """Linear classifier of both streams."""
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(2 * FEATURES, 10)
@@ -40,24 +43,25 @@ def coupling() -> Coupling:
     return Coupling(nn.Linear(FEATURES, FEATURES))
 
 
-def engine(pipeline: Pipeline, stream: Noise, microbatches: int) -> float:
+def engine(pipeline: Pipeline, data: Noise, microbatches: int) -> float:
+    """Return the seconds of a run of the engine."""
     start = time.perf_counter()
-    pipeline.train(stream, microbatches)
+    pipeline.train(data, microbatches)
     return time.perf_counter() - start
 
 
-def bare(blocks: list[nn.Module], optimizers: list[torch.optim.Optimizer], k: int, stream: Noise, microbatches: int) -> float:
-    """The same evaluations, gradients, sums and steps, microbatch after microbatch, with nothing between them."""
+def bare(blocks: list[nn.Module], optimizers: list[torch.optim.Optimizer], k: int, data: Noise, microbatches: int) -> float:
+    """Return the seconds of a loop over microbatches with the same evaluations, gradients, sums and steps."""
     first, *couplings, last = blocks
     gradients = [[p.grad for p in block.parameters()] for block in blocks]
     start = time.perf_counter()
     for m in range(microbatches):
         with torch.no_grad():
-            y = first(stream.inputs(m))
+            y = first(data.inputs(m))
             for block in couplings:
                 y = block(*y)
         y = tuple(t.requires_grad_() for t in y)
-        loss = F.cross_entropy(last(*y), stream.targets(m))
+        loss = F.cross_entropy(last(*y), data.targets(m))
         *dy, dw, db = torch.autograd.grad(loss, [*y, *last.parameters()])
         torch._foreach_add_(gradients[-1], [dw, db], alpha=1 / k)
         for block, own in zip(reversed(couplings), reversed(gradients[1:-1]), strict=True):
@@ -76,17 +80,15 @@ def bare(blocks: list[nn.Module], optimizers: list[torch.optim.Optimizer], k: in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=int, default=10)
+    parser = benchmark_parser(__doc__, 9)
+    parser.add_argument("--stages", type=int, default=10, help="number of stages, with one block each")
     parser.add_argument("--k", type=int, default=4, help="microbatches per update")
-    parser.add_argument("--microbatches", type=int, default=400, help="of one round of one contestant")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", help="JSON file to write")
+    parser.add_argument("--microbatches", type=int, default=400, help="microbatches of one round of one contestant")
     options = parser.parse_args()
 
     torch.set_num_threads(1)
     inputs = TensorSpec((4, 2 * FEATURES), torch.float32)
-    stream = Noise(inputs)
+    data = Noise(inputs)
     reversible = [BlockSpec(f"block{i}", coupling) for i in range(options.stages - 2)]
     model = Model("tiny", (BlockSpec("split", Split), *reversible, BlockSpec("head", Head)))
     build = partial(Pipeline, model, inputs, method="petra", k=options.k, optimizer=sgd)
@@ -95,14 +97,14 @@ def main() -> None:
     optimizers = [w.update.optimizer for w in other.workers.values() if w.update.optimizer is not None]
     seconds = alternate(
         {
-            "engine": partial(engine, build(), stream, options.microbatches),
-            "bare loop": partial(bare, blocks, optimizers, options.k, stream, options.microbatches),
+            "engine": partial(engine, build(), data, options.microbatches),
+            "bare loop": partial(bare, blocks, optimizers, options.k, data, options.microbatches),
         },
         options.rounds,
     )
     each = {name: [1e6 * s / options.microbatches / options.stages for s in values] for name, values in seconds.items()}
     overhead = [a - b for a, b in zip(each["engine"], each["bare loop"], strict=True)]
-    print(f"{options.stages} stages, k = {options.k}, for each stage and microbatch\n")
+    print(f"{options.stages} stages, k = {options.k}, time per stage and microbatch\n")
     print(table({**{name: spread(values) for name, values in each.items()}, "difference": spread(overhead)}, "µs"))
     save(options.out, {"machine": machine(), "options": vars(options), "microseconds": each, "overhead": spread(overhead)})
 

@@ -1,6 +1,6 @@
-"""Other pipelines and checkpointing, training the blocks of a model of petra's on the same microbatches with the same optimizer.
+"""PETRA, other pipelines and checkpointing, which train the same blocks on the same microbatches with the same optimizer.
 
-Two processes hold a stage each; those that know only one process run in the first of them, with several threads.
+Each of two processes has one stage. Contestants that support only one process run in the first, with several threads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from petra.settings import Numerics, Runtime, TransportName
 
 
 class Batches:
-    """k microbatches of noise, again and again."""
+    """k microbatches of noise, repeated."""
 
     def __init__(self, spec: TensorSpec, k: int, classes: int = 10) -> None:
         generator = torch.Generator().manual_seed(derive_seed(0, k))
@@ -41,9 +41,13 @@ class Batches:
 
 @dataclass(frozen=True)
 class Setting:
-    """The work: ``stages`` blocks in each stage, k microbatches in an update; this is the process ``rank``.
+    """The work of all contestants.
 
-    Contestants in one process have ``threads`` threads.
+    Attributes:
+        stages: Number of blocks in each stage.
+        k: Microbatches per update.
+        rank: Rank of this process.
+        threads: Threads of contestants that run in one process.
     """
 
     model: Model
@@ -54,10 +58,12 @@ class Setting:
     threads: int = 2
 
     def blocks(self, stage: int) -> range:
+        """Return the indices of a stage's blocks in the model."""
         start = sum(self.stages[:stage])
         return range(start, start + self.stages[stage])
 
     def layers(self, blocks: Iterable[int]) -> dict[int, Layer]:
+        """Build blocks for other libraries, by their index in the model."""
         first, last = ({self.blocks(j)[i] for j in range(len(self.stages))} for i in (0, -1))
         return {b: Layer(self.model.build_block(b, 0), receives=b in first, sends=b in last) for b in blocks}
 
@@ -67,8 +73,8 @@ class Run:
     """One contestant in this process.
 
     Attributes:
-        train: from a number of updates to seconds per microbatch; every process makes the call.
-        blocks: those that this process trains, by their index in the model.
+        train: Function that makes a number of updates and returns the seconds per microbatch. Every process must call it.
+        blocks: Blocks that this process trains, by their index in the model.
     """
 
     train: Callable[[int], float]
@@ -79,10 +85,11 @@ Peer = Callable[[Setting, Batches], Run]
 
 
 class Layer(nn.Module):
-    """A block that takes and returns tuples, or one tensor in the place of a tuple of one, with images stored channels last.
+    """A block that takes and returns tuples or single tensors, and computes in channels-last format.
 
     Args:
-        receives, sends: its input comes from another process, its output goes to one; there peers want dimensions in their order.
+        receives: Whether the input comes from another process. Other libraries require contiguous messages.
+        sends: Whether the output goes to another process.
     """
 
     def __init__(self, block: nn.Module, *, receives: bool, sends: bool) -> None:
@@ -102,7 +109,7 @@ def _formatted(streams: tuple[Tensor, ...], forward: torch.memory_format, backwa
 
 
 class _Formatted(torch.autograd.Function):
-    """A tensor and its gradient, each in a memory format; free where they are in it."""
+    """Convert a tensor and its gradient to memory formats. Tensors that already have the format are not copied."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: torch.memory_format, backward: torch.memory_format) -> Tensor:
@@ -115,7 +122,7 @@ class _Formatted(torch.autograd.Function):
 
 
 class Chained(nn.Sequential):
-    """Layers one after another, whose first takes several tensors."""
+    """Sequence of layers that take and return tuples of tensors."""
 
     def forward(self, *x: Any) -> Any:
         y: Any = x
@@ -125,6 +132,8 @@ class Chained(nn.Sequential):
 
 
 def petra(method: Method, transport: TransportName) -> Peer:
+    """Use :class:`petra.Pipeline`."""
+
     def build(setting: Setting, batches: Batches) -> Run:
         pipeline = Pipeline(
             setting.model,
@@ -142,7 +151,7 @@ def petra(method: Method, transport: TransportName) -> Peer:
         def train(updates: int) -> float:
             if method.flush:
                 return _timed(lambda: pipeline.train(batches, updates * setting.k), updates * setting.k)
-            if pipeline.clock == 0:  # the first update alone is that of plain autograd
+            if pipeline.clock == 0:  # only the first update equals that of plain autograd
                 pipeline.train(batches, setting.k)
                 return 0.0
             return period(pipeline, batches, updates * setting.k + pipeline.plan.delays[0] + 1)  # type: ignore[arg-type]
@@ -153,12 +162,12 @@ def petra(method: Method, transport: TransportName) -> Peer:
 
 
 def torch_schedule(name: str) -> Peer:
-    """``Schedule1F1B`` or ``ScheduleGPipe`` of torch.distributed.pipelining."""
+    """Use ``Schedule1F1B`` or ``ScheduleGPipe`` of torch.distributed.pipelining."""
 
     def build(setting: Setting, batches: Batches) -> Run:
         from torch.distributed import pipelining
 
-        # 1F1B refuses fewer microbatches than stages; with one it would do what GPipe does.
+        # Schedule1F1B requires at least as many microbatches as stages. With one microbatch GPipe runs the same order.
         kind = getattr(pipelining, name if setting.k >= len(setting.stages) else "ScheduleGPipe")
         layers = setting.layers(setting.blocks(setting.rank))
         module = Chained(*layers.values()).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -180,7 +189,7 @@ def torch_schedule(name: str) -> Peer:
 
 
 def deepspeed(setting: Setting, batches: Batches) -> Run:
-    """DeepSpeed's pipeline engine, without ZeRO, in float32."""
+    """Use DeepSpeed's pipeline engine, without ZeRO, in float32."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.update(LOCAL_RANK=str(setting.rank), LOCAL_SIZE=str(len(setting.stages)))
     with redirect_stdout(io.StringIO()):
@@ -204,14 +213,14 @@ def deepspeed(setting: Setting, batches: Batches) -> Run:
             },
             dist_init_required=False,
         )
-    module.to(memory_format=torch.channels_last)  # not before: it sends parameters around
+    module.to(memory_format=torch.channels_last)  # only now, because initialize broadcasts the parameters
     data = list(zip(batches.x, batches.y, strict=True))
     own = {b: layers[b] for b in setting.blocks(setting.rank)}
     return Run(_repeated(lambda: engine.train_batch(iter(data)), setting.k), _blocks(own))
 
 
 def torchgpipe(setting: Setting, batches: Batches) -> Run:
-    """All stages in one process, graphs kept. On a CPU it has one thread for all stages."""
+    """Use torchgpipe, with all stages in one process and stored graphs. On a CPU it has one worker thread for all stages."""
     from torchgpipe import GPipe
 
     def build(layers: Sequence[nn.Module]) -> Callable[[], None]:
@@ -224,7 +233,7 @@ def torchgpipe(setting: Setting, batches: Batches) -> Run:
 
 
 def checkpointed(setting: Setting, batches: Batches) -> Run:
-    """Plain training in one process, every block recomputed in the backward pass."""
+    """Train in one process with a checkpoint around every block."""
     from torch.utils.checkpoint import checkpoint
 
     def build(layers: Sequence[nn.Module]) -> Callable[[], None]:
@@ -241,7 +250,7 @@ def checkpointed(setting: Setting, batches: Batches) -> Run:
 
 
 def _alone(setting: Setting, build: Callable[[Sequence[nn.Module]], Callable[[], None]]) -> Run:
-    """A contestant that needs only the first process; the others wait for it."""
+    """Return a contestant that runs in the first process only. The other processes wait for it."""
     if setting.rank != 0:
         return Run(_repeated(lambda: None, setting.k), {})
     layers = setting.layers(range(sum(setting.stages)))
@@ -267,7 +276,7 @@ def _repeated(update: Callable[[], object], k: int) -> Callable[[int], float]:
 
 
 def _timed(work: Callable[[], object], microbatches: int) -> float:
-    """Seconds per microbatch, from all processes' start to this one's end."""
+    """Return the seconds per microbatch, from the common start of all processes to the end of this one."""
     dist.barrier()
     start = time.perf_counter()
     work()

@@ -1,11 +1,11 @@
-"""PETRA against other pipelines on the same two stages, for different numbers of microbatches per update.
+"""Compare PETRA with other pipelines on the same two stages, for different numbers of microbatches per update.
 
 python -m benchmarks.pipelines --out runs/pipelines.json
 
-Two gloo processes of one thread hold a balanced stage of the same RevNet each. Before the clock runs, every contestant makes one
-update from the same weights, which must be plain autograd's. The same methods are then simulated for 2, 10 and 18 such stages, from
-costs of their blocks measured in both processes at once. Libraries that aren't installed are named and left out (``pip install
---no-deps deepspeed torchgpipe``, the former also wants einops, hjson, msgpack, ninja, psutil and py-cpuinfo).
+Two gloo processes with one thread each have a balanced stage of the same RevNet. Before the measurement every contestant makes one
+update from the same weights, which must equal the update of plain autograd. Afterwards the same methods are simulated for 2, 10 and
+18 such stages, with block costs measured in both processes at the same time. Libraries that aren't installed are listed and skipped
+(``pip install --no-deps deepspeed torchgpipe``; deepspeed also needs einops, hjson, msgpack, ninja, psutil and py-cpuinfo).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.pipeline_peers import Batches, Peer, Run, Setting, checkpointed, deepspeed, petra, torch_schedule, torchgpipe
-from benchmarks.report import installed, machine, ratio, save
+from benchmarks.report import benchmark_parser, installed, machine, ratio, save
 from benchmarks.two_stages import build, sgd
 from petra import METHODS, Keep, Method
 from petra.cost_model.costs import StageCost, profile_blocks, stage_cost
@@ -55,7 +55,7 @@ RIVAL = "torch 1F1B"
 
 
 def plain_update(setting: Setting, batches: Batches) -> tuple[list[Tensor], list[Tensor]]:
-    """The weights of every block before and after one update of the whole network by plain autograd."""
+    """Return the weights of every block before and after one update of the whole network by plain autograd."""
     network = setting.model.build(0).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     before, optimizer = [_weights(block) for block in network.children()], sgd(network)
     for m in range(setting.k):
@@ -65,15 +65,15 @@ def plain_update(setting: Setting, batches: Batches) -> tuple[list[Tensor], list
 
 
 def require_plain_update(name: str, run: Run, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
-    """Makes the contestant's first update.
+    """Make the contestant's first update, and compare it with plain autograd's.
 
     Raises:
-        AssertionError: a block of this process moved otherwise than plain autograd moves it.
+        AssertionError: If the update of a block of this process differs.
     """
     run.train(1)
     for b, block in run.blocks.items():
         error = (_weights(block) - after[b]).norm() / (after[b] - before[b]).norm().clamp(min=1e-12)
-        assert error < 0.01, f"{name}: block {b} moved otherwise than under plain autograd, by {error:.3g} of its way"
+        assert error < 0.01, f"{name}: the update of block {b} differs from plain autograd's by {error:.3g} of its norm"
 
 
 def _weights(block: nn.Module) -> Tensor:
@@ -81,7 +81,7 @@ def _weights(block: nn.Module) -> Tensor:
 
 
 def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
-    """One of the two processes: for each k the periods of all contestants, and the costs of the blocks."""
+    """Run one of the two processes. Rank 0 writes the periods of all contestants for each k, and the costs of the blocks."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     model, inputs, stages = build(options)
@@ -109,14 +109,14 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
 
 
 def _cost(keep: Keep, options: argparse.Namespace, model: Any, inputs: Any) -> StageCost:
-    """Of a stage of couplings, measured while the other process measures too."""
+    """Measure the cost of a stage of couplings, in both processes at the same time."""
     dist.barrier()
     couplings = profile_blocks(model, inputs, optimizer=sgd, channels_last=True, rounds=options.rounds)[1:-1]
     return stage_cost(couplings[: options.blocks], [keep] * options.blocks, previous_keep=keep)
 
 
 def simulated(costs: dict[str, Any], link: dict[str, float], stages: int, k: int) -> dict[str, float]:
-    """Seconds per microbatch of as many equal stages."""
+    """Return the simulated seconds per microbatch of each method with this number of equal stages."""
     return {
         name: predict([StageCost(**costs[str(method.keep)])] * stages, method, k, link=Link(**link)).period
         for name, method in SIMULATED.items()
@@ -124,16 +124,19 @@ def simulated(costs: dict[str, Any], link: dict[str, float], stages: int, k: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--k", type=lambda text: [int(k) for k in text.split(",")], default="1,2,3,4,8,16,32")
-    parser.add_argument("--blocks", type=int, default=4, help="reversible blocks of a stage, 2 or more")
-    parser.add_argument("--channels", type=int, default=64)
-    parser.add_argument("--size", type=int, default=8, help="pixels of a side")
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--microbatches", type=int, default=12, help="of one round of one contestant, k at least")
-    parser.add_argument("--threads", type=int, default=2, help="of contestants that know only one process")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", help="JSON file to write")
+    parser = benchmark_parser(__doc__, 7)
+    parser.add_argument(
+        "--k",
+        type=lambda text: [int(k) for k in text.split(",")],
+        default="1,2,3,4,8,16,32",
+        help="numbers of microbatches per update",
+    )
+    parser.add_argument("--blocks", type=int, default=4, help="reversible blocks per stage, 2 or more")
+    parser.add_argument("--channels", type=int, default=64, help="channels of each stream")
+    parser.add_argument("--size", type=int, default=8, help="side of an image in pixels")
+    parser.add_argument("--batch", type=int, default=16, help="images per microbatch")
+    parser.add_argument("--microbatches", type=int, default=12, help="microbatches of one round of one contestant, but at least k")
+    parser.add_argument("--threads", type=int, default=2, help="threads of contestants that run in one process only")
     options = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as folder:
@@ -147,7 +150,7 @@ def main() -> None:
         print(f"| {k} | " + " | ".join(f"{1000 * statistics.median(values):.1f}" for values in row.values()) + " |")
     faster = {k: {n: ratio(row[RIVAL], row[n]) for n in names if n != RIVAL} for k, row in periods.items()}
     others = [name for name in names if name != RIVAL]
-    print(f"\nTimes faster than {RIVAL}, round by round: median (min - max)\n")
+    print(f"\nSpeed-up over {RIVAL}, round by round: median (min - max)\n")
     print("| k | " + " | ".join(others) + " |\n" + "|---" * (len(others) + 1) + "|")
     for k, row in faster.items():
         cells = (f"{r['median']:.2f} ({r['min']:.2f} - {r['max']:.2f})" for r in row.values())

@@ -1,7 +1,8 @@
-"""What every benchmark shares: rounds of alternating contestants, their figures, the machine, JSON and a Markdown table."""
+"""Shared helpers of the benchmarks: options, alternating rounds, statistics, Markdown tables, JSON, memory and the machine."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -17,8 +18,32 @@ from torch import Tensor
 T = TypeVar("T")
 
 
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Keep the line breaks of the description, and show defaults except None and False."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
+
+
+def benchmark_parser(
+    description: str | None, rounds: int, rounds_help: str = "measured rounds; each contestant runs once per round"
+) -> argparse.ArgumentParser:
+    """Return a parser with the options that all benchmarks have.
+
+    Args:
+        rounds: Default of ``--rounds``.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=_HelpFormatter)
+    parser.add_argument("--rounds", type=int, default=rounds, help=rounds_help)
+    parser.add_argument("--out", help="JSON file to write")
+    return parser
+
+
 def alternate(contestants: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each contestant, one after the other in each of ``rounds`` rounds, after one round that does not count."""
+    """Run all contestants once in each of ``rounds`` rounds, and return what each returned in every round, usually seconds.
+
+    The rounds follow one warm-up round.
+    """
     for run in contestants.values():
         run()
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
@@ -29,7 +54,7 @@ def alternate(contestants: Mapping[str, Callable[[], float]], rounds: int) -> di
 
 
 def installed(build: Mapping[str, Callable[[], T]]) -> tuple[dict[str, T], list[str]]:
-    """What each makes, and the names of those whose libraries aren't there."""
+    """Return what each function builds, and the names of those whose library isn't installed."""
     made: dict[str, T] = {}
     missing: list[str] = []
     for name, make in build.items():
@@ -41,22 +66,24 @@ def installed(build: Mapping[str, Callable[[], T]]) -> tuple[dict[str, T], list[
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return minimum, median and maximum."""
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
-    """Round by round, so that a machine whose speed drifts does not count."""
+    """Return the spread of the ratios of each round. Changes of the machine's speed between rounds cancel out."""
     return spread([a / b for a, b in zip(over, under, strict=True)])
 
 
 def table(rows: Mapping[str, Mapping[str, float]], unit: str) -> str:
+    """Return a Markdown table of spreads."""
     lines = [f"| | min {unit} | median {unit} | max {unit} |", "|---|---|---|---|"]
     lines += [f"| {name} | {row['min']:.4g} | {row['median']:.4g} | {row['max']:.4g} |" for name, row in rows.items()]
     return "\n".join(lines)
 
 
 def kept_bytes(function: Callable[[], object], parameters: Iterable[Tensor]) -> int:
-    """Bytes that the graph of a function's result saves for the backward pass, each piece of memory once, parameters aside."""
+    """Return the bytes that the graph of a function's result saves for backward, without parameters. Shared memory counts once."""
     kept: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -72,6 +99,7 @@ def kept_bytes(function: Callable[[], object], parameters: Iterable[Tensor]) -> 
 
 
 def machine() -> dict[str, Any]:
+    """Return processor, GPU, versions and the commit of the work tree."""
     cpu = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.processor())
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     return {
@@ -85,14 +113,15 @@ def machine() -> dict[str, Any]:
 
 
 def peak_mib(work: Callable[[], object]) -> float:
-    """What the work adds to this process's resident memory at its peak (Linux)."""
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    """Return the peak resident memory that the work adds to this process, in MiB (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak (VmHWM)
     before = _resident("VmRSS")
     work()
     return (_resident("VmHWM") - before) / 1024
 
 
 def save(path: str | None, figures: dict[str, Any]) -> None:
+    """Write the figures to a JSON file, unless ``path`` is None."""
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(figures, indent=2) + "\n")

@@ -8,7 +8,6 @@ that aren't installed are listed and skipped (``pip install --no-deps revtorch r
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import statistics
 import time
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.report import alternate, installed, machine, peak_mib, ratio, save, spread, table
+from benchmarks.report import alternate, benchmark_parser, installed, machine, peak_mib, ratio, save, spread, table
 from benchmarks.reversible_peers import LIBRARIES, PEERS, Forward, gradients, step
 
 
@@ -94,13 +93,11 @@ def by_depth(rows: dict[str, dict[str, float]], what: str, form: str = "{:.4g}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, 9)
     parser.add_argument("--depths", default="8,16,32,64", help="numbers of blocks, which must be even")
-    parser.add_argument("--channels", type=int, default=64)
+    parser.add_argument("--channels", type=int, default=64, help="channels of each stream")
     parser.add_argument("--size", type=int, default=32, help="side of an image in pixels")
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", help="JSON file to write")
+    parser.add_argument("--batch", type=int, default=4, help="images per microbatch")
     options = parser.parse_args()
     depths, shape = [int(d) for d in options.depths.split(",")], (options.channels, options.size, options.batch)
 

@@ -1,10 +1,11 @@
-"""Cost against work: seconds of a microbatch by depth and by batch, and memory of a reversible stage by its depth and by J.
+"""Measure how time grows with depth and batch size, and how the memory of a stage grows with its depth and with J.
 
 python -m benchmarks.scaling --out runs/scaling.json
 
-Times are of PETRA in one process, while the line is full. Memory is of the second stage, which is reversible, in a process
-of its own: bytes held between F and B at most, and what building and training it adds to the process's resident memory (Linux),
-weights, gradients and momentum aside; with graphs kept it grows, which shows that the measure can tell.
+Times are those of PETRA in one process while the pipeline is full. Memory is that of the second stage, which is reversible and has
+its own process: the largest number of bytes stored between forward and backward, and the resident memory (Linux) that building and
+training the stage adds to the process, without weights, gradients and momentum. With keep=graph both grow with depth, which shows
+that the measurement detects growth.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.report import alternate, machine, peak_mib, save, spread, table
+from benchmarks.report import alternate, benchmark_parser, machine, peak_mib, save, spread, table
 from benchmarks.two_stages import Noise, build, period, sgd
 from petra import METHODS, Keep, Method, Pipeline
 from petra.analysis.memory import measured
 from petra.settings import Numerics
 
 KEEPS = {"nothing": METHODS["petra"], "graphs": Method("petra", delay=2, keep=Keep.GRAPH)}
-COPIES = 3  # of the parameters: weights, gradients, momentum
+COPIES = 3
+"""Copies of the parameters: weights, gradients, momentum."""
 
 
 def pipeline(stages: Sequence[int], method: Method, options: argparse.Namespace, batch: int) -> tuple[Pipeline, Noise]:
-    """Of ``stages`` reversible blocks in each stage, an even number in all."""
+    """Return a pipeline with the given number of reversible blocks in each stage, and its data. The total must be even."""
     network = argparse.Namespace(blocks=sum(stages) // 2, channels=options.channels, size=options.size, batch=batch)
     model, inputs, _ = build(network)
     counts = list(stages)
@@ -44,16 +46,24 @@ def pipeline(stages: Sequence[int], method: Method, options: argparse.Namespace,
 
 
 def seconds(works: dict[int, tuple[int, int]], options: argparse.Namespace) -> dict[int, list[float]]:
-    """Of a microbatch, for each amount of work its depth and batch."""
+    """Return the seconds per microbatch in each round, by amount of work.
+
+    Args:
+        works: Depth and batch size for each amount of work.
+    """
     contestants = {}
     for work, (depth, batch) in works.items():
-        made, stream = pipeline([depth // 2, depth // 2], METHODS["petra"], options, batch)
-        contestants[str(work)] = partial(period, made, stream, options.microbatches + made.plan.delays[0] + 1)
+        made, data = pipeline([depth // 2, depth // 2], METHODS["petra"], options, batch)
+        contestants[str(work)] = partial(period, made, data, options.microbatches + made.plan.delays[0] + 1)
     return {int(work): times for work, times in alternate(contestants, options.rounds).items()}
 
 
 def linearity(found: dict[int, list[float]]) -> dict[str, float]:
-    """Of the medians: the part of their variance that a line explains, and the time of a unit of work, the last over the first."""
+    """Fit a line through the medians.
+
+    Returns:
+        R² of the line, and the time per unit of work at the last amount of work divided by that at the first.
+    """
     works, medians = list(found), [statistics.median(times) for times in found.values()]
     return {
         "r_squared": statistics.correlation(works, medians) ** 2,
@@ -62,7 +72,7 @@ def linearity(found: dict[int, list[float]]) -> dict[str, float]:
 
 
 def memory(stages: Sequence[int], keep: str, options: argparse.Namespace) -> dict[str, float]:
-    """MiB of the second of as many processes as stages."""
+    """Run one process per stage, and return the memory of the second stage in MiB."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_stage, (folder, list(stages), keep, options), nprocs=len(stages))
         return json.loads((Path(folder) / "figures.json").read_text())  # type: ignore[no-any-return]
@@ -78,38 +88,41 @@ def _stage(rank: int, folder: str, stages: list[int], keep: str, options: argpar
 
 
 def stage_memory(rank: int, stages: Sequence[int], keep: str, options: argparse.Namespace) -> dict[str, float]:
-    """MiB of this process's stage: held between F and B at most, and added to the process at its peak."""
+    """Return the memory of this process's stage in MiB.
+
+    Returns:
+        ``stored``: Largest size of what is stored between forward and backward. ``resident``: Peak resident memory that the stage
+        adds to the process, without parameters, gradients and momentum.
+    """
     small = argparse.Namespace(channels=4, size=4)
-    made, stream = pipeline([2] * len(stages), KEEPS[keep], small, 2)
-    made.train(stream, 2)  # what comes with the first run in a process isn't this stage's
-    held = parameters = 0
+    made, data = pipeline([2] * len(stages), KEEPS[keep], small, 2)
+    made.train(data, 2)  # exclude memory that the first run in a process allocates
+    stored = parameters = 0
 
     def work() -> None:
-        nonlocal held, parameters
-        made, stream = pipeline(stages, KEEPS[keep], options, options.batch)
-        (held,) = measured(made, stream, 2 * made.plan.delays[0] + 2)
+        nonlocal stored, parameters
+        made, data = pipeline(stages, KEEPS[keep], options, options.batch)
+        (stored,) = measured(made, data, 2 * made.plan.delays[0] + 2)
         parameters = sum(p.nbytes for p in made.stages[rank].module.parameters())
 
     resident = peak_mib(work)
-    return {"held": held / 2**20, "resident": resident - COPIES * parameters / 2**20}
+    return {"stored": stored / 2**20, "resident": resident - COPIES * parameters / 2**20}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--depths", type=_numbers, default="8,16,32,64", help="numbers of blocks, even ones")
-    parser.add_argument("--batches", type=_numbers, default="4,8,16,32,64", help="sizes of a microbatch")
-    parser.add_argument("--lines", type=_numbers, default="3,5,8", help="numbers of stages J, 3 or more, for memory")
-    parser.add_argument("--blocks", type=int, default=8, help="reversible blocks where depth does not vary")
-    parser.add_argument("--channels", type=int, default=32)
-    parser.add_argument("--size", type=int, default=16, help="pixels of a side")
-    parser.add_argument("--batch", type=int, default=16, help="images of a microbatch where that does not vary")
-    parser.add_argument("--microbatches", type=int, default=4, help="of one round")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", help="JSON file to write")
+    parser = benchmark_parser(__doc__, 9)
+    parser.add_argument("--depths", type=_numbers, default="8,16,32,64", help="numbers of blocks, which must be even")
+    parser.add_argument("--batches", type=_numbers, default="4,8,16,32,64", help="batch sizes")
+    parser.add_argument("--lines", type=_numbers, default="3,5,8", help="numbers of stages J for memory, each 3 or more")
+    parser.add_argument("--blocks", type=int, default=8, help="reversible blocks where the depth is fixed")
+    parser.add_argument("--channels", type=int, default=32, help="channels of each stream")
+    parser.add_argument("--size", type=int, default=16, help="side of an image in pixels")
+    parser.add_argument("--batch", type=int, default=16, help="batch size where it is fixed")
+    parser.add_argument("--microbatches", type=int, default=4, help="microbatches of one round")
     options = parser.parse_args()
     for key in ("depths", "batches"):
         if len(set(getattr(options, key))) < 2:
-            parser.error(f"--{key}: found one number, accepted are two or more, since a line is laid through them")
+            parser.error(f"--{key}: expected at least two different numbers, to fit a line, got {getattr(options, key)}")
     torch.set_num_threads(1)
     print(f"{options.channels} channels, {options.size} pixels, one thread")
 
@@ -122,16 +135,16 @@ def main() -> None:
         figures[what] = {"seconds": found, **linearity(found)}
         print("\n" + table({f"{work} {what}": spread(times) for work, times in found.items()}, "s per microbatch"))
         line = figures[what]
-        print(f"\nR^2 of a line {line['r_squared']:.4f}; time for one of the {what}, last row over first: ", end="")
+        print(f"\nR² of a line: {line['r_squared']:.4f}; time per unit of {what}, last row divided by first: ", end="")
         print(f"{line['last_over_first_for_a_unit']:.3f}")
 
-    for what, lines in (
+    for what, pipelines in (
         ("blocks in the stage, J = 3", {depth: [1, depth, 1] for depth in options.depths}),
         (f"stages J, {options.blocks} blocks each", {J: [options.blocks] * J for J in options.lines}),
     ):
-        print(f"\n| {what} | " + " | ".join(f"{keep} kept: {kind} MiB" for keep in KEEPS for kind in ("held", "resident")) + " |")
+        print(f"\n| {what} | " + " | ".join(f"{keep} kept: {kind} MiB" for keep in KEEPS for kind in ("stored", "resident")) + " |")
         print("|---" * (2 * len(KEEPS) + 1) + "|")
-        for work, stages in lines.items():
+        for work, stages in pipelines.items():
             row = {keep: memory(stages, keep, options) for keep in KEEPS}
             figures.setdefault(what, {})[work] = row
             print(

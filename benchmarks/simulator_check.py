@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.report import machine, ratio, save, spread, table
-from benchmarks.two_stages import Head, Noise, Split, _coupling, sgd
+from benchmarks.report import benchmark_parser, machine, ratio, save, spread, table
+from benchmarks.two_stages import Head, Noise, Split, coupling, sgd
 from petra import BlockSpec, Keep, Method, Model, Pipeline, TensorSpec
 from petra.cost_model.costs import StageCost
 from petra.cost_model.links import Link, measure_link
@@ -41,11 +41,19 @@ METHODS: dict[str, tuple[Method, TransportName]] = {
 
 
 def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
-    """Run one of the two processes. Rank 0 writes the measured and predicted seconds of each round and method."""
+    """Run one of the two processes. Rank 0 writes the figures."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    figures = compare(rank, options)
+    if rank == 0:
+        (Path(folder) / "figures.json").write_text(json.dumps(figures))
+    dist.destroy_process_group()
+
+
+def compare(rank: int, options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    """Return the measured and predicted seconds of each method in every round."""
     counts = [int(n) for n in options.blocks.split(",")]
-    block = partial(_coupling, options.channels)
+    block = partial(coupling, options.channels)
     reversible = [BlockSpec(f"block{i}", block) for i in range(sum(counts))]
     model = Model("two", (BlockSpec("split", Split), *reversible, BlockSpec("head", partial(Head, options.channels))))
     inputs = TensorSpec((options.batch, 2 * options.channels, options.size, options.size), torch.float32)
@@ -68,8 +76,7 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
         for name, pipeline in pipelines.items():
             link = measure_link()
             dist.barrier()
-            recorder = Recorder(pipeline)
-            with recorder.recording():
+            with pipeline.hooks.attached(Recorder(pipeline)) as recorder:
                 start = time.perf_counter()
                 pipeline.train(data, options.microbatches)
                 seconds = time.perf_counter() - start
@@ -79,9 +86,7 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
             if round_ > 0:
                 figures[name]["measured"].append(seconds)
                 figures[name]["predicted"].append(simulated_seconds(costs, method, transport, link, options))  # type: ignore[arg-type]
-    if rank == 0:
-        (Path(folder) / "figures.json").write_text(json.dumps(figures))
-    dist.destroy_process_group()
+    return figures
 
 
 def recorded_cost(intervals: Sequence[Interval], stage: int, pipeline: Pipeline) -> StageCost:
@@ -112,15 +117,13 @@ def simulated_seconds(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, 9, "runs of each method")
     parser.add_argument("--blocks", default="8,5", help="number of reversible blocks in each stage")
-    parser.add_argument("--channels", type=int, default=64)
-    parser.add_argument("--size", type=int, default=8, help="image size in pixels")
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--channels", type=int, default=64, help="channels of each stream")
+    parser.add_argument("--size", type=int, default=8, help="side of an image in pixels")
+    parser.add_argument("--batch", type=int, default=16, help="images per microbatch")
     parser.add_argument("--k", type=int, default=4, help="microbatches per update")
     parser.add_argument("--microbatches", type=int, default=16, help="microbatches of each run")
-    parser.add_argument("--rounds", type=int, default=9, help="runs of each method")
-    parser.add_argument("--out", help="JSON file to write")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(measure, (folder, options), nprocs=2)

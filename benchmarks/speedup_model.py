@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.report import machine, save
+from benchmarks.report import benchmark_parser, machine, save
 from petra import METHODS, BlockSpec, Keep, Method, Model, TensorSpec
 from petra.cost_model.autotune import choose_delays, tune
 from petra.cost_model.costs import BlockCost, StageCost, count_blocks, pipeline_costs, profile_blocks
@@ -28,6 +28,7 @@ from petra.cost_model.links import INSTANT, Link
 from petra.cost_model.simulator import predict
 from petra.models import revnet18, revnet34
 from petra.models.revnet import Downsample
+from petra.plan.plan import make_plan
 from petra.reversible import Coupling
 from petra.training import sgd
 
@@ -99,13 +100,22 @@ def _half(build: Callable[[], nn.Module], half: int) -> nn.Module:
     return Second(nn.Sequential(*layers[middle:])) if half else First(nn.Sequential(*layers[:middle]))
 
 
+def images(options: argparse.Namespace) -> TensorSpec:
+    """Return the spec of a microbatch of images."""
+    return TensorSpec((options.batch, 3, options.size, options.size), torch.float32)
+
+
+def one_block_per_stage(model: Model, costs: Sequence[BlockCost], options: argparse.Namespace) -> list[StageCost]:
+    """Return the costs of PETRA's stages with one block each."""
+    return pipeline_costs([[cost] for cost in costs], [stage.keeps for stage in make_plan(model, images(options)).stages])
+
+
 def block_costs(model: Model, options: argparse.Namespace) -> tuple[BlockCost, ...]:
     """Return the measured or counted costs of a model's blocks."""
-    inputs = TensorSpec((options.batch, 3, options.size, options.size), torch.float32)
     if options.flops:
-        return count_blocks(model, inputs)
+        return count_blocks(model, images(options))
     optimizer = partial(sgd, momentum=0.9, nesterov=True, weight_decay=5e-4)
-    return profile_blocks(model, inputs, optimizer=optimizer, channels_last=True, rounds=options.rounds)
+    return profile_blocks(model, images(options), optimizer=optimizer, channels_last=True, rounds=options.rounds)
 
 
 def speedups(name: str, stages: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -116,11 +126,9 @@ def speedups(name: str, stages: int, options: argparse.Namespace) -> dict[str, A
     model = {"revnet18": revnet18, "revnet34": revnet34}[name](width=options.width, stem=options.stem)
     whole, halves = ([replace(c, update=0.0) for c in block_costs(m, options)] for m in (model, halved(model)))
     link = Link(bandwidth=1e9 * options.bandwidth, latency=1e-6 * options.latency) if not options.flops else INSTANT
-    paper = pipeline_costs(
-        [[c] for c in whole], [PETRA.keep_of([c.reversible], last=i == len(whole) - 1) for i, c in enumerate(whole)]
-    )
+    paper = one_block_per_stage(model, whole, options)
     sequential_whole = predict(paper, METHODS["reversible"], link=link).period
-    finer = pipeline_costs([[c] for c in halves], [PETRA.keep_of([c.reversible], last=False) for c in halves])
+    finer = one_block_per_stage(halved(model), halves, options)
     # Half blocks are measured separately from whole blocks. Compare with the faster of the two sequential runs.
     sequential = min(sequential_whole, sum(c.forward + c.backward for c in finer))
     partitions: dict[str, Sequence[StageCost]] = {
@@ -156,16 +164,14 @@ def against_1f1b(stages: int, k: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--size", type=int, default=32, help="image size in pixels")
+    parser = benchmark_parser(__doc__, 3, "measurements of each block; the fastest counts")
+    parser.add_argument("--batch", type=int, default=64, help="images per microbatch")
+    parser.add_argument("--size", type=int, default=32, help="side of an image in pixels")
     parser.add_argument("--width", type=float, default=1.0, help="factor of the number of channels")
-    parser.add_argument("--stem", choices=("cifar", "imagenet"), default="cifar")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each block; the fastest counts")
+    parser.add_argument("--stem", choices=("cifar", "imagenet"), default="cifar", help="first block of the network")
     parser.add_argument("--flops", action="store_true", help="use FLOPs as costs and instant links")
     parser.add_argument("--bandwidth", type=float, default=float("inf"), help="bandwidth of a link in each direction (GB/s)")
     parser.add_argument("--latency", type=float, default=0.0, help="latency of a link (microseconds)")
-    parser.add_argument("--out", help="JSON file to write")
     options = parser.parse_args()
     torch.set_num_threads(1)
     figures: dict[str, Any] = {"machine": machine(), "options": vars(options), "speedups": {}, "periods": {}}

@@ -1,4 +1,7 @@
-"""Two balanced reversible stages in two processes: PETRA against the same processes taking turns, and pipeline efficiency.
+"""Measure PETRA's speed-up and efficiency on two balanced reversible stages in two processes.
+
+The speed-up is relative to the same processes taking turns. The efficiency is the compute time of the slower stage divided by the
+period.
 
 python -m benchmarks.two_stages --out runs/two_stages.json
 """
@@ -16,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.report import machine, ratio, save, spread, table
+from benchmarks.report import benchmark_parser, machine, ratio, save, spread, table
 from benchmarks.reversible_sequence import branch
 from petra import BlockSpec, Keep, Method, Model, Pipeline, TensorSpec
 from petra.process_memory import keep_freed_memory
@@ -32,7 +35,7 @@ METHODS: dict[str, tuple[Method, TransportName]] = {
 
 
 class Split(nn.Module):
-    """Data with twice the channels as two streams: a first block that costs next to nothing."""
+    """Split data with twice the channels into two streams. The cost is negligible."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x1, x2 = x.chunk(2, dim=1)
@@ -40,6 +43,8 @@ class Split(nn.Module):
 
 
 class Head(nn.Module):
+    """Linear classifier of both streams, averaged over the image."""
+
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.linear = nn.Linear(2 * channels, 10)
@@ -49,6 +54,8 @@ class Head(nn.Module):
 
 
 class Noise:
+    """One microbatch of noise, repeated."""
+
     def __init__(self, spec: TensorSpec) -> None:
         self._x, self._y = torch.randn(spec.shape), torch.randint(10, (spec.shape[0],))
 
@@ -60,24 +67,26 @@ class Noise:
 
 
 def build(options: argparse.Namespace) -> tuple[Model, TensorSpec, list[int]]:
-    block = partial(_coupling, options.channels)
+    """Return the model, its inputs, and the number of blocks in each of the two stages."""
+    block = partial(coupling, options.channels)
     reversible = [BlockSpec(f"block{i}", block) for i in range(2 * options.blocks)]
     model = Model("balanced", (BlockSpec("split", Split), *reversible, BlockSpec("head", partial(Head, options.channels))))
     inputs = TensorSpec((options.batch, 2 * options.channels, options.size, options.size), torch.float32)
     return model, inputs, [options.blocks + 1, options.blocks + 1]
 
 
-def _coupling(channels: int) -> Coupling:
+def coupling(channels: int) -> Coupling:
+    """Return a reversible block."""
     return Coupling(branch(channels))
 
 
 def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
-    """One of the two processes: for each round and method the period, and between them the pure compute of its stage."""
+    """Run one of the two processes. Write the period of every method and the compute time of the stage in each round."""
     torch.set_num_threads(1)
     keep_freed_memory()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     model, inputs, stages = build(options)
-    stream = Noise(inputs)
+    data = Noise(inputs)
     pipelines = {
         name: Pipeline(
             model,
@@ -91,7 +100,7 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
         )
         for name, (method, transport) in METHODS.items()
     }
-    apart = Pipeline(
+    bare = Pipeline(
         model,
         inputs,
         method=METHODS["petra, d = 2, lockstep"][0],
@@ -102,9 +111,9 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
     )
     figures: dict[str, list[float]] = {name: [] for name in [*METHODS, "compute"]}
     for round_ in range(options.rounds + 1):
-        row = {name: period(pipeline, stream, options.microbatches) for name, pipeline in pipelines.items()}
+        row = {name: period(pipeline, data, options.microbatches) for name, pipeline in pipelines.items()}
         dist.barrier()
-        row["compute"] = compute(apart, stream, rank, options.microbatches // options.k * options.k)
+        row["compute"] = compute(bare, data, rank, options.microbatches // options.k * options.k)
         if round_ > 0:
             for name, seconds in row.items():
                 figures[name].append(seconds)
@@ -113,27 +122,28 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of all contestants."""
     return torch.optim.SGD(module.parameters(), lr=1e-3, momentum=0.9, nesterov=True, fused=True)
 
 
-def period(pipeline: Pipeline, stream: Noise, microbatches: int) -> float:
-    """Seconds per microbatch over those that the first stage takes back while it still sends others forward, whole updates only."""
+def period(pipeline: Pipeline, data: Noise, microbatches: int) -> float:
+    """Return the seconds per microbatch over whole updates, as long as the first stage still runs forwards."""
     times: list[float] = []
-    pipeline.train(stream, microbatches, on_microbatch=lambda _: times.append(time.perf_counter()))
+    pipeline.train(data, microbatches, on_microbatch=lambda _: times.append(time.perf_counter()))
     steady = times[: microbatches - pipeline.plan.delays[0]]
     whole = (len(steady) - 1) // pipeline.plan.k * pipeline.plan.k
     return (steady[whole] - steady[0]) / whole if steady else 0.0
 
 
-def compute(pipeline: Pipeline, stream: Noise, rank: int, microbatches: int) -> float:
-    """Seconds per microbatch of this stage's forward, backward and share of the update in a bare loop, no messages.
+def compute(pipeline: Pipeline, data: Noise, rank: int, microbatches: int) -> float:
+    """Return the seconds per microbatch of this stage's forward, backward and share of the update, in a loop without messages.
 
-    Both processes do this at the same time, so that they share caches and memory as they do in the pipeline.
+    Both processes run this at the same time, so they share caches and memory as in the pipeline.
     """
     worker = pipeline.workers[rank]
     stage = worker.stage
     x1, x2 = (t.contiguous(memory_format=torch.channels_last) for t in torch.randn(2, *_stream_shape(pipeline)))
-    x = (stream.inputs(0),) if rank == 0 else (x1, x2)
+    x = (data.inputs(0),) if rank == 0 else (x1, x2)
     start = time.perf_counter()
     for m in range(microbatches):
         y = stage.forward(m, x)
@@ -148,15 +158,13 @@ def _stream_shape(pipeline: Pipeline) -> tuple[int, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=8, help="reversible blocks of a stage")
-    parser.add_argument("--channels", type=int, default=64)
-    parser.add_argument("--size", type=int, default=8, help="pixels of a side")
-    parser.add_argument("--batch", type=int, default=16)
+    parser = benchmark_parser(__doc__, 25)
+    parser.add_argument("--blocks", type=int, default=8, help="reversible blocks per stage")
+    parser.add_argument("--channels", type=int, default=64, help="channels of each stream")
+    parser.add_argument("--size", type=int, default=8, help="side of an image in pixels")
+    parser.add_argument("--batch", type=int, default=16, help="images per microbatch")
     parser.add_argument("--k", type=int, default=4, help="microbatches per update")
-    parser.add_argument("--microbatches", type=int, default=15, help="of one round of one method")
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--out", help="JSON file to write")
+    parser.add_argument("--microbatches", type=int, default=15, help="microbatches of one round of one method")
     options = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as folder:
@@ -170,8 +178,8 @@ def main() -> None:
     print(f"Two stages of {options.blocks} blocks, {options.channels} channels, {options.size} pixels, batch {options.batch}\n")
     rows = {name: spread(values) for name, values in periods.items()}
     print(table(rows | {f"compute, stage {r + 1}": spread(figures[r]["compute"]) for r in range(2)}, "s per microbatch"))
-    print("\nTimes faster than taking turns:\n\n" + table(speedups, ""))
-    print("\nEfficiency (the slower stage's pure compute over the period):\n\n" + table(efficiencies, ""))
+    print("\nSpeed-up over taking turns:\n\n" + table(speedups, ""))
+    print("\nEfficiency (compute time of the slower stage divided by the period):\n\n" + table(efficiencies, ""))
     save(
         options.out,
         {"machine": machine(), "options": vars(options), "figures": figures, "speedup": speedups, "efficiency": efficiencies},

@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
+from launch.run.folder import history
 from launch.run.markdown import table
 from petra.analysis.plots import curves
-from petra.errors import PetraError, invalid
+from petra.errors import PetraError
 
 HEADER = ("run", "method", "d", "k", "epochs", "train loss", "test loss", "test accuracy", "best")
 
@@ -50,19 +49,6 @@ def main(arguments: list[str] | None = None) -> None:
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         curves(histories, options.out, "")
-
-
-def history(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's metrics.jsonl, one for each epoch.
-
-    Raises:
-        ConfigError: If the folder is not a run's, or the run has not finished an epoch.
-    """
-    path = folder / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    if not rows:
-        raise invalid("runs", "folders of runs with a finished epoch", f"{folder}, where metrics.jsonl has none")
-    return rows
 
 
 if __name__ == "__main__":

@@ -67,7 +67,8 @@ def invalid(name: str, expected: str, got: object, kind: type[PetraError] = Conf
         got: What was found.
         kind: Class of the error.
     """
-    return kind(f"{name}: expected {expected}, got {got}")
+    value = str(got).lower() if isinstance(got, bool) else got  # as in a configuration
+    return kind(f"{name}: expected {expected}, got {value}")
 
 
 def require(condition: bool, name: str, expected: str, got: object, kind: type[PetraError] = ConfigError) -> None:
@@ -76,7 +77,7 @@ def require(condition: bool, name: str, expected: str, got: object, kind: type[P
         raise invalid(name, expected, got, kind)
 
 
-def alternatives(values: Iterable[str]) -> str:
+def one_of(values: Iterable[str]) -> str:
     """Return the accepted values as text: ``auto, local or edge``."""
     *others, last = values
     return f"{', '.join(others)} or {last}" if others else last

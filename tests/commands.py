@@ -1,7 +1,7 @@
-"""The commands of README.md and docs/, and a script that runs them, made small: ``python -m tests.commands [PAGE ...]``.
+"""Run the commands of README.md and docs/ with small sizes: ``python -m tests.commands [PAGE ...]``.
 
-Each page's commands run in their order in a folder of their own. Trainings get one epoch of a few synthetic images at a quarter
-of the width, benchmarks one round. Commands that need other programs than Python are named and left out.
+The commands of each page run in their order, in a new folder. Trainings get one epoch of a few synthetic images at a quarter of the
+width, benchmarks one round. Commands that need programs other than Python are listed and skipped.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ SMALL_TEXT = (f"data.root={ROOT / 'README.md'}", "trainer.limit_batches=2", "tra
 
 
 def inline(text: str) -> list[str]:
-    """All `code` outside of fenced blocks, on one line each."""
+    """Return all `code` outside of fenced blocks, each on one line."""
     return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", FENCE.sub("", text))]
 
 
 def commands(path: Path) -> Iterator[str]:
-    """A page's commands, in blocks and in sentences, without their comments; lines that belong together are joined."""
+    """Yield the commands of a page, in blocks and in sentences, without comments. Continued lines are joined."""
     text = path.read_text(encoding="utf-8")
     for language, block in FENCE.findall(text):
         if language == "sh":
@@ -45,7 +45,7 @@ def commands(path: Path) -> Iterator[str]:
 
 
 def small(command: str) -> list[str] | None:
-    """The command's words, made small; None for a command that isn't Python's, or takes long."""
+    """Return the words of a command with small sizes, or None for a command that isn't Python or takes long."""
     words = shlex.split(command.replace("-per-node N", "-per-node 2"))
     start = next(i for i, word in enumerate(words) if not re.match(r"[A-Z_]+=", word))
     if start or words[0] not in ("python", "torchrun") or "--slurm" in words:
@@ -61,12 +61,12 @@ def small(command: str) -> list[str] | None:
         ]
     if modules and modules[-1].startswith("benchmarks."):
         return [*words, "--rounds", "1"]
-    # A sentence that names it; and what would train for hours, of which tests/launch/test_reproduce.py runs small versions.
+    # launch.compare is named without runs. Reproductions would train for hours; tests/launch/test_reproduce.py runs small ones.
     return [*words, "--help"] if words[-1] == "launch.compare" or "launch.reproduce" in modules else words
 
 
 def main() -> None:
-    """Runs them and prints how each ended; exits with 1 if one failed."""
+    """Run the commands and print how each ended. Exit with status 1 if one failed."""
     pages = [Path(name).resolve() for name in sys.argv[1:]] or PAGES
     failed = []
     for path in pages:
@@ -76,7 +76,7 @@ def main() -> None:
             for command in commands(path):
                 words = small(command)
                 if words is None:
-                    print(f"left out   {path.name}: {command}", flush=True)
+                    print(f"skipped    {path.name}: {command}", flush=True)
                     continue
                 environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
                 done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Contestants of the benchmarks compute the same, and the commands run, with tiny sizes."""
+"""Test that the contestants of the benchmarks compute the same, and run benchmark commands with tiny sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import pipelines, reversible_sequence, scaling
+from benchmarks import pipelines, reversible_sequence, scaling, simulator_check
 from benchmarks.pipeline_peers import Batches, Run, Setting
 from benchmarks.reversible_peers import LIBRARIES, PEERS, gradients
 from benchmarks.two_stages import build
@@ -30,32 +30,16 @@ def test_reversible_peers_have_the_gradients_of_plain_autograd(name: str) -> Non
 
 
 def run(main: object, monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> dict[str, object]:
-    """The figures that a benchmark saves."""
+    """Run a benchmark, and return the figures that it saves."""
     monkeypatch.setattr(sys, "argv", ["benchmark", "--out", str(folder / "figures.json"), "--rounds", "1", *arguments])
     main()  # type: ignore[operator]
     return json.loads((folder / "figures.json").read_text())
 
 
-def test_pipelines_make_plain_updates_and_are_timed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The command itself compares each contestant's first update with plain autograd's."""
-    sizes = (
-        "--k",
-        "1,3",
-        "--blocks",
-        "2",
-        "--channels",
-        "4",
-        "--size",
-        "4",
-        "--batch",
-        "2",
-        "--microbatches",
-        "1",
-        "--threads",
-        "1",
-    )
+@pytest.mark.processes
+def test_pipelines_make_plain_updates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run the command, which itself compares each contestant's first update with plain autograd's."""
+    sizes = ["--k=1,3", "--blocks=2", "--channels=4", "--size=4", "--batch=2", "--microbatches=1", "--threads=1"]
     found = run(pipelines.main, monkeypatch, tmp_path, *sizes)
     missing = found["not_installed"]
     assert set(found["periods"]) == {"1", "3"}
@@ -67,26 +51,26 @@ def test_pipelines_make_plain_updates_and_are_timed(
     assert "| 18 | 3 | " in printed
 
 
-def test_an_update_that_is_not_plain_autograds_is_refused() -> None:
+def test_an_update_that_differs_from_plain_autograd_is_an_error() -> None:
     model, inputs, stages = build(argparse.Namespace(blocks=1, channels=4, size=4, batch=2))
     setting = Setting(model, inputs, tuple(stages), k=2, rank=0)
     before, after = pipelines.plain_update(setting, Batches(inputs, 2))
     blocks = dict(enumerate(model.build(0).children()))
-    with pytest.raises(AssertionError, match="lazy: block 1 moved"):
+    with pytest.raises(AssertionError, match="lazy: the update of block 1 differs"):
         pipelines.require_plain_update("lazy", Run(lambda updates: 0.0, blocks), before, after)
 
 
 @pytest.mark.parametrize("stages", [2, 10, 18])
 @pytest.mark.parametrize("k", [1, 3, 32])
-def test_simulated_periods_are_those_in_closed_form(stages: int, k: int) -> None:
-    """In forward units: 4 and 3 without a flush, 3 (k + J - 1) / k with one, whatever k."""
+def test_simulated_periods_equal_the_closed_form(stages: int, k: int) -> None:
+    """Compare with 4 and 3 forwards without a flush, and 3 (k + J - 1) / k forwards with a flush."""
     costs = {"nothing": asdict(StageCost(1, 3)), "graph": asdict(StageCost(1, 2))}
     found = pipelines.simulated(costs, {"bandwidth": float("inf"), "latency": 0.0}, stages, k)
     flushed = 3 * (k + stages - 1) / k
     assert found == pytest.approx({"PETRA, nothing kept": 4, "PETRA, graphs kept": 3, "1F1B": flushed, "GPipe": flushed})
 
 
-def test_seconds_by_work_and_their_line() -> None:
+def test_seconds_by_work_and_their_linearity() -> None:
     options = argparse.Namespace(channels=4, size=4, microbatches=1, rounds=1)
     found = scaling.seconds({2: (2, 2), 4: (4, 2)}, options)
     assert list(found) == [2, 4]
@@ -96,12 +80,27 @@ def test_seconds_by_work_and_their_line() -> None:
     assert bent["r_squared"] < 0.5
 
 
-def test_a_reversible_stage_in_its_own_process_holds_nothing(tmp_path: Path) -> None:
-    _, (nothing, graphs), _ = run_processes(3, held_of_each_keep, tmp_path)
+@pytest.mark.processes
+def test_simulator_check_measures_and_predicts_every_method(tmp_path: Path) -> None:
+    found, _ = run_processes(2, compare_simulator, tmp_path)
+    assert set(found) == set(simulator_check.METHODS)
+    for figures in found.values():
+        assert min(figures["measured"]) > 0
+        assert min(figures["predicted"]) > 0
+
+
+def compare_simulator(rank: int) -> dict[str, dict[str, list[float]]]:
+    options = argparse.Namespace(blocks="1,1", channels=4, size=4, batch=2, k=2, microbatches=4, rounds=1)
+    return simulator_check.compare(rank, options)
+
+
+@pytest.mark.processes
+def test_a_reversible_stage_in_its_own_process_stores_nothing(tmp_path: Path) -> None:
+    _, (nothing, graphs), _ = run_processes(3, stored_by_keep, tmp_path)
     assert nothing == 0
     assert graphs > 0
 
 
-def held_of_each_keep(rank: int) -> list[float]:
+def stored_by_keep(rank: int) -> list[float]:
     options = argparse.Namespace(channels=4, size=4, batch=2)
-    return [scaling.stage_memory(rank, [2, 2, 2], keep, options)["held"] for keep in scaling.KEEPS]
+    return [scaling.stage_memory(rank, [2, 2, 2], keep, options)["stored"] for keep in scaling.KEEPS]

@@ -27,7 +27,7 @@ from torch.distributed.run import get_args_parser
 
 from examples.own_model import Patches, branch
 from launch.config.errors import CONF
-from launch.config.schema import register, to_config
+from launch.config.schema import Config, register, to_config
 from launch.reference import page
 from launch.run.build import set_up
 from launch.runtime.rank import Process
@@ -35,6 +35,8 @@ from launch.sweep import jobs
 from petra import Model, TensorSpec
 from petra.analysis import timeline
 from tests.commands import FENCE, PAGES, ROOT, TRAINS, commands, inline
+
+pytestmark = pytest.mark.usefixtures("shared_profiles")
 
 GROUPS = "model|data|method|remedy|optim|schedule|trainer|checkpoint|cluster|logger|experiment"
 KEY = re.compile(rf"(?:k|dp|seed|run_dir|resume|init_from|dry_run|(?:{GROUPS})(?:\.\w+)?)=\S+")
@@ -69,7 +71,7 @@ def test_a_command_means_something(command: str, tmp_path: Path) -> None:
     else:
         assert words[0] in OTHERS, f"no check for {words[0]}"
         for job in jobs([text for text in re.split(r"[\s'\"]+", command.partition(words[0])[2]) if KEY.fullmatch(text)], tmp_path):
-            to_config(composed(*job.overrides))
+            configured(*job.overrides)
 
 
 def check_python(words: list[str], environment: dict[str, str], out: Path) -> None:
@@ -104,8 +106,7 @@ def check_python(words: list[str], environment: dict[str, str], out: Path) -> No
         processes = [int(n) for n in environment["NPROC_PER_NODE"].split(",")]
         world = sum(processes) if len(processes) > 1 else processes[0] * int(environment["NNODES"])
     for job in jobs(overrides, out):
-        config = to_config(composed(*job.overrides))
-        set_up(replace(config, trainer=replace(config.trainer, device="cpu")), Process(0, world, 0, world))
+        plan(world, *job.overrides)
 
 
 @cache
@@ -131,13 +132,26 @@ def composed(*overrides: str) -> Any:
         return compose("config", [*overrides])
 
 
+@cache
+def configured(*overrides: str) -> Config:
+    """Return the configuration of a command line. Pages repeat command lines."""
+    return to_config(composed(*overrides))
+
+
+@cache
+def plan(world: int, *overrides: str) -> None:
+    """Plan a command line's run in ``world`` processes on the CPU."""
+    config = configured(*overrides)
+    set_up(replace(config, trainer=replace(config.trainer, device="cpu")), Process(0, world, 0, world))
+
+
 @by_page
 def test_settings_in_sentences_are_settings(path: Path) -> None:
     if path.name == "configuration.md":
         return  # made, and every file of every group is planned by another test
     for code in inline(path.read_text(encoding="utf-8")):
         if all(KEY.fullmatch(word) for word in code.split()) and not re.search(r"=[A-Z<]|experiment=", code):
-            to_config(composed(*code.split()))
+            configured(*code.split())
 
 
 def anchors(page: Path) -> set[str]:

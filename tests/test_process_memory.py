@@ -27,6 +27,7 @@ print(faults() - before)
 """
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc is Linux's")
 @pytest.mark.parametrize("environment", [{}, {"MALLOC_ARENA_MAX": "4"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=4"}])
 def test_freed_memory_is_reused_unless_the_environment_configures_malloc(

@@ -10,7 +10,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING
 
-from petra.errors import alternatives, invalid
+from petra.errors import invalid
+from petra.errors import one_of as listed
 
 _KINDS = {
     int: ("an integer", "integers"),
@@ -54,7 +55,7 @@ def number(*, least: float = -inf, above: float = -inf, below: float = inf, most
 
 def one_of(names: Collection[str]) -> Check:
     """Accept the given names."""
-    return Check(lambda value: value in tuple(names), lambda: alternatives(names))
+    return Check(lambda value: value in tuple(names), lambda: listed(names))
 
 
 def satisfies(holds: Callable[[Any], bool], expected: str) -> Check:

@@ -13,7 +13,7 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, ValidationEr
 
 import conf
 from launch.config.checks import Key, schema_keys
-from petra.errors import ConfigError, PetraError, alternatives, invalid
+from petra.errors import ConfigError, PetraError, invalid, one_of
 
 CONF = str(Path(conf.__file__).parent)
 
@@ -56,7 +56,7 @@ def _unknown_file(path: str) -> PetraError:
         name = f"{rest}/{name}"
     folder = Path(CONF, group)
     files = sorted(str(file.relative_to(folder).with_suffix("")) for file in folder.rglob("*.yaml"))
-    return invalid(group, alternatives(files), name)
+    return invalid(group, one_of(files), name)
 
 
 def _suggestion(key: str, keys: Mapping[str, Key]) -> str:
@@ -68,7 +68,7 @@ def _suggestion(key: str, keys: Mapping[str, Key]) -> str:
     for names, wanted in ((siblings, name), (anywhere, name), (full, key)):
         if near := get_close_matches(wanted, names, 1, 0.7):
             return f"did you mean {names[near[0]]}?"
-    return f"expected {alternatives(list(siblings or (known for known in keys if '.' not in known)))}"
+    return f"expected {one_of(list(siblings or (known for known in keys if '.' not in known)))}"
 
 
 def _expected(key: str, keys: Mapping[str, Key]) -> str:

@@ -1,4 +1,4 @@
-"""``python -m launch.reproduce``."""
+"""Run ``python -m launch.reproduce``."""
 
 from launch.reproduce.command import main
 

@@ -1,8 +1,8 @@
-"""Targets that compare accuracies of whole runs: PETRA's Tables 2 and 4 and Fig. 4."""
+"""Targets that compare the accuracy of whole runs: PETRA's Tables 2 and 4 and Fig. 4."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import mean, stdev
 from typing import Any
@@ -10,10 +10,10 @@ from typing import Any
 from launch.reproduce.paper import TABLE2
 from launch.reproduce.report import Report, Request, Scale
 from launch.reproduce.runs import Run, collect, job, missing
+from launch.run.jobs import Job
 from launch.run.markdown import table
-from launch.sweep import Job
 from petra.analysis.plots import Panel
-from petra.errors import ConfigError
+from petra.errors import require
 
 SHORT = ("experiment=cifar10_short", "trainer.precision=bf16")
 SIX_EPOCHS = (*SHORT, "trainer.epochs=6", "schedule.milestones=[3,5]")
@@ -24,54 +24,46 @@ DATA = ("cifar10", "imagenet32", "imagenet")
 ROWS = {
     "backpropagation": "reversible",
     "delayed gradients": "delayed",
-    "without parameter buffer": "dsp",
-    "without input buffer": "reconstruct_stashed",
+    "without parameter buffers": "dsp",
+    "without input buffers": "reconstruct_stashed",
     "PETRA: without either": "petra",
 }
-"""Table 4: row and method."""
+"""Rows of Table 4, with the method of each."""
 
 
 def table2(request: Request) -> Report:
-    """Accuracy by method and model; ``data=cifar10``, the default, imagenet32 or imagenet at scale=paper."""
+    """Compare accuracy by method and model (PETRA, Table 2).
+
+    At scale=paper the override ``data`` selects cifar10 (default), imagenet32 or imagenet.
+    """
     smaller = f"backprop of a ResNet-18, reversible and petra, {SMALL}, 10 epochs, k = 4, one seed"
     request.require_gpus(1, smaller)
     paper = request.scale is Scale.PAPER
     data = [word.removeprefix("data=") for word in request.overrides if word.startswith("data=")][-1:] or ["cifar10"]
     rows = list(TABLE2) if paper else [row for row in TABLE2 if row[1].endswith("18")]
-    if paper and data[0] not in DATA:
-        raise ConfigError(f"data: found {data[0]}, accepted are {', '.join(DATA)} with table2 scale=paper")
     if paper:
+        require(data[0] in DATA, "data", f"one of {', '.join(DATA)} for table2 at scale=paper", data[0])
         request = replace(request, overrides=tuple(word for word in request.overrides if not word.startswith("data=")))
-    wanted: dict[str, Job] = {}
-    for method, model in rows:
-        setting = (f"model={model}", f"method={method}")
-        if not paper:
-            wanted[f"{method}_{model}"] = job(request, f"short_{method}_{model}", *SHORT, *setting)
-            continue
-        ks = ACCUMULATIONS if method == "petra" else (4 if data[0] == "imagenet" else 2,)
-        for k in ks:
-            for seed in SEEDS if data[0] == "cifar10" else SEEDS[:1]:
-                name = f"{data[0]}_{method}_{model}_k{k}_s{seed}"
-                wanted[name] = job(request, name, f"experiment=petra/{data[0]}", *setting, f"k={k}", f"seed={seed}")
+    wanted = _table2_jobs(request, rows, data[0])
     found = collect(request, wanted)
     lines = []
     for method, model in rows:
-        of_k: dict[int, list[Run]] = {}
+        by_k: dict[int, list[Run]] = {}
         for run in (run for name, run in found.items() if f"{method}_{model}" in name):
-            of_k.setdefault(run.summary["k"], []).append(run)
-        if not of_k:
+            by_k.setdefault(run.summary["k"], []).append(run)
+        if not by_k:
             continue
-        k, runs = max(of_k.items(), key=lambda item: mean(run.summary["train_accuracy"] for run in item[1]))
-        printed = f"{TABLE2[method, model][DATA.index(data[0])]:.1f} %" if paper else "–"
+        k, runs = max(by_k.items(), key=lambda item: mean(run.summary["train_accuracy"] for run in item[1]))
+        published = f"{TABLE2[method, model][DATA.index(data[0])]:.1f} %" if paper else "–"
         parameters = f"{runs[0].summary['parameters'] / 1e6:.2f}"
-        lines.append([method, model, parameters, str(k), f"{100 * mean(_accuracies(runs)):.2f} %", printed])
+        lines.append([method, model, parameters, str(k), f"{100 * mean(_accuracies(runs)):.2f} %", published])
     text = table(("method", "model", "million parameters", "k", "test accuracy", "paper"), lines) + missing(list(wanted), found)
-    note = "k of PETRA: the best on the training data, as in the paper." if paper else f"Smaller than the paper: {smaller}."
+    note = "For PETRA, k is the one with the best training accuracy, as in the paper." if paper else _smaller_than_paper(smaller)
     return Report(f"{text}\n{note}\n", _records(found))
 
 
 def table4(request: Request) -> Report:
-    """Accuracy of the five rows at k = 1, three seeds."""
+    """Compare the accuracy of delayed gradients with and without buffers, at k = 1 with three seeds (PETRA, Table 4)."""
     smaller = f"{SMALL}, 6 epochs, three seeds"
     request.require_gpus(1, smaller)
     models = ("revnet18", "revnet34", "revnet50") if request.scale is Scale.PAPER else ("revnet18",)
@@ -94,18 +86,19 @@ def table4(request: Request) -> Report:
             if not accuracies:
                 continue
             exact = mean(accuracies) if method == "reversible" else exact
-            behind = "" if exact is None or method == "reversible" else f"{exact - mean(accuracies):.2f}"
-            each = ", ".join(f"{accuracy:.2f}" for accuracy in accuracies)
-            lines.append([model, row, f"`{method}`", mean_and_deviation(accuracies), behind, each])
-    header = ("model", "row", "here", "test accuracy, % (mean ± deviation)", "behind backpropagation", "each seed")
-    note = "The paper's own figures were not at hand. Backpropagation is done by `reversible`, whose gradients are the same." + (
-        "" if request.scale is Scale.PAPER else f" Smaller than the paper: {smaller}."
+            gap = "" if exact is None or method == "reversible" else f"{exact - mean(accuracies):.2f}"
+            by_seed = ", ".join(f"{accuracy:.2f}" for accuracy in accuracies)
+            lines.append([model, row, f"`{method}`", mean_and_deviation(accuracies), gap, by_seed])
+    header = ("model", "row", "method", "test accuracy, % (mean ± standard deviation)", "below backpropagation", "each seed")
+    note = (
+        "The paper's own figures were not available. The method `reversible` stands for backpropagation, because its gradients are "
+        "the same." + ("" if request.scale is Scale.PAPER else f" {_smaller_than_paper(smaller)}")
     )
     return Report(f"{table(header, lines)}{missing(list(wanted), found)}\n{note}\n", _records(found))
 
 
 def fig4(request: Request) -> Report:
-    """Accuracy against k; the mean over the last 10 epochs, as in the paper, or the last epoch."""
+    """Compare accuracy at different k (PETRA, Fig. 4): the mean of the last 10 epochs as in the paper, or the last epoch."""
     smaller = f"{SMALL}, 6 epochs, one seed, the last epoch"
     request.require_gpus(1, smaller)
     paper = request.scale is Scale.PAPER
@@ -116,40 +109,65 @@ def fig4(request: Request) -> Report:
         for method in ("petra", "reversible")
     }
     found = collect(request, wanted)
-    values = {name: 100 * mean(row["test_accuracy"] for row in run.rows[-(10 if paper else 1) :]) for name, run in found.items()}
-    lines = []
-    for k in ACCUMULATIONS:
-        pair = [values.get(f"k{k}_{method}") for method in ("petra", "reversible")]
-        age = [f"{_delay(run) / k:g}" for name, run in found.items() if name == f"k{k}_petra"]
-        behind = f"{pair[1] - pair[0]:.2f}" if pair[0] is not None and pair[1] is not None else ""
-        lines.append([str(k), *("" if v is None else f"{v:.2f} %" for v in pair), behind, *(age or [""])])
-    header = ("k", "PETRA", "reversible backprop", "behind", "age of the first stage's gradient (updates)")
-    drawn = {
+    epochs = 10 if paper else 1
+    values = {name: 100 * mean(row["test_accuracy"] for row in run.rows[-epochs:]) for name, run in found.items()}
+    curves = {
         label: [(k, values[f"k{k}_{method}"]) for k in ACCUMULATIONS if f"k{k}_{method}" in values]
         for label, method in (("PETRA", "petra"), ("reversible backprop", "reversible"))
     }
-    note = "The paper's curves meet at k = 32 (RevNet-18 on ImageNet); it prints no numbers." + (
-        "" if paper else f" Smaller than the paper: {smaller}."
+    note = "In the paper the two curves meet at k = 32 (RevNet-18 on ImageNet). The paper prints no numbers." + (
+        "" if paper else f" {_smaller_than_paper(smaller)}"
     )
-    panel = Panel("k, microbatches of 64 images per update", "test accuracy (%)", drawn, powers=True)
-    text = f"{table(header, lines)}{missing(list(wanted), found)}\n{note}\n"
+    panel = Panel("k, microbatches of 64 images per update", "test accuracy (%)", curves, powers=True)
+    text = f"{_fig4_table(found, values)}{missing(list(wanted), found)}\n{note}\n"
     return Report(text, {"accuracies": values, "runs": _records(found)}, [panel], columns=1)
 
 
 def mean_and_deviation(values: Sequence[float]) -> str:
-    """As ``79.31 ± 0.50``; without a deviation of a single value."""
+    """Return mean and standard deviation as ``79.31 ± 0.50``, or only the value if there is one."""
     return f"{mean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
+
+
+def _table2_jobs(request: Request, rows: Sequence[tuple[str, str]], data: str) -> dict[str, Job]:
+    """Return the runs of Table 2 by name, for pairs of method and model."""
+    wanted: dict[str, Job] = {}
+    for method, model in rows:
+        setting = (f"model={model}", f"method={method}")
+        if request.scale is Scale.CPU:
+            wanted[f"{method}_{model}"] = job(request, f"short_{method}_{model}", *SHORT, *setting)
+            continue
+        ks = ACCUMULATIONS if method == "petra" else (4 if data == "imagenet" else 2,)
+        for k in ks:
+            for seed in SEEDS if data == "cifar10" else SEEDS[:1]:
+                name = f"{data}_{method}_{model}_k{k}_s{seed}"
+                wanted[name] = job(request, name, f"experiment=petra/{data}", *setting, f"k={k}", f"seed={seed}")
+    return wanted
+
+
+def _fig4_table(found: Mapping[str, Run], values: Mapping[str, float]) -> str:
+    """Return the table of Fig. 4, given the accuracy of each run."""
+    lines = []
+    for k in ACCUMULATIONS:
+        petra, reversible = (values.get(f"k{k}_{method}") for method in ("petra", "reversible"))
+        gap = f"{reversible - petra:.2f}" if petra is not None and reversible is not None else ""
+        staleness = f"{_first_delay(found[f'k{k}_petra']) / k:g}" if f"k{k}_petra" in found else ""
+        lines.append([str(k), *("" if v is None else f"{v:.2f} %" for v in (petra, reversible)), gap, staleness])
+    return table(("k", "PETRA", "reversible backprop", "difference", "staleness of the first stage's gradient (updates)"), lines)
+
+
+def _smaller_than_paper(smaller: str) -> str:
+    return f"Smaller than the paper: {smaller}."
 
 
 def _accuracies(runs: Sequence[Run]) -> list[float]:
     return [run.summary["test_accuracy"] for run in runs]
 
 
-def _delay(run: Run) -> int:
-    """τ of the first stage."""
+def _first_delay(run: Run) -> int:
+    """Return τ of the first stage."""
     delay: int | list[int] = run.summary["delay"]
     return sum(delay) if isinstance(delay, list) else delay * (int(run.summary["stages"]) - 1)
 
 
-def _records(found: dict[str, Run]) -> dict[str, Any]:
+def _records(found: Mapping[str, Run]) -> dict[str, Any]:
     return {name: run.record() for name, run in found.items()}

@@ -1,4 +1,4 @@
-"""Targets that are arithmetic of shapes: PETRA's Tables 3 and 6. Both scales are the same."""
+"""Targets computed from tensor shapes: PETRA's Tables 3 and 6. Both scales are the same."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ MODELS: dict[str, Callable[..., Model]] = {"revnet18": revnet18, "revnet34": rev
 
 
 def table3(request: Request) -> Report:
-    """Total memory of delayed gradients with and without buffers."""
+    """Compare the total memory of delayed gradients with and without buffers (PETRA, Table 3)."""
     model = revnet50(classes=1000, stem="imagenet")
     totals = {row: sum(stages) / 1e9 for row, stages in memory.table3(model, IMAGENET).items()}
-    both = {row: value / 1e9 for row, value in memory.buffers(model, IMAGENET).items()}
-    most = totals[True, True]
+    both_streams = {row: value / 1e9 for row, value in memory.buffers(model, IMAGENET).items()}
+    largest = totals[True, True]
     lines = [
-        [*_marks(row), f"{value:.2f}", f"{100 * (1 - value / most):.1f}", *map(str, TABLE3[row]), f"{both[row]:.1f}"]
+        [*_yes_no(row), f"{value:.2f}", f"{100 * (1 - value / largest):.1f}", *map(str, TABLE3[row]), f"{both_streams[row]:.1f}"]
         for row, value in totals.items()
     ]
     header = ("input buffers", "parameter buffers", "GB", "saved, %", "paper, GB", "paper, %", "buffers of both streams, GB")
-    note = "RevNet-50, ImageNet, batch 64, float32, k = 1; one block a stage. Both scales are the same."
+    note = "RevNet-50, ImageNet, batch 64, float32, k = 1, one block per stage. Both scales are the same."
     return Report(f"{table(header, lines)}\n{note}\n", [{"inputs": x, "parameters": p, "GB": v} for (x, p), v in totals.items()])
 
 
 def table6(request: Request) -> Report:
-    """The same by stage, for the paper's three networks."""
+    """List the memory of Table 3 by stage, for the paper's three networks (PETRA, Table 6)."""
     parts, data = [], {}
     for name, build in MODELS.items():
         model = build(classes=1000, stem="imagenet")
@@ -47,11 +47,9 @@ def table6(request: Request) -> Report:
         lines.append(["all", "", "", *(f"{sum(found[row]) / 1e9:.2f}" for row in TABLE3)])
         header = ("stage", "block", "reversible", "inputs and parameters buffered", "inputs", "parameters", "neither: PETRA")
         parts.append(f"{name}, GB:\n\n{table(header, lines)}")
-    note = (
-        "ImageNet, batch 64, float32, k = 1, counted as in Table 3. The paper's figures were not at hand. Both scales are the same."
-    )
+    note = "ImageNet, batch 64, float32, k = 1, computed as in Table 3. The paper's figures were not available. Both scales agree."
     return Report("\n".join([*parts, note]) + "\n", data)
 
 
-def _marks(row: tuple[bool, bool]) -> list[str]:
-    return ["yes" if mark else "no" for mark in row]
+def _yes_no(row: tuple[bool, bool]) -> list[str]:
+    return ["yes" if value else "no" for value in row]

@@ -1,9 +1,8 @@
-"""What the papers print, for the tables beside ours.
+"""Figures printed in the papers, for comparison with ours.
 
-PETRA: Rivaud, Fournier, Pumir, Belilovsky, Eickenberg, Oyallon, arXiv 2406.02052. Its first version (June 2024) has Tables 1 to 3
-and Fig. 4, and is the source of what stands here unless another is named. Tables 4 to 6 and Fig. 5 and 6 came with the second
-version (ICLR 2025), whose text was not at hand: of their figures only the speed-ups of Table 5 are known here, so the others are
-left out.
+PETRA: Rivaud, Fournier, Pumir, Belilovsky, Eickenberg, Oyallon, arXiv 2406.02052. The figures below are from the first version
+(June 2024), which contains Tables 1 to 3 and Fig. 4, unless stated otherwise. The second version (ICLR 2025) added Tables 4 to 6
+and Fig. 5 and 6. Its text was not available: of these tables only the speed-ups of Table 5 are known, so the others are left out.
 
 RevNet: Gomez, Ren, Urtasun, Grosse, NeurIPS 2017, arXiv 1707.04585.
 """
@@ -17,9 +16,9 @@ TABLE1 = {
     "dsp": ("", "2(J − j)", "1", "1", "4J", "3"),
     "petra": ("0", "0", "1", "4", "4J", "3"),
 }
-"""By row: activations in graphs and in inputs of stage j, versions of parameters, volume of messages, work, and mean time of a
-batch if F and B of a stage run at the same time. The volume of 4 is that of backward messages, forward ones double (section
-3.3)."""
+"""By method: stored activations of stage j in graphs and in inputs, versions of its parameters, size of messages, compute, and mean
+time per batch if a stage runs forward and backward at the same time. The size of 4 is that of backward messages; forward messages
+are twice as large as without reversibility (section 3.3)."""
 
 TABLE2 = {
     ("backprop", "resnet18"): (95.0, 54.0, 70.8),
@@ -32,11 +31,12 @@ TABLE2 = {
     ("reversible", "revnet50"): (95.2, 59.7, 75.4),
     ("petra", "revnet50"): (94.5, 59.6, 74.8),
 }
-"""Test accuracy (%) on CIFAR-10 (mean of three runs), ImageNet32, ImageNet. PETRA's k is the best of 1, 2, 4, 8, 16, 32 on the
-training set; backpropagation has batches of 128 on the first two and 256 on ImageNet."""
+"""Test accuracy (%) on CIFAR-10 (mean of three runs), ImageNet32 and ImageNet, by method and model. For PETRA the paper takes the k
+of 1, 2, 4, 8, 16, 32 with the best training accuracy. Backpropagation uses batches of 128 on CIFAR-10 and ImageNet32 and of 256 on
+ImageNet."""
 
 TABLE3 = {(True, True): (44.5, 0.0), (True, False): (43.6, 2.0), (False, True): (21.2, 52.3), (False, False): (20.3, 54.3)}
-"""GB, and % saved, by (input buffers, parameter buffers)."""
+"""GB and percentage saved. The key is (input buffers, parameter buffers)."""
 
 TABLE5 = {"revnet18": (10, 3.0), "revnet34": (18, 2.4)}
-"""GPUs, and times as fast as reversible backpropagation whose stages take turns (second version)."""
+"""Number of GPUs, and speed-up over reversible backpropagation whose stages take turns, by model (second version)."""

@@ -1,4 +1,4 @@
-"""What is asked of a reproduction, and what it answers."""
+"""The request for a reproduction and its result."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from typing import Any
 import torch
 
 from petra.analysis.plots import Panel
-from petra.errors import ConfigError
+from petra.errors import require
 
 
 class Scale(StrEnum):
+    """Size of a reproduction."""
+
     PAPER = "paper"
-    """As published: needs GPUs and days, where it trains."""
+    """As published. Targets that train need GPUs and days."""
     CPU = "cpu"
-    """A smaller version that two cores finish in minutes to hours, which each target states."""
+    """A smaller version, which two CPU cores finish in minutes to hours. Each target states what is smaller."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A command line.
+    """The arguments of one command.
 
     Attributes:
-        overrides: of the configuration of all runs, behind the target's own.
-        out: folder of the results, with the runs in ``runs``.
-        folders: where finished runs may be taken from, beside ``out``.
-        processes: of each run on this machine.
-        gather: train nothing.
+        overrides: Overrides of the configuration of every run. They take precedence over those of the target.
+        out: Folder of the results. Runs are in its subfolder ``runs``.
+        folders: Further folders with finished runs that may be used.
+        processes: Number of processes of each run on this machine.
+        gather: Train nothing; use only finished runs.
     """
 
     scale: Scale
@@ -41,26 +43,30 @@ class Request:
     gather: bool = False
 
     def require_gpus(self, count: int, smaller: str) -> None:
-        """For training at the paper's scale.
+        """Check that this machine has the GPUs that training at the paper's scale needs.
+
+        Args:
+            count: Number of GPUs.
+            smaller: What scale=cpu runs instead.
 
         Raises:
-            ConfigError: this machine has fewer; says in one line what scale=cpu does instead.
+            ConfigError: If this machine has fewer GPUs.
         """
         found = torch.cuda.device_count()
-        if self.scale is Scale.PAPER and not self.gather and found < count:
-            raise ConfigError(f"scale: found paper with {found} GPU(s), accepted is paper with {count} or more, or cpu: {smaller}")
+        enough = self.scale is not Scale.PAPER or self.gather or found >= count
+        require(enough, "scale", f"cpu ({smaller}), or paper with at least {count} GPU(s)", f"paper with {found} GPU(s)")
 
 
 @dataclass(frozen=True)
 class Report:
-    """A result.
+    """The result of a target.
 
     Attributes:
         text: Markdown.
-        data: what the text was made from, for JSON.
-        panels: to draw; none for no picture.
-        columns: of the picture.
-        shaded: as :func:`petra.analysis.plots.panels`.
+        data: The figures that the text shows, for JSON.
+        panels: Diagrams to draw. If there are none, no picture is written.
+        columns: Number of diagrams in a row.
+        shaded: See :func:`petra.analysis.plots.panels`.
     """
 
     text: str
@@ -75,8 +81,8 @@ class Target:
     """One table or figure.
 
     Attributes:
-        make: may raise PetraError for a request that can't be met here.
-        trains: takes overrides, and folders of runs.
+        make: Function that makes the report. Raises PetraError if this machine can't meet the request.
+        trains: Whether the target trains networks, and so takes overrides and folders of runs.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""The runs that a reproduction needs: those that exist are taken, the others trained as ``launch.train`` would."""
+"""The runs that a reproduction needs. Finished runs are used; the others are trained as by ``launch.train``."""
 
 from __future__ import annotations
 
@@ -11,96 +11,101 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from launch import sweep
-from launch.compare import history
 from launch.config.compose import compose_overrides
 from launch.config.schema import AUTO
 from launch.reproduce.report import Request
+from launch.run.folder import history
+from launch.run.jobs import Job, check_job, run_here
 from launch.run.resume import changes_results, flat
-from launch.sweep import Job
 from petra.errors import PetraError
 
-ALSO = ("trainer.epochs", "trainer.stages")
-"""What must agree beside the keys that a resumed run may not change."""
+ALSO_COMPARED = ("trainer.epochs", "trainer.stages")
+"""Keys that must agree, in addition to those that a resumed run may not change."""
 GROUPS = ("model", "data", "method", "remedy", "optim", "schedule")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: its folder, summary.json, and the rows of metrics.jsonl."""
+    """A finished run.
+
+    Attributes:
+        summary: Content of summary.json.
+        rows: Rows of metrics.jsonl, one per epoch.
+    """
 
     folder: Path
     summary: dict[str, Any]
     rows: list[dict[str, Any]]
 
     def record(self) -> dict[str, Any]:
-        """For the raw JSON."""
+        """Return the run for the raw data of a report."""
         return {"folder": str(self.folder), "summary": self.summary, "epochs": self.rows}
 
 
 def job(request: Request, name: str, *overrides: str) -> Job:
-    """A run of these settings, in a folder of this name unless it exists elsewhere; the request's overrides win."""
+    """Return a run with these overrides in the folder ``name``. The request's overrides take precedence."""
     return Job({}, (*overrides, *request.overrides), request.out.resolve() / "runs" / name)
 
 
 def collect(request: Request, wanted: Mapping[str, Job], processes: int | None = None) -> dict[str, Run]:
-    """Finished runs of these jobs, by name; with ``gather`` those that there are, otherwise all of them.
+    """Train the unfinished jobs, and return all runs by name. With ``gather`` return only the runs that are finished.
 
     Args:
-        processes: of each run; None for the request's.
+        processes: Number of processes of each run; None for the request's.
 
     Raises:
-        PetraError: a setting that can't work, before anything is trained; runs that failed, after all others.
+        PetraError: If a configuration is invalid (before any run starts), or if runs failed (after all runs).
     """
-    found = {name: run for name, job in wanted.items() if (run := _existing(request, job)) is not None}
-    left = [job for name, job in wanted.items() if name not in found]
-    if request.gather or not left:
+    found = {name: run for name, job in wanted.items() if (run := _finished_run(request, job)) is not None}
+    unfinished = [job for name, job in wanted.items() if name not in found]
+    if request.gather or not unfinished:
         return found
     count = request.processes if processes is None else processes
-    for job in left:
-        job.summary()  # refuses a folder where a run of other settings is
-        sweep.check(job.config, count, here=True)
-    failed = sweep.run_here(left, count)
+    for job in unfinished:
+        job.summary()  # raises an error if the folder has a finished run with another configuration
+        check_job(job.config, count, here=True)
+    failed = run_here(unfinished, count)
     if failed:
         names = ", ".join(job.folder.name for job in failed)
-        raise PetraError(f"{len(failed)} of {len(wanted)} runs failed: {names}; the same command goes on with them")
-    return {name: found[name] if name in found else _run(job.folder) for name, job in wanted.items()}
+        raise PetraError(f"{len(failed)} of {len(wanted)} runs failed: {names}. Run the same command again to resume them.")
+    return {name: found[name] if name in found else _read(job.folder) for name, job in wanted.items()}
 
 
 def missing(wanted: Sequence[str], found: Mapping[str, Run]) -> str:
-    """A sentence about the runs that a table lacks, or nothing."""
+    """Return a sentence about the runs that a table lacks, or an empty string."""
     return "" if len(found) == len(wanted) else f"\n{len(found)} of {len(wanted)} runs finished.\n"
 
 
-def fits(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Whether a run of one configuration answers for another: they agree in all that changes what is computed.
+def same_results(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Return whether two configurations agree in every key that changes what is computed.
 
-    A key that is not in ``found``, written by an earlier version, stands for its default; ``auto`` fits whatever was chosen.
+    A key that is missing in ``found``, because an earlier version wrote it, has its default. ``auto`` agrees with any value.
     """
     before = dict(flat(found))
-    # The schedule belonged to the optimizer before there were other schedules.
+    # In earlier versions the keys of the schedule belonged to the optimizer.
     before |= {
         f"schedule.{key}": before[f"optim.{key}"] for key in ("warmup_epochs", "milestones", "gamma") if f"optim.{key}" in before
     }
     known = _defaults(tuple(f"{group}={found[group]['name']}" for group in GROUPS if group in found)) | before
     for key, value in flat(wanted):
-        compared = changes_results(key) or key in ALSO or (key == "trainer.diagnose" and value is not None)
+        compared = changes_results(key) or key in ALSO_COMPARED or (key == "trainer.diagnose" and value is not None)
         if compared and AUTO not in (value, known.get(key)) and known.get(key) != value:
             return False
     return "method.name" in before
 
 
-def _existing(request: Request, job: Job) -> Run | None:
+def _finished_run(request: Request, job: Job) -> Run | None:
+    """Return a finished run that computes the same as a job, if there is one."""
     wanted = asdict(job.config)
     for folder in (request.out.resolve() / "runs", *request.folders):
-        for path, config in _finished(folder):
-            if fits(config, wanted):
-                return _run(path)
+        for path, config in _finished_folders(folder):
+            if same_results(config, wanted):
+                return _read(path)
     return None
 
 
-def _finished(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Run folders that are complete: the folder itself, or those in it."""
+def _finished_folders(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the finished runs among a folder and its subfolders, with their configurations."""
     for path in (folder, *sorted(p for p in folder.glob("*") if p.is_dir())):
         if (path / "summary.json").exists() and (path / "config.yaml").exists():
             config = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"))
@@ -108,7 +113,7 @@ def _finished(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
             yield path, {str(key): value for key, value in config.items()}
 
 
-def _run(folder: Path) -> Run:
+def _read(folder: Path) -> Run:
     return Run(folder, json.loads((folder / "summary.json").read_text()), history(folder))
 
 

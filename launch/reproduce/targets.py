@@ -1,4 +1,4 @@
-"""What ``python -m launch.reproduce`` can make: the tables and figures of two papers, and our own comparison."""
+"""All targets of ``python -m launch.reproduce``: tables and figures of two papers, and one comparison of our own."""
 
 from launch.reproduce import accuracy, complexity, gap, gradients, memory, speed
 from launch.reproduce.report import Target
@@ -12,9 +12,9 @@ TARGETS = {
     "table6": Target("PETRA, Table 6: memory by stage", memory.table6),
     "fig4": Target("PETRA, Fig. 4: accumulation", accuracy.fig4, trains=True),
     "fig5": Target("PETRA, Fig. 5: cosines between gradients", gradients.fig5, trains=True),
-    "fig6": Target("PETRA, Fig. 6: ratios of gradients' norms", gradients.fig6, trains=True),
-    "revnet-table1": Target("RevNet, Table 1: activations against work", complexity.revnet_table1),
+    "fig6": Target("PETRA, Fig. 6: ratios of gradient norms", gradients.fig6, trains=True),
+    "revnet-table1": Target("RevNet, Table 1: stored activations and compute", complexity.revnet_table1),
     "revnet-fig4": Target("RevNet, Fig. 4: gradients from reconstructed activations", gradients.revnet_fig4, trains=True),
-    "gap-search": Target("Closing the gap: what each setting does for PETRA's accuracy", gap.search, trains=True),
-    "gap": Target("Closing the gap: accuracy at equal epochs, and time to an accuracy", gap.finals, trains=True),
+    "gap-search": Target("Accuracy gap: effect of single settings on PETRA's accuracy", gap.search, trains=True),
+    "gap": Target("Accuracy gap: accuracy at equal epochs, and time to reach an accuracy", gap.finals, trains=True),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from launch.config.schema import AUTO, Config
 from launch.runtime.rank import Process
-from petra.errors import require
+from petra.errors import one_of, require
 from petra.plan.layout import processes_per_replica
 from petra.training import FORMATS, TensorBoardLogger, WandbLogger
 from petra.training.export import check_format
@@ -45,7 +45,7 @@ def _check_processes(config: Config, process: Process) -> None:
     trainer = config.trainer
     alone = process.world == 1
     transports = ("auto", "local") if processes_per_replica(process.world, config.dp) == 1 else ("auto", "lockstep", "edge")
-    require(trainer.transport in transports, "trainer.transport", f"one of {', '.join(transports)}", trainer.transport)
+    require(trainer.transport in transports, "trainer.transport", one_of(transports), trainer.transport)
     cpu = alone and process.device(trainer.device).type == "cpu"
     require(trainer.concurrency == 1 or cpu, "trainer.concurrency", "1, except for one process on the CPU", trainer.concurrency)
     got = f"{trainer.diagnose} in {process.world} processes"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
@@ -15,6 +16,7 @@ from omegaconf import OmegaConf
 from launch.config.schema import AUTO, Config
 from launch.run.build import Setup
 from petra.analysis.plots import curves
+from petra.errors import invalid
 from petra.pipeline import Pipeline
 from petra.training import Epoch, JsonLines, Logger, TensorBoardLogger, WandbLogger, means, new_run_folder, write_json
 from petra.training.records import write_text_atomically, writing
@@ -111,3 +113,16 @@ def _facts(setup: Setup, pipeline: Pipeline) -> dict[str, Any]:
         "k": plan.k,
         "batch_size": setup.config.data.batch_size,
     }
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of a run's metrics.jsonl, one for each epoch.
+
+    Raises:
+        ConfigError: If the folder is not a run's, or the run has not finished an epoch.
+    """
+    path = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if not rows:
+        raise invalid("runs", "folders of runs with a finished epoch", f"{folder}, where metrics.jsonl has none")
+    return rows

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 from launch.config.schema import ClusterConfig
-from petra.errors import alternatives, invalid, require
+from petra.errors import invalid, one_of, require
 
 
 def variables(cluster: ClusterConfig) -> dict[str, str]:
@@ -44,7 +44,7 @@ def set_variables(cluster: ClusterConfig) -> list[str]:
     """
     available = [name for _, name in socket.if_nameindex()]
     for name in cluster.interfaces or []:
-        require(name in available, "cluster.interfaces", f"{alternatives(available)} on {socket.gethostname()}", name)
+        require(name in available, "cluster.interfaces", f"{one_of(available)} on {socket.gethostname()}", name)
     if cluster.dumps is not None:
         try:
             Path(cluster.dumps).mkdir(parents=True, exist_ok=True)

@@ -1,1 +1,1 @@
-"""What a run was like: plots."""
+"""Analysis of training runs: figures, timelines, memory, complexity and FLOPs."""

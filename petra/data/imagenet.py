@@ -17,7 +17,7 @@ from torch import Tensor
 from petra.data.arrays import Moments, normalise
 from petra.data.dataset import Dataset, Labels, Split
 from petra.data.files import folder_of
-from petra.errors import DataError, alternatives, invalid
+from petra.errors import DataError, invalid, one_of
 from petra.reversible import derive_seed
 
 MOMENTS: Moments = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -75,7 +75,7 @@ def _split(folder: Path, classes: tuple[str, ...], size: int) -> Split:
         except OSError as error:
             raise DataError(f"{folder / name}: can't be read ({error.strerror}); {HELP}") from error
         if not files:
-            raise invalid(str(folder / name), f"files that end in {alternatives(EXTENSIONS)}", f"none; {HELP}", DataError)
+            raise invalid(str(folder / name), f"files that end in {one_of(EXTENSIONS)}", f"none; {HELP}", DataError)
         names += files
         counts.append(len(files))
     labels = np.repeat(np.arange(len(classes), dtype=np.int16), counts)

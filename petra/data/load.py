@@ -14,7 +14,7 @@ from petra.data.generated import digits, synthetic
 from petra.data.imagenet import imagenet
 from petra.data.imagenet32 import imagenet32
 from petra.data.text import text
-from petra.errors import ConfigError, alternatives, require
+from petra.errors import ConfigError, one_of, require
 from petra.specs import TensorSpec
 
 DATASETS: dict[str, Callable[..., Dataset]] = {
@@ -29,7 +29,7 @@ def settings(name: str) -> frozenset[str]:
     Raises:
         ConfigError: If ``name`` is unknown.
     """
-    require(name in DATASETS, "data.name", alternatives(DATASETS), name)
+    require(name in DATASETS, "data.name", one_of(DATASETS), name)
     return frozenset(inspect.signature(DATASETS[name]).parameters)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from petra.errors import alternatives, invalid, require
+from petra.errors import invalid, one_of, require
 from petra.model import BlockSpec, Model
 from petra.nn import InPlaceABN
 
@@ -271,5 +271,5 @@ def choice(key: str, value: str, accepted: Sequence[str], condition: str = "") -
         ConfigError: If ``value`` is not accepted.
     """
     if value not in accepted:
-        raise invalid(f"model.{key}", alternatives(accepted) + condition, value)
+        raise invalid(f"model.{key}", one_of(accepted) + condition, value)
     return value

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from petra.errors import alternatives, require
+from petra.errors import one_of, require
 
 aten = torch.ops.aten
 ACTIVATIONS = ("leaky_relu", "elu", "identity")
@@ -30,7 +30,7 @@ class Activation:
     slope: float = 0.01
 
     def __post_init__(self) -> None:
-        require(self.name in ACTIVATIONS, "activation", f"{alternatives(ACTIVATIONS)}, which are invertible", self.name)
+        require(self.name in ACTIVATIONS, "activation", f"{one_of(ACTIVATIONS)}, which are invertible", self.name)
         require(0 < self.slope <= 1, "slope", "a number > 0 and <= 1", self.slope)
 
     def apply_(self, y: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from petra.errors import invalid, require
+from petra.errors import invalid, one_of, require
 from petra.method import METHODS, Keep, Method, Weights
 from petra.model import BlockProfile, Model
 from petra.plan.layout import Layout, make_layout
@@ -181,7 +181,7 @@ def _named_method(method: str | Method) -> Method:
     if isinstance(method, Method):
         return method
     if method not in METHODS:
-        raise invalid("method", f"one of {', '.join(METHODS)}", method)
+        raise invalid("method", one_of(METHODS), method)
     return METHODS[method]
 
 

@@ -1,5 +1,7 @@
 from pathlib import Path
 
+import pytest
+
 from petra.cost_model.links import INSTANT, Link, measure_link
 from tests.support.processes import run_processes
 
@@ -8,6 +10,7 @@ def test_one_process_has_no_link() -> None:
     assert measure_link() == INSTANT
 
 
+@pytest.mark.processes
 def test_all_processes_get_the_same_link(tmp_path: Path) -> None:
     first, *others = run_processes(3, measured_link, tmp_path)
     assert others == [first, first]

@@ -94,6 +94,7 @@ def test_other_errors_are_not_reported_as_a_dead_worker() -> None:
         Prefetcher(wrong, workers=1)(0)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("end", ["killed", "error"])
 def test_no_worker_outlives_its_parent(end: str) -> None:
     context = multiprocessing.get_context("forkserver")

@@ -158,6 +158,7 @@ def offset_of_another_machine(rank: int) -> float:
     return clock_offset(rounds=25)
 
 
+@pytest.mark.processes
 def test_clocks_of_machines_are_compared(tmp_path: Path) -> None:
     own, other = run_processes(2, offset_of_another_machine, tmp_path)
     assert own == 0
@@ -174,6 +175,7 @@ def recorded(rank: int, transport: str) -> tuple[list[Interval], float, dict[str
     return found, clock_offset(), pipeline.stage_metrics()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("transport", ["lockstep", "edge"])
 def test_all_processes_in_one_trace(transport: str, tmp_path: Path) -> None:
     (found, _, metrics), (same, offset, _) = run_processes(2, recorded, tmp_path, transport)

@@ -111,6 +111,7 @@ def test_evaluation_emits_nothing() -> None:
     assert hook.events == []
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("dp", "exchanges"), [(1, True), (2, False)])
 def test_events_of_several_processes(dp: int, exchanges: bool, tmp_path: Path) -> None:
     """Exchanges of a lockstep pipeline of two processes; all-reduces of two replicas."""

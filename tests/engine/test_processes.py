@@ -20,7 +20,7 @@ from petra.staleness import Prediction, Remedy
 from tests.support.nets import RandomStream, mixed_net
 from tests.support.processes import run_processes
 
-DELAYS, KS, MICROBATCHES = (1, 2), (1, 3), 61
+DELAYS, KS, MICROBATCHES = (1, 2), (1, 3), 41
 
 
 def sgd(module: nn.Module) -> torch.optim.SGD:
@@ -58,6 +58,7 @@ def train_all(rank: int) -> dict[tuple[int, int, str], tuple[dict[str, Tensor], 
     return {(d, k, t): trained(d, k, t) for d, k, t in product(DELAYS, KS, ("lockstep", "edge"))}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world", [2, 4, 10])
 def test_weights_do_not_depend_on_processes_or_transport(world: int, alone: dict, tmp_path: Path) -> None:
     """Invariant 1."""
@@ -102,6 +103,7 @@ def stop_early(rank: int, by: int, after: int) -> dict[tuple[str, str], tuple[in
     return found
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("world", "by", "after"), [(2, 1, 0), (4, 2, 1)])
 def test_all_processes_stop_after_the_same_microbatch(world: int, by: int, after: int, tmp_path: Path) -> None:
     parts = run_processes(world, stop_early, tmp_path, by, after)
@@ -149,6 +151,7 @@ def train_others(rank: int | None) -> dict[tuple[str, str], dict[str, Tensor]]:
     return states
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world", [3, 5])
 def test_other_methods_do_not_depend_on_processes(world: int, tmp_path: Path) -> None:
     """Among them delays that differ and more processes (five) than stages (four)."""
@@ -169,6 +172,7 @@ def disagree(rank: int) -> str:
     return "no error"
 
 
+@pytest.mark.processes
 def test_stages_that_disagree_are_named_in_both_processes(tmp_path: Path) -> None:
     """Invariant 8."""
     first, second = run_processes(2, disagree, tmp_path)
@@ -185,6 +189,7 @@ def disagree_on_settings(rank: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.processes
 def test_processes_with_other_settings_are_named(tmp_path: Path) -> None:
     assert run_processes(2, disagree_on_settings, tmp_path) == ["k: expected 1 as on rank 0, got 2 on rank 1"] * 2
 
@@ -215,6 +220,7 @@ def send_large(rank: int) -> list[float]:
     return losses
 
 
+@pytest.mark.processes
 def test_messages_above_64_megabytes_arrive(tmp_path: Path) -> None:
     """Small ones would pass where sizes that block the sender hang."""
     results = run_processes(3, send_large, tmp_path)
@@ -239,12 +245,14 @@ def build_misfit(rank: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.processes
 def test_a_block_that_does_not_fit_the_next_is_an_error_everywhere(tmp_path: Path) -> None:
     first, second = run_processes(2, build_misfit, tmp_path)
     assert first == second
     assert "block block3: expected an input that it accepts, got float64[4, 8, 4, 4] from block odd" in first
 
 
+@pytest.mark.processes
 def test_no_thread_outlives_the_process_group(tmp_path: Path) -> None:
     """One that does may crash the interpreter's exit, and the launcher then calls a finished run a failed one."""
     program = f"""

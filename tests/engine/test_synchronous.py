@@ -70,6 +70,7 @@ def both(rank: int) -> dict[str, tuple[tuple[dict[str, Tensor], float], tuple[di
     return {method: (ours(method), theirs(rank, method)) for method in ("gpipe", "1f1b")}
 
 
+@pytest.mark.processes
 def test_synchronous_methods_equal_those_of_torch(tmp_path: Path) -> None:
     parts = run_processes(2, both, tmp_path)
     for method in ("gpipe", "1f1b"):

@@ -134,9 +134,9 @@ def streams(y: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def still(block: nn.Module, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Φ or F with batch statistics and no side effect."""
+    """Return Φ(x) or F(x) with batch statistics. ``block`` is a copy whose running statistics nobody reads."""
     with torch.no_grad():
-        return streams(copy.deepcopy(block)(*x))
+        return streams(block(*x))
 
 
 def undone(block: nn.Module, y: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -73,6 +73,7 @@ def clipped_globally(rank: int) -> dict[str, Tensor]:
     return found.state_dict()
 
 
+@pytest.mark.processes
 def test_global_clipping_in_many_processes(tmp_path: Path) -> None:
     """Three processes for two stages: the idle one takes part in the all-reduce of the norm."""
     parts = run_processes(3, clipped_globally, tmp_path)
@@ -291,6 +292,7 @@ def stopped(rank: int, folder: str, transport: str) -> str:
     return "no error"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("transport", ["lockstep", "edge"])
 def test_the_last_finite_checkpoint_is_kept(transport: str, tmp_path: Path) -> None:
     texts = run_processes(3, stopped, tmp_path / "run", str(tmp_path), transport)

@@ -77,6 +77,7 @@ def test_first_host_of_a_slurm_list() -> None:
     assert found == ["login", "a", "gpu003", "rack2n07x", "n7"]
 
 
+@pytest.mark.processes
 def test_two_nodes_of_unequal_size_train_as_one_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes on one node and one on the other, each node with an agent of torchrun as on a network."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -38,6 +38,7 @@ def slow_links(rank: int) -> list[Link]:
     return links.measure_links(CPU)
 
 
+@pytest.mark.processes
 def test_links_are_measured_one_by_one(tmp_path: Path) -> None:
     first, second, third = run_processes(3, slow_links, tmp_path)
     assert first == second == third
@@ -52,6 +53,7 @@ def pairs(rank: int) -> list[tuple[int, int]]:
     return [(link.rank, link.rank + link.step) for link in links.measure_links(CPU, dp=2)]
 
 
+@pytest.mark.processes
 def test_links_within_replicas_and_between_them(tmp_path: Path) -> None:
     assert run_processes(4, pairs, tmp_path)[3] == [(0, 1), (2, 3), (0, 2), (1, 3)]
 

@@ -51,6 +51,7 @@ def errors(run: Forked) -> list[str]:
     return [line for line in run.told().splitlines() if line.startswith("error: ")]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("number", "transport"), [(signal.SIGKILL, "lockstep"), (signal.SIGSTOP, "edge")], ids=["killed", "stopped"]
 )
@@ -110,6 +111,7 @@ FAILURES: dict[str, tuple[str, Callable[[], object], str]] = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_failing_stage_is_reported_once(failure: str, tmp_path: Path) -> None:
     operation, fails, told = FAILURES[failure]
@@ -144,6 +146,7 @@ def own_session(rank: int) -> None:
     os.setsid()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_to_every_process_of_a_job_lets_it_save(number: signal.Signals, tmp_path: Path) -> None:
     """Includes the processes that prepare data."""
@@ -162,6 +165,7 @@ def on_its_own_disk(rank: int) -> None:
     resume.PROBE_TIMEOUT = 0.5
 
 
+@pytest.mark.processes
 def test_a_run_folder_that_one_machine_alone_sees_is_refused_before_training(tmp_path: Path) -> None:
     with Forked(tmp_path, [*LONG, "run_dir=run"], 2, prepare=on_its_own_disk) as run:
         assert run.wait(START) == [2, 2]
@@ -182,12 +186,14 @@ def slow_forward(rank: int) -> None:
     Stage.forward = slowly  # type: ignore[method-assign]
 
 
+@pytest.mark.processes
 def test_a_process_without_a_stage_waits_for_those_that_work(tmp_path: Path) -> None:
     overrides = ["trainer.stages=2", "trainer.epochs=1", "trainer.limit_batches=100", "checkpoint.every=1000"]
     with Forked(tmp_path, [*LONG, *overrides, f"trainer.timeout={TIMEOUT}"], 3, prepare=slow_forward) as run:
         assert run.wait(START) == [0, 0, 0], run.told()
 
 
+@pytest.mark.processes
 def test_runs_of_one_start_join_anew(tmp_path: Path) -> None:
     overrides = ["data.images=8", "trainer.epochs=1", "k=1,2", "run_dir=null", "--multirun"]
     with Forked(tmp_path, [*LONG, *overrides], 2) as run:

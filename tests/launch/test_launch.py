@@ -29,7 +29,10 @@ from petra.data import Dataset, EvalSource, TrainSource, load_dataset
 from petra.distributed import raise_on_all_ranks
 from petra.models import MODELS, revnet18
 from petra.plan.layout import Layout
+from tests.support.forked import Forked
 from tests.support.processes import run_processes
+
+pytestmark = pytest.mark.usefixtures("shared_profiles")
 
 ROOT = Path(__file__).parents[2]
 ALONE = Process(rank=0, world=1, local_rank=0, local_world=1)
@@ -148,31 +151,31 @@ def test_precision_and_stages() -> None:
         ("data.root=folder", "data.root: expected null for digits, got folder"),
         ("data.validation=0.1", "data.validation: expected null for digits, got 0.1"),
         ("data.images=100", "data.images: expected null for digits, got 100"),
-        ("model.name=revnet99", "model.name: expected one of resnet18, resnet34, .*, got revnet99"),
+        ("model.name=revnet99", "model.name: expected resnet18, resnet34, .*, got revnet99"),
         ("model.width=0.3", "model.width: expected a positive multiple of 1/64, got 0.3"),
         ("model.stem=big", "model.stem: expected cifar or imagenet, got big"),
         ("model.patch=4", "model.patch: expected null for revnet18, which has the options width, stem, .*, got 4"),
         ("model.downsampling=projection", "model.downsampling: expected null for revnet18, which has the options width, stem"),
-        ("method.delay=-1", "method.delay: expected integers >= 0, one or one per boundary, got -1"),
-        ("method.delay=abc", "method.delay: expected an integer >= 0, a list with one per boundary, or auto, got abc"),
+        ("method.delay=-1", "method.delay: expected an integer >= 0, a list .*, or auto, got -1"),
+        ("method.delay=abc", "method.delay: expected an integer >= 0, a list .*, or auto, got abc"),
         ("method.delay=[1,2]", "method.delay: expected one delay, or 9 for 10 stages, got 2 delays"),
-        ("method.keep=all", "method.keep: expected one of graph, input, nothing, a list with one per block, or auto, got all"),
-        ("method.weights=old", "method.weights: expected one of current, stashed, double, got old"),
+        ("method.keep=all", "method.keep: expected graph, input, nothing, a list .*, or auto, got all"),
+        ("method.weights=old", "method.weights: expected current, stashed or double, got old"),
         ("method=pipedream_2bw", "k: expected an integer >= 9 with method.weights=double .*, got 4"),
         ("remedy.correction=1", "remedy.correction: expected a number >= 0 and < 1, got 1.0"),
-        ("remedy.prediction=soon", "remedy.prediction: expected one of none, velocity, difference, got soon"),
-        ("trainer.wire=fp8", "trainer.wire: expected one of float32, bf16, got fp8"),
+        ("remedy.prediction=soon", "remedy.prediction: expected none, velocity or difference, got soon"),
+        ("trainer.wire=fp8", "trainer.wire: expected float32 or bf16, got fp8"),
         ("method.fill=true", "method.fill: expected false with method.flush=false, got true"),
         ("schedule.milestones=[3,2]", "schedule.milestones: expected increasing epochs >= 1, got"),
-        ("optim.momentum=0", "optim.nesterov: expected false with optim.momentum=0, got True"),
+        ("optim.momentum=0", "optim.nesterov: expected false with optim.momentum=0, got true"),
         ("trainer.epochs=0", "trainer.epochs: expected an integer >= 1, got 0"),
         ("trainer.stages=11", "stages: expected 1 to 10, .*, got 11"),
         ("trainer.stages=[5,4]", "stages: expected positive numbers of blocks that sum to 10, got .5, 4."),
         ("trainer.stages=many", "trainer.stages: expected null, .*, got many"),
-        ("trainer.transport=mail", "trainer.transport: expected one of auto, local, got mail"),
-        ("trainer.precision=fp8", "trainer.precision: expected one of float32, bf16, fp16, got fp8"),
+        ("trainer.transport=mail", "trainer.transport: expected auto, local, lockstep or edge, got mail"),
+        ("trainer.precision=fp8", "trainer.precision: expected float32, bf16 or fp16, got fp8"),
         ("trainer.device=tpu", "trainer.device: expected auto, cpu or cuda, got tpu"),
-        ("trainer.timeout=0", "trainer.timeout: expected a number > 0, at most 10000000, got 0"),
+        ("trainer.timeout=0", "trainer.timeout: expected a number > 0 and <= 10000000, got 0"),
     ],
 )
 def test_invalid_values(override: str, message: str) -> None:
@@ -282,6 +285,7 @@ def _loaded(rank: int, roots: list[str], dp: int = 1) -> tuple[object, ...]:
     return opened, train.batches_per_epoch, test.batches, *read
 
 
+@pytest.mark.processes
 def test_only_the_first_process_reads_and_the_last_one_gets_the_targets(tmp_path: Path) -> None:
     path = tmp_path / "letters.txt"
     path.write_bytes(bytes(range(200)) * 2)
@@ -299,6 +303,7 @@ def test_only_the_first_process_reads_and_the_last_one_gets_the_targets(tmp_path
     assert torch.equal(last[6], test.targets(1))
 
 
+@pytest.mark.processes
 def test_each_replica_reads_its_share_and_they_must_have_the_same_data(tmp_path: Path) -> None:
     """Files with different content but as many samples are accepted, like two versions of a data set."""
     files = [tmp_path / "letters.txt", tmp_path / "others.txt", tmp_path / "more.txt"]
@@ -319,6 +324,7 @@ def test_each_replica_reads_its_share_and_they_must_have_the_same_data(tmp_path:
     }
 
 
+@pytest.mark.processes
 def test_every_rank_raises_the_error_of_the_rank_that_reads(tmp_path: Path) -> None:
     results = run_processes(2, _loaded, tmp_path / "processes", [str(tmp_path / "none.txt")] * 2)
     assert [opened for opened, _ in results] == [True, False]
@@ -355,17 +361,19 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     return [{key: value for key, value in row.items() if key not in ("seconds", "images_per_second")} for row in rows]
 
 
+@pytest.mark.processes
 def test_two_processes_give_the_numbers_of_one_and_leave_all_records(tmp_path: Path) -> None:
     for processes in (1, 2):
-        done = launched(processes, *TINY, f"run_dir={tmp_path}/{processes}", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("epoch 1/1: loss ") == 1
+        with Forked(tmp_path / "cwd", [*TINY, f"run_dir={tmp_path}/{processes}"], processes) as run:
+            printed, _ = run.finish()
+        assert printed.count("epoch 1/1: loss ") == 1
     assert metrics(tmp_path / "1") == metrics(tmp_path / "2")
     assert len(metrics(tmp_path / "1")) == 1
 
     folder = tmp_path / "2"
     assert {p.name for p in folder.iterdir()} == {"config.yaml", "metrics.jsonl", "summary.json", "curves.png", "checkpoints"}
-    assert {p.name for p in tmp_path.iterdir()} == {"1", "2"}
+    assert {p.name for p in tmp_path.iterdir()} == {"1", "2", "cwd"}
+    assert {p.name for p in (tmp_path / "cwd").iterdir()} == {"out0", "out1", "err0", "err1"}
     summary = json.loads((folder / "summary.json").read_text())
     found = {key: summary[key] for key in ("method", "delay", "model", "stages", "processes", "transport", "k", "epochs")}
     assert found == dict(method="petra", delay=2, model="revnet18", stages=10, processes=2, transport="lockstep", k=4, epochs=1)
@@ -374,6 +382,7 @@ def test_two_processes_give_the_numbers_of_one_and_leave_all_records(tmp_path: P
     assert len(summary["peak_memory_bytes"]) == 2
 
 
+@pytest.mark.processes
 def test_replicas_give_the_numbers_of_one_pipeline(tmp_path: Path) -> None:
     """The network has no batch normalisation. Only one replica has samples in the last test microbatch."""
     path = tmp_path / "letters.txt"
@@ -389,11 +398,10 @@ def test_replicas_give_the_numbers_of_one_pipeline(tmp_path: Path) -> None:
     ]
     settings = ["data=text", f"data.root={path}", "model=revgpt", "trainer.epochs=1", "trainer.device=cpu", *sizes]
     for dp in (1, 2):
-        done = launched(
-            dp, *settings, f"dp={dp}", "trainer.stage_metrics=true", "trainer.trace=4", f"run_dir={tmp_path}/{dp}", cwd=tmp_path
-        )
-        assert done.returncode == 0, done.stderr
-    assert "in 2 process(es) on cpu, transport local; 2 replicas with 4 samples each" in done.stdout
+        overrides = [*settings, f"dp={dp}", "trainer.stage_metrics=true", "trainer.trace=4", f"run_dir={tmp_path}/{dp}"]
+        with Forked(tmp_path, overrides, dp) as run:
+            printed, _ = run.finish()
+    assert "in 2 process(es) on cpu, transport local; 2 replicas with 4 samples each" in printed
     one, two = (metrics(tmp_path / str(dp))[0] for dp in (1, 2))
     other = ("seconds", "per_second", "buffer_bytes")
     numbers = {key: value for key, value in one.items() if not key.endswith(other)}
@@ -419,6 +427,7 @@ def test_runs_are_compared_from_their_folders(tmp_path: Path, capsys: pytest.Cap
     )
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -436,6 +445,7 @@ def test_an_error_is_reported_once_under_torchrun(overrides: list[str], message:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.processes
 def test_an_error_of_a_single_process_is_one_line_and_status_2(tmp_path: Path) -> None:
     failed = launched(1, "k=0", cwd=tmp_path, timeout=60)
     assert (failed.returncode, failed.stdout) == (2, "")

@@ -1,4 +1,4 @@
-"""Reproductions: which runs answer for a row, what is trained, what a table says, what is refused."""
+"""Test reproductions: which finished runs a table uses, what is trained, the tables, and the errors."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 import yaml
 
-from launch import sweep
 from launch.reproduce import accuracy, gap, memory, runs, speed
 from launch.reproduce import command as reproduce
 from launch.reproduce.report import Request, Scale
 from launch.reproduce.targets import TARGETS
+from launch.run.jobs import Job
 from launch.runtime.rank import Process
-from launch.sweep import Job
 from launch.train import run
 from petra.cost_model.autotune import choose_delays
 from petra.cost_model.costs import StageCost
@@ -34,21 +33,21 @@ TINY = ["data=synthetic", "data.images=16", "data.batch_size=8", "model.width=0.
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Lets runs train in this process; the names of their folders."""
+    """Train runs in this process instead of new ones. Return the list of the folder names of trained runs."""
     names: list[str] = []
 
-    def here(left: Sequence[Job], processes: int) -> list[Job]:
-        for job in left:
+    def run_here(unfinished: Sequence[Job], processes: int) -> list[Job]:
+        for job in unfinished:
             names.append(job.folder.name)
             run(job.config, Process(rank=0, world=1, local_rank=0, local_world=1))
         return []
 
-    monkeypatch.setattr(sweep, "run_here", here)
+    monkeypatch.setattr(runs, "run_here", run_here)
     return names
 
 
-def finished(folder: Path, config: dict[str, Any], test_accuracy: float, **summary: Any) -> None:
-    """The records of a run."""
+def write_run(folder: Path, config: dict[str, Any], test_accuracy: float, **summary: Any) -> None:
+    """Write the files of a finished run."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     row = {
@@ -78,10 +77,10 @@ def request(out: Path, *arguments: str) -> None:
     reproduce.main([*arguments, "--out", str(out)])
 
 
-def test_a_run_answers_for_another_if_they_compute_the_same() -> None:
+def test_a_run_is_used_if_it_computes_the_same() -> None:
     wanted = config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp")
-    assert runs.fits(config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp", "data.root=/other", "trainer.threads=2"), wanted)
-    assert runs.fits(config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp", "trainer.diagnose=7", "model.stem=cifar"), wanted)
+    assert runs.same_results(config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp", "data.root=/other", "trainer.threads=2"), wanted)
+    assert runs.same_results(config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp", "trainer.diagnose=7", "model.stem=cifar"), wanted)
     for other in (
         "k=2",
         "method=petra",
@@ -89,13 +88,13 @@ def test_a_run_answers_for_another_if_they_compute_the_same() -> None:
         "trainer.precision=float32",
         "remedy=shrinking",
     ):
-        assert not runs.fits(config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp", other), wanted), other
-    watched = config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp", "trainer.diagnose=7")
-    assert not runs.fits(wanted, watched)
+        assert not runs.same_results(config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp", other), wanted), other
+    diagnosed = config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp", "trainer.diagnose=7")
+    assert not runs.same_results(wanted, diagnosed)
 
 
-def test_a_run_of_an_earlier_version_answers_too() -> None:
-    """Without groups that came later, and with the schedule in the optimizer's."""
+def test_a_run_of_an_earlier_version_is_used() -> None:
+    """Earlier versions lacked some groups, and had the keys of the schedule in the group of the optimizer."""
     wanted = config_of(*accuracy.SIX_EPOCHS, "k=1")
     earlier = config_of(*accuracy.SIX_EPOCHS, "k=1")
     for group in ("remedy", "checkpoint", "cluster"):
@@ -103,21 +102,21 @@ def test_a_run_of_an_earlier_version_answers_too() -> None:
     schedule = earlier.pop("schedule")
     earlier["optim"] |= {key: schedule[key] for key in ("warmup_epochs", "milestones", "gamma")}
     del earlier["data"]["size"], earlier["trainer"]["wire"]
-    assert runs.fits(earlier, wanted)
-    assert not runs.fits(earlier, config_of(*accuracy.SIX_EPOCHS, "k=1", "remedy=shrinking"))
+    assert runs.same_results(earlier, wanted)
+    assert not runs.same_results(earlier, config_of(*accuracy.SIX_EPOCHS, "k=1", "remedy=shrinking"))
     earlier["optim"]["milestones"] = [4]
-    assert not runs.fits(earlier, wanted)
+    assert not runs.same_results(earlier, wanted)
 
 
-def test_table_4_from_runs_that_exist(
+def test_table_4_from_finished_runs(
     tmp_path: Path, trained: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accuracy, "ROWS", {row: m for row, m in accuracy.ROWS.items() if m in ("reversible", "dsp", "petra")})
     for method, accuracies in {"reversible": (0.80, 0.81, 0.82), "petra": (0.70, 0.73, 0.76), "dsp": (0.5,)}.items():
         for seed, value in enumerate(accuracies):
             folder = tmp_path / "given" / f"{method}{seed}"
-            finished(folder, config_of(*accuracy.SIX_EPOCHS, "k=1", f"method={method}", f"seed={seed}"), value)
-    (tmp_path / "given" / "dsp0" / "summary.json").unlink()  # it goes on yet
+            write_run(folder, config_of(*accuracy.SIX_EPOCHS, "k=1", f"method={method}", f"seed={seed}"), value)
+    (tmp_path / "given" / "dsp0" / "summary.json").unlink()  # as if the run had not finished
     request(tmp_path / "out", "table4", "--gather", "--runs", str(tmp_path / "given"))
     text = capsys.readouterr().out
     assert "| backpropagation | `reversible` | 81.00 ± 1.00 |  | 80.00, 81.00, 82.00 |" in text
@@ -131,13 +130,13 @@ def test_table_4_from_runs_that_exist(
     assert not trained
 
 
-def test_figure_4_and_table_2_from_runs_that_exist(
+def test_figure_4_and_table_2_from_finished_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accuracy, "ACCUMULATIONS", (1, 4))
     for k, value in ((1, 0.6), (4, 0.7)):
-        finished(tmp_path / f"petra{k}", config_of(*accuracy.SIX_EPOCHS, f"k={k}"), value)
-    finished(tmp_path / "exact", config_of(*accuracy.SIX_EPOCHS, "k=4", "method=reversible"), 0.75)
+        write_run(tmp_path / f"petra{k}", config_of(*accuracy.SIX_EPOCHS, f"k={k}"), value)
+    write_run(tmp_path / "exact", config_of(*accuracy.SIX_EPOCHS, "k=4", "method=reversible"), 0.75)
     request(tmp_path / "out", "fig4", "--gather", "--runs", str(tmp_path))
     text = capsys.readouterr().out
     assert "| 1 | 60.00 % |  |  | 18 |" in text
@@ -146,19 +145,19 @@ def test_figure_4_and_table_2_from_runs_that_exist(
     monkeypatch.setattr(accuracy, "TABLE2", {("petra", "revnet18"): (94.9, 54.6, 71.0)})
     for k, seed, value, train in ((1, 0, 0.9, 0.8), (4, 0, 0.8, 0.9), (4, 1, 0.84, 0.9)):
         settings = ("experiment=petra/cifar10", "model=revnet18", f"k={k}", f"seed={seed}")
-        finished(tmp_path / "more" / f"{k}_{seed}", config_of(*settings), value, train_accuracy=train)
+        write_run(tmp_path / "more" / f"{k}_{seed}", config_of(*settings), value, train_accuracy=train)
     request(tmp_path / "out", "table2", "scale=paper", "data=cifar10", "--gather", "--runs", str(tmp_path / "more"))
     assert "| petra | revnet18 | 0.70 | 4 | 82.00 % | 94.9 % |" in capsys.readouterr().out
 
 
-def test_the_gap_from_runs_that_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The part that is closed, and times of an epoch of 6,400 images by the pipeline's period."""
+def test_gap_from_finished_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the part of the gap that is closed, and the times of epochs of 6,400 images against the pipeline's period."""
     monkeypatch.setattr(gap, "FINALISTS", (gap.EXACT, gap.PLAIN, "d = 1"))
     for name, values in {gap.EXACT: (0.90, 0.92), gap.PLAIN: (0.80,), "d = 1": (0.88,)}.items():
         for seed, value in enumerate(values):
             settings = config_of(*accuracy.SHORT, *gap.TRIED[name], f"seed={seed}")
-            finished(tmp_path / "given" / f"{name}{seed}", settings, value)
-            finished(tmp_path / "short" / f"{name}{seed}", config_of(*gap.THREE_EPOCHS, *gap.TRIED[name], f"seed={seed}"), value)
+            write_run(tmp_path / "given" / f"{name}{seed}", settings, value)
+            write_run(tmp_path / "short" / f"{name}{seed}", config_of(*gap.THREE_EPOCHS, *gap.TRIED[name], f"seed={seed}"), value)
     request(tmp_path / "out", "gap", "--gather", "--runs", str(tmp_path / "given"))
     rows = {line.split(" | ")[0].lstrip("| "): line.rstrip(" |").split(" | ") for line in capsys.readouterr().out.splitlines()}
     assert rows["backprop"][2] == "91.00 ± 1.41"
@@ -166,7 +165,7 @@ def test_the_gap_from_runs_that_exist(tmp_path: Path, capsys: pytest.CaptureFixt
     assert rows["backprop, pipelined"][1:3] == ["`method=1f1b`", "91.00 ± 1.41"]
     speed_of = {name: float(rows[name][4]) for name in ("backprop", "backprop, pipelined", "petra", "d = 1")}
     assert speed_of["backprop"] < speed_of["backprop, pipelined"] < speed_of["d = 1"] < speed_of["petra"]
-    assert speed_of["petra"] == pytest.approx(7736, rel=0.001)  # as in Table 5: auto is lockstep
+    assert speed_of["petra"] == pytest.approx(7736, rel=0.001)  # as in Table 5, since auto selects lockstep
     assert rows["petra over edge"][1] == "`method=petra trainer.transport=edge`"
     assert float(rows["petra over edge"][4]) == pytest.approx(11912, rel=0.001)
     for name, images in speed_of.items():
@@ -177,8 +176,8 @@ def test_the_gap_from_runs_that_exist(tmp_path: Path, capsys: pytest.CaptureFixt
     assert text.index("| backprop |") < text.index("| d = 1 |") < text.index("| petra |")
 
 
-def test_the_free_delays_are_those_that_the_simulator_chooses() -> None:
-    costs = speed.stages_of(gap._blocks(32), 1 / speed.FLOPS, METHODS["petra"])
+def test_free_delays_are_those_that_auto_tuning_chooses() -> None:
+    _, costs = gap.revnet18_plan(32, 8, METHODS["petra"])
     link = Link(1e9 * gap.LINKS[0], speed.LATENCY)
     free = choose_delays(costs, METHODS["petra"], 8, link=link)
     assert list(free) == yaml.safe_load(gap.FREE)
@@ -187,9 +186,9 @@ def test_the_free_delays_are_those_that_the_simulator_chooses() -> None:
 
 
 def test_figures_of_gradients_share_a_run(tmp_path: Path, trained: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    watched = [*TINY, "trainer.diagnose=1"]
+    diagnosed = [*TINY, "trainer.diagnose=1"]
     for target in ("fig5", "fig6"):
-        request(tmp_path, target, *watched)
+        request(tmp_path, target, *diagnosed)
     assert trained == ["gradients_petra"]
     text, rows = capsys.readouterr().out, json.loads((tmp_path / "fig6.json").read_text())["data"]["rows"]
     assert len(re.findall(r"^\| \d+ \|", text, re.MULTILINE)) == 2 * 10
@@ -200,11 +199,13 @@ def test_figures_of_gradients_share_a_run(tmp_path: Path, trained: list[str], ca
         *(f"fig{n}.{kind}" for n in (5, 6) for kind in ("md", "json", "png")),
     }
     with pytest.raises(SystemExit):
-        request(tmp_path, "fig5", *watched, "k=2")
-    assert "error: --out: found a finished run with another k in" in capsys.readouterr().err
+        request(tmp_path, "fig5", *diagnosed, "k=2")
+    error = capsys.readouterr().err
+    assert error.startswith("error: --out: expected a new folder, got ")
+    assert "a finished run with another k" in error
 
 
-def test_revnets_figure_4(tmp_path: Path, trained: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_revnet_figure_4(tmp_path: Path, trained: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     request(tmp_path, "revnet-fig4", *TINY, "model=revnet18", "trainer.diagnose=1", "schedule.milestones=[1]")
     assert trained == ["revnet_reversible", "revnet_backprop"]
     rows = json.loads((tmp_path / "revnet-fig4.json").read_text())["data"]["rows"]
@@ -230,29 +231,32 @@ def test_tables_of_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
 
 
 def test_throughput_of_equal_stages() -> None:
-    """Free links: J times as fast as in turn. Others: d = 2 sends behind what it computes, d = 1 can't, and none beats the link."""
+    """With free links J stages are J times as fast as in turn. d = 2 hides messages behind compute, d = 1 does not."""
     costs = [StageCost(1.0, 3.0, forward_bytes=10**9, backward_bytes=10**9)] * 6
     assert speed.speed_up(costs) == pytest.approx(6)
     assert speed.period(costs, 2, "lockstep", 1.0) == pytest.approx(4, abs=1e-3)
     assert speed.period(costs, 1, "edge", 1.0) > 4.5
     assert speed.period(costs, 0, "edge", 1.0) > 6 * 4
     for delay in (1, 2, 3):
-        assert speed.period(costs, delay, "edge", 0.01) >= 100  # a message alone
+        assert speed.period(costs, delay, "edge", 0.01) >= 100  # the time of one message
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["table2", "scale=paper"], "scale: found paper with 0 GPU(s), accepted is paper with 1 or more, or cpu: backprop of a"),
-        (["table5", "scale=paper"], "scale: found paper with 0 GPU(s), accepted is paper with 10 or more, or cpu: the simulator"),
-        (["fig4", "scale=gpu"], "scale: found gpu, accepted are paper, cpu"),
-        (["table3", "k=2"], "k: found with table3, which trains nothing; accepted is scale"),
-        (["table4", "k"], "command line: found k, accepted are scale=paper, scale=cpu and key=value"),
-        (["fig5", "k=0", *TINY], "k: found 0, accepted are integers >= 1"),
-        (["fig5", "--gather"], "--gather: found no finished run"),
+        (["table2", "scale=paper"], "scale: expected cpu (backprop of a ResNet-18"),
+        (["table5", "scale=paper"], "scale: expected cpu (the simulator"),
+        (["fig4", "scale=gpu"], "scale: expected one of paper, cpu, got gpu"),
+        (["table3", "k=2"], "command line: expected only scale=... with table3, which trains nothing, got k=2"),
+        (["table4", "k"], "command line: expected scale=paper, scale=cpu or key=value, got k"),
+        (["fig5", "k=0", *TINY], "k: expected an integer >= 1, got 0"),
+        (
+            ["fig5", "--gather"],
+            "--gather: expected a finished run with these settings and trainer.diagnose in --out or",
+        ),
     ],
 )
-def test_what_cannot_be_done_is_said_in_a_line(
+def test_invalid_requests_end_with_one_line(
     arguments: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
@@ -266,7 +270,7 @@ def test_what_cannot_be_done_is_said_in_a_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_help_names_every_target(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_target(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         reproduce.main(["--help"])
     text = capsys.readouterr().out

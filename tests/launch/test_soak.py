@@ -10,6 +10,7 @@ from tests import soak
 from tests.support.processes import run_processes
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("transport", ["lockstep", "edge"])
 def test_nothing_grows_from_epoch_to_epoch(transport: str, tmp_path: Path) -> None:
     """Four processes run 100 evaluations and checkpoints."""

@@ -12,9 +12,12 @@ import pytest
 
 from launch import local, sweep
 from launch.config.compose import compose_overrides
+from launch.run import jobs
 from launch.runtime.rank import Process
 from launch.train import run
 from petra import ConfigError
+
+pytestmark = pytest.mark.usefixtures("shared_profiles")
 
 TINY = ["data=synthetic", "data.images=16", "data.batch_size=8", "model.width=0.0625", "trainer.epochs=1"]
 
@@ -33,7 +36,7 @@ def test_every_combination_is_a_job_with_a_folder_of_its_own() -> None:
 
 @pytest.mark.parametrize("name", ["plain", "two words", "it's", 'say "a"', "x=1,2"])
 def test_folders_are_quoted_for_hydra(name: str) -> None:
-    job = sweep.Job({}, (), Path("/out") / name)
+    job = jobs.Job({}, (), Path("/out") / name)
     assert compose_overrides(job.command()).run_dir == f"/out/{name}"
 
 
@@ -55,7 +58,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         if config.seed != 13:
             run(config, Process(rank=0, world=1, local_rank=0, local_world=1))
 
-    monkeypatch.setattr(sweep.subprocess, "run", in_this_process)
+    monkeypatch.setattr(jobs.subprocess, "run", in_this_process)
     monkeypatch.setattr(local, "run_agent", train)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     return folders
@@ -132,7 +135,7 @@ def test_a_sweep_through_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert swept(*arguments) == 0
     submitted = (tmp_path / "sbatch.txt").read_text().splitlines()
     assert submitted[1] == (
-        f"--parsable --job-name=k=2 --output={out}/k=2.log --nodes 3 --gpus-per-node 4 {sweep.SBATCH} "
+        f"--parsable --job-name=k=2 --output={out}/k=2.log --nodes 3 --gpus-per-node 4 {jobs.SBATCH} "
         f"resume=auto k=2 trainer.device=cuda {' '.join(TINY)} run_dir='{out}/k=2'"
     )
     assert "k=2: Slurm job 43" in capsys.readouterr().out

@@ -21,6 +21,7 @@ from tests.launch.test_faults import END, LONG, training
 from tests.support.forked import Forked
 
 
+@pytest.mark.processes
 def test_torchrun_starts_a_killed_run_again_from_its_last_checkpoint(tmp_path: Path) -> None:
     assert under_torchrun(1, tmp_path, *uninterrupted(tmp_path)) == 1
 
@@ -54,6 +55,7 @@ def started(folder: Path, launcher: Sequence[str], *overrides: str) -> Iterator[
         agent.wait()
 
 
+@pytest.mark.processes
 def test_the_agent_forwards_signals_and_exits_with_the_status_of_the_run(tmp_path: Path) -> None:
     """SIGUSR1: checkpoint and status 75. Two Ctrl-C in the resumed run: immediate exit with status 130."""
     with started(tmp_path, LOCAL, "checkpoint.every=4") as agent:
@@ -72,6 +74,7 @@ def test_the_agent_forwards_signals_and_exits_with_the_status_of_the_run(tmp_pat
         assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
+@pytest.mark.processes
 def test_torchrun_itself_ends_when_its_processes_have_saved(tmp_path: Path) -> None:
     """torchrun forwards SIGTERM too, and waits. The run stops in the middle of a long epoch."""
     with started(tmp_path, BARE) as agent:
@@ -101,6 +104,7 @@ def listeners(pid: int) -> set[str]:
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("transport", ["lockstep", "edge"])
 def test_processes_listen_only_on_the_given_interface(transport: str, tmp_path: Path) -> None:
     """Only the agent opens other ports, for torchrun's own needs."""
@@ -119,6 +123,7 @@ SECRETS = {
 }
 
 
+@pytest.mark.processes
 def test_no_secret_reaches_a_log_or_a_run_folder(tmp_path: Path) -> None:
     """Covers a successful run with each installed logger, and a run that ends with an error."""
     loggers = ["jsonl", *(name for name in ("wandb", "tensorboard") if find_spec(name))]

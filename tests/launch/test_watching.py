@@ -11,7 +11,10 @@ from launch.run.autotune import tune_setup
 from launch.run.resume import Start, restore_choices
 from launch.runtime.rank import Process
 from petra import ConfigError, Keep, PetraError
-from tests.launch.test_launch import ALONE, TINY, launched, planned
+from tests.launch.test_launch import ALONE, TINY, planned
+from tests.support.forked import Forked
+
+pytestmark = pytest.mark.usefixtures("shared_profiles")
 
 
 @pytest.mark.parametrize(
@@ -70,14 +73,13 @@ def test_another_partition_than_the_checkpoints_is_tuned_again() -> None:
     assert len(other.plan.method.delay) == 4
 
 
+@pytest.mark.processes
 def test_two_processes_tune_and_trace(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    done = launched(
-        2, *TINY, "trainer.stages=auto", "method=petra_fresh", "trainer.trace=4", "trainer.stage_metrics=true", f"run_dir={folder}",
-        cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("chosen: stages=[") == 1
+    settings = ["trainer.stages=auto", "method=petra_fresh", "trainer.trace=4", "trainer.stage_metrics=true"]
+    with Forked(tmp_path, [*TINY, *settings, f"run_dir={folder}"], 2) as run:
+        printed, _ = run.finish()
+    assert printed.count("chosen: stages=[") == 1
     assert {"trace.json", "timeline.png", "timeline.svg"} <= {p.name for p in folder.iterdir()}
     trace = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {event["tid"] for event in trace} == {0, 1}
@@ -86,10 +88,11 @@ def test_two_processes_tune_and_trace(tmp_path: Path) -> None:
     assert {"stage/1/forward_seconds", "stage/2/waiting_seconds", "stage/2/staleness"} <= row.keys()
 
 
+@pytest.mark.processes
 def test_gradient_quality_of_a_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    done = launched(1, *TINY, "trainer.diagnose=4", f"run_dir={folder}", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    with Forked(tmp_path, [*TINY, "trainer.diagnose=4", f"run_dir={folder}"], 1) as run:
+        run.finish()
     rows = [json.loads(line) for line in (folder / "gradients.jsonl").read_text().splitlines()]
     assert {(row["microbatch"], row["stage"]) for row in rows} == {(m, j) for m in (0, 4) for j in range(1, 11)}
     assert (folder / "gradients.png").exists()

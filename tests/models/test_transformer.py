@@ -291,6 +291,7 @@ def train_both(rank: int) -> list[dict[str, Tensor]]:
     return [trained("lockstep"), trained("edge")]
 
 
+@pytest.mark.processes
 def test_two_processes_give_the_weights_of_one(tmp_path: Path) -> None:
     expected = trained("local")
     for first, second in zip(*run_processes(2, train_both, tmp_path), strict=True):

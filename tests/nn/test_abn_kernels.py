@@ -19,6 +19,7 @@ interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 in_interpreter = pytest.mark.skipif(not interpreted, reason="run by test_in_the_interpreter")
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(interpreted, reason="starts the other tests")
 def test_in_the_interpreter() -> None:

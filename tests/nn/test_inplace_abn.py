@@ -316,6 +316,7 @@ def shared(rank: int) -> list[tuple[list[Tensor], list[Tensor]]]:
     return [*results, ([one_each.detach()], [])]
 
 
+@pytest.mark.processes
 def test_two_processes_equal_one_on_the_joint_batch(tmp_path: Path) -> None:
     x, delta = joint_batch()
     parts = run_processes(2, shared, tmp_path)

@@ -1,4 +1,4 @@
-"""What test_cluster runs in each process of two nodes: report node and rank, and train a few microbatches."""
+"""Program that test_cluster runs in each process of two nodes. It reports node and rank, and trains a few microbatches."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Forked:
     Args:
         folder: Working directory of the processes. Each writes its output there, to ``out`` and ``err`` followed by its rank.
         overrides: Overrides of launch.train.
-        world: Number of processes.
+        world: Number of processes. A single process runs without torchrun's environment.
         environment: Environment variables in addition to torchrun's.
         prepare: Function that each process calls first with its rank, to inject a fault.
     """
@@ -44,14 +44,15 @@ class Forked:
         folder.mkdir(parents=True, exist_ok=True)
         # As with torchrun, the store is not in a process that may be killed.
         self.folder, self._store = folder, dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        place = {
+        variables = {
             "WORLD_SIZE": world,
             "LOCAL_WORLD_SIZE": world,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": self._store.port,
             "TORCHELASTIC_USE_AGENT_STORE": True,
         }
-        common = {**{name: str(value) for name, value in place.items()}, **(environment or {})}
+        torchrun = {name: str(value) for name, value in variables.items()} if world > 1 else {}
+        common = {**torchrun, **(environment or {})}
         arguments = (str(folder), [f"trainer.timeout={TIMEOUT}", *overrides], common, prepare)
         self.processes = [context.Process(target=_main, args=(rank, *arguments)) for rank in range(world)]
 
@@ -87,6 +88,16 @@ class Forked:
         assert not hung, f"processes {hung} still ran after {seconds} s: {self.told()}"
         return [process.exitcode for process in self.processes]
 
+    def finish(self, seconds: float = 120) -> tuple[str, str]:
+        """Wait until all processes have ended with status 0. Return what they have written to stdout and stderr.
+
+        Raises:
+            AssertionError: If a process fails, or still runs after ``seconds``.
+        """
+        statuses = self.wait(seconds)
+        assert statuses == [0] * len(self.processes), self.told()
+        return self.told("out"), self.told("err")
+
     def told(self, stream: str = "err") -> str:
         """Return what all processes have written to stderr, or to stdout (``out``)."""
         return "".join(path.read_text() for path in sorted(self.folder.glob(f"{stream}?")))
@@ -106,7 +117,9 @@ def used(pid: int | None, seconds: float = math.inf) -> float:
 
 
 def _main(rank: int, folder: str, overrides: list[str], environment: dict[str, str], prepare: Callable[[int], None] | None) -> None:
-    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(environment)
+    if "WORLD_SIZE" in environment:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     os.chdir(folder)
     for stream, name in ((1, "out"), (2, "err")):
         file = os.open(f"{name}{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

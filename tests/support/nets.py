@@ -12,11 +12,14 @@ from petra.reversible import Coupling, TwoFunctionCoupling, derive_seed
 
 
 def branch(channels: int, dropout: float = 0.0) -> nn.Module:
+    """Return F: convolution, batch norm, tanh, and dropout if any."""
     layers = [nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.Tanh()]
     return nn.Sequential(*layers, *([nn.Dropout(dropout)] if dropout else []))
 
 
 class Stem(nn.Module):
+    """Convolution whose channels are split into two streams."""
+
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Conv2d(3, 2 * channels, 3, padding=1), nn.BatchNorm2d(2 * channels), nn.Tanh())
@@ -26,6 +29,8 @@ class Stem(nn.Module):
 
 
 class Down(nn.Module):
+    """Downsampling block: (x1, x2) -> (h, shortcut(x1) + f(h))."""
+
     def __init__(self, channels: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.first = nn.Sequential(nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1), nn.BatchNorm2d(2 * channels))
@@ -38,6 +43,8 @@ class Down(nn.Module):
 
 
 class Head(nn.Module):
+    """Linear classifier of both streams, averaged over the image."""
+
     def __init__(self, channels: int, classes: int) -> None:
         super().__init__()
         self.linear = nn.Linear(2 * channels, classes)
@@ -47,21 +54,21 @@ class Head(nn.Module):
 
 
 def mixed_net(channels: int = 4, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> Model:
-    """Six blocks: stem, PETRA block, downsampling, two-function coupling, PETRA block, head."""
+    """Return a model of six blocks: stem, PETRA block, downsampling, two-function coupling, PETRA block, head."""
 
-    def of(build: partial[nn.Module]) -> partial[nn.Module]:
+    def converted(build: partial[nn.Module]) -> partial[nn.Module]:
         return partial(_converted, build, dtype)
 
     wide = 2 * channels
     return Model(
         "mixed",
         (
-            BlockSpec("stem", of(partial(Stem, channels))),
-            BlockSpec("block1", of(partial(_coupling, channels, dropout))),
-            BlockSpec("down", of(partial(Down, channels, dropout))),
-            BlockSpec("block2", of(partial(_two_functions, wide, dropout))),
-            BlockSpec("block3", of(partial(_coupling, wide, dropout))),
-            BlockSpec("head", of(partial(Head, wide, 5))),
+            BlockSpec("stem", converted(partial(Stem, channels))),
+            BlockSpec("block1", converted(partial(_coupling, channels, dropout))),
+            BlockSpec("down", converted(partial(Down, channels, dropout))),
+            BlockSpec("block2", converted(partial(_two_functions, wide, dropout))),
+            BlockSpec("block3", converted(partial(_coupling, wide, dropout))),
+            BlockSpec("head", converted(partial(Head, wide, 5))),
         ),
     )
 
@@ -79,7 +86,7 @@ def _two_functions(channels: int, dropout: float) -> TwoFunctionCoupling:
 
 
 class RandomStream:
-    """Microbatches drawn from their index alone."""
+    """Random microbatches, which depend on their index only."""
 
     def __init__(self, batch: int = 4, size: int = 8, classes: int = 5, dtype: torch.dtype = torch.float64) -> None:
         self.batch, self.size, self.classes, self.dtype = batch, size, classes, dtype

@@ -1,4 +1,4 @@
-"""Several processes with a process group of their own, hard timeouts, and none left behind."""
+"""Run a function in several processes with their own process group and a timeout. No process is left running."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# The fork server imports torch once; its children start in milliseconds instead of seconds.
+# The fork server imports torch once, so that its children start in milliseconds instead of seconds.
 context = multiprocessing.get_context("forkserver")
-PRELOADED = ["torch", "torch.distributed", "petra", "petra.models", "launch.train", "torch._dynamo", "matplotlib.figure"]
+PRELOADED = ["torch", "torch.distributed", "petra", "petra.models", "launch.train", "torch._dynamo", "matplotlib.figure", "pytest"]
 context.set_forkserver_preload(PRELOADED)
 
 
 def run_processes(world: int, target: Callable[..., Any], folder: Path, *args: Any, timeout: float = 120) -> list[Any]:
-    """Calls ``target(rank, *args)`` in ``world`` gloo processes and returns what each returned; fails if one fails or hangs."""
+    """Call ``target(rank, *args)`` in ``world`` gloo processes, and return the result of each.
+
+    Raises:
+        AssertionError: If a process fails, or still runs after ``timeout`` seconds.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     processes = [context.Process(target=_child, args=(rank, world, target, str(folder), args)) for rank in range(world)]
     for process in processes:

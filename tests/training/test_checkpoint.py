@@ -6,8 +6,6 @@ import json
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,8 @@ from petra.staleness import Prediction, Remedy
 from petra.training import OPTIMIZERS, Checkpoints, JsonLines, Trainer, best_of, finished_epochs, newest, restore
 from petra.training.checkpoint import MANIFEST, checkpoints
 from tests.kill_many import kill_many
-from tests.launch.test_launch import ROOT, TINY, launched, metrics
+from tests.launch.test_launch import TINY, metrics
+from tests.support.forked import Forked
 from tests.support.nets import RandomStream, mixed_net
 from tests.support.processes import run_processes
 
@@ -115,6 +114,7 @@ def resume_in_processes(rank: int, folder: str) -> dict[str, Tensor]:
     return weights(pipeline)
 
 
+@pytest.mark.processes
 def test_another_number_of_processes_resumes_bit_for_bit(tmp_path: Path) -> None:
     """Three processes save while training continues; one and two processes resume."""
     folder = str(tmp_path / "checkpoints")
@@ -175,6 +175,7 @@ def save_into_a_file(rank: int, folder: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.processes
 def test_a_folder_that_cannot_be_written_is_the_same_error_in_all_processes(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     folder = tmp_path / "file" / "checkpoints"
@@ -268,27 +269,26 @@ def test_another_configuration_is_an_error() -> None:
         require_same(found, same | {"k": 2}, Path("c"))
 
 
+@pytest.mark.processes
 def test_killed_processes_resume_to_the_same_bits(tmp_path: Path) -> None:
     assert kill_many(10, tmp_path).total() == 10
 
 
+@pytest.mark.processes
 def test_a_signal_stops_a_run_that_can_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The metrics equal those of a run without the signal, and evaluation reads the checkpoint."""
     run, whole = tmp_path / "run", tmp_path / "whole"
     settings = [*TINY, "trainer.epochs=2", "checkpoint.every=3"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "launch.train", *settings, f"run_dir={run}", "resume=auto"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
-    while not (run / "checkpoints").exists() and process.poll() is None:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == STOPPED, err
-    assert err.startswith("stopped on request after microbatch ")
+    with Forked(tmp_path, [*settings, f"run_dir={run}", "resume=auto"], 1) as stopped:
+        while not (run / "checkpoints").exists() and stopped.processes[0].is_alive():
+            time.sleep(0.02)
+        stopped.signal(signal.SIGTERM)
+        assert stopped.wait(60) == [STOPPED], stopped.told()
+    assert stopped.told().startswith("stopped on request after microbatch ")
     evaluate([f"run={run}"])
     assert json.loads(capsys.readouterr().out)["weights"].startswith(str(run / "checkpoints"))
     for folder in (run, whole):
-        done = launched(1, *settings, f"run_dir={folder}", "resume=auto", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+        with Forked(tmp_path, [*settings, f"run_dir={folder}", "resume=auto"], 1) as resumed:
+            resumed.finish()
     assert metrics(run) == metrics(whole)
     assert len(metrics(run)) == 2

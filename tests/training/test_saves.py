@@ -122,6 +122,7 @@ def die_everywhere(folder: Path, background: bool) -> None:
     assert len(first) > 80
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("background", [False, True])
 def test_a_save_that_dies_at_any_step_leaves_an_intact_checkpoint(background: bool, tmp_path: Path) -> None:
     process = context.Process(target=die_everywhere, args=(tmp_path, background))  # a new process without other threads
@@ -190,6 +191,7 @@ def test_a_full_or_read_only_disk_leaves_checkpoints_intact(options: str, reason
     assert {p.name for p in (disk / "c").iterdir()} == {"000000002", "latest"}
 
 
+@pytest.mark.processes
 def test_a_run_on_a_full_disk_prints_one_error_and_resumes_when_there_is_space(disk: Path, tmp_path: Path) -> None:
     """There is no space for the third checkpoint."""
     with Forked(tmp_path / "whole", RUN, 2) as run:

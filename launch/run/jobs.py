@@ -1,0 +1,131 @@
+"""Jobs: runs with a folder and overrides of their own, on this machine or submitted to Slurm."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from launch.config.compose import compose_overrides
+from launch.config.schema import AUTO, Config
+from launch.run.build import set_up
+from launch.runtime.rank import Process
+from petra.errors import invalid
+
+SBATCH = Path(__file__).parents[1] / "templates" / "slurm.sbatch"
+RESUME = f"resume={AUTO}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep or of a reproduction.
+
+    Attributes:
+        values: Swept keys and the values of this run.
+        overrides: All overrides of this run.
+        folder: Folder of this run.
+    """
+
+    values: dict[str, str]
+    overrides: tuple[str, ...]
+    folder: Path
+
+    @cached_property
+    def config(self) -> Config:
+        """Return the configuration.
+
+        Raises:
+            ConfigError: If an override can't be parsed or doesn't fit the schema.
+        """
+        return replace(compose_overrides([RESUME, *self.overrides]), run_dir=str(self.folder))
+
+    def summary(self) -> dict[str, Any] | None:
+        """Return the content of summary.json, or None if the run has not finished.
+
+        Raises:
+            ConfigError: If the folder has a finished run with another configuration.
+        """
+        path = self.folder / "summary.json"
+        if not path.exists():
+            return None
+        found, wanted = OmegaConf.load(self.folder / "config.yaml"), OmegaConf.structured(self.config)
+        if differing := _differences(OmegaConf.to_container(found), OmegaConf.to_container(wanted)):
+            raise invalid("--out", "a new folder", f"{self.folder}, a finished run with another {', '.join(differing)}")
+        content: dict[str, Any] = json.loads(path.read_text())
+        return content
+
+    def command(self) -> list[str]:
+        """Return the overrides of launch.train, quoted for Hydra. The run resumes if its folder has a checkpoint."""
+        quoted = str(self.folder).replace("'", "\\'")
+        return [RESUME, *self.overrides, f"run_dir='{quoted}'"]
+
+
+def check_job(config: Config, processes: int, here: bool) -> None:
+    """Check a configuration before any run starts.
+
+    Args:
+        config: Configuration of a run.
+        processes: Number of processes of the run.
+        here: The run uses this machine's devices. A machine that only submits to Slurm may have none.
+
+    Raises:
+        PetraError: If it cannot be run; see :func:`launch.run.build.set_up`.
+    """
+    device = config.trainer.device if here else "cpu"
+    process = Process(rank=0, world=processes, local_rank=0, local_world=processes)
+    set_up(replace(config, trainer=replace(config.trainer, device=device)), process)
+
+
+def run_here(unfinished: Sequence[Job], processes: int) -> list[Job]:
+    """Run jobs on this machine, one after another. Return those that failed."""
+    failed = []
+    for job in unfinished:
+        print(f"--- {job.folder.name}", flush=True)
+        launch = [sys.executable, "-m", "launch.local", "--processes", str(processes)]
+        if subprocess.run([*launch, *job.command()]).returncode:
+            failed.append(job)
+    return failed
+
+
+def submit(unfinished: Sequence[Job], options: Sequence[str]) -> list[Job]:
+    """Submit jobs to Slurm unless they are already pending or running. Return those that Slurm rejected."""
+    failed = []
+    for job in unfinished:
+        ticket = job.folder.with_name(job.folder.name + ".slurm")
+        if ticket.exists() and _queued(ticket.read_text().strip()):
+            print(f"{job.folder.name}: Slurm job {ticket.read_text().strip()} has not ended")
+            continue
+        job.folder.parent.mkdir(parents=True, exist_ok=True)
+        sbatch = ["sbatch", "--parsable", f"--job-name={job.folder.name}", f"--output={job.folder}.log"]
+        try:
+            done = subprocess.run([*sbatch, *options, str(SBATCH), *job.command()], capture_output=True, text=True)
+        except FileNotFoundError:
+            raise invalid("--slurm", "a machine with Slurm", "one without the command sbatch") from None
+        if done.returncode:
+            print(done.stderr, end="", file=sys.stderr)
+            failed.append(job)
+            continue
+        ticket.write_text(done.stdout.split(";")[0].strip() + "\n")
+        print(f"{job.folder.name}: Slurm job {ticket.read_text().strip()}")
+    return failed
+
+
+def _queued(number: str) -> bool:
+    """Return whether a Slurm job is pending or running."""
+    found = subprocess.run(["squeue", "--noheader", "--jobs", number], capture_output=True, text=True)
+    return found.returncode == 0 and bool(found.stdout.strip())
+
+
+def _differences(found: Any, wanted: Any, key: str = "") -> list[str]:
+    """Return the keys on which two configurations differ, other than the folder and how the run starts."""
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        names = dict.fromkeys([*found, *wanted])
+        return [d for n in names for d in _differences(found.get(n), wanted.get(n), f"{key}.{n}" if key else str(n))]
+    return [] if found == wanted or key in ("run_dir", "resume") else [key]

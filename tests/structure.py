@@ -1,0 +1,98 @@
+"""Measure the structure of the code: files, imports between rooms, longest function and class.
+
+``python -m tests.structure [FOLDER]`` prints the numbers of the checkout in FOLDER, by default this one. A room is a folder of
+``petra/`` or ``launch/``, or a file at the root of either.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("petra", "launch")
+
+
+class Definition(NamedTuple):
+    """A function or class."""
+
+    lines: int
+    kind: str
+    name: str
+    path: Path
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Return the path of each module by its dotted name; packages by the name of their folder."""
+    found = {}
+    for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(root: Path) -> set[tuple[str, str]]:
+    """Return all (importer, imported) pairs of modules."""
+    known = modules(root)
+    pairs = set()
+    for name, path in known.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                pairs |= {(name, alias.name) for alias in node.names if alias.name in known}
+            elif isinstance(node, ast.ImportFrom) and node.module in known:
+                members = {f"{node.module}.{alias.name}" for alias in node.names}
+                pairs |= {(name, member if member in known else node.module) for member in members}
+    return pairs
+
+
+def room(module: str) -> str:
+    """Return the room of a module: ``petra.engine.worker`` is in ``petra.engine``, ``petra.pipeline`` is a room of its own."""
+    return ".".join(module.split(".")[:2])
+
+
+def room_imports(root: Path) -> set[tuple[str, str]]:
+    """Return all (importer, imported) pairs of different rooms. The public names of ``petra/__init__.py`` are no room."""
+    pairs = {(room(a), room(b)) for a, b in imports(root)}
+    return {(a, b) for a, b in pairs if a != b and not {a, b} & set(PACKAGES)}
+
+
+def circles(pairs: set[tuple[str, str]]) -> set[str]:
+    """Return the nodes that are part of a circle of imports."""
+    left = {node for pair in pairs for node in pair}
+    while True:
+        ends = {n for n in left if not any(a == n and b in left for a, b in pairs)}
+        starts = {n for n in left if not any(b == n and a in left for a, b in pairs)}
+        if not ends | starts:
+            return left
+        left -= ends | starts
+
+
+def definitions(root: Path) -> Iterator[Definition]:
+    """Yield all functions and classes."""
+    for path in modules(root).values():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                kind = "class" if isinstance(node, ast.ClassDef) else "function"
+                yield Definition((node.end_lineno or node.lineno) - node.lineno + 1, kind, node.name, path)
+
+
+def main() -> None:
+    """Print the numbers."""
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT
+    found, between = modules(root), room_imports(root)
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in found.values()}
+    print(f"files: {len(found)}, at the root of petra/: {len([*(root / 'petra').glob('*.py')])}, of launch/: ", end="")
+    print(f"{len([*(root / 'launch').glob('*.py')])}; lines: {sum(lines.values())}")
+    print(f"rooms: {len({room(name) for name in found} - set(PACKAGES))}, imports between rooms: {len(between)}, ", end="")
+    print(f"rooms in circles: {len(circles(between))}, modules in circles: {len(circles(imports(root)))}")
+    print(f"longest file: {max(lines.values())} lines ({max(lines, key=lambda path: lines[path]).relative_to(root)})")
+    for kind in ("function", "class"):
+        longest = max(d for d in definitions(root) if d.kind == kind)
+        print(f"longest {kind}: {longest.lines} lines ({longest.name} in {longest.path.relative_to(root)})")
+
+
+if __name__ == "__main__":
+    main()

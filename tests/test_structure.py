@@ -1,0 +1,67 @@
+"""The structure that docs/design.md describes: rooms in layers, and pieces small enough to read."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from tests.structure import ROOT, circles, definitions, imports, modules, room, room_imports
+
+PETRA = (
+    *("errors", "process_memory", "specs", "settings", "hooks", "reversible", "nn", "distributed", "method", "model", "plan"),
+    *("transport", "staleness", "engine", "pipeline", "diagnostics", "cost_model", "analysis", "data", "models", "training"),
+)
+"""Rooms of petra/, from the bottom up: a room imports only rooms before it."""
+LAUNCH = ("config", "runtime", "run", "doctor", "reproduce")
+"""Rooms of launch/, from the bottom up. The commands at its root come last."""
+
+
+def test_every_room_has_a_place() -> None:
+    found = {room(name) for name in modules(ROOT)} - {"petra", "launch"}
+    rooms = {name for name in found if name.startswith("petra.") or (ROOT / name.replace(".", "/")).is_dir()}
+    assert rooms == {f"petra.{name}" for name in PETRA} | {f"launch.{name}" for name in LAUNCH}
+
+
+def test_rooms_import_only_rooms_below() -> None:
+    order = {name: i for i, name in enumerate([*(f"petra.{name}" for name in PETRA), *(f"launch.{name}" for name in LAUNCH)])}
+    upward = [(a, b) for a, b in room_imports(ROOT) if order.get(b, len(order)) > order.get(a, len(order))]
+    assert not upward
+
+
+def test_no_circular_imports() -> None:
+    assert not circles(imports(ROOT))
+
+
+def test_circles_are_found() -> None:
+    assert circles({("a", "b"), ("b", "c"), ("c", "a"), ("c", "d")}) == {"a", "b", "c"}
+    assert not circles({("a", "b"), ("b", "c"), ("a", "c")})
+
+
+@pytest.mark.parametrize(("kind", "most"), [("function", 60), ("class", 200)])
+def test_definitions_are_short(kind: str, most: int) -> None:
+    assert not [d for d in definitions(ROOT) if d.kind == kind and d.lines > most]
+
+
+def test_files_are_short() -> None:
+    assert not [path for path in modules(ROOT).values() if len(path.read_text(encoding="utf-8").splitlines()) > 400]
+    assert len([*(ROOT / "petra").glob("*.py")]) <= 12
+
+
+def test_docstrings_name_the_thing_or_begin_with_a_verb() -> None:
+    for path in modules(ROOT).values():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                first = (ast.get_docstring(node) or "").partition(" ")[0]
+                assert first not in ("Of", "As", "In", "By", "Who", "Whatever"), (path, first, node)
+
+
+def test_no_private_attribute_of_another_object_is_read() -> None:
+    """Only ``self`` and ``cls`` use the underscored names that our classes define. Names of ``nn.Module`` are torch's."""
+    sources = {path: path.read_text(encoding="utf-8") for path in modules(ROOT).values()}
+    own = {name for text in sources.values() for name in re.findall(r"self\.(_[a-z]\w*)\s*(?::[^=\n]+)?=[^=]", text)}
+    own -= {"_parameters", "_buffers", "_modules"}
+    for path, text in sources.items():
+        used = {(owner, name) for owner, name in re.findall(r"\b(\w+(?:\.\w+)*)\.(_[a-z]\w*)", text) if name in own}
+        assert not [(o, n) for o, n in used if o not in ("self", "cls")], path
