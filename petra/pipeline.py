@@ -58,18 +58,13 @@ class Pipeline:
     Attributes:
         plan: Layout, schedule and messages, as plain data.
         recipe: Optimizer, losses, metrics, update rules and remedy.
-        device: Device of this rank.
-        rank, world: Rank of this process and number of ranks; 0 and 1 without ``torch.distributed``.
-        replica: Index of the replica that this rank belongs to.
-        replicas: All-reduces over replicas; None if there is only one replica.
-        stages, workers: Stages and workers of this rank, by index of the stage.
-        remedies: Remedies that act at updates of this rank's stages, by index of the stage.
-        objective: Port after the last stage, which computes the loss.
+        device, rank, world: Device and rank of this process, and the number of processes.
+        replica, replicas: Index of this rank's replica, and the all-reduces over replicas; None if there is only one.
+        stages, workers, remedies: This rank's stages, workers and attached remedies, by index of the stage.
+        objective, hooks: Port after the last stage, which computes the loss; hooks that observe training.
         concurrency: Number of stages that run at the same time.
         clock: Number of microbatches trained since the start.
-        hooks: Hooks that observe training.
-        measures: Functions whose results :meth:`stage_metrics` includes. Each returns metrics of this rank's stages since its
-            last call, by name.
+        measures: Functions that return metrics of this rank's stages since their last call (:meth:`stage_metrics`).
 
     Raises:
         ConfigError, ModelError: If arguments are invalid. Raised before any block is built.
@@ -159,8 +154,8 @@ class Pipeline:
             data: Source of inputs and targets.
             microbatches: Number of microbatches.
             on_microbatch: Called on the rank of the first stage with the report of each completed microbatch: a float64 tensor on
-                the device with the number of targets, the summed loss and the summed metrics. With replicas, it is called in each
-                replica, with the report of the replica's share multiplied by the number of replicas.
+                the device with the number of targets, the summed loss and the summed metrics. Each replica calls it with the report
+                of its share, multiplied by the number of replicas.
             stop: Polled during the run. Soon after it returns True on any rank, the pipeline drains on all ranks, and
                 :attr:`clock` is the number of microbatches done. Pass it on every rank or on none.
 
@@ -184,18 +179,12 @@ class Pipeline:
             worker.update.check_drained()
         result = reduce_totals(self._totals.values, [*self.recipe.metrics], self.world > 1)
         if not self.recipe.rules.may_skip and not math.isfinite(result.loss):
-            raise NumericsError(
-                f"stage {len(self.plan.stages)}: the loss is not finite in microbatches {start + 1} to {self.clock}; "
-                "lower optim.lr or set optim.clip",
-                origin=self.rank == 0,
-            )
+            found = f"the loss is not finite in microbatches {start + 1} to {self.clock}; lower optim.lr or set optim.clip"
+            raise NumericsError(f"stage {len(self.plan.stages)}: {found}", origin=self.rank == 0)
         return result
 
     def evaluate(self, data: DataSource, microbatches: int) -> Result:
-        """Evaluate microbatches 0 to ``microbatches`` - 1 and return the same result on every rank.
-
-        Normalisation layers use running statistics, and all blocks use averaged weights if the rules ask for averages.
-        """
+        """Evaluate microbatches 0 to ``microbatches`` - 1 with running statistics and any averaged weights."""
         self._set_data(data)
         self.objective.totals.zero_()
         for stage in self.stages.values():
@@ -235,10 +224,7 @@ class Pipeline:
         load_method_state(self.plan, self.workers, self.remedies, state)
 
     def stage_metrics(self) -> dict[str, float]:
-        """Return the metrics of the first replica's stages since the last call, as ``stage/<j>/<name>`` with j from 1.
-
-        Every rank must call this method, and gets the metrics of all stages.
-        """
+        """Return the first replica's metrics since the last call as ``stage/<j>/<name>``, j from 1. Every rank must call this."""
         own = {f"stage/{j + 1}/{key}": v for j, worker in self.workers.items() for key, v in worker.update.metrics().items()}
         own |= {key: value for measure in self.measures for key, value in measure().items()}
         parts = all_gather_objects(own)

@@ -165,5 +165,5 @@ def test_references_use_the_weights_that_the_method_uses(method: str | Method, s
         made.train(RandomStream(), 13)
     for row in quality.rows:
         assert row["angle_stored"] < 1e-5
-        if made.method.weights is not Weights.CURRENT:
+        if made.plan.method.weights is not Weights.CURRENT:
             assert row["norm_ratio_delayed"] == pytest.approx(1, abs=1e-9)

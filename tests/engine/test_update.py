@@ -265,7 +265,7 @@ def test_a_non_finite_loss_with_a_finite_gradient_raises() -> None:
         return F.cross_entropy(output, targets) + torch.inf
 
     run = Pipeline(mixed_net(), RandomStream().spec, optimizer=sgd, loss=infinite)
-    with pytest.raises(NumericsError, match="stage 6: found a loss that isn't finite among microbatches 1 to 3"):
+    with pytest.raises(NumericsError, match="stage 6: the loss is not finite in microbatches 1 to 3"):
         run.train(RandomStream(), 3)
 
 
