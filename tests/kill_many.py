@@ -67,7 +67,7 @@ def uninterrupted(folder: Path) -> tuple[float, dict[str, Any]]:
         warm.wait(PATIENCE)
     with Forked(folder / "whole", RUN, WORLD) as whole:
         seconds = used(whole.processes[1].pid)
-        assert whole.wait(PATIENCE) == [0] * WORLD, whole.told()
+        assert whole.wait(PATIENCE) == [0] * WORLD, whole.output()
     return seconds, results(folder / "whole" / "run")
 
 
@@ -78,7 +78,7 @@ def start(place: Path, chance: random.Random, seconds: float | None) -> list[str
     """
     with Forked(place, [*RUN, *chance.sample(VARIANTS, 2)], WORLD) as run:
         if seconds is None:
-            assert run.wait(PATIENCE) == [0] * WORLD, run.told()
+            assert run.wait(PATIENCE) == [0] * WORLD, run.output()
             return []
         victim = chance.randrange(WORLD)
         used(run.processes[victim].pid, chance.uniform(0, seconds))
@@ -87,7 +87,7 @@ def start(place: Path, chance: random.Random, seconds: float | None) -> list[str
         moment = state(place / "run")
         run.signal(signal.SIGTERM)
         statuses = run.wait(PATIENCE)
-        assert "Traceback" not in run.told(), run.told()
+        assert "Traceback" not in run.output(), run.output()
         return [moment] if statuses[victim] == -signal.SIGKILL else []
 
 

@@ -24,7 +24,7 @@ import torch
 from petra import Pipeline
 from petra.settings import Runtime
 from petra.training import Checkpoints, Trainer
-from tests.support.nets import RandomStream, mixed_net
+from tests.support.nets import RandomSource, mixed_net
 from tests.support.processes import run_processes
 
 WORLD, EPOCHS = 4, 100
@@ -32,7 +32,7 @@ MEMORY = 0.01
 """Accepted relative growth of a process's memory from the second tenth of the run to the last."""
 
 
-class Epochs(RandomStream):
+class Epochs(RandomSource):
     """Random microbatches in epochs of a given length."""
 
     batches = 2

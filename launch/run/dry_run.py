@@ -50,7 +50,7 @@ COLUMNS: dict[str, Callable[[StageRow], str]] = {
     "parameters": lambda row: f"{row.stage.parameters:,}",
     "FLOPs": lambda row: f"{row.stage.flops / sum(stage.flops for stage in row.plan.stages):.1%}",
     "τ": lambda row: str(row.stage.delay),
-    "keeps": lambda row: _count(row.stage.keeps),
+    "stores": lambda row: _count(row.stage.keeps),
     "MB →": lambda row: f"{row.forward_bytes / 1e6:.2f}",
     "MB ←": lambda row: f"{row.backward_bytes / 1e6:.2f}",
 }
@@ -62,7 +62,7 @@ def stage_map(setup: Setup) -> str:
     plan = setup.plan
     rows = [[content(row) for content in COLUMNS.values()] for row in stage_rows(plan)]
     dp = plan.layout.dp
-    replicas = "" if dp == 1 else f" of each of {dp} replicas"
+    replicas = "" if dp == 1 else f" per replica, {dp} replicas"
     title = (
         f"{plan.model.name} on {setup.config.data.name} by {plan.method.name} (d = {plan.method.delay}, k = {plan.k}): "
         f"{len(rows)} stages in {len(plan.layout.processes)} process(es){replicas}, {plan.parameters:,} parameters, "

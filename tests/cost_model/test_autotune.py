@@ -19,7 +19,7 @@ from petra.models import revnet18
 from petra.plan.messages import boundary
 from petra.plan.schedule import in_flight
 from petra.settings import Numerics
-from tests.support.nets import RandomStream, mixed_net
+from tests.support.nets import RandomSource, mixed_net
 
 PETRA = METHODS["petra"]
 
@@ -129,7 +129,7 @@ def test_one_process_needs_no_delay() -> None:
 
 
 def test_tuned_pipeline_trains_and_fits() -> None:
-    model, data = mixed_net(), RandomStream()
+    model, data = mixed_net(), RandomSource()
     blocks = count_blocks(model, data.spec)
     limit = 120e3
     tuned = tune(blocks, PETRA, 2, 3, tune_delay=True, tune_keep=True, limit=limit)
@@ -170,7 +170,7 @@ def test_a_memory_limit_changes_the_partition() -> None:
 
 
 def test_counted_costs() -> None:
-    costs = count_blocks(mixed_net(), RandomStream().spec)
+    costs = count_blocks(mixed_net(), RandomSource().spec)
     conv = 2 * 4 * 8 * 8 * 4 * 4 * 9  # batch, positions, channels in and out, 3x3
     assert (costs[1].forward, costs[1].backward, costs[1].graph_backward) == (conv, 3 * conv, 2 * conv)
     assert costs[1].stored_bytes(Keep.NOTHING) == 0
@@ -179,10 +179,10 @@ def test_counted_costs() -> None:
 
 
 def test_measured_costs_are_those_of_the_pipelines_code() -> None:
-    costs = profile_blocks(mixed_net(), RandomStream().spec, optimizer=partial(_sgd, lr=0.1), rounds=1)
+    costs = profile_blocks(mixed_net(), RandomSource().spec, optimizer=partial(_sgd, lr=0.1), rounds=1)
     assert [c.name for c in costs] == ["stem", "block1", "down", "block2", "block3", "head"]
     assert all(t > 0 for c in costs for t in (c.forward, c.backward, c.graph_forward, c.graph_backward, c.update))
-    counted = count_blocks(mixed_net(), RandomStream().spec)
+    counted = count_blocks(mixed_net(), RandomSource().spec)
     for a, b in zip(costs, counted, strict=True):
         assert (a.input_bytes, a.graph_bytes, a.parameter_bytes) == (b.input_bytes, b.graph_bytes, b.parameter_bytes)
 

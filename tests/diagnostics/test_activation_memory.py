@@ -9,7 +9,7 @@ from petra import Keep, Method, Pipeline, TensorSpec, Weights
 from petra.analysis.memory import buffers, measured, predicted, table3
 from petra.diagnostics.activation_memory import graph_bytes
 from petra.models import revnet18, revnet50
-from tests.support.nets import RandomStream, mixed_net
+from tests.support.nets import RandomSource, mixed_net
 
 IMAGENET = TensorSpec((64, 3, 224, 224), torch.float32)
 METHODS = [
@@ -26,7 +26,7 @@ METHODS = [
 @pytest.mark.parametrize("stages", [None, 3])
 @pytest.mark.parametrize(("method", "k"), METHODS, ids=[m.name for m, _ in METHODS])
 def test_predicted_bytes_are_those_measured(method: Method, k: int, stages: int | None) -> None:
-    data = RandomStream()
+    data = RandomSource()
     pipeline = Pipeline(
         mixed_net(), data.spec, method=method, k=k, stages=stages, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1)
     )
@@ -36,7 +36,7 @@ def test_predicted_bytes_are_those_measured(method: Method, k: int, stages: int 
 
 def test_bytes_counted_by_hand() -> None:
     """mixed_net, batch 4 of 8x8 images in float64: a stream of block1 has 4·4·8·8 elements, one of block3 has 4·8·4·4."""
-    model, data, number = mixed_net(), RandomStream(), 8
+    model, data, number = mixed_net(), RandomSource(), 8
     stream, wide = 4 * 4 * 8 * 8 * number, 4 * 8 * 4 * 4 * number
     pair = [TensorSpec((4, 4, 8, 8), torch.float64)] * 2
     assert graph_bytes(model, range(1, 2), pair, [Keep.NOTHING]) == 0
@@ -50,7 +50,7 @@ def test_bytes_counted_by_hand() -> None:
 
 
 def test_stashed_weights_count() -> None:
-    data = RandomStream()
+    data = RandomSource()
 
     def made(weights: Weights) -> list[int]:
         method = Method("x", 2, Keep.INPUT, weights)
@@ -89,7 +89,7 @@ def test_table_3_matches_the_paper() -> None:
 
 def test_table_3_stage_by_stage() -> None:
     """mixed_net in float64: only the third stage downsamples, so it alone stores both streams and always buffers its inputs."""
-    found, data = table3(mixed_net(), RandomStream().spec), RandomStream().spec.bytes
+    found, data = table3(mixed_net(), RandomSource().spec), RandomSource().spec.bytes
     stream, wide = 8 * 4 * 4 * 8 * 8, 8 * 4 * 8 * 4 * 4
     inputs = [data, stream, 2 * stream, wide, wide, wide]
     blocks = [mixed_net().build_block(b, 0) for b in range(6)]

@@ -18,7 +18,7 @@ from petra.diagnostics.gradient_quality import GradientQuality, angle
 from petra.hooks import Gradients, Hook
 from petra.specs import Streams
 from petra.staleness import Prediction, Remedy
-from tests.support.nets import RandomStream, mixed_net
+from tests.support.nets import RandomSource, mixed_net
 
 PETRA = Method("petra", 2, Keep.NOTHING)
 DELAYED = Method("delayed", 2, Keep.INPUT, Weights.STASHED)
@@ -29,12 +29,12 @@ def sgd(lr: float = 0.05, momentum: float = 0.9):  # type: ignore[no-untyped-def
 
 
 def trained(method: Method, every: int | None, *, lr: float = 0.05, microbatches: int = 17, dropout: float = 0.2, k: int = 2):  # type: ignore[no-untyped-def]
-    pipeline = Pipeline(mixed_net(dropout=dropout), RandomStream().spec, method=method, k=k, optimizer=sgd(lr), seed=5)
+    pipeline = Pipeline(mixed_net(dropout=dropout), RandomSource().spec, method=method, k=k, optimizer=sgd(lr), seed=5)
     if every is None:
-        pipeline.train(RandomStream(), microbatches)
+        pipeline.train(RandomSource(), microbatches)
         return pipeline, []
     with pipeline.hooks.attached(GradientQuality(pipeline, every)) as quality:
-        pipeline.train(RandomStream(), microbatches)
+        pipeline.train(RandomSource(), microbatches)
     return pipeline, quality.rows
 
 
@@ -81,14 +81,14 @@ def test_end_to_end_gradient_is_plain_autograd() -> None:
     """With d = 0 and k = 3 the pipeline's own gradient is the end-to-end one, also while weights change."""
     rows = trained(Method("reversible", 0, Keep.NOTHING), 1, microbatches=7, k=3, dropout=0.0)[1]
     assert all(row["cosine_end_to_end"] == pytest.approx(1, abs=1e-12) for row in rows)
-    pipeline = Pipeline(mixed_net(), RandomStream().spec, method=PETRA, optimizer=sgd(0.0), seed=5)
+    pipeline = Pipeline(mixed_net(), RandomSource().spec, method=PETRA, optimizer=sgd(0.0), seed=5)
     quality, gradients = GradientQuality(pipeline, 1), GradientsOfFirst()
     with pipeline.hooks.attached(quality), pipeline.hooks.attached(gradients):
-        pipeline.train(RandomStream(), 1)
+        pipeline.train(RandomSource(), 1)
     assert all(row["cosine_end_to_end"] == pytest.approx(1, abs=1e-12) for row in quality.rows)
     assert all(row["norm_ratio_end_to_end"] == pytest.approx(1, abs=1e-9) for row in quality.rows)
     plain = mixed_net().build(5)
-    F.cross_entropy(plain(RandomStream().inputs(0)), RandomStream().targets(0)).backward()
+    F.cross_entropy(plain(RandomSource().inputs(0)), RandomSource().targets(0)).backward()
     for j, block in enumerate(plain.children()):
         for p, own in zip(block.parameters(), pipeline.stages[j].module.parameters(), strict=True):
             torch.testing.assert_close(gradients.stages[j][own], p.grad, rtol=1e-9, atol=1e-11)
@@ -113,9 +113,9 @@ def test_small_angles() -> None:
 
 
 def test_rows_are_written_and_plotted(tmp_path: Path) -> None:
-    pipeline = Pipeline(mixed_net(), RandomStream().spec, method=PETRA, optimizer=sgd(), stages=2)
+    pipeline = Pipeline(mixed_net(), RandomSource().spec, method=PETRA, optimizer=sgd(), stages=2)
     with pipeline.hooks.attached(GradientQuality(pipeline, 2, tmp_path / "gradients.jsonl")) as quality:
-        pipeline.train(RandomStream(), 4)
+        pipeline.train(RandomSource(), 4)
     rows = [json.loads(line) for line in (tmp_path / "gradients.jsonl").read_text().splitlines()]
     assert [(row["microbatch"], row["stage"]) for row in rows] == [(0, 2), (0, 1), (2, 2), (2, 1)]
     assert rows == quality.rows
@@ -124,7 +124,7 @@ def test_rows_are_written_and_plotted(tmp_path: Path) -> None:
 
 
 def test_invalid_settings() -> None:
-    pipeline = Pipeline(mixed_net(), RandomStream().spec, optimizer=sgd())
+    pipeline = Pipeline(mixed_net(), RandomSource().spec, optimizer=sgd())
     with pytest.raises(ConfigError, match=r"trainer\.diagnose: expected null or an integer >= 1, got 0"):
         GradientQuality(pipeline, 0)
     pipeline.world = 2
@@ -142,9 +142,9 @@ def test_stage_without_parameters_has_no_gradient_to_compare() -> None:
     model = Model(
         "m", (BlockSpec("doubled", Doubled), BlockSpec("flat", nn.Flatten), BlockSpec("linear", lambda: nn.Linear(192, 5).double()))
     )
-    pipeline = Pipeline(model, RandomStream().spec, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
+    pipeline = Pipeline(model, RandomSource().spec, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
     with pipeline.hooks.attached(GradientQuality(pipeline, 1)) as quality:
-        pipeline.train(RandomStream(), 1)
+        pipeline.train(RandomSource(), 1)
     assert ["cosine_delayed" in row for row in quality.rows] == [True, False, False]
 
 
@@ -160,9 +160,9 @@ def test_stage_without_parameters_has_no_gradient_to_compare() -> None:
 )
 def test_references_use_the_weights_that_the_method_uses(method: str | Method, settings: dict[str, Any]) -> None:
     """With stored inputs the *stored* reference is the method's own gradient, and with stashed weights so is *delayed*."""
-    made = Pipeline(mixed_net(), RandomStream().spec, method=method, optimizer=sgd(), **settings)
+    made = Pipeline(mixed_net(), RandomSource().spec, method=method, optimizer=sgd(), **settings)
     with made.hooks.attached(GradientQuality(made, 3)) as quality:
-        made.train(RandomStream(), 13)
+        made.train(RandomSource(), 13)
     for row in quality.rows:
         assert row["angle_stored"] < 1e-5
         if made.plan.method.weights is not Weights.CURRENT:

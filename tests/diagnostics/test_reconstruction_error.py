@@ -11,7 +11,7 @@ from petra.diagnostics.reconstruction_error import ReconstructionMonitor
 from petra.hooks import Hook
 from petra.settings import Numerics
 from petra.specs import Streams
-from tests.support.nets import RandomStream, mixed_net
+from tests.support.nets import RandomSource, mixed_net
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def built(method: str | Method = "petra", lr: float = 0.05, **options: object) -
     def sgd(module: nn.Module) -> torch.optim.SGD:
         return torch.optim.SGD(module.parameters(), lr=lr)
 
-    return Pipeline(mixed_net(), RandomStream().spec, method=method, optimizer=sgd, seed=2, **options)  # type: ignore[arg-type]
+    return Pipeline(mixed_net(), RandomSource().spec, method=method, optimizer=sgd, seed=2, **options)  # type: ignore[arg-type]
 
 
 class Inputs(Hook):
@@ -46,8 +46,8 @@ def test_error_is_measured_on_the_first_sample_and_training_is_unchanged() -> No
     plain, pipeline = built(), built()
     monitor = ReconstructionMonitor(pipeline, limit=100.0)
     with pipeline.hooks.attached(monitor), pipeline.hooks.attached(Inputs()) as inputs:
-        pipeline.train(RandomStream(), 12)
-    plain.train(RandomStream(), 12)
+        pipeline.train(RandomSource(), 12)
+    plain.train(RandomSource(), 12)
     for key, value in plain.state_dict().items():
         assert torch.equal(value, pipeline.state_dict()[key]), key
     assert monitor.errors.keys() == {1, 3, 4}
@@ -60,7 +60,7 @@ def test_only_rounding_errors_without_staleness() -> None:
     for method in ("reversible", Method("flushed", 1, Keep.NOTHING, flush=True)):
         pipeline = built(method, k=2)
         with pipeline.hooks.attached(ReconstructionMonitor(pipeline, limit=0.5)) as monitor:
-            pipeline.train(RandomStream(), 12)
+            pipeline.train(RandomSource(), 12)
         assert len(monitor.errors) == 3
         assert all(error < 1e-12 for error in monitor.errors.values())
 
@@ -68,7 +68,7 @@ def test_only_rounding_errors_without_staleness() -> None:
 def test_one_warning_per_stage(capsys: pytest.CaptureFixture[str]) -> None:
     pipeline = built(lr=0.5)
     with pipeline.hooks.attached(ReconstructionMonitor(pipeline, limit=1e-3)):
-        pipeline.train(RandomStream(), 20)
+        pipeline.train(RandomSource(), 20)
     warnings = capsys.readouterr().err.splitlines()
     assert sorted(line.split(",")[0] for line in warnings) == ["warning: stage 2", "warning: stage 4", "warning: stage 5"]
     expected = "above trainer.drift=0.001; to reduce it, try a smaller optim.lr, a larger k or a smaller method.delay"
@@ -83,7 +83,7 @@ def test_each_run_of_reconstructing_blocks_is_measured_at_its_first_block() -> N
 def test_remedies_depend_on_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     pipeline = built("reversible", numerics=Numerics(wire=torch.bfloat16))
     with pipeline.hooks.attached(ReconstructionMonitor(pipeline, limit=1e-9)):
-        pipeline.train(RandomStream(), 6)
+        pipeline.train(RandomSource(), 6)
     warned = capsys.readouterr().err
     assert "to reduce it, try trainer.wire=float32, or method.keep=input" in warned
     assert "optim.lr" not in warned

@@ -22,7 +22,7 @@ from petra.diagnostics.timing import Mark, StageTimer
 from petra.plan.schedule import Op
 from petra.settings import Runtime
 from tests.cost_model.test_simulator import seconds_by_kind
-from tests.support.nets import RandomStream, mixed_net
+from tests.support.nets import RandomSource, mixed_net
 from tests.support.processes import run_processes
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
@@ -33,14 +33,14 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
 
 
 def built(method: Method = METHODS["petra"], **options: object) -> Pipeline:
-    return Pipeline(mixed_net(), RandomStream().spec, method=method, optimizer=sgd, seed=2, **options)  # type: ignore[arg-type]
+    return Pipeline(mixed_net(), RandomSource().spec, method=method, optimizer=sgd, seed=2, **options)  # type: ignore[arg-type]
 
 
 def test_every_step_is_recorded_and_training_is_unchanged() -> None:
     plain, pipeline = built(k=2), built(k=2)
     with pipeline.hooks.attached(Recorder(pipeline)) as recorder:
-        pipeline.train(RandomStream(), 9)
-    plain.train(RandomStream(), 9)
+        pipeline.train(RandomSource(), 9)
+    plain.train(RandomSource(), 9)
     for key, value in plain.state_dict().items():
         assert torch.equal(value, pipeline.state_dict()[key]), key
     for j in range(6):
@@ -55,20 +55,20 @@ def test_every_step_is_recorded_and_training_is_unchanged() -> None:
 def test_only_training_is_recorded_and_only_while_attached() -> None:
     pipeline = built()
     with pipeline.hooks.attached(Recorder(pipeline)) as recorder:
-        pipeline.train(RandomStream(), 3)
-        pipeline.evaluate(RandomStream(), 2)
+        pipeline.train(RandomSource(), 3)
+        pipeline.evaluate(RandomSource(), 2)
     assert {i.kind for i in recorder.intervals} == {Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE, Kind.LOSS, Kind.RECEIVE, Kind.SEND}
     count = len(recorder.intervals)
-    pipeline.train(RandomStream(), 3)
+    pipeline.train(RandomSource(), 3)
     assert len(recorder.intervals) == count
 
 
 def test_only_the_first_microbatches() -> None:
     pipeline = built()
     with pipeline.hooks.attached(Recorder(pipeline, first=4)) as recorder:
-        pipeline.train(RandomStream(), 3)
-        pipeline.train(RandomStream(), 3)
-        pipeline.train(RandomStream(), 3)
+        pipeline.train(RandomSource(), 3)
+        pipeline.train(RandomSource(), 3)
+        pipeline.train(RandomSource(), 3)
     assert {i.microbatch for i in recorder.intervals} == {0, 1, 2, 3}
 
 
@@ -77,7 +77,7 @@ def test_stage_metrics() -> None:
     times = StageTimes(pipeline)
     pipeline.measures.append(times.metrics)
     with pipeline.hooks.attached(times):
-        pipeline.train(RandomStream(), 8)
+        pipeline.train(RandomSource(), 8)
     rows = pipeline.stage_metrics()
     names = ("forward_seconds", "backward_seconds", "update_seconds", "data_seconds", "waiting_seconds")
     assert {key.rpartition("/")[2] for key in rows} >= {*names, "in_flight", "staleness", "buffer_bytes"}
@@ -85,7 +85,7 @@ def test_stage_metrics() -> None:
     assert [rows[f"stage/{j}/staleness"] for j in (1, 2, 3)] == [1.0, 0.5, 0.0]
     assert rows["stage/1/data_seconds"] > 0 == rows["stage/2/data_seconds"]
     assert all(rows[f"stage/{j}/{name}"] > 0 for j in (1, 2, 3) for name in names[:3])
-    assert rows["stage/1/buffer_bytes"] == 5 * RandomStream().spec.bytes + 5 * 2 * 4 * 4 * 64 * 8 * (
+    assert rows["stage/1/buffer_bytes"] == 5 * RandomSource().spec.bytes + 5 * 2 * 4 * 4 * 64 * 8 * (
         pipeline.plan.layout.stages[0].stop - 1
     )
     assert not any(pipeline.stage_metrics()[f"stage/{j}/forward_seconds"] for j in (1, 2, 3))
@@ -99,7 +99,7 @@ def test_sums_equal_the_intervals_without_storing_them(monkeypatch: pytest.Monke
         pipeline = built(k=2, stages=3)
         found.append(build(pipeline))
         with pipeline.hooks.attached(found[-1]):
-            pipeline.train(RandomStream(), 9)
+            pipeline.train(RandomSource(), 9)
     recorder, times = found
     assert isinstance(recorder, Recorder)
     assert isinstance(times, StageTimes)
@@ -170,7 +170,7 @@ def recorded(rank: int, transport: str) -> tuple[list[Interval], float, dict[str
     recorder, times = Recorder(pipeline), StageTimes(pipeline)
     pipeline.measures.append(times.metrics)
     with pipeline.hooks.attached(recorder), pipeline.hooks.attached(times):
-        pipeline.train(RandomStream(), 6)
+        pipeline.train(RandomSource(), 6)
     found = gathered_intervals(recorder.intervals)
     return found, clock_offset(), pipeline.stage_metrics()
 

@@ -21,7 +21,7 @@ from petra.reversible import (
     normalisations,
 )
 from petra.settings import Numerics
-from tests.support.nets import RandomStream, Stem, branch, mixed_net
+from tests.support.nets import RandomSource, Stem, branch, mixed_net
 
 CPU = torch.device("cpu")
 
@@ -83,7 +83,7 @@ def test_a_stage_returns_its_input_bit_for_bit(keep: Keep) -> None:
     whole = Stage(copy.deepcopy(made), kept, grid=Grid(), k=1)
     tail = Stage(made[3:], kept[3:], first_block=3, grid=Grid(), k=1)
     head = Stage(made[:3], kept[:3], grid=Grid(), k=1)
-    x = RandomStream(dtype=torch.float32).inputs(0)
+    x = RandomSource(dtype=torch.float32).inputs(0)
     between = head.forward(0, (x,))
     y = tail.forward(0, between)
     assert all(torch.equal(a, b) for a, b in zip(y, whole.forward(0, (x,)), strict=True))
@@ -95,7 +95,7 @@ def test_training_with_reconstructed_inputs_equals_training_with_stored_inputs()
     """Bit for bit, as long as no update changes the weights between the passes."""
     states = []
     for method in ("dsp", "petra"):
-        data = RandomStream(dtype=torch.float32)
+        data = RandomSource(dtype=torch.float32)
         pipeline = Pipeline(
             mixed_net(dtype=torch.float32),
             data.spec,
@@ -131,13 +131,13 @@ def test_blocks_and_types_without_exact_streams_raise_an_error() -> None:
     with pytest.raises(ModelError, match="exact_streams: expected reversible blocks that override enable_exact_streams, got Other"):
         ReversibleSequence([Other(nn.Identity(), nn.Identity())], grid=Grid())
     own = Model("own", (BlockSpec("stem", lambda: Stem(2)), BlockSpec("other", lambda: Other(nn.Identity(), nn.Identity()))))
-    layout = make_layout(own, RandomStream(dtype=torch.float32).spec, None, processes=2)
+    layout = make_layout(own, RandomSource(dtype=torch.float32).spec, None, processes=2)
     with pytest.raises(ModelError, match=r"exact_streams: .* block other.* enable_exact_streams"):
         layout.require_exact()
     with pytest.raises(ModelError, match=r"exact_streams: expected .*, got torch\.bfloat16"):
         Pipeline(
             mixed_net(dtype=torch.bfloat16),
-            RandomStream(dtype=torch.bfloat16).spec,
+            RandomSource(dtype=torch.bfloat16).spec,
             optimizer=torch.optim.SGD,
             numerics=Numerics(exact_streams=True),
         )

@@ -14,7 +14,7 @@ from torch import nn
 from petra import Pipeline
 from petra.hooks import EVENTS, Hook, Hooks
 from petra.settings import Runtime
-from tests.support.nets import RandomStream, mixed_net
+from tests.support.nets import RandomSource, mixed_net
 from tests.support.processes import run_processes
 
 STAGES, K, MICROBATCHES = 6, 2, 5
@@ -25,7 +25,7 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
 
 
 def built(dp: int = 1, **options: Any) -> Pipeline:
-    return Pipeline(mixed_net(), RandomStream().spec, k=K, optimizer=sgd, dp=dp, **options)
+    return Pipeline(mixed_net(), RandomSource().spec, k=K, optimizer=sgd, dp=dp, **options)
 
 
 class EventList(Hook):
@@ -49,15 +49,15 @@ for _name in EVENTS:
 def observed(rank: int, dp: int) -> list[tuple[str, tuple[int, ...]]]:
     pipeline = built(dp, runtime=Runtime(transport="auto"), stages=2)
     with pipeline.hooks.attached(EventList()) as hook:
-        pipeline.train(RandomStream(), MICROBATCHES)
-        pipeline.evaluate(RandomStream(), 2)
+        pipeline.train(RandomSource(), MICROBATCHES)
+        pipeline.evaluate(RandomSource(), 2)
     return hook.events
 
 
 def test_every_event_has_its_stage_and_microbatch() -> None:
     pipeline = built()
     with pipeline.hooks.attached(EventList()) as hook:
-        pipeline.train(RandomStream(), MICROBATCHES)
+        pipeline.train(RandomSource(), MICROBATCHES)
     assert hook.events[0] == ("train_begin", (0, MICROBATCHES))
     assert hook.events[-1] == ("train_end", ())
     expected = Counter(
@@ -85,7 +85,7 @@ def test_every_event_has_its_stage_and_microbatch() -> None:
 def test_order_of_events_of_one_microbatch() -> None:
     pipeline = built(stages=2)
     with pipeline.hooks.attached(EventList()) as hook:
-        pipeline.train(RandomStream(), MICROBATCHES)
+        pipeline.train(RandomSource(), MICROBATCHES)
     last = [name for name, arguments in hook.events if len(arguments) > 1 and arguments[0] == 1 and arguments[-1] == 3]
     blocks = len(pipeline.plan.layout.stages[1])
     around = [f"{way}_{edge}" for way in ("receive", "send") for edge in ("begin", "end")]
@@ -99,7 +99,7 @@ def test_order_of_events_of_one_microbatch() -> None:
 def test_blocks_are_numbered_over_the_whole_model() -> None:
     pipeline = built(stages=2)
     with pipeline.hooks.attached(EventList()) as hook:
-        pipeline.train(RandomStream(), 1)
+        pipeline.train(RandomSource(), 1)
     forward = [arguments for name, arguments in hook.events if name == "block_forward_begin"]
     assert forward == [(j, block, 0) for j, blocks in enumerate(pipeline.plan.layout.stages) for block in blocks]
 
@@ -107,7 +107,7 @@ def test_blocks_are_numbered_over_the_whole_model() -> None:
 def test_evaluation_emits_nothing() -> None:
     pipeline = built()
     with pipeline.hooks.attached(EventList()) as hook:
-        pipeline.evaluate(RandomStream(), 2)
+        pipeline.evaluate(RandomSource(), 2)
     assert hook.events == []
 
 
@@ -133,7 +133,7 @@ def test_unobserved_pipeline_makes_no_calls() -> None:
     with pipeline.hooks.attached(hook), pipeline.hooks.attached(Hook()):
         assert all(len(calls) == 1 for calls in calls_of(pipeline.hooks))
     assert all(calls == () for calls in calls_of(pipeline.hooks))
-    pipeline.train(RandomStream(), MICROBATCHES)
+    pipeline.train(RandomSource(), MICROBATCHES)
     assert hook.events == []
 
 
@@ -160,5 +160,5 @@ def test_several_hooks_are_called_in_order_of_attachment() -> None:
 
     pipeline = built()
     with pipeline.hooks.attached(Named("first")), pipeline.hooks.attached(Named("second")):
-        pipeline.train(RandomStream(), 1)
+        pipeline.train(RandomSource(), 1)
     assert called == ["first", "second"]

@@ -24,7 +24,7 @@ from petra.engine.method_state import load_method_state, method_state
 from petra.models import MODELS
 from petra.settings import Numerics, Runtime
 from petra.staleness import Prediction, Remedy
-from tests.support.nets import RandomStream, mixed_net
+from tests.support.nets import RandomSource, mixed_net
 
 
 def sgd(module: nn.Module) -> torch.optim.SGD:
@@ -58,7 +58,7 @@ class Recorder(torch.optim.SGD):
 @cache
 def accumulated(k: int) -> nn.Module:
     """Return the plain network with the mean gradient of ``k`` microbatches."""
-    plain, data = mixed_net().build(3), RandomStream()
+    plain, data = mixed_net().build(3), RandomSource()
     for m in range(k):
         (F.cross_entropy(plain(data.inputs(m)), data.targets(m)) / k).backward()
     return plain
@@ -67,7 +67,7 @@ def accumulated(k: int) -> nn.Module:
 @pytest.mark.parametrize("name", variants())
 def test_frozen_weights_give_the_plain_gradient(name: str) -> None:
     """Invariant 2."""
-    model, data, k = mixed_net(), RandomStream(), 7
+    model, data, k = mixed_net(), RandomSource(), 7
     pipeline = Pipeline(model, data.spec, method=variants()[name], k=k, optimizer=Recorder, seed=3)
     pipeline.train(data, k)
     found = [g for worker in pipeline.workers.values() for g in worker.update.optimizer.gradients]  # type: ignore[union-attr]
@@ -82,7 +82,7 @@ def test_frozen_weights_give_the_plain_gradient(name: str) -> None:
 @cache
 def plainly_trained(k: int) -> tuple[nn.Module, list[float]]:
     """Return the plain network after eleven microbatches, with an update after every ``k``, and their losses."""
-    plain, data = mixed_net().build(3), RandomStream()
+    plain, data = mixed_net().build(3), RandomSource()
     optimizer, losses = sgd(plain), []
     for m in range(11):
         loss = F.cross_entropy(plain(data.inputs(m)), data.targets(m))
@@ -109,7 +109,7 @@ def test_without_staleness_training_is_plain_training(name: str, stages: int | N
     method = EXACT[name]
     if stages is not None and isinstance(method.delay, tuple):
         pytest.skip("delays are given for six stages")
-    model, data = mixed_net(), RandomStream()
+    model, data = mixed_net(), RandomSource()
     pipeline = Pipeline(model, data.spec, method=method, k=k, stages=stages, optimizer=sgd, seed=3)
     results = [pipeline.train(data, 4), pipeline.train(data, 7)]
     assert [r.targets for r in results] == [16, 28]
@@ -121,7 +121,7 @@ def test_without_staleness_training_is_plain_training(name: str, stages: int | N
 
 @pytest.mark.parametrize("delay", [1, 2])
 def test_one_stage_is_plain_training(delay: int) -> None:
-    model, data = mixed_net(), RandomStream()
+    model, data = mixed_net(), RandomSource()
     pipeline = Pipeline(model, data.spec, method=Method("petra", delay, Keep.NOTHING), stages=1, optimizer=sgd, seed=1)
     pipeline.train(data, 6)
     plain = model.build(1)
@@ -151,7 +151,7 @@ def test_every_kind_of_network_gives_its_plain_gradient(network: str, method: st
     model = MODELS[network.split()[0]](classes=5, **NETWORKS[network])
     kept = [b for b in model.blocks if b.name in ("stem", "head") or b.name.endswith(("_0", "_1"))]
     double = Model(network, tuple(BlockSpec(b.name, lambda build=b.build: build().double()) for b in kept))
-    data = RandomStream(batch=2, size=32)
+    data = RandomSource(batch=2, size=32)
     pipeline = Pipeline(double, data.spec, method=method, k=2, optimizer=Recorder, seed=3)
     pipeline.train(data, 2)
     plain = double.build(3)
@@ -167,7 +167,7 @@ def test_every_kind_of_network_gives_its_plain_gradient(network: str, method: st
 def test_stages_of_a_round_in_threads_give_the_same_bits(method: str, dropout: float) -> None:
     states = []
     for concurrency in (1, 3):
-        model, data = mixed_net(dropout=dropout), RandomStream()
+        model, data = mixed_net(dropout=dropout), RandomSource()
         pipeline = Pipeline(model, data.spec, method=method, k=5, optimizer=sgd, seed=4, runtime=Runtime(concurrency=concurrency))
         results = [pipeline.train(data, 12), pipeline.evaluate(data, 3)]
         states.append((pipeline.state_dict(), results))
@@ -177,7 +177,7 @@ def test_stages_of_a_round_in_threads_give_the_same_bits(method: str, dropout: f
 
 
 def test_evaluation_uses_running_statistics_and_ignores_filling_targets() -> None:
-    class Padded(RandomStream):
+    class Padded(RandomSource):
         def targets(self, m: int) -> torch.Tensor:
             targets = super().targets(m)
             if m == 2:
@@ -208,7 +208,7 @@ def test_learning_rate_follows_each_stages_own_clock() -> None:
         def step(self) -> None:  # type: ignore[override]
             seen.setdefault(id(self), []).append(self.param_groups[0]["lr"])
 
-    data = RandomStream()
+    data = RandomSource()
     pipeline = Pipeline(
         mixed_net(), data.spec, k=3, optimizer=lambda m: Spy(m.parameters(), lr=9.0), learning_rate=lambda t: t / 100
     )
@@ -228,7 +228,7 @@ def test_stages_without_parameters_need_no_optimizer(method: str) -> None:
             BlockSpec("head", lambda: nn.Linear(4, 5)),
         ),
     )
-    data = RandomStream(size=2, dtype=torch.float32)
+    data = RandomSource(size=2, dtype=torch.float32)
     pipeline = Pipeline(model, data.spec, method=method, optimizer=sgd)
     assert pipeline.train(data, 5).loss > 0
     assert [worker.update.optimizer is None for worker in pipeline.workers.values()] == [True, False, True, False]
@@ -249,7 +249,7 @@ def test_method_state_goes_on_where_it_was(method: str, remedy: Remedy) -> None:
     def build() -> Pipeline:
         return Pipeline(model, data.spec, method=method, remedy=remedy, k=5, optimizer=sgd, seed=3)
 
-    model, data = mixed_net(), RandomStream()
+    model, data = mixed_net(), RandomSource()
     whole, resumed = build(), build()
     whole.train(data, 12)
     for j, stage in whole.stages.items():
@@ -267,18 +267,18 @@ def test_method_state_goes_on_where_it_was(method: str, remedy: Remedy) -> None:
 
 @pytest.mark.parametrize("evaluating", [False, True])
 def test_what_an_error_left_on_its_way_is_not_trained_on(evaluating: bool) -> None:
-    class Ends(RandomStream):
+    class Ends(RandomSource):
         def targets(self, m: int) -> Tensor:
             if m == 5:
                 raise DataError("no more")
             return super().targets(m)
 
-    pipeline = Pipeline(mixed_net(), RandomStream().spec, optimizer=sgd)
+    pipeline = Pipeline(mixed_net(), RandomSource().spec, optimizer=sgd)
     with pytest.raises(DataError):
         (pipeline.evaluate if evaluating else pipeline.train)(Ends(), 9)
     assert all(stage.module.training for stage in pipeline.stages.values())
     with pytest.raises(PetraError, match="pipeline: expected a new one, got one whose last run ended in an error"):
-        pipeline.train(RandomStream(), 4)
+        pipeline.train(RandomSource(), 4)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_what_an_error_left_on_its_way_is_not_trained_on(evaluating: bool) -> No
 )
 def test_settings_that_cannot_work_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Pipeline(mixed_net(), RandomStream().spec, **{"optimizer": sgd, **change})  # type: ignore[arg-type]
+        Pipeline(mixed_net(), RandomSource().spec, **{"optimizer": sgd, **change})  # type: ignore[arg-type]
 
 
 def test_exact_streams_need_a_wire_of_their_own_type() -> None:
@@ -311,9 +311,9 @@ def test_exact_streams_need_a_wire_of_their_own_type() -> None:
 
 
 def test_data_of_another_form_is_refused() -> None:
-    pipeline = Pipeline(mixed_net(), RandomStream().spec, optimizer=sgd)
+    pipeline = Pipeline(mixed_net(), RandomSource().spec, optimizer=sgd)
     with pytest.raises(ModelError, match=r"microbatch 0: expected float64\[4, 3, 8, 8\], got float64\[1, 3, 8, 8\]"):
-        pipeline.train(RandomStream(batch=1), 2)
+        pipeline.train(RandomSource(batch=1), 2)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -324,11 +324,11 @@ def test_a_first_block_that_writes_into_the_data_is_refused(method: str) -> None
 
     model = Model("bad", (BlockSpec("scaling", Scaling), *mixed_net().blocks))
     with pytest.raises(ModelError, match="Scaling modifies its input in place"):
-        Pipeline(model, RandomStream().spec, method=method, k=6, optimizer=sgd).train(RandomStream(), 1)
+        Pipeline(model, RandomSource().spec, method=method, k=6, optimizer=sgd).train(RandomSource(), 1)
 
 
 def test_a_network_in_bf16_runs_without_autocast() -> None:
-    data = RandomStream(dtype=torch.bfloat16)
+    data = RandomSource(dtype=torch.bfloat16)
     pipeline = Pipeline(mixed_net(dtype=torch.bfloat16), data.spec, optimizer=sgd)
     assert pipeline.train(data, 3).loss > 0
 

@@ -17,7 +17,7 @@ from petra import BlockSpec, ConfigError, Keep, Method, Model, ModelError, Pipel
 from petra.models import revnet18
 from petra.settings import Numerics, Runtime, TransportName
 from petra.staleness import Prediction, Remedy
-from tests.support.nets import RandomStream, mixed_net
+from tests.support.nets import RandomSource, mixed_net
 from tests.support.processes import run_processes
 
 DELAYS, KS, MICROBATCHES = (1, 2), (1, 3), 61
@@ -27,8 +27,8 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(module.parameters(), lr=0.02, momentum=0.9, nesterov=True, weight_decay=5e-4)
 
 
-def data() -> RandomStream:
-    return RandomStream(batch=2, size=16, classes=10, dtype=torch.float32)
+def data() -> RandomSource:
+    return RandomSource(batch=2, size=16, classes=10, dtype=torch.float32)
 
 
 def trained(delay: int, k: int, transport: TransportName, microbatches: int = MICROBATCHES) -> tuple[dict[str, Tensor], object]:
@@ -84,7 +84,7 @@ EARLY: dict[str, dict[str, Any]] = {
 def early(name: str, transport: TransportName) -> Pipeline:
     net, learning_rate = mixed_net(), (lambda t: 0.02)
     settings = {"k": 4, "stages": [1, 2, 1, 2], "optimizer": sgd, "learning_rate": learning_rate, **EARLY[name]}
-    return Pipeline(net, RandomStream().spec, runtime=Runtime(transport=transport), **settings)
+    return Pipeline(net, RandomSource().spec, runtime=Runtime(transport=transport), **settings)
 
 
 def stop_early(rank: int, by: int, after: int) -> dict[tuple[str, str], tuple[int, bool]]:
@@ -93,10 +93,10 @@ def stop_early(rank: int, by: int, after: int) -> dict[tuple[str, str], tuple[in
     for name, transport in product(EARLY, ("lockstep", "edge")):
         transport = "auto" if name == "replicas" else transport
         stopped, asked = early(name, transport), iter([False] * after)  # type: ignore[arg-type]
-        stopped.train(RandomStream(), 300, stop=lambda asked=asked: next(asked, rank == by))
+        stopped.train(RandomSource(), 300, stop=lambda asked=asked: next(asked, rank == by))
         planned = early(name, transport)  # type: ignore[arg-type]
-        planned.train(RandomStream(), stopped.clock)
-        results = [pipeline.train(RandomStream(), 5) for pipeline in (stopped, planned)]
+        planned.train(RandomSource(), stopped.clock)
+        results = [pipeline.train(RandomSource(), 5) for pipeline in (stopped, planned)]
         weights = planned.state_dict()
         same = results[0] == results[1] and all(torch.equal(v, weights[key]) for key, v in stopped.state_dict().items())
         found[name, transport] = stopped.clock - 5, same
@@ -115,7 +115,7 @@ def test_all_processes_stop_after_the_same_microbatch(world: int, by: int, after
 def test_one_process_stops_at_once() -> None:
     pipeline = early("petra", "local")
     asked = iter([False] * 9)
-    assert pipeline.train(RandomStream(), 300, stop=lambda: next(asked, True)).targets == 4 * pipeline.clock
+    assert pipeline.train(RandomSource(), 300, stop=lambda: next(asked, True)).targets == 4 * pipeline.clock
     assert 9 < pipeline.clock < 40
 
 
@@ -134,7 +134,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 def train_others(rank: int | None) -> dict[tuple[str, str], dict[str, Tensor]]:
     states = {}
-    stream = RandomStream()
+    stream = RandomSource()
     for name, transport in product(OTHERS, ("local",) if rank is None else ("lockstep", "edge")):
         pipeline = Pipeline(
             mixed_net(),
@@ -164,7 +164,7 @@ def test_other_methods_do_not_depend_on_processes(world: int, tmp_path: Path) ->
 
 
 def disagree(rank: int) -> str:
-    stream = RandomStream(batch=4 if rank == 0 else 8)
+    stream = RandomSource(batch=4 if rank == 0 else 8)
     try:
         Pipeline(mixed_net(), stream.spec, optimizer=sgd, stages=2)
     except ModelError as error:
@@ -183,7 +183,7 @@ def test_stages_that_disagree_are_named_in_both_processes(tmp_path: Path) -> Non
 
 
 def disagree_on_settings(rank: int) -> str:
-    stream = RandomStream()
+    stream = RandomSource()
     with pytest.raises(ConfigError) as caught:
         Pipeline(mixed_net(), stream.spec, k=1 + rank, optimizer=sgd)
     return str(caught.value)
@@ -210,7 +210,7 @@ class Mean(nn.Module):
 
 def send_large(rank: int) -> list[float]:
     model = Model("large", (BlockSpec("enlarge", Enlarge), BlockSpec("scale", lambda: nn.Conv2d(1, 1, 1)), BlockSpec("mean", Mean)))
-    stream = RandomStream(batch=1, size=1, dtype=torch.float32)
+    stream = RandomSource(batch=1, size=1, dtype=torch.float32)
     stream.inputs = lambda m: torch.full((1, 1, 1, 1), float(m))  # type: ignore[method-assign]
     spec = TensorSpec((1, 1, 1, 1), torch.float32)
     losses = []
@@ -241,7 +241,7 @@ def build_misfit(rank: int) -> str:
     good = mixed_net()
     model = Model("bad", (*good.blocks[:3], BlockSpec("odd", OneStream), *good.blocks[4:]))
     with pytest.raises(ModelError) as caught:
-        Pipeline(model, RandomStream().spec, optimizer=sgd)
+        Pipeline(model, RandomSource().spec, optimizer=sgd)
     return str(caught.value)
 
 

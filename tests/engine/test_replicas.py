@@ -19,7 +19,7 @@ from petra.hooks import Gradients, Hook
 from petra.plan.layout import make_layout
 from petra.specs import IGNORED, Streams
 from petra.training import Checkpoints, newest, restore
-from tests.support.nets import RandomStream, mixed_net
+from tests.support.nets import RandomSource, mixed_net
 from tests.support.processes import run_processes
 
 
@@ -41,14 +41,14 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
 
 
-class Ignoring(RandomStream):
+class Ignoring(RandomSource):
     """The last m mod 4 targets of microbatch m are ignored: shares have different numbers of counted targets, some none."""
 
     def targets(self, m: int) -> Tensor:
         return super().targets(m).masked_fill(torch.arange(self.batch) >= self.batch - m % 4, IGNORED)
 
 
-class Poisoned(RandomStream):
+class Poisoned(RandomSource):
     """The last sample of microbatch 6 is NaN."""
 
     def inputs(self, m: int) -> Tensor:
@@ -62,7 +62,7 @@ class Case:
     method: str
     k: int
     rules: UpdateRules = UpdateRules()  # noqa: RUF009 (frozen)
-    stream: RandomStream = field(default_factory=lambda: RandomStream(batch=6))
+    stream: RandomSource = field(default_factory=lambda: RandomSource(batch=6))
 
 
 CASES = {
@@ -132,10 +132,10 @@ def test_replicas_train_as_one_pipeline_on_the_joint_batch(
     assert all(alone[name]["metrics"]["stage/6/skipped_updates"] == 1 for name in ("skipped", "loss scale"))
 
 
-class Half(RandomStream):
+class Half(RandomSource):
     """One of two replicas' share of a data source, as a data source."""
 
-    def __init__(self, whole: RandomStream, replica: int) -> None:
+    def __init__(self, whole: RandomSource, replica: int) -> None:
         super().__init__(batch=whole.batch // 2)
         self.whole, self.replica = whole, replica
 
@@ -146,7 +146,7 @@ class Half(RandomStream):
         return self.whole.targets(m).chunk(2)[self.replica]
 
 
-class Doubled(RandomStream):
+class Doubled(RandomSource):
     """Both halves of a microbatch are equal."""
 
     def inputs(self, m: int) -> Tensor:
@@ -160,7 +160,7 @@ def plain(module: nn.Module, rate: float) -> torch.optim.SGD:
     return torch.optim.SGD(module.parameters(), lr=rate)
 
 
-def step(stream: RandomStream, dp: int, *, rate: float, dropout: float = 0.0, microbatches: int = 1) -> dict[str, Tensor]:
+def step(stream: RandomSource, dp: int, *, rate: float, dropout: float = 0.0, microbatches: int = 1) -> dict[str, Tensor]:
     pipeline = Pipeline(mixed_net(dropout=dropout), stream.spec, method="reversible", optimizer=partial(plain, rate=rate), dp=dp)
     pipeline.train(stream, microbatches)
     return pipeline.state_dict()
@@ -168,7 +168,7 @@ def step(stream: RandomStream, dp: int, *, rate: float, dropout: float = 0.0, mi
 
 def in_two_replicas(rank: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "statistics": step(RandomStream(batch=8), 2, rate=0.0, microbatches=3),
+        "statistics": step(RandomSource(batch=8), 2, rate=0.0, microbatches=3),
         "masks": step(Doubled(batch=8), 2, rate=1.0, dropout=0.5),
         "order": order_of_work(),
     }
@@ -176,27 +176,27 @@ def in_two_replicas(rank: int, folder: Path) -> dict[str, Any]:
     for first, second in ((7, 6), (7, 0), (0, 6)):
         pipeline = accumulating(dp=2)
         if first:
-            pipeline.train(RandomStream(batch=8), first)
+            pipeline.train(RandomSource(batch=8), first)
         checkpoints = Checkpoints(folder / "two")
         if second == 0:
             checkpoints.save(pipeline, {})
         elif first == 0:
             restore(pipeline, newest(folder / "two"))
         if second:
-            pipeline.train(RandomStream(batch=8), second)
+            pipeline.train(RandomSource(batch=8), second)
         pipelines.append(pipeline.state_dict())
     found["uninterrupted"], _, found["resumed"] = pipelines
     pipeline = accumulating(dp=2)
     restore(pipeline, newest(folder / "one"))
-    pipeline.train(RandomStream(batch=8), 6)
+    pipeline.train(RandomSource(batch=8), 6)
     found["from one"] = pipeline.state_dict()
     for number, (settings, spec) in enumerate((({"dp": 1 + rank}, (8,)), ({"dp": 2}, (8 + 8 * rank,)))):
         with pytest.raises((ConfigError, ModelError)) as caught:
-            Pipeline(mixed_net(), RandomStream(batch=spec[0]).spec, optimizer=sgd, **settings)
+            Pipeline(mixed_net(), RandomSource(batch=spec[0]).spec, optimizer=sgd, **settings)
         found[f"error {number}"] = str(caught.value)
-    pipeline = Pipeline(without_norms(), RandomStream(batch=8).spec, method="backprop", optimizer=sgd, dp=2)
+    pipeline = Pipeline(without_norms(), RandomSource(batch=8).spec, method="backprop", optimizer=sgd, dp=2)
     with pytest.raises(CommunicationError if rank == 0 else ZeroDivisionError) as lost:
-        pipeline.train(Ending(batch=8) if rank else RandomStream(batch=8), 9)
+        pipeline.train(Ending(batch=8) if rank else RandomSource(batch=8), 9)
     found["lost"] = str(lost.value)
     return found
 
@@ -216,7 +216,7 @@ class Order(Hook):
 
 def order_of_work() -> list[str]:
     """Return what a stage of all six blocks does in two microbatches, which make one update."""
-    pipeline = Pipeline(without_norms(), RandomStream(batch=8).spec, k=2, stages=1, optimizer=sgd, dp=2)
+    pipeline = Pipeline(without_norms(), RandomSource(batch=8).spec, k=2, stages=1, optimizer=sgd, dp=2)
     assert pipeline.replicas is not None
     pipeline.hooks.detach(pipeline.replicas)
     order, all_reduce = Order(), dist.all_reduce
@@ -227,11 +227,11 @@ def order_of_work() -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch, pipeline.hooks.attached(order), pipeline.hooks.attached(pipeline.replicas):
         patch.setattr(dist, "all_reduce", noted)
-        pipeline.train(RandomStream(batch=8), 2)
+        pipeline.train(RandomSource(batch=8), 2)
     return order.events[: order.events.index("update") + 1]
 
 
-class Ending(RandomStream):
+class Ending(RandomSource):
     """Raises an error at microbatch 3."""
 
     def inputs(self, m: int) -> Tensor:
@@ -240,7 +240,7 @@ class Ending(RandomStream):
 
 def accumulating(dp: int) -> Pipeline:
     """Return a pipeline with k = 3: seven microbatches are two updates and a third of the next."""
-    stream, rules = RandomStream(batch=8), UpdateRules(average=0.9)
+    stream, rules = RandomSource(batch=8), UpdateRules(average=0.9)
     return Pipeline(without_norms(), stream.spec, k=3, optimizer=sgd, learning_rate=lambda t: 0.1, rules=rules, dp=dp)
 
 
@@ -249,7 +249,7 @@ def replicated(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any]
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("replicas")
     pipeline = accumulating(dp=1)
-    pipeline.train(RandomStream(batch=8), 7)
+    pipeline.train(RandomSource(batch=8), 7)
     Checkpoints(folder / "one").save(pipeline, {})
     first, second = run_processes(2, in_two_replicas, folder / "processes", folder)
     return first, second, folder
@@ -257,7 +257,7 @@ def replicated(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any]
 
 @pytest.mark.processes
 def test_running_statistics_are_the_mean_of_the_replicas(replicated: tuple[dict[str, Any], dict[str, Any], Path]) -> None:
-    halves = [step(Half(RandomStream(batch=8), replica), 1, rate=0.0, microbatches=3) for replica in (0, 1)]
+    halves = [step(Half(RandomSource(batch=8), replica), 1, rate=0.0, microbatches=3) for replica in (0, 1)]
     moved = [key for key in halves[0] if "running" in key]
     assert moved
     for key, found in ((key, part["statistics"][key]) for part in replicated[:2] for key in moved):
@@ -288,10 +288,10 @@ def test_a_run_resumes_exactly_and_with_another_number_of_replicas(
     """Resume between updates: the first replica takes the gradients that all replicas have accumulated."""
     *parts, folder = replicated
     whole, from_two = accumulating(dp=1), accumulating(dp=1)
-    whole.train(RandomStream(batch=8), 7)
-    whole.train(RandomStream(batch=8), 6)
+    whole.train(RandomSource(batch=8), 7)
+    whole.train(RandomSource(batch=8), 6)
     restore(from_two, newest(folder / "two"))  # type: ignore[arg-type]
-    from_two.train(RandomStream(batch=8), 6)
+    from_two.train(RandomSource(batch=8), 6)
     for key, value in whole.state_dict().items():
         assert all(torch.equal(part["resumed"][key], parts[0]["uninterrupted"][key]) for part in parts)
         for found in (from_two.state_dict()[key], parts[0]["from one"][key], parts[1]["from one"][key]):
@@ -337,15 +337,15 @@ def test_a_lost_replica_is_reported(replicated: tuple[dict[str, Any], dict[str, 
 )
 def test_invalid_numbers_of_replicas(samples: int, processes: int, dp: int, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        make_layout(mixed_net(), RandomStream(batch=samples).spec, None, processes, dp)
+        make_layout(mixed_net(), RandomSource(batch=samples).spec, None, processes, dp)
     assert str(caught.value) == message
 
 
 def test_share_too_small_for_batch_statistics() -> None:
     with pytest.raises(ConfigError, match=r"dp: expected shares .*, got float64\[1, 3, 2, 2\] of float64\[2, 3, 2, 2\] \(block"):
-        make_layout(mixed_net(), RandomStream(batch=2, size=2).spec, None, 2, 2)
+        make_layout(mixed_net(), RandomSource(batch=2, size=2).spec, None, 2, 2)
     with pytest.raises(ModelError, match="Expected more than 1 value per channel"):
-        make_layout(mixed_net(), RandomStream(batch=1, size=2).spec, None, 1)
+        make_layout(mixed_net(), RandomSource(batch=1, size=2).spec, None, 1)
 
 
 def test_neighbouring_stages_of_a_replica_have_neighbouring_ranks() -> None:

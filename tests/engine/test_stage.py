@@ -15,7 +15,7 @@ from petra.method import METHODS
 from petra.model import Chain, Model
 from petra.reversible import Coupling, derive_seed, seeded
 from petra.specs import Streams
-from tests.support.nets import RandomStream, branch, mixed_net
+from tests.support.nets import RandomSource, branch, mixed_net
 
 KEEPS = [Keep.GRAPH, Keep.INPUT, Keep.NOTHING]
 
@@ -46,7 +46,7 @@ def replayed(chain: Chain, m: int, x: Tensor, seed: int = 4) -> Tensor:
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_gradient_of_frozen_weights_equals_plain_autograd(keep: Keep, weights: Weights, dropout: float) -> None:
     """Gradients, dropout masks and running statistics, with five microbatches in flight."""
-    model, data, k = mixed_net(dropout=dropout), RandomStream(), 5
+    model, data, k = mixed_net(dropout=dropout), RandomSource(), 5
     made, chain = stage(model, keep, weights, k=k), model.build(4)
     outputs = [made.forward(m, (data.inputs(m),)) for m in range(k)]
     deltas = [torch.randn_like(y) for (y,) in outputs]
@@ -202,7 +202,7 @@ def test_bf16_autocast_keeps_streams_in_float32() -> None:
     blocks = [model.build_block(i, 0) for i in range(5)]
     keeps = METHODS["petra"].keep_of([False, True, False, True, True], last=False)
     made = Stage(blocks, keeps, autocast=torch.bfloat16)
-    y = made.forward(0, (RandomStream(dtype=torch.float32).inputs(0),))
+    y = made.forward(0, (RandomSource(dtype=torch.float32).inputs(0),))
     assert {t.dtype for t in y} == {torch.float32}
     x, dx = made.backward(0, y, tuple(torch.ones_like(t) for t in y))
     assert {t.dtype for t in (*x, *dx)} == {torch.float32}

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from petra import METHODS, Keep, Method, Model, Pipeline, Weights
 from petra.reversible import Coupling, TwoFunctionCoupling
 from petra.staleness import Prediction, Remedy
-from tests.support.nets import RandomStream, mixed_net
+from tests.support.nets import RandomSource, mixed_net
 
 RATE, MOMENTUM, DECAY, MICROBATCHES = 0.05, 0.9, 1e-3, 15
 EPSILON = 1e-3  # of Adam, far above the rounding noise in gradients that are zero
@@ -157,7 +157,7 @@ def with_graph(block: nn.Module, used: nn.Module, x: tuple[Tensor, ...]) -> tupl
     return leaves, out
 
 
-def tick_by_tick(net: list[Stage], data: RandomStream, method: Method, k: int) -> list[float]:
+def tick_by_tick(net: list[Stage], data: RandomSource, method: Method, k: int) -> list[float]:
     """Trains the stages in place and returns the losses.
 
     A tick is two half ticks. Stage j (from 0) forwards microbatch m in half tick 2m + d·j, and takes it back, then maybe updates,
@@ -230,7 +230,7 @@ def require_equal(
     method: Method, k: int, cut: str = "several blocks a stage", remedy: Remedy | None = None, optimizer: str = "nesterov"
 ) -> None:
     remedy = remedy or Remedy()
-    model, data = mixed_net(), RandomStream()
+    model, data = mixed_net(), RandomSource()
     losses: list[float] = []
     pipeline = Pipeline(
         model,

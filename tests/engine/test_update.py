@@ -18,7 +18,7 @@ from petra.hooks import Hook, Hooks
 from petra.settings import Numerics, Runtime
 from petra.training import Checkpoints, restore
 from petra.training.optim import OPTIMIZERS
-from tests.support.nets import RandomStream, mixed_net
+from tests.support.nets import RandomSource, mixed_net
 from tests.support.processes import run_processes
 
 ONE_F_ONE_B = Method("1f1b", 1, Keep.GRAPH, flush=True)
@@ -31,14 +31,14 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
 
 def pipeline(rules: UpdateRules, method: str | Method = "reversible", **settings: object) -> Pipeline:
     settings = {"k": 2, "stages": 3, "optimizer": sgd, "seed": 3} | settings
-    return Pipeline(mixed_net(), RandomStream().spec, method=method, rules=rules, **settings)  # type: ignore[arg-type]
+    return Pipeline(mixed_net(), RandomSource().spec, method=method, rules=rules, **settings)  # type: ignore[arg-type]
 
 
 def plain_training(
     steps: int, k: int = 2, clip: float | None = None, average: float | None = None
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """Train the same network with plain PyTorch, clipped globally; return it and the moving average of its parameters."""
-    data, net = RandomStream(), mixed_net().build(3)
+    data, net = RandomSource(), mixed_net().build(3)
     optimizer, means = sgd(net), {name: p.detach().clone() for name, p in net.named_parameters()}
     for update in range(steps):
         optimizer.zero_grad()
@@ -61,15 +61,15 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: flo
 @pytest.mark.parametrize("method", SIMULTANEOUS)
 def test_global_clipping_clips_the_gradient_of_the_whole_network(method: str | Method) -> None:
     found = pipeline(UpdateRules(clip=0.2, clip_globally=True), method)
-    found.train(RandomStream(), 5)  # the second call continues an incomplete accumulation
-    found.train(RandomStream(), 3)
+    found.train(RandomSource(), 5)  # the second call continues an incomplete accumulation
+    found.train(RandomSource(), 3)
     assert_same(found.state_dict(), plain_training(4, clip=0.2)[0].state_dict())
 
 
 def clipped_globally(rank: int) -> dict[str, Tensor]:
     for transport in ("lockstep", "edge"):
         found = pipeline(UpdateRules(clip=0.2, clip_globally=True), ONE_F_ONE_B, stages=2, runtime=Runtime(transport=transport))
-        found.train(RandomStream(), 8)
+        found.train(RandomSource(), 8)
     return found.state_dict()
 
 
@@ -82,7 +82,7 @@ def test_global_clipping_in_many_processes(tmp_path: Path) -> None:
 
 def test_stage_clipping_uses_the_norm_of_the_stage() -> None:
     one = pipeline(UpdateRules(clip=0.2), stages=1)
-    one.train(RandomStream(), 6)
+    one.train(RandomSource(), 6)
     assert_same(one.state_dict(), plain_training(3, clip=0.2)[0].state_dict())
 
     seen: list[float] = []
@@ -92,7 +92,7 @@ def test_stage_clipping_uses_the_norm_of_the_stage() -> None:
             seen.append(torch.cat([p.grad.flatten() for p in self.param_groups[0]["params"]]).norm().item())
 
     many = pipeline(UpdateRules(clip=0.01), "petra", optimizer=lambda m: Spy(m.parameters(), lr=0.1))
-    many.train(RandomStream(), 8)
+    many.train(RandomSource(), 8)
     assert len(seen) == 12
     assert seen == pytest.approx([0.01] * 12, rel=1e-3)
     assert all(value > 0.01 for key, value in many.stage_metrics().items() if key.endswith("gradient_norm"))
@@ -119,7 +119,7 @@ def test_invalid_rules_raise(settings: dict[str, object], message: str) -> None:
 
 
 def test_evaluation_uses_averaged_weights_and_training_does_not() -> None:
-    found, data = pipeline(UpdateRules(average=0.9)), RandomStream()
+    found, data = pipeline(UpdateRules(average=0.9)), RandomSource()
     found.train(data, 8)
     net, means = plain_training(4, average=0.9)
     weights = net.state_dict()
@@ -141,7 +141,7 @@ def test_a_loss_scale_without_overflow_changes_nothing(scale: float | str, metho
     """Multiplication by a power of two is exact."""
     scaled, plain = (pipeline(UpdateRules(loss_scale=s, clip=0.1), method) for s in (scale, None))  # type: ignore[arg-type]
     for run in (scaled, plain):
-        run.train(RandomStream(), 9)
+        run.train(RandomSource(), 9)
     assert_same(scaled.state_dict(), plain.state_dict(), rtol=1e-10)
     numbers = scaled.stage_metrics()
     assert numbers["stage/2/gradient_norm"] == pytest.approx(plain.stage_metrics()["stage/2/gradient_norm"])
@@ -182,12 +182,12 @@ def limited_net(poison: float = 0.0) -> Model:
 
 
 def limited(rules: UpdateRules, poison: float = 0.0) -> Pipeline:
-    return Pipeline(limited_net(poison), RandomStream(size=2).spec, method="petra", optimizer=sgd, rules=rules, seed=1)
+    return Pipeline(limited_net(poison), RandomSource(size=2).spec, method="petra", optimizer=sgd, rules=rules, seed=1)
 
 
 def test_a_dynamic_scale_shrinks_only_in_the_overflowing_stage_and_grows_again() -> None:
     run = limited(UpdateRules(loss_scale="dynamic"))
-    run.train(RandomStream(size=2), 40)
+    run.train(RandomSource(size=2), 40)
     numbers = run.stage_metrics()
     assert numbers["stage/1/loss_scale"] == numbers["stage/3/loss_scale"] == 2**16
     assert 1 < numbers["stage/2/loss_scale"] < 2**12
@@ -198,13 +198,13 @@ def test_a_dynamic_scale_shrinks_only_in_the_overflowing_stage_and_grows_again()
     state = last.state_dict()
     state["stage"]["good"] = GROWTH_INTERVAL - 1
     last.load_state_dict(state)
-    run.train(RandomStream(size=2), 1)
+    run.train(RandomSource(size=2), 1)
     assert run.stage_metrics()["stage/3/loss_scale"] == 2**17
 
 
 def test_overflow_with_a_fixed_scale_raises_and_names_the_stage() -> None:
     with pytest.raises(NumericsError, match="stage 2: non-finite gradient in the update after microbatch 1;") as error:
-        limited(UpdateRules(loss_scale=2.0**16)).train(RandomStream(size=2), 20)
+        limited(UpdateRules(loss_scale=2.0**16)).train(RandomSource(size=2), 20)
     assert error.value.origin
 
 
@@ -212,7 +212,7 @@ def test_a_nan_raises_in_the_last_stage_and_leaves_weights_unchanged() -> None:
     run = limited(UpdateRules(), poison=float("nan"))
     before = {key: value.clone() for key, value in run.state_dict().items()}
     with pytest.raises(NumericsError, match="stage 3: non-finite loss or gradient"):
-        run.train(RandomStream(size=2), 20)
+        run.train(RandomSource(size=2), 20)
     for key, value in run.state_dict().items():
         assert torch.equal(value, before[key]) or "middle" in key
 
@@ -230,12 +230,12 @@ def test_the_error_names_the_stage_that_sent_a_non_finite_gradient() -> None:
 def test_skipped_updates_leave_weights_unchanged() -> None:
     run = limited(UpdateRules(nonfinite="skip"), poison=float("nan"))
     before = {key: value.clone() for key, value in run.state_dict().items()}
-    run.train(RandomStream(size=2), 5)
+    run.train(RandomSource(size=2), 5)
     assert all(torch.equal(value, before[key]) for key, value in run.state_dict().items() if "middle" not in key)
     assert run.stage_metrics()["stage/3/skipped_updates"] == 5
 
 
-class Broken(RandomStream):
+class Broken(RandomSource):
     """Data whose microbatch 4 is infinite."""
 
     def inputs(self, m: int) -> Tensor:
@@ -254,19 +254,19 @@ def test_draining_inside_an_accumulation_finds_non_finite_gradients(method: str)
 
 def test_non_finite_running_statistics_raise() -> None:
     run = pipeline(UpdateRules(), "petra", k=2)
-    run.train(RandomStream(), 2)
+    run.train(RandomSource(), 2)
     next(m for m in run.stages[1].module.modules() if isinstance(m, nn.BatchNorm2d)).running_var[0] = torch.inf
     with pytest.raises(NumericsError, match="stage 2: non-finite running statistics after microbatch 4"):
-        run.train(RandomStream(), 2)
+        run.train(RandomSource(), 2)
 
 
 def test_a_non_finite_loss_with_a_finite_gradient_raises() -> None:
     def infinite(output: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(output, targets) + torch.inf
 
-    run = Pipeline(mixed_net(), RandomStream().spec, optimizer=sgd, loss=infinite)
+    run = Pipeline(mixed_net(), RandomSource().spec, optimizer=sgd, loss=infinite)
     with pytest.raises(NumericsError, match="stage 6: the loss is not finite in microbatches 1 to 3"):
-        run.train(RandomStream(), 3)
+        run.train(RandomSource(), 3)
 
 
 def test_skipped_updates_restore_running_statistics() -> None:
@@ -274,7 +274,7 @@ def test_skipped_updates_restore_running_statistics() -> None:
     run.train(Broken(), 8)
     assert all(value.isfinite().all() for value in run.state_dict().values())
     assert run.stage_metrics()["stage/1/skipped_updates"] == 1
-    assert run.evaluate(RandomStream(), 2).loss < 10
+    assert run.evaluate(RandomSource(), 2).loss < 10
 
 
 def stopped(rank: int, folder: str, transport: str) -> str:
@@ -310,7 +310,7 @@ def test_the_last_finite_checkpoint_is_kept(transport: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_loaded_state_resumes_bit_for_bit(name: str) -> None:
     """Copy clocks, averages, optimizer and gradient inside an accumulation into a new pipeline."""
-    rules, data = UpdateRules(average=0.9, loss_scale="dynamic"), RandomStream()
+    rules, data = UpdateRules(average=0.9, loss_scale="dynamic"), RandomSource()
     make = partial(pipeline, rules, "petra", k=3, optimizer=OPTIMIZERS[name], learning_rate=lambda t: 0.01 / t)
     whole, first, second = make(), make(), make()
     whole.train(data, 7)
@@ -340,7 +340,7 @@ def test_overflow_of_the_sent_gradient_halves_the_scale() -> None:
         linear.weight.data.mul_(500)
         return linear
 
-    class Data(RandomStream):
+    class Data(RandomSource):
         def inputs(self, m: int) -> Tensor:
             return 0.1 * torch.randn(4, 8, generator=self._generator(m, 0))
 
@@ -361,7 +361,7 @@ def test_overflow_of_the_sent_gradient_halves_the_scale() -> None:
 
 
 def test_the_mean_norm_excludes_skipped_updates() -> None:
-    class Data(RandomStream):
+    class Data(RandomSource):
         def inputs(self, m: int) -> Tensor:
             return super().inputs(m) * (float("nan") if m == 2 else 1)
 
@@ -397,6 +397,6 @@ def test_hooks_are_called_around_the_all_reduce_and_the_optimizer_step() -> None
     update.hooks = hooks
     update.all_reduce = lambda m, *numbers: numbers
     with hooks.attached(hook):
-        run.train(RandomStream(), 4)
+        run.train(RandomSource(), 4)
     names = ("all_reduce_begin", "all_reduce_end", "update_begin", "update_end")
     assert hook.events == [(name, 1, m) for m in (1, 3) for name in names]

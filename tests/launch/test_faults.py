@@ -39,16 +39,16 @@ TIMEOUT, START, END = 3, 60, 30
 def training(run: Forked) -> None:
     """Wait until all processes of a run are training."""
     deadline = time.monotonic() + START
-    while "records in" not in run.told("out"):
-        assert all(process.is_alive() for process in run.processes), run.told()
-        assert time.monotonic() < deadline, run.told()
+    while "records in" not in run.output("out"):
+        assert all(process.is_alive() for process in run.processes), run.output()
+        assert time.monotonic() < deadline, run.output()
         time.sleep(0.01)
     for process in run.processes:
         used(process.pid, used(process.pid, 0) + 0.2)
 
 
 def errors(run: Forked) -> list[str]:
-    return [line for line in run.told().splitlines() if line.startswith("error: ")]
+    return [line for line in run.output().splitlines() if line.startswith("error: ")]
 
 
 @pytest.mark.processes
@@ -63,11 +63,11 @@ def test_a_lost_process_ends_all_within_the_timeout(number: signal.Signals, tran
         run.signal(number, [1])
         statuses = run.wait(TIMEOUT + END, but=[1])
         waited = time.monotonic() - lost
-        assert (statuses[0], statuses[2]) == (2, 2), run.told()
+        assert (statuses[0], statuses[2]) == (2, 2), run.output()
         assert number == signal.SIGKILL or waited > TIMEOUT / 2
-        assert len(errors(run)) == 1, run.told()
+        assert len(errors(run)) == 1, run.output()
         assert re.fullmatch(rf"error: {MESSAGE}: .*; another process has died, hangs or can't be reached", errors(run)[0])
-        assert "Traceback" not in run.told()
+        assert "Traceback" not in run.output()
         run.signal(signal.SIGCONT)
         assert all(run.wait(END))
         assert len(errors(run)) == 1
@@ -118,9 +118,9 @@ def test_a_failing_stage_is_reported_once(failure: str, tmp_path: Path) -> None:
     with Forked(tmp_path, [*LONG, "trainer.limit_batches=8"], 2, prepare=partial(fail_at, 5, operation, fails)) as run:
         statuses = run.wait(START)
     assert all(statuses)
-    lines = [line for line in run.told().splitlines() if re.fullmatch(told, line)]
-    assert len(lines) == 1, run.told()
-    assert run.told().count("Traceback (most recent call last)") == (failure != "memory")
+    lines = [line for line in run.output().splitlines() if re.fullmatch(told, line)]
+    assert len(lines) == 1, run.output()
+    assert run.output().count("Traceback (most recent call last)") == (failure != "memory")
     assert errors(run) == [line for line in lines if line.startswith("error: ")]
 
 
@@ -155,8 +155,8 @@ def test_a_signal_to_every_process_of_a_job_lets_it_save(number: signal.Signals,
         for process in run.processes:
             assert process.pid is not None
             os.killpg(process.pid, number)
-        assert run.wait(END) == [75, 75], run.told()
-    assert re.fullmatch(r"stopped on request after microbatch \d+, checkpoint written, .*\n", run.told())
+        assert run.wait(END) == [75, 75], run.output()
+    assert re.fullmatch(r"stopped on request after microbatch \d+, checkpoint written, .*\n", run.output())
 
 
 def on_its_own_disk(rank: int) -> None:
@@ -190,12 +190,12 @@ def slow_forward(rank: int) -> None:
 def test_a_process_without_a_stage_waits_for_those_that_work(tmp_path: Path) -> None:
     overrides = ["trainer.stages=2", "trainer.epochs=1", "trainer.limit_batches=100", "checkpoint.every=1000"]
     with Forked(tmp_path, [*LONG, *overrides, f"trainer.timeout={TIMEOUT}"], 3, prepare=slow_forward) as run:
-        assert run.wait(START) == [0, 0, 0], run.told()
+        assert run.wait(START) == [0, 0, 0], run.output()
 
 
 @pytest.mark.processes
 def test_runs_of_one_start_join_anew(tmp_path: Path) -> None:
     overrides = ["data.images=8", "trainer.epochs=1", "k=1,2", "run_dir=null", "--multirun"]
     with Forked(tmp_path, [*LONG, *overrides], 2) as run:
-        assert run.wait(START) == [0, 0], run.told()
+        assert run.wait(START) == [0, 0], run.output()
     assert len(list(tmp_path.glob("runs/*/summary.json"))) == 2

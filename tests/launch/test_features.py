@@ -26,14 +26,14 @@ from petra.models import revnet18
 from petra.settings import Numerics, Runtime
 from petra.training import export, gathered_blocks, load, load_into, means, sgd
 from tests.launch.test_launch import ALONE, ROOT, TINY, planned, to_composed
-from tests.support.nets import RandomStream, mixed_net
+from tests.support.nets import RandomSource, mixed_net
 from tests.support.processes import run_processes
 
 pytestmark = pytest.mark.usefixtures("shared_profiles")
 
 
 def trained(method: str | Method, microbatches: int = 5, **settings: object) -> Pipeline:
-    data = RandomStream()
+    data = RandomSource()
     pipeline = Pipeline(mixed_net(), data.spec, method=method, k=2, optimizer=sgd, learning_rate=lambda t: 0.05, seed=2, **settings)  # type: ignore[arg-type]
     pipeline.train(data, microbatches)
     return pipeline
@@ -44,12 +44,12 @@ def test_compiled_blocks_train_like_uncompiled_ones(method: str | Method) -> Non
     compiled, plain = trained(method, runtime=Runtime(compile="aot_eager")), trained(method)
     for key, value in plain.state_dict().items():
         torch.testing.assert_close(compiled.state_dict()[key], value, rtol=1e-9, atol=1e-11)
-    data = RandomStream()
+    data = RandomSource()
     assert compiled.evaluate(data, 2).loss == pytest.approx(plain.evaluate(data, 2).loss, rel=1e-9)
 
 
 def test_fp16_trains_with_streams_in_float32() -> None:
-    data = RandomStream(batch=2, size=16, classes=10, dtype=torch.float32)
+    data = RandomSource(batch=2, size=16, classes=10, dtype=torch.float32)
     losses = {}
     for autocast in (None, torch.float16):
         rules = UpdateRules(loss_scale="dynamic" if autocast else None)
@@ -69,7 +69,7 @@ def test_fp16_trains_with_streams_in_float32() -> None:
 
 
 def test_label_smoothing_is_for_training_only() -> None:
-    data = RandomStream()
+    data = RandomSource()
     smoothed = partial(F.cross_entropy, label_smoothing=0.3)
     pipeline = Pipeline(
         mixed_net(),
@@ -96,7 +96,7 @@ def test_metrics_follow_the_data() -> None:
         assert list(setup.pipeline(setup.learning_rate(1)).recipe.metrics) == names
 
 
-class Words(RandomStream):
+class Words(RandomSource):
     def __init__(self) -> None:
         super().__init__(batch=2, size=3, classes=7)
         self.spec = TensorSpec((2, 3), torch.int64)
@@ -133,7 +133,7 @@ def test_perplexity_of_text() -> None:
 
 
 def exported(rank: int, folder: str) -> dict[str, Tensor]:
-    data = RandomStream()
+    data = RandomSource()
     pipeline = Pipeline(mixed_net(), data.spec, k=2, optimizer=sgd, learning_rate=lambda t: 0.05, seed=2, stages=2)
     pipeline.train(data, 4)
     export(pipeline, Path(folder) / "model.pt")

@@ -129,10 +129,10 @@ def test_no_secret_reaches_a_log_or_a_run_folder(tmp_path: Path) -> None:
     loggers = ["jsonl", *(name for name in ("wandb", "tensorboard") if find_spec(name))]
     for logger in loggers:
         with Forked(tmp_path / logger, [*RUN, f"logger={logger}"], 1, environment=SECRETS) as run:
-            assert run.wait(120) == [0], run.told()
+            assert run.wait(120) == [0], run.output()
     refused = [*RUN, "run_dir=refused", f"+logger.api_key={SECRETS['WANDB_API_KEY']}"]
     with Forked(tmp_path / "refused", refused, 1, environment=SECRETS) as run:
-        assert run.wait(120) == [2], run.told()
+        assert run.wait(120) == [2], run.output()
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 10
     for path in files:

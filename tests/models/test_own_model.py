@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from petra import Model, Pipeline
-from tests.support.nets import RandomStream, mixed_net
+from tests.support.nets import RandomSource, mixed_net
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model.py"
 
@@ -19,7 +19,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model.py"
 def test_a_model_of_existing_modules_trains_copies_of_them() -> None:
     modules = dict(mixed_net().build(5).named_children())
     before = {key: value.clone() for key, value in nn.ModuleDict(modules).state_dict().items()}
-    model, data = Model.of("mine", modules), RandomStream()
+    model, data = Model.of("mine", modules), RandomSource()
     profile = model.profile(data.spec)
     assert [block.reversible for block in profile] == [False, True, False, True, True, False]
     pipeline = Pipeline(model, data.spec, method="reversible", optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1), seed=8)

@@ -15,7 +15,7 @@ from petra.models.transformer import MLP, Attention
 from petra.reversible import derive_seed
 from petra.settings import Numerics, Runtime, TransportName
 from petra.specs import as_streams
-from tests.support.nets import RandomStream
+from tests.support.nets import RandomSource
 from tests.support.processes import run_processes
 
 CLASSES, LENGTH, BATCH = 11, 6, 3
@@ -49,7 +49,7 @@ def double(model: Model) -> Model:
     return Model(model.name, tuple(BlockSpec(b.name, lambda build=b.build: build().double()) for b in model.blocks))
 
 
-NETS = {"revgpt": (gpt, Texts()), "revvit": (vit, RandomStream(BATCH, 8, CLASSES))}
+NETS = {"revgpt": (gpt, Texts()), "revvit": (vit, RandomSource(BATCH, 8, CLASSES))}
 
 
 # --- layers ---
@@ -254,7 +254,7 @@ def test_evaluation_is_without_dropout(name: str) -> None:
 @pytest.mark.parametrize("build", [revgpt, revvit])
 def test_bf16_autocast_keeps_streams_in_float32(build: type) -> None:
     model = build(CLASSES, dim=8, depth=2, heads=2, dropout=0.1, size=8)
-    data = RandomStream(BATCH, 8, CLASSES, torch.float32) if build is revvit else Texts()
+    data = RandomSource(BATCH, 8, CLASSES, torch.float32) if build is revvit else Texts()
     pipeline = Pipeline(
         model,
         data.spec,

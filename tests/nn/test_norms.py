@@ -18,7 +18,7 @@ from petra.nn import InPlaceABN
 from petra.reversible import Coupling, ReversibleBlock
 from petra.specs import TensorSpec, as_streams
 from petra.training import sgd
-from tests.support.nets import RandomStream
+from tests.support.nets import RandomSource
 
 SMALL = {"resnext101": {"cardinality": 2, "base_width": 16}}
 FAMILIES = ("resnet18", "resnet50", "revnet18", "revnet50", "resnext101", "wide_resnet38")
@@ -130,7 +130,7 @@ def test_backward_of_a_reversible_block_stores_less() -> None:
 def test_a_stage_stores_less_and_as_much_as_predicted() -> None:
     stored = {}
     for norm in ("inplace_abn", "batchnorm"):
-        model, data = revnet18(width=1 / 16, norm=norm), RandomStream(size=32, dtype=torch.float32)
+        model, data = revnet18(width=1 / 16, norm=norm), RandomSource(size=32, dtype=torch.float32)
         pipeline = Pipeline(model, data.spec, method="backprop", stages=[3, 7], optimizer=sgd, learning_rate=lambda t: 0.01)
         stored[norm] = measured(pipeline, data, 2)
         assert stored[norm] == [stage.stored for stage in predicted(pipeline.plan)]

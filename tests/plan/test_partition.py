@@ -9,7 +9,7 @@ from petra.models import revnet18
 from petra.plan.layout import make_layout
 from petra.plan.partition import balanced_partition, best_partition
 from petra.specs import TensorSpec
-from tests.support.nets import RandomStream, mixed_net
+from tests.support.nets import RandomSource, mixed_net
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -58,7 +58,7 @@ def test_best_partition_against_all_partitions(seed: int) -> None:
 
 
 def test_layout_is_contiguous_and_leaves_superfluous_processes_empty() -> None:
-    layout = make_layout(mixed_net(), RandomStream().spec, stages=[1, 2, 1, 2], processes=5)
+    layout = make_layout(mixed_net(), RandomSource().spec, stages=[1, 2, 1, 2], processes=5)
     assert layout.stages == (range(0, 1), range(1, 3), range(3, 4), range(4, 6))
     assert layout.processes[4] == range(0)
     assert [j for stages in layout.processes for j in stages] == [0, 1, 2, 3]
@@ -73,4 +73,4 @@ def test_stages_balance_flops() -> None:
 
 def test_more_processes_than_blocks_are_refused() -> None:
     with pytest.raises(ConfigError, match="processes: expected 1 to 6, since mixed has 6 blocks, got 7"):
-        make_layout(mixed_net(), RandomStream().spec, stages=None, processes=7)
+        make_layout(mixed_net(), RandomSource().spec, stages=None, processes=7)

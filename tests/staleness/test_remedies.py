@@ -11,7 +11,7 @@ from petra.engine.method_state import load_method_state, method_state
 from petra.staleness import Prediction, Remedy
 from petra.staleness.shrinking import boundary_factor
 from petra.training.optim import OPTIMIZERS
-from tests.support.nets import RandomStream, mixed_net
+from tests.support.nets import RandomSource, mixed_net
 
 
 def sgd(module: nn.Module) -> torch.optim.SGD:
@@ -27,7 +27,7 @@ def plain_sgd(module: nn.Module) -> torch.optim.SGD:
 
 
 def pipeline(**settings: object) -> Pipeline:
-    return Pipeline(mixed_net(), RandomStream().spec, **{"optimizer": sgd, "seed": 3, **settings})  # type: ignore[arg-type]
+    return Pipeline(mixed_net(), RandomSource().spec, **{"optimizer": sgd, "seed": 3, **settings})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_gradients_shrink_at_delayed_boundaries_only() -> None:
 
 def test_a_step_that_a_fused_optimizer_skips_is_not_compensated() -> None:
     run = pipeline(optimizer=OPTIMIZERS["sgd"], remedy=Remedy(compensation=True))
-    run.train(RandomStream(), 4)
+    run.train(RandomSource(), 4)
     optimizer, parameters = run.workers[0].update.optimizer, list(run.stages[0].module.parameters())
     before = [p.detach().clone() for p in parameters]
     for p in parameters:
@@ -105,7 +105,7 @@ def test_state_resumes_on_another_partition() -> None:
     """The last stage is never late and has no state. With the other partition, one of its blocks is in a late stage."""
     remedy = Remedy(prediction=Prediction.DIFFERENCE)
     before, after = (pipeline(remedy=remedy, k=2, stages=partition) for partition in ([4, 2], [5, 1]))
-    before.train(RandomStream(), 6)
+    before.train(RandomSource(), 6)
     state = method_state(before.plan, before.workers, before.remedies)
     load_method_state(after.plan, after.workers, after.remedies, state)
     saved, loaded = state["change"], method_state(after.plan, after.workers, after.remedies)["change"]

@@ -85,7 +85,7 @@ class Forked:
         for process in waited:
             process.join(max(0.0, deadline - time.monotonic()))
         hung = [rank for rank, process in enumerate(self.processes) if process.is_alive() and rank not in but]
-        assert not hung, f"processes {hung} still ran after {seconds} s: {self.told()}"
+        assert not hung, f"processes {hung} still ran after {seconds} s: {self.output()}"
         return [process.exitcode for process in self.processes]
 
     def finish(self, seconds: float = 120) -> tuple[str, str]:
@@ -95,10 +95,10 @@ class Forked:
             AssertionError: If a process fails, or still runs after ``seconds``.
         """
         statuses = self.wait(seconds)
-        assert statuses == [0] * len(self.processes), self.told()
-        return self.told("out"), self.told("err")
+        assert statuses == [0] * len(self.processes), self.output()
+        return self.output("out"), self.output("err")
 
-    def told(self, stream: str = "err") -> str:
+    def output(self, stream: str = "err") -> str:
         """Return what all processes have written to stderr, or to stdout (``out``)."""
         return "".join(path.read_text() for path in sorted(self.folder.glob(f"{stream}?")))
 

@@ -85,7 +85,7 @@ def _two_functions(channels: int, dropout: float) -> TwoFunctionCoupling:
     return TwoFunctionCoupling(branch(channels, dropout), branch(channels, dropout))
 
 
-class RandomStream:
+class RandomSource:
     """Random microbatches, which depend on their index only."""
 
     def __init__(self, batch: int = 4, size: int = 8, classes: int = 5, dtype: torch.dtype = torch.float64) -> None:

@@ -26,7 +26,7 @@ from petra.training.checkpoint import MANIFEST, checkpoints
 from tests.kill_many import kill_many
 from tests.launch.test_launch import TINY, metrics
 from tests.support.forked import Forked
-from tests.support.nets import RandomStream, mixed_net
+from tests.support.nets import RandomSource, mixed_net
 from tests.support.processes import run_processes
 
 CASES: dict[str, dict[str, Any]] = {
@@ -45,7 +45,7 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
 
 def build(**settings: Any) -> Pipeline:
     given = {"k": 5, "optimizer": sgd, "learning_rate": lambda t: 0.02 / (1 + t / 9), "seed": 3, **settings}
-    return Pipeline(mixed_net(dropout=0.2), RandomStream().spec, **given)
+    return Pipeline(mixed_net(dropout=0.2), RandomSource().spec, **given)
 
 
 def weights(pipeline: Pipeline) -> dict[str, Tensor]:
@@ -62,7 +62,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_pipeline_is_equal_bit_for_bit(case: str, background: bool, tmp_path: Path) -> None:
     """The checkpoint is saved inside an accumulation."""
-    data, whole, resumed = RandomStream(), build(**CASES[case]), build(**CASES[case])
+    data, whole, resumed = RandomSource(), build(**CASES[case]), build(**CASES[case])
     whole.train(data, 12)
     store = Checkpoints(tmp_path, background=background)
     store.save(whole, {"note": case})
@@ -81,7 +81,7 @@ def test_a_resumed_pipeline_is_equal_bit_for_bit(case: str, background: bool, tm
 @pytest.mark.parametrize("case", ["petra", "difference"])
 def test_another_partition_loads_every_block(case: str, tmp_path: Path) -> None:
     whole, other = build(**CASES[case]), build(**CASES[case], stages=[1, 3, 2])
-    whole.train(RandomStream(), 12)
+    whole.train(RandomSource(), 12)
     Checkpoints(tmp_path).save(whole, {})
     restore(other, tmp_path / "000000012")
     assert_same(weights(other), weights(whole))
@@ -94,15 +94,15 @@ def test_another_partition_loads_every_block(case: str, tmp_path: Path) -> None:
         for pipeline in (whole, other)
     ]
     torch.testing.assert_close(momenta[1], momenta[0], rtol=0, atol=0)
-    assert other.train(RandomStream(), 11).loss > 0
+    assert other.train(RandomSource(), 11).loss > 0
 
 
 def save_in_processes(rank: int, folder: str) -> dict[str, Tensor]:
     pipeline = build()
-    pipeline.train(RandomStream(), 12)
+    pipeline.train(RandomSource(), 12)
     store = Checkpoints(Path(folder), background=True)
     store.save(pipeline, {})
-    pipeline.train(RandomStream(), 11)
+    pipeline.train(RandomSource(), 11)
     store.wait()
     return weights(pipeline)
 
@@ -110,7 +110,7 @@ def save_in_processes(rank: int, folder: str) -> dict[str, Tensor]:
 def resume_in_processes(rank: int, folder: str) -> dict[str, Tensor]:
     pipeline = build()
     restore(pipeline, Path(folder, "000000012"))
-    pipeline.train(RandomStream(), 11)
+    pipeline.train(RandomSource(), 11)
     return weights(pipeline)
 
 
@@ -128,7 +128,7 @@ def saved(folder: Path, count: int = 2, **options: Any) -> Pipeline:
     pipeline = build()
     store = Checkpoints(folder, **options)
     for _ in range(count):
-        pipeline.train(RandomStream(), 2)
+        pipeline.train(RandomSource(), 2)
         store.save(pipeline, {})
     return pipeline
 
@@ -197,7 +197,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
         Checkpoints(tmp_path, keep=0)
 
 
-class Epochs(RandomStream):
+class Epochs(RandomSource):
     """Random microbatches in epochs of 11, which is a multiple of neither k nor the checkpoint interval."""
 
     batches_per_epoch, batches = 11, 2
@@ -283,8 +283,8 @@ def test_a_signal_stops_a_run_that_can_resume(tmp_path: Path, capsys: pytest.Cap
         while not (run / "checkpoints").exists() and stopped.processes[0].is_alive():
             time.sleep(0.02)
         stopped.signal(signal.SIGTERM)
-        assert stopped.wait(60) == [STOPPED], stopped.told()
-    assert stopped.told().startswith("stopped on request after microbatch ")
+        assert stopped.wait(60) == [STOPPED], stopped.output()
+    assert stopped.output().startswith("stopped on request after microbatch ")
     evaluate([f"run={run}"])
     assert json.loads(capsys.readouterr().out)["weights"].startswith(str(run / "checkpoints"))
     for folder in (run, whole):

@@ -24,7 +24,7 @@ from petra.training.checkpoint import FACTS, MANIFEST, checksum, to_json
 from petra.training.export import State
 from petra.training.state import state_of
 from tests.data.test_damaged_files import damaged
-from tests.support.nets import RandomStream, mixed_net
+from tests.support.nets import RandomSource, mixed_net
 
 OLD, NEW = "000000003", "000000006"
 FILES = (".metadata", "__0_0.distcp", FACTS, MANIFEST)
@@ -68,13 +68,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
     root = tmp_path_factory.mktemp("damaged")
     pipeline = Pipeline(
         mixed_net(channels=2),
-        RandomStream().spec,
+        RandomSource().spec,
         k=2,
         optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9),
     )
     checkpoints, states = Checkpoints(root / "checkpoints"), {}
     for name in (OLD, NEW):
-        pipeline.train(RandomStream(), 3)
+        pipeline.train(RandomSource(), 3)
         checkpoints.save(pipeline, {"trainer": {}})
         states[name] = {key: value.clone() for key, value in state_of(pipeline).items()}
     contents = {name: {f.name: f.read_bytes() for f in (root / "checkpoints" / name).iterdir()} for name in states}

@@ -14,7 +14,7 @@ from petra.staleness import Prediction, Remedy
 from petra.training import LARS, MultiStep, Polynomial
 from petra.training.learning_rate import SCHEDULES
 from petra.training.optim import OPTIMIZERS
-from tests.support.nets import RandomStream, mixed_net
+from tests.support.nets import RandomSource, mixed_net
 
 
 def net() -> nn.Module:
@@ -95,7 +95,7 @@ def test_a_step_that_the_device_skips_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", ["adam", "adamw"])
 def test_a_first_step_that_is_skipped_predicts_no_change(name: str) -> None:
     pipeline = Pipeline(
-        mixed_net(), RandomStream().spec, optimizer=OPTIMIZERS[name], remedy=Remedy(prediction=Prediction.VELOCITY), k=2
+        mixed_net(), RandomSource().spec, optimizer=OPTIMIZERS[name], remedy=Remedy(prediction=Prediction.VELOCITY), k=2
     )
     stage, optimizer = pipeline.stages[0], pipeline.workers[0].update.optimizer
     assert optimizer is not None
@@ -168,7 +168,7 @@ def test_every_stage_follows_a_schedule_of_200_epochs_at_every_update(name: str)
 
     middle, head = (BlockSpec(name, partial(nn.Linear, 2, out)) for name, out in (("middle", 2), ("head", 5)))
     model = Model("tiny", (BlockSpec("first", first), middle, head))
-    data = RandomStream(batch=1, size=2, dtype=torch.float32)
+    data = RandomSource(batch=1, size=2, dtype=torch.float32)
     pipeline = Pipeline(model, data.spec, method="petra", k=K, optimizer=lambda m: Spy(m.parameters(), lr=9.0), learning_rate=rate)
     for microbatches in (300, 500):
         pipeline.train(data, microbatches)

@@ -22,10 +22,10 @@ from petra.training import Checkpoints, newest, restore, sgd
 from petra.training import checkpoint as protocol
 from tests.kill_many import RUN, assert_same, assert_undamaged, results
 from tests.support.forked import Forked
-from tests.support.nets import RandomStream
+from tests.support.nets import RandomSource
 from tests.support.processes import context
 
-DATA = RandomStream(size=2, dtype=torch.float32)
+DATA = RandomSource(size=2, dtype=torch.float32)
 
 
 def small() -> Pipeline:
@@ -195,16 +195,16 @@ def test_a_full_or_read_only_disk_leaves_checkpoints_intact(options: str, reason
 def test_a_run_on_a_full_disk_prints_one_error_and_resumes_when_there_is_space(disk: Path, tmp_path: Path) -> None:
     """There is no space for the third checkpoint."""
     with Forked(tmp_path / "whole", RUN, 2) as run:
-        assert run.wait(60) == [0, 0], run.told()
+        assert run.wait(60) == [0, 0], run.output()
     expected = results(tmp_path / "whole" / "run")
     with Forked(disk, RUN, 2) as run:
-        assert run.wait(60) == [2, 2], run.told()
-    printed = run.told()
+        assert run.wait(60) == [2, 2], run.output()
+    printed = run.output()
     assert printed.startswith("error: checkpoint run/checkpoints/0000000"), printed
     assert printed.count("\n") == 1
     assert "cannot be written (No space left on device); earlier checkpoints are intact" in printed
     assert_undamaged(disk / "run", expected)
     remount(disk, "size=50m")
     with Forked(disk, RUN, 2) as run:
-        assert run.wait(60) == [0, 0], run.told()
+        assert run.wait(60) == [0, 0], run.output()
     assert_same(results(disk / "run"), expected, "full")
