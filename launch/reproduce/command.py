@@ -76,6 +76,7 @@ def write(request: Request, name: str, title: str, report: Report) -> None:
 def _parser() -> argparse.ArgumentParser:
     names = "\n".join(f"    {name:<14} {target.title}" for name, target in TARGETS.items())
     parser = argparse.ArgumentParser(
+        prog="python -m launch.reproduce",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"targets:\n{names}",
