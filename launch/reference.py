@@ -20,9 +20,10 @@ HEAD = """# Configuration
 
 This page is generated from `launch/config/schema.py` and `conf/` by `python -m launch.reference > docs/configuration.md`.
 
-`GROUP=FILE` selects a file of a group, and `GROUP.KEY=VALUE` sets a key. Later arguments override earlier ones. The first file of
-each list is the default. Names in parentheses are the files that a value or a meaning applies to. Unknown keys, wrong types and
-invalid values are errors before anything runs. [Experiments](experiments.md) configure whole runs.
+`GROUP=FILE` selects a file of a group, and `GROUP.KEY=VALUE` sets a key. Later arguments override earlier ones. In each table of
+files, the first one is the default. If a key differs between files, its value and meaning are followed by the files' names in
+parentheses: `2 (petra, dsp)`. Unknown keys, wrong types and invalid values are errors before anything runs.
+[Experiments](experiments.md) configure whole runs.
 """
 NAME = "name"
 LINE = re.compile(r"^(\w+): (.*?) # (.*)$")
