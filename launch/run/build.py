@@ -40,8 +40,7 @@ class Setup:
         plan: Plan of the run.
         device: Device of this process.
         processes: Number of processes, of all replicas together.
-        auto: Those of ``stages``, ``delay`` and ``keep`` that have to be chosen by auto-tuning. The plan has provisional values
-            for them.
+        auto: Which of ``stages``, ``delay`` and ``keep`` auto-tuning must choose. The plan has provisional values for them.
     """
 
     config: Config
@@ -69,7 +68,7 @@ class Setup:
         return data_sources(self.config.data, self.config.seed, self.plan.layout)
 
     def learning_rate(self, microbatches_per_epoch: int) -> Schedule:
-        """Return the learning rate of every stage, for updates of batch_size * k samples."""
+        """Return the learning rate schedule of all stages. With ``optim.scaling=goyal``, its peak depends on batch_size * k."""
         return recipe.learning_rate(self.config, microbatches_per_epoch)
 
     def recipe(self, learning_rate: Schedule) -> Recipe:

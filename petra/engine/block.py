@@ -8,7 +8,8 @@ input    Recompute      its input                 evaluates the block again with
 nothing  Reconstruct    nothing                   reconstructs the input from the output and differentiates, in one evaluation
 =======  =============  ========================  ======================================================================
 
-The weights that each pass uses come from :mod:`petra.engine.weights`.
+The weights that each pass uses come from :mod:`petra.engine.weights`; a version of None means the current
+parameters.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class BlockRunner(ABC):
         """
 
     def replay(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
-        """Run the forward pass of microbatch ``m`` again with a graph; nothing is stored, and running statistics don't move."""
+        """Run the forward pass of microbatch ``m`` again with a graph; nothing is stored or updated."""
         with torch.enable_grad(), frozen_statistics(self.function.normalisations):
             return self.function(m, x, version)
 
@@ -119,7 +120,7 @@ class KeepGraph(BlockRunner):
 
 
 class Recompute(BlockRunner):
-    """Stores the block's input, and evaluates the block again in the backward pass, in which running statistics move."""
+    """Stores the block's input, and evaluates the block again in the backward pass, which alone updates running statistics."""
 
     keep = Keep.INPUT
 
@@ -137,7 +138,8 @@ class Recompute(BlockRunner):
 
 
 class Reconstruct(BlockRunner):
-    """Stores nothing, and computes a reversible block's input from its output in the backward pass, in which statistics move."""
+    """Stores nothing, and computes a reversible block's input from its output in the backward pass, which alone updates
+    running statistics."""
 
     keep = Keep.NOTHING
 
@@ -150,7 +152,7 @@ class Reconstruct(BlockRunner):
         version = self.versions.for_backward(m)
         if version is None or not self.versions.reconstructs_with_current:
             return self.function.inverse_vjp(m, y, dy, version)
-        # Reconstruct with the parameters, differentiate the stashed version.
+        # Reconstruct with the current parameters, but compute the gradient at the stashed version.
         recomputed = self._forward_with_graph(m, self.function.inverse(m, y), version)
         return self._differentiate(recomputed, dy, version)
 

@@ -13,6 +13,9 @@ from petra.transport import Port
 class Worker:
     """Runs one stage between its two neighbours.
 
+    Stage j, counted from 1, maps x_(j−1) to x_j; δ_j is the gradient with respect to its input x_(j−1). A report, the loss and
+    metrics of a microbatch, travels with the gradients from the last stage to the first.
+
     Args:
         index: Number of the stage, from 0.
         upstream: Port that delivers x_(j−1) and accepts (x̃_(j−1), δ_j); the data source for the first stage.
@@ -43,7 +46,7 @@ class Worker:
         self._send(self.downstream, self.index + 1, m, (y,))
 
     def backward(self, m: int) -> None:
-        """Receive (x̃_j, δ_(j+1)), run the stage backward, send (x̃_(j−1), δ_j), and update after every k-th microbatch."""
+        """Receive (x̃_j, δ_(j+1), report), run the stage backward, send (x̃_(j−1), δ_j, report), and update every k microbatches."""
         y, delta, (report,) = self._receive(self.downstream, self.index + 1, m)
         delta = self.update.scaled(delta)
         for before in self.hooks.backward_begin:

@@ -25,7 +25,7 @@ class StagePlan:
         index: Number of the stage, from 0.
         blocks: Indices of its blocks in the model.
         profiles: Profile of each block.
-        inputs: Specs of the input of its first block, for one microbatch or a replica's share of it.
+        inputs: Specs of the input of its first block, for one microbatch; with replicas, for a replica's share of it.
         keeps: What each block stores between its forward and its backward pass.
         weights: Which weights its backward pass differentiates. ``CURRENT`` instead of ``STASHED`` if the delay is 0, because no
             update then separates the two passes.
@@ -103,7 +103,7 @@ class Plan:
 
     def settings(self) -> dict[str, object]:
         """Return the settings that all ranks must agree on, by name."""
-        # Within a replica, the comparison of boundaries reveals different inputs. Replicas share no boundary.
+        # Ranks compare the messages of their boundaries, which differ if inputs do. No boundary connects two replicas.
         inputs = {"inputs": str(self.inputs)} if self.layout.dp > 1 else {}
         return {
             "dp": self.layout.dp,
@@ -134,7 +134,7 @@ def make_plan(
     """Derive and check the plan of a run. Shapes are computed on the meta device, without building the model.
 
     Args:
-        inputs: Spec of a whole microbatch, which replicas share.
+        inputs: Spec of a whole microbatch, which is divided among the replicas.
         method: A name from :data:`petra.method.METHODS`, or a method.
         k: Microbatches per update.
         stages: Number of stages; None for one per block; or the number of blocks in each stage.

@@ -1,7 +1,7 @@
 """Transport with one grouped exchange with both neighbours after each round, in the same order on every rank.
 
-A grouped exchange cannot deadlock. At d = 2 all stages forward in the same rounds and need what an exchange brings one round later,
-so communication overlaps the other half of the tick.
+A grouped exchange, one ``batch_isend_irecv`` of all messages of a round, cannot deadlock. At d = 2 all stages run F in the same
+rounds and B in the others. A message is needed only after the round that follows its exchange, and travels during that round.
 """
 
 from __future__ import annotations
@@ -100,15 +100,15 @@ class LockstepTransport:
             self.downstream = LockstepPort(outgoing=forward, incoming=backward, peer=rank + 1, group=group)
         self._stages = stages[process]
         self._sent: deque[tuple[LockstepPort, dist.Work, Tensor]] = deque()
-        # A batched point-to-point call that is the first of a group needs every rank. The barrier lets it involve only two.
+        # If batch_isend_irecv is a group's first call, all ranks must take part. After this barrier, two may call it alone.
         gpu = [forward.device.index for forward, _, _ in boundaries[:1] if forward.device.type == "cuda"]
         dist.barrier(group, device_ids=gpu or None)
 
     def begin(self, microbatches: int, backward: bool) -> None:
-        """Do nothing, because no receive is posted in advance."""
+        """Do nothing. Unlike the edge transport, this one posts no receive in advance."""
 
     def shorten(self, messages: int) -> None:
-        """Do nothing, because no receive was posted in advance."""
+        """Do nothing. Unlike the edge transport, this one has posted no receive in advance."""
 
     def transfers(self, steps: Sequence[Step]) -> Sequence[Transfer]:
         """Return what this rank sends and receives after a round with these ``steps``, in the same order on every rank."""
