@@ -11,10 +11,11 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from launch.run.folder import history
-from launch.run.markdown import table
 from petra.analysis.plots import curves
 from petra.errors import PetraError
+
+from .run.folder import history
+from .run.markdown import table
 
 HEADER = ("run", "method", "d", "k", "epochs", "train loss", "test loss", "test accuracy", "best")
 

@@ -21,16 +21,17 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from launch.config.errors import config_error
-from launch.config.schema import Config, LoggerConfig, to_config
-from launch.run.build import set_up
-from launch.run.resume import FOLDER, read_weights
-from launch.runtime.rank import Process
-from launch.runtime.reporting import report_errors
 from petra.distributed import raise_on_all_ranks
 from petra.errors import first_line, invalid, require
 from petra.training import best_of, limited, load_into, means, newest
 from petra.training.export import FORMATS
+
+from .config.errors import config_error
+from .config.schema import Config, LoggerConfig, to_config
+from .run.build import set_up
+from .run.resume import FOLDER, read_weights
+from .runtime.rank import Process
+from .runtime.reporting import report_errors
 
 
 def main(arguments: list[str] | None = None) -> None:

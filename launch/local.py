@@ -10,13 +10,14 @@ import sys
 
 import torch
 
-from launch.config.compose import compose_command_line
-from launch.config.schema import to_config
-from launch.run.build import set_up
-from launch.runtime.agent import run_agent
-from launch.runtime.rank import Process
-from launch.runtime.reporting import report_errors
 from petra.errors import invalid
+
+from .config.compose import compose_command_line
+from .config.schema import to_config
+from .run.build import set_up
+from .runtime.agent import run_agent
+from .runtime.rank import Process
+from .runtime.reporting import report_errors
 
 
 def main() -> None:

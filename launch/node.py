@@ -23,8 +23,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from launch.runtime.agent import run_agent
 from petra.errors import ConfigError, invalid, require
+
+from .runtime.agent import run_agent
 
 WORDS = ("auto", "cpu", "gpu")
 

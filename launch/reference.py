@@ -13,8 +13,8 @@ from typing import Any, get_type_hints
 
 from omegaconf import OmegaConf
 
-from launch.config.errors import CONF
-from launch.config.schema import Config
+from .config.errors import CONF
+from .config.schema import Config
 
 HEAD = """# Configuration
 

@@ -18,11 +18,12 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from launch.config.compose import hydra_errors
-from launch.run.jobs import Job, check_job, run_here, submit
-from launch.run.markdown import table
 from petra.errors import PetraError
 from petra.training import write_json
+
+from .config.compose import hydra_errors
+from .run.jobs import Job, check_job, run_here, submit
+from .run.markdown import table
 
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "test accuracy": lambda s: f"{s['test_accuracy']:.2%}",

@@ -9,23 +9,24 @@ from pathlib import Path
 
 import torch
 
-from launch.config.compose import compose_command_line
-from launch.config.schema import Config, to_config
-from launch.run.autotune import tune_setup
-from launch.run.build import Setup, set_up
-from launch.run.diagnostics import attach_diagnostics
-from launch.run.dry_run import stage_map
-from launch.run.folder import Records, headline, summarise
-from launch.run.resume import FOLDER, Start, checkpoint_facts, find_start, load_start, require_shared, restore_choices
-from launch.runtime.network import set_variables
-from launch.runtime.rank import Process
-from launch.runtime.reporting import only_first_prints, report_errors
-from launch.runtime.signals import StopRequest
 from petra.data import EvalSource, TrainSource
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.pipeline import Pipeline
 from petra.process_memory import keep_freed_memory
 from petra.training import FORMATS, Bar, Checkpoints, Lines, Schedule, Trainer, export, finished_epochs, limited, peak_memory
+
+from .config.compose import compose_command_line
+from .config.schema import Config, to_config
+from .run.autotune import tune_setup
+from .run.build import Setup, set_up
+from .run.diagnostics import attach_diagnostics
+from .run.dry_run import stage_map
+from .run.folder import Records, headline, summarise
+from .run.resume import FOLDER, Start, checkpoint_facts, find_start, load_start, require_shared, restore_choices
+from .runtime.network import set_variables
+from .runtime.rank import Process
+from .runtime.reporting import only_first_prints, report_errors
+from .runtime.signals import StopRequest
 
 
 def main() -> None:

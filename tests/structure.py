@@ -42,10 +42,19 @@ def imports(root: Path) -> set[tuple[str, str]]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 pairs |= {(name, alias.name) for alias in node.names if alias.name in known}
-            elif isinstance(node, ast.ImportFrom) and node.module in known:
-                members = {f"{node.module}.{alias.name}" for alias in node.names}
-                pairs |= {(name, member if member in known else node.module) for member in members}
+            elif isinstance(node, ast.ImportFrom) and (source := imported_module(node, name, path)) in known:
+                members = {f"{source}.{alias.name}" for alias in node.names}
+                pairs |= {(name, member if member in known else source) for member in members}
     return pairs
+
+
+def imported_module(node: ast.ImportFrom, name: str, path: Path) -> str:
+    """Return the absolute name of the module in a ``from ... import`` of module ``name``."""
+    if not node.level:
+        return node.module or ""
+    parts = name.split(".")
+    package = parts[: len(parts) - node.level + (path.stem == "__init__")]
+    return ".".join([*package, *filter(None, [node.module])])
 
 
 def room(module: str) -> str:

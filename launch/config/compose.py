@@ -11,9 +11,10 @@ from unittest.mock import patch
 import hydra
 from omegaconf import DictConfig
 
-from launch.config.errors import CONF, config_error
-from launch.config.schema import Config, register, to_config
 from petra.errors import PetraError
+
+from .errors import CONF, config_error
+from .schema import Config, register, to_config
 
 
 def compose_command_line() -> list[DictConfig]:

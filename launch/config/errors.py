@@ -12,8 +12,9 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, ValidationError
 
 import conf
-from launch.config.checks import Key, schema_keys
 from petra.errors import ConfigError, PetraError, alternatives, invalid
+
+from .checks import Key, schema_keys
 
 CONF = str(Path(conf.__file__).parent)
 

@@ -14,13 +14,14 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from launch.config.checks import as_list, integer, is_integer, key, number, one_of, require_valid, satisfies
-from launch.config.errors import config_error
 from petra.data import DATASETS
 from petra.method import Keep, Weights
 from petra.models import MODELS
 from petra.staleness import Prediction
 from petra.training import FORMATS, OPTIMIZERS, SCHEDULES
+
+from .checks import as_list, integer, is_integer, key, number, one_of, require_valid, satisfies
+from .errors import config_error
 
 AUTO = "auto"
 LONGEST_TIMEOUT = 10**7

@@ -1,5 +1,5 @@
 """``python -m launch.doctor``."""
 
-from launch.doctor.command import main
+from .command import main
 
 main()

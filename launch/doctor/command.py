@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launch.config.compose import compose_command_line
-from launch.config.schema import Config, to_config
-from launch.doctor.links import LARGE, Link, measure_links
-from launch.doctor.machine import Report, find_differences, inspect_machine
-from launch.runtime.network import set_variables
-from launch.runtime.rank import Process
-from launch.runtime.reporting import only_first_prints, report_errors
 from petra.distributed import all_gather_objects
 from petra.errors import first_line, invalid
 from petra.plan.layout import processes_per_replica
+
+from ..config.compose import compose_command_line
+from ..config.schema import Config, to_config
+from ..runtime.network import set_variables
+from ..runtime.rank import Process
+from ..runtime.reporting import only_first_prints, report_errors
+from .links import LARGE, Link, measure_links
+from .machine import Report, find_differences, inspect_machine
 
 
 def main() -> None:

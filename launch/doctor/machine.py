@@ -16,8 +16,9 @@ from pathlib import Path
 
 import torch
 
-from launch.runtime.rank import Process
 from petra.errors import invalid
+
+from ..runtime.rank import Process
 
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_", "CUDA_VISIBLE", "OMP_NUM_THREADS", "TORCH_DISTRIBUTED_")
 SHARED_MEMORY = 2**30

@@ -1,5 +1,5 @@
 """Run ``python -m launch.reproduce``."""
 
-from launch.reproduce.command import main
+from .command import main
 
 main()

@@ -7,13 +7,14 @@ from dataclasses import replace
 from statistics import mean, stdev
 from typing import Any
 
-from launch.reproduce.paper import TABLE2
-from launch.reproduce.report import Report, Request, Scale
-from launch.reproduce.runs import Run, collect, job, missing
-from launch.run.jobs import Job
-from launch.run.markdown import table
 from petra.analysis.plots import Panel
 from petra.errors import require
+
+from ..run.jobs import Job
+from ..run.markdown import table
+from .paper import TABLE2
+from .report import Report, Request, Scale
+from .runs import Run, collect, job, missing
 
 SHORT = ("experiment=cifar10_short", "trainer.precision=bf16")
 SIX_EPOCHS = (*SHORT, "trainer.epochs=6", "schedule.milestones=[3,5]")

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import torch
 
-from launch.reproduce.report import Report, Request, Scale
-from launch.reproduce.targets import TARGETS
 from petra.analysis.plots import panels
 from petra.errors import PetraError, invalid, require
 from petra.training import write_json
+
+from .report import Report, Request, Scale
+from .targets import TARGETS
 
 
 def main(arguments: list[str] | None = None) -> None:

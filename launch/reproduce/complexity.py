@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from launch.reproduce.paper import TABLE1
-from launch.reproduce.report import Report, Request
-from launch.run.markdown import table
 from petra.analysis import checkpointing
 from petra.analysis.complexity import VARIANTS, measure
 from petra.analysis.plots import Panel
+
+from ..run.markdown import table
+from .paper import TABLE1
+from .report import Report, Request
 
 STAGES = (2, 4, 8, 16)
 LENGTHS = (4, 16, 64, 256)

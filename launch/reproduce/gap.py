@@ -9,11 +9,6 @@ from statistics import mean
 
 import torch
 
-from launch.reproduce.accuracy import SEEDS, SHORT, SMALL, mean_and_deviation
-from launch.reproduce.report import Report, Request, Scale
-from launch.reproduce.runs import Run, collect, job, missing
-from launch.reproduce.speed import FLOPS, LATENCY, stage_costs
-from launch.run.markdown import table
 from petra.analysis.plots import Panel
 from petra.cost_model.costs import StageCost, count_blocks
 from petra.cost_model.links import Link
@@ -24,6 +19,12 @@ from petra.plan.plan import Plan, make_plan
 from petra.plan.transport import simulated_transport
 from petra.settings import TransportName
 from petra.specs import TensorSpec
+
+from ..run.markdown import table
+from .accuracy import SEEDS, SHORT, SMALL, mean_and_deviation
+from .report import Report, Request, Scale
+from .runs import Run, collect, job, missing
+from .speed import FLOPS, LATENCY, stage_costs
 
 EXACT, PLAIN = "backprop", "petra"
 FREE = "[1,3,2,1,2,1,1,1,0]"

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import Any
 
-from launch.reproduce.accuracy import SIX_EPOCHS, SMALL
-from launch.reproduce.report import Report, Request, Scale
-from launch.reproduce.runs import Run, collect, job
-from launch.run.markdown import table
 from petra.analysis.plots import Panel, by_stage
 from petra.errors import invalid, require
+
+from ..run.markdown import table
+from .accuracy import SIX_EPOCHS, SMALL
+from .report import Report, Request, Scale
+from .runs import Run, collect, job
 
 Row = dict[str, float]
 PAIRS = {"end_to_end": "PETRA to end-to-end", "delayed": "PETRA to delayed", "delayed_end_to_end": "delayed to end-to-end"}

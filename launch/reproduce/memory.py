@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import torch
 
-from launch.reproduce.paper import TABLE3
-from launch.reproduce.report import Report, Request
-from launch.run.markdown import table
 from petra.analysis import memory
 from petra.model import Model
 from petra.models import revnet18, revnet34, revnet50
 from petra.specs import TensorSpec
+
+from ..run.markdown import table
+from .paper import TABLE3
+from .report import Report, Request
 
 IMAGENET = TensorSpec((64, 3, 224, 224), torch.float32)
 MODELS: dict[str, Callable[..., Model]] = {"revnet18": revnet18, "revnet34": revnet34, "revnet50": revnet50}

@@ -11,13 +11,14 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from launch.config.compose import compose_overrides
-from launch.config.schema import AUTO
-from launch.reproduce.report import Request
-from launch.run.folder import history
-from launch.run.jobs import Job, check_job, run_here
-from launch.run.resume import changes_results, flat
 from petra.errors import PetraError
+
+from ..config.compose import compose_overrides
+from ..config.schema import AUTO
+from ..run.folder import history
+from ..run.jobs import Job, check_job, run_here
+from ..run.resume import changes_results, flat
+from .report import Request
 
 ALSO_COMPARED = ("trainer.epochs", "trainer.stages")
 """Keys that must agree, in addition to those that a resumed run may not change."""

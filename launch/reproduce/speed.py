@@ -9,10 +9,6 @@ from typing import Any
 
 import torch
 
-from launch.reproduce.paper import TABLE5
-from launch.reproduce.report import Report, Request, Scale
-from launch.reproduce.runs import collect, job
-from launch.run.markdown import table
 from petra.analysis.plots import Panel
 from petra.cost_model.costs import BlockCost, StageCost, count_blocks, pipeline_costs, profile_blocks
 from petra.cost_model.links import Link
@@ -23,6 +19,11 @@ from petra.models import revnet18, revnet34
 from petra.plan.plan import Plan, make_plan
 from petra.specs import TensorSpec
 from petra.training import sgd
+
+from ..run.markdown import table
+from .paper import TABLE5
+from .report import Report, Request, Scale
+from .runs import collect, job
 
 MODELS = {"revnet18": revnet18, "revnet34": revnet34}
 BATCH = 64

@@ -1,7 +1,7 @@
 """All targets of ``python -m launch.reproduce``: tables and figures of two papers, and one comparison of our own."""
 
-from launch.reproduce import accuracy, complexity, gap, gradients, memory, speed
-from launch.reproduce.report import Target
+from . import accuracy, complexity, gap, gradients, memory, speed
+from .report import Target
 
 TARGETS = {
     "table1": Target("PETRA, Table 1: complexity of one stage", complexity.table1),

@@ -8,9 +8,6 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from launch.run import recipe
-from launch.run.build import Setup
-from launch.runtime.rank import Process
 from petra.cost_model.autotune import Tuned, tune
 from petra.cost_model.costs import profile_blocks
 from petra.cost_model.links import Link, measure_link
@@ -18,6 +15,10 @@ from petra.distributed import raise_on_all_ranks
 from petra.errors import ConfigError
 from petra.method import Keep
 from petra.settings import TransportName
+
+from ..runtime.rank import Process
+from . import recipe
+from .build import Setup
 
 
 def tune_setup(setup: Setup, process: Process) -> Setup:

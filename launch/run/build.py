@@ -8,12 +8,6 @@ from typing import Any, cast
 
 import torch
 
-from launch.config.options import options
-from launch.config.schema import AUTO, PRECISIONS, WIRES, Config
-from launch.run import recipe
-from launch.run.checks import check
-from launch.run.data import checked_form, data_sources
-from launch.runtime.rank import Process
 from petra.data import EvalSource, TrainSource
 from petra.engine.build import Recipe
 from petra.method import Keep, Method, Weights
@@ -26,6 +20,13 @@ from petra.settings import Numerics, Runtime, TransportName
 from petra.specs import TensorSpec
 from petra.staleness import Prediction, Remedy
 from petra.training import Schedule
+
+from ..config.options import options
+from ..config.schema import AUTO, PRECISIONS, WIRES, Config
+from ..runtime.rank import Process
+from . import recipe
+from .checks import check
+from .data import checked_form, data_sources
 
 LARGEST_CIFAR_STEM = 64
 """Largest image size in pixels for which ``model.stem=auto`` chooses the stem that keeps the resolution."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from launch.config.schema import AUTO, Config
-from launch.runtime.rank import Process
 from petra.errors import alternatives, require
 from petra.plan.layout import processes_per_replica
 from petra.training import FORMATS, TensorBoardLogger, WandbLogger
 from petra.training.export import check_format
+
+from ..config.schema import AUTO, Config
+from ..runtime.rank import Process
 
 
 def check(config: Config, process: Process) -> None:

@@ -9,12 +9,13 @@ from dataclasses import asdict
 
 import torch.distributed as dist
 
-from launch.config.schema import DataConfig
 from petra.data import Dataset, EvalSource, TrainSource, load_dataset, microbatch_form, settings
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.errors import DataError, invalid, require
 from petra.plan.layout import Layout
 from petra.specs import TensorSpec
+
+from ..config.schema import DataConfig
 
 REQUIRED = ("classes", "size")
 """Keys that every data set has, because the model depends on them. Most data sets fix their values."""

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from launch.config.schema import TrainerConfig
 from petra.analysis.plots import gradient_quality
 from petra.analysis.timeline import write_timeline
 from petra.diagnostics.gradient_quality import GradientQuality
@@ -15,6 +14,8 @@ from petra.diagnostics.recorder import Recorder, gathered_intervals
 from petra.diagnostics.stage_times import StageTimes
 from petra.hooks import Hook
 from petra.pipeline import Pipeline
+
+from ..config.schema import TrainerConfig
 
 
 @contextmanager

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from launch.run.build import Setup
-from launch.run.markdown import aligned_table
 from petra.method import Keep
 from petra.plan import Plan, StagePlan
 from petra.plan.messages import Boundary
+
+from .build import Setup
+from .markdown import aligned_table
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from launch.config.schema import AUTO, Config
-from launch.run.build import Setup
 from petra.analysis.plots import curves
 from petra.errors import invalid
 from petra.pipeline import Pipeline
 from petra.training import Epoch, JsonLines, Logger, TensorBoardLogger, WandbLogger, means, new_run_folder, write_json
 from petra.training.records import write_text_atomically, writing
+
+from ..config.schema import AUTO, Config
+from .build import Setup
 
 
 class Records:

@@ -13,11 +13,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from launch.config.compose import compose_overrides
-from launch.config.schema import AUTO, Config
-from launch.run.build import set_up
-from launch.runtime.rank import Process
 from petra.errors import invalid
+
+from ..config.compose import compose_overrides
+from ..config.schema import AUTO, Config
+from ..runtime.rank import Process
+from .build import set_up
 
 SBATCH = Path(__file__).parents[1] / "templates" / "slurm.sbatch"
 RESUME = f"resume={AUTO}"

@@ -7,14 +7,15 @@ from typing import Literal, cast
 
 from torch.nn import functional as F
 
-from launch.config.options import options
-from launch.config.schema import Config
 from petra.engine.endpoints import Losses
 from petra.engine.metrics import Metric, correct_predictions, top5_correct
 from petra.engine.update import OptimizerFactory
 from petra.engine.update_rules import UpdateRules
 from petra.errors import invalid, require
 from petra.training import OPTIMIZERS, SCHEDULES, Schedule, peak_rate
+
+from ..config.options import options
+from ..config.schema import Config
 
 
 def optimizer(config: Config) -> OptimizerFactory:

@@ -10,9 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launch.config.schema import AUTO, Config
-from launch.run.build import Setup
-from launch.runtime.rank import Process
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.errors import invalid, require
 from petra.method import Keep
@@ -21,6 +18,10 @@ from petra.training import facts_of, load, load_into, network, newest, restore
 from petra.training.checkpoint import FACTS, verify
 from petra.training.export import State
 from petra.training.records import writing
+
+from ..config.schema import AUTO, Config
+from ..runtime.rank import Process
+from .build import Setup
 
 FOLDER = "checkpoints"
 PROBE = ".seen_by_all_"

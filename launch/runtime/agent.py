@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 
-from launch.runtime.signals import SIGNALS
+from .signals import SIGNALS
 
 
 def run_agent(flags: Sequence[str], module: str, arguments: Sequence[str]) -> None:

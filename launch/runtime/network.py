@@ -6,8 +6,9 @@ import os
 import socket
 from pathlib import Path
 
-from launch.config.schema import ClusterConfig
 from petra.errors import alternatives, invalid, require
+
+from ..config.schema import ClusterConfig
 
 
 def variables(cluster: ClusterConfig) -> dict[str, str]:

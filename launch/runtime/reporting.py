@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from launch.runtime.rank import Process
 from petra.errors import CommunicationError, Interrupted, NumericsError, PetraError
+
+from .rank import Process
 
 FAILED, STOPPED, CANCELLED = 2, 75, 130
 """Exit statuses: an error that the user can act on, a stopped run that can be resumed (EX_TEMPFAIL in sysexits.h), Ctrl-C."""
