@@ -62,7 +62,7 @@ def run(config: Config, process: Process) -> None:
         load_start(pipeline, config, start)
         records = open_records(config, start, process)
         if records is not None:
-            print(*notes, f"{headline(setup, pipeline)}; records in {records.folder}", sep="\n", flush=True)
+            print(*notes, f"{headline(setup)}; records in {records.folder}", sep="\n", flush=True)
             if start.path is not None:
                 print(f"resuming from {start.path}, after microbatch {pipeline.clock}", flush=True)
         folder = all_gather_objects(None if records is None else records.folder)[0]
@@ -76,7 +76,7 @@ def run(config: Config, process: Process) -> None:
         export_weights(pipeline, folder, config)
         memory = all_gather_objects(peak_memory(setup.device))
         if records is not None:
-            records.finish(summarise(setup, pipeline, history, memory, time.perf_counter() - started), history)
+            records.finish(summarise(setup, pipeline.clock, history, memory, time.perf_counter() - started), history)
 
 
 def prepare_process(setup: Setup) -> list[str]:
