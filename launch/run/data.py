@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+import torch
 import torch.distributed as dist
 
 from petra.data import Dataset, EvalSource, TrainSource, load_dataset, microbatch_form, settings
+from petra.data.prefetch import TIMEOUT
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.errors import DataError, invalid, require
 from petra.plan.layout import Layout
 from petra.specs import TensorSpec
 
+from ..config.names import is_own
 from ..config.schema import DataConfig
 
 REQUIRED = ("classes", "size")
@@ -33,13 +36,31 @@ def checked_form(config: DataConfig) -> TensorSpec:
     for key in OPTIONAL:
         value = getattr(config, key)
         require(value is None or key in own, f"data.{key}", f"null for {config.name}", value)
+    if is_own(config.name):
+        return _form_of(_load(config), config.batch_size)
     return microbatch_form(config.name, config.batch_size, config.size)
 
 
-def data_sources(config: DataConfig, seed: int, layout: Layout) -> tuple[TrainSource, EvalSource]:
+def _form_of(dataset: Dataset, batch_size: int) -> TensorSpec:
+    """Return shape and dtype of a microbatch of inputs, from the first training sample.
+
+    Raises:
+        ConfigError: If the data set's inputs are not a tensor with a row for each sample.
+    """
+    read = dataset.train.inputs
+    sample = None if read is None else read(torch.tensor([0]), None)
+    if not isinstance(sample, torch.Tensor) or sample.shape[:1] != (1,):
+        raise invalid("data.name", f"a data set whose inputs are tensors with a row for each sample ({dataset.name})", sample)
+    return TensorSpec((batch_size, *sample.shape[1:]), sample.dtype)
+
+
+def data_sources(config: DataConfig, seed: int, layout: Layout, timeout: float = TIMEOUT) -> tuple[TrainSource, EvalSource]:
     """Return the data sources for training and for evaluation. Every rank must call this function.
 
     In each replica, only the rank of the first stage opens files, so only its machine needs them.
+
+    Args:
+        timeout: Seconds to wait for a microbatch from a worker process.
 
     Raises:
         PetraError: If the data set can't be used, or replicas have different data sets. Raised on every rank.
@@ -53,14 +74,17 @@ def data_sources(config: DataConfig, seed: int, layout: Layout) -> tuple[TrainSo
     rows = layout.inputs.shape[0]
     share = slice(replica * rows, (replica + 1) * rows)
     return (
-        TrainSource(dataset, config.batch_size, seed, config.augment, config.workers, share),
-        EvalSource(dataset, config.batch_size, config.workers, share),
+        TrainSource(dataset, config.batch_size, seed, config.augment, config.workers, share, timeout),
+        EvalSource(dataset, config.batch_size, config.workers, share, timeout),
     )
 
 
 def _load(config: DataConfig) -> Dataset:
+    """Load the data set, and check the keys that the model depends on."""
     wanted = {key: value for key, value in asdict(config).items() if key in REQUIRED + OPTIONAL and value is not None}
-    dataset = load_dataset(config.name, **{key: value for key, value in wanted.items() if key in settings(config.name)})
+    dataset: object = load_dataset(config.name, **{key: value for key, value in wanted.items() if key in settings(config.name)})
+    if not isinstance(dataset, Dataset):
+        raise invalid("data.name", "a function that returns a petra.data.Dataset", f"{config.name}, which returns {dataset!r}")
     for key in REQUIRED:
         fixed = getattr(dataset, key)
         require(fixed == wanted[key], f"data.{key}", f"{fixed} for {dataset.name}", wanted[key])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from statistics import harmonic_mean
 from typing import Any
@@ -14,12 +16,15 @@ import torch
 from omegaconf import OmegaConf
 
 from petra.analysis.plots import curves
-from petra.errors import invalid
+from petra.errors import DataError, first_line, invalid, require
 from petra.training import Epoch, JsonLines, Logger, TensorBoardLogger, WandbLogger, means, new_run_folder, write_json
 from petra.training.records import write_text_atomically, writing
 
 from ..config.schema import AUTO, Config
 from .build import Setup
+
+CHANGES = "changes.jsonl"
+"""File with the settings that were changed when the run was resumed."""
 
 
 class Records:
@@ -35,8 +40,7 @@ class Records:
     """
 
     def __init__(self, config: Config, rows: Sequence[Mapping[str, float]] = ()) -> None:
-        name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{config.model.name}_{config.method.name}_{config.data.name}"
-        path = Path("runs", name) if config.run_dir is None else Path(config.run_dir)
+        path = default_folder(config) if config.run_dir is None else Path(config.run_dir)
         resumed = config.resume == AUTO and (path / "config.yaml").exists()
         self.folder = path if resumed else new_run_folder(path)
         (self.folder / "summary.json").unlink(missing_ok=True)
@@ -46,6 +50,18 @@ class Records:
             self.loggers.append(WandbLogger(self.folder, config.logger.project, config.logger.mode, asdict(config)))
         if config.logger.name == "tensorboard":
             self.loggers.append(TensorBoardLogger(self.folder, len(rows)))
+
+    def log_changes(self, microbatch: int, changes: Mapping[str, tuple[Any, Any]]) -> None:
+        """Append the settings that a resumed run changes to changes.jsonl, one line for each key.
+
+        Args:
+            microbatch: Number of microbatches already trained.
+            changes: Keys with their values before and from now on.
+        """
+        for key, (before, now) in changes.items():
+            row = {"microbatch": microbatch, "key": key, "before": before, "now": now}
+            with writing(self.folder / CHANGES), (self.folder / CHANGES).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
 
     def finish(self, summary: dict[str, Any], history: Sequence[Epoch]) -> None:
         """Close the loggers, draw curves.png and write summary.json, whose existence marks a complete run."""
@@ -59,6 +75,26 @@ class Records:
             f"test accuracy {summary['test_accuracy']:.2%} after {summary['wall_seconds']:.0f} s; records in {self.folder}",
             flush=True,
         )
+
+
+def default_folder(config: Config) -> Path:
+    """Create a folder under ``runs`` for a run without ``run_dir``. Runs that start in the same second get different folders.
+
+    Raises:
+        ConfigError: If it cannot be created.
+    """
+    names = (config.model.name, config.method.name, config.data.name)
+    name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_" + "_".join(re.sub(r"[^\w.-]", "-", part) for part in names)
+    for number in count(1):
+        path = Path("runs", name if number == 1 else f"{name}_{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise invalid("run_dir", "a folder, since the default one cannot be created", f"{path} ({error.strerror})") from error
+        break
+    return path
 
 
 def headline(setup: Setup) -> str:
@@ -121,9 +157,16 @@ def history(folder: Path) -> list[dict[str, Any]]:
 
     Raises:
         ConfigError: If the folder is not a run's, or the run has not finished an epoch.
+        DataError: If the file is damaged.
     """
     path = folder / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read as metrics ({first_line(error)})") from error
     if not rows:
         raise invalid("runs", "folders of runs with a finished epoch", f"{folder}, where metrics.jsonl has none")
+    for row in rows:
+        missing = [key for key in ("epoch", "train_loss", "test_loss") if not (isinstance(row, dict) and key in row)]
+        require(not missing, str(path), f"{' and '.join(missing)} in each line", row, DataError)
     return rows

@@ -20,6 +20,7 @@ PREFETCH_FACTOR = 2
 """Number of microbatches that each worker prepares in advance."""
 FILES_PER_WORKER = 4 + PREFETCH_FACTOR
 """Open files of this process for each worker: the pipes of its queue and of its end, and one for each prepared microbatch."""
+_IGNORED = (signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 TIMEOUT = 600.0
 """Seconds to wait for a microbatch by default."""
 
@@ -38,9 +39,7 @@ class Prefetcher(Generic[Result]):
         timeout: Seconds to wait for a result.
     """
 
-    def __init__(
-        self, function: Callable[[int], Result], workers: int, stop: int | None = None, timeout: float = TIMEOUT
-    ) -> None:
+    def __init__(self, function: Callable[[int], Result], workers: int, stop: int | None = None, timeout: float = TIMEOUT) -> None:
         self._function, self._workers, self._stop, self._timeout = _Numbered(function), workers, stop, timeout
         self._next = -1
         self._results: Iterator[Result | str] = iter(())
@@ -58,8 +57,8 @@ class Prefetcher(Generic[Result]):
             result = next(self._results)
         except OSError as error:
             raise DataError(
-                f"data.workers: {self._workers} worker processes can't be started ({error.strerror or error}); use fewer workers or "
-                "raise the limits of this shell (ulimit -n, ulimit -u)"
+                f"data.workers: {self._workers} worker processes can't be started ({error.strerror or error}); use fewer workers "
+                "or raise the limits of this shell (ulimit -n, ulimit -u)"
             ) from error
         except RuntimeError as error:
             raise self._named(error) from error
@@ -97,7 +96,12 @@ class Prefetcher(Generic[Result]):
             worker_init_fn=_ignore_signals,
             generator=torch.Generator(),  # so that the loader draws nothing from the global generator
         )
-        self._results = iter(loader)
+        # A worker inherits the blocked signals, so none arrives before it has decided what to do with them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_IGNORED, signal.SIGTERM})
+        try:
+            self._results = iter(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def require_files(number: int) -> None:
@@ -122,9 +126,9 @@ def _ignore_signals(worker: int) -> None:
 
     Clusters and terminals send signals to all processes of a job, but the run needs its workers until it has written a checkpoint.
     """
-    for number in (signal.SIGUSR1, signal.SIGINT):
+    for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGTERM})
     Thread(target=_exit_on_sigterm_of_parent, daemon=True).start()
 
 
@@ -150,7 +154,7 @@ class _Numbered(Dataset[Result | str]):
             # The loader would do this in a thread of the worker, where an error would leave the run waiting for the result.
             for part in result if isinstance(result, tuple) else (result,):
                 if isinstance(part, Tensor):
-                    part.share_memory_()
+                    part.share_memory_()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             return (
                 f"data.workers: no room in shared memory (/dev/shm) for a prepared microbatch ({first_line(error)}); use fewer "

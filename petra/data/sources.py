@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from petra.data.dataset import Dataset
-from petra.data.prefetch import Prefetcher
+from petra.data.prefetch import TIMEOUT, Prefetcher
 from petra.errors import require
 from petra.reversible import derive_seed
 from petra.specs import IGNORED
@@ -29,6 +29,7 @@ class TrainSource:
         augment: Whether to augment inputs.
         workers: Number of worker processes that prepare inputs in advance. 0 prepares them on request in this process.
         share: Rows of each microbatch that :meth:`inputs` returns, for one of several replicas. :meth:`targets` returns all rows.
+        timeout: Seconds to wait for a microbatch from a worker process.
 
     Attributes:
         batches_per_epoch: Number of microbatches per epoch.
@@ -45,6 +46,7 @@ class TrainSource:
         augment: bool = True,
         workers: int = 0,
         share: slice = slice(None),
+        timeout: float = TIMEOUT,
     ) -> None:
         self._split = dataset.train
         count = self._split.count
@@ -57,7 +59,7 @@ class TrainSource:
         self._share = share
         # Two epochs: the first stage may read the next epoch while the last stage still reads the current one.
         self._order = lru_cache(maxsize=2)(self._permutation)
-        self._read = Prefetcher(self._inputs, workers) if workers else self._inputs
+        self._read = Prefetcher(self._inputs, workers, timeout=timeout) if workers else self._inputs
 
     def inputs(self, m: int) -> Tensor:
         """Return the inputs of microbatch ``m``: float32 images (B, 3, H, W), or int64 tokens (B, T)."""
@@ -93,7 +95,7 @@ class EvalSource:
     Args:
         dataset: Data set whose test split is read.
         batch_size: Samples per microbatch.
-        workers, share: As for :class:`TrainSource`.
+        workers, share, timeout: As for :class:`TrainSource`.
 
     Attributes:
         batches: Number of microbatches.
@@ -102,13 +104,15 @@ class EvalSource:
         ConfigError: If ``batch_size`` is not an integer >= 1.
     """
 
-    def __init__(self, dataset: Dataset, batch_size: int, workers: int = 0, share: slice = slice(None)) -> None:
+    def __init__(
+        self, dataset: Dataset, batch_size: int, workers: int = 0, share: slice = slice(None), timeout: float = TIMEOUT
+    ) -> None:
         require(batch_size >= 1, "data.batch_size", "an integer >= 1", batch_size)
         self._split = dataset.test
         self.batches = -(-self._split.count // batch_size)
         self._batch_size = batch_size
         self._share = share
-        self._read = Prefetcher(self._inputs, workers, stop=self.batches) if workers else self._inputs
+        self._read = Prefetcher(self._inputs, workers, self.batches, timeout) if workers else self._inputs
 
     def inputs(self, m: int) -> Tensor:
         """Return the inputs of microbatch ``m``, as :meth:`TrainSource.inputs`. Padding rows repeat the last sample."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from petra.errors import ConfigError, DataError, first_line, invalid, require
 from petra.pipeline import Pipeline
+from petra.training.records import file_system_error
 
 FORMATS = {"pt": ".pt", "safetensors": ".safetensors"}
 """File suffix of each format."""
@@ -59,7 +60,8 @@ def export(pipeline: Pipeline, path: Path) -> None:
     draft = path.with_name(path.name + ".part")
     try:
         if path.suffix == ".pt":
-            torch.save(state, draft)
+            with draft.open("wb") as file:  # raises the file system's own error, unlike torch.save with a path
+                torch.save(state, file)
         else:
             from safetensors.torch import save_file
 
@@ -67,7 +69,8 @@ def export(pipeline: Pipeline, path: Path) -> None:
         os.replace(draft, path)
     except Exception as error:  # each format has its own errors for a full disk
         draft.unlink(missing_ok=True)
-        raise DataError(f"{path}: cannot be written ({first_line(error)})") from error
+        cause = file_system_error(error)
+        raise DataError(f"{path}: cannot be written ({cause.strerror if cause else first_line(error)})") from error
 
 
 def load(path: Path) -> State:
@@ -92,17 +95,25 @@ def load(path: Path) -> State:
     return state
 
 
-def load_into(pipeline: Pipeline, state: Mapping[str, Tensor], source: str) -> None:
+def load_into(pipeline: Pipeline, state: Mapping[str, Tensor], source: str, skip: Collection[str] = ()) -> None:
     """Load the state of a whole network into this process's blocks, and restart moving averages from it.
+
+    Args:
+        pipeline: This process's part of the pipeline.
+        state: State of the network.
+        source: Where the state is from, for messages.
+        skip: Names of blocks that keep their weights. ``state`` may have them in another form, or not at all.
 
     Raises:
         DataError: If the state belongs to another network. The message names the first block that does not fit.
     """
     names = {block.name for block in pipeline.plan.model.blocks}
-    unknown = [key for key in state if key.partition(".")[0] not in names]
+    unknown = [key for key in state if key.partition(".")[0] not in names.union(skip)]
     if unknown:
         raise DataError(f"{source}: contains {unknown[0]}, but {pipeline.plan.model.name} has no such block")
     for name, block in pipeline.blocks():
+        if name in skip:
+            continue
         part = {key.removeprefix(f"{name}."): value for key, value in state.items() if key.startswith(f"{name}.")}
         try:
             block.load_state_dict(part)
