@@ -29,7 +29,7 @@ from ..runtime.rank import Process
 from . import recipe
 from .checks import check
 from .data import checked_form, data_sources
-from .own import register_own
+from .own import register_own, require_arguments
 
 PRECISIONS = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Autocast type of each ``trainer.precision``."""
@@ -161,6 +161,7 @@ def _model(config: Config) -> Model:
     if given.get("stem") == AUTO:
         given["stem"] = "imagenet" if config.data.size > LARGEST_CIFAR_STEM else "cifar"
     size = {"size": config.data.size} if "size" in signature(build).parameters else {}
+    require_arguments(config.model.name, build, "model.name", config.data.classes, **given, **size)
     model: object = build(config.data.classes, **given, **size)
     if not isinstance(model, Model):
         raise invalid("model.name", "a function that returns a petra.Model", f"{config.model.name}, which returns {model!r}")

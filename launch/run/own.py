@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,20 @@ def register_own(config: Config) -> None:
         MODELS.setdefault(config.model.name, imported(config.model.name, "model.name"))
     if is_own(config.data.name):
         DATASETS.setdefault(config.data.name, imported(config.data.name, "data.name"))
+
+
+def require_arguments(name: str, function: Callable[..., Any], key: str, *args: Any, **options: Any) -> None:
+    """Check that a function outside the package can be called with these arguments.
+
+    Raises:
+        ConfigError: If it can't.
+    """
+    if is_own(name):
+        try:
+            signature(function).bind(*args, **options)
+        except TypeError as error:
+            given = ", ".join([*(["classes"] if args else []), *options]) or "no arguments"
+            raise invalid(key, f"a function that can be called with {given}", f"{name} ({first_line(error)})") from error
 
 
 def imported(name: str, key: str) -> Callable[..., Any]:

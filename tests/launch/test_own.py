@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -27,10 +27,8 @@ SMALL = ("data.batch_size=8", "optim.lr=0.05", "trainer.device=cpu", "trainer.st
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a working directory with the module ``mine`` of docs/own_model.md. The test leaves no trace of the module."""
-    text = (ROOT / "docs" / "own_model.md").read_text(encoding="utf-8")
-    (program,) = re.findall(r"```python\n# mine\.py\n(.*?)```", text, re.DOTALL)
-    (tmp_path / "mine.py").write_text(program)
+    """Return a working directory with examples/own_functions.py as the module ``mine``. The test leaves no trace of the module."""
+    shutil.copyfile(ROOT / "examples" / "own_functions.py", tmp_path / "mine.py")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     monkeypatch.delitem(sys.modules, "mine", raising=False)
@@ -64,8 +62,14 @@ def test_the_form_of_own_data_is_read_from_its_first_sample(folder: Path) -> Non
     [
         (["model.name=none_such:build"], r"model\.name: none_such can't be imported \(ModuleNotFoundError: No module named 'none_"),
         (["model.name=mine:none"], "model.name: expected a function of mine, got none"),
-        (["model.name=mine:rows"], "model.name: expected a function that returns a petra.Model, got mine:rows, which returns"),
-        (["data.name=mine:network"], "data.name: expected a function that returns a petra.data.Dataset, got mine:network, which"),
+        (
+            ["model.name=mine:rows"],
+            "model.name: expected a function that can be called with classes, size, got mine:rows",
+        ),
+        (
+            ["data.name=mine:network"],
+            "data.name: expected a function that returns a petra.data.Dataset, got mine:network",
+        ),
         (["data.classes=4"], r"data\.classes: expected 3 for rows, got 4"),
         (["model.width=0.5"], r"model\.width: expected null for mine:network, which has the options depth, got 0\.5"),
         (["model.name=mine.py"], "model.name: expected resnet18, .* or module:function, got mine.py"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from functools import partial
 from pathlib import Path
 
@@ -10,11 +11,24 @@ import pytest
 import torch
 from torch import nn
 
-from petra import ConfigError, Pipeline, TensorSpec
+from petra import ConfigError, DataError, Pipeline, TensorSpec
 from petra.analysis.plots import curves
 from petra.data import EvalSource, TrainSource, load_dataset
 from petra.models import resnet18
-from petra.training import Bar, JsonLines, Lines, MultiStep, Trainer, new_run_folder, peak_memory, peak_rate, sgd, write_json
+from petra.training import (
+    Bar,
+    JsonLines,
+    Lines,
+    MultiStep,
+    Trainer,
+    export,
+    new_run_folder,
+    peak_memory,
+    peak_rate,
+    sgd,
+    write_json,
+)
+from tests.support.nets import RandomSource, mixed_net
 
 
 def test_peak_rate_of_the_paper() -> None:
@@ -142,3 +156,16 @@ def test_trainer_records_every_epoch(tmp_path: Path, capsys: pytest.CaptureFixtu
 
     curves({"": rows}, tmp_path / "curves.png", "two epochs")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_full_disk_at_the_export_is_named(tmp_path: Path) -> None:
+    """A limit on the size of files stands for a full disk: both make the operating system refuse to write."""
+    pipeline = Pipeline(mixed_net(), RandomSource().spec, optimizer=sgd, learning_rate=lambda t: 0.0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(DataError, match=r"model\.pt: cannot be written \(File too large\)"):
+            export(pipeline, tmp_path / "model.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
