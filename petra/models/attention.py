@@ -110,7 +110,8 @@ class Attention(nn.Module):
     """Normalisation and self-attention (Vaswani et al. 2017, section 3.2). Maps (B, T, D) to (B, T, D).
 
     Attributes:
-        cache: Cache for the generation of text, or None. With a cache, the input is the tokens after those in the cache.
+        cache: Cache for the generation of text, or None. With a cache, the input is the tokens after those in the cache, and all
+            tokens are one document.
     """
 
     def __init__(self, options: LayerOptions) -> None:
@@ -141,15 +142,20 @@ class Attention(nn.Module):
         before = 0 if self.cache is None else self.cache.length
         if options.rotary:
             q, k = rotate(q, before), rotate(k, before)
+        mask = None
         if self.cache is not None:
             k, v = self.cache.extend(k, v)
+            if before:
+                mask = x.new_ones(x.shape[1], before + x.shape[1], dtype=torch.bool).tril(before)
+        elif starts is not None:
+            mask = same_document(starts, options.causal)
         mixed = F.scaled_dot_product_attention(
             q,
             k,
             v,
-            attn_mask=None if starts is None else same_document(starts, options.causal),
+            attn_mask=mask,
             dropout_p=options.dropout if self.training else 0.0,
-            is_causal=options.causal and starts is None and before == 0,
+            is_causal=options.causal and mask is None,
             enable_gqa=self.kv_heads < options.heads,
         )
         y: Tensor = self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))

@@ -48,6 +48,9 @@ class TokenStem(nn.Module):
         delimiter: Token with which a document begins. With it, the last stream (B, T) is 1 where a document begins and 0
             elsewhere.
 
+    Attributes:
+        first: Position of the first token, greater than 0 only while text is generated.
+
     Raises:
         ValueError: In ``forward``, if T exceeds ``size``.
     """

@@ -142,7 +142,7 @@ def test_a_cache_gives_the_same_as_the_whole_text(options: dict[str, object]) ->
     x = torch.randn(2, 7, DIM, dtype=torch.float64)
     whole = layer(x)
     layer.cache = KeyValueCache()
-    pieces = [layer(x[:, :4]), *(layer(x[:, t : t + 1]) for t in range(4, 7))]
+    pieces = [layer(x[:, :3]), layer(x[:, 3:5]), layer(x[:, 5:6]), layer(x[:, 6:])]
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-6, atol=1e-6)
     assert layer.cache.length == 7
 
