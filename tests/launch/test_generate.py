@@ -31,14 +31,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenize.main([str(folder / "a.txt"), "--out", str(folder / "tokens"), *words])
     shape = [f"model.{key}={value}" for key, value in SHAPE.items()]
     data = ["data=tokens", f"data.root={folder}/tokens", "data.classes=280", "data.size=16", "data.batch_size=4"]
-    other = [
-        "optim=adamw",
-        "optim.lr=1e-3",
-        "trainer.epochs=1",
-        "trainer.device=cpu",
-        "trainer.stages=2",
-        "trainer.limit_batches=8",
-    ]
+    trainer = {"epochs": 1, "device": "cpu", "stages": 2, "limit_batches": 8, "export": "safetensors"}
+    other = ["optim=adamw", "optim.lr=1e-3", *(f"trainer.{key}={value}" for key, value in trainer.items())]
     command = [*data, "model=revgpt_1m", *shape, "model.delimiter=0", *other, f"run_dir={folder}/run"]
     run(to_config(to_composed(*command)), ALONE)
     return folder
