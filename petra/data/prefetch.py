@@ -40,7 +40,7 @@ class Prefetcher(Generic[Result]):
     """
 
     def __init__(self, function: Callable[[int], Result], workers: int, stop: int | None = None, timeout: float = TIMEOUT) -> None:
-        self._function, self._workers, self._stop, self._timeout = _Numbered(function), workers, stop, timeout
+        self._function, self._workers, self._stop, self._patience = _Numbered(function), workers, stop, timeout
         self._next = -1
         self._results: Iterator[Result | str] = iter(())
 
@@ -78,7 +78,7 @@ class Prefetcher(Generic[Result]):
                 "for the prepared microbatches was exhausted; use fewer workers or provide more memory"
             )
         if reason.startswith("DataLoader timed out"):
-            return DataError(f"data.workers: no worker process has prepared the microbatch within {self._timeout:g} s")
+            return DataError(f"data.workers: no worker process has prepared the microbatch within {self._patience:g} s")
         if reason.startswith("Too many open files"):
             return DataError(f"data.workers: too many open files with {self._workers} workers; use fewer or raise ulimit -n")
         return error
@@ -91,7 +91,7 @@ class Prefetcher(Generic[Result]):
             sampler=count(m) if self._stop is None else range(m, self._stop),
             num_workers=self._workers,
             prefetch_factor=PREFETCH_FACTOR,
-            timeout=self._timeout,
+            timeout=self._patience,
             multiprocessing_context="fork",
             worker_init_fn=_ignore_signals,
             generator=torch.Generator(),  # so that the loader draws nothing from the global generator
