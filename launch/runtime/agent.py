@@ -46,7 +46,7 @@ def run_agent(flags: Sequence[str], module: str, arguments: Sequence[str]) -> No
     # Processes inherit the mask, so that none is interrupted before it can handle Ctrl-C (launch.runtime.terminal.command). Another
     # thread takes the signal for this process, and the handler still runs in this thread.
     Thread(target=Event().wait, daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         torchrun(["--signals-to-handle", "SIGQUIT", *flags, "-m", module, *arguments])
     except ChildFailedError as error:
@@ -58,6 +58,8 @@ def run_agent(flags: Sequence[str], module: str, arguments: Sequence[str]) -> No
         sys.exit(code if code > 0 else 128 - code)
     except SignalException as stopped:
         sys.exit(128 + stopped.sigval)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def require_loopback() -> None:
