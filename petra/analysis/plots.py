@@ -28,6 +28,8 @@ TRAIN = {"linestyle": "--", "marker": "o", "markersize": 4, "markerfacecolor": "
 """Style of training curves."""
 FEW_EPOCHS = 5
 """Runs with fewer epochs show their training curve by updates if several runs share a figure."""
+MOST_MARKERS = 60
+"""Longer lines have no marker at each point."""
 READABLE_BARS = 70
 """Number of bars of median length that the detail of a timeline shows side by side, so that their labels are readable."""
 
@@ -203,7 +205,8 @@ def draw(axes: Any, panel: Panel, *, shaded: bool = False) -> None:
         if panel.bars:
             axes.bar([x for x, _ in points], [y for _, y in points], color=colour, label=name)
             continue
-        style = {"marker": ".", "markersize": 5, "linewidth": 1.4, "color": colour, "label": name, **panel.styles.get(name, {})}
+        marker = "." if len(points) <= MOST_MARKERS else ""
+        style = {"marker": marker, "markersize": 5, "linewidth": 1.4, "color": colour, "label": name, **panel.styles.get(name, {})}
         axes.plot([x for x, _ in points], [y for _, y in points], **style)
     if panel.scale == "symlog":
         axes.set_yscale("symlog", linthresh=1e-6)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 HEADER, BLOCK = 7, 32768
+DEADLINE = 30.0
+"""Seconds to wait for the end of a file."""
 LAST_PARTS = (1, 4)
 """Types of the chunks with which a record ends: a whole record, or the last of several parts."""
 
@@ -15,7 +18,6 @@ LAST_PARTS = (1, 4)
 def chunks(path: Path) -> Iterator[bytes]:
     """Yield the content of each record. The file begins with 7 bytes, and each chunk too: checksum (4), length (2), type (1)."""
     content = path.read_bytes()
-    assert content.startswith(b":W&B")
     at, parts = HEADER, b""
     while at + HEADER <= len(content):
         if BLOCK - at % BLOCK < HEADER:  # no room for another chunk in this block
@@ -46,9 +48,14 @@ class OfflineRun:
         self.config: dict[str, Any] = {}
         self.rows: dict[int, dict[str, Any]] = {}
         self.summary: dict[str, Any] = {}
-        for data in chunks(next(self.folder.glob("*.wandb"))):
-            record = Record()
-            record.ParseFromString(data)
+        until = time.monotonic() + DEADLINE
+        while True:  # wandb's own process writes the file, until a record of the run's end
+            records = [Record.FromString(data) for path in self.folder.glob("*.wandb") for data in chunks(path)]
+            if records and records[-1].HasField("exit"):
+                break
+            assert time.monotonic() < until, "the file has no end"
+            time.sleep(0.05)
+        for record in records:
             if record.HasField("run"):
                 self.id = record.run.run_id
                 self.config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
