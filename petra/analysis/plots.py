@@ -12,7 +12,7 @@ from typing import Any, Literal
 from petra.diagnostics.events import Interval, Kind
 
 COLOURS = {
-    Kind.FORWARD: "#4c78a8",
+    Kind.FORWARD: "#7fb0de",
     Kind.BACKWARD: "#f2a541",
     Kind.UPDATE: "#6aa56a",
     Kind.LOSS: "#9d755d",
