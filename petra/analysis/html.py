@@ -16,7 +16,7 @@ STYLE = """
 :root { color-scheme: light dark; --page: #f6f7f9; --card: #ffffff; --text: #1c2026; --soft: #5b6470; --line: #d9dde3; }
 @media (prefers-color-scheme: dark) {
   :root { --page: #14171b; --card: #1d2126; --text: #e6e9ee; --soft: #9aa4b1; --line: #343b44; }
-  svg, i { filter: brightness(1.4) saturate(0.85); }
+  .grid svg, i { filter: brightness(1.15); }
 }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 76rem; padding: 1rem; background: var(--page); color: var(--text);
