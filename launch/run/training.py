@@ -13,7 +13,19 @@ from petra.data import EvalSource, TrainSource
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.pipeline import Pipeline
 from petra.process_memory import keep_freed_memory
-from petra.training import FORMATS, Bar, Checkpoints, Lines, Schedule, Trainer, export, finished_epochs, limited, peak_memory
+from petra.training import (
+    FORMATS,
+    Bar,
+    Checkpoints,
+    Lines,
+    Schedule,
+    Trainer,
+    UpdateLog,
+    export,
+    finished_epochs,
+    limited,
+    peak_memory,
+)
 
 from ..config.schema import Config
 from ..runtime.network import set_variables
@@ -25,6 +37,7 @@ from .diagnostics import attach_diagnostics
 from .dry_run import stage_map
 from .exclusive import exclusive_folder
 from .folder import Records, headline, summarise
+from .report import read_updates
 from .resume import FOLDER, Start, checkpoint_facts, find_start, load_start, require_shared, restore_choices
 
 
@@ -49,7 +62,7 @@ def run(config: Config, process: Process) -> None:
         learning_rate = setup.learning_rate(epoch)
         pipeline = setup.pipeline(learning_rate)
         loaded = load_start(pipeline, config, start, epoch)
-        records = open_records(config, start, process)
+        records = open_records(config, start, pipeline.clock, process)
         if records is not None:
             print(*notes, f"{headline(setup)}; records in {records.folder}", *loaded, sep="\n", flush=True)
             records.log_changes(pipeline.clock, start.changes)
@@ -75,8 +88,11 @@ def prepare_process(setup: Setup) -> list[str]:
     return set_variables(setup.config.cluster)
 
 
-def open_records(config: Config, start: Start, process: Process) -> Records | None:
+def open_records(config: Config, start: Start, clock: int, process: Process) -> Records | None:
     """Open the run's folder in the first process, and return None in the others.
+
+    Args:
+        clock: Number of microbatches that the run has trained on.
 
     Raises:
         PetraError: If the folder cannot be used or the checkpoint's facts are invalid. Raised in every process.
@@ -85,7 +101,8 @@ def open_records(config: Config, start: Start, process: Process) -> Records | No
     with raise_on_all_ranks():
         rows = [] if start.trainer is None else [epoch.row() for epoch in finished_epochs(start.trainer)]
         if process.first:
-            records = Records(config, rows)
+            updates = [] if start.path is None else read_updates(start.path.parent.parent, clock)
+            records = Records(config, rows, updates, clock)
     return records
 
 
@@ -112,10 +129,12 @@ def make_trainer(
     stop: Callable[[], bool],
 ) -> Trainer:
     """Return the trainer of a run. It logs and displays progress only if ``records`` is not None."""
-    config, progress = setup.config, None
+    config, progress, updates = setup.config, None, None
     if records is not None:
         display = Bar if sys.stdout.isatty() else Lines
         metrics = tuple(pipeline.recipe.metrics)
+        if config.trainer.log_every is not None:
+            updates = UpdateLog(config.trainer.log_every, config.k, learning_rate, metrics, records.update_loggers)
         progress = display(config.trainer.epochs, learning_rate.microbatches_per_epoch, learning_rate, metrics, setup.unit)
     return Trainer(
         pipeline,
@@ -129,6 +148,7 @@ def make_trainer(
         facts=checkpoint_facts(setup),
         stop=stop,
         loggers=() if records is None else records.loggers,
+        updates=updates,
         progress=progress,
     )
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from launch.compare import main as compare
 from launch.config import names
 from launch.evaluate import parse
 from launch.node import first_host
@@ -21,7 +20,7 @@ from launch.run.build import PRECISIONS, WIRES
 from launch.runtime.agent import require_loopback
 from launch.runtime.rank import Process
 from launch.runtime.reporting import report_errors
-from petra import ConfigError, PetraError
+from petra import ConfigError
 from petra.data import DATASETS
 from petra.models import MODELS
 from petra.staleness import Prediction
@@ -59,7 +58,7 @@ def python(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
         ("launch.sweep k=1,0", "k: expected an integer >= 1, got 0"),
         ("launch.sweep", "command line: expected arguments such as experiment=demo (about a minute)"),
         ("launch.evaluate run=nowhere", "run: expected the folder of a run, got nowhere without a config.yaml"),
-        ("launch.compare nowhere --out x.foo", "--out: expected a file name that ends in .png, .pdf or .svg, got x.foo"),
+        ("launch.compare nowhere --out x.foo", "--out: expected a file name that ends in .png, .svg or .pdf, got x.foo"),
     ],
 )
 def test_errors_appear_before_torch_is_imported(words: str, message: str) -> None:
@@ -220,35 +219,6 @@ def test_limits_of_the_system_are_one_line(number: int, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit) as ended, report_errors(Process(0, 1, 0, 1)):
         raise OSError(number, os.strerror(number), "/tmp/x")
     assert (ended.value.code, capsys.readouterr().err) == (2, f"error: {os.strerror(number)} before training: /tmp/x\n")
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("metrics.jsonl", b'{"epoch": 1, "tr', r"metrics\.jsonl: cannot be read as metrics"),
-        ("metrics.jsonl", b"\xff\xfe\n", r"metrics\.jsonl: cannot be read as metrics"),
-        ("metrics.jsonl", b'{"epoch": 1}\n', r"metrics\.jsonl: expected train_loss and test_loss in each line"),
-        ("metrics.jsonl", b"[1]\n", r"metrics\.jsonl: expected epoch and train_loss and test_loss in each line"),
-        ("config.yaml", b"k: [", r"config\.yaml: expected the configuration of a run"),
-        ("config.yaml", b"k: 1", r"config\.yaml: expected the configuration of a run"),
-    ],
-)
-def test_damaged_records_are_one_line(
-    name: str, content: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1, "train_loss": 1.0, "test_loss": 1.0, "test_accuracy": 0.5}\n')
-    (tmp_path / "config.yaml").write_text("k: 1\nmethod: {name: petra, delay: 2}\ntrainer: {epochs: 1}\n")
-    compare([str(tmp_path)])
-    (tmp_path / name).write_bytes(content)
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        compare([str(tmp_path)])
-    assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: ")
-    assert told.count("\n") == 1
-    with pytest.raises(PetraError, match=message):
-        raise PetraError(told)
 
 
 def test_evaluate_names_the_keys_that_it_accepts(tmp_path: Path) -> None:
