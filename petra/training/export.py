@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from petra.errors import ConfigError, DataError, first_line, invalid, require
+from petra.errors import ConfigError, DataError, ModelError, first_line, invalid, require
 from petra.pipeline import Pipeline
 
 FORMATS = {"pt": ".pt", "safetensors": ".safetensors"}
@@ -98,19 +98,10 @@ def load_into(pipeline: Pipeline, state: Mapping[str, Tensor], source: str) -> N
     Raises:
         DataError: If the state belongs to another network. The message names the first block that does not fit.
     """
-    names = {block.name for block in pipeline.plan.model.blocks}
-    unknown = [key for key in state if key.partition(".")[0] not in names]
-    if unknown:
-        raise DataError(f"{source}: contains {unknown[0]}, but {pipeline.plan.model.name} has no such block")
-    for name, block in pipeline.blocks():
-        part = {key.removeprefix(f"{name}."): value for key, value in state.items() if key.startswith(f"{name}.")}
-        try:
-            block.load_state_dict(part)
-        except RuntimeError as error:
-            reason = " ".join(str(error).split())
-            raise DataError(f"{source}: block {name} does not fit ({reason})") from error
-    for worker in pipeline.workers.values():
-        worker.update.restart_averages()
+    try:
+        pipeline.load_state_dict(state)
+    except ModelError as error:
+        raise DataError(f"{source}: {error}") from error
 
 
 def check_format(suffix: str) -> None:
