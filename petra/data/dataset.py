@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from petra.data.preparation import Preparation
+
 Reader = Callable[[Tensor, int | None], Tensor]
 """Map from sample indices (B,) and a seed to a tensor of the samples. The seed determines the augmentation; None disables it."""
 
@@ -41,6 +43,7 @@ class Dataset:
         size: Side of an image in pixels, or number of tokens of a window.
         train: Training samples.
         test: Test samples.
+        preparation: How test images are prepared, which predictions for other images repeat. None for text.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Dataset:
     size: int
     train: Split
     test: Split
+    preparation: Preparation | None = None
 
     def part(self, *, inputs: bool = False, targets: bool = False) -> Dataset:
         """Return the data set with the selected readers only.

@@ -32,6 +32,7 @@ class TrainSource:
 
     Attributes:
         batches_per_epoch: Number of microbatches per epoch.
+        preparation: How the data set prepares test images, or None.
 
     Raises:
         ConfigError: If ``batch_size`` is less than 1 or exceeds the training set.
@@ -46,7 +47,7 @@ class TrainSource:
         workers: int = 0,
         share: slice = slice(None),
     ) -> None:
-        self._split = dataset.train
+        self._split, self.preparation = dataset.train, dataset.preparation
         count = self._split.count
         expected = f"an integer from 1 to {count}, the number of training samples of {dataset.name}"
         require(1 <= batch_size <= count, "data.batch_size", expected, batch_size)

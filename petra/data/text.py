@@ -42,8 +42,10 @@ def text(root: str | Path | None = None, size: int = 256, validation: float = 0.
         expected = f"at least {size + 1} bytes for training and 2 for testing"
         raise invalid(str(path), expected, f"{len(train)} and {len(test)}", DataError)
     windows = (len(train) - 1) // size, -(-(len(test) - 1) // size)
-    splits = (Split(n, Windows(part, size, 0), Windows(part, size, 1)) for n, part in zip(windows, (train, test), strict=True))
-    return Dataset("text", 256, size, *splits)
+    first, second = (
+        Split(n, Windows(part, size, 0), Windows(part, size, 1)) for n, part in zip(windows, (train, test), strict=True)
+    )
+    return Dataset("text", 256, size, first, second)
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,8 +33,12 @@ Every builder takes ``classes``. Builders that depend on the side of the images 
 other arguments are options, which the configuration reads from the builders' signatures.
 """
 
+TOKEN_MODELS = ("revgpt",)
+"""Names of the models that take tokens. All others take images."""
+
 __all__ = [
     "MODELS",
+    "TOKEN_MODELS",
     "irevnet163",
     "irevnet301",
     "resnet18",
