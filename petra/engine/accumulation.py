@@ -28,7 +28,6 @@ class Accumulation:
     def __init__(self, module: nn.Module, k: int) -> None:
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self._module, self._k = module, k
-        self._device = next((p.device for p in self.parameters), torch.device("cpu"))
         self._used = set[nn.Parameter]()
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
@@ -59,11 +58,11 @@ class Accumulation:
         self._used.clear()
         self.zero()
 
-    def used(self) -> Tensor:
+    def used(self, device: torch.device) -> Tensor:
         """Return, in float64, 1 for each parameter that a backward pass has reached since the last update, and 0 for the others."""
         if self._all_used():
-            return torch.ones(len(self.parameters), dtype=torch.float64, device=self._device)
-        return torch.tensor([float(p in self._used) for p in self.parameters], dtype=torch.float64, device=self._device)
+            return torch.ones(len(self.parameters), dtype=torch.float64, device=device)
+        return torch.tensor([float(p in self._used) for p in self.parameters], dtype=torch.float64, device=device)
 
     def add_used(self, used: Tensor) -> None:
         """Include the parameters that other replicas have reached: those where ``used``, summed over replicas, is positive."""

@@ -100,7 +100,7 @@ class Update:
             received, sent = self._finite.sums()
             for call in self.hooks.all_reduce_begin:
                 call(self.number - 1, t - 1)
-            received, sent, used = self.all_reduce(t - 1, received, sent, self.stage.gradients.used())
+            received, sent, used = self.all_reduce(t - 1, received, sent, self.stage.gradients.used(self.device))
             for call in self.hooks.all_reduce_end:
                 call(self.number - 1, t - 1)
             self._finite.set_sums(received, sent)
