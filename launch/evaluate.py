@@ -116,7 +116,7 @@ def evaluate_in_group(setup: Setup, weights: Path) -> dict[str, float | str]:
     with raise_on_all_ranks():
         load_into(pipeline, state, str(weights))
     result = pipeline.evaluate(test, limited(test.batches, setup.config.trainer.limit_batches))
-    return {"weights": str(weights), setup.unit: result.targets, **means(result, setup.unit)}
+    return {"weights": str(weights), setup.unit: result.targets, **means(result, setup.unit, test.bytes_per_target)}
 
 
 if __name__ == "__main__":

@@ -155,6 +155,7 @@ def make_trainer(
         learning_rate,
         limit=config.trainer.limit_batches,
         unit=setup.unit,
+        bytes_per_target=data[1].bytes_per_target,
         every=config.checkpoint.every,
         checkpoints=checkpoints,
         facts=checkpoint_facts(setup) | dict(facts),

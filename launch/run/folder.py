@@ -86,7 +86,7 @@ def summarise(setup: Setup, microbatches: int, history: Sequence[Epoch], memory:
         "epochs": len(history),
         "microbatches": microbatches,
         **{f"train_{key}": value for key, value in means(last.train, setup.unit).items()},
-        **{f"test_{key}": value for key, value in means(last.test, setup.unit).items()},
+        **{f"test_{key}": value for key, value in means(last.test, setup.unit, last.bytes_per_target).items()},
         f"{setup.unit}_per_second": harmonic_mean([epoch.train.targets / epoch.training_seconds for epoch in history]),
         "peak_memory_bytes": list(memory),
         "wall_seconds": seconds,

@@ -48,7 +48,7 @@ def array_dataset(
     """
     first, second = (Split(len(labels), Images(images, moments, flip), Labels(labels)) for images, labels in (train, test))
     size = train[0].shape[-1]
-    return Dataset(name, classes, size, first, second, Preparation(size, moments))
+    return Dataset(name, classes, size, first, second, preparation=Preparation(size, moments))
 
 
 def augment(images: Tensor, flip: bool, seed: int) -> Tensor:

@@ -43,6 +43,7 @@ class Dataset:
         size: Side of an image in pixels, or number of tokens of a window.
         train: Training samples.
         test: Test samples.
+        bytes_per_target: Mean number of bytes of text per token of the test samples. None for images, and for unknown vocabularies.
         preparation: How test images are prepared, which predictions for other images repeat. None for text.
     """
 
@@ -51,6 +52,7 @@ class Dataset:
     size: int
     train: Split
     test: Split
+    bytes_per_target: float | None = None
     preparation: Preparation | None = None
 
     def part(self, *, inputs: bool = False, targets: bool = False) -> Dataset:

@@ -114,7 +114,7 @@ def test_a_run_without_update_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["data=text", "model=revnet18"], "error: model: expected revgpt with data=text, got revnet18"),
+        (["data=text", "model=revnet18"], "error: model: expected gpt or revgpt with data=text, got revnet18"),
         (["data=digits", "model=revgpt"], "error: model: expected a model of images with data=digits, got revgpt"),
     ],
 )
