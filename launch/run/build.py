@@ -11,10 +11,10 @@ import torch
 
 from petra.data import EvalSource, TrainSource
 from petra.engine.build import Recipe
-from petra.errors import ConfigError, invalid
+from petra.errors import ConfigError, alternatives, invalid, require
 from petra.method import Keep, Method, Weights
 from petra.model import Model
-from petra.models import MODELS
+from petra.models import MODELS, TOKEN_MODELS
 from petra.pipeline import Pipeline
 from petra.plan import Plan, make_plan
 from petra.plan.layout import processes_per_replica
@@ -23,6 +23,7 @@ from petra.specs import TensorSpec
 from petra.staleness import Prediction, Remedy
 from petra.training import Schedule
 
+from ..config.names import is_own
 from ..config.options import options
 from ..config.schema import AUTO, Config
 from ..runtime.rank import Process
@@ -110,6 +111,7 @@ def set_up(config: Config, process: Process) -> Setup:
     """
     check(config, process)
     register_own(config)
+    _check_data_fits(config)
     stages = config.trainer.stages
     if stages == AUTO:
         stages = processes_per_replica(process.world, config.dp)
@@ -144,6 +146,20 @@ def _plan(config: Config, model: Model, method: Method, stages: int | list[int] 
         )
     except ConfigError as error:  # names the argument
         raise ConfigError(re.sub("^stages: ", "trainer.stages: ", str(error))) from error
+
+
+def _check_data_fits(config: Config) -> None:
+    """Check that the model takes what the data set has: images, or tokens. A model outside the package may take anything.
+
+    Raises:
+        ConfigError: If it does not. The message names both.
+    """
+    if is_own(config.model.name):
+        return
+    tokens = _unit(checked_form(config.data)) == "tokens"
+    expected = alternatives(TOKEN_MODELS) if tokens else "a model of images"
+    fits = (config.model.name in TOKEN_MODELS) == tokens
+    require(fits, "model", f"{expected} with data={config.data.name}", config.model.name)
 
 
 def _unit(inputs: TensorSpec) -> str:

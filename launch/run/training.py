@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,30 +55,45 @@ def run(config: Config, process: Process) -> None:
         return
     notes = prepare_process(setup)
     with process.process_group(setup.device, config.trainer.timeout), exclusive_folder(config, process):
-        started = time.perf_counter()
-        start = find_start(config, process)
-        setup = tune_setup(restore_choices(setup, start), process)
-        train, test = setup.data()
-        epoch = limited(train.batches_per_epoch, config.trainer.limit_batches)
-        learning_rate = setup.learning_rate(epoch)
-        pipeline = setup.pipeline(learning_rate)
-        loaded = load_start(pipeline, config, start, epoch)
-        records = open_records(config, start, pipeline.clock, process)
-        if records is not None:
-            print(*notes, f"{headline(setup)}; records in {records.folder}", *loaded, sep="\n", flush=True)
-            records.log_changes(pipeline.clock, start.changes)
-        folder = all_gather_objects(None if records is None else records.folder)[0]
-        checkpoints = open_checkpoints(config, folder, process)
-        stop = StopRequest()
-        trainer = make_trainer(setup, pipeline, (train, test), learning_rate, records, checkpoints, stop)
-        if start.trainer is not None:
-            trainer.resume(start.trainer)
-        with attach_diagnostics(config.trainer, pipeline, None if records is None else records.folder), stop.handle_signals():
-            history = trainer.fit(config.trainer.epochs)
-        export_weights(pipeline, folder, config)
-        memory = all_gather_objects(peak_memory(setup.device))
-        if records is not None:
-            records.finish(summarise(setup, pipeline.clock, history, memory, time.perf_counter() - started), history)
+        train_in_group(setup, notes, process)
+
+
+def train_in_group(setup: Setup, notes: Sequence[str], process: Process) -> None:
+    """Train a set-up run inside its process group.
+
+    The pipeline and all that refers to it end with this function, before the process group does: destroyed the other way round,
+    groups of replicas sometimes abort the process.
+
+    Args:
+        notes: Lines to print first.
+    """
+    config, started = setup.config, time.perf_counter()
+    start = find_start(config, process)
+    setup = tune_setup(restore_choices(setup, start), process)
+    train, test = setup.data()
+    prepared = {"preparation": None if train.preparation is None else train.preparation.as_dict()}
+    batches = limited(train.batches_per_epoch, config.trainer.limit_batches)
+    learning_rate = setup.learning_rate(batches)
+    pipeline = setup.pipeline(learning_rate)
+    loaded = load_start(pipeline, config, start, batches)
+    records = open_records(config, start, pipeline.clock, process)
+    if records is not None:
+        if (total := config.trainer.epochs * batches) < config.k:
+            print(f"warning: k={config.k}: the run has only {total} microbatches, so it ends before its first update")
+        print(*notes, f"{headline(setup)}; records in {records.folder}", *loaded, sep="\n", flush=True)
+        records.log_changes(pipeline.clock, start.changes)
+    folder = all_gather_objects(None if records is None else records.folder)[0]
+    checkpoints = open_checkpoints(config, folder, process)
+    stop = StopRequest()
+    trainer = make_trainer(setup, pipeline, (train, test), learning_rate, records, checkpoints, stop, prepared)
+    if start.trainer is not None:
+        trainer.resume(start.trainer)
+    with attach_diagnostics(config.trainer, pipeline, None if records is None else records.folder), stop.handle_signals():
+        history = trainer.fit(config.trainer.epochs)
+    export_weights(pipeline, folder, config, prepared)
+    memory = all_gather_objects(peak_memory(setup.device))
+    if records is not None:
+        records.finish(summarise(setup, pipeline.clock, history, memory, time.perf_counter() - started), history)
 
 
 def prepare_process(setup: Setup) -> list[str]:
@@ -127,6 +143,7 @@ def make_trainer(
     records: Records | None,
     checkpoints: Checkpoints | None,
     stop: Callable[[], bool],
+    facts: Mapping[str, Any],
 ) -> Trainer:
     """Return the trainer of a run. It logs and displays progress only if ``records`` is not None."""
     config, progress, updates = setup.config, None, None
@@ -145,7 +162,7 @@ def make_trainer(
         bytes_per_target=data[1].bytes_per_target,
         every=config.checkpoint.every,
         checkpoints=checkpoints,
-        facts=checkpoint_facts(setup),
+        facts=checkpoint_facts(setup) | dict(facts),
         stop=stop,
         loggers=() if records is None else records.loggers,
         updates=updates,
@@ -153,7 +170,7 @@ def make_trainer(
     )
 
 
-def export_weights(pipeline: Pipeline, folder: Path, config: Config) -> None:
+def export_weights(pipeline: Pipeline, folder: Path, config: Config, facts: Mapping[str, Any]) -> None:
     """Write the trained network to the run's folder as ``trainer.export`` says, and its moving average if there is one.
 
     Every process must call this function.
@@ -161,7 +178,7 @@ def export_weights(pipeline: Pipeline, folder: Path, config: Config) -> None:
     if config.trainer.export == "none":
         return
     suffix = FORMATS[config.trainer.export]
-    export(pipeline, folder / f"model{suffix}")
+    export(pipeline, folder / f"model{suffix}", facts)
     if config.optim.ema is not None:
         with pipeline.averaged():
-            export(pipeline, folder / f"ema{suffix}")
+            export(pipeline, folder / f"ema{suffix}", facts)

@@ -3,6 +3,7 @@
 from petra.data.dataset import Dataset, Split
 from petra.data.load import DATASETS, load_dataset, microbatch_form, settings
 from petra.data.map_style import from_dataset
+from petra.data.preparation import Preparation
 from petra.data.sources import EvalSource, TrainSource
 
 EvalStream = EvalSource
@@ -15,6 +16,7 @@ __all__ = [
     "Dataset",
     "EvalSource",
     "EvalStream",
+    "Preparation",
     "Split",
     "TrainSource",
     "TrainStream",

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from petra.data.preparation import Preparation
+
 Reader = Callable[[Tensor, int | None], Tensor]
 """Map from sample indices (B,) and a seed to a tensor of the samples. The seed determines the augmentation; None disables it."""
 PairReader = Callable[[Tensor, int | None], tuple[Tensor, Tensor]]
@@ -57,6 +59,7 @@ class Dataset:
         train: Training samples.
         test: Test samples.
         bytes_per_target: Mean number of bytes of text per token of the test samples. None for images, and for unknown vocabularies.
+        preparation: How test images are prepared, which predictions for other images repeat. None for text.
     """
 
     name: str
@@ -65,6 +68,7 @@ class Dataset:
     train: Split
     test: Split
     bytes_per_target: float | None = None
+    preparation: Preparation | None = None
 
     def part(self, *, inputs: bool = False, targets: bool = False) -> Dataset:
         """Return the data set with the selected readers only.

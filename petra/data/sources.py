@@ -95,6 +95,7 @@ class TrainSource(_Source):
 
     Attributes:
         batches_per_epoch: Number of microbatches per epoch.
+        preparation: How the data set prepares test images, or None.
 
     Raises:
         ConfigError: If ``batch_size`` is less than 1 or exceeds the training set.
@@ -116,6 +117,7 @@ class TrainSource(_Source):
         require(1 <= batch_size <= split.count, "data.batch_size", expected, batch_size)
         super().__init__(split, workers, share, timeout)
         self.batches_per_epoch = split.count // batch_size
+        self.preparation = dataset.preparation if isinstance(dataset, Dataset) else None
         self._batch_size = batch_size
         self._seed = seed
         self._augment = augment

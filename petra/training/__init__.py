@@ -2,7 +2,7 @@
 
 from petra.process_memory import peak_memory
 from petra.training.checkpoint import Checkpoints, best_of, facts_of, newest, restore
-from petra.training.export import FORMATS, export, gathered_blocks, load, load_into
+from petra.training.export import FORMATS, export, facts_in, gathered_blocks, load, load_into
 from petra.training.lars import LARS
 from petra.training.learning_rate import SCHEDULES, Cosine, MultiStep, Polynomial, Schedule, peak_rate
 from petra.training.lock import locked
@@ -36,6 +36,7 @@ __all__ = [
     "WandbLogger",
     "best_of",
     "export",
+    "facts_in",
     "facts_of",
     "finished_epochs",
     "gathered_blocks",

@@ -22,6 +22,8 @@ from petra.training import (
     MultiStep,
     Trainer,
     export,
+    facts_in,
+    load,
     new_run_folder,
     peak_memory,
     peak_rate,
@@ -169,3 +171,20 @@ def test_a_full_disk_at_the_export_is_named(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_an_exported_file_holds_facts_beside_the_tensors(suffix: str, tmp_path: Path) -> None:
+    if suffix == ".safetensors":
+        pytest.importorskip("safetensors")
+    data = RandomSource()
+    pipeline = Pipeline(mixed_net(), data.spec, optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
+    facts = {"preparation": {"size": 8, "moments": [[0.1, 0.2, 0.3], [1.0, 2.0, 3.0]], "crop": 1.0}}
+    export(pipeline, tmp_path / f"with{suffix}", facts)
+    export(pipeline, tmp_path / f"without{suffix}")
+    assert facts_in(tmp_path / f"with{suffix}") == facts
+    assert facts_in(tmp_path / f"without{suffix}") == {}
+    mixed_net().build(1).load_state_dict(load(tmp_path / f"with{suffix}"), strict=True)
+    (tmp_path / f"damaged{suffix}").write_bytes(b"damaged")
+    with pytest.raises(DataError, match="cannot be read as exported weights"):
+        facts_in(tmp_path / f"damaged{suffix}")
