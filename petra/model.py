@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -29,6 +29,17 @@ class BlockSpec:
 
     name: str
     build: Callable[[], nn.Module]
+
+    @property
+    def kind(self) -> Hashable:
+        """A key that blocks share if the same function with the same arguments builds them."""
+        build = self.build
+        key = (build.func, build.args, frozenset(build.keywords.items())) if isinstance(build, partial) else build
+        try:
+            hash(key)
+        except TypeError:
+            return id(build)
+        return key
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,8 @@ class Model:
     def profile(self, inputs: TensorSpec) -> tuple[BlockProfile, ...]:
         """Compute shapes, parameters and FLOPs of every block on the meta device.
 
-        This allocates no memory for tensors, runs no kernel, and changes no running statistics.
+        This allocates no memory for tensors, runs no kernel, and changes no running statistics. Blocks that the same function
+        with the same arguments builds are profiled once for each form of their input.
 
         Args:
             inputs: Shape and type of a microbatch of inputs.
@@ -103,34 +115,51 @@ class Model:
         except RuntimeError as error:
             raise invalid("inputs", "a shape that a tensor can have", f"{inputs} ({first_line(error)})", ModelError) from error
         profiles: list[BlockProfile] = []
+        known: dict[Hashable, BlockProfile] = {}
         for spec in self.blocks:
-            counter = FlopCounterMode(display=False)
-            try:
-                with torch.device("meta"):
-                    block = spec.build().to("meta")
-            except (RuntimeError, ValueError, TypeError, OverflowError) as error:
-                got = f"an error when it is built ({first_line(error)})"
-                raise invalid(f"block {spec.name}", "a module", got, ModelError) from error
-            try:
-                with torch.no_grad(), counter:
-                    streams = as_streams(block(*streams))
-            except (RuntimeError, ValueError, TypeError) as error:
-                given = ", ".join(str(p) for p in profiles[-1].outputs) if profiles else str(inputs)
-                source = f"block {profiles[-1].name}" if profiles else "the data"
-                got = f"{given} from {source} ({first_line(error)})"
-                raise invalid(f"block {spec.name}", "an input that it accepts", got, ModelError) from error
-            profiles.append(
-                BlockProfile(
-                    name=spec.name,
-                    outputs=tuple(TensorSpec(tuple(t.shape), t.dtype) for t in streams),
-                    parameters=sum(p.numel() for p in block.parameters()),
-                    flops=counter.get_total_flops(),
-                    reversible=isinstance(block, ReversibleBlock),
-                    exact=isinstance(block, ReversibleBlock)
-                    and type(block).enable_exact_streams is not ReversibleBlock.enable_exact_streams,
+            key = (spec.kind, tuple(TensorSpec(tuple(t.shape), t.dtype) for t in streams))
+            if key not in known:
+                source = (
+                    f"{', '.join(map(str, profiles[-1].outputs))} from block {profiles[-1].name}"
+                    if profiles
+                    else f"{inputs} from the data"
                 )
-            )
+                known[key] = _profile_block(spec, streams, source)
+            profiles.append(replace(known[key], name=spec.name))
+            streams = tuple(torch.empty(out.shape, dtype=out.dtype, device="meta") for out in known[key].outputs)
         return tuple(profiles)
+
+
+def _profile_block(spec: BlockSpec, streams: Streams, given: str) -> BlockProfile:
+    """Compute the profile of one block.
+
+    Args:
+        streams: Its input, on the meta device.
+        given: Description of the input and its source, for error messages.
+
+    Raises:
+        ModelError: If building the block fails, or if it does not accept the input.
+    """
+    counter = FlopCounterMode(display=False)
+    try:
+        with torch.device("meta"):
+            block = spec.build().to("meta")
+    except (RuntimeError, ValueError, TypeError, OverflowError) as error:
+        got = f"an error when it is built ({first_line(error)})"
+        raise invalid(f"block {spec.name}", "a module", got, ModelError) from error
+    try:
+        with torch.no_grad(), counter:
+            outputs = as_streams(block(*streams))
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise invalid(f"block {spec.name}", "an input that it accepts", f"{given} ({first_line(error)})", ModelError) from error
+    return BlockProfile(
+        name=spec.name,
+        outputs=tuple(TensorSpec(tuple(t.shape), t.dtype) for t in outputs),
+        parameters=sum(p.numel() for p in block.parameters()),
+        flops=counter.get_total_flops(),
+        reversible=isinstance(block, ReversibleBlock),
+        exact=isinstance(block, ReversibleBlock) and type(block).enable_exact_streams is not ReversibleBlock.enable_exact_streams,
+    )
 
 
 class Chain(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +81,10 @@ class StageCost:
     def memory(self, microbatches: int) -> int:
         """Return the bytes of the stage with this number of microbatches in flight."""
         return self.fixed_bytes + microbatches * self.stored_bytes
+
+    def on(self, speed: float) -> StageCost:
+        """Return the cost on a device of another speed, relative to the device of this cost."""
+        return replace(self, forward=self.forward / speed, backward=self.backward / speed, update=self.update / speed)
 
 
 def stage_cost(
