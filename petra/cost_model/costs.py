@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -140,10 +140,14 @@ def count_blocks(model: Model, inputs: TensorSpec) -> tuple[BlockCost, ...]:
         ModelError: As :meth:`petra.model.Model.profile`.
     """
     units = (1.0, 3.0, 1.0, 2.0, 0.0)
-    return tuple(
-        _block_cost(model, profile, specs, b, [unit * profile.flops for unit in units])
-        for b, (profile, specs) in enumerate(_profiles_with_inputs(model, inputs))
-    )
+    known: dict[Hashable, BlockCost] = {}
+    costs = []
+    for b, (profile, specs) in enumerate(_profiles_with_inputs(model, inputs)):
+        key = (model.blocks[b].kind, specs)
+        if key not in known:
+            known[key] = _block_cost(model, profile, specs, b, [unit * profile.flops for unit in units])
+        costs.append(replace(known[key], name=profile.name))
+    return tuple(costs)
 
 
 def profile_blocks(
