@@ -60,7 +60,12 @@ class Executor:
 
         Returns:
             The number of microbatches done: fewer than ``end - start`` if ``stop`` returned True.
+
+        Raises:
+            ModelError: If a parameter was frozen or unfrozen since the pipeline was built.
         """
+        for worker in self._workers.values():
+            worker.stage.gradients.check_trained(worker.index + 1)
         plan = self._plan
         rounds = training_rounds(plan.delays, plan.boundary_delays, start, end, plan.flush_every)
         return self._run(rounds, end - start, TRAINING, stop)
