@@ -1,6 +1,6 @@
 """Evaluate the trained network of a run on the test data, in one process or in several under torchrun.
 
-``python -m launch.evaluate run=FOLDER [weights=FILE] [key=value ...]``
+``petra evaluate run=FOLDER [weights=FILE] [key=value ...]``
 
     run      folder of a run, which may still be training
     weights  file of exported weights, or folder of a checkpoint. Default: ema.* in the run's folder if it exists, else model.*,
@@ -40,6 +40,8 @@ def main(arguments: list[str] | None = None) -> None:
     if not words or {"-h", "--help"} & {*words}:
         print(__doc__)
         return
+    if arguments is None:
+        torch.set_num_interop_threads(1)
     process = Process.from_environment()
     with report_errors(process):
         folder, weights, config = parse(words)
@@ -115,5 +117,4 @@ def evaluate(config: Config, weights: Path, process: Process) -> dict[str, float
 
 
 if __name__ == "__main__":
-    torch.set_num_interop_threads(1)
     main()

@@ -1,4 +1,4 @@
-"""Train in several processes on this machine: ``python -m launch.local --processes 10 model=revnet18 ...``.
+"""Train in several processes on this machine: ``petra local --processes 10 model=revnet18 ...``.
 
 The configuration and the assignment of stages to processes are checked once, before any process starts.
 """
@@ -12,6 +12,7 @@ import torch
 
 from petra.errors import invalid
 
+from . import own_module
 from .config.compose import compose_command_line
 from .config.schema import to_config
 from .run.build import set_up
@@ -25,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="All other arguments are those of launch.train; python -m launch.train --help lists them.",
+        epilog="All other arguments are those of petra train; petra train --help lists them.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -42,7 +43,7 @@ def main() -> None:
         for config in configs:
             set_up(to_config(config), first)
     if configs:
-        run_agent(["--standalone", "--nproc-per-node", str(processes)], "launch.train", overrides)
+        run_agent(["--standalone", "--nproc-per-node", str(processes)], own_module("launch.train"), overrides)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Train in the processes of several nodes. Run the same command on every node: ``python -m launch.node model=revnet18 ...``.
+"""Train in the processes of several nodes. Run the same command on every node: ``petra node model=revnet18 ...``.
 
 Environment variables describe the node. In each row, the first variable that is set counts:
 
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from petra.errors import ConfigError, invalid, require
 
+from . import own_module
 from .runtime.agent import run_agent
 
 WORDS = ("auto", "cpu", "gpu")
@@ -89,7 +90,7 @@ def main(arguments: list[str] | None = None) -> None:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    run_agent(node.flags(), options.module, overrides)
+    run_agent(node.flags(), own_module(options.module), overrides)
 
 
 def first_host(nodes: str) -> str:
