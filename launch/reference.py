@@ -101,7 +101,7 @@ def _names(names: list[str], files: list[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", r"\|").replace("<", "&lt;")
+    return text.replace("|", r"\|").replace("_<", r"\_<").replace("<", "&lt;")  # a bare _ next to < would begin emphasis
 
 
 if __name__ == "__main__":
