@@ -1,4 +1,4 @@
-"""Hooks of the documentation site (mkdocs.yml): pages from outside docs/, pages of the API, and roles in docstrings."""
+"""Hooks of the documentation site (mkdocs.yml): navigation, pages from outside docs/, pages of the API, roles in docstrings."""
 
 from __future__ import annotations
 
@@ -29,6 +29,25 @@ API = {
     "petra.errors": "Errors",
 }
 """Packages and modules with a page of their public names."""
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Make the navigation from the groups of the index, docs/README.md, and the pages of the API."""
+    groups: dict[str, list[Any]] = {}
+    for line in (ROOT / "docs" / "README.md").read_text(encoding="utf-8").splitlines():
+        if group := re.match(r"\| \*\*(.+?)\*\* \|", line):
+            groups[group[1]] = []
+        elif page := re.match(r"\| \[.+?\]\((.+?)\)", line):
+            [*groups.values()][-1].append(page_of(page[1]))
+    groups["API reference"] = [f"api/{module}.md" for module in API]
+    groups["Development"] = groups.pop("Development")
+    config.nav = ["README.md", *({name: pages} for name, pages in groups.items())]
+    return config
+
+
+def page_of(target: str) -> str:
+    """Return the page of the site for a link in docs/README.md."""
+    return ROOT_PAGES.get(target.removeprefix("../"), target)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

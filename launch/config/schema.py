@@ -64,6 +64,15 @@ class ModelConfig:
     activation: str | None = None
     cardinality: int | None = None
     base_width: int | None = None
+    kv_heads: int | None = None
+    hidden: int | None = None
+    mlp: str | None = None
+    bias: bool | None = None
+    positions: str | None = None
+    qk_norm: bool | None = None
+    delimiter: int | None = None
+    coupling: str | None = None
+    step: float | None = None
 
     def options(self) -> dict[str, Any]:
         """Return the options that are not null."""

@@ -41,6 +41,7 @@ class Dataset:
         size: Side of an image in pixels, or number of tokens of a window.
         train: Training samples.
         test: Test samples.
+        bytes_per_target: Mean number of bytes of text per token of the test samples. None for images, and for unknown vocabularies.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Dataset:
     size: int
     train: Split
     test: Split
+    bytes_per_target: float | None = None
 
     def part(self, *, inputs: bool = False, targets: bool = False) -> Dataset:
         """Return the data set with the selected readers only.

@@ -97,6 +97,7 @@ class EvalSource:
 
     Attributes:
         batches: Number of microbatches.
+        bytes_per_target: As :attr:`petra.data.Dataset.bytes_per_target`.
 
     Raises:
         ConfigError: If ``batch_size`` is not an integer >= 1.
@@ -106,6 +107,7 @@ class EvalSource:
         require(batch_size >= 1, "data.batch_size", "an integer >= 1", batch_size)
         self._split = dataset.test
         self.batches = -(-self._split.count // batch_size)
+        self.bytes_per_target = dataset.bytes_per_target
         self._batch_size = batch_size
         self._share = share
         self._read = Prefetcher(self._inputs, workers, stop=self.batches) if workers else self._inputs

@@ -32,6 +32,7 @@ class Epoch:
         learning_rate: Learning rate at the end of the epoch.
         stages: Metrics of stages, ``stage/<j>/<name>`` (:meth:`petra.Pipeline.stage_metrics`).
         unit: What a target belongs to: ``images`` or ``tokens``.
+        bytes_per_target: Mean number of bytes of text per token of the test data, or None.
     """
 
     epoch: int
@@ -43,6 +44,7 @@ class Epoch:
     learning_rate: float
     stages: Mapping[str, float]
     unit: str
+    bytes_per_target: float | None = None
 
     def row(self) -> dict[str, float]:
         """Return all numbers under their names in metrics.jsonl. Losses are in nats per target, shares are 0 … 1."""
@@ -50,7 +52,7 @@ class Epoch:
             "epoch": self.epoch,
             "microbatches": self.microbatches,
             **{f"train_{key}": value for key, value in means(self.train, self.unit).items()},
-            **{f"test_{key}": value for key, value in means(self.test, self.unit).items()},
+            **{f"test_{key}": value for key, value in means(self.test, self.unit, self.bytes_per_target).items()},
             f"{self.unit}_per_second": self.train.targets / self.training_seconds,
             "learning_rate": self.learning_rate,
             "seconds": self.seconds,
@@ -58,9 +60,15 @@ class Epoch:
         }
 
 
-def means(result: Result, unit: str) -> dict[str, float]:
-    """Return loss and metrics by name. For tokens, add the perplexity, the exponential of the loss."""
+def means(result: Result, unit: str, bytes_per_target: float | None = None) -> dict[str, float]:
+    """Return loss and metrics by name.
+
+    For tokens, add the perplexity, the exponential of the loss. If the bytes of text per token are known, add the bits per byte,
+    which are comparable between vocabularies.
+    """
     text = {"perplexity": math.exp(min(result.loss, 700.0))} if unit == "tokens" else {}
+    if bytes_per_target is not None:
+        text["bits_per_byte"] = result.loss / math.log(2) / bytes_per_target
     return {"loss": result.loss, **result.metrics, **text}
 
 
@@ -78,6 +86,7 @@ class Trainer:
         progress: Display of the epoch in progress. Pass it only in the process of the first stage.
         limit: Largest number of microbatches in an epoch and in an evaluation, or None.
         unit: What a target belongs to: ``images`` or ``tokens``.
+        bytes_per_target: Mean number of bytes of text per token of the test data, for the bits per byte.
         checkpoints: Writer of checkpoints, or None. The trainer saves one after each epoch.
         every: Number of microbatches, counted from the start of the run, after which the pipeline is drained and a checkpoint is
             saved; None to drain only at the end of an epoch.
@@ -96,13 +105,14 @@ class Trainer:
         progress: Progress | None = None,
         limit: int | None = None,
         unit: str = "images",
+        bytes_per_target: float | None = None,
         checkpoints: Checkpoints | None = None,
         every: int | None = None,
         facts: Mapping[str, Any] | None = None,
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.pipeline, self.learning_rate = pipeline, learning_rate
-        self.train, self.test, self.unit = train, test, unit
+        self.train, self.test, self.unit, self.bytes_per_target = train, test, unit, bytes_per_target
         self.checkpoints, self.every, self.facts, self.stop = checkpoints, every, dict(facts or {}), stop
         self.loggers, self.progress = loggers, progress
         self.microbatches, self.test_batches = limited(train.batches_per_epoch, limit), limited(test.batches, limit)
@@ -183,6 +193,7 @@ class Trainer:
             learning_rate=self.learning_rate(self.pipeline.clock),
             stages=self.pipeline.stage_metrics(),
             unit=self.unit,
+            bytes_per_target=self.bytes_per_target,
         )
 
     def _save_and_stop(self, score: float | None) -> None:

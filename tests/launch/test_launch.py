@@ -143,7 +143,7 @@ def test_precision_and_stages() -> None:
         ("seed=-1", "seed: expected an integer >= 0, got -1"),
         (
             "data.name=mnist",
-            "data.name: expected digits, cifar10, cifar100, imagenet32, imagenet, synthetic or text, got mnist",
+            "data.name: expected digits, cifar10, cifar100, imagenet32, imagenet, synthetic, text or tokens, got mnist",
         ),
         ("data.batch_size=0", "data.batch_size: expected an integer from 1 to 1000000, got 0"),
         ("data.size=0", "data.size: expected an integer from 1 to 1000000, got 0"),
@@ -432,7 +432,7 @@ def test_runs_are_compared_from_their_folders(tmp_path: Path, capsys: pytest.Cap
     ("overrides", "message"),
     [
         (["k=0"], "error: k: expected an integer >= 1, got 0"),
-        (["model=revnet99"], "error: model: expected irevnet163, irevnet301, "),
+        (["model=revnet99"], "error: model: expected gpt, gpt_4m, irevnet163, "),
         (["data=cifar10", "data.root=nowhere"], "data_batch_1: can't be read"),
     ],
     ids=["value", "composition", "data"],
