@@ -7,12 +7,13 @@ import sys
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import NoReturn
 
 from petra.errors import PetraError, invalid, require
 
 from . import own_module
+from .cli_commands import IN_SEVERAL_PROCESSES, commands, source
+from .cli_completion import main as complete
 
 USAGE = """Train deep networks split over several processes with PETRA, and examine the runs.
 
@@ -24,8 +25,6 @@ petra --version                 print the version
 petra train --nproc N ...       train in N processes on this machine; evaluate and doctor accept --nproc, too
 petra completion bash           print a script that completes words with TAB in bash; or zsh
 """
-IN_SEVERAL_PROCESSES = ("train", "evaluate", "doctor")
-"""Commands that accept ``--nproc``."""
 FAILED, CANCELLED = 2, 130
 
 
@@ -51,8 +50,6 @@ def run(words: list[str]) -> None:
     elif name == "--version":
         print(f"petra {installed_version()}")
     elif name == "completion":
-        from .cli_completion import main as complete
-
         complete(rest)
     else:
         require_command(name)
@@ -73,19 +70,6 @@ def start(name: str, rest: list[str]) -> None:
     sys.argv = [f"petra {name}", *rest]
     module = own_module(f"launch.{name}")
     import_module(f"{module}.command" if source(name).stem == "command" else module).main()
-
-
-def commands() -> list[str]:
-    """Return the names of all commands: the modules beside this one, and the packages with a module ``command``."""
-    folder = Path(__file__).parent
-    modules = [path.stem for path in folder.glob("*.py") if path.stem != "__init__" and not path.stem.startswith("cli")]
-    return sorted([*modules, *(path.parent.name for path in folder.glob("*/command.py"))])
-
-
-def source(name: str) -> Path:
-    """Return the file of a command."""
-    folder = Path(__file__).parent
-    return path if (path := folder / name / "command.py").exists() else folder / f"{name}.py"
 
 
 def usage() -> str:

@@ -11,7 +11,8 @@ import pytest
 
 import petra
 from launch import cli, local
-from launch.cli import commands, require_command, take_processes, usage
+from launch.cli import require_command, take_processes, usage
+from launch.cli_commands import commands
 from launch.cli_completion import SCRIPTS, candidates
 from launch.runtime import agent
 from petra.errors import ConfigError
