@@ -16,7 +16,7 @@ from petra.errors import alternatives, require
 from .cli_commands import IN_SEVERAL_PROCESSES, commands, source
 from .config import CONF
 
-CONFIGURED = ("train", "local", "node", "sweep", "reproduce", "doctor", "evaluate", "generate")
+CONFIGURED = ("train", "local", "node", "sweep", "reproduce", "doctor", "evaluate", "generate", "predict")
 """Commands that accept keys of the configuration."""
 HYDRA = ("--cfg", "--config-dir", "--help", "--multirun")
 SCRIPTS = {
@@ -83,7 +83,7 @@ def candidates(line: str) -> list[str]:
         found = [*(values(word, roots) if "=" in word else keys(word, roots))]
         if command == "reproduce" and len(before) == 1:
             found += targets()
-        if command in ("evaluate", "generate") and "=" not in word:
+        if command in ("evaluate", "generate", "predict") and "=" not in word:
             found += ["run=", "weights="]
     return sorted({text for text in found if text.startswith(word)})
 

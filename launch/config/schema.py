@@ -171,6 +171,7 @@ class TrainerConfig:
     device: str = MISSING
     timeout: float = key(number(above=0, most=LONGEST_TIMEOUT))
     memory_limit: float | None = key(number(above=0), None)
+    log_every: int | None = key(integer(1), None)
     trace: int | None = key(integer(1), None)
     stage_metrics: bool = False
     drift: float | None = key(number(above=0), None)

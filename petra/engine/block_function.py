@@ -82,8 +82,12 @@ class BlockFunction:
             version: Weights that reconstruct and are differentiated; None for the parameters.
         """
         assert self._reversible is not None
-        with self._autocast(y[0]), nullcontext() if version is None else _replaced(self.parameters, version):
+        with self._autocast(y[0]), self.using(version):
             return self._reversible.inverse_vjp(y, dy, seed=self._seed_of(m))
+
+    def using(self, version: WeightVersion | None) -> AbstractContextManager[None]:
+        """Give the block's parameters the values of ``version`` inside the ``with`` block; None leaves them as they are."""
+        return nullcontext() if version is None else _replaced(self.parameters, version)
 
     @torch.no_grad()
     def evaluate(self, x: Streams) -> Streams:

@@ -34,8 +34,12 @@ Every builder takes ``classes``. Builders that depend on the side of the images 
 other arguments are options, which the configuration reads from the builders' signatures.
 """
 
+TOKEN_MODELS = ("gpt", "revgpt")
+"""Names of the models that take tokens. All others take images."""
+
 __all__ = [
     "MODELS",
+    "TOKEN_MODELS",
     "gpt",
     "irevnet163",
     "irevnet301",

@@ -141,10 +141,19 @@ class DownsamplingCoupling(Coupling):
 
 
 class TwoFunctionCoupling(ReversibleBlock):
-    """RevNet's block: y1 = x1 + F(x2), y2 = x2 + G(y1) (Gomez et al. 2017, section 3.1). Two of PETRA's blocks in a row."""
+    """RevNet's block: y1 = x1 + F(x2), y2 = x2 + G(y1) (Gomez et al. 2017, section 3.1). Two of PETRA's blocks in a row.
+
+    F and G may share weights, but no layer with running statistics: the backward pass evaluates G before F, so the statistics
+    would be updated in another order than in the forward pass.
+
+    Raises:
+        ModelError: If F and G share a layer with running statistics.
+    """
 
     def __init__(self, f: nn.Module, g: nn.Module) -> None:
         super().__init__()
+        for layer in set(normalisations(f)) & set(normalisations(g)):
+            raise invalid("g", "layers with running statistics of its own", f"a {type(layer).__name__} that f uses too", ModelError)
         self.f = f
         self.g = g
         # In a tuple, which nn.Module does not register: f and g appear once in the state dict.

@@ -98,7 +98,7 @@ def test_microbatches_have_the_predicted_shape_and_type(tmp_path):
         form = microbatch_form(name, 4, data.size)
         for source in (TrainSource(data, 4, seed=0), EvalSource(data, 4)):
             form.require(source.inputs(0), name)
-    assert set(DATASETS) == {"digits", "cifar10", "cifar100", "imagenet32", "imagenet", "synthetic", "text"}
+    assert set(DATASETS) == {"digits", "cifar10", "cifar100", "imagenet32", "imagenet", "synthetic", "text", "tokens"}
 
 
 # --- text ---

@@ -11,7 +11,7 @@ import torch
 
 from launch import evaluate, generate, tokenize
 from launch.config.schema import to_config
-from launch.run.folder import history
+from launch.run.report import history
 from launch.train import run
 from petra.models import revgpt
 from petra.training import load

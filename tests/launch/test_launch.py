@@ -411,7 +411,7 @@ def test_replicas_give_the_numbers_of_one_pipeline(tmp_path: Path) -> None:
 
 
 def test_runs_are_compared_from_their_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"epoch": 1, "train_loss": 1.5, "train_accuracy": 0.4, "test_loss": 1.25, "test_accuracy": 0.5}
+    row = {"epoch": 1, "microbatches": 8, "train_loss": 1.5, "train_accuracy": 0.4, "test_loss": 1.25, "test_accuracy": 0.5}
     for name, accuracy in (("a", 0.5), ("b", 0.75)):
         (tmp_path / name).mkdir()
         OmegaConf.save(to_composed(f"method.delay={len(name)}"), tmp_path / name / "config.yaml")
