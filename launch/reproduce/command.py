@@ -1,4 +1,4 @@
-"""Reproduce a table or a figure of the papers: ``python -m launch.reproduce table4 scale=cpu data.root=DIR``.
+"""Reproduce a table or a figure of the papers: ``petra reproduce table4 scale=cpu data.root=DIR``.
 
     scale=paper  as published; targets that train need GPUs and days
     scale=cpu    a smaller version for two CPU cores (default); the result states what is smaller
@@ -77,7 +77,7 @@ def write(request: Request, name: str, title: str, report: Report) -> None:
 def _parser() -> argparse.ArgumentParser:
     names = "\n".join(f"    {name:<14} {target.title}" for name, target in TARGETS.items())
     parser = argparse.ArgumentParser(
-        prog="python -m launch.reproduce",
+        prog="petra reproduce",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"targets:\n{names}",
