@@ -1,4 +1,4 @@
-"""A process with the emulated device, torch and petra imported. It forks the processes of a test, so that they start in milliseconds.
+"""A process with the emulated device, torch and petra imported. It forks the processes of a test, which then start in milliseconds.
 
 It reads requests from stdin and answers each with a line on stdout; :mod:`tests.emulated.processes` is its client.
 """

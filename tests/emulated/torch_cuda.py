@@ -98,12 +98,10 @@ def install(extension: Any, devices: int) -> None:
         "default_generators": tuple(extension.default_generator(i) for i in range(devices)),
     }
     for name, value in replaced.items():
-        setattr(cuda, name, value)
-    for name in ("CUDAGraph", "is_current_stream_capturing"):
-        setattr(cuda.graphs, name, replaced[name])
-    cuda.memory.memory_stats_as_nested_dict = _memory_stats
-    cuda.memory.reset_peak_memory_stats = replaced["reset_peak_memory_stats"]
-    cuda.memory.empty_cache = replaced["empty_cache"]
+        original = getattr(cuda, name, None)
+        for module in (cuda, cuda.memory, cuda.random, cuda.graphs, cuda.streams):
+            if module is cuda or (original is not None and getattr(module, name, None) is original):
+                setattr(module, name, value)
     torch.storage._StorageBase.to = _storage_to
     cuda.nccl.version = lambda: (2, 27, 0)
     torch._C._cuda_getCurrentRawStream = lambda device: extension.current_stream(device)
@@ -174,6 +172,7 @@ def _memory_functions(extension: Any) -> dict[str, Any]:
         return lambda device=None: extension.usage(index_of(device))[key]
 
     return {
+        "memory_stats_as_nested_dict": _memory_stats,
         "memory_allocated": value("allocated"),
         "max_memory_allocated": value("allocated_peak"),
         "memory_reserved": value("reserved"),

@@ -395,7 +395,7 @@ void record_stream_op(Tensor& self, c10::Stream stream) {
 
 // The composition that CUDA's kernel computes, with a generator for the bits
 std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
-  auto mask = at::empty(input.sizes(), input.options().dtype(at::kBool));
+  auto mask = at::empty_like(input, input.options().dtype(at::kBool));
   if (train && !*train) return {input.clone(), mask.fill_(1)};
   mask.bernoulli_(1 - p);
   return {at::mul(input, mask).mul_(p == 1 ? 0. : 1 / (1 - p)), mask};
