@@ -61,7 +61,7 @@ def start(
     timeout: float = 60,
     group_timeout: float = 30,
     waits_for_all: bool = False,
-    environment: dict[str, str] | None = None,
+    torchrun: bool = False,
 ) -> Ended:
     """Call ``target(*arguments)`` in one process, or ``target(rank, *arguments)`` in each of ``world`` processes with a group.
 
@@ -73,8 +73,10 @@ def start(
         timeout: Seconds after which processes are killed.
         group_timeout: Seconds after which an operation of the process group fails.
         waits_for_all: Whether the other processes may run until ``timeout`` after one has failed; otherwise 3 seconds.
-        environment: Variables to set in the processes.
+        torchrun: Set the environment variables of torchrun, and open no group.
     """
+    # As with torchrun, the store is not in a process that may be killed.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if torchrun else None
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "arguments").write_bytes(pickle.dumps(arguments))
@@ -86,7 +88,7 @@ def start(
             "timeout": timeout,
             "group_timeout": group_timeout,
             "waits_for_all": waits_for_all,
-            "environment": environment or {},
+            "environment": _torchrun(store, world) if store is not None else {},
         }
         requests, answers = _server()
         print(json.dumps(request), file=requests, flush=True)
@@ -95,6 +97,11 @@ def start(
         found = [folder / f"result{rank}.pt" for rank in range(world)]
         results = [torch.load(path, weights_only=False, map_location="cpu") if path.exists() else None for path in found]
     return Ended(statuses, outputs, results)
+
+
+def _torchrun(store: dist.TCPStore, world: int) -> dict[str, str]:
+    variables = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    return {name: str(value) for name, value in variables.items()} | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 @functools.cache

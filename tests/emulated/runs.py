@@ -134,9 +134,19 @@ def compare(case: Case) -> float:
     return train(case, "cuda").difference(train(case, "cpu"))
 
 
-def synchronizations(case: Case) -> tuple[dict[str, int], list[float]]:
+def synchronizations(case: Case, device: str = "cuda") -> tuple[dict[str, int], list[float]]:
     """Train on the emulated device; return the places where the host waited in training, and how often."""
-    pipeline = case.pipeline("cuda")
+    pipeline = case.pipeline(device)
     with emulated.watch_syncs() as found:
         result = pipeline.train(case.source(), case.microbatches)
     return {f"{sync.kind} {sync.what} at {sync.place}": count for sync, count in found.items()}, [result.loss]
+
+
+def train_cpu_rank(rank: int, case: Case) -> Outcome:
+    """Train in one of several processes on the CPU."""
+    return train(case, "cpu")
+
+
+def synchronizations_rank(rank: int, case: Case) -> dict[str, int]:
+    """Return the synchronizations in training in one of several processes; see :func:`synchronizations`."""
+    return synchronizations(case, f"cuda:{rank}")[0]

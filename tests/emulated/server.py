@@ -96,13 +96,14 @@ def _call(rank: int, world: int, folder: Path, request: dict[str, Any]) -> None:
     module, _, name = request["target"].partition(":")
     target = getattr(importlib.import_module(module), name)
     arguments = pickle.loads((folder / "arguments").read_bytes())
-    if world > 1:
+    group = world > 1 and not request["environment"]
+    if group:
         from tests.emulated.processes import open_group
 
         open_group(rank, world, folder, request["group_timeout"])
-    result = target(*arguments) if world == 1 else target(rank, *arguments)
+    result = target(*arguments) if world == 1 and not request["environment"] else target(rank, *arguments)
     torch.save(result, folder / f"result{rank}.pt")
-    if world > 1:
+    if group:
         torch.distributed.destroy_process_group()
 
 
