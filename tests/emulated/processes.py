@@ -62,6 +62,7 @@ def start(
     group_timeout: float = 30,
     waits_for_all: bool = False,
     torchrun: bool = False,
+    preloads_petra: bool = True,
 ) -> Ended:
     """Call ``target(*arguments)`` in one process, or ``target(rank, *arguments)`` in each of ``world`` processes with a group.
 
@@ -74,6 +75,7 @@ def start(
         group_timeout: Seconds after which an operation of the process group fails.
         waits_for_all: Whether the other processes may run until ``timeout`` after one has failed; otherwise 3 seconds.
         torchrun: Set the environment variables of torchrun, and open no group.
+        preloads_petra: Whether petra has been imported when the processes start.
     """
     # As with torchrun, the store is not in a process that may be killed.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if torchrun else None
@@ -90,7 +92,7 @@ def start(
             "waits_for_all": waits_for_all,
             "environment": _torchrun(store, world) if store is not None else {},
         }
-        requests, answers = _server()
+        requests, answers = _server(preloads_petra)
         print(json.dumps(request), file=requests, flush=True)
         statuses = json.loads(answers.readline())
         outputs = [(folder / f"output{rank}.txt").read_text() for rank in range(world)]
@@ -105,15 +107,15 @@ def _torchrun(store: dist.TCPStore, world: int) -> dict[str, str]:
 
 
 @functools.cache
-def _server() -> tuple[IO[str], IO[str]]:
-    """Start the server of this process."""
+def _server(preloads_petra: bool) -> tuple[IO[str], IO[str]]:
+    """Start a server of this process."""
     environment = {
         **os.environ,
         **Options(devices=DEVICES).environment(),
         "PYTHONPATH": os.pathsep.join(_paths()),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "tests.emulated.server"]
+    command = [sys.executable, "-m", "tests.emulated.server", *(["petra"] if preloads_petra else [])]
     server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     assert server.stdin is not None
     assert server.stdout is not None

@@ -19,15 +19,8 @@ from typing import Any
 
 from tests.emulated import device
 
-PRELOADED = [
-    "petra",
-    "petra.models",
-    "petra.training",
-    "petra.diagnostics.recorder",
-    "launch.train",
-    "pytest",
-    "tests.support.nets",
-]
+PRELOADED = ["torch._dynamo", "matplotlib.figure", "pytest"]
+PETRA = ["petra", "petra.models", "petra.training", "petra.diagnostics.recorder", "launch.train"]
 
 
 def main() -> None:
@@ -38,7 +31,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    for name in PRELOADED:
+    for name in PRELOADED + PETRA * ("petra" in sys.argv):
         importlib.import_module(name)
     gc.freeze()
     answers = os.fdopen(os.dup(1), "w")

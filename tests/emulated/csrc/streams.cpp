@@ -41,7 +41,10 @@ Settings& settings() {
   return *it;
 }
 
-Stream::Stream(int device, int64_t id, std::string name) : device(device), id(id), name(std::move(name)) {
+Stream::Stream(int device, int64_t id, std::string name) : device(device), id(id), name(std::move(name)) { seed(); }
+
+void Stream::seed() {
+  std::lock_guard<std::mutex> lock(mutex_);
   std::seed_seq parts{settings().seed, uint64_t(device), uint64_t(id)};
   random_.seed(parts);
   // Streams differ in pace, so that each is far behind the others for some seeds.
@@ -58,7 +61,11 @@ void Stream::delay() {
   if (state().slow) sleep_us(settings().slow_us);
   if (!settings().seed) return;
   std::uniform_real_distribution<> uniform(0, 1);
-  if (uniform(random_) < settings().delay_rate) sleep_us(int64_t(pace_ * settings().delay_us * uniform(random_)));
+  std::unique_lock<std::mutex> lock(mutex_);
+  const bool delayed = uniform(random_) < settings().delay_rate;
+  const auto us = int64_t(pace_ * settings().delay_us * uniform(random_));
+  lock.unlock();
+  if (delayed) sleep_us(us);
 }
 
 void Stream::loop() {

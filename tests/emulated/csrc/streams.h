@@ -53,6 +53,8 @@ class Stream {
   // Block the calling thread until job `number` has run. Throws if the device has failed, or if `limit` has passed.
   void wait(uint64_t number, Clock::duration limit = Clock::duration::zero());
   uint64_t last();
+  // Draw delays from the current seed from now on.
+  void seed();
   // The job that runs, and how many wait behind it, for dumps.
   std::string describe();
 
