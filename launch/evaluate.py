@@ -111,7 +111,7 @@ def evaluate(config: Config, weights: Path, process: Process) -> dict[str, float
         with raise_on_all_ranks():
             load_into(pipeline, state, str(weights))
         result = pipeline.evaluate(test, limited(test.batches, config.trainer.limit_batches))
-        return {"weights": str(weights), checked.unit: result.targets, **means(result, checked.unit)}
+        return {"weights": str(weights), checked.unit: result.targets, **means(result, checked.unit, test.bytes_per_target)}
 
 
 if __name__ == "__main__":

@@ -13,7 +13,19 @@ from petra.data import EvalSource, TrainSource
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.pipeline import Pipeline
 from petra.process_memory import keep_freed_memory
-from petra.training import FORMATS, Bar, Checkpoints, Lines, Schedule, Trainer, export, finished_epochs, limited, peak_memory
+from petra.training import (
+    FORMATS,
+    Bar,
+    Checkpoints,
+    Lines,
+    Schedule,
+    Trainer,
+    UpdateLog,
+    export,
+    finished_epochs,
+    limited,
+    peak_memory,
+)
 
 from .config.compose import compose_command_line
 from .config.schema import Config, to_config
@@ -21,18 +33,21 @@ from .run.autotune import tune_setup
 from .run.build import Setup, set_up
 from .run.diagnostics import attach_diagnostics
 from .run.dry_run import stage_map
+from .run.exclusive import exclusive_folder
 from .run.folder import Records, headline, summarise
+from .run.report import read_updates
 from .run.resume import FOLDER, Start, checkpoint_facts, find_start, load_start, require_shared, restore_choices
 from .runtime.network import set_variables
 from .runtime.rank import Process
 from .runtime.reporting import only_first_prints, report_errors
-from .runtime.signals import StopRequest
+from .runtime.signals import StopRequest, stop_with_agent
 
 
 def main() -> None:
     """Run each configuration on the command line, which Hydra parses."""
     process = Process.from_environment()
     torch.set_num_interop_threads(1)
+    stop_with_agent()
     with report_errors(process):
         with only_first_prints(process):
             configs = compose_command_line()
@@ -52,7 +67,7 @@ def run(config: Config, process: Process) -> None:
             print(stage_map(setup), flush=True)
         return
     notes = prepare_process(setup)
-    with process.process_group(setup.device, config.trainer.timeout):
+    with process.process_group(setup.device, config.trainer.timeout), exclusive_folder(config, process):
         started = time.perf_counter()
         start = find_start(config, process)
         setup = tune_setup(restore_choices(setup, start), process)
@@ -60,9 +75,9 @@ def run(config: Config, process: Process) -> None:
         learning_rate = setup.learning_rate(limited(train.batches_per_epoch, config.trainer.limit_batches))
         pipeline = setup.pipeline(learning_rate)
         load_start(pipeline, config, start)
-        records = open_records(config, start, process)
+        records = open_records(config, start, pipeline.clock, process)
         if records is not None:
-            print(*notes, f"{headline(setup, pipeline)}; records in {records.folder}", sep="\n", flush=True)
+            print(*notes, f"{headline(setup)}; records in {records.folder}", sep="\n", flush=True)
             if start.path is not None:
                 print(f"resuming from {start.path}, after microbatch {pipeline.clock}", flush=True)
         folder = all_gather_objects(None if records is None else records.folder)[0]
@@ -76,7 +91,7 @@ def run(config: Config, process: Process) -> None:
         export_weights(pipeline, folder, config)
         memory = all_gather_objects(peak_memory(setup.device))
         if records is not None:
-            records.finish(summarise(setup, pipeline, history, memory, time.perf_counter() - started), history)
+            records.finish(summarise(setup, pipeline.clock, history, memory, time.perf_counter() - started), history)
 
 
 def prepare_process(setup: Setup) -> list[str]:
@@ -87,8 +102,11 @@ def prepare_process(setup: Setup) -> list[str]:
     return set_variables(setup.config.cluster)
 
 
-def open_records(config: Config, start: Start, process: Process) -> Records | None:
+def open_records(config: Config, start: Start, clock: int, process: Process) -> Records | None:
     """Open the run's folder in the first process, and return None in the others.
+
+    Args:
+        clock: Number of microbatches that the run has trained on.
 
     Raises:
         PetraError: If the folder cannot be used or the checkpoint's facts are invalid. Raised in every process.
@@ -97,7 +115,8 @@ def open_records(config: Config, start: Start, process: Process) -> Records | No
     with raise_on_all_ranks():
         rows = [] if start.trainer is None else [epoch.row() for epoch in finished_epochs(start.trainer)]
         if process.first:
-            records = Records(config, rows)
+            updates = [] if start.path is None else read_updates(start.path.parent.parent, clock)
+            records = Records(config, rows, updates, clock)
     return records
 
 
@@ -124,10 +143,12 @@ def make_trainer(
     stop: Callable[[], bool],
 ) -> Trainer:
     """Return the trainer of a run. It logs and displays progress only if ``records`` is not None."""
-    config, progress = setup.config, None
+    config, progress, updates = setup.config, None, None
     if records is not None:
         display = Bar if sys.stdout.isatty() else Lines
         metrics = tuple(pipeline.recipe.metrics)
+        if config.trainer.log_every is not None:
+            updates = UpdateLog(config.trainer.log_every, config.k, learning_rate, metrics, records.update_loggers)
         progress = display(config.trainer.epochs, learning_rate.microbatches_per_epoch, learning_rate, metrics, setup.unit)
     return Trainer(
         pipeline,
@@ -135,11 +156,13 @@ def make_trainer(
         learning_rate,
         limit=config.trainer.limit_batches,
         unit=setup.unit,
+        bytes_per_target=data[1].bytes_per_target,
         every=config.checkpoint.every,
         checkpoints=checkpoints,
         facts=checkpoint_facts(setup),
         stop=stop,
         loggers=() if records is None else records.loggers,
+        updates=updates,
         progress=progress,
     )
 

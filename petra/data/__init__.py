@@ -2,6 +2,7 @@
 
 from petra.data.dataset import Dataset, Split
 from petra.data.load import DATASETS, load_dataset, microbatch_form, settings
+from petra.data.map_style import from_dataset
 from petra.data.sources import EvalSource, TrainSource
 
 EvalStream = EvalSource
@@ -17,6 +18,7 @@ __all__ = [
     "Split",
     "TrainSource",
     "TrainStream",
+    "from_dataset",
     "load_dataset",
     "microbatch_form",
     "settings",

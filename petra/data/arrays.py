@@ -47,8 +47,8 @@ def array_dataset(
         train, test: uint8 images (N, 3, H, H) and their labels (N,).
         moments, flip: As for :class:`Images`.
     """
-    splits = (Split(len(labels), Images(images, moments, flip), Labels(labels)) for images, labels in (train, test))
-    return Dataset(name, classes, train[0].shape[-1], *splits)
+    first, second = (Split(len(labels), Images(images, moments, flip), Labels(labels)) for images, labels in (train, test))
+    return Dataset(name, classes, train[0].shape[-1], first, second)
 
 
 def normalise(images: Tensor, moments: Moments) -> Tensor:
