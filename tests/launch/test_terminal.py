@@ -136,6 +136,8 @@ def test_ctrl_c_ends_a_command_with_status_130_and_nothing_else(blocked: bool) -
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # A shell starts background jobs with SIGINT ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

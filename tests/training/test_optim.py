@@ -95,7 +95,12 @@ def test_a_step_that_the_device_skips_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", ["adam", "adamw"])
 def test_a_first_step_that_is_skipped_predicts_no_change(name: str) -> None:
     pipeline = Pipeline(
-        mixed_net(), RandomSource().spec, optimizer=OPTIMIZERS[name], remedy=Remedy(prediction=Prediction.VELOCITY), k=2
+        mixed_net(),
+        RandomSource().spec,
+        optimizer=OPTIMIZERS[name],
+        learning_rate=lambda m: 0.1,
+        remedy=Remedy(prediction=Prediction.VELOCITY),
+        k=2,
     )
     stage, optimizer = pipeline.stages[0], pipeline.workers[0].update.optimizer
     assert optimizer is not None
