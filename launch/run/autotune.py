@@ -86,6 +86,7 @@ def _choose(setup: Setup, link: Link) -> Tuned:
         # In one process the choice of delays would not change the speed, so choose as for one process per stage.
         processes=[stages for stages in processes if stages] if len(processes) > 1 else None,
         transport=cast(TransportName, config.trainer.transport),
+        device_type=setup.device.type,
         parameter_copies=_parameter_copies(setup),
     )
 

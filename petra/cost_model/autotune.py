@@ -85,6 +85,7 @@ def choose_delays(
     link: Link = INSTANT,
     processes: Sequence[range] | None = None,
     transport: TransportName = "auto",
+    device_type: str = "cpu",
     max_delay: int = 4,
 ) -> tuple[int, ...]:
     """Choose the smallest boundary delays that keep the throughput of the largest ones, up to :data:`TOLERANCE`.
@@ -97,6 +98,7 @@ def choose_delays(
         k: Microbatches per update.
         link, processes: As for :func:`petra.cost_model.simulator.predict`.
         transport: Transport that the run requests.
+        device_type: ``cpu`` or ``cuda``, by which ``auto`` selects a transport.
         max_delay: Largest delay of a boundary.
     """
     if method.weights is Weights.DOUBLE and len(costs) > 1:
@@ -105,7 +107,7 @@ def choose_delays(
     delays = [max_delay] * (len(costs) - 1)
 
     def period() -> float:
-        wires = simulated_transport(transport, delays)
+        wires = simulated_transport(transport, delays, device_type)
         return predict(costs, replace(method, delay=tuple(delays)), k, link=link, processes=processes, transport=wires).period
 
     longest_period = (1 + TOLERANCE) * period() if delays else 0.0
@@ -197,6 +199,7 @@ def tune(
     link: Link = INSTANT,
     processes: Sequence[range] | None = None,
     transport: TransportName = "auto",
+    device_type: str = "cpu",
     parameter_copies: int = PARAMETER_COPIES,
 ) -> Tuned:
     """Choose the partition, then the delays for it, then again what blocks store, with the memory that smaller delays free.
@@ -208,7 +211,7 @@ def tune(
             ``method.keep``.
         limit: Bytes available to each stage.
         link, processes: As for :func:`petra.cost_model.simulator.predict`.
-        transport: Transport that the run requests.
+        transport, device_type: As for :func:`choose_delays`.
         parameter_copies: As for :func:`petra.cost_model.costs.stage_cost`.
 
     Raises:
@@ -226,7 +229,9 @@ def tune(
 
     keeps, costs = choose(delays)
     if tune_delay:
-        delay = choose_delays(costs, method, k, link=link, processes=processes, transport=transport)
+        delay = choose_delays(
+            costs, method, k, link=link, processes=processes, transport=transport, device_type=device_type
+        )
         delays = replace(method, delay=delay).delays(count, k)
         keeps, costs = choose(delays)
     for j, cost in enumerate(costs):

@@ -129,6 +129,7 @@ def make_plan(
     dp: int = 1,
     numerics: Numerics = Numerics(),  # noqa: B008 (frozen)
     transport: TransportName = "auto",
+    device_type: str = "cpu",
     metrics: int = 1,
 ) -> Plan:
     """Derive and check the plan of a run. Shapes are computed on the meta device, without building the model.
@@ -140,6 +141,7 @@ def make_plan(
         stages: Number of stages; None for one per block; or the number of blocks in each stage.
         processes: Number of processes, of all replicas together.
         dp: Number of replicas.
+        transport, device_type: As for :func:`petra.plan.transport.choose_transport`.
         metrics: Number of metrics in the report that travels with the gradients.
 
     Raises:
@@ -170,7 +172,7 @@ def make_plan(
         stages=stage_plans,
         boundary_delays=boundary_delays,
         boundaries=tuple(boundary(stage.outputs, stage.keeps[-1], numerics, metrics) for stage in stage_plans[:-1]),
-        transport=choose_transport(transport, len(layout.processes), boundary_delays),
+        transport=choose_transport(transport, len(layout.processes), boundary_delays, device_type),
     )
     microbatches = 2 * max(delays) + 2 * k + 2  # enough to fill the pipeline, update every stage and drain
     check_orders(training_orders(delays, 0, microbatches, plan.flush_every), boundary_delays)
