@@ -21,18 +21,20 @@ from .run.autotune import tune_setup
 from .run.build import Setup, set_up
 from .run.diagnostics import attach_diagnostics
 from .run.dry_run import stage_map
+from .run.exclusive import exclusive_folder
 from .run.folder import Records, headline, summarise
 from .run.resume import FOLDER, Start, checkpoint_facts, find_start, load_start, require_shared, restore_choices
 from .runtime.network import set_variables
 from .runtime.rank import Process
 from .runtime.reporting import only_first_prints, report_errors
-from .runtime.signals import StopRequest
+from .runtime.signals import StopRequest, stop_with_agent
 
 
 def main() -> None:
     """Run each configuration on the command line, which Hydra parses."""
     process = Process.from_environment()
     torch.set_num_interop_threads(1)
+    stop_with_agent()
     with report_errors(process):
         with only_first_prints(process):
             configs = compose_command_line()
@@ -52,7 +54,7 @@ def run(config: Config, process: Process) -> None:
             print(stage_map(setup), flush=True)
         return
     notes = prepare_process(setup)
-    with process.process_group(setup.device, config.trainer.timeout):
+    with process.process_group(setup.device, config.trainer.timeout), exclusive_folder(config, process):
         started = time.perf_counter()
         start = find_start(config, process)
         setup = tune_setup(restore_choices(setup, start), process)
@@ -62,7 +64,7 @@ def run(config: Config, process: Process) -> None:
         load_start(pipeline, config, start)
         records = open_records(config, start, process)
         if records is not None:
-            print(*notes, f"{headline(setup, pipeline)}; records in {records.folder}", sep="\n", flush=True)
+            print(*notes, f"{headline(setup)}; records in {records.folder}", sep="\n", flush=True)
             if start.path is not None:
                 print(f"resuming from {start.path}, after microbatch {pipeline.clock}", flush=True)
         folder = all_gather_objects(None if records is None else records.folder)[0]
@@ -76,7 +78,7 @@ def run(config: Config, process: Process) -> None:
         export_weights(pipeline, folder, config)
         memory = all_gather_objects(peak_memory(setup.device))
         if records is not None:
-            records.finish(summarise(setup, pipeline, history, memory, time.perf_counter() - started), history)
+            records.finish(summarise(setup, pipeline.clock, history, memory, time.perf_counter() - started), history)
 
 
 def prepare_process(setup: Setup) -> list[str]:

@@ -15,7 +15,6 @@ from omegaconf import OmegaConf
 
 from petra.analysis.plots import curves
 from petra.errors import invalid
-from petra.pipeline import Pipeline
 from petra.training import Epoch, JsonLines, Logger, TensorBoardLogger, WandbLogger, means, new_run_folder, write_json
 from petra.training.records import write_text_atomically, writing
 
@@ -62,9 +61,9 @@ class Records:
         )
 
 
-def headline(setup: Setup, pipeline: Pipeline) -> str:
+def headline(setup: Setup) -> str:
     """Return one line that describes the run."""
-    plan, facts = setup.plan, _facts(setup, pipeline)
+    plan, facts = setup.plan, _facts(setup)
     idle = plan.layout.dp * sum(not stages for stages in plan.layout.processes)
     return (
         f"{facts['model']} with {facts['parameters']:,} parameters by {facts['method']} (d = {facts['delay']}, k = {facts['k']}): "
@@ -74,17 +73,18 @@ def headline(setup: Setup, pipeline: Pipeline) -> str:
     )
 
 
-def summarise(setup: Setup, pipeline: Pipeline, history: Sequence[Epoch], memory: Sequence[int], seconds: float) -> dict[str, Any]:
+def summarise(setup: Setup, microbatches: int, history: Sequence[Epoch], memory: Sequence[int], seconds: float) -> dict[str, Any]:
     """Return the content of summary.json. Losses are in nats, accuracies from 0 to 1. Speed is that of training alone.
 
     Args:
+        microbatches: Number of microbatches trained.
         memory: Peak memory of each process in bytes.
         seconds: Duration of the whole run.
     """
     last = history[-1]
-    return _facts(setup, pipeline) | {
+    return _facts(setup) | {
         "epochs": len(history),
-        "microbatches": pipeline.clock,
+        "microbatches": microbatches,
         **{f"train_{key}": value for key, value in means(last.train, setup.unit).items()},
         **{f"test_{key}": value for key, value in means(last.test, setup.unit).items()},
         f"{setup.unit}_per_second": harmonic_mean([epoch.train.targets / epoch.training_seconds for epoch in history]),
@@ -95,7 +95,7 @@ def summarise(setup: Setup, pipeline: Pipeline, history: Sequence[Epoch], memory
     }
 
 
-def _facts(setup: Setup, pipeline: Pipeline) -> dict[str, Any]:
+def _facts(setup: Setup) -> dict[str, Any]:
     plan = setup.plan
     return {
         "method": plan.method.name,
@@ -106,7 +106,7 @@ def _facts(setup: Setup, pipeline: Pipeline) -> dict[str, Any]:
         "data": setup.config.data.name,
         "parameters": plan.parameters,
         "stages": len(plan.stages),
-        "processes": pipeline.world,
+        "processes": setup.processes,
         "dp": plan.layout.dp,
         "transport": plan.transport,
         "device": setup.device.type,

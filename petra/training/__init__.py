@@ -5,6 +5,7 @@ from petra.training.checkpoint import Checkpoints, best_of, facts_of, newest, re
 from petra.training.export import FORMATS, export, gathered_blocks, load, load_into
 from petra.training.lars import LARS
 from petra.training.learning_rate import SCHEDULES, Cosine, MultiStep, Polynomial, Schedule, peak_rate
+from petra.training.lock import locked
 from petra.training.optim import OPTIMIZERS, sgd
 from petra.training.progress import Bar, Lines, Progress
 from petra.training.records import JsonLines, Logger, TensorBoardLogger, WandbLogger, new_run_folder, write_json
@@ -38,6 +39,7 @@ __all__ = [
     "limited",
     "load",
     "load_into",
+    "locked",
     "means",
     "network",
     "new_run_folder",

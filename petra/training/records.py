@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from petra.errors import ConfigError, DataError, invalid
+from petra.training.lock import LOCK
 
 PART = ".part"
 """Suffix of files and folders that are not complete yet."""
@@ -114,14 +115,14 @@ class TensorBoardLogger:
 
 
 def new_run_folder(path: Path) -> Path:
-    """Create the folder of a run. It may exist if it is empty or holds only incomplete files of a run that was killed.
+    """Create the folder of a run. It may exist if it holds nothing but a lock and incomplete files of a run that was killed.
 
     Raises:
         ConfigError: If it contains other files or cannot be created.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        used = any(found.suffix != PART for found in path.iterdir())
+        used = any(found.suffix != PART and found.name != LOCK for found in path.iterdir())
     except OSError as error:
         raise invalid("run_dir", "a folder that can be created", f"{path} ({error.strerror})") from error
     if used:
