@@ -12,7 +12,7 @@ import torch
 from petra.data import EvalSource, TrainSource
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.pipeline import Pipeline
-from petra.process_memory import keep_freed_memory
+from petra.process_memory import keep_freed_memory, release_memory
 from petra.training import FORMATS, Bar, Checkpoints, Lines, Schedule, Trainer, export, finished_epochs, limited, peak_memory
 
 from .config.compose import compose_command_line
@@ -82,8 +82,12 @@ def run(config: Config, process: Process) -> None:
 
 
 def prepare_process(setup: Setup) -> list[str]:
-    """Set the number of threads, the allocator and the network's environment variables, and return notes to print."""
-    torch.set_num_threads(setup.config.trainer.threads)
+    """Set torch's options, the allocator and the network's environment variables, and return notes to print."""
+    trainer = setup.config.trainer
+    torch.set_num_threads(trainer.threads)
+    torch.set_float32_matmul_precision(trainer.matmul_precision)
+    torch.backends.cudnn.benchmark = trainer.cudnn_benchmark
+    release_memory(setup.device)  # of an earlier run of this process
     if setup.device.type == "cpu":
         keep_freed_memory()
     return set_variables(setup.config.cluster)

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from petra.distributed import all_gather_objects
+from petra.distributed import all_gather_objects, bind_device
 from petra.engine.build import Recipe, build_remedies, build_stages, build_workers, check_range
 from petra.engine.data_parallel import Replicas, Share, ShareObjective
 from petra.engine.endpoints import DataPort, DataSource, Loss, Losses, Objective
 from petra.engine.executor import Executor, stage_threads
 from petra.engine.global_clip import GlobalClip
 from petra.engine.metrics import Metric, correct_predictions
+from petra.engine.staging import staging_thread
 from petra.engine.totals import Result, Totals, reduce_totals
 from petra.engine.update import OptimizerFactory
 from petra.engine.update_rules import UpdateRules
@@ -104,6 +105,7 @@ class Pipeline:
             dp=dp,
             numerics=numerics,
             transport=runtime.transport,
+            device_type=torch.device(runtime.device).type,
             metrics=len(metrics),
         )
         self._build(plan, Recipe(optimizer, learning_rate, losses, metrics, seed, rules, remedy), runtime)
@@ -118,7 +120,7 @@ class Pipeline:
     def _build(self, plan: Plan, recipe: Recipe, runtime: Runtime) -> None:
         recipe.check(plan)
         self.plan, self.recipe, self.concurrency = plan, recipe, runtime.concurrency
-        self.device = torch.device(runtime.device)
+        self.device = bind_device(runtime.device)
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.replica, process = plan.layout.locate(self.rank)
         self.hooks = Hooks()
@@ -126,11 +128,11 @@ class Pipeline:
         self.measures: list[Callable[[], dict[str, float]]] = []
         threads = stage_threads(runtime.concurrency, self.world, self.device)
         self._totals = Totals(len(recipe.metrics), plan.layout.dp, self.device)
-        self._source = DataPort(plan.layout.inputs, self.device, plan.numerics.channels_last, self._totals.add)
-        objective = Objective if plan.layout.dp == 1 else ShareObjective
-        self.objective = objective(self.device, recipe.losses, recipe.metrics)
+        staging, objective = staging_thread(self.device), Objective if plan.layout.dp == 1 else ShareObjective
+        self._source = DataPort(plan.layout.inputs, self.device, plan.numerics.channels_last, self._totals.add, staging)
+        self.objective = objective(self.device, recipe.losses, recipe.metrics, staging)
         if self.world > 1:
-            check_ranks_agree({**plan.settings(), **recipe.settings()}, plan, self.device)
+            check_ranks_agree({**plan.settings(), **recipe.settings()}, plan)
         self.stages = build_stages(plan, recipe, runtime, self.device, self.rank, self.hooks)
         self.replicas = None if plan.layout.dp == 1 else Replicas(plan.layout, self.replica, self.device)
         group = None if self.replicas is None else self.replicas.pipeline_group
@@ -166,7 +168,7 @@ class Pipeline:
             ModelError: If exact streams exceeded the range of their grid. Raised on every rank.
             NumericsError: If a loss, a gradient or running statistics are not finite (:class:`petra.UpdateRules`).
         """
-        self._set_data(data)
+        self._set_data(data, range(self.clock, self.clock + microbatches))
         self._totals.start(on_microbatch)
         start = self.clock
         for begin in self.hooks.train_begin:
@@ -191,7 +193,7 @@ class Pipeline:
 
     def evaluate(self, data: DataSource, microbatches: int) -> Result:
         """Evaluate microbatches 0 to ``microbatches`` - 1, with averaged weights if the rules ask for averages."""
-        self._set_data(data)
+        self._set_data(data, range(microbatches))
         self.objective.totals.zero_()
         for stage in self.stages.values():
             stage.module.eval()
@@ -228,6 +230,6 @@ class Pipeline:
         parts = all_gather_objects(own)
         return {key: value for part in parts[: len(self.plan.layout.processes)] for key, value in part.items()}
 
-    def _set_data(self, data: DataSource) -> None:
-        own = data if self.plan.layout.dp == 1 else Share(data, self.plan.layout, self.replica)
-        self._source.data = self.objective.data = own
+    def _set_data(self, data: DataSource, microbatches: range) -> None:
+        for port in (self._source, self.objective):
+            port.start(data if self.replicas is None else Share(data, self.plan.layout, self.replica), microbatches)

@@ -17,8 +17,9 @@ from petra.training import sgd
 from tests.structure import ROOT, circles, definitions, imports, modules, room, room_imports
 
 PETRA = (
-    *("errors", "process_memory", "specs", "settings", "hooks", "reversible", "nn", "distributed", "method", "model", "plan"),
-    *("transport", "staleness", "engine", "pipeline", "diagnostics", "cost_model", "analysis", "data", "models", "training"),
+    *("errors", "torch_private", "process_memory", "specs", "settings", "hooks", "reversible", "nn", "distributed", "method"),
+    *("model", "plan", "transport", "staleness", "engine", "pipeline", "diagnostics", "cost_model", "analysis", "data", "models"),
+    "training",
 )
 """Rooms of petra/, from the bottom up: a room imports only rooms before it."""
 LAUNCH = ("config", "runtime", "run", "doctor", "reproduce")

@@ -154,6 +154,8 @@ class TrainerConfig:
     nonfinite: str = MISSING
     label_smoothing: float = key(number(least=0, below=1))
     channels_last: bool = MISSING
+    matmul_precision: str = key(one_of(("highest", "high", "medium")))
+    cudnn_benchmark: bool = MISSING
     compile: str | None = key(one_of(("eager", "aot_eager", "inductor")), None)
     limit_batches: int | None = key(integer(1), None)
     export: str = key(one_of(("none", *FORMATS)))

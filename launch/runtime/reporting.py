@@ -15,9 +15,9 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from petra.errors import CommunicationError, Interrupted, NumericsError, PetraError
+from petra.torch_private import default_store
 
 from .rank import Process
 
@@ -106,7 +106,8 @@ def claim_error_report(*, this_machine: bool = False) -> bool:
 
     def claim() -> None:
         with suppress(RuntimeError):
-            claims[0] = _get_default_store().add("reported", 1) == 1
+            store = default_store()
+            claims[0] = store is None or store.add("reported", 1) == 1
 
     if dist.is_initialized():
         claiming = Thread(target=claim, daemon=True)  # a store on a lost host doesn't answer for minutes

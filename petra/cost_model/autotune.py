@@ -229,9 +229,7 @@ def tune(
 
     keeps, costs = choose(delays)
     if tune_delay:
-        delay = choose_delays(
-            costs, method, k, link=link, processes=processes, transport=transport, device_type=device_type
-        )
+        delay = choose_delays(costs, method, k, link=link, processes=processes, transport=transport, device_type=device_type)
         delays = replace(method, delay=delay).delays(count, k)
         keeps, costs = choose(delays)
     for j, cost in enumerate(costs):

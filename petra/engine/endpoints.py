@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from petra.engine.metrics import Metric, count_targets
+from petra.engine.staging import staged
 from petra.specs import Message, TensorSpec
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -25,7 +27,10 @@ class Losses:
 
 
 class DataSource(Protocol):
-    """Microbatches by index, the same in every process. The first stage reads the inputs, the last stage reads the targets."""
+    """Microbatches by index, the same in every process. The first stage reads the inputs, the last stage reads the targets.
+
+    On a GPU, another thread calls these methods in advance.
+    """
 
     def inputs(self, m: int) -> Tensor:
         """Return the inputs of microbatch ``m``."""
@@ -44,15 +49,30 @@ class DataPort:
         device: Device of the first stage.
         channels_last: Whether 4-d inputs use the channels-last memory format.
         on_report: Called with the report of each microbatch (see :class:`Objective`).
-
-    Attributes:
-        data: Source of the inputs. Set before each run of the pipeline.
+        thread: Thread that prepares inputs for a GPU; None on the CPU.
     """
 
-    def __init__(self, inputs: TensorSpec, device: torch.device, channels_last: bool, on_report: Callable[[Tensor], None]) -> None:
-        self.inputs, self.device, self.on_report = inputs, device, on_report
+    def __init__(
+        self,
+        inputs: TensorSpec,
+        device: torch.device,
+        channels_last: bool,
+        on_report: Callable[[Tensor], None],
+        thread: ThreadPoolExecutor | None = None,
+    ) -> None:
+        self.inputs, self.device, self.on_report, self._thread = inputs, device, on_report, thread
         self.format = torch.channels_last if channels_last else torch.contiguous_format
-        self.data: DataSource | None = None
+        self._read: Callable[[int], Tensor] | None = None
+
+    def start(self, data: DataSource, microbatches: range) -> None:
+        """Read the inputs of ``microbatches``, in this order, from ``data`` in the next run of the pipeline."""
+
+        def checked(m: int) -> Tensor:
+            x = data.inputs(m)
+            self.inputs.require(x, f"the data of microbatch {m}")
+            return x
+
+        self._read = staged(checked, self.device, microbatches, self._thread)
 
     def send(self, m: int, message: Message) -> None:
         """Accept the backward message of microbatch ``m``. Only its report is used."""
@@ -65,10 +85,8 @@ class DataPort:
         Raises:
             ModelError: If the inputs don't have the expected shape and type.
         """
-        assert self.data is not None
-        x = self.data.inputs(m)
-        self.inputs.require(x, f"the data of microbatch {m}")
-        x = _moved(x, self.device)
+        assert self._read is not None
+        x = self._read(m)
         return ((x.contiguous(memory_format=self.format) if x.dim() == 4 else x,),)
 
 
@@ -82,17 +100,25 @@ class Objective:
         device: Device of the last stage.
         losses: Losses for training and evaluation.
         metrics: Metrics by name.
+        thread: Thread that prepares targets for a GPU; None on the CPU.
 
     Attributes:
-        data: Source of the targets. Set before each run of the pipeline.
+        data: Source of the targets.
         totals: Sum of the reports of an evaluation.
     """
 
-    def __init__(self, device: torch.device, losses: Losses, metrics: Mapping[str, Metric]) -> None:
-        self.device, self.losses, self.metrics = device, losses, dict(metrics)
+    def __init__(
+        self, device: torch.device, losses: Losses, metrics: Mapping[str, Metric], thread: ThreadPoolExecutor | None = None
+    ) -> None:
+        self.device, self.losses, self.metrics, self._thread = device, losses, dict(metrics), thread
         self.data: DataSource | None = None
+        self._read: Callable[[int], Tensor] | None = None
         self._pending: dict[int, Message] = {}
         self.totals = torch.zeros(2 + len(self.metrics), dtype=torch.float64, device=device)
+
+    def start(self, data: DataSource, microbatches: range) -> None:
+        """Read the targets of ``microbatches``, in this order, from ``data`` in the next run of the pipeline."""
+        self.data, self._read = data, staged(data.targets, self.device, microbatches, self._thread)
 
     def send(self, m: int, message: Message) -> None:
         """Take the output of microbatch ``m``, and compute its loss and gradient."""
@@ -107,7 +133,8 @@ class Objective:
 
     def loss_of(self, m: int, output: Tensor) -> Tensor:
         """Return the training loss of microbatch ``m``, differentiable with respect to ``output``."""
-        return self.losses.training(output, self._targets(m))
+        assert self.data is not None
+        return self.losses.training(output, self.data.targets(m).to(self.device))
 
     def evaluate(self, m: int, message: Message) -> None:
         """Take the output of microbatch ``m`` in an evaluation, and add its report to ``totals``."""
@@ -120,13 +147,8 @@ class Objective:
         return torch.stack([v.double() for v in (count, loss * count, *(f(output, targets) for f in self.metrics.values()))])
 
     def _targets(self, m: int) -> Tensor:
-        assert self.data is not None
-        return _moved(self.data.targets(m), self.device)
-
-
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on the device. Copies to a GPU are made from pinned memory, so that the host does not wait."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+        assert self._read is not None
+        return self._read(m)
 
 
 def _loss_and_gradient(loss: Loss, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,6 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from petra.engine.block import block_runner
 from petra.engine.weights import WeightVersion
@@ -15,6 +14,7 @@ from petra.hooks import Hooks
 from petra.method import Keep, Weights
 from petra.reversible import Grid, derive_seed
 from petra.specs import Streams
+from petra.torch_private import foreach_add_, foreach_zero_, preserve_version_counter
 
 
 class Stage:
@@ -98,7 +98,7 @@ class Stage:
             y, dy, gradients = runner.backward(m, y, dy)
             y, dy = self._contiguous(y), self._contiguous(dy)
             if gradients:
-                torch._foreach_add_([p.grad for p in gradients], list(gradients.values()), alpha=1 / self.k)  # type: ignore[misc]
+                foreach_add_([p.grad for p in gradients], list(gradients.values()), alpha=1 / self.k)
             for call in self.hooks.block_backward_end:
                 call(self.index, b, m, y, gradients)
         return y if self.returns_input else (), dy
@@ -133,14 +133,14 @@ class Stage:
         graphs_in_flight = any(stored.outputs for runner in self.runners for stored in runner.stored.values())
         for runner in self.runners:
             runner.versions.before_update()
-        with _unsafe_preserve_version_counter(tuple(self._trained)) if graphs_in_flight else nullcontext():
+        with preserve_version_counter(tuple(self._trained)) if graphs_in_flight else nullcontext():
             yield
         self.zero_gradients()
 
     def zero_gradients(self) -> None:
         """Set the accumulated gradients to zero."""
         if self._trained:
-            torch._foreach_zero_([p.grad for p in self._trained])  # type: ignore[misc]
+            foreach_zero_([p.grad for p in self._trained])
 
     def use_weights(self, predicted: Mapping[Tensor, Tensor] | None, corrected: Mapping[Tensor, Tensor] | None) -> None:
         """Set the weights, by parameter, that all passes use until the next update. None means the parameters themselves.

@@ -17,8 +17,8 @@ def choose_transport(name: TransportName, processes: int, delays: Sequence[int],
     idle, and then neither ends. An exchange of ``lockstep`` depends only on steps of rounds that every rank has already launched.
 
     Args:
-        name: Requested transport. ``auto`` selects ``local`` in one process. In several, it selects ``lockstep`` on GPUs or if d = 2
-            at every boundary, and ``edge`` otherwise.
+        name: Requested transport. ``auto`` selects ``local`` in one process. In several, it selects ``lockstep`` on GPUs, or if
+            d = 2 at every boundary, and ``edge`` otherwise.
         processes: Number of processes of a replica.
         delays: Delay d of each boundary.
         device_type: ``cpu`` or ``cuda``.

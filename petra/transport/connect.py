@@ -21,7 +21,7 @@ from petra.transport.port import Port
 Transport = EdgeTransport | LockstepTransport
 
 
-def check_ranks_agree(settings: Mapping[str, object], plan: Plan, device: torch.device) -> None:
+def check_ranks_agree(settings: Mapping[str, object], plan: Plan) -> None:
     """Check that all ranks run the same settings and that both ends of each boundary expect the same messages.
 
     Every rank must call this function.
@@ -29,15 +29,11 @@ def check_ranks_agree(settings: Mapping[str, object], plan: Plan, device: torch.
     Args:
         settings: Settings by name, which must be equal on all ranks.
         plan: This rank's plan.
-        device: Device of this rank.
 
     Raises:
-        ConfigError: If the process group is not bound to this rank's GPU, or if two ranks have different settings.
+        ConfigError: If two ranks have different settings.
         ModelError: If the ranks at both ends of a boundary expect different messages. Raised on every rank.
     """
-    if device.type == "cuda" and getattr(dist.group.WORLD, "bound_device_id", None) is None:
-        expected = "backend='cpu:gloo,cuda:nccl' with device_id=<the GPU of this rank>"
-        raise invalid("init_process_group", expected, "no device_id")
     gathered: list[tuple[Mapping[str, object], Sequence[Boundary]]] = all_gather_objects((settings, plan.boundaries))
     for rank, (others, _) in enumerate(gathered):
         for key, value in gathered[0][0].items():
