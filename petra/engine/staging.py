@@ -45,23 +45,21 @@ class Staging:
     def __init__(self, read: Read, device: torch.device, microbatches: range, thread: ThreadPoolExecutor) -> None:
         self._read, self._device, self._thread = read, device, thread
         self._left = iter(microbatches)
-        self._pinned: deque[tuple[int, Future[Tensor]]] = deque()
+        self._pinned: deque[tuple[int | None, Future[Tensor]]] = deque()
         self._copied: deque[torch.cuda.Event] = deque()
         self._started = False
 
     def __call__(self, m: int) -> Tensor:
         """Return the tensor of microbatch ``m`` on the device."""
-        first = not self._started
-        self._started = True
-        if first:
-            assert next(self._left, m) == m
-            pinned = self._read(m).pin_memory()
-        while len(self._pinned) < AHEAD and (following := next(self._left, None)) is not None:
-            self._pinned.append((following, self._thread.submit(self._pin, following)))
-        if not first:
+        if not self._started:
+            self._started = True
+            expected, pinned = next(self._left, None), self._read(m).pin_memory()
+            self._read_ahead()
+        else:
             expected, future = self._pinned.popleft()
-            assert expected == m, f"microbatch {expected} was expected, {m} was requested"
+            self._read_ahead()
             pinned = future.result()
+        assert expected == m, f"microbatch {expected} was expected, {m} was requested"
         if len(self._copied) == IN_FLIGHT and not (oldest := self._copied.popleft()).query():  # type: ignore[no-untyped-call]
             oldest.synchronize()
         on_device = pinned.to(self._device, non_blocking=True)
@@ -69,6 +67,10 @@ class Staging:
         event.record()
         self._copied.append(event)
         return on_device
+
+    def _read_ahead(self) -> None:
+        while len(self._pinned) < AHEAD and (m := next(self._left, None)) is not None:
+            self._pinned.append((m, self._thread.submit(self._pin, m)))
 
     def _pin(self, m: int) -> Tensor:
         return self._read(m).pin_memory()
