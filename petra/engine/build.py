@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -63,14 +64,27 @@ class Recipe:
         return {"remedy": self.remedy, "rules": self.rules, "seed": self.seed}
 
 
-def build_stages(plan: Plan, recipe: Recipe, runtime: Runtime, device: torch.device, rank: int, hooks: Hooks) -> dict[int, Stage]:
-    """Build the stages of a rank, by index. Weights depend on the seed and the block only, not on the partition."""
+def build_stages(
+    plan: Plan,
+    recipe: Recipe,
+    runtime: Runtime,
+    device: torch.device,
+    rank: int,
+    hooks: Hooks,
+    place: Callable[[nn.Module], nn.Module] | None = None,
+) -> dict[int, Stage]:
+    """Build the stages of a rank, by index. Weights depend on the seed and the block only, not on the partition.
+
+    Args:
+        place: Moves a new block to the device, in the plan's memory format. Tensors without data need a function of their own.
+    """
+    place = partial(_place, device=device, channels_last=plan.numerics.channels_last) if place is None else place
     replica, process = plan.layout.locate(rank)
     stages = {}
     for j in plan.layout.processes[process]:
         stage = plan.stages[j]
         stages[j] = Stage(
-            [_block(plan, recipe, runtime, device, b) for b in stage.blocks],
+            [_block(plan, recipe, runtime, place, b) for b in stage.blocks],
             stage.keeps,
             weights=stage.weights,
             first_block=stage.blocks.start,
@@ -116,12 +130,13 @@ def build_workers(
     ports: Mapping[int, tuple[Port, Port]],
     device: torch.device,
     hooks: Hooks,
+    update: type[Update] = Update,
 ) -> dict[int, Worker]:
-    """Build a worker for each stage of a rank, by index."""
+    """Build a worker for each stage of a rank, by index. ``update`` is the class of their updates."""
     workers = {}
     for j, stage in stages.items():
         planned = plan.stages[j]
-        update = Update(
+        updates = update(
             stage,
             recipe.optimizer(stage.module) if any(p.requires_grad for p in stage.module.parameters()) else None,
             recipe.remedy.learning_rate(recipe.learning_rate, planned.staleness),
@@ -131,7 +146,7 @@ def build_workers(
             last=j == len(plan.stages) - 1,
             hooks=hooks,
         )
-        workers[j] = Worker(j, stage, *ports[j], update, hooks, boundary_factor(recipe.remedy.shrink, plan.delays, j))
+        workers[j] = Worker(j, stage, *ports[j], updates, hooks, boundary_factor(recipe.remedy.shrink, plan.delays, j))
     return workers
 
 
@@ -147,11 +162,16 @@ def build_remedies(plan: Plan, recipe: Recipe, workers: Mapping[int, Worker]) ->
     return remedies
 
 
-def _block(plan: Plan, recipe: Recipe, runtime: Runtime, device: torch.device, b: int) -> nn.Module:
-    # Convert each block to its final memory format at once, so that the next block can reuse the freed memory.
-    block = plan.model.build_block(b, recipe.seed).to(device).train()
-    if plan.numerics.channels_last:
+def _place(block: nn.Module, device: torch.device, channels_last: bool) -> nn.Module:
+    block.to(device)
+    if channels_last:
         block.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return block
+
+
+def _block(plan: Plan, recipe: Recipe, runtime: Runtime, place: Callable[[nn.Module], nn.Module], b: int) -> nn.Module:
+    # Convert each block to its final memory format at once, so that the next block can reuse the freed memory.
+    block = place(plan.model.build_block(b, recipe.seed)).train()
     if runtime.compile is not None:
         compile_block(block, runtime.compile)
     return block

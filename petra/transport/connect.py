@@ -63,17 +63,24 @@ def open_transport(plan: Plan, device: torch.device, group: dist.ProcessGroup | 
     Returns:
         The transport, or None if the pipeline has one process.
     """
-    processes = plan.layout.processes
-    if len(processes) == 1:
+    if len(plan.layout.processes) == 1:
         return None
-    packed = []
+    packed, processes = pack_boundaries(plan, device), plan.layout.processes
+    if plan.transport == "edge":
+        return EdgeTransport(packed, len(processes))
+    # If batch_isend_irecv is a group's first call, all ranks must take part. After this barrier, two may call it alone.
+    dist.barrier(group, device_ids=[device.index] if device.type == "cuda" and packed else None)
+    return LockstepTransport(packed, processes, dist.get_rank(), group)
+
+
+def pack_boundaries(plan: Plan, device: torch.device) -> list[tuple[Packing, Packing, int]]:
+    """Return forward packing, backward packing and delay d of each boundary between processes."""
+    packed, processes = [], plan.layout.processes
     for j in (stages[-1] for stages, following in pairwise(processes) if following):
         forward = Packing(plan.boundaries[j].forward, device, f"the message of stage {j + 1} to stage {j + 2}")
         backward = Packing(plan.boundaries[j].backward, device, f"the message of stage {j + 2} to stage {j + 1}")
         packed.append((forward, backward, plan.boundary_delays[j]))
-    if plan.transport == "lockstep":
-        return LockstepTransport(packed, processes, group)
-    return EdgeTransport(packed, len(processes))
+    return packed
 
 
 def connect(
