@@ -16,11 +16,11 @@ from petra.process_memory import keep_freed_memory, release_memory
 from petra.training import FORMATS, Bar, Checkpoints, Lines, Schedule, Trainer, export, finished_epochs, limited, peak_memory
 
 from .config.compose import compose_command_line
-from .config.schema import Config, to_config
+from .config.schema import MEMORY, Config, to_config
 from .run.autotune import tune_setup
 from .run.build import Setup, set_up
 from .run.diagnostics import attach_diagnostics
-from .run.dry_run import stage_map
+from .run.dry_run import memory_table, stage_map
 from .run.exclusive import exclusive_folder
 from .run.folder import Records, headline, summarise
 from .run.resume import FOLDER, Start, checkpoint_facts, find_start, load_start, require_shared, restore_choices
@@ -52,6 +52,8 @@ def run(config: Config, process: Process) -> None:
     if config.dry_run:
         if process.first:
             print(stage_map(setup), flush=True)
+            if config.dry_run == MEMORY:
+                print(f"\n{memory_table(setup)}", flush=True)
         return
     notes = prepare_process(setup)
     with process.process_group(setup.device, config.trainer.timeout), exclusive_folder(config, process):

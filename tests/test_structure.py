@@ -22,7 +22,7 @@ PETRA = (
     "training",
 )
 """Rooms of petra/, from the bottom up: a room imports only rooms before it."""
-LAUNCH = ("config", "runtime", "run", "doctor", "reproduce")
+LAUNCH = ("config", "runtime", "run", "doctor", "selftest", "reproduce")
 """Rooms of launch/, from the bottom up. The commands at its root come last."""
 
 

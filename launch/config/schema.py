@@ -24,6 +24,8 @@ from .checks import as_list, integer, is_integer, key, number, one_of, require_v
 from .errors import config_error
 
 AUTO = "auto"
+MEMORY = "memory"
+"""Value of ``dry_run`` that also predicts memory."""
 LONGEST_TIMEOUT = 10**7
 """Seconds. torch refuses much longer timeouts."""
 PRECISIONS = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -211,7 +213,7 @@ class Config:
     run_dir: str | None = None
     resume: str | None = None
     init_from: str | None = None
-    dry_run: bool = MISSING
+    dry_run: Any = key(satisfies(lambda value: value in (False, True, MEMORY), f"true, false or {MEMORY}"))
     model: ModelConfig = MISSING
     data: DataConfig = MISSING
     method: MethodConfig = MISSING

@@ -1,20 +1,20 @@
 """Memory that a GPU's allocator will reach, predicted by running the engine on tensors without data.
 
-The prediction runs the code of a training run: stages, optimizer, messages and schedule of one process, under torch's FakeTensorMode.
+The prediction runs the code of a training run: stages, optimizer, messages and schedule of one process, in torch's FakeTensorMode.
 Every allocation and release is counted in the order in which they happen, so the peak includes what exists for a moment only.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from petra.diagnostics.activation_memory import fake_module
 from petra.engine.build import Recipe, build_remedies, build_stages, build_workers
 from petra.engine.endpoints import DataPort, Objective
 from petra.engine.executor import Executor
@@ -65,11 +65,11 @@ class PredictedMemory:
         return self.tensors + self.workspace
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of storages that operations inside the ``with`` block create, while they live."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._seen: dict[int, weakref.ref[Any]] = {}
 
@@ -77,9 +77,10 @@ class LiveBytes(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         found = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(found):
-            if isinstance(tensor, Tensor):
-                self._add(tensor)
+        for value in found if isinstance(found, list | tuple) else (found,):
+            for tensor in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(tensor, Tensor):
+                    self._add(tensor)
         return found
 
     def _add(self, tensor: Tensor) -> None:
@@ -104,9 +105,15 @@ class _Update(Update):
         if self.optimizer is not None:
             with self.stage.updating():
                 self.optimizer.step()
-        self.advance_average()
+        self._average.update(self.done)
         self.done += 1
-        self.restart_sums()
+        self._finite.finish_update()
+
+    @property
+    def states(self) -> list[Tensor]:
+        """Tensors of the optimizer, and moving averages."""
+        states = [] if self.optimizer is None else [t for state in self.optimizer.state.values() for t in state.values()]
+        return [*self._average.values, *(t for t in states if isinstance(t, Tensor))]
 
 
 class _Blank:
@@ -152,55 +159,51 @@ def predict_memory(plan: Plan, recipe: Recipe, targets: TensorSpec, *, process: 
         PetraError: If this torch has no FakeTensorMode.
     """
     hooks, live = Hooks(), LiveBytes()
+    with torch.device("meta"):
+        blocks = {b: plan.model.blocks[b].build().train() for j in plan.layout.processes[process] for b in plan.stages[j].blocks}
     with fake_tensor_mode(), live:
-        executor, updates = _executor(plan, recipe, _Blank(plan.layout.inputs, targets), process, hooks)
+        data = _Blank(plan.layout.inputs, targets)
+        channels_last = plan.numerics.channels_last
+        executor, updates = _executor(plan, recipe, data, process, hooks, lambda b: _without_data(blocks[b], channels_last))
         watch = _Watch(live)
         hooks.attach(watch)
         longest = max((plan.delays[j] for j in plan.layout.processes[process]), default=0)
         executor.train(0, longest + 2 * plan.k + 2)
         weights = _bytes(t for u in updates for t in (*u.stage.module.parameters(), *u.stage.module.buffers()))
         gradients = _bytes(p.grad for u in updates for p in u.stage.module.parameters() if p.grad is not None)
-        optimizer = _bytes(t for u in updates for t in (*_states(u), *u.averages))
+        optimizer = _bytes(t for u in updates for t in u.states)
     fixed = weights + gradients + optimizer
     return PredictedMemory(weights, gradients, optimizer, watch.between - fixed, live.peak - watch.between)
 
 
-def _executor(plan: Plan, recipe: Recipe, data: _Blank, process: int, hooks: Hooks) -> tuple[Executor, Sequence[Update]]:
+def _executor(
+    plan: Plan, recipe: Recipe, data: _Blank, process: int, hooks: Hooks, blocks: Callable[[int], nn.Module]
+) -> tuple[Executor, list[_Update]]:
     """Return an executor of the process whose neighbours are always in time, and the updates of its stages."""
     processes = plan.layout.processes
     source = DataPort(plan.layout.inputs, CPU, plan.numerics.channels_last, lambda report: None)
     objective = Objective(CPU, recipe.losses, recipe.metrics)
     for port in (source, objective):
         port.start(data, range(0))
-    stages = build_stages(
-        plan, recipe, Runtime(), CPU, process, hooks, _channels_last if plan.numerics.channels_last else _as_built
-    )
+    stages = build_stages(plan, recipe, Runtime(), CPU, process, hooks, blocks)
     transport = None
     if len(processes) > 1:
         transport = LockstepTransport(pack_boundaries(plan, CPU), processes, process, post=lambda operations: [_Done()])
     ports = connect(processes[process], source, objective, plan.boundaries, transport)
     workers = build_workers(plan, recipe, stages, ports, CPU, hooks, _Update)
     build_remedies(plan, recipe, workers)
-    return Executor(plan, workers, transport, hooks, threads=None, on_completed=None), [w.update for w in workers.values()]
+    updates = [worker.update for worker in workers.values() if isinstance(worker.update, _Update)]
+    return Executor(plan, workers, transport, hooks, threads=None, on_completed=None), updates
 
 
-def _as_built(block: nn.Module) -> nn.Module:
-    return block
-
-
-def _channels_last(block: nn.Module) -> nn.Module:
-    """Replace 4-d parameters, because torch can't convert modules of tensors without data."""
-    for part in block.modules():
+def _without_data(block: nn.Module, channels_last: bool) -> nn.Module:
+    """Replace the tensors of a block on the meta device by fake tensors, in the run's memory format."""
+    fake_module(block)
+    for part in block.modules() if channels_last else ():
         for name, p in [*part.named_parameters(recurse=False)]:
             if p.dim() == 4:
                 setattr(part, name, nn.Parameter(p.detach().contiguous(memory_format=torch.channels_last), p.requires_grad))
     return block
-
-
-def _states(update: Update) -> list[Tensor]:
-    if update.optimizer is None:
-        return []
-    return [t for state in update.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
 
 
 def _bytes(tensors: Any) -> int:

@@ -139,7 +139,7 @@ def graph_bytes(
         modules = [model.blocks[b].build().train() for b in blocks]
     with fake_tensor_mode():
         for module in modules:
-            _fake(module)
+            fake_module(module)
         stage = Stage(modules, keeps, weights=weights, first_block=blocks.start, autocast=autocast)
         x = tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in inputs)
         with GraphMeter().counting() as graphs:
@@ -147,7 +147,7 @@ def graph_bytes(
         return stored_bytes(stage, graphs)
 
 
-def _fake(module: nn.Module) -> None:
+def fake_module(module: nn.Module) -> None:
     """Replace a module's tensors on the meta device by fake tensors on the CPU, where autocast applies."""
     made: dict[int, Tensor] = {}
     for part in module.modules():

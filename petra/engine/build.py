@@ -71,20 +71,20 @@ def build_stages(
     device: torch.device,
     rank: int,
     hooks: Hooks,
-    place: Callable[[nn.Module], nn.Module] | None = None,
+    make_block: Callable[[int], nn.Module] | None = None,
 ) -> dict[int, Stage]:
     """Build the stages of a rank, by index. Weights depend on the seed and the block only, not on the partition.
 
     Args:
-        place: Moves a new block to the device, in the plan's memory format. Tensors without data need a function of their own.
+        make_block: Returns a block on its device, given its index. By default, blocks are built for this run.
     """
-    place = partial(_place, device=device, channels_last=plan.numerics.channels_last) if place is None else place
+    make_block = partial(_block, plan, recipe, runtime, device) if make_block is None else make_block
     replica, process = plan.layout.locate(rank)
     stages = {}
     for j in plan.layout.processes[process]:
         stage = plan.stages[j]
         stages[j] = Stage(
-            [_block(plan, recipe, runtime, place, b) for b in stage.blocks],
+            [make_block(b) for b in stage.blocks],
             stage.keeps,
             weights=stage.weights,
             first_block=stage.blocks.start,
@@ -162,16 +162,11 @@ def build_remedies(plan: Plan, recipe: Recipe, workers: Mapping[int, Worker]) ->
     return remedies
 
 
-def _place(block: nn.Module, device: torch.device, channels_last: bool) -> nn.Module:
-    block.to(device)
-    if channels_last:
-        block.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return block
-
-
-def _block(plan: Plan, recipe: Recipe, runtime: Runtime, place: Callable[[nn.Module], nn.Module], b: int) -> nn.Module:
+def _block(plan: Plan, recipe: Recipe, runtime: Runtime, device: torch.device, b: int) -> nn.Module:
     # Convert each block to its final memory format at once, so that the next block can reuse the freed memory.
-    block = place(plan.model.build_block(b, recipe.seed)).train()
+    block = plan.model.build_block(b, recipe.seed).to(device).train()
+    if plan.numerics.channels_last:
+        block.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if runtime.compile is not None:
         compile_block(block, runtime.compile)
     return block

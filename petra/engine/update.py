@@ -75,11 +75,6 @@ class Update:
         self._t = 0
 
     @property
-    def averages(self) -> Sequence[Tensor]:
-        """Moving averages of the weights; empty if there are none."""
-        return self._average.values
-
-    @property
     def scale(self) -> Tensor | None:
         """The current loss scale, or None."""
         return self._loss_scale.scale
@@ -136,19 +131,11 @@ class Update:
                 _step(self.optimizer, bad, self.device)
             for call in self.hooks.update_end:
                 call(self.number - 1, self._t - 1)
-        self.advance_average()
+        self._average.update(self.done)
         self.done += 1
-        self.restart_sums()
+        self._finite.finish_update()
         if self.device.type == "cpu" or self.done % CHECK_EVERY == 0:
             self._finite.check()
-
-    def advance_average(self) -> None:
-        """Include the current weights in their moving averages, if there are any."""
-        self._average.update(self.done)
-
-    def restart_sums(self) -> None:
-        """Start to observe the gradients of the next update."""
-        self._finite.finish_update()
 
     def _factor(self, squared_norm: Tensor) -> Tensor | None:
         """Return the factor that unscales and clips the gradients; None if both are off."""

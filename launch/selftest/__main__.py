@@ -1,0 +1,5 @@
+"""``python -m launch.selftest``."""
+
+from .command import main
+
+main()
