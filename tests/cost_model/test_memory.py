@@ -12,6 +12,7 @@ from petra import METHODS, TensorSpec, UpdateRules
 from petra.cost_model.memory import BLOCK, PredictedMemory, predict_memory
 from petra.engine.build import Recipe
 from petra.engine.endpoints import Losses
+from petra.engine.metrics import correct_predictions
 from petra.plan import make_plan
 from petra.staleness import Remedy
 from petra.training import OPTIMIZERS
@@ -27,7 +28,13 @@ def predicted(
     method = replace(METHODS["petra"], delay=delay)
     plan = make_plan(mixed_net(dtype=torch.float32), INPUTS, method=method, k=2, processes=processes, device_type="cuda")
     recipe = Recipe(
-        OPTIMIZERS[optimizer], None, Losses(F.cross_entropy, F.cross_entropy), {}, 0, UpdateRules(average=average), Remedy()
+        OPTIMIZERS[optimizer],
+        None,
+        Losses(F.cross_entropy, F.cross_entropy),
+        {"accuracy": correct_predictions},
+        0,
+        UpdateRules(average=average),
+        Remedy(),
     )
     return predict_memory(plan, recipe, TARGETS, process=process)
 

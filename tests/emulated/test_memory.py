@@ -42,12 +42,11 @@ def among_others(rank: int, case: Case) -> tuple[int, PredictedMemory]:
 
 
 CASES = [
-    Case(net="revnet18"),
-    Case(net="revnet18", optimizer="adamw", numerics={"channels_last": True}),
+    Case(net="revnet18", microbatches=26),  # more than the largest delay, 18
+    Case(net="revnet18", microbatches=26, optimizer="adamw", numerics={"channels_last": True}),
     Case("backprop", net="resnet18"),
-    Case("pipedream", net="revnet18"),
     Case("1f1b", net="revnet18", k=4, microbatches=16),
-    Case(net="revgpt", optimizer="adamw"),
+    Case(net="revgpt", microbatches=16, optimizer="adamw"),
 ]
 
 
@@ -57,7 +56,7 @@ def test_the_peak_of_one_process_is_predicted(case: Case) -> None:
     assert predicted.tensors == pytest.approx(peak, rel=0.05)
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[4]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=str)
 def test_the_peak_of_each_of_several_processes_is_predicted(case: Case) -> None:
     for peak, predicted in run(among_others, case, world=3):
         assert predicted.tensors == pytest.approx(peak, rel=0.05), predicted
