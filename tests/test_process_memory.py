@@ -10,8 +10,8 @@ import torch
 
 from launch.config.compose import compose_overrides
 from launch.run.build import set_up
+from launch.run.training import prepare_process
 from launch.runtime.rank import Process
-from launch.train import prepare_process
 from petra.process_memory import release_memory
 
 ALONE = Process(rank=0, world=1, local_rank=0, local_world=1)

@@ -22,7 +22,7 @@ from petra.models import MODELS
 from petra.process_memory import peak_memory, release_memory
 from petra.training import sgd
 
-from ..config.schema import PRECISIONS
+from ..run.build import PRECISIONS
 from ..runtime.rank import Process
 from ..runtime.reporting import report_errors
 

@@ -184,7 +184,7 @@ def _executor(
     source = DataPort(plan.layout.inputs, CPU, plan.numerics.channels_last, lambda report: None)
     objective = Objective(CPU, recipe.losses, recipe.metrics)
     for port in (source, objective):
-        port.start(data, range(0))
+        port.start(data, 0, 0)
     stages = build_stages(plan, recipe, Runtime(), CPU, process, hooks, blocks)
     transport = None
     if len(processes) > 1:

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from petra.data.dataset import Dataset, Labels, Split
+from petra.data.preparation import Moments, Preparation, normalise
 
 PADDING = 4
 """Zero padding at each edge before a random crop, in pixels (He et al. 2015, section 4.2)."""
-Moments = tuple[tuple[float, ...], tuple[float, ...]]
-"""Mean and standard deviation of each channel, for pixel values scaled to 0 ... 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,14 +46,9 @@ def array_dataset(
         train, test: uint8 images (N, 3, H, H) and their labels (N,).
         moments, flip: As for :class:`Images`.
     """
-    splits = (Split(len(labels), Images(images, moments, flip), Labels(labels)) for images, labels in (train, test))
-    return Dataset(name, classes, train[0].shape[-1], *splits)
-
-
-def normalise(images: Tensor, moments: Moments) -> Tensor:
-    """Return uint8 images (B, 3, H, W) as float32, with the mean subtracted and divided by the standard deviation."""
-    mean, std = (255 * torch.tensor(values).view(-1, 1, 1) for values in moments)
-    return images.float().sub_(mean).div_(std)
+    first, second = (Split(len(labels), Images(images, moments, flip), Labels(labels)) for images, labels in (train, test))
+    size = train[0].shape[-1]
+    return Dataset(name, classes, size, first, second, preparation=Preparation(size, moments))
 
 
 def augment(images: Tensor, flip: bool, seed: int) -> Tensor:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from petra.data.arrays import Moments, array_dataset
+from petra.data.arrays import array_dataset
 from petra.data.dataset import Dataset
 from petra.data.files import Batch, as_batch, folder_of, joined, read_checked, unpickled
+from petra.data.preparation import Moments
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,7 +11,9 @@ from torch import Tensor
 
 from petra.engine.metrics import Metric, count_targets
 from petra.engine.staging import staged
+from petra.errors import ConfigError, ModelError, invalid, require
 from petra.specs import Message, TensorSpec
+from petra.torch_private import storage_key
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Function of (output, targets) that returns the mean over the targets that are not ignored."""
@@ -41,6 +42,18 @@ class DataSource(Protocol):
         ...
 
 
+def require_source(data: object, microbatches: int) -> None:
+    """Check the arguments of a run of a pipeline: a :class:`DataSource` and a number of microbatches.
+
+    Raises:
+        ConfigError: If the source lacks a method, or the number is not an integer >= 0.
+    """
+    require(isinstance(microbatches, int) and microbatches >= 0, "microbatches", "an integer >= 0", microbatches)
+    if not all(callable(getattr(data, name, None)) for name in ("inputs", "targets")):
+        expected = "a source with methods inputs(m) and targets(m), such as petra.data.TrainSource"
+        raise invalid("data", expected, type(data).__name__, ConfigError)
+
+
 class DataPort:
     """Port before the first stage: delivers inputs, and accepts the reports that come back with the gradients.
 
@@ -49,7 +62,6 @@ class DataPort:
         device: Device of the first stage.
         channels_last: Whether 4-d inputs use the channels-last memory format.
         on_report: Called with the report of each microbatch (see :class:`Objective`).
-        thread: Thread that prepares inputs for a GPU; None on the CPU.
     """
 
     def __init__(
@@ -58,21 +70,20 @@ class DataPort:
         device: torch.device,
         channels_last: bool,
         on_report: Callable[[Tensor], None],
-        thread: ThreadPoolExecutor | None = None,
     ) -> None:
-        self.inputs, self.device, self.on_report, self._thread = inputs, device, on_report, thread
+        self.inputs, self.device, self.on_report = inputs, device, on_report
         self.format = torch.channels_last if channels_last else torch.contiguous_format
         self._read: Callable[[int], Tensor] | None = None
 
-    def start(self, data: DataSource, microbatches: range) -> None:
-        """Read the inputs of ``microbatches``, in this order, from ``data`` in the next run of the pipeline."""
+    def start(self, data: DataSource, start: int, microbatches: int) -> None:
+        """Read the inputs of ``microbatches`` microbatches from number ``start`` on in the next run of the pipeline."""
 
         def checked(m: int) -> Tensor:
             x = data.inputs(m)
             self.inputs.require(x, f"the data of microbatch {m}")
             return x
 
-        self._read = staged(checked, self.device, microbatches, self._thread)
+        self._read = staged(checked, self.device, range(start, start + microbatches))
 
     def send(self, m: int, message: Message) -> None:
         """Accept the backward message of microbatch ``m``. Only its report is used."""
@@ -80,14 +91,16 @@ class DataPort:
         self.on_report(report)
 
     def receive(self, m: int) -> Message:
-        """Return the inputs of microbatch ``m`` on the device.
+        """Return the inputs of microbatch ``m`` on the device, in memory of their own: the source may reuse its buffer.
 
         Raises:
             ModelError: If the inputs don't have the expected shape and type.
         """
         assert self._read is not None
         x = self._read(m)
-        return ((x.contiguous(memory_format=self.format) if x.dim() == 4 else x,),)
+        own = x.contiguous(memory_format=self.format) if x.dim() == 4 else x
+        shared = self.device.type == "cpu" and storage_key(own) == storage_key(x)  # with the data source
+        return ((own.clone() if shared else own,),)
 
 
 class Objective:
@@ -100,31 +113,30 @@ class Objective:
         device: Device of the last stage.
         losses: Losses for training and evaluation.
         metrics: Metrics by name.
-        thread: Thread that prepares targets for a GPU; None on the CPU.
 
     Attributes:
         data: Source of the targets.
         totals: Sum of the reports of an evaluation.
     """
 
-    def __init__(
-        self, device: torch.device, losses: Losses, metrics: Mapping[str, Metric], thread: ThreadPoolExecutor | None = None
-    ) -> None:
-        self.device, self.losses, self.metrics, self._thread = device, losses, dict(metrics), thread
+    def __init__(self, device: torch.device, losses: Losses, metrics: Mapping[str, Metric]) -> None:
+        self.device, self.losses, self.metrics = device, losses, dict(metrics)
         self.data: DataSource | None = None
         self._read: Callable[[int], Tensor] | None = None
         self._pending: dict[int, Message] = {}
         self.totals = torch.zeros(2 + len(self.metrics), dtype=torch.float64, device=device)
 
-    def start(self, data: DataSource, microbatches: range) -> None:
-        """Read the targets of ``microbatches``, in this order, from ``data`` in the next run of the pipeline."""
-        self.data, self._read = data, staged(data.targets, self.device, microbatches, self._thread)
+    def start(self, data: DataSource, start: int, microbatches: int) -> None:
+        """Read the targets of ``microbatches`` microbatches from number ``start`` on in the next run of the pipeline."""
+        self.data, self._read = data, staged(data.targets, self.device, range(start, start + microbatches))
 
     def send(self, m: int, message: Message) -> None:
         """Take the output of microbatch ``m``, and compute its loss and gradient."""
         ((output,),) = message
         targets = self._targets(m)
         loss, gradient = _loss_and_gradient(self.losses.training, output, targets)
+        # The mean over no targets is NaN.
+        gradient = torch.where(count_targets(targets) > 0, gradient, 0.0)
         self._pending[m] = ((output,), (gradient,), (self._report(output, targets, loss),))
 
     def receive(self, m: int) -> Message:
@@ -140,15 +152,26 @@ class Objective:
         """Take the output of microbatch ``m`` in an evaluation, and add its report to ``totals``."""
         ((output,),) = message
         targets = self._targets(m)
-        self.totals += self._report(output, targets, self.losses.evaluation(output, targets))
+        loss = self.losses.evaluation(output, targets)
+        _require_scalar("loss", loss)
+        self.totals += self._report(output, targets, loss)
 
     def _report(self, output: Tensor, targets: Tensor, loss: Tensor) -> Tensor:
-        count = count_targets(targets)
-        return torch.stack([v.double() for v in (count, loss * count, *(f(output, targets) for f in self.metrics.values()))])
+        count, metrics = count_targets(targets), {name: metric(output, targets) for name, metric in self.metrics.items()}
+        for name, value in metrics.items():
+            _require_scalar(f"metric {name}", value)
+        report = torch.stack([v.double() for v in (count, loss * count, *metrics.values())])
+        return torch.where(count > 0, report, 0.0)
 
     def _targets(self, m: int) -> Tensor:
         assert self._read is not None
         return self._read(m)
+
+
+def _require_scalar(name: str, value: object) -> None:
+    if not (isinstance(value, Tensor) and value.dim() == 0):
+        got = str(TensorSpec(tuple(value.shape), value.dtype)) if isinstance(value, Tensor) else type(value).__name__
+        raise invalid(name, "a tensor without dimensions", got, ModelError)
 
 
 def _loss_and_gradient(loss: Loss, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,5 +179,6 @@ def _loss_and_gradient(loss: Loss, output: Tensor, targets: Tensor) -> tuple[Ten
     output = output.detach().requires_grad_()
     with torch.enable_grad():
         value = loss(output, targets)
+    _require_scalar("loss", value)
     (gradient,) = torch.autograd.grad(value, output)
     return value.detach(), gradient

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,14 +19,15 @@ Read = Callable[[int], Tensor]
 """Function of a microbatch that returns a tensor on the CPU."""
 
 
-def staging_thread(device: torch.device) -> ThreadPoolExecutor | None:
-    """Return the thread that reads and pins microbatches for a GPU; None for the CPU."""
-    return ThreadPoolExecutor(1, "staging") if device.type == "cuda" else None
+@cache
+def _thread() -> ThreadPoolExecutor:
+    """Return the staging thread. There is only one, so a data source is never read by two threads at once."""
+    return ThreadPoolExecutor(1, "staging")
 
 
-def staged(read: Read, device: torch.device, microbatches: range, thread: ThreadPoolExecutor | None) -> Read:
+def staged(read: Read, device: torch.device, microbatches: range) -> Read:
     """Return a function that reads consecutive microbatches and returns them on the device."""
-    return read if thread is None else Staging(read, device, microbatches, thread)
+    return Staging(read, device, microbatches, _thread()) if device.type == "cuda" else read
 
 
 class Staging:

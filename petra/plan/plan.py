@@ -86,6 +86,11 @@ class Plan:
     boundaries: tuple[Boundary, ...]
     transport: TransportName
 
+    def __str__(self) -> str:
+        blocks = ", ".join(str(len(stage.blocks)) for stage in self.stages)
+        method = f"method={self.method.name}, k={self.k}, dp={self.layout.dp}"
+        return f"{self.model.name} with {self.parameters:,} parameters, {method}, stages=[{blocks}]"
+
     @cached_property
     def delays(self) -> tuple[int, ...]:
         """τ of each stage."""
@@ -139,8 +144,7 @@ def make_plan(
         method: A name from :data:`petra.method.METHODS`, or a method.
         k: Microbatches per update.
         stages: Number of stages; None for one per block; or the number of blocks in each stage.
-        processes: Number of processes, of all replicas together.
-        dp: Number of replicas.
+        processes, dp: Number of processes, of all replicas together, and number of replicas.
         transport, device_type: As for :func:`petra.plan.transport.choose_transport`.
         metrics: Number of metrics in the report that travels with the gradients.
 
@@ -149,9 +153,11 @@ def make_plan(
         ModelError: If blocks do not fit each other.
         ScheduleError: If the schedule deadlocks.
     """
+    require(isinstance(model, Model), "model", "a petra.Model (Model.of makes one from modules)", type(model).__name__)
+    expected = "a petra.TensorSpec, such as TensorSpec((8, 3, 32, 32), torch.float32)"
+    require(isinstance(inputs, TensorSpec), "inputs", expected, inputs)
     require(isinstance(k, int) and k >= 1, "k", "an integer >= 1", k)
-    method = _named_method(method)
-    layout = make_layout(model, inputs, stages, processes, dp)
+    method, layout = _named_method(method), make_layout(model, inputs, stages, processes, dp)
     if numerics.exact_streams:
         layout.require_exact()
     count = len(layout.stages)

@@ -12,6 +12,7 @@ from petra.errors import ModelError
 from petra.torch_private import NormBase, version
 
 _MASK = (1 << 64) - 1
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _global_generators = threading.RLock()
 
 
@@ -99,15 +100,23 @@ class frozen_statistics:
     Used in the forward pass of blocks that the backward pass evaluates again, so that each microbatch updates the statistics once.
     """
 
-    __slots__ = ("_training",)
+    __slots__ = ("_buffers", "_training")
 
     def __init__(self, layers: Sequence[NormBase]) -> None:
         self._training = [layer for layer in layers if layer.training]
 
     def __enter__(self) -> None:
+        # Instance normalisation updates its statistics whatever track_running_stats says, unless it has none.
+        self._buffers = [
+            (layer, layer.running_mean, layer.running_var) for layer in self._training if isinstance(layer, INSTANCE_NORMS)
+        ]
         for layer in self._training:
             layer.track_running_stats = False
+        for layer, *_ in self._buffers:
+            layer.running_mean = layer.running_var = None
 
     def __exit__(self, *_: object) -> None:
         for layer in self._training:
             layer.track_running_stats = True
+        for layer, mean, var in self._buffers:
+            layer.running_mean, layer.running_var = mean, var

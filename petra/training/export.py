@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from petra.errors import ConfigError, DataError, first_line, invalid, require
+from petra.errors import ConfigError, DataError, ModelError, first_line, invalid, require
 from petra.pipeline import Pipeline
+from petra.training.records import file_system_error
 
 FORMATS = {"pt": ".pt", "safetensors": ".safetensors"}
 """File suffix of each format."""
+
+FACTS = "petra"
+"""Key of the facts in a file's metadata."""
 
 State = dict[str, Tensor]
 """Tensors by key."""
@@ -43,10 +49,14 @@ def gathered_blocks(pipeline: Pipeline) -> Iterator[tuple[str, State]]:
                 yield name, message[0]
 
 
-def export(pipeline: Pipeline, path: Path) -> None:
+def export(pipeline: Pipeline, path: Path, facts: Mapping[str, Any] | None = None) -> None:
     """Write the state of the whole network to a file, in the format of its suffix. All processes must call this function.
 
     The process of the first stage writes the file.
+
+    Args:
+        facts: Values that JSON can represent, such as the normalisation of inputs. They are stored as the file's metadata, so that
+            the tensors remain those of the network. :func:`facts_in` returns them.
 
     Raises:
         ConfigError: If there is no format with this suffix, or safetensors is not installed.
@@ -58,16 +68,22 @@ def export(pipeline: Pipeline, path: Path) -> None:
         return
     draft = path.with_name(path.name + ".part")
     try:
+        text = {FACTS: json.dumps(dict(facts or {}))}
         if path.suffix == ".pt":
-            torch.save(state, draft)
+            ordered = OrderedDict(state)
+            # As Module.state_dict() does; load_state_dict() reads only the entries of modules' versions.
+            vars(ordered)["_metadata"] = {"": text}
+            with draft.open("wb") as file:  # raises the file system's own error, unlike torch.save with a path
+                torch.save(ordered, file)
         else:
             from safetensors.torch import save_file
 
-            save_file(state, draft)
+            save_file(state, draft, metadata=text)
         os.replace(draft, path)
     except Exception as error:  # each format has its own errors for a full disk
         draft.unlink(missing_ok=True)
-        raise DataError(f"{path}: cannot be written ({first_line(error)})") from error
+        cause = file_system_error(error)
+        raise DataError(f"{path}: cannot be written ({cause.strerror if cause else first_line(error)})") from error
 
 
 def load(path: Path) -> State:
@@ -92,25 +108,45 @@ def load(path: Path) -> State:
     return state
 
 
-def load_into(pipeline: Pipeline, state: Mapping[str, Tensor], source: str) -> None:
+def facts_in(path: Path) -> dict[str, Any]:
+    """Return the facts that a file was exported with; empty if there are none.
+
+    Raises:
+        DataError: If the file is missing or damaged.
+    """
+    try:
+        if path.suffix == ".pt":
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            text = getattr(loaded, "_metadata", {}).get("", {})
+        else:
+            from safetensors import safe_open
+
+            with safe_open(path, "pt") as file:
+                text = file.metadata() or {}
+        facts: dict[str, Any] = json.loads(text.get(FACTS, "{}"))
+    except Exception as error:  # each format has its own errors for damage
+        raise DataError(f"{path}: cannot be read as exported weights ({first_line(error)})") from error
+    return facts
+
+
+def load_into(pipeline: Pipeline, state: Mapping[str, Tensor], source: str, skip: Collection[str] = ()) -> None:
     """Load the state of a whole network into this process's blocks, and restart moving averages from it.
+
+    Args:
+        pipeline: This process's part of the pipeline.
+        state: State of the network.
+        source: Where the state is from, for messages.
+        skip: Names of blocks that keep their weights. ``state`` may have them in another form, or not at all.
 
     Raises:
         DataError: If the state belongs to another network. The message names the first block that does not fit.
     """
-    names = {block.name for block in pipeline.plan.model.blocks}
-    unknown = [key for key in state if key.partition(".")[0] not in names]
-    if unknown:
-        raise DataError(f"{source}: contains {unknown[0]}, but {pipeline.plan.model.name} has no such block")
-    for name, block in pipeline.blocks():
-        part = {key.removeprefix(f"{name}."): value for key, value in state.items() if key.startswith(f"{name}.")}
-        try:
-            block.load_state_dict(part)
-        except RuntimeError as error:
-            reason = " ".join(str(error).split())
-            raise DataError(f"{source}: block {name} does not fit ({reason})") from error
-    for worker in pipeline.workers.values():
-        worker.update.restart_averages()
+    kept = {key: value for key, value in pipeline.state_dict().items() if key.partition(".")[0] in skip}
+    loaded = {key: value for key, value in state.items() if key.partition(".")[0] not in skip}
+    try:
+        pipeline.load_state_dict(loaded | kept)
+    except ModelError as error:
+        raise DataError(f"{source}: {error}") from error
 
 
 def check_format(suffix: str) -> None:

@@ -19,7 +19,6 @@ from petra.engine.method_state import load_method_state, method_state
 from petra.errors import DataError
 from petra.pipeline import Pipeline
 from petra.training.export import State, load_into
-from petra.training.storage import read
 
 Parts = dict[str, State]
 """State of one block, by part."""
@@ -62,7 +61,7 @@ def load_state(pipeline: Pipeline, state: Mapping[str, Tensor], clock: int, sour
         worker.update.load_state_dict(_update_state(pipeline, j, blocks, source))
         worker.t = clock
         if pipeline.replica:
-            worker.stage.zero_gradients()
+            worker.stage.gradients.zero()
     pipeline.clock = clock
     load_method_state(pipeline.plan, pipeline.workers, pipeline.remedies, _method_state(pipeline, blocks))
 
@@ -73,6 +72,8 @@ def network(folder: Path) -> State:
     Raises:
         DataError: If a file cannot be read.
     """
+    from petra.training.storage import read
+
     blocks = _by_block(read(folder, lambda key: key.split("/")[1] in ("model", "average")))
     return {
         f"{block}.{name}": value

@@ -82,5 +82,4 @@ def test_an_error_of_the_source_is_raised_when_its_microbatch_is_requested(threa
 
 def test_the_cpu_reads_directly() -> None:
     source = Source()
-    assert staging.staging_thread(CPU) is None
-    assert staging.staged(source, CPU, range(3), None) is source
+    assert staging.staged(source, CPU, range(3)) is source
