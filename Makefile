@@ -29,8 +29,8 @@ lint: $(VENV)/installed
 	$(BIN)/codespell
 	$(BIN)/mypy
 
-$(VENV)/installed: pyproject.toml
+$(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -e '.[dev]'
-	-$(BIN)/pip install -e '.[manifests]' # their tests skip what can't be had
+	$(BIN)/pip install -c constraints.txt -e '.[dev]'
+	-$(BIN)/pip install -c constraints.txt -e '.[manifests]' # their tests skip what can't be had
 	touch $@

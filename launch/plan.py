@@ -138,11 +138,12 @@ def report(config: Config, options: argparse.Namespace) -> str:
         )  # fmt: skip
     else:
         blocks = tuple(_in_seconds(block, 1e12 * options.teraflops) for block in count_blocks(model, inputs))
+    transport: TransportName = "auto" if config.trainer.device == "cpu" else "lockstep"  # what auto selects on GPUs
     rows, refused = [], []
     candidates = [(method, False) for method in METHODS.values()] + [(replace(METHODS["petra"], name="petra, d=auto"), True)]
     for method, tune_delay in candidates:
         try:
-            rows.append(predict_method(blocks, method, config.k, machines, "auto", tune_delay=tune_delay))
+            rows.append(predict_method(blocks, method, config.k, machines, transport, tune_delay=tune_delay))
         except ConfigError as error:
             refused.append(f"- {method.name}: {error}")
     samples, count = inputs.shape[0], min(len(machines.devices), len(blocks))
@@ -157,7 +158,7 @@ def report(config: Config, options: argparse.Namespace) -> str:
         lines += [aligned_table(HEADER, [row.cells(samples) for row in sorted(rows, key=lambda row: row.prediction.period)]), ""]
         lines.append(f"recommended: {setting(best)}")
         if options.out is not None:
-            _draw(options.out, rows, best, machines, config.k)
+            _draw(options.out, rows, best, machines, config.k, transport)
             lines.append(f"figure: {options.out}")
     return "\n".join([*lines, *(["", "not possible:", *refused] if refused else [])])
 
@@ -170,14 +171,14 @@ def setting(row: Row) -> str:
     return " ".join([*chosen, *([] if row.method.delay == METHODS[name].delay else [f"method.delay={delay}"])])
 
 
-def _draw(path: Path, rows: Sequence[Row], best: Row, machines: Machines, k: int) -> None:
+def _draw(path: Path, rows: Sequence[Row], best: Row, machines: Machines, k: int, requested: TransportName) -> None:
     """Draw the schedule of the first stages of the recommended method, and the use of the links by all methods."""
     count = min(len(best.tuned.costs), DRAWN_STAGES)
     delay = best.method.delay if isinstance(best.method.delay, int) else best.method.delay[: count - 1]
     method = replace(best.method, delay=delay)
     delays = method.boundary_delays(count - 1)[: count - 1]
     microbatches = 2 * max(method.delays(count, k)) + DRAWN_MICROBATCHES
-    links, transport = machines.connections[: count - 1], simulated_transport("auto", delays)
+    links, transport = machines.connections[: count - 1], simulated_transport(requested, delays)
     intervals = simulate(best.tuned.costs[:count], method, k, microbatches, link=links, transport=transport)
     period = predict(best.tuned.costs[:count], method, k, link=links, transport=transport).period
     middle = max(i.stop for i in intervals) / 2

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_group
 
-from petra.errors import PetraError
+from petra.errors import PetraError, invalid
+from petra.torch_private import default_group_timeout
 
 
 def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -30,8 +30,38 @@ def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> li
 
 def default_timeout(device: torch.device) -> timedelta:
     """Return the timeout of the default group, which new groups must be given. They would otherwise use torch's own, 30 minutes."""
-    timeout: timedelta = _get_default_group()._get_backend(device).options._timeout
-    return timeout
+    return default_group_timeout(device)
+
+
+def bind_device(device: torch.device | str) -> torch.device:
+    """Make a GPU the current device of this process, and return the device with its index.
+
+    Without an index, a GPU is the one that the process group is bound to, or else the current device. NCCL, CUDA events and pinned
+    memory use the current device.
+
+    Raises:
+        ConfigError: If the machine has no such GPU, or the process group is bound to another one or to none.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return device
+    bound = None
+    if dist.is_available() and dist.is_initialized():
+        bound = getattr(dist.group.WORLD, "bound_device_id", None)
+        if bound is None:
+            expected = "backend='cpu:gloo,cuda:nccl' with device_id=<the GPU of this rank>"
+            raise invalid("init_process_group", expected, "no device_id")
+    if not torch.cuda.is_available():
+        raise invalid("device", "cpu on a machine without GPUs", device)
+    if device.index is None:
+        device = bound or torch.device("cuda", torch.cuda.current_device())
+    if bound not in (None, device):
+        raise invalid("device", f"{bound}, to which init_process_group bound this rank", device)
+    count = torch.cuda.device_count()
+    if device.index >= count:
+        raise invalid("device", f"a GPU from cuda:0 to cuda:{count - 1}", device)
+    torch.cuda.set_device(device)
+    return device
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from petra.distributed import all_gather_objects
+from petra.distributed import all_gather_objects, bind_device
 from petra.engine.build import Recipe, build_remedies, build_stages, build_workers, check_range, load_blocks
 from petra.engine.data_parallel import Replicas, Share, ShareObjective
 from petra.engine.endpoints import DataPort, DataSource, Loss, Losses, Objective, require_source
@@ -103,6 +103,7 @@ class Pipeline:
             dp=dp,
             numerics=numerics,
             transport=runtime.transport,
+            device_type=torch.device(runtime.device).type,
             metrics=len(metrics),
         )
         self._build(plan, Recipe(optimizer, learning_rate, losses, metrics, seed, rules, remedy), runtime)
@@ -117,17 +118,16 @@ class Pipeline:
     def _build(self, plan: Plan, recipe: Recipe, runtime: Runtime) -> None:
         recipe.check(plan)
         self.plan, self.recipe, self.concurrency = plan, recipe, runtime.concurrency
-        self.device = torch.device(runtime.device)
+        self.device = bind_device(runtime.device)
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.replica, process = plan.layout.locate(self.rank)
-        self.hooks = Hooks()
-        self.clock = 0
+        self.hooks, self.clock = Hooks(), 0
         self.measures: list[Callable[[], dict[str, float]]] = []
         self._totals = Totals(len(recipe.metrics), plan.layout.dp, self.device)
         self._source = DataPort(plan.layout.inputs, self.device, plan.numerics.channels_last, self._totals.add)
         self.objective = (Objective if plan.layout.dp == 1 else ShareObjective)(self.device, recipe.losses, recipe.metrics)
         if self.world > 1:
-            check_ranks_agree({**plan.settings(), **recipe.settings()}, plan, self.device)
+            check_ranks_agree({**plan.settings(), **recipe.settings()}, plan)
         self.stages = build_stages(plan, recipe, runtime, self.device, self.rank, self.hooks)
         self.replicas = None if plan.layout.dp == 1 else Replicas(plan.layout, self.replica, self.device)
         group = None if self.replicas is None else self.replicas.pipeline_group
@@ -164,7 +164,7 @@ class Pipeline:
             ModelError: If exact streams exceeded the range of their grid. Raised on every rank.
             NumericsError: If a loss, a gradient or running statistics are not finite (:class:`petra.UpdateRules`).
         """
-        self._set_data(data, microbatches)
+        self._set_data(data, self.clock, microbatches)
         self._totals.start(on_microbatch)
         start = self.clock
         for begin in self.hooks.train_begin:
@@ -184,7 +184,7 @@ class Pipeline:
 
     def evaluate(self, data: DataSource, microbatches: int) -> Result:
         """Evaluate microbatches 0 to ``microbatches`` - 1, with averaged weights if the rules ask for averages."""
-        self._set_data(data, microbatches)
+        self._set_data(data, 0, microbatches)
         self.objective.totals.zero_()
         with self.averaged(), evaluating(self.stages.values()):
             self._executor.evaluate(microbatches)
@@ -227,7 +227,7 @@ class Pipeline:
     def __repr__(self) -> str:
         return f"Pipeline({self.plan}, rank {self.rank} of {self.world}, {self.clock} microbatches done)"
 
-    def _set_data(self, data: DataSource, microbatches: int) -> None:
+    def _set_data(self, data: DataSource, start: int, microbatches: int) -> None:
         require_source(data, microbatches)
-        own = data if self.plan.layout.dp == 1 else Share(data, self.plan.layout, self.replica)
-        self._source.data = self.objective.data = own
+        for port in (self._source, self.objective):
+            port.start(data if self.replicas is None else Share(data, self.plan.layout, self.replica), start, microbatches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import platform
 import resource
@@ -30,6 +31,17 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return all([mallopt(parameter, value) for parameter, value in MALLOC_SETTINGS.items()])
+
+
+def release_memory(device: torch.device) -> None:
+    """Free what earlier runs of this process left behind, and start to measure the peak of a GPU again.
+
+    Reference cycles refer to a pipeline that has been used, so its tensors live until the garbage collector runs.
+    """
+    gc.collect()
+    if device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory(device: torch.device) -> int:

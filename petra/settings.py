@@ -47,8 +47,10 @@ class Runtime:
     """Where and how a pipeline runs. Results don't depend on ``transport`` or ``concurrency``.
 
     Attributes:
-        device: Device of this process.
-        transport: ``auto`` selects ``local`` in one process, ``lockstep`` if d = 2 at every boundary, and ``edge`` otherwise.
+        device: Device of this process. A GPU becomes the process's current device; ``cuda`` is the one that the process group is
+            bound to, or else the current device.
+        transport: ``auto`` selects ``local`` in one process. In several, it selects ``lockstep`` on GPUs or if d = 2 at every
+            boundary, and ``edge`` otherwise.
         concurrency: Number of stages that run at the same time in one process on the CPU, each in a thread of its own.
         compile: Backend of ``torch.compile`` for the functions inside blocks, or None.
     """

@@ -1,10 +1,20 @@
 """Page faults show whether the allocator reuses the memory of freed tensors."""
 
+import gc
 import subprocess
 import sys
+import weakref
 
 import pytest
+import torch
 
+from launch.config.compose import compose_overrides
+from launch.run.build import set_up
+from launch.run.training import prepare_process
+from launch.runtime.rank import Process
+from petra.process_memory import release_memory
+
+ALONE = Process(rank=0, world=1, local_rank=0, local_world=1)
 FAULTS = """
 import resource
 import torch
@@ -42,3 +52,36 @@ def test_freed_memory_is_reused_unless_the_environment_configures_malloc(
     assert kept == str(not environment)
     # Ten calls with two tensors of 64 MiB touch 640 pages of 2 MiB, or 327,680 pages of 4 KiB.
     assert int(faults) < 20 if not environment else int(faults) >= 640
+
+
+class Cycle:
+    """An object that refers to itself."""
+
+    def __init__(self) -> None:
+        self.myself = self
+
+
+def test_a_run_frees_what_the_last_one_left_and_sets_options_of_torch() -> None:
+    overrides = ["trainer.device=cpu", "trainer.matmul_precision=high", "trainer.cudnn_benchmark=true"]
+    setup = set_up(compose_overrides(overrides), ALONE)
+    gc.disable()
+    try:
+        left = weakref.ref(Cycle())
+        prepare_process(setup)
+        assert left() is None
+        assert torch.get_float32_matmul_precision() == "high"
+        assert torch.backends.cudnn.benchmark
+    finally:
+        gc.enable()
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.benchmark = False
+
+
+def test_the_cache_and_the_peak_of_a_gpu_are_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(gc, "collect", lambda: called.append("collect"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("empty_cache"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: called.append(f"reset {device}"))
+    release_memory(torch.device("cuda", 1))
+    assert called == ["collect", "empty_cache", "reset cuda:1"]

@@ -17,12 +17,12 @@ from petra.training import sgd
 from tests.structure import ROOT, circles, definitions, imports, modules, room, room_imports
 
 PETRA = (
-    *("errors", "process_memory", "specs", "settings", "hooks", "reversible", "nn", "distributed", "method", "model", "plan"),
-    *("transport", "staleness", "engine", "pipeline", "diagnostics", "cost_model", "analysis", "data", "models", "training"),
-    "__main__",
+    *("errors", "torch_private", "process_memory", "specs", "settings", "hooks", "reversible", "nn", "distributed", "method"),
+    *("model", "plan", "transport", "staleness", "engine", "pipeline", "diagnostics", "cost_model", "analysis", "data", "models"),
+    *("training", "__main__"),
 )
 """Rooms of petra/, from the bottom up: a room imports only rooms before it."""
-LAUNCH = ("config", "runtime", "run", "doctor", "reproduce")
+LAUNCH = ("config", "runtime", "run", "doctor", "selftest", "reproduce")
 """Rooms of launch/, from the bottom up. The commands at its root come last."""
 
 

@@ -21,6 +21,8 @@ from .errors import config_error
 from .names import DATASETS, FORMATS, MODELS, OPTIMIZERS, PRECISIONS, PREDICTIONS, SCHEDULES, WIRES, one_of_or_own
 
 AUTO = "auto"
+MEMORY = "memory"
+"""Value of ``dry_run`` that also predicts memory."""
 LONGEST_TIMEOUT = 10**7
 """Seconds. torch refuses much longer timeouts."""
 
@@ -156,6 +158,8 @@ class TrainerConfig:
     nonfinite: str = MISSING
     label_smoothing: float = key(number(least=0, below=1))
     channels_last: bool = MISSING
+    matmul_precision: str = key(one_of(("highest", "high", "medium")))
+    cudnn_benchmark: bool = MISSING
     compile: str | None = key(one_of(("eager", "aot_eager", "inductor")), None)
     limit_batches: int | None = key(integer(1), None)
     export: str = key(one_of(("none", *FORMATS)))
@@ -215,7 +219,7 @@ class Config:
     resume_change: list[str] | None = key(NAMES, None)
     init_from: str | None = None
     init_skip: list[str] | None = key(NAMES, None)
-    dry_run: bool = MISSING
+    dry_run: Any = key(satisfies(lambda value: value in (False, True, MEMORY), f"true, false or {MEMORY}"))
     model: ModelConfig = MISSING
     data: DataConfig = MISSING
     method: MethodConfig = MISSING

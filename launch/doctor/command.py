@@ -47,7 +47,9 @@ def examine(config: Config, process: Process) -> None:
     notes = set_variables(config.cluster)
     try:
         with process.process_group(device, config.trainer.timeout):
-            reports = all_gather_objects(inspect_machine(process, device, config.trainer.threads, config.cluster.interfaces))
+            trainer = config.trainer
+            found = inspect_machine(process, device, trainer.threads, config.cluster.interfaces, requested=trainer.device)
+            reports = all_gather_objects(found)
             links = measure_links(device, config.dp) if process.world > 1 else []
             speeds = [] if config.cluster.machines is None else measure_speeds(device)
     except RuntimeError as error:  # the base class of torch.distributed's errors

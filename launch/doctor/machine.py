@@ -18,6 +18,7 @@ import torch
 
 from petra.errors import invalid
 
+from ..config.schema import AUTO
 from ..runtime.rank import Process
 
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_", "CUDA_VISIBLE", "OMP_NUM_THREADS", "TORCH_DISTRIBUTED_")
@@ -50,7 +51,9 @@ class Report:
     problems: tuple[str, ...]
 
 
-def inspect_machine(process: Process, device: torch.device, threads: int, interfaces: Sequence[str] | None) -> Report:
+def inspect_machine(
+    process: Process, device: torch.device, threads: int, interfaces: Sequence[str] | None, *, requested: str = AUTO
+) -> Report:
     """Return the findings of this process.
 
     Args:
@@ -58,12 +61,13 @@ def inspect_machine(process: Process, device: torch.device, threads: int, interf
         device: Device that it would train on.
         threads: Threads for compute in each process.
         interfaces: Network interfaces in the configuration.
+        requested: ``trainer.device`` in the configuration.
     """
     on_gpu = device.type == "cuda"
     properties = torch.cuda.get_device_properties(device) if on_gpu else None
     memory = properties.total_memory if properties else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     node = os.environ.get("GROUP_RANK", "0")
-    problems = [*_gpu_problems(device), *_container_problems(device), *_network_problems(process, interfaces)]
+    problems = [*_gpu_problems(device, requested), *_container_problems(device), *_network_problems(process, interfaces)]
     if process.local_world * threads > _cores():
         problems.append(
             f"{_cores()} core(s) for {process.local_world} process(es) with {threads} thread(s) each: stages slow each other down"
@@ -113,11 +117,11 @@ def find_differences(reports: Sequence[Report], replica_size: int) -> list[str]:
     return problems
 
 
-def _gpu_problems(device: torch.device) -> Iterator[str]:
+def _gpu_problems(device: torch.device, requested: str) -> Iterator[str]:
     cuda = torch.version.cuda
-    if cuda and device.type == "cpu":
+    if cuda and device.type == "cpu" and requested != "cpu":
         yield f"PyTorch is built for CUDA {cuda} but finds no GPU: the driver is missing or too old, or the container has no GPU"
-    if not cuda and Path("/dev/nvidia0").exists():
+    if not cuda and requested != "cpu" and Path("/dev/nvidia0").exists():
         yield "the machine has a GPU, but PyTorch is built without CUDA"
     if device.type == "cuda" and device.index + 1 < torch.cuda.device_count():
         other = torch.device("cuda", device.index + 1)

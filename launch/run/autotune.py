@@ -100,6 +100,7 @@ def _choose(setup: Setup, machines: Machines) -> Tuned:
         # In one process the choice of delays would not change the speed, so choose as for one process per stage.
         processes=owners if several else None,
         transport=cast(TransportName, config.trainer.transport),
+        device_type=setup.device.type,
         parameter_copies=_parameter_copies(setup),
     )
 

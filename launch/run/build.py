@@ -65,7 +65,7 @@ class Setup:
 
     def with_choice(self, stages: list[int], method: Method) -> Setup:
         """Return the setup with the chosen values for all settings that were ``auto``."""
-        plan = _plan(self.config, self.plan.model, method, stages, self.processes)
+        plan = _plan(self.config, self.plan.model, method, stages, self.processes, self.device)
         return replace(self, plan=plan, auto=frozenset())
 
     def data(self) -> tuple[TrainSource, EvalSource]:
@@ -115,11 +115,12 @@ def set_up(config: Config, process: Process) -> Setup:
     stages = config.trainer.stages
     if stages == AUTO:
         stages = processes_per_replica(process.world, config.dp)
+    device = process.device(config.trainer.device)
     settings = {"stages": config.trainer.stages, "delay": config.method.delay, "keep": config.method.keep}
     setup = Setup(
         config=config,
-        plan=_plan(config, _model(config), _method(config), stages, process.world),
-        device=process.device(config.trainer.device),
+        plan=_plan(config, _model(config), _method(config), stages, process.world, device),
+        device=device,
         processes=process.world,
         auto=frozenset(name for name, value in settings.items() if value == AUTO),
     )
@@ -129,7 +130,9 @@ def set_up(config: Config, process: Process) -> Setup:
     return setup
 
 
-def _plan(config: Config, model: Model, method: Method, stages: int | list[int] | None, processes: int) -> Plan:
+def _plan(
+    config: Config, model: Model, method: Method, stages: int | list[int] | None, processes: int, device: torch.device
+) -> Plan:
     inputs, trainer = checked_form(config.data), config.trainer
     try:
         return make_plan(
@@ -142,6 +145,7 @@ def _plan(config: Config, model: Model, method: Method, stages: int | list[int] 
             dp=config.dp,
             numerics=Numerics(PRECISIONS[trainer.precision], trainer.channels_last, trainer.exact_streams, WIRES[trainer.wire]),
             transport=cast(TransportName, trainer.transport),
+            device_type=device.type,
             metrics=len(recipe.metrics(config.data.classes, _unit(inputs))),
         )
     except ConfigError as error:  # names the argument

@@ -7,8 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from petra.cost_model.memory import predict_memory
 from petra.plan import Plan, StagePlan
 from petra.plan.messages import Boundary
+from petra.specs import TensorSpec
 
 from .build import Setup
 from .markdown import aligned_table
@@ -87,6 +91,10 @@ COLUMNS: dict[str, Callable[[StageRow], str]] = {
 """Title and content of each column."""
 
 
+MEMORY_PARTS = ("weights", "gradients", "optimizer", "stored", "temporary", "workspace")
+"""Columns of the table of memory: fields of :class:`petra.cost_model.memory.PredictedMemory`."""
+
+
 def stage_map(setup: Setup) -> str:
     """Return a Markdown table of the stages. Sizes are of one microbatch, or of a replica's share of it."""
     plan = setup.plan
@@ -99,6 +107,24 @@ def stage_map(setup: Setup) -> str:
         f"{dp * sum(stage.flops for stage in plan.stages) / 1e9:.3g} GFLOPs forward for a microbatch of {plan.inputs}"
     )
     return f"{title}\n\n{aligned_table(tuple(COLUMNS), rows)}"
+
+
+def memory_table(setup: Setup) -> str:
+    """Return a Markdown table with the memory that each process of a replica would reach on a GPU, in MB (10^6 bytes).
+
+    Auto-tuned settings have provisional values. Takes seconds to minutes, without a GPU and without the memory that it predicts.
+    """
+    plan, rows = setup.plan, []
+    shape = plan.layout.inputs.shape
+    targets = TensorSpec(shape[:1] if setup.unit == "images" else (shape[0] * shape[1],), torch.int64)
+    recipe = setup.recipe(setup.learning_rate(microbatches_per_epoch=1))
+    for process, stages in enumerate(plan.layout.processes):
+        if stages:
+            found = predict_memory(plan, recipe, targets, process=process)
+            parts = (*(getattr(found, name) for name in MEMORY_PARTS), found.total)
+            numbers = f"{stages[0] + 1} … {stages[-1] + 1}" if len(stages) > 1 else str(stages[0] + 1)
+            rows.append([str(process), numbers, *(f"{size / 1e6:.1f}" for size in parts)])
+    return aligned_table(("process", "stages", *MEMORY_PARTS, "total (MB)"), rows)
 
 
 def stage_rows(plan: Plan) -> list[StageRow]:

@@ -13,7 +13,7 @@ import torch
 from petra.data import EvalSource, TrainSource
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.pipeline import Pipeline
-from petra.process_memory import keep_freed_memory
+from petra.process_memory import keep_freed_memory, release_memory
 from petra.training import (
     FORMATS,
     Bar,
@@ -28,14 +28,14 @@ from petra.training import (
     peak_memory,
 )
 
-from ..config.schema import Config
+from ..config.schema import MEMORY, Config
 from ..runtime.network import set_variables
 from ..runtime.rank import Process
 from ..runtime.signals import StopRequest
 from .autotune import tune_setup
 from .build import Setup, set_up
 from .diagnostics import attach_diagnostics
-from .dry_run import stage_map
+from .dry_run import memory_table, stage_map
 from .exclusive import exclusive_folder
 from .folder import Records, headline, summarise
 from .report import read_updates
@@ -52,6 +52,8 @@ def run(config: Config, process: Process) -> None:
     if config.dry_run:
         if process.first:
             print(stage_map(setup), flush=True)
+            if config.dry_run == MEMORY:
+                print(f"\n{memory_table(setup)}", flush=True)
         return
     notes = prepare_process(setup)
     with process.process_group(setup.device, config.trainer.timeout), exclusive_folder(config, process):
@@ -97,8 +99,12 @@ def train_in_group(setup: Setup, notes: Sequence[str], process: Process) -> None
 
 
 def prepare_process(setup: Setup) -> list[str]:
-    """Set the number of threads, the allocator and the network's environment variables, and return notes to print."""
-    torch.set_num_threads(setup.config.trainer.threads)
+    """Set torch's options, the allocator and the network's environment variables, and return notes to print."""
+    trainer = setup.config.trainer
+    torch.set_num_threads(trainer.threads)
+    torch.set_float32_matmul_precision(trainer.matmul_precision)
+    torch.backends.cudnn.benchmark = trainer.cudnn_benchmark
+    release_memory(setup.device)  # of an earlier run of this process
     if setup.device.type == "cpu":
         keep_freed_memory()
     return set_variables(setup.config.cluster)

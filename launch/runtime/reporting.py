@@ -119,10 +119,11 @@ def claim_error_report(*, this_machine: bool = False) -> bool:
     claims = [True]
 
     def claim() -> None:
-        from torch.distributed.distributed_c10d import _get_default_store
+        from petra.torch_private import default_store
 
         with suppress(RuntimeError):
-            claims[0] = _get_default_store().add("reported", 1) == 1
+            store = default_store()
+            claims[0] = store is None or store.add("reported", 1) == 1
 
     if _in_process_group():
         claiming = Thread(target=claim, daemon=True)  # a store on a lost host doesn't answer for minutes

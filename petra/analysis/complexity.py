@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from petra.analysis.flops import FlopCounter
 from petra.cost_model.costs import StageCost
 from petra.cost_model.simulator import predict
-from petra.diagnostics.activation_memory import ActivationMemory, graph_bytes, storage_key
+from petra.diagnostics.activation_memory import ActivationMemory, graph_bytes
 from petra.engine.stage import Stage
 from petra.hooks import Hook
 from petra.method import METHODS, Keep, Method, Weights
@@ -21,6 +21,7 @@ from petra.model import BlockSpec, Model
 from petra.pipeline import Pipeline
 from petra.reversible import Coupling
 from petra.specs import Message, Streams, TensorSpec
+from petra.torch_private import storage_key
 
 BATCH, FEATURES = 8, 32
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from petra.torch_private import TorchDispatchMode
 
 
 class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -219,6 +219,7 @@ def tune(
     link: Link | Sequence[Connection] = INSTANT,
     processes: Sequence[range] | None = None,
     transport: TransportName = "auto",
+    device_type: str = "cpu",
     parameter_copies: int = PARAMETER_COPIES,
 ) -> Tuned:
     """Choose the partition, then the delays for it, then again what blocks store, with the memory that smaller delays free.
@@ -231,7 +232,7 @@ def tune(
         limit: Bytes available to each stage.
         devices: Device of each stage, whose memory is another limit; None for equal devices.
         link, processes: As for :func:`petra.cost_model.simulator.predict`.
-        transport: Transport that the run requests.
+        transport, device_type: As for :func:`petra.cost_model.delays.choose_delays`.
         parameter_copies: As for :func:`petra.cost_model.costs.stage_cost`.
 
     Raises:
@@ -250,7 +251,7 @@ def tune(
     keeps, costs = choose()
     delay = method.delay
     if tune_delay:
-        delay = choose_delays(costs, method, k, link=link, processes=processes, transport=transport)
+        delay = choose_delays(costs, method, k, link=link, processes=processes, transport=transport, device_type=device_type)
         candidates = replace(candidates, delays=replace(method, delay=delay).delays(count, k))
         keeps, costs = choose()
     for j, (cost, device) in enumerate(zip(costs, devices, strict=True)):

@@ -26,6 +26,7 @@ def choose_delays(
     link: Link | Sequence[Connection] = INSTANT,
     processes: Sequence[range] | None = None,
     transport: TransportName = "auto",
+    device_type: str = "cpu",
     max_delay: int = 4,
 ) -> tuple[int, ...]:
     """Choose the smallest boundary delays that keep the throughput of the largest ones, up to :data:`TOLERANCE`.
@@ -38,6 +39,7 @@ def choose_delays(
         k: Microbatches per update.
         link, processes: As for :func:`petra.cost_model.simulator.predict`.
         transport: Transport that the run requests.
+        device_type: ``cpu`` or ``cuda``, by which ``auto`` selects a transport.
         max_delay: Largest delay of a boundary.
     """
     if method.weights is Weights.DOUBLE and len(costs) > 1:
@@ -47,7 +49,7 @@ def choose_delays(
     if not boundaries:
         return ()
     stages = tuple(processes) if processes else tuple(range(j, j + 1) for j in range(len(costs)))
-    pipeline = _Pipeline(tuple(costs), method, k, connections(link, len(stages)), stages, transport)
+    pipeline = _Pipeline(tuple(costs), method, k, connections(link, len(stages)), stages, transport, device_type)
     longest_period = (1 + TOLERANCE) * pipeline.period([max_delay] * boundaries)
     uniform = next((d for d in range(max_delay) if pipeline.period([d] * boundaries) <= longest_period), max_delay)
     lower = _lower_by_bisection if pipeline.divisible else _lower_one_by_one
@@ -64,6 +66,7 @@ class _Pipeline:
     connections: tuple[Connection, ...]
     processes: tuple[range, ...]
     transport: TransportName
+    device_type: str
 
     @property
     def divisible(self) -> bool:
@@ -72,7 +75,7 @@ class _Pipeline:
 
     def period(self, delays: Sequence[int]) -> float:
         """Return the period with these boundary delays."""
-        transport = simulated_transport(self.transport, delays)
+        transport = simulated_transport(self.transport, delays, self.device_type)
         method = replace(self.method, delay=tuple(delays))
         found = predict(self.costs, method, self.k, link=self.connections, processes=self.processes, transport=transport)
         return found.period
@@ -83,7 +86,7 @@ class _Pipeline:
             pair = self.costs[boundary : boundary + 2]
             if sum(cost.forward + cost.backward for cost in pair) > limit:  # the two stages take turns
                 return True
-        if simulated_transport(self.transport, delays) == "lockstep" and min(delays) == 0:
+        if simulated_transport(self.transport, delays, self.device_type) == "lockstep" and min(delays) == 0:
             return False  # the rounds of the whole pipeline differ from those of a part
         start, stop = max(0, boundary - reach), min(len(self.costs), boundary + 2 + reach)
         part = replace(
@@ -91,7 +94,7 @@ class _Pipeline:
             costs=self.costs[start:stop],
             connections=self.connections[start : stop - 1],
             processes=tuple(range(j, j + 1) for j in range(stop - start)),
-            transport=simulated_transport(self.transport, delays),
+            transport=simulated_transport(self.transport, delays, self.device_type),
         )
         return part.period(delays[start : stop - 1]) > limit
 

@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from petra.engine.stage import Stage
@@ -16,6 +15,7 @@ from petra.hooks import Hook, Hooks
 from petra.method import Keep, Weights
 from petra.model import Model
 from petra.specs import Streams, TensorSpec
+from petra.torch_private import fake_tensor_mode, storage_key
 
 
 class GraphMeter:
@@ -122,11 +122,6 @@ def stored_bytes(stage: Stage, graphs: GraphMeter, *, weights: bool = True) -> i
     return sum(size for key, size in sizes.items() if key not in excluded)
 
 
-def storage_key(tensor: Tensor) -> int:
-    """Return a number that identifies the tensor's storage; fake tensors, which have no address, have one too."""
-    return int(tensor.untyped_storage()._cdata)
-
-
 def graph_bytes(
     model: Model,
     blocks: range,
@@ -142,9 +137,9 @@ def graph_bytes(
     """
     with torch.device("meta"):
         modules = [model.blocks[b].build().train() for b in blocks]
-    with FakeTensorMode():
+    with fake_tensor_mode():
         for module in modules:
-            _fake(module)
+            fake_module(module)
         stage = Stage(modules, keeps, weights=weights, first_block=blocks.start, autocast=autocast)
         x = tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in inputs)
         with GraphMeter().counting() as graphs:
@@ -152,7 +147,7 @@ def graph_bytes(
         return stored_bytes(stage, graphs)
 
 
-def _fake(module: nn.Module) -> None:
+def fake_module(module: nn.Module) -> None:
     """Replace a module's tensors on the meta device by fake tensors on the CPU, where autocast applies."""
     made: dict[int, Tensor] = {}
     for part in module.modules():

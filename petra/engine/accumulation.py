@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from petra.errors import ModelError, require
 from petra.reversible import Gradients
+from petra.torch_private import foreach_add_, foreach_zero_
 
 
 class Accumulation:
@@ -35,12 +36,12 @@ class Accumulation:
     def add(self, gradients: Gradients) -> None:
         """Add 1/k of the gradients of one block."""
         self._used.update(gradients)
-        torch._foreach_add_([p.grad for p in gradients], list(gradients.values()), alpha=1 / self._k)  # type: ignore[misc]
+        foreach_add_([p.grad for p in gradients], list(gradients.values()), alpha=1 / self._k)
 
     def zero(self) -> None:
         """Set the accumulated gradients to zero."""
         if self.parameters:
-            torch._foreach_zero_([p.grad for p in self.parameters])  # type: ignore[misc]
+            foreach_zero_([p.grad for p in self.parameters])
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
+
+from petra.torch_private import foreach_lerp_
 
 
 class WeightAverage:
@@ -35,7 +36,7 @@ class WeightAverage:
         assert self.decay is not None
         # A smaller decay at first, because short runs would otherwise average mostly initial weights.
         decay = min(self.decay, (1 + updates) / (10 + updates))
-        torch._foreach_lerp_(self.values, [p.detach() for p in self._parameters], 1 - decay)
+        foreach_lerp_(self.values, [p.detach() for p in self._parameters], 1 - decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -65,14 +66,27 @@ class Recipe:
         return {"remedy": self.remedy, "rules": self.rules, "seed": self.seed}
 
 
-def build_stages(plan: Plan, recipe: Recipe, runtime: Runtime, device: torch.device, rank: int, hooks: Hooks) -> dict[int, Stage]:
-    """Build the stages of a rank, by index. Weights depend on the seed and the block only, not on the partition."""
+def build_stages(
+    plan: Plan,
+    recipe: Recipe,
+    runtime: Runtime,
+    device: torch.device,
+    rank: int,
+    hooks: Hooks,
+    make_block: Callable[[int], nn.Module] | None = None,
+) -> dict[int, Stage]:
+    """Build the stages of a rank, by index. Weights depend on the seed and the block only, not on the partition.
+
+    Args:
+        make_block: Returns a block on its device, given its index. By default, blocks are built for this run.
+    """
+    make_block = partial(_block, plan, recipe, runtime, device) if make_block is None else make_block
     replica, process = plan.layout.locate(rank)
     stages = {}
     for j in plan.layout.processes[process]:
         stage = plan.stages[j]
         stages[j] = Stage(
-            [_block(plan, recipe, runtime, device, b) for b in stage.blocks],
+            [make_block(b) for b in stage.blocks],
             stage.keeps,
             weights=stage.weights,
             first_block=stage.blocks.start,
@@ -119,12 +133,13 @@ def build_workers(
     ports: Mapping[int, tuple[Port, Port]],
     device: torch.device,
     hooks: Hooks,
+    update: type[Update] = Update,
 ) -> dict[int, Worker]:
-    """Build a worker for each stage of a rank, by index."""
+    """Build a worker for each stage of a rank, by index. ``update`` is the class of their updates."""
     workers = {}
     for j, stage in stages.items():
         planned = plan.stages[j]
-        update = Update(
+        updates = update(
             stage,
             _optimizer(recipe, stage.module),
             recipe.remedy.learning_rate(recipe.learning_rate, planned.staleness),
@@ -134,7 +149,7 @@ def build_workers(
             last=j == len(plan.stages) - 1,
             hooks=hooks,
         )
-        workers[j] = Worker(j, stage, *ports[j], update, hooks, boundary_factor(recipe.remedy.shrink, plan.delays, j))
+        workers[j] = Worker(j, stage, *ports[j], updates, hooks, boundary_factor(recipe.remedy.shrink, plan.delays, j))
     return workers
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from petra.reversible import ReversibleBlock
+from petra.torch_private import set_recompile_limit
 
 RECOMPILE_LIMIT = 64
 """Number of variants that ``torch.compile`` may make of one code object.
@@ -19,6 +19,6 @@ def compile_block(block: nn.Module, backend: str) -> None:
 
     The forward pass, inverse and vector-Jacobian product of a reversible block call its functions, so those are compiled.
     """
-    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    set_recompile_limit(RECOMPILE_LIMIT)
     for part in block.children() if isinstance(block, ReversibleBlock) else (block,):
         part.compile(backend=backend, dynamic=False)

@@ -23,6 +23,7 @@ from petra.hooks import Gradients, Hook, Hooks
 from petra.plan.layout import Layout
 from petra.reversible import derive_seed, normalisations
 from petra.specs import Message, Streams
+from petra.torch_private import NormBase
 from petra.transport.port import locate_errors
 
 
@@ -174,5 +175,5 @@ def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return [list(group) for _, group in groupby(ordered, key=lambda t: t.dtype)]
 
 
-def _statistics(layer: torch.nn.modules.batchnorm._NormBase) -> list[Tensor]:
+def _statistics(layer: NormBase) -> list[Tensor]:
     return [t for t in (layer.running_mean, layer.running_var) if t is not None]

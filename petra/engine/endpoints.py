@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from petra.engine.metrics import Metric, count_targets
+from petra.engine.staging import staged
 from petra.errors import ConfigError, ModelError, invalid, require
 from petra.specs import Message, TensorSpec
+from petra.torch_private import storage_key
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Function of (output, targets) that returns the mean over the targets that are not ignored."""
@@ -26,7 +28,10 @@ class Losses:
 
 
 class DataSource(Protocol):
-    """Microbatches by index, the same in every process. The first stage reads the inputs, the last stage reads the targets."""
+    """Microbatches by index, the same in every process. The first stage reads the inputs, the last stage reads the targets.
+
+    On a GPU, another thread calls these methods in advance.
+    """
 
     def inputs(self, m: int) -> Tensor:
         """Return the inputs of microbatch ``m``."""
@@ -57,15 +62,28 @@ class DataPort:
         device: Device of the first stage.
         channels_last: Whether 4-d inputs use the channels-last memory format.
         on_report: Called with the report of each microbatch (see :class:`Objective`).
-
-    Attributes:
-        data: Source of the inputs. Set before each run of the pipeline.
     """
 
-    def __init__(self, inputs: TensorSpec, device: torch.device, channels_last: bool, on_report: Callable[[Tensor], None]) -> None:
+    def __init__(
+        self,
+        inputs: TensorSpec,
+        device: torch.device,
+        channels_last: bool,
+        on_report: Callable[[Tensor], None],
+    ) -> None:
         self.inputs, self.device, self.on_report = inputs, device, on_report
         self.format = torch.channels_last if channels_last else torch.contiguous_format
-        self.data: DataSource | None = None
+        self._read: Callable[[int], Tensor] | None = None
+
+    def start(self, data: DataSource, start: int, microbatches: int) -> None:
+        """Read the inputs of ``microbatches`` microbatches from number ``start`` on in the next run of the pipeline."""
+
+        def checked(m: int) -> Tensor:
+            x = data.inputs(m)
+            self.inputs.require(x, f"the data of microbatch {m}")
+            return x
+
+        self._read = staged(checked, self.device, range(start, start + microbatches))
 
     def send(self, m: int, message: Message) -> None:
         """Accept the backward message of microbatch ``m``. Only its report is used."""
@@ -78,12 +96,11 @@ class DataPort:
         Raises:
             ModelError: If the inputs don't have the expected shape and type.
         """
-        assert self.data is not None
-        x = self.data.inputs(m)
-        self.inputs.require(x, f"the data of microbatch {m}")
-        own = _moved(x, self.device)
-        own = own.contiguous(memory_format=self.format) if own.dim() == 4 else own
-        return ((own.clone() if own.data_ptr() == x.data_ptr() else own,),)
+        assert self._read is not None
+        x = self._read(m)
+        own = x.contiguous(memory_format=self.format) if x.dim() == 4 else x
+        shared = self.device.type == "cpu" and storage_key(own) == storage_key(x)  # with the data source
+        return ((own.clone() if shared else own,),)
 
 
 class Objective:
@@ -98,15 +115,20 @@ class Objective:
         metrics: Metrics by name.
 
     Attributes:
-        data: Source of the targets. Set before each run of the pipeline.
+        data: Source of the targets.
         totals: Sum of the reports of an evaluation.
     """
 
     def __init__(self, device: torch.device, losses: Losses, metrics: Mapping[str, Metric]) -> None:
         self.device, self.losses, self.metrics = device, losses, dict(metrics)
         self.data: DataSource | None = None
+        self._read: Callable[[int], Tensor] | None = None
         self._pending: dict[int, Message] = {}
         self.totals = torch.zeros(2 + len(self.metrics), dtype=torch.float64, device=device)
+
+    def start(self, data: DataSource, start: int, microbatches: int) -> None:
+        """Read the targets of ``microbatches`` microbatches from number ``start`` on in the next run of the pipeline."""
+        self.data, self._read = data, staged(data.targets, self.device, range(start, start + microbatches))
 
     def send(self, m: int, message: Message) -> None:
         """Take the output of microbatch ``m``, and compute its loss and gradient."""
@@ -123,7 +145,8 @@ class Objective:
 
     def loss_of(self, m: int, output: Tensor) -> Tensor:
         """Return the training loss of microbatch ``m``, differentiable with respect to ``output``."""
-        return self.losses.training(output, self._targets(m))
+        assert self.data is not None
+        return self.losses.training(output, self.data.targets(m).to(self.device))
 
     def evaluate(self, m: int, message: Message) -> None:
         """Take the output of microbatch ``m`` in an evaluation, and add its report to ``totals``."""
@@ -141,19 +164,14 @@ class Objective:
         return torch.where(count > 0, report, 0.0)
 
     def _targets(self, m: int) -> Tensor:
-        assert self.data is not None
-        return _moved(self.data.targets(m), self.device)
+        assert self._read is not None
+        return self._read(m)
 
 
 def _require_scalar(name: str, value: object) -> None:
     if not (isinstance(value, Tensor) and value.dim() == 0):
         got = str(TensorSpec(tuple(value.shape), value.dtype)) if isinstance(value, Tensor) else type(value).__name__
         raise invalid(name, "a tensor without dimensions", got, ModelError)
-
-
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on the device. Copies to a GPU are made from pinned memory, so that the host does not wait."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _loss_and_gradient(loss: Loss, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

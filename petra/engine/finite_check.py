@@ -1,23 +1,44 @@
 """Detection of non-finite values: decides which updates to skip, and names the stage where the first infinity or NaN arose.
 
-Decisions are flags on the device. Only :meth:`FiniteCheck.check` and :meth:`FiniteCheck.check_drained` wait for a GPU.
+Decisions are flags on the device. Only :meth:`FiniteCheck.settle`, and what calls it, waits for a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import isfinite
+from dataclasses import dataclass
+from math import isfinite, sqrt
 
 import torch
 from torch import Tensor
 
 from petra.engine.loss_scale import LossScale, scalar
 from petra.engine.stage import Stage
+from petra.engine.update_log import Outcome, UpdateLog
 from petra.engine.update_rules import UpdateRules
 from petra.errors import NumericsError
 from petra.specs import Streams
+from petra.torch_private import foreach_copy_, foreach_norm
 
 ADVICE = "Lower optim.lr or set optim.clip"
+CHECK_EVERY = 50
+"""Number of updates after which the host reads their outcomes from a GPU. On the CPU it reads them at every update."""
+
+
+@dataclass
+class MeanNorm:
+    """Mean gradient norm of the updates that were not skipped."""
+
+    total: float = 0.0
+    count: float = 0.0
+
+    def add(self, norm: float) -> None:
+        """Include the norm of an update."""
+        self.total, self.count = self.total + norm, self.count + 1
+
+    def value(self) -> float:
+        """Return the mean, 0 without any update."""
+        return self.total / max(self.count, 1)
 
 
 class FiniteCheck:
@@ -32,7 +53,8 @@ class FiniteCheck:
         last: Whether the stage receives its gradient from the loss.
 
     Attributes:
-        skipped: Number of skipped updates since the start of training.
+        skipped: Number of skipped updates since the start of training, up to the last :meth:`settle`.
+        norms: Mean norm of the gradients of updates that were not skipped, up to the last :meth:`settle`.
     """
 
     def __init__(
@@ -40,11 +62,14 @@ class FiniteCheck:
     ) -> None:
         self.stage, self.rules, self.loss_scale = stage, rules, loss_scale
         self.device, self.number, self.last = device, number, last
-        self.skipped = scalar(0, device)
         self._received: list[Tensor] = []  # the sum of each δ received since the last update
         self._sent = scalar(0, device)  # the sum of all δ sent since the last update; computed only with a loss scale
-        self._failed = scalar(0, device)  # code of the first failure (_record_failure), or 0
-        self._good_statistics = [(s, s.clone()) for s in _running_statistics(stage)] if rules.may_skip else []
+        self._failed: tuple[int, bool] | None = None  # t of the first failure, and whether the received gradient was non-finite
+        values = 3 if loss_scale.scale is None else 5
+        on_cpu = device.type == "cpu" and loss_scale.scale is None
+        self._log = None if on_cpu else UpdateLog(CHECK_EVERY, values, device)
+        self.skipped, self.norms = 0.0, MeanNorm()
+        self._statistics = FiniteStatistics(_running_statistics(stage)) if rules.may_skip else None
 
     def add_received(self, delta: Streams) -> None:
         """Include a received gradient, before scaling."""
@@ -67,63 +92,78 @@ class FiniteCheck:
         """Replace :meth:`sums` by their sums over replicas, so that all replicas take the same decision."""
         self._received, self._sent = [received], sent
 
-    def decide(self, norm: Tensor, squared_norm: Tensor, t: int) -> Tensor | None:
-        """Decide whether to skip an update, count it, and adapt a dynamic loss scale.
+    def decide(self, squared_norm: Tensor, own: Tensor, t: int) -> Tensor | None:
+        """Decide whether to skip an update, and adapt a dynamic loss scale.
 
         Args:
-            norm: Norm of the gradient that clipping uses: the stage's or the whole network's.
-            squared_norm: Squared norm of the stage's own gradient.
+            squared_norm: Squared norm of the gradient that clipping uses: the stage's or the whole network's.
+            own: Squared norm of the stage's own gradient.
             t: Number of microbatches that the stage has processed.
 
         Returns:
             A flag on the device, or None if all values are known to be finite.
         """
-        received = self._sum_received()
-        # On the CPU, reading values needs no synchronization. If all are finite, as usual, there is nothing to decide.
-        if self.device.type == "cpu" and self.loss_scale.scale is None and isfinite(norm.item() + received.item()):
-            return None
-        return self._decide(norm, squared_norm, received.isfinite(), t)
-
-    def _decide(self, norm: Tensor, squared_norm: Tensor, received: Tensor, t: int) -> Tensor:
-        """Implement :meth:`decide` on the device. ``received`` is whether all received gradients are finite."""
-        scale = self.loss_scale.scale
-        bad, own = ~norm.isfinite(), ~squared_norm.isfinite()
-        if (
-            scale is not None
-        ):  # A sent δ can overflow although the parameters' gradients are finite. Only this stage's scale can prevent that.
-            sent = ~self._sent.isfinite()
-            bad, own = bad | sent, own | sent
-        if self.last:
-            bad, own = bad | ~received, own | ~received
-        failed = own
+        received, scale = self._sum_received(), self.loss_scale.scale
+        if self._log is None:  # reading a value on the CPU needs no synchronization
+            outcome = Outcome(t, squared_norm.item(), own.item(), received.item())
+            return torch.tensor(True) if self._record(outcome) else None
+        if self._log.full:
+            self.settle()
+        self._log.add(t, squared_norm, own, received, *(() if scale is None else (self._sent, scale)))
+        bad = self._not_finite(squared_norm, received)
         if scale is not None and self.loss_scale.dynamic:
+            own_bad = bad if own is squared_norm else self._not_finite(own, received)
             # If the received δ was already non-finite, another stage overflowed, and that stage reduces its scale.
-            overflow = own & received
-            failed = (overflow & (scale <= 1)) | (~received if self.last else torch.zeros_like(own))
-            self.loss_scale.adapt(overflow, bad)
-        self.skipped += bad
-        self._record_failure(failed, received, t)
+            self.loss_scale.adapt(own_bad & received.isfinite(), bad)
         return bad
 
-    def _record_failure(self, failed: Tensor, received: Tensor, t: int) -> None:
-        """Record the first failure as one number: 2t if it arose in this stage, 2t + 1 if the received gradient was non-finite."""
-        code = 2 * t + (0 if self.last else ~received)
-        self._failed = torch.where(failed & (self._failed == 0), code, self._failed)
+    def _not_finite(self, squared_norm: Tensor, received: Tensor) -> Tensor:
+        """Return whether an update's gradients are non-finite, as a flag on the device."""
+        total = squared_norm
+        if self.loss_scale.scale is not None:
+            # A sent δ can overflow although the parameters' gradients are finite. Only this stage's scale can prevent that.
+            total = total + self._sent
+        if self.last:
+            total = total + received
+        return (total - total) != 0  # NaN unless finite
+
+    def settle(self) -> None:
+        """Read and count the outcomes of the last updates. Waits for the device."""
+        if self._log is not None:
+            for outcome in self._log.read():
+                self._record(outcome)
+
+    def _record(self, outcome: Outcome) -> bool:
+        """Count an update and record the first failure. Return whether the update is skipped."""
+        received_finite = isfinite(outcome.received)
+        others_finite = isfinite(outcome.sent) and (received_finite or not self.last)
+        bad, own = (not (isfinite(value) and others_finite) for value in (outcome.squared_norm, outcome.own))
+        failed = own
+        if self.loss_scale.dynamic:
+            failed = (own and received_finite and outcome.scale <= 1) or (self.last and not received_finite)
+        if failed and self._failed is None:
+            self._failed = outcome.t, not self.last and not received_finite
+        self.skipped += bad
+        if not bad:
+            self.norms.add(sqrt(outcome.own))
+        return bad
 
     def finish_update(self) -> None:
         """Start the next accumulation. If updates may be skipped, also restore running statistics that are not finite."""
-        self._received.clear()
-        self._sent.zero_()
-        for statistic, good in self._good_statistics:
-            statistic.copy_(torch.where(statistic.isfinite().all(), statistic, good))
-            good.copy_(statistic)
+        self._clear_sums()
+        if self._statistics is not None:
+            self._statistics.restore()
 
     def restart(self) -> None:
         """Restart after loading a checkpoint: discard the sums, and copy running statistics for :meth:`finish_update`."""
+        self._clear_sums()
+        if self._statistics is not None:
+            self._statistics.copy()
+
+    def _clear_sums(self) -> None:
         self._received.clear()
-        self._sent.zero_()
-        for statistic, good in self._good_statistics:
-            good.copy_(statistic)
+        if self.loss_scale.scale is not None:
+            self._sent = torch.zeros_like(self._sent)  # the log may refer to the old sum
 
     def check(self) -> None:
         """Raise the recorded failure, if there is one. Waits for the device.
@@ -131,10 +171,10 @@ class FiniteCheck:
         Raises:
             NumericsError: If a gradient was non-finite and the rules say stop.
         """
-        code = int(self._failed.item()) if self.rules.nonfinite == "stop" else 0
-        if not code:
+        self.settle()
+        if self.rules.nonfinite != "stop" or self._failed is None:
             return
-        t, was_received = divmod(code, 2)
+        t, was_received = self._failed
         what = "loss or gradient" if self.last else "gradient"
         source = f", received from stage {self.number + 1}" if was_received else ""
         raise NumericsError(
@@ -176,6 +216,33 @@ class FiniteCheck:
 
     def _sum_received(self) -> Tensor:
         return torch.stack(self._received).double().sum() if self._received else scalar(0, self.device)
+
+
+class FiniteStatistics:
+    """Copies of running statistics, taken when they were last finite. All of them are handled by a few kernels."""
+
+    def __init__(self, statistics: list[Tensor]) -> None:
+        self._statistics = statistics
+        self._sizes = [s.numel() for s in statistics]
+        if statistics:
+            owners = torch.repeat_interleave(torch.arange(len(statistics)), torch.tensor(self._sizes))
+            self._owners = owners.to(statistics[0].device)
+            self.copy()
+
+    def copy(self) -> None:
+        """Copy all statistics, which must be finite."""
+        if self._statistics:
+            self._finite = self._joint()
+
+    def restore(self) -> None:
+        """Replace each statistic that has a non-finite value by its copy, and copy the others."""
+        if self._statistics:
+            largest = torch.stack(foreach_norm(self._statistics, torch.inf))
+            self._finite = torch.where(largest.isfinite()[self._owners], self._joint(), self._finite)
+            foreach_copy_(self._statistics, torch.split(self._finite, self._sizes))
+
+    def _joint(self) -> Tensor:
+        return torch.cat([s.flatten() for s in self._statistics])
 
 
 def _running_statistics(stage: Stage) -> list[Tensor]:

@@ -22,7 +22,7 @@ GROWTH_INTERVAL = 2000
 
 def scalar(value: float, device: torch.device) -> Tensor:
     """Return a float64 tensor with no dimensions."""
-    return torch.tensor(float(value), dtype=torch.float64, device=device)
+    return torch.full((), float(value), dtype=torch.float64, device=device)  # torch.tensor would wait for a GPU
 
 
 class LossScale:

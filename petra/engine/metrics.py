@@ -16,7 +16,9 @@ Metric = Callable[[Tensor, Tensor], Tensor]
 
 def count_targets(targets: Tensor) -> Tensor:
     """Return the number of targets that are not ignored."""
-    return (targets != IGNORED).sum() if targets.dtype == torch.int64 else torch.tensor(len(targets), device=targets.device)
+    if targets.dtype == torch.int64:
+        return (targets != IGNORED).sum()
+    return torch.full((), len(targets), device=targets.device)  # torch.tensor would copy the number and wait for a GPU
 
 
 def correct_predictions(output: Tensor, targets: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from petra.engine.accumulation import Accumulation
 from petra.engine.block import block_runner
@@ -16,6 +15,7 @@ from petra.hooks import Hooks
 from petra.method import Keep, Weights
 from petra.reversible import Grid, derive_seed
 from petra.specs import Streams
+from petra.torch_private import preserve_version_counter
 
 
 class Stage:
@@ -147,7 +147,7 @@ class Stage:
         for runner in self.runners:
             runner.versions.before_update()
         trained = tuple(self.gradients.parameters)
-        with _unsafe_preserve_version_counter(trained) if graphs_in_flight else nullcontext(), self.gradients.stepping():
+        with preserve_version_counter(trained) if graphs_in_flight else nullcontext(), self.gradients.stepping():
             yield
 
     def use_weights(self, predicted: Mapping[Tensor, Tensor] | None, corrected: Mapping[Tensor, Tensor] | None) -> None:

@@ -1,35 +1,32 @@
 """Updates of a stage's weights every k microbatches: learning rate, clipping, optimizer step.
 
 The loss scale, the moving average and the detection of non-finite values have their own modules. The host waits for a GPU only once
-in :data:`CHECK_EVERY` updates, unless the optimizer cannot skip a step by a flag on the device.
+in :data:`petra.engine.finite_check.CHECK_EVERY` updates, unless the optimizer cannot skip a step by a flag on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from petra.engine.averaging import WeightAverage
-from petra.engine.finite_check import FiniteCheck
+from petra.engine.finite_check import CHECK_EVERY, FiniteCheck, MeanNorm
 from petra.engine.loss_scale import LossScale, scalar
 from petra.engine.stage import Stage
 from petra.engine.update_rules import UpdateRules
 from petra.hooks import Hooks
 from petra.specs import Streams
+from petra.torch_private import foreach_mul_, foreach_norm, skips_steps
 
 OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 """Builds the optimizer of a stage's parameters from the module of its blocks."""
 
 AllReduce = Callable[..., tuple[Tensor, ...]]
 """Function of a microbatch and any number of float64 tensors that returns their sums over a stage's replicas."""
-
-CHECK_EVERY = 50
-"""Number of updates after which the host reads a GPU's failure flag. On the CPU it reads the flag at every update."""
 
 
 class Update:
@@ -75,7 +72,6 @@ class Update:
         self._finite = FiniteCheck(stage, rules, self._loss_scale, device=device, number=number, last=last)
         self.done = 0
         self._squared_norm = scalar(0, device)
-        self._mean_norm = MeanNorm(scalar(0, device), scalar(0, device))
         self._t = 0
 
     @property
@@ -111,7 +107,7 @@ class Update:
     def squared_norm(self) -> Tensor:
         """Return the squared norm of the accumulated gradient, unscaled, in float64."""
         if self._parameters:
-            norms = torch._foreach_norm([p.grad for p in self._parameters])  # type: ignore[misc]
+            norms = foreach_norm([p.grad for p in self._parameters])
             self._squared_norm = torch.stack(norms).double().square().sum()
             if self.scale is not None:
                 self._squared_norm /= self.scale.square()
@@ -123,12 +119,11 @@ class Update:
         Args:
             squared_norm: Squared norm of the gradient to clip by: the stage's, or the whole network's.
         """
-        norm = squared_norm.sqrt()
-        factor = self._factor(norm)  # uses the scale of this accumulation, which the next line may adapt
-        bad = self._finite.decide(norm, self._squared_norm, self._t)
+        factor = self._factor(squared_norm)  # uses the scale of this accumulation, which the next line may adapt
+        bad = self._finite.decide(squared_norm, self._squared_norm, self._t)
         if self._parameters:
             if factor is not None:
-                torch._foreach_mul_([p.grad for p in self._parameters], factor.to(self._parameters[0].dtype))  # type: ignore[misc]
+                foreach_mul_([p.grad for p in self._parameters], factor.to(self._parameters[0].dtype))
             for call in self.hooks.update_begin:
                 call(self.number - 1, self._t - 1)
             with self.stage.updating():
@@ -139,14 +134,13 @@ class Update:
                 call(self.number - 1, self._t - 1)
         self._average.update(self.done)
         self.done += 1
-        self._mean_norm.add(self._squared_norm.sqrt(), bad)
         self._finite.finish_update()
         if self.device.type == "cpu" or self.done % CHECK_EVERY == 0:
             self._finite.check()
 
-    def _factor(self, norm: Tensor) -> Tensor | None:
+    def _factor(self, squared_norm: Tensor) -> Tensor | None:
         """Return the factor that unscales and clips the gradients; None if both are off."""
-        clip = None if self.rules.clip is None else (self.rules.clip / (norm + 1e-6)).clamp(max=1.0)
+        clip = None if self.rules.clip is None else (self.rules.clip / (squared_norm.sqrt() + 1e-6)).clamp(max=1.0)
         if self.scale is None:
             return clip
         return 1 / self.scale if clip is None else clip / self.scale
@@ -180,10 +174,11 @@ class Update:
         ``gradient_norm`` is the mean norm before clipping over the updates since the last call, without skipped ones.
         ``skipped_updates`` counts from the start of training.
         """
-        found = {"gradient_norm": self._mean_norm.value(), "skipped_updates": self._finite.skipped.item()}
+        self._finite.settle()
+        found = {"gradient_norm": self._finite.norms.value(), "skipped_updates": self._finite.skipped}
         if self.scale is not None:
             found["loss_scale"] = self.scale.item()
-        self._mean_norm = MeanNorm(scalar(0, self.device), scalar(0, self.device))
+        self._finite.norms = MeanNorm()
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -193,14 +188,15 @@ class Update:
             ``stage``: numbers of the stage. ``blocks``: for each block, by parameter name, the ``optimizer`` state, the moving
             ``average`` and the accumulated ``gradient``, unscaled.
         """
+        self._finite.settle()
         numbers = {
             "good": self._loss_scale.good,
             "skipped": self._finite.skipped,
             "scale": self.scale,
             "done": self.done,
             "t": self._t,
-            "norms": self._mean_norm.total,
-            "measured": self._mean_norm.count,
+            "norms": self._finite.norms.total,
+            "measured": self._finite.norms.count,
         }
         return {
             "stage": {key: value.item() if isinstance(value, Tensor) else value for key, value in numbers.items()},
@@ -212,8 +208,8 @@ class Update:
         """Restore a :meth:`state_dict` of the same blocks. Weights are not part of it."""
         numbers, names = state["stage"], [n for block in self._blocks for n in block]
         self._loss_scale.load(numbers["good"], numbers["scale"])
-        self._finite.skipped = scalar(numbers["skipped"], self.device)
-        self._mean_norm = MeanNorm(scalar(numbers["norms"], self.device), scalar(numbers["measured"], self.device))
+        self._finite.skipped = float(numbers["skipped"])
+        self._finite.norms = MeanNorm(float(numbers["norms"]), float(numbers["measured"]))
         self.done, self._t = int(numbers["done"]), int(numbers["t"])
         owners = [saved for block, saved in zip(self._blocks, state["blocks"], strict=True) for _ in block]
         if self.optimizer is not None:
@@ -231,29 +227,12 @@ class Update:
         self._finite.restart()
 
 
-@dataclass
-class MeanNorm:
-    """Mean gradient norm of the updates that were not skipped. The sums stay on the device."""
-
-    total: Tensor
-    count: Tensor
-
-    def add(self, norm: Tensor, bad: Tensor | None) -> None:
-        """Include the norm of an update, unless ``bad``."""
-        self.count += 1 if bad is None else ~bad
-        self.total += norm if bad is None else torch.where(bad, torch.zeros_like(norm), norm)
-
-    def value(self) -> float:
-        """Return the mean, 0 without any update. Waits for the device."""
-        return self.total.item() / max(self.count.item(), 1)
-
-
 def _step(optimizer: torch.optim.Optimizer, bad: Tensor | None, device: torch.device) -> None:
     """Run the optimizer, unless ``bad``. Fused optimizers skip the step on a GPU without synchronization."""
     if bad is None:
         optimizer.step()
         return
-    if device.type == "cuda" and getattr(optimizer, "_step_supports_amp_scaling", False):
+    if device.type == "cuda" and skips_steps(optimizer):
         optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
     elif bad.item():
         return

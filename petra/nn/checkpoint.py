@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from petra.errors import require
 from petra.nn.inplace_abn import InPlaceABN
 from petra.nn.normalise import affine, away_from_zero, check_input, normalise, normalise_backward, safe_affine
+from petra.torch_private import conv_forward
 
 aten = torch.ops.aten
 
@@ -67,7 +68,7 @@ class _CheckpointedABNConv(torch.autograd.Function):
             z = torch.empty_like(x)
             ctx.statistics = normalise(norm, x, z, scale, shift, norm.group)
         norm.activation.apply_(z)
-        out: Tensor = conv._conv_forward(z, weight, bias)
+        out = conv_forward(conv, z, weight, bias)
         ctx.layer, ctx.compute = layer, out.dtype
         ctx.save_for_backward(x, scale, shift, gamma, weight)
         return out

@@ -7,6 +7,8 @@ input x. The backward pass inverts the activation, y = φ⁻¹(z), and the affin
 from __future__ import annotations
 
 import importlib.util
+import warnings
+from functools import cache
 from types import ModuleType
 from typing import Any, Literal
 
@@ -14,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _NormBase
 
-from petra.errors import require
+from petra.errors import first_line, require
 from petra.nn.activation import Activation
 from petra.nn.normalise import affine, away_from_zero, check_input, normalise, normalise_backward, safe_affine
+from petra.torch_private import NormBase
 
 
-class InPlaceABN(_NormBase):
+class InPlaceABN(NormBase):
     """Batch normalisation and activation: z = φ(γ x̂ + β), where x̂ is the normalised input (B, C, ...). Overwrites the input.
 
     No other operation may need the input. Place the layer after a convolution, whose backward does not use its own output.
@@ -120,5 +122,21 @@ def _kernels(z: Tensor) -> ModuleType | None:
     """Return the module of fused kernels if they support ``z``: a dense CUDA tensor, with Triton installed."""
     if not z.is_cuda or importlib.util.find_spec("triton") is None:
         return None
-    kernels = importlib.import_module("petra.nn.kernels")
-    return kernels if kernels.supports(z) else None
+    kernels = _compiled_kernels(z.device)
+    return kernels if kernels is not None and kernels.supports(z) else None
+
+
+@cache
+def _compiled_kernels(device: torch.device) -> ModuleType | None:
+    """Return the module of fused kernels, or None with a warning if Triton can't compile them.
+
+    Triton compiles a launcher with the C compiler and the headers of Python, which a machine may lack.
+    """
+    try:
+        kernels = importlib.import_module("petra.nn.kernels")
+        kernels.trial(device)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        warnings.warn(f"InPlaceABN uses plain operations, because Triton can't compile its kernels ({reason})", stacklevel=2)
+        return None
+    return kernels

@@ -16,6 +16,8 @@ from petra.nn.normalise import Statistics, input_gradient_coefficients
 
 PROGRAMS = 512
 """Number of programs that compute the sums. Channels are split among programs so that few channels also occupy a large GPU."""
+LARGEST_GRID = 2**31 - 1, 2**16 - 1
+"""CUDA's limits on the two axes of a grid of programs."""
 
 
 def backward(
@@ -59,14 +61,30 @@ def backward(
         return None, dgamma, dbeta
     coefficients = input_gradient_coefficients(dgamma, dbeta, scale, shift, rate, statistics, rows)
     dx = torch.empty_like(z)
-    grid = blocks, triton.cdiv(rows, tile["BLOCK_R"])
-    _input_gradient_kernel[grid](dz, z, rate, *coefficients, dx, *layout, **constants)
+    _input_gradient_kernel[input_gradient_grid(z)](dz, z, rate, *coefficients, dx, *layout, **constants)
     return dx, dgamma, dbeta
 
 
+def trial(device: torch.device) -> None:
+    """Compile and launch both kernels on a tensor of one element.
+
+    Raises:
+        Exception: Whatever Triton raises if it can't compile or launch them.
+    """
+    z, one = torch.ones((1, 1), device=device), torch.ones(1, device=device)
+    backward(z, z, one, one, one, Statistics(one, one), Activation("identity", 1.0), needs_dx=True)
+
+
 def supports(z: Tensor) -> bool:
-    """Return whether z is contiguous or channels-last."""
-    return z.is_contiguous() or _channels_last(z)
+    """Return whether z is contiguous or channels-last, and not too large for a grid of programs."""
+    dense = z.is_contiguous() or _channels_last(z)
+    return dense and all(size <= most for size, most in zip(input_gradient_grid(z), LARGEST_GRID, strict=True))
+
+
+def input_gradient_grid(z: Tensor) -> tuple[int, int]:
+    """Return the number of blocks of rows and of channels. Rows, which can be many, are on the axis with the larger limit."""
+    (channels, rows, *_), tile = _layout(z)
+    return triton.cdiv(rows, tile["BLOCK_R"]), triton.cdiv(channels, tile["BLOCK_C"])
 
 
 def _channels_last(z: Tensor) -> bool:
@@ -164,8 +182,8 @@ def _input_gradient_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask = (c < channels)[:, None] & (r < rows)[None, :]
     rate = tl.load(rate_pointer + c, mask=c < channels, other=0).to(DTYPE)[:, None]
     slope_y = tl.load(slope_pointer + c, mask=c < channels, other=0).to(DTYPE)[:, None]

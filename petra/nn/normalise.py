@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.modules.batchnorm import _NormBase
 
 from petra.errors import ModelError, invalid
+from petra.torch_private import NormBase
 
 aten = torch.ops.aten
 Invert = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -34,7 +34,7 @@ class Statistics:
     running: bool = False
 
 
-def check_input(layer: _NormBase, x: Tensor, group: dist.ProcessGroup | None = None) -> None:
+def check_input(layer: NormBase, x: Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Check that a layer can normalise an input.
 
     Raises:
@@ -50,7 +50,7 @@ def check_input(layer: _NormBase, x: Tensor, group: dist.ProcessGroup | None = N
         raise invalid(name, expected, f"1 in {shape}", ModelError)
 
 
-def safe_affine(layer: _NormBase, x: Tensor) -> tuple[Tensor, Tensor]:
+def safe_affine(layer: NormBase, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return copies of γ and β, with |γ| >= eps. Without affine parameters, return ones and zeros."""
     if layer.weight is None:
         kind = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
@@ -69,7 +69,7 @@ def affine(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 
 def normalise(
-    layer: _NormBase, x: Tensor, out: Tensor, scale: Tensor, shift: Tensor, group: dist.ProcessGroup | None = None
+    layer: NormBase, x: Tensor, out: Tensor, scale: Tensor, shift: Tensor, group: dist.ProcessGroup | None = None
 ) -> Statistics:
     """Compute scale · x̂ + shift.
 
@@ -157,12 +157,12 @@ def input_gradient_coefficients(
     return slope, -rate * mean_dbeta - slope * shift
 
 
-def _uses_batch(layer: _NormBase) -> bool:
+def _uses_batch(layer: NormBase) -> bool:
     """Return whether a forward pass normalises by statistics of the batch."""
     return layer.training or layer.running_mean is None
 
 
-def _running_statistics(layer: _NormBase) -> tuple[tuple[Tensor | None, Tensor | None], float]:
+def _running_statistics(layer: NormBase) -> tuple[tuple[Tensor | None, Tensor | None], float]:
     """Return the running statistics that a forward pass updates, if any, and the momentum. Increments the batch counter."""
     if not (layer.training and layer.track_running_stats):
         return (None, None), 0.0
@@ -176,7 +176,7 @@ def _joint_statistics(x: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -
     The parts of the processes may differ in size (Chan et al. 1979).
     """
     var, mean = torch.var_mean(x.to(dtype), [0, *range(2, x.dim())], correction=0)
-    own = torch.cat([mean, var, mean.new_tensor([x.numel() // x.shape[1]])])
+    own = torch.cat([mean, var, mean.new_full((1,), x.numel() // x.shape[1])])
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, own, group=group)
     means, variances, counts = torch.split(torch.stack(parts), [len(mean), len(mean), 1], dim=1)

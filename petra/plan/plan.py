@@ -134,6 +134,7 @@ def make_plan(
     dp: int = 1,
     numerics: Numerics = Numerics(),  # noqa: B008 (frozen)
     transport: TransportName = "auto",
+    device_type: str = "cpu",
     metrics: int = 1,
 ) -> Plan:
     """Derive and check the plan of a run. Shapes are computed on the meta device, without building the model.
@@ -143,8 +144,8 @@ def make_plan(
         method: A name from :data:`petra.method.METHODS`, or a method.
         k: Microbatches per update.
         stages: Number of stages; None for one per block; or the number of blocks in each stage.
-        processes: Number of processes, of all replicas together.
-        dp: Number of replicas.
+        processes, dp: Number of processes, of all replicas together, and number of replicas.
+        transport, device_type: As for :func:`petra.plan.transport.choose_transport`.
         metrics: Number of metrics in the report that travels with the gradients.
 
     Raises:
@@ -156,8 +157,7 @@ def make_plan(
     expected = "a petra.TensorSpec, such as TensorSpec((8, 3, 32, 32), torch.float32)"
     require(isinstance(inputs, TensorSpec), "inputs", expected, inputs)
     require(isinstance(k, int) and k >= 1, "k", "an integer >= 1", k)
-    method = _named_method(method)
-    layout = make_layout(model, inputs, stages, processes, dp)
+    method, layout = _named_method(method), make_layout(model, inputs, stages, processes, dp)
     if numerics.exact_streams:
         layout.require_exact()
     count = len(layout.stages)
@@ -178,7 +178,7 @@ def make_plan(
         stages=stage_plans,
         boundary_delays=boundary_delays,
         boundaries=tuple(boundary(stage.outputs, stage.keeps[-1], numerics, metrics) for stage in stage_plans[:-1]),
-        transport=choose_transport(transport, len(layout.processes), boundary_delays),
+        transport=choose_transport(transport, len(layout.processes), boundary_delays, device_type),
     )
     check_training(delays, boundary_delays)
     return plan

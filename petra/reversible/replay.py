@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from petra.errors import ModelError
+from petra.torch_private import NormBase, version
 
 _MASK = (1 << 64) - 1
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _global_generators = threading.RLock()
 
 
@@ -76,22 +76,22 @@ class forbid_inplace:
         self._tensors, self._module = tensors, module
 
     def __enter__(self) -> None:
-        self._versions = [None if t.is_inference() else t._version for t in self._tensors]
+        self._versions = [version(t) for t in self._tensors]
 
     def __exit__(self, failed: object, *_: object) -> None:
         if failed:
             return
-        for tensor, version in zip(self._tensors, self._versions, strict=True):
-            if version is not None and tensor._version != version:
+        for tensor, before in zip(self._tensors, self._versions, strict=True):
+            if version(tensor) != before:
                 raise ModelError(
                     f"{type(self._module).__name__} modifies its input in place, but other blocks still need this input; remove "
                     "the in-place operation (often inplace=True in the first layer)"
                 )
 
 
-def normalisations(module: nn.Module) -> list[_NormBase]:
+def normalisations(module: nn.Module) -> list[NormBase]:
     """Return the normalisation layers inside ``module`` that track running statistics."""
-    return [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+    return [m for m in module.modules() if isinstance(m, NormBase) and m.track_running_stats]
 
 
 class frozen_statistics:
@@ -102,13 +102,13 @@ class frozen_statistics:
 
     __slots__ = ("_buffers", "_training")
 
-    def __init__(self, layers: Sequence[_NormBase]) -> None:
+    def __init__(self, layers: Sequence[NormBase]) -> None:
         self._training = [layer for layer in layers if layer.training]
 
     def __enter__(self) -> None:
         # Instance normalisation updates its statistics whatever track_running_stats says, unless it has none.
         self._buffers = [
-            (layer, layer.running_mean, layer.running_var) for layer in self._training if isinstance(layer, _InstanceNorm)
+            (layer, layer.running_mean, layer.running_var) for layer in self._training if isinstance(layer, INSTANCE_NORMS)
         ]
         for layer in self._training:
             layer.track_running_stats = False

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from petra.torch_private import foreach_add, foreach_lerp_
+
 
 class Correction:
     """Weights for the backward pass of one stage.
@@ -38,8 +40,8 @@ class Correction:
         """Include the change of each parameter in the last update."""
         if not self.drift:
             self.drift = [torch.zeros_like(p) for p in self._parameters]
-        torch._foreach_lerp_(self.drift, list(change), 1 - self._decay ** (1 / self._staleness))
+        foreach_lerp_(self.drift, list(change), 1 - self._decay ** (1 / self._staleness))
 
     def weights(self) -> Sequence[Tensor] | None:
         """Return the weights for the backward pass, or None before the first update."""
-        return torch._foreach_add(self._parameters, self.drift, alpha=-self._staleness) if self.drift else None
+        return foreach_add(self._parameters, self.drift, alpha=-self._staleness) if self.drift else None

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from petra.torch_private import foreach_add
+
 
 class Prediction(StrEnum):
     """Which step a prediction repeats; see :mod:`petra.staleness.prediction`."""
@@ -55,7 +57,7 @@ class WeightPrediction:
     def weights(self) -> Sequence[Tensor] | None:
         """Return the weights for the forward pass, or None before the first update."""
         step = self.change if self.uses_change else self._velocities()
-        return torch._foreach_add(self._parameters, step, alpha=self._steps) if step else None
+        return foreach_add(self._parameters, step, alpha=self._steps) if step else None
 
     def _velocities(self) -> list[Tensor]:
         """Return the velocity of each parameter; empty before the optimizer's first step."""

@@ -21,6 +21,7 @@ from petra.staleness.correction import Correction
 from petra.staleness.discount import discounted
 from petra.staleness.optimizers import LearningRate, require_momentum
 from petra.staleness.prediction import Prediction, WeightPrediction
+from petra.torch_private import foreach_sub
 
 Version = Mapping[Tensor, Tensor] | None
 """Weights to use instead of a stage's parameters, by parameter; None for the parameters themselves."""
@@ -190,7 +191,7 @@ class StageRemedy:
         if self._compensation is not None:
             self._compensation.after_step()
         if self._before:
-            change = list(torch._foreach_sub(self._parameters, self._before))
+            change = list(foreach_sub(self._parameters, self._before))
             if self._correction is not None:
                 self._correction.update(change)
             if self._prediction is not None and self._predicts_change:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from petra.torch_private import foreach_add, foreach_add_, foreach_mul, foreach_mul_, foreach_norm, foreach_sub_
 
 
 class LARS(torch.optim.Optimizer):
@@ -41,23 +43,37 @@ class LARS(torch.optim.Optimizer):
             for p in parameters:
                 if "velocity" not in self.state[p]:
                     self.state[p]["velocity"] = torch.zeros_like(p)
-            velocities = [self.state[p]["velocity"] for p in parameters]
-            gradients = [p.grad for p in parameters]
-            decay = group["weight_decay"]
-            weight_norms, gradient_norms = torch._foreach_norm(parameters), torch._foreach_norm(gradients)
-            scales = [
-                torch.ones_like(w) if p.dim() <= 1 else torch.where((w > 0) & (g > 0), group["trust"] * w / (g + decay * w), 1.0)
-                for p, w, g in zip(parameters, weight_norms, gradient_norms, strict=True)
-            ]
-            updates = torch._foreach_add(gradients, parameters, alpha=decay)
-            torch._foreach_mul_(updates, scales)
-            new = list(torch._foreach_mul(velocities, group["momentum"]))
-            torch._foreach_add_(new, updates, alpha=group["lr"])
-            if skip is not None:
-                keep = skip > 0
-                new = [torch.where(keep, v, f) for v, f in zip(velocities, new, strict=True)]
-                torch._foreach_copy_(velocities, new)
-                torch._foreach_sub_(parameters, [torch.where(keep, torch.zeros_like(f), f) for f in new])
-            else:
-                torch._foreach_copy_(velocities, new)
-                torch._foreach_sub_(parameters, new)
+            self._step(parameters, group, skip)
+
+    def _step(self, parameters: list[Tensor], group: dict[str, Any], skip: Tensor | None) -> None:
+        """Update the parameters of a group, unless ``skip`` is not zero."""
+        velocities = [self.state[p]["velocity"] for p in parameters]
+        updates = list(foreach_add([p.grad for p in parameters], parameters, alpha=group["weight_decay"]))
+        scaled = [i for i, p in enumerate(parameters) if p.dim() > 1]
+        if scaled:
+            w = torch.stack(foreach_norm([parameters[i] for i in scaled]))
+            g = torch.stack(foreach_norm([parameters[i].grad for i in scaled]))
+            scales = torch.where((w > 0) & (g > 0), group["trust"] * w / (g + group["weight_decay"] * w), 1.0)
+            foreach_mul_([updates[i] for i in scaled], list(scales.unbind()))
+        if skip is None:
+            foreach_mul_(velocities, group["momentum"])
+            foreach_add_(velocities, updates, alpha=group["lr"])
+            foreach_sub_(parameters, velocities)
+            return
+        # A skipped update multiplies the velocities by 1 and adds zeros.
+        clear_if(skip, updates)
+        momentum = torch.full_like(skip, group["momentum"], dtype=velocities[0].dtype).masked_fill_(skip > 0, 1.0)
+        foreach_mul_(velocities, momentum)
+        foreach_add_(velocities, updates, alpha=group["lr"])
+        changes = foreach_mul(velocities, 1.0)
+        clear_if(skip, changes)
+        foreach_sub_(parameters, changes)
+
+
+def clear_if(flag: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Set floating-point tensors to zero, NaN included, if ``flag`` is not zero. All tensors have one type.
+
+    Their bits are multiplied by 0 or 1 as integers, in one kernel for all of them.
+    """
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensors[0].element_size()]
+    foreach_mul_([t.view(integers) for t in tensors], (flag == 0).to(integers))

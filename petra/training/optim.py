@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from petra.torch_private import foreach_mul
 from petra.training.lars import LARS
 
 
@@ -52,6 +53,9 @@ class Muon(torch.optim.Optimizer):
     convolutions and embeddings go to AdamW, because torch's Muon accepts only matrices.
     """
 
+    # As in torch's fused optimizers, step() skips updates by `found_inf` without synchronizing with the device.
+    _step_supports_amp_scaling = True
+
     def __init__(
         self,
         module: nn.Module,
@@ -87,11 +91,32 @@ class Muon(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Step both optimizers, which share this optimizer's groups and state, also after ``load_state_dict``."""
+        skip: Tensor | None = getattr(self, "found_inf", None)
         start = 0
         for part, count in self._parts:
             part.param_groups, part.state = self.param_groups[start : start + count], self.state
-            part.step()
+            if skip is None:
+                part.step()
+            elif isinstance(part, torch.optim.Muon):
+                _step_unless(skip, part)
+            else:
+                part.found_inf = skip  # type: ignore[attr-defined]
+                part.step()
             start += count
+
+
+@torch.no_grad()
+def _step_unless(skip: Tensor, muon: torch.optim.Muon) -> None:
+    """Step torch's Muon, which knows no ``found_inf``, and undo the step if ``skip`` is not zero."""
+    parameters = [p for group in muon.param_groups for p in group["params"] if p.grad is not None]
+    for p in parameters:
+        if "momentum_buffer" not in muon.state[p]:
+            muon.state[p]["momentum_buffer"] = torch.zeros_like(p)  # as Muon's first step does
+    changed = [*parameters, *(muon.state[p]["momentum_buffer"] for p in parameters)]
+    before = foreach_mul(changed, 1.0)
+    muon.step()  # type: ignore[no-untyped-call]
+    for tensor, old in zip(changed, before, strict=True):
+        torch.where(skip > 0, old, tensor, out=tensor)
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

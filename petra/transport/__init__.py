@@ -4,13 +4,24 @@ from importlib import import_module
 
 import torch.distributed as dist
 
-from petra.transport.connect import Transport, check_ranks_agree, connect, open_transport
+from petra.transport.connect import Transport, check_ranks_agree, connect, open_transport, pack_boundaries
 from petra.transport.local import local_boundary
-from petra.transport.lockstep import Transfer
+from petra.transport.lockstep import LockstepTransport, Transfer
 from petra.transport.packing import Packing
 from petra.transport.port import Port
 
-__all__ = ["Packing", "Port", "Transfer", "Transport", "check_ranks_agree", "connect", "local_boundary", "open_transport"]
+__all__ = [
+    "LockstepTransport",
+    "Packing",
+    "Port",
+    "Transfer",
+    "Transport",
+    "check_ranks_agree",
+    "connect",
+    "local_boundary",
+    "open_transport",
+    "pack_boundaries",
+]
 
 
 def _import_without_group() -> None:

@@ -21,7 +21,7 @@ from petra.transport.port import Port
 Transport = EdgeTransport | LockstepTransport
 
 
-def check_ranks_agree(settings: Mapping[str, object], plan: Plan, device: torch.device) -> None:
+def check_ranks_agree(settings: Mapping[str, object], plan: Plan) -> None:
     """Check that all ranks run the same settings and that both ends of each boundary expect the same messages.
 
     Every rank must call this function.
@@ -29,15 +29,11 @@ def check_ranks_agree(settings: Mapping[str, object], plan: Plan, device: torch.
     Args:
         settings: Settings by name, which must be equal on all ranks.
         plan: This rank's plan.
-        device: Device of this rank.
 
     Raises:
-        ConfigError: If the process group is not bound to this rank's GPU, or if two ranks have different settings.
+        ConfigError: If two ranks have different settings.
         ModelError: If the ranks at both ends of a boundary expect different messages. Raised on every rank.
     """
-    if device.type == "cuda" and getattr(dist.group.WORLD, "bound_device_id", None) is None:
-        expected = "backend='cpu:gloo,cuda:nccl' with device_id=<the GPU of this rank>"
-        raise invalid("init_process_group", expected, "no device_id")
     gathered: list[tuple[Mapping[str, object], Sequence[Boundary]]] = all_gather_objects((settings, plan.boundaries))
     for rank, (others, _) in enumerate(gathered):
         for key, value in gathered[0][0].items():
@@ -67,17 +63,24 @@ def open_transport(plan: Plan, device: torch.device, group: dist.ProcessGroup | 
     Returns:
         The transport, or None if the pipeline has one process.
     """
-    processes = plan.layout.processes
-    if len(processes) == 1:
+    if len(plan.layout.processes) == 1:
         return None
-    packed = []
+    packed, processes = pack_boundaries(plan, device), plan.layout.processes
+    if plan.transport == "edge":
+        return EdgeTransport(packed, len(processes))
+    # If batch_isend_irecv is a group's first call, all ranks must take part. After this barrier, two may call it alone.
+    dist.barrier(group, device_ids=[device.index] if device.type == "cuda" and packed else None)
+    return LockstepTransport(packed, processes, dist.get_rank(), group)
+
+
+def pack_boundaries(plan: Plan, device: torch.device) -> list[tuple[Packing, Packing, int]]:
+    """Return forward packing, backward packing and delay d of each boundary between processes."""
+    packed, processes = [], plan.layout.processes
     for j in (stages[-1] for stages, following in pairwise(processes) if following):
         forward = Packing(plan.boundaries[j].forward, device, f"the message of stage {j + 1} to stage {j + 2}")
         backward = Packing(plan.boundaries[j].backward, device, f"the message of stage {j + 2} to stage {j + 1}")
         packed.append((forward, backward, plan.boundary_delays[j]))
-    if plan.transport == "lockstep":
-        return LockstepTransport(packed, processes, group)
-    return EdgeTransport(packed, len(processes))
+    return packed
 
 
 def connect(

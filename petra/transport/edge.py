@@ -1,8 +1,12 @@
 """Transport with a two-rank communicator for each edge, that is, each direction of each boundary. Edges do not wait for each other,
-so it works for any delay."""
+so it works for any delay.
+
+On GPUs, a receive is posted only when its message is due, because a posted NCCL receive occupies the device. Sends occupy it too,
+so there is no proof that a run on GPUs cannot hang (:func:`petra.plan.transport.choose_transport`)."""
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +24,7 @@ from petra.transport.packing import Packing
 from petra.transport.port import locate_errors
 
 POSTED_RECEIVES = 2
-"""Receives that are posted in advance on each edge: one is filled while the stage still works on another."""
+"""Receives that are posted in advance on each edge between CPUs: one is filled while the stage still works on another."""
 
 
 @dataclass
@@ -51,7 +55,7 @@ class _Sender:
 
 @dataclass
 class _Receiver:
-    """Receives messages over one edge. Receives are posted in advance."""
+    """Receives messages over one edge. On CPUs, receives are posted in advance."""
 
     packing: Packing
     group: dist.ProcessGroup
@@ -62,7 +66,7 @@ class _Receiver:
     def expect(self, messages: int) -> None:
         """Post the first receives of a run with ``messages`` messages. No receive is left when the pipeline has drained."""
         self._unposted = messages
-        for _ in range(POSTED_RECEIVES):
+        for _ in range(self._ahead):
             self._post()
 
     def shorten(self, messages: int) -> None:
@@ -71,10 +75,18 @@ class _Receiver:
         self._unposted -= messages
 
     def receive(self) -> Message:
+        if not self._posted:
+            self._post()
         work, buffer = self._posted.popleft()
         work.wait()
-        self._post()
+        if self._ahead:
+            self._post()
         return self.packing.unpack(buffer)
+
+    @property
+    def _ahead(self) -> int:
+        """Number of receives to post before their messages are due."""
+        return POSTED_RECEIVES if self.packing.device.type == "cpu" else 0
 
     def _post(self) -> None:
         if self._unposted:
@@ -115,6 +127,8 @@ class EdgeTransport:
     """
 
     def __init__(self, boundaries: Sequence[tuple[Packing, Packing, int]], processes: int) -> None:
+        # torch would warn once for each communicator that its operations are not grouped, which is the purpose of this transport.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         rank = dist.get_rank()
         self.upstream: EdgePort | None = None
         self.downstream: EdgePort | None = None

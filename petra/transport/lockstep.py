@@ -7,9 +7,9 @@ rounds and B in the others. A message is needed only after the round that follow
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,6 +18,33 @@ from petra.plan.schedule import Op, Step
 from petra.specs import Message
 from petra.transport.packing import Packing
 from petra.transport.port import locate_errors
+
+
+class Operation(NamedTuple):
+    """A send or a receive of an exchange."""
+
+    sends: bool
+    buffer: Tensor
+    peer: int
+    group: dist.ProcessGroup | None
+
+
+class Handle(Protocol):
+    """Part of :class:`torch.distributed.Work`."""
+
+    def wait(self) -> object:
+        """Wait until the operation has ended; on a GPU, only the CUDA stream waits."""
+
+
+Post = Callable[[Sequence[Operation]], Sequence[Handle]]
+"""Starts the operations of an exchange. Returns a handle for each, or one for all."""
+
+
+def post(operations: Sequence[Operation]) -> Sequence[Handle]:
+    """Start operations as one group of torch.distributed."""
+    return dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend if o.sends else dist.irecv, o.buffer, o.peer, o.group) for o in operations]
+    )
 
 
 @dataclass
@@ -37,7 +64,7 @@ class LockstepPort:
     group: dist.ProcessGroup | None
     sent: int = 0
     _outbox: deque[Tensor] = field(default_factory=deque)
-    _inbox: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
+    _inbox: deque[tuple[Handle, Tensor]] = field(default_factory=deque)
 
     def send(self, m: int, message: Message) -> None:
         self.sent = m
@@ -49,15 +76,11 @@ class LockstepPort:
             work.wait()
         return self.incoming.unpack(buffer)
 
-    def send_operation(self) -> dist.P2POp:
-        """Return the operation that sends the oldest message handed over."""
-        return dist.P2POp(dist.isend, self._outbox.popleft(), self.peer, self.group)
+    def operation(self, sends: bool) -> Operation:
+        """Return the operation that sends the oldest message handed over, or one that receives a message."""
+        return Operation(sends, self._outbox.popleft() if sends else self.incoming.buffer(), self.peer, self.group)
 
-    def receive_operation(self) -> dist.P2POp:
-        """Return an operation that receives a message."""
-        return dist.P2POp(dist.irecv, self.incoming.buffer(), self.peer, self.group)
-
-    def add_posted(self, work: dist.Work, buffer: Tensor) -> None:
+    def add_posted(self, work: Handle, buffer: Tensor) -> None:
         """Add a receive that has been posted into ``buffer``."""
         self._inbox.append((work, buffer))
 
@@ -68,10 +91,6 @@ class Transfer(NamedTuple):
     port: LockstepPort
     sends: bool
 
-    def operation(self) -> dist.P2POp:
-        """Return the operation of torch.distributed for this transfer."""
-        return self.port.send_operation() if self.sends else self.port.receive_operation()
-
 
 class LockstepTransport:
     """The ports of one rank. All messages are transferred by :meth:`exchange`.
@@ -79,16 +98,19 @@ class LockstepTransport:
     Args:
         boundaries: Forward packing, backward packing and delay d of each boundary between neighbouring processes of a replica.
         stages: Stages of each process of a replica.
+        rank: Rank of this process.
         group: Ranks of this replica; None if there is only one replica.
+        post: Starts the operations of an exchange.
     """
 
     def __init__(
         self,
         boundaries: Sequence[tuple[Packing, Packing, int]],
         stages: Sequence[range],
+        rank: int,
         group: dist.ProcessGroup | None = None,
+        post: Post = post,
     ) -> None:
-        rank = dist.get_rank()
         process = rank % len(stages)
         self.upstream: LockstepPort | None = None
         self.downstream: LockstepPort | None = None
@@ -98,11 +120,8 @@ class LockstepTransport:
         if process < len(boundaries):
             forward, backward, _ = boundaries[process]
             self.downstream = LockstepPort(outgoing=forward, incoming=backward, peer=rank + 1, group=group)
-        self._stages = stages[process]
-        self._sent: deque[tuple[LockstepPort, dist.Work, Tensor]] = deque()
-        # If batch_isend_irecv is a group's first call, all ranks must take part. After this barrier, two may call it alone.
-        gpu = [forward.device.index for forward, _, _ in boundaries[:1] if forward.device.type == "cuda"]
-        dist.barrier(group, device_ids=gpu or None)
+        self._stages, self._post = stages[process], post
+        self._sent: deque[tuple[LockstepPort, Handle, Tensor]] = deque()
 
     def begin(self, microbatches: int, backward: bool) -> None:
         """Do nothing. Unlike the edge transport, this one posts no receive in advance."""
@@ -127,18 +146,18 @@ class LockstepTransport:
 
     def exchange(self, transfers: Sequence[Transfer]) -> None:
         """Post one grouped exchange with both neighbours."""
-        operations = [transfer.operation() for transfer in transfers]
+        operations = [port.operation(sends) for port, sends in transfers]
         port = transfers[0].port
         with locate_errors("exchanging", f"{port.outgoing.route} and back", port.sent):
-            works = dist.batch_isend_irecv(operations)
+            works = self._post(operations)
         self.finish()  # wait for what the previous exchange sent
         for i, ((port, sends), operation) in enumerate(zip(transfers, operations, strict=True)):
             # NCCL returns one handle for the whole group, gloo one for each operation.
             work = works[min(i, len(works) - 1)]
             if sends:
-                self._sent.append((port, work, operation.tensor))
+                self._sent.append((port, work, operation.buffer))
             else:
-                port.add_posted(work, operation.tensor)
+                port.add_posted(work, operation.buffer)
 
     def finish(self) -> None:
         """Wait until everything sent has arrived."""

@@ -97,6 +97,7 @@ def test_problems_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.version, "cuda", None)
     assert inspect_machine(ALONE, CPU, 2, None).problems == ()
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
@@ -126,9 +127,9 @@ def test_problems_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "/dev/shm: expected 1 GiB or more (docker run --shm-size=8g), got 64 MiB" in found.problems
     assert "cuda:0 can't access cuda:1 directly: messages between them go through host memory" in found.problems
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert any(
-        text.startswith("PyTorch is built for CUDA 13.0 but finds no GPU") for text in inspect_machine(ALONE, CPU, 1, None).problems
-    )
+    missing = "PyTorch is built for CUDA 13.0 but finds no GPU"
+    assert any(text.startswith(missing) for text in inspect_machine(ALONE, CPU, 1, None).problems)
+    assert not any(text.startswith(missing) for text in inspect_machine(ALONE, CPU, 1, None, requested="cpu").problems)
 
 
 def test_the_doctor_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

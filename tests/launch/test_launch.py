@@ -101,9 +101,7 @@ def test_options_of_a_model_reach_its_builder() -> None:
     assert SEEN == {"classes": 10, "size": 32, "width": 0.5}
     planned(*own, "data=synthetic", "data.classes=7", "data.size=48")
     assert SEEN == {"classes": 7, "size": 48, "width": 1.0}
-    with pytest.raises(
-        ConfigError, match=r"model\.stem: expected null for .*:sized, which has the options width"
-    ):
+    with pytest.raises(ConfigError, match=r"model\.stem: expected null for .*:sized, which has the options width"):
         planned(*own, "model.stem=cifar")
     profiles = planned("model=revnet50", "model.downsampling=convolution").plan.model.profile(
         TensorSpec((2, 3, 32, 32), torch.float32)

@@ -15,6 +15,7 @@ from petra.training import LARS, MultiStep, Polynomial
 from petra.training.learning_rate import SCHEDULES
 from petra.training.optim import OPTIMIZERS
 from tests.support.nets import RandomSource, mixed_net
+from tests.support.operations import Operations
 
 
 def net() -> nn.Module:
@@ -189,3 +190,18 @@ def test_schedules_check_their_values() -> None:
             Polynomial(0.1, 10, 5, power=power)
     with pytest.raises(ConfigError, match=r"schedule\.warmup_epochs: expected a finite number >= 0, got nan"):
         MultiStep(0.1, 10, 5, warmup_epochs=math.nan)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_lars_takes_as_many_operations_for_many_parameters_as_for_few(skips: bool) -> None:
+    counts = []
+    for layers in (1, 20):
+        module = nn.Sequential(*(nn.Linear(3, 3) for _ in range(layers)))
+        optimizer = OPTIMIZERS["lars"](module)
+        if skips:
+            optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
+        stepped(optimizer, module, 0.1)
+        with Operations() as operations:
+            optimizer.step()
+        counts.append(operations.count)
+    assert counts[0] == counts[1] < 50

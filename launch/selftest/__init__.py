@@ -1,0 +1,1 @@
+"""A test of this machine's GPUs with petra, and a report of it."""

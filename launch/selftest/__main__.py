@@ -1,0 +1,5 @@
+"""``petra selftest``."""
+
+from .command import main
+
+main()

@@ -1,0 +1,142 @@
+"""Test the GPUs of this machine with petra, within ten minutes: ``petra selftest``.
+
+The report has versions and links, the correctness of every method against the CPU, bit-repeatability, both transports with large
+messages, and throughput, memory and kernels of several models and methods. It is written to selftest.md and selftest.json in the
+folder --out. On a machine without GPUs, tiny runs on the CPU take its place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from petra import METHODS
+from petra.errors import first_line
+
+from .report import markdown
+
+LARGEST_DIFFERENCE = 1e-3
+"""Difference of weights from the CPU's, relative to the largest of each tensor, after three updates in float32."""
+
+
+class Run(NamedTuple):
+    """A part of the test (:data:`launch.selftest.parts.PARTS`) with its options, in a number of processes."""
+
+    part: str
+    name: str
+    options: dict[str, Any]
+    processes: int = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all parts and write the report. Return 1 if a part failed, otherwise 0."""
+    parser = argparse.ArgumentParser(prog="petra selftest", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder of the report")
+    parser.add_argument("--minutes", type=float, default=10.0, help="time limit; parts that don't fit are left out and named")
+    parser.add_argument("--tiny", action="store_true", help="small models and few microbatches, as on a machine without GPUs")
+    parser.add_argument("--only", nargs="*", metavar="TEXT", help="only parts with this text in their names")
+    given = parser.parse_args(arguments)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    tiny = given.tiny or not gpus
+    end = time.monotonic() + 60 * given.minutes
+    found: dict[str, Any] = {"gpus": gpus, "tiny": tiny, "doctor": _doctor(max(gpus, 1)), "parts": []}
+    for run in (run for run in plan(gpus, tiny) if not given.only or any(text in run.name for text in given.only)):
+        left = end - time.monotonic()
+        result = run_part(run, min(left, 180)) if left > 5 else {"left_out": "no time left"}
+        found["parts"].append({"part": run.part, "name": run.name, **run.options, "processes": run.processes, **result})
+        print(f"{run.name}: {_summary(found['parts'][-1])}", flush=True)
+    given.out.mkdir(parents=True, exist_ok=True)
+    (given.out / "selftest.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    (given.out / "selftest.md").write_text(markdown(found), encoding="utf-8")
+    print(f"report: {given.out / 'selftest.md'}")
+    return int(any("failed" in part for part in found["parts"]))
+
+
+def plan(gpus: int, tiny: bool) -> Iterator[Run]:
+    """Yield the parts, most valuable first."""
+    device = {"device": "cuda" if gpus else "cpu"}
+    small = (
+        {"model": "revnet18", "width": 0.125, "size": 16, "batch": 4} if tiny else {"model": "revnet18", "width": 0.5, "batch": 16}
+    )
+    for method in METHODS:
+        k = 20 if method == "pipedream_2bw" else 2
+        yield Run("compare", f"{method} against the CPU", {**small, **device, "method": method, "k": k})
+    several = min(gpus, 8) if gpus else 2
+    if several > 1:
+        large = small if tiny else {"model": "revnet18", "batch": 256}  # 268 MB backward
+        for transport, delay in (("lockstep", 2), ("lockstep", 1), ("edge", 1), ("edge", 2)):
+            options = {**large, **device, "method": "petra", "delay": delay, "transport": transport, "k": 2, "microbatches": 24}
+            yield Run("transport", f"{transport}, d = {delay}", options, several)
+    models = ("revnet18",) if tiny else ("revnet18", "revnet50", "revgpt")
+    for model in models:
+        for batch in (4,) if tiny else (64, 256):
+            for method in ("petra", "reversible", "backprop", "1f1b"):
+                options = {**(small if tiny else {}), **device, "model": model, "batch": batch, "method": method, "k": 4}
+                fast = {} if tiny else {"precision": "bf16", "channels_last": model != "revgpt"}
+                counts = {"microbatches": 8 if tiny else 40}
+                yield Run("speed", f"{model}, batch {batch}, {method}", {**options, **fast, **counts}, several)
+                if not tiny and method == "petra":
+                    compiled = {**options, **fast, **counts, "compile": "inductor"}
+                    yield Run("speed", f"{model}, batch {batch}, {method}, compiled", compiled, several)
+
+
+def run_part(run: Run, seconds: float) -> dict[str, Any]:
+    """Run a part in processes of its own. Return its findings, or why it ``failed``."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        module = ["-m", f"{__package__}.parts"]
+        agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.processes)] if run.processes > 1 else []
+        options = json.dumps({"timeout": min(seconds, 60), **run.options})
+        command = [sys.executable, *agent, *module, run.part, options, str(out)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return {"failed": f"did not end within {seconds:.0f} s"}
+        if done.returncode or not out.exists():
+            return {"failed": _reason(done.stderr)}
+        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return {**found, **judge(run.part, found)}
+
+
+def judge(part: str, found: dict[str, Any]) -> dict[str, str]:
+    """Return why the findings of a part are a failure; empty if they are not."""
+    if part == "compare" and not found["difference"] <= LARGEST_DIFFERENCE:
+        return {"failed": f"weights differ from the CPU's by {found['difference']:.1e}"}
+    if part == "compare" and not found["repeatable"]:
+        return {"failed": "two runs with the same seed differ"}
+    return {}
+
+
+def _doctor(processes: int) -> str:
+    """Return the report of ``launch.doctor`` for all GPUs."""
+    agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
+    module = f"{(__package__ or '').rpartition('.')[0]}.doctor"
+    done = subprocess.run([sys.executable, *agent, "-m", module], capture_output=True, text=True, timeout=180)
+    return done.stdout.strip() or _reason(done.stderr)
+
+
+def _reason(text: str) -> str:
+    """Return the first line of an error report, or the last line of any other text."""
+    lines = [line for line in text.splitlines() if line.strip()] or ["no output"]
+    return next((line for line in lines if line.startswith("error:")), first_line(RuntimeError(lines[-1])))
+
+
+def _summary(part: dict[str, Any]) -> str:
+    if "failed" in part or "left_out" in part:
+        return f"FAILED: {part['failed']}" if "failed" in part else f"left out: {part['left_out']}"
+    if part["part"] == "speed":
+        return f"{part['samples_per_second']:.0f} samples/s"
+    return "passed"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Microbatches on their way from the data source to a GPU."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+
+import torch
+from torch import Tensor
+
+AHEAD = 2
+"""Microbatches that are read and copied to pinned memory before they are needed."""
+IN_FLIGHT = 4
+"""Microbatches whose copies to the GPU may be unfinished. The host does not get further ahead of the GPU than that."""
+
+Read = Callable[[int], Tensor]
+"""Function of a microbatch that returns a tensor on the CPU."""
+
+
+@cache
+def _thread() -> ThreadPoolExecutor:
+    """Return the staging thread. There is only one, so a data source is never read by two threads at once."""
+    return ThreadPoolExecutor(1, "staging")
+
+
+def staged(read: Read, device: torch.device, microbatches: range) -> Read:
+    """Return a function that reads consecutive microbatches and returns them on the device."""
+    return Staging(read, device, microbatches, _thread()) if device.type == "cuda" else read
+
+
+class Staging:
+    """Copies tensors of consecutive microbatches to a GPU. A thread reads them and copies them to pinned memory in advance.
+
+    The launching thread only starts the copy to the GPU, which runs in stream order. It waits if the GPU is more than
+    :data:`IN_FLIGHT` microbatches behind, so the amount of pinned memory is bounded.
+
+    Args:
+        read: Reads a microbatch. Called in the launching thread for the first microbatch, so that data workers are forked there,
+            and in the staging thread for the others.
+        device: The GPU.
+        microbatches: The microbatches, in the order in which they will be requested. No other is read.
+        thread: Executor with one thread.
+    """
+
+    def __init__(self, read: Read, device: torch.device, microbatches: range, thread: ThreadPoolExecutor) -> None:
+        self._read, self._device, self._thread = read, device, thread
+        self._left = iter(microbatches)
+        self._pinned: deque[tuple[int | None, Future[Tensor]]] = deque()
+        self._copied: deque[torch.cuda.Event] = deque()
+        self._started = False
+
+    def __call__(self, m: int) -> Tensor:
+        """Return the tensor of microbatch ``m`` on the device."""
+        if not self._started:
+            self._started = True
+            expected, pinned = next(self._left, None), self._read(m).pin_memory()
+            self._read_ahead()
+        else:
+            expected, future = self._pinned.popleft()
+            self._read_ahead()
+            pinned = future.result()
+        assert expected == m, f"microbatch {expected} was expected, {m} was requested"
+        if len(self._copied) == IN_FLIGHT and not (oldest := self._copied.popleft()).query():  # type: ignore[no-untyped-call]
+            oldest.synchronize()
+        on_device = pinned.to(self._device, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._copied.append(event)
+        return on_device
+
+    def _read_ahead(self) -> None:
+        while len(self._pinned) < AHEAD and (m := next(self._left, None)) is not None:
+            self._pinned.append((m, self._thread.submit(self._pin, m)))
+
+    def _pin(self, m: int) -> Tensor:
+        return self._read(m).pin_memory()

@@ -1,0 +1,186 @@
+"""The private names of torch that petra uses, each with the reason and with what happens in a torch without it.
+
+No other file uses private names of torch, so a new release of torch has to be compared with this file only
+(``tests/test_torch_private.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from petra.errors import PetraError
+
+Tensors = Sequence[Tensor]
+__all__ = [
+    "NormBase",
+    "TorchDispatchMode",  # torch documents it as the way to see every operation, in a module with a private name
+    "conv_forward",
+    "default_group_timeout",
+    "default_store",
+    "fake_tensor_mode",
+    "foreach_add",
+    "foreach_add_",
+    "foreach_copy_",
+    "foreach_lerp_",
+    "foreach_mul",
+    "foreach_mul_",
+    "foreach_norm",
+    "foreach_sub",
+    "foreach_sub_",
+    "foreach_zero_",
+    "preserve_version_counter",
+    "set_recompile_limit",
+    "skips_steps",
+    "storage_key",
+    "version",
+]
+
+
+def foreach(name: str) -> Callable[..., Any]:
+    """Return ``torch._foreach_<name>``, which applies an operation to many tensors with a few kernels.
+
+    The public API has no such operations. Without it, the operation is applied to one tensor after another.
+    """
+    found: Callable[..., Any] | None = getattr(torch, f"_foreach_{name}", None)
+    return found if found is not None else one_by_one(name)
+
+
+def one_by_one(name: str) -> Callable[..., Any]:
+    """Return a function that applies a tensor's method to each tensor. Arguments may be lists with one element per tensor."""
+    method = torch.linalg.vector_norm if name == "norm" else getattr(Tensor, f"{name}")
+
+    def apply(tensors: Tensors, *arguments: Any, **options: Any) -> list[Tensor]:
+        columns = [a if isinstance(a, Sequence) else [a] * len(tensors) for a in arguments]
+        return [method(tensor, *row, **options) for tensor, *row in zip(tensors, *columns, strict=True)]
+
+    return apply
+
+
+foreach_add, foreach_add_ = foreach("add"), foreach("add_")
+foreach_mul, foreach_mul_ = foreach("mul"), foreach("mul_")
+foreach_sub, foreach_sub_ = foreach("sub"), foreach("sub_")
+foreach_copy_, foreach_lerp_, foreach_norm, foreach_zero_ = foreach("copy_"), foreach("lerp_"), foreach("norm"), foreach("zero_")
+
+
+def _base_of_normalisations() -> Any:
+    """Return the class that defines parameters and running statistics of batch and instance normalisation.
+
+    InPlaceABN has the same parameters, buffers and state dictionary. A torch that has renamed the class still has it among the
+    bases of BatchNorm2d.
+    """
+    found = getattr(nn.modules.batchnorm, "_NormBase", None)
+    if found is None:
+        found = next(c for c in reversed(nn.BatchNorm2d.__mro__) if "track_running_stats" in getattr(c, "__constants__", ()))
+    return found
+
+
+if TYPE_CHECKING:
+    from torch.nn.modules.batchnorm import _NormBase
+
+    NormBase = _NormBase
+else:
+    NormBase = _base_of_normalisations()
+
+
+def conv_forward(conv: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Apply a convolution with another weight and bias, with its stride, padding and padding mode.
+
+    ``torch.func.functional_call`` does the same with more overhead, and runs hooks of the module; it is used otherwise.
+    """
+    method = getattr(conv, "_conv_forward", None)
+    if method is not None:
+        out: Tensor = method(x, weight, bias)
+        return out
+    parameters = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    out = torch.func.functional_call(conv, parameters, x)
+    return out
+
+
+def preserve_version_counter(tensors: tuple[Tensor, ...]) -> AbstractContextManager[None]:
+    """Return a context in which writing to ``tensors`` does not invalidate autograd graphs that refer to them.
+
+    PipeMare differentiates graphs whose weights were updated in between, which autograd otherwise refuses.
+
+    Raises:
+        PetraError: If this torch cannot do it.
+    """
+    found = getattr(torch.autograd, "_unsafe_preserve_version_counter", None)
+    if found is None:
+        raise PetraError(f"torch {torch.__version__} can't update weights of stored graphs: use method.keep=input or another torch")
+    context: AbstractContextManager[None] = found(tensors)
+    return context
+
+
+def version(tensor: Tensor) -> int | None:
+    """Return a number that grows when an operation writes to ``tensor``.
+
+    None for inference tensors, and without the attribute: functions that write to their inputs are then not noticed.
+    """
+    return None if tensor.is_inference() else getattr(tensor, "_version", None)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that identifies the tensor's storage. Fake tensors have one too, although they have no address.
+
+    Without the attribute, it is the address, which tells real tensors apart.
+    """
+    storage = tensor.untyped_storage()
+    return int(getattr(storage, "_cdata", None) or storage.data_ptr())
+
+
+def fake_tensor_mode() -> AbstractContextManager[Any]:
+    """Return a context in which tensors have shapes but no data. Unlike on the meta device, autocast applies.
+
+    Raises:
+        PetraError: If this torch has no such mode. Memory can't be predicted then.
+    """
+    try:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+    except ImportError as error:
+        raise PetraError(f"torch {torch.__version__} has no FakeTensorMode, so memory can't be predicted") from error
+    mode: AbstractContextManager[Any] = FakeTensorMode()
+    return mode
+
+
+def set_recompile_limit(limit: int) -> None:
+    """Set how many variants ``torch.compile`` may make of one code object. Without the setting, torch's own limit applies."""
+    dynamo = getattr(torch, "_dynamo", None)
+    if dynamo is not None and hasattr(dynamo.config, "recompile_limit"):
+        dynamo.config.recompile_limit = limit
+
+
+def default_group_timeout(device: torch.device) -> timedelta:
+    """Return the timeout of the default process group on a device, which torch has no public function for.
+
+    Without these attributes, it is torch's own default.
+    """
+    group = dist.group.WORLD
+    try:
+        timeout: timedelta = group._get_backend(device).options._timeout  # type: ignore[union-attr]
+    except AttributeError:
+        timeout = dist.constants.default_pg_timeout
+    return timeout
+
+
+def default_store() -> Any:
+    """Return the store of the default process group, or None if there is none or this torch doesn't give it out."""
+    get = getattr(dist.distributed_c10d, "_get_default_store", None)
+    if get is None or not dist.is_initialized():
+        return None
+    return get()
+
+
+def skips_steps(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether ``optimizer.step()`` does nothing if the tensor ``optimizer.found_inf`` is 1, without reading it.
+
+    ``torch.amp.GradScaler`` relies on the same attribute. Without it, the host reads the flag and calls ``step()`` or not.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

@@ -1,0 +1,67 @@
+"""Memory that a GPU will reach, against sizes counted by hand. tests/emulated/test_memory.py compares peaks of an allocator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from petra import METHODS, TensorSpec, UpdateRules
+from petra.cost_model.memory import BLOCK, PredictedMemory, predict_memory
+from petra.engine.build import Recipe
+from petra.engine.endpoints import Losses
+from petra.engine.metrics import correct_predictions
+from petra.plan import make_plan
+from petra.staleness import Remedy
+from petra.training import OPTIMIZERS
+from tests.support.nets import mixed_net
+
+INPUTS, TARGETS = TensorSpec((4, 3, 8, 8), torch.float32), TensorSpec((4,), torch.int64)
+
+
+def predicted(
+    optimizer: str = "sgd", *, delay: int = 2, processes: int = 1, process: int = 0, average: float | None = None
+) -> PredictedMemory:
+
+    method = replace(METHODS["petra"], delay=delay)
+    plan = make_plan(mixed_net(dtype=torch.float32), INPUTS, method=method, k=2, processes=processes, device_type="cuda")
+    recipe = Recipe(
+        OPTIMIZERS[optimizer],
+        None,
+        Losses(F.cross_entropy, F.cross_entropy),
+        {"accuracy": correct_predictions},
+        0,
+        UpdateRules(average=average),
+        Remedy(),
+    )
+    return predict_memory(plan, recipe, TARGETS, process=process)
+
+
+def rounded(sizes: list[int]) -> int:
+    return sum(-(-size // BLOCK) * BLOCK for size in sizes)
+
+
+def test_weights_gradients_and_states_are_those_of_the_parameters() -> None:
+    modules = [block.build() for block in mixed_net(dtype=torch.float32).blocks]
+    parameters = [p.nbytes for module in modules for p in module.parameters()]
+    buffers = [b.nbytes for module in modules for b in module.buffers()]
+    sgd, adam, averaged = predicted(), predicted("adamw"), predicted(average=0.9)
+    assert sgd.weights == rounded(parameters + buffers)
+    assert sgd.gradients == sgd.optimizer == rounded(parameters)
+    assert adam.optimizer == 2 * rounded(parameters) + BLOCK * len(parameters)  # a number of steps for each parameter
+    assert averaged.optimizer == 2 * sgd.optimizer
+
+
+def test_a_larger_delay_stores_more() -> None:
+    """Block stem stores its input, block down its input streams, for each further microbatch in flight."""
+    sizes = [predicted(delay=delay).stored for delay in (1, 2, 3)]
+    assert sizes[0] < sizes[1] < sizes[2]
+    assert sizes[2] - sizes[1] == pytest.approx(sizes[1] - sizes[0], rel=0.3)
+
+
+def test_every_process_has_its_own_stages() -> None:
+    parts = [predicted(processes=3, process=process) for process in range(3)]
+    assert sum(part.weights for part in parts) == predicted().weights
+    assert all(part.total == part.tensors + part.workspace for part in parts)

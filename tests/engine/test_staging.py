@@ -1,0 +1,85 @@
+"""Microbatches on their way to a GPU, with fake CUDA events and pinned memory."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import current_thread, main_thread
+
+import pytest
+import torch
+from torch import Tensor
+
+from petra.engine import staging
+from petra.engine.staging import AHEAD, IN_FLIGHT, Staging
+
+CPU = torch.device("cpu")
+
+
+class Event:
+    """A CUDA event of a GPU that finishes nothing before the host waits for it."""
+
+    waited = recorded = 0
+
+    def record(self) -> None:
+        Event.recorded += 1
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        Event.waited += 1
+
+
+class Source:
+    """Records which microbatches are read, and whether in the main thread."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.read: list[int] = []
+        self.in_main_thread: list[bool] = []
+        self.fails_at = fails_at
+
+    def __call__(self, m: int) -> Tensor:
+        if m == self.fails_at:
+            raise ValueError("unreadable")
+        self.read.append(m)
+        self.in_main_thread.append(current_thread() is main_thread())
+        return torch.full((2,), float(m))
+
+
+@pytest.fixture
+def thread(monkeypatch: pytest.MonkeyPatch) -> ThreadPoolExecutor:
+    Event.waited = Event.recorded = 0
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+    return ThreadPoolExecutor(1)
+
+
+def test_microbatches_are_read_in_advance_by_another_thread_in_order(thread: ThreadPoolExecutor) -> None:
+    source = Source()
+    staged = Staging(source, CPU, range(3, 10), thread)
+    for m in range(3, 10):
+        assert torch.equal(staged(m), torch.full((2,), float(m)))
+        thread.submit(int).result()  # the thread has done what it was given
+        assert source.read == [*range(3, min(m + AHEAD + 1, 10))]
+    assert source.in_main_thread == [True, *[False] * 6]  # data workers are forked in the main thread
+
+
+def test_the_host_waits_for_a_gpu_that_is_far_behind(thread: ThreadPoolExecutor) -> None:
+    staged = Staging(Source(), CPU, range(20), thread)
+    for m in range(20):
+        staged(m)
+        assert Event.recorded - Event.waited <= IN_FLIGHT
+    assert Event.waited == 20 - IN_FLIGHT
+
+
+def test_an_error_of_the_source_is_raised_when_its_microbatch_is_requested(thread: ThreadPoolExecutor) -> None:
+    staged = Staging(Source(fails_at=2), CPU, range(5), thread)
+    staged(0)
+    staged(1)
+    with pytest.raises(ValueError, match="unreadable"):
+        staged(2)
+
+
+def test_the_cpu_reads_directly() -> None:
+    source = Source()
+    assert staging.staged(source, CPU, range(3)) is source

@@ -1,0 +1,90 @@
+"""launch.selftest: which parts run, what counts as a failure, and the report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launch.runtime.rank import Process
+from launch.selftest import command
+from launch.selftest.command import LARGEST_DIFFERENCE, Run, judge, plan, run_part
+from launch.selftest.parts import PARTS
+from launch.selftest.report import markdown
+from petra import METHODS
+
+ALONE = Process(rank=0, world=1, local_rank=0, local_world=1)
+CPU = torch.device("cpu")
+TINY = {"model": "revnet18", "width": 0.125, "size": 8, "batch": 2, "method": "petra", "k": 1, "microbatches": 2}
+
+
+def test_all_methods_and_both_transports_are_tested_in_any_machine() -> None:
+    for gpus, tiny in ((0, True), (4, False)):
+        runs = [*plan(gpus, tiny)]
+        assert {run.options["method"] for run in runs if run.part == "compare"} == {*METHODS}
+        assert {run.options["transport"] for run in runs if run.part == "transport"} == {"lockstep", "edge"}
+        assert {run.options["device"] for run in runs} == {"cuda" if gpus else "cpu"}
+    speeds = [run for run in plan(4, False) if run.part == "speed"]
+    assert {run.options["batch"] for run in speeds} == {64, 256}
+    assert {run.options["model"] for run in speeds} == {"revnet18", "revnet50", "revgpt"}
+    assert not [run for run in plan(1, False) if run.part == "transport"]  # NCCL refuses two processes on one GPU
+
+
+def test_a_run_on_the_cpu_equals_itself() -> None:
+    found = PARTS["compare"](TINY, CPU, ALONE)
+    assert found == {"difference": 0.0, "repeatable": True}
+
+
+def test_speed_and_loss_are_measured() -> None:
+    found = PARTS["speed"](TINY, CPU, ALONE)
+    assert found["samples_per_second"] > 0
+    assert found["loss"] > 0
+    assert len(found["peak_bytes"]) == 1
+
+
+def test_differences_from_the_cpu_fail() -> None:
+    assert judge("compare", {"difference": LARGEST_DIFFERENCE / 2, "repeatable": True}) == {}
+    assert "differ from the CPU" in judge("compare", {"difference": float("nan"), "repeatable": True})["failed"]
+    assert "two runs" in judge("compare", {"difference": 0.0, "repeatable": False})["failed"]
+
+
+@pytest.mark.processes
+def test_a_part_that_fails_is_reported_with_its_reason() -> None:
+    found = run_part(Run("compare", "wrong", {**TINY, "device": "tpu"}), seconds=100)
+    assert found == {"failed": "error: trainer.device: expected auto, cpu or cuda, got tpu"}
+
+
+def test_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results: list[dict[str, Any]] = [
+        {"difference": 1e-7, "repeatable": True},
+        {"failed": "did not end within 180 s"},
+        {
+            "samples_per_second": 123.4,
+            "loss": 2.0,
+            "peak_bytes": [10**9, 2 * 10**9],
+            "kernels_per_microbatch": 599.0,
+            "device_busy": 0.5,
+        },
+    ]
+    runs = [Run("compare", "petra against the CPU", {}), Run("transport", "edge, d = 1", {}, 2), Run("speed", "revnet18", {}, 2)]
+    monkeypatch.setattr(command, "plan", lambda gpus, tiny: iter(runs))
+    monkeypatch.setattr(command, "run_part", lambda run, seconds: results[runs.index(run)])
+    monkeypatch.setattr(command, "_doctor", lambda processes: "No problems found.")
+    assert command.main(["--out", str(tmp_path)]) == 1
+    text = (tmp_path / "selftest.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    assert ["petra against the CPU", "1.0e-07", "true", "passed"] in rows
+    assert ["edge, d = 1", "2", "", "", "", "failed: did not end within 180 s"] in rows
+    assert ["revnet18", "2", "123", "2.00", "599", "50%", "passed"] in rows
+    found = json.loads((tmp_path / "selftest.json").read_text())
+    assert text == markdown(found)
+    assert len(found["parts"]) == 3
+
+
+def test_parts_without_time_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_doctor", lambda processes: "")
+    command.main(["--out", str(tmp_path), "--minutes", "0"])
+    assert "left out: no time left" in (tmp_path / "selftest.md").read_text()

@@ -1,0 +1,70 @@
+"""The device that a process binds, on a machine with two fake GPUs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from petra import ConfigError
+from petra.distributed import bind_device
+
+
+class FakeGPUs:
+    """Stands for torch.cuda's current device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int = 2, bound: str | None = None) -> None:
+        self.current, self.monkeypatch = 0, monkeypatch
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(self, "current", device.index))
+
+    def bind(self, device: str | None) -> None:
+        """Pretend that a process group is bound to a device."""
+        self.monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        bound = None if device is None else torch.device(device)
+        self.monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=bound)))
+
+
+def test_the_device_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = FakeGPUs(monkeypatch)
+    assert bind_device("cpu") == torch.device("cpu")
+    assert bind_device("cuda") == torch.device("cuda", 0)
+    assert bind_device("cuda:1") == torch.device("cuda", 1)
+    assert gpus.current == 1
+    assert bind_device("cuda") == torch.device("cuda", 1)
+
+
+def test_a_device_without_an_index_is_that_of_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = FakeGPUs(monkeypatch)
+    gpus.bind("cuda:1")
+    assert bind_device("cuda") == torch.device("cuda", 1)
+    assert gpus.current == 1
+
+
+@pytest.mark.parametrize(
+    ("bound", "device", "text"),
+    [
+        ("cuda:1", "cuda:0", "device: expected cuda:1, to which init_process_group bound this rank, got cuda:0"),
+        (None, "cuda:0", "init_process_group: expected backend='cpu:gloo,cuda:nccl' with device_id=.*, got no device_id"),
+        ("cuda:1", "cuda:5", "device: expected cuda:1"),
+    ],
+)
+def test_another_device_than_that_of_the_process_group(
+    monkeypatch: pytest.MonkeyPatch, bound: str | None, device: str, text: str
+) -> None:
+    FakeGPUs(monkeypatch).bind(bound)
+    with pytest.raises(ConfigError, match=text):
+        bind_device(device)
+
+
+def test_a_device_that_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeGPUs(monkeypatch)
+    with pytest.raises(ConfigError, match="device: expected a GPU from cuda:0 to cuda:1, got cuda:2"):
+        bind_device("cuda:2")
+    FakeGPUs(monkeypatch, count=0)
+    with pytest.raises(ConfigError, match="device: expected cpu on a machine without GPUs, got cuda"):
+        bind_device("cuda")

@@ -1,0 +1,95 @@
+"""Private names of torch: only one file uses them, and what replaces them in a torch without them gives the same results."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from petra import PetraError, torch_private
+from petra.torch_private import one_by_one
+from tests.structure import ROOT, modules
+
+PRIVATE = re.compile(
+    r"\btorch(?:\.\w+)*\._[a-z]\w*|from torch[\w.]* import .*\b_[a-z]\w*|from torch[\w.]*\._[a-z]"
+    r"|\._(?:version|cdata|conv_forward|get_backend|timeout)\b|\b_NormBase\b"
+)
+
+
+def test_only_one_file_uses_private_names_of_torch() -> None:
+    found = {name: PRIVATE.findall(path.read_text(encoding="utf-8")) for name, path in modules(ROOT).items()}
+    assert {name for name, uses in found.items() if uses} == {"petra.torch_private"}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "options"),
+    [
+        ("add", ("list",), {"alpha": 0.5}),
+        ("add_", ("list",), {"alpha": -2}),
+        ("mul", (3.0,), {}),
+        ("mul_", ("list",), {}),
+        ("sub", ("list",), {}),
+        ("sub_", ("list",), {}),
+        ("lerp_", ("list", 0.25), {}),
+        ("copy_", ("list",), {}),
+        ("zero_", (), {}),
+        ("norm", (), {}),
+        ("norm", (torch.inf,), {}),
+    ],
+)
+def test_operations_on_many_tensors_one_by_one(name: str, arguments: tuple[object, ...], options: dict[str, float]) -> None:
+    results = []
+    for apply in (getattr(torch, f"_foreach_{name}"), one_by_one(name)):
+        torch.manual_seed(0)
+        tensors, others = ([torch.randn(n, 2) for n in (1, 3, 40)] for _ in range(2))
+        returned = apply(tensors, *(others if a == "list" else a for a in arguments), **options)
+        results.append(tensors if name.endswith("_") else list(returned))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_convolution_with_other_weights(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+    conv, x = nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect", bias=bias), torch.randn(1, 2, 5, 5)
+    weight, offset = torch.randn_like(conv.weight), torch.randn(3) if bias else None
+    expected = torch_private.conv_forward(conv, x, weight, offset)
+    monkeypatch.setattr(nn.Conv2d, "_conv_forward", None)
+
+    class Public(nn.Conv2d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            padded = nn.functional.pad(x, (1, 1, 1, 1), mode="reflect")
+            return nn.functional.conv2d(padded, self.weight, self.bias)
+
+    public = Public(2, 3, 3, bias=bias)
+    assert torch.equal(torch_private.conv_forward(public, x, weight, offset), expected)
+
+
+def test_the_base_of_normalisations_is_found_by_its_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = nn.modules.batchnorm._NormBase
+    assert torch_private.NormBase is base
+    monkeypatch.delattr(nn.modules.batchnorm, "_NormBase")
+    assert torch_private._base_of_normalisations() is base
+
+
+def test_without_private_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.autograd, "_unsafe_preserve_version_counter")
+    with pytest.raises(PetraError, match=r"use method\.keep=input"):
+        torch_private.preserve_version_counter(())
+    monkeypatch.setattr(dist, "group", type("Group", (), {"WORLD": None}))
+    assert torch_private.default_group_timeout(torch.device("cpu")) == timedelta(minutes=30)
+    assert torch_private.default_store() is None
+    monkeypatch.setattr(torch, "_dynamo", None)
+    torch_private.set_recompile_limit(3)
+
+
+def test_versions_grow_with_writes() -> None:
+    x = torch.zeros(2)
+    before = torch_private.version(x)
+    x += 1
+    assert torch_private.version(x) != before
+    with torch.inference_mode():
+        assert torch_private.version(torch.zeros(2)) is None

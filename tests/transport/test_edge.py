@@ -1,0 +1,33 @@
+"""Receives of the edge transport, whose buffers are on the meta device, with fake handles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from petra.specs import TensorSpec
+from petra.transport import Packing, edge
+
+
+@pytest.mark.parametrize(("device", "ahead"), [("cpu", edge.POSTED_RECEIVES), ("meta", 0)])
+def test_receives_are_posted_in_advance_on_cpus_only(monkeypatch: pytest.MonkeyPatch, device: str, ahead: int) -> None:
+    """A receive that waits occupies an accelerator."""
+    posted: list[torch.Tensor] = []
+
+    class Done:
+        def wait(self) -> None:
+            assert len(posted) - received <= ahead + 1
+
+    def irecv(buffer: torch.Tensor, peer: int, group: object) -> Done:
+        posted.append(buffer)
+        return Done()
+
+    monkeypatch.setattr(dist, "irecv", irecv)
+    packing = Packing(((TensorSpec((2, 3), torch.float32),),), torch.device(device), "test")
+    receiver = edge._Receiver(packing, None, 1)  # type: ignore[arg-type]
+    receiver.expect(5)
+    for received in range(5):
+        assert len(posted) == min(received + ahead, 5)
+        receiver.receive()
+    assert len(posted) == 5
