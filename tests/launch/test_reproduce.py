@@ -115,7 +115,7 @@ def test_table_4_from_finished_runs(
     for method, accuracies in {"reversible": (0.80, 0.81, 0.82), "petra": (0.70, 0.73, 0.76), "dsp": (0.5,)}.items():
         for seed, value in enumerate(accuracies):
             folder = tmp_path / "given" / f"{method}{seed}"
-            write_run(folder, config_of(*accuracy.SIX_EPOCHS, "k=1", f"method={method}", f"seed={seed}"), value)
+            write_run(folder, config_of(*accuracy.SIX_EPOCHS, "data=cifar100", "k=1", f"method={method}", f"seed={seed}"), value)
     (tmp_path / "given" / "dsp0" / "summary.json").unlink()  # as if the run had not finished
     request(tmp_path / "out", "table4", "--gather", "--runs", str(tmp_path / "given"))
     text = capsys.readouterr().out
