@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,6 +95,7 @@ class Panel:
         lines: Points (x, y) of each line by name.
         scale: Scale of the y axis; ``symlog`` is linear below 1e-6.
         powers: Use a logarithmic x axis with powers of two.
+        dashed: Points of dashed lines, each in the colour of the line with the same name.
     """
 
     xlabel: str
@@ -102,6 +103,7 @@ class Panel:
     lines: Mapping[str, Sequence[tuple[float, float]]]
     scale: Literal["linear", "log", "symlog"] = "linear"
     powers: bool = False
+    dashed: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
 
 
 def panels(diagrams: Sequence[Panel], path: Path, *, columns: int = 2, shaded: bool = False) -> None:
@@ -119,6 +121,8 @@ def panels(diagrams: Sequence[Panel], path: Path, *, columns: int = 2, shaded: b
             shade = i / max(len(panel.lines) - 1, 1)
             colour = (shade, 0.3, 1 - shade) if shaded else f"C{i}"
             axes.plot([x for x, _ in points], [y for _, y in points], marker=".", color=colour, label=name)
+            if dashed := panel.dashed.get(name):
+                axes.plot([x for x, _ in dashed], [y for _, y in dashed], "--", color=colour)
         if panel.scale == "symlog":
             axes.set_yscale("symlog", linthresh=1e-6)
         else:

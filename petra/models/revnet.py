@@ -70,14 +70,14 @@ def revnet18(
 
     Input: images (B, 3, H, W). Output: logits (B, ``classes``). Arguments and errors as for :func:`petra.models.resnet18`.
     """
-    return _revnet("revnet18", (2, 2, 2, 2), 1, classes, width, stem, norm, activation)
+    return revnet("revnet18", (2, 2, 2, 2), 1, classes, width, stem, norm, activation)
 
 
 def revnet34(
     classes: int = 10, width: float = 1.0, stem: str = "cifar", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
     """Build a RevNet-34: 18 blocks, of which 13 are reversible. Arguments as for :func:`revnet18`."""
-    return _revnet("revnet34", (3, 4, 6, 3), 1, classes, width, stem, norm, activation)
+    return revnet("revnet34", (3, 4, 6, 3), 1, classes, width, stem, norm, activation)
 
 
 def revnet50(
@@ -99,27 +99,39 @@ def revnet50(
     Raises:
         ConfigError: If an argument is out of range.
     """
-    return _revnet("revnet50", (3, 4, 6, 3), 4, classes, width, stem, norm, activation, downsampling)
+    return revnet("revnet50", (3, 4, 6, 3), 4, classes, width, stem, norm, activation, downsampling)
 
 
 def revnet101(
     classes: int = 10, width: float = 1.0, stem: str = "cifar", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
     """Build a RevNet-101: 35 blocks with bottlenecks, of which 29 are reversible. Arguments as for :func:`revnet18`."""
-    return _revnet("revnet101", (3, 4, 23, 3), 4, classes, width, stem, norm, activation)
+    return revnet("revnet101", (3, 4, 23, 3), 4, classes, width, stem, norm, activation)
 
 
-def _revnet(
+def revnet(
     name: str,
     repeats: Sequence[int],
     expansion: int,
-    classes: int,
-    width: float,
-    stem: str,
-    norm: str,
-    activation: str | None,
+    classes: int = 10,
+    width: float = 1.0,
+    stem: str = "cifar",
+    norm: str = "batchnorm",
+    activation: str | None = None,
     downsampling: str = "projection",
 ) -> Model:
+    """Build a RevNet of any depth: the stem, ``sum(repeats)`` residual blocks in four groups, and the head.
+
+    Args:
+        name: Name of the model.
+        repeats: Number of residual blocks in each group.
+        expansion: 1 for basic blocks, 4 for bottlenecks.
+        classes, width, stem, norm, activation: As for :func:`revnet18`.
+        downsampling: As for :func:`revnet50`.
+
+    Raises:
+        ConfigError: If an argument is out of range.
+    """
     style = layers.Style.chosen(norm, activation)
     rows = layers.residuals(repeats, layers.scaled((64, 128, 256, 512), width), expansion)
     start = partial(layers.PairStem, layers.choice("stem", stem, layers.STEMS), rows[0].in_channels, style)
