@@ -19,7 +19,7 @@ from ..config.schema import DataConfig
 
 REQUIRED = ("classes", "size")
 """Keys that every data set has, because the model depends on them. Most data sets fix their values."""
-OPTIONAL = ("root", "images", "validation")
+OPTIONAL = ("root", "images", "validation", "mean_image", "distort")
 """Keys that only some data sets have. They are null for the others."""
 
 

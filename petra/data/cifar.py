@@ -93,7 +93,7 @@ class Release:
             f"and set data.root=<folder that contains {folders}>"
         )
 
-    def read(self, root: str | Path | None) -> Dataset:
+    def read(self, root: str | Path | None, mean_image: bool = False) -> Dataset:
         """Read all files in ``root``/``folder``, or else those of the binary version, after checking their md5."""
         top = folder_of(root, self.name, self.help)
         folder, binary = top / self.folder, self.binary
@@ -104,7 +104,7 @@ class Release:
             train, test = (
                 joined(self._batch(folder / name, md5) for name, md5 in names.items()) for names in (self.train, self.test)
             )
-        return array_dataset(self.name, self.classes, train, test, moments=self.moments, flip=True)
+        return array_dataset(self.name, self.classes, train, test, moments=self.moments, flip=True, mean_image=mean_image)
 
     def _batch(self, path: Path, md5: str) -> Batch:
         content = unpickled(path, read_checked(path, md5, self.help), self.help)
@@ -145,21 +145,23 @@ CIFAR100 = Release(
 )
 
 
-def cifar10(root: str | Path | None = None) -> Dataset:
+def cifar10(root: str | Path | None = None, mean_image: bool = False) -> Dataset:
     """Read CIFAR-10: 50,000 training and 10,000 test images of 32x32 pixels in 10 classes.
 
     Args:
         root: Folder that contains ``cifar-10-batches-py``.
+        mean_image: Whether to subtract the mean training image from pixel values of 0 to 1 (RevNet, appendix 7.1), instead of
+            normalising each channel by its mean and standard deviation.
 
     Raises:
         DataError: If ``root`` is None, or a file is missing or damaged. Each file is checked by its md5.
     """
-    return CIFAR10.read(root)
+    return CIFAR10.read(root, mean_image)
 
 
-def cifar100(root: str | Path | None = None) -> Dataset:
+def cifar100(root: str | Path | None = None, mean_image: bool = False) -> Dataset:
     """Read CIFAR-100 with its 100 fine classes.
 
     As :func:`cifar10`, with files in ``root``/cifar-100-python, or if there is no such folder in ``root``/cifar-100-binary.
     """
-    return CIFAR100.read(root)
+    return CIFAR100.read(root, mean_image)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from petra.data import TrainSource, imagenet32, load_dataset
+from petra.data.arrays import augment
 from petra.data.cifar import CIFAR10, CIFAR100, BinaryFile
 from petra.errors import DataError
 from tests.support.fakes import cifar_batch, md5, pickled, write_cifar, write_cifar_file, write_imagenet32
@@ -128,6 +129,22 @@ def test_damaged_binary_file(tmp_path, binary, change, reason):
 def test_the_published_sizes_of_the_binary_files():
     """The sizes follow from the format: 50,000 and 10,000 rows of two labels and 3072 pixels."""
     assert (CIFAR100.binary.train.size, CIFAR100.binary.test.size) == (153_700_000, 30_740_000)
+
+
+@RELEASES
+def test_the_mean_image_is_subtracted_before_the_crop(release, tmp_path, monkeypatch):
+    write_cifar(release, tmp_path, monkeypatch)
+    plain, centred = (load_dataset(release.name, root=tmp_path, mean_image=value) for value in (False, True))
+    everything = torch.arange(plain.train.count)
+    pixels = plain.train.inputs.images.double()
+    expected = (pixels - pixels.mean(0)) / 255
+    assert torch.allclose(centred.train.inputs(everything, None).double(), expected, atol=1e-6)
+    assert torch.allclose(centred.train.inputs(everything, None).mean(0), torch.zeros(3, 32, 32), atol=1e-6)
+    # The padding of a crop is zero, the value of the mean image, and the crops are those of the other normalisation.
+    first, second = centred.train.inputs(everything, 5), augment(expected.float(), True, 5)
+    assert torch.allclose(first, second, atol=1e-6)
+    test = plain.test.inputs.images.double()
+    assert torch.allclose(centred.test.inputs(torch.arange(4), None).double(), (test - pixels.mean(0)) / 255, atol=1e-6)
 
 
 class Attack:
