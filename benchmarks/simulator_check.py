@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.report import benchmark_parser, machine, ratio, save, spread, table
-from benchmarks.two_stages import Head, Noise, Split, coupling, sgd
+from benchmarks.two_stages import Head, Noise, Split, coupling, make_pipeline
 from petra import BlockSpec, Keep, Method, Model, Pipeline, TensorSpec
 from petra.cost_model.costs import StageCost
 from petra.cost_model.links import Link, measure_link
 from petra.cost_model.simulator import simulate
 from petra.diagnostics.events import Interval, Kind
 from petra.diagnostics.recorder import Recorder
-from petra.settings import Numerics, Runtime, TransportName
+from petra.settings import TransportName
 
 METHODS: dict[str, tuple[Method, TransportName]] = {
     "petra, d = 2, lockstep": (Method("petra", 2, Keep.NOTHING), "lockstep"),
@@ -58,19 +58,8 @@ def compare(rank: int, options: argparse.Namespace) -> dict[str, dict[str, list[
     model = Model("two", (BlockSpec("split", Split), *reversible, BlockSpec("head", partial(Head, options.channels))))
     inputs = TensorSpec((options.batch, 2 * options.channels, options.size, options.size), torch.float32)
     stages, data = [counts[0] + 1, counts[1] + 1], Noise(inputs)
-    pipelines = {
-        name: Pipeline(
-            model,
-            inputs,
-            method=method,
-            stages=stages,
-            runtime=Runtime(transport=transport),
-            k=options.k,
-            optimizer=sgd,
-            numerics=Numerics(channels_last=True),
-        )
-        for name, (method, transport) in METHODS.items()
-    }
+    make = partial(make_pipeline, model, inputs, stages, options.k)
+    pipelines = {name: make(method, transport) for name, (method, transport) in METHODS.items()}
     figures: dict[str, dict[str, list[float]]] = {name: {"measured": [], "predicted": []} for name in METHODS}
     for round_ in range(options.rounds + 1):
         for name, pipeline in pipelines.items():

@@ -75,6 +75,22 @@ def build(options: argparse.Namespace) -> tuple[Model, TensorSpec, list[int]]:
     return model, inputs, [options.blocks + 1, options.blocks + 1]
 
 
+def make_pipeline(
+    model: Model, inputs: TensorSpec, stages: list[int], k: int, method: Method, transport: TransportName
+) -> Pipeline:
+    """Return the stage of this process in a pipeline of two processes."""
+    return Pipeline(
+        model,
+        inputs,
+        method=method,
+        stages=stages,
+        runtime=Runtime(transport=transport),
+        k=k,
+        optimizer=sgd,
+        numerics=Numerics(channels_last=True),
+    )
+
+
 def coupling(channels: int) -> Coupling:
     """Return a reversible block."""
     return Coupling(branch(channels))
@@ -87,28 +103,9 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     model, inputs, stages = build(options)
     data = Noise(inputs)
-    pipelines = {
-        name: Pipeline(
-            model,
-            inputs,
-            method=method,
-            stages=stages,
-            runtime=Runtime(transport=transport),
-            k=options.k,
-            optimizer=sgd,
-            numerics=Numerics(channels_last=True),
-        )
-        for name, (method, transport) in METHODS.items()
-    }
-    bare = Pipeline(
-        model,
-        inputs,
-        method=METHODS["petra, d = 2, lockstep"][0],
-        stages=stages,
-        k=options.k,
-        optimizer=sgd,
-        numerics=Numerics(channels_last=True),
-    )
+    make = partial(make_pipeline, model, inputs, stages, options.k)
+    pipelines = {name: make(method, transport) for name, (method, transport) in METHODS.items()}
+    bare = make(METHODS["petra, d = 2, lockstep"][0], "auto")
     figures: dict[str, list[float]] = {name: [] for name in [*METHODS, "compute"]}
     for round_ in range(options.rounds + 1):
         row = {name: period(pipeline, data, options.microbatches) for name, pipeline in pipelines.items()}

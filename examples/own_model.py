@@ -76,6 +76,7 @@ def main(epochs: int = 6) -> float:
         if pipeline.rank == 0:
             print(f"epoch {epoch + 1}: loss {training.loss:.3f}, test accuracy {test_result.metrics['accuracy']:.1%}")
     if distributed:
+        del pipeline  # before its process group
         dist.destroy_process_group()
     return test_result.metrics["accuracy"]
 

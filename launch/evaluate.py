@@ -28,7 +28,7 @@ from petra.training.export import FORMATS
 
 from .config.errors import config_error
 from .config.schema import Config, LoggerConfig, to_config
-from .run.build import set_up
+from .run.build import Setup, set_up
 from .run.resume import FOLDER, read_weights
 from .runtime.rank import Process
 from .runtime.reporting import report_errors
@@ -104,14 +104,19 @@ def evaluate(config: Config, weights: Path, process: Process) -> dict[str, float
     checked = set_up(config, process)
     torch.set_num_threads(config.trainer.threads)
     with process.process_group(checked.device, config.trainer.timeout):
-        _, test = checked.data()
-        with raise_on_all_ranks():
-            state = read_weights(weights)
-        pipeline = checked.pipeline(checked.learning_rate(1))
-        with raise_on_all_ranks():
-            load_into(pipeline, state, str(weights))
-        result = pipeline.evaluate(test, limited(test.batches, config.trainer.limit_batches))
-        return {"weights": str(weights), checked.unit: result.targets, **means(result, checked.unit)}
+        return evaluate_in_group(checked, weights)
+
+
+def evaluate_in_group(setup: Setup, weights: Path) -> dict[str, float | str]:
+    """Implement :func:`evaluate` inside the process group. The pipeline ends with this function, before the group does."""
+    _, test = setup.data()
+    with raise_on_all_ranks():
+        state = read_weights(weights)
+    pipeline = setup.pipeline(setup.learning_rate(1))
+    with raise_on_all_ranks():
+        load_into(pipeline, state, str(weights))
+    result = pipeline.evaluate(test, limited(test.batches, setup.config.trainer.limit_batches))
+    return {"weights": str(weights), setup.unit: result.targets, **means(result, setup.unit, test.bytes_per_target)}
 
 
 if __name__ == "__main__":

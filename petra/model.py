@@ -6,13 +6,16 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from petra.errors import ModelError, first_line, invalid
-from petra.reversible import ReversibleBlock, derive_seed, seeded
+from petra.errors import ModelError, first_line, invalid, require
+from petra.reversible import ReversibleBlock, derive_seed, frozen_statistics, normalisations, seeded
 from petra.specs import Streams, TensorSpec, as_streams
 
 
@@ -21,7 +24,7 @@ class BlockSpec:
     """One block of a model: the smallest unit of a partition into stages.
 
     Attributes:
-        name: Name of the block, unique in the model. Prefix of its keys in state dictionaries.
+        name: Name of the block, unique in the model, without ``.`` and ``/``. Prefix of its keys in state dictionaries.
         build: Function that returns a new module. The module's ``forward`` takes one positional tensor per stream and returns a
             tensor or a tuple of tensors. A pipeline stores nothing for a :class:`petra.reversible.ReversibleBlock`, and the input
             for any other module.
@@ -59,13 +62,26 @@ class Model:
     Attributes:
         name: Name of the model in messages and records.
         blocks: The blocks in order.
+
+    Raises:
+        ModelError: If there is no block, or if a block's name occurs twice or can't be the prefix of keys.
     """
 
     name: str
     blocks: tuple[BlockSpec, ...]
 
+    def __post_init__(self) -> None:
+        require(len(self.blocks) > 0, f"model {self.name}", "at least one block", "none", ModelError)
+        seen = set[str]()
+        for name in (block.name for block in self.blocks):
+            usable = bool(name) and not {".", "/"} & {*name} and not hasattr(nn.Module, name)
+            expected = "a name without '.' and '/' that is no attribute of nn.Module"
+            require(usable, f"block {name!r} of model {self.name}", expected, f"{name!r}", ModelError)
+            require(name not in seen, f"block {name!r} of model {self.name}", "a name that occurs once", "it twice", ModelError)
+            seen.add(name)
+
     @staticmethod
-    def of(name: str, blocks: Mapping[str, nn.Module]) -> Model:
+    def of(name: str, blocks: nn.Sequential | Mapping[str, nn.Module]) -> Model:
         """Make a model from existing modules, in their order and with their weights.
 
         Every process must create all modules with the same weights, although it trains only copies of those that its stages own.
@@ -73,9 +89,25 @@ class Model:
 
         Args:
             name: Name of the model.
-            blocks: Modules by block name.
+            blocks: Modules by block name, or an ``nn.Sequential``, each of whose modules becomes a block.
+
+        Raises:
+            ModelError: If blocks share parameters or buffers, which would become independent copies; if every module is in
+                evaluation mode; or if ``blocks`` lacks modules that occur twice, as the result of ``named_children()`` does.
         """
-        return Model(name, tuple(BlockSpec(key, partial(copy.deepcopy, module)) for key, module in blocks.items()))
+        if isinstance(blocks, nn.Sequential):
+            modules = {str(i): module for i, module in enumerate(blocks)}
+        else:
+            modules = dict(blocks)
+            if all(key.isdigit() for key in modules) and [*modules] != [str(i) for i in range(len(modules))]:
+                expected = "consecutive numbers (pass the nn.Sequential itself, as named_children() omits modules that occur twice)"
+                raise invalid(f"blocks of model {name}", expected, ", ".join(modules), ModelError)
+        _check_distinct(name, modules)
+        every = [m for module in modules.values() for m in module.modules()]
+        training = not every or any(m.training for m in every)
+        expected = "modules in training mode (call .train(); .eval() freezes single layers)"
+        require(training, f"model {name}", expected, "none", ModelError)
+        return Model(name, tuple(BlockSpec(key, partial(copy.deepcopy, module)) for key, module in modules.items()))
 
     def build_block(self, index: int, seed: int) -> nn.Module:
         """Build block ``index`` with a seed of its own, so that its weights don't depend on the partition into stages."""
@@ -95,14 +127,16 @@ class Model:
             inputs: Shape and type of a microbatch of inputs.
 
         Raises:
-            ModelError: If no tensor has the shape ``inputs``, if building a block fails, or if a block does not accept the output
-                of the block before it. The message names both blocks.
+            ModelError: If no tensor has the shape ``inputs``, if building a block fails, if a block does not accept the output
+                of the block before it (the message names both blocks), or if its output is not one or several floating-point
+                tensors, or if two blocks share parameters or buffers.
         """
         try:
             streams: Streams = (torch.empty(inputs.shape, dtype=inputs.dtype, device="meta"),)
         except RuntimeError as error:
             raise invalid("inputs", "a shape that a tensor can have", f"{inputs} ({first_line(error)})", ModelError) from error
         profiles: list[BlockProfile] = []
+        built: dict[str, nn.Module] = {}
         for spec in self.blocks:
             counter = FlopCounterMode(display=False)
             try:
@@ -112,13 +146,14 @@ class Model:
                 got = f"an error when it is built ({first_line(error)})"
                 raise invalid(f"block {spec.name}", "a module", got, ModelError) from error
             try:
-                with torch.no_grad(), counter:
-                    streams = as_streams(block(*streams))
+                with torch.no_grad(), frozen_statistics(normalisations(block)), counter, _SameTypes():  # type: ignore[no-untyped-call]
+                    output = block(*streams)
             except (RuntimeError, ValueError, TypeError) as error:
                 given = ", ".join(str(p) for p in profiles[-1].outputs) if profiles else str(inputs)
                 source = f"block {profiles[-1].name}" if profiles else "the data"
                 got = f"{given} from {source} ({first_line(error)})"
                 raise invalid(f"block {spec.name}", "an input that it accepts", got, ModelError) from error
+            streams, built[spec.name] = _checked_streams(spec.name, output), block
             profiles.append(
                 BlockProfile(
                     name=spec.name,
@@ -130,6 +165,7 @@ class Model:
                     and type(block).enable_exact_streams is not ReversibleBlock.enable_exact_streams,
                 )
             )
+        _check_distinct(self.name, built)
         return tuple(profiles)
 
 
@@ -152,3 +188,50 @@ class Chain(nn.Module):
             streams = as_streams(block(*streams))
         (out,) = streams
         return out
+
+
+class _SameTypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raise the errors about types that kernels raise, but operations on the meta device don't."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in _OF_ONE_TYPE:
+            found = {t.dtype for t in args if isinstance(t, Tensor)}
+            if len(found) > 1:
+                names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
+                raise TypeError(f"{func.overloadpacket.__name__} of {names}")
+        return func(*args, **(kwargs or {}))
+
+
+_OF_ONE_TYPE = {torch.ops.aten.convolution, torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
+
+
+def _check_distinct(name: str, modules: Mapping[str, nn.Module]) -> None:
+    """Check that the blocks of a model share no parameter and no buffer.
+
+    Raises:
+        ModelError: If they do. The message names the tensor and both blocks.
+    """
+    owners: dict[int, tuple[str, str]] = {}
+    for key, module in modules.items():
+        own = {id(t): (key, tensor) for tensor, t in chain(module.named_parameters(), module.named_buffers())}
+        for tensor in own.keys() & owners.keys():
+            other, found = owners[tensor][0], own[tensor][1]
+            expected = "tensors of its own, as blocks may be in different processes (put layers with tied weights into one block)"
+            raise invalid(f"block {key} of model {name}", expected, f"{found}, which belongs to block {other} too", ModelError)
+        owners |= own
+
+
+def _checked_streams(name: str, output: Any) -> Streams:
+    """Return a block's output as streams.
+
+    Raises:
+        ModelError: If it is anything but floating-point tensors.
+    """
+    expected = "a tensor or a tuple of tensors as output"
+    several = isinstance(output, tuple | list) and len(output) > 0 and all(isinstance(t, Tensor) for t in output)
+    require(several or isinstance(output, Tensor), f"block {name}", expected, type(output).__name__, ModelError)
+    streams = as_streams(output)
+    for t in streams:
+        got = str(TensorSpec(tuple(t.shape), t.dtype))
+        require(t.is_floating_point(), f"block {name}", "floating-point tensors as output, which have gradients", got, ModelError)
+    return streams

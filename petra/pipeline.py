@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -12,16 +11,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from petra.distributed import all_gather_objects
-from petra.engine.build import Recipe, build_remedies, build_stages, build_workers, check_range
+from petra.engine.build import Recipe, build_remedies, build_stages, build_workers, check_range, load_blocks
 from petra.engine.data_parallel import Replicas, Share, ShareObjective
-from petra.engine.endpoints import DataPort, DataSource, Loss, Losses, Objective
+from petra.engine.endpoints import DataPort, DataSource, Loss, Losses, Objective, require_source
 from petra.engine.executor import Executor, stage_threads
 from petra.engine.global_clip import GlobalClip
 from petra.engine.metrics import Metric, correct_predictions
-from petra.engine.totals import Result, Totals, reduce_totals
+from petra.engine.stage import evaluating
+from petra.engine.totals import Result, Totals, reduce_totals, warn_without_update
 from petra.engine.update import OptimizerFactory
 from petra.engine.update_rules import UpdateRules
-from petra.errors import NumericsError
 from petra.hooks import Hooks
 from petra.method import Method
 from petra.model import Model
@@ -124,11 +123,9 @@ class Pipeline:
         self.hooks = Hooks()
         self.clock = 0
         self.measures: list[Callable[[], dict[str, float]]] = []
-        threads = stage_threads(runtime.concurrency, self.world, self.device)
         self._totals = Totals(len(recipe.metrics), plan.layout.dp, self.device)
         self._source = DataPort(plan.layout.inputs, self.device, plan.numerics.channels_last, self._totals.add)
-        objective = Objective if plan.layout.dp == 1 else ShareObjective
-        self.objective = objective(self.device, recipe.losses, recipe.metrics)
+        self.objective = (Objective if plan.layout.dp == 1 else ShareObjective)(self.device, recipe.losses, recipe.metrics)
         if self.world > 1:
             check_ranks_agree({**plan.settings(), **recipe.settings()}, plan, self.device)
         self.stages = build_stages(plan, recipe, runtime, self.device, self.rank, self.hooks)
@@ -142,6 +139,7 @@ class Pipeline:
         self.remedies = build_remedies(plan, recipe, self.workers)
         updates = [worker.update for worker in self.workers.values()]
         clip = GlobalClip(updates, plan.k, self.device, group) if recipe.rules.clip_globally else None
+        threads = stage_threads(runtime.concurrency, self.world, self.device)
         self._executor = Executor(plan, self.workers, transport, self.hooks, threads=threads, on_completed=clip)
 
     def train(
@@ -166,7 +164,7 @@ class Pipeline:
             ModelError: If exact streams exceeded the range of their grid. Raised on every rank.
             NumericsError: If a loss, a gradient or running statistics are not finite (:class:`petra.UpdateRules`).
         """
-        self._set_data(data)
+        self._set_data(data, microbatches)
         self._totals.start(on_microbatch)
         start = self.clock
         for begin in self.hooks.train_begin:
@@ -180,27 +178,16 @@ class Pipeline:
             check_range(self.plan, self.stages, self.device)
         for worker in reversed(self.workers.values()):  # check later stages first: gradients flow upstream
             worker.update.check_drained()
+        warn_without_update(self.plan.k, self.clock, self.rank)
         result = reduce_totals(self._totals.values, [*self.recipe.metrics], self.world > 1)
-        if not self.recipe.rules.may_skip and not math.isfinite(result.loss):
-            raise NumericsError(
-                f"stage {len(self.plan.stages)}: the loss is not finite in microbatches {start + 1} to {self.clock}; "
-                "lower optim.lr or set optim.clip",
-                origin=self.rank == 0,
-            )
-        return result
+        return result if self.recipe.rules.may_skip else result.finite(len(self.plan.stages), start + 1, self.clock, self.rank)
 
     def evaluate(self, data: DataSource, microbatches: int) -> Result:
         """Evaluate microbatches 0 to ``microbatches`` - 1, with averaged weights if the rules ask for averages."""
-        self._set_data(data)
+        self._set_data(data, microbatches)
         self.objective.totals.zero_()
-        for stage in self.stages.values():
-            stage.module.eval()
-        try:
-            with self.averaged():
-                self._executor.evaluate(microbatches)
-        finally:
-            for stage in self.stages.values():
-                stage.module.train()
+        with self.averaged(), evaluating(self.stages.values()):
+            self._executor.evaluate(microbatches)
         return reduce_totals(self.objective.totals, [*self.recipe.metrics], self.world > 1)
 
     @contextmanager
@@ -214,8 +201,7 @@ class Pipeline:
     def blocks(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the name and the module of each block of this rank, in the order of the model."""
         for j, stage in self.stages.items():
-            names = (self.plan.model.blocks[b].name for b in self.plan.stages[j].blocks)
-            yield from zip(names, stage.module, strict=True)
+            yield from zip((self.plan.model.blocks[b].name for b in self.plan.stages[j].blocks), stage.module, strict=True)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return parameters and buffers of this rank's blocks, by the same keys as in :class:`petra.model.Chain`."""
@@ -228,6 +214,20 @@ class Pipeline:
         parts = all_gather_objects(own)
         return {key: value for part in parts[: len(self.plan.layout.processes)] for key, value in part.items()}
 
-    def _set_data(self, data: DataSource) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load a :meth:`state_dict` of at least this rank's blocks, such as the whole network's, and restart moving averages.
+
+        Raises:
+            ModelError: If a key belongs to no block, or an entry is missing or has another shape. The message names the block.
+        """
+        load_blocks(self.plan.model, dict(self.blocks()), state)
+        for worker in self.workers.values():
+            worker.update.restart_averages()
+
+    def __repr__(self) -> str:
+        return f"Pipeline({self.plan}, rank {self.rank} of {self.world}, {self.clock} microbatches done)"
+
+    def _set_data(self, data: DataSource, microbatches: int) -> None:
+        require_source(data, microbatches)
         own = data if self.plan.layout.dp == 1 else Share(data, self.plan.layout, self.replica)
         self._source.data = self.objective.data = own

@@ -25,7 +25,7 @@ class Numerics:
             between stages of one process too, so that results don't depend on the number of processes.
 
     Raises:
-        ConfigError: If ``exact_streams`` is combined with ``wire``.
+        ConfigError: If a type is not a floating-point type, or ``exact_streams`` is combined with ``wire``.
     """
 
     autocast: torch.dtype | None = None
@@ -34,6 +34,10 @@ class Numerics:
     wire: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        accepted = (None, torch.bfloat16, torch.float16)
+        require(self.autocast in accepted, "autocast", "None, torch.bfloat16 or torch.float16", self.autocast)
+        wire_fits = self.wire is None or (isinstance(self.wire, torch.dtype) and self.wire.is_floating_point)
+        require(wire_fits, "wire", "None or a floating-point type such as torch.bfloat16", self.wire)
         exact_over_wire = not self.exact_streams or self.wire is None
         require(exact_over_wire, "exact_streams", f"false with wire={self.wire}", "true")
 

@@ -65,6 +65,15 @@ class ModelConfig:
     activation: str | None = None
     cardinality: int | None = None
     base_width: int | None = None
+    kv_heads: int | None = None
+    hidden: int | None = None
+    mlp: str | None = None
+    bias: bool | None = None
+    positions: str | None = None
+    qk_norm: bool | None = None
+    delimiter: int | None = None
+    coupling: str | None = None
+    step: float | None = None
 
     def options(self) -> dict[str, Any]:
         """Return the options that are not null."""
@@ -165,6 +174,7 @@ class TrainerConfig:
     device: str = MISSING
     timeout: float = key(number(above=0, most=LONGEST_TIMEOUT))
     memory_limit: float | None = key(number(above=0), None)
+    log_every: int | None = key(integer(1), None)
     trace: int | None = key(integer(1), None)
     stage_metrics: bool = False
     drift: float | None = key(number(above=0), None)

@@ -15,8 +15,8 @@ from petra.errors import PetraError
 
 from ..config.compose import compose_overrides
 from ..config.schema import AUTO
-from ..run.folder import history
 from ..run.jobs import Job, check_job, run_here
+from ..run.report import history
 from ..run.resume import changes_results, flat
 from .report import Request
 

@@ -10,9 +10,10 @@ import torch
 
 from petra.data import EvalSource, TrainSource
 from petra.engine.build import Recipe
+from petra.errors import alternatives, require
 from petra.method import Keep, Method, Weights
 from petra.model import Model
-from petra.models import MODELS
+from petra.models import MODELS, TOKEN_MODELS
 from petra.pipeline import Pipeline
 from petra.plan import Plan, make_plan
 from petra.plan.layout import processes_per_replica
@@ -102,6 +103,7 @@ def set_up(config: Config, process: Process) -> Setup:
         ConfigError, ModelError: If a value is not accepted. The message names the key.
     """
     check(config, process)
+    _check_data_fits(config)
     stages = config.trainer.stages
     if stages == AUTO:
         stages = processes_per_replica(process.world, config.dp)
@@ -133,6 +135,18 @@ def _plan(config: Config, model: Model, method: Method, stages: int | list[int] 
         transport=cast(TransportName, trainer.transport),
         metrics=len(recipe.metrics(config.data.classes, _unit(inputs))),
     )
+
+
+def _check_data_fits(config: Config) -> None:
+    """Check that the model takes what the data set has: images, or tokens.
+
+    Raises:
+        ConfigError: If it does not. The message names both.
+    """
+    tokens = _unit(checked_form(config.data)) == "tokens"
+    expected = alternatives(TOKEN_MODELS) if tokens else "a model of images"
+    fits = (config.model.name in TOKEN_MODELS) == tokens
+    require(fits, "model", f"{expected} with data={config.data.name}", config.model.name)
 
 
 def _unit(inputs: TensorSpec) -> str:

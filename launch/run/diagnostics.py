@@ -48,6 +48,6 @@ def attach_diagnostics(config: TrainerConfig, pipeline: Pipeline, folder: Path |
         intervals = gathered_intervals([] if pipeline.replica else recorder.intervals)
         if folder is not None:
             title = f"{pipeline.plan.model.name}, {pipeline.plan.method.name}, the first {config.trace} microbatches"
-            write_timeline(intervals, folder, title)
+            write_timeline(intervals, folder, title, pipeline.plan.layout.processes)
     if quality is not None and folder is not None:
         gradient_quality(quality.rows, folder / "gradients.png")

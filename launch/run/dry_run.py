@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from petra.method import Keep
 from petra.plan import Plan, StagePlan
 from petra.plan.messages import Boundary
 
@@ -39,6 +39,35 @@ class StageRow:
         return sum(boundary.backward_bytes for boundary in self._boundary)
 
     @property
+    def blocks(self) -> str:
+        """Names of the first and the last block."""
+        first, last = self.stage.profiles[0].name, self.stage.profiles[-1].name
+        return first if first == last else f"{first} … {last}"
+
+    @property
+    def stores(self) -> str:
+        """What the blocks store: ``nothing`` if it is the same for all, otherwise counts such as ``2 input, 3 nothing``."""
+        keeps = self.stage.keeps
+        if len({*keeps}) == 1:
+            return str(keeps[0])
+        return ", ".join(f"{n} {keep}" for keep, n in Counter(keeps).items())
+
+    def facts(self) -> dict[str, Any]:
+        """Return the row's entry in summary.json."""
+        stage = self.stage
+        return {
+            "stage": stage.index + 1,
+            "processes": list(self.ranks),
+            "blocks": self.blocks,
+            "parameters": stage.parameters,
+            "flops": stage.flops,
+            "stores": self.stores,
+            "delay": stage.delay,
+            "staleness": stage.staleness,
+            "in_flight": stage.in_flight,
+        }
+
+    @property
     def _boundary(self) -> tuple[Boundary, ...]:
         """The boundary after the stage; empty for the last stage."""
         return self.plan.boundaries[self.stage.index :][:1]
@@ -47,11 +76,11 @@ class StageRow:
 COLUMNS: dict[str, Callable[[StageRow], str]] = {
     "stage": lambda row: str(row.stage.index + 1),
     "process": lambda row: ", ".join(map(str, row.ranks)),
-    "blocks": lambda row: _blocks(row.stage),
+    "blocks": lambda row: row.blocks,
     "parameters": lambda row: f"{row.stage.parameters:,}",
     "FLOPs": lambda row: f"{row.stage.flops / sum(stage.flops for stage in row.plan.stages):.1%}",
     "τ": lambda row: str(row.stage.delay),
-    "stores": lambda row: _count(row.stage.keeps),
+    "stores": lambda row: row.stores,
     "MB →": lambda row: f"{row.forward_bytes / 1e6:.2f}",
     "MB ←": lambda row: f"{row.backward_bytes / 1e6:.2f}",
 }
@@ -75,15 +104,3 @@ def stage_map(setup: Setup) -> str:
 def stage_rows(plan: Plan) -> list[StageRow]:
     """Return a row for each stage, in order."""
     return [StageRow(plan, stage) for stage in plan.stages]
-
-
-def _blocks(stage: StagePlan) -> str:
-    first, last = stage.profiles[0].name, stage.profiles[-1].name
-    return first if first == last else f"{first} … {last}"
-
-
-def _count(keeps: tuple[Keep, ...]) -> str:
-    """Return ``nothing`` if all blocks store the same, otherwise counts such as ``2 input, 3 nothing``."""
-    if len({*keeps}) == 1:
-        return str(keeps[0])
-    return ", ".join(f"{n} {keep}" for keep, n in Counter(keeps).items())

@@ -1,8 +1,7 @@
-"""Records in the folder of a run: config.yaml, metrics.jsonl, summary.json and curves.png."""
+"""Records in the folder of a run: config.yaml, metrics.jsonl, updates.jsonl, summary.json, curves.png and report.html."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
@@ -14,13 +13,24 @@ import torch
 from omegaconf import OmegaConf
 
 from petra.analysis.plots import curves
-from petra.errors import invalid
-from petra.pipeline import Pipeline
-from petra.training import Epoch, JsonLines, Logger, TensorBoardLogger, WandbLogger, means, new_run_folder, write_json
+from petra.training import (
+    Epoch,
+    JsonLines,
+    Logger,
+    TensorBoardLogger,
+    WandbLogger,
+    means,
+    new_run_folder,
+    write_json,
+)
 from petra.training.records import write_text_atomically, writing
 
 from ..config.schema import AUTO, Config
 from .build import Setup
+from .dry_run import stage_rows
+from .report import METRICS, UPDATES, read_updates, write_report
+
+PICTURES = ("curves.png", "timeline.png", "gradients.png")
 
 
 class Records:
@@ -29,42 +39,56 @@ class Records:
     Args:
         config: Configuration of the run.
         rows: Metrics of the epochs already done. If a run is resumed in its folder, they replace the content of metrics.jsonl.
+        updates: Rows of updates.jsonl already done, which replace its content in the same way.
+        clock: Number of microbatches already trained on.
+
+    Attributes:
+        loggers: Receivers of the numbers of epochs.
+        update_loggers: Receivers of the numbers of updates.
 
     Raises:
         ConfigError: If the folder contains another run or cannot be created.
         DataError: If a file in it cannot be written.
     """
 
-    def __init__(self, config: Config, rows: Sequence[Mapping[str, float]] = ()) -> None:
+    def __init__(
+        self, config: Config, rows: Sequence[Mapping[str, float]] = (), updates: Sequence[Mapping[str, float]] = (), clock: int = 0
+    ) -> None:
         name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{config.model.name}_{config.method.name}_{config.data.name}"
         path = Path("runs", name) if config.run_dir is None else Path(config.run_dir)
         resumed = config.resume == AUTO and (path / "config.yaml").exists()
         self.folder = path if resumed else new_run_folder(path)
         (self.folder / "summary.json").unlink(missing_ok=True)
-        write_text_atomically(self.folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
-        self.loggers: list[Logger] = [JsonLines(self.folder / "metrics.jsonl", rows)]
+        text = OmegaConf.to_yaml(OmegaConf.structured(config))
+        write_text_atomically(self.folder / "config.yaml", text)
+        shared: list[Logger] = []
         if config.logger.name == "wandb":
-            self.loggers.append(WandbLogger(self.folder, config.logger.project, config.logger.mode, asdict(config)))
+            earlier = sorted([*updates, *rows], key=lambda row: row["microbatches"])
+            shared.append(WandbLogger(self.folder, config.logger.project, config.logger.mode, asdict(config), earlier))
         if config.logger.name == "tensorboard":
-            self.loggers.append(TensorBoardLogger(self.folder, len(rows)))
+            shared.append(TensorBoardLogger(self.folder, clock, text))
+        self.loggers: list[Logger] = [JsonLines(self.folder / METRICS, rows), *shared]
+        self.update_loggers: list[Logger] = [JsonLines(self.folder / UPDATES, updates), *shared]
 
     def finish(self, summary: dict[str, Any], history: Sequence[Epoch]) -> None:
-        """Close the loggers, draw curves.png and write summary.json, whose existence marks a complete run."""
-        for logger in self.loggers:
-            logger.close()
+        """Draw curves.png, close the loggers, and write summary.json, whose existence marks a complete run, and report.html."""
         title = f"{summary['model']}, {summary['method']} (d = {summary['delay']}), {summary['stages']} stages"
+        rows = {"": [epoch.row() for epoch in history]}
         with writing(self.folder / "curves.png"):
-            curves({"": [epoch.row() for epoch in history]}, self.folder / "curves.png", title)
+            curves(rows, self.folder / "curves.png", title, {"": read_updates(self.folder)})
+        for logger in self.loggers:
+            logger.close(summary, [path for name in PICTURES if (path := self.folder / name).exists()])
         write_json(self.folder / "summary.json", summary)
+        write_report(self.folder)
         print(
             f"test accuracy {summary['test_accuracy']:.2%} after {summary['wall_seconds']:.0f} s; records in {self.folder}",
             flush=True,
         )
 
 
-def headline(setup: Setup, pipeline: Pipeline) -> str:
+def headline(setup: Setup) -> str:
     """Return one line that describes the run."""
-    plan, facts = setup.plan, _facts(setup, pipeline)
+    plan, facts = setup.plan, _facts(setup)
     idle = plan.layout.dp * sum(not stages for stages in plan.layout.processes)
     return (
         f"{facts['model']} with {facts['parameters']:,} parameters by {facts['method']} (d = {facts['delay']}, k = {facts['k']}): "
@@ -74,28 +98,30 @@ def headline(setup: Setup, pipeline: Pipeline) -> str:
     )
 
 
-def summarise(setup: Setup, pipeline: Pipeline, history: Sequence[Epoch], memory: Sequence[int], seconds: float) -> dict[str, Any]:
+def summarise(setup: Setup, microbatches: int, history: Sequence[Epoch], memory: Sequence[int], seconds: float) -> dict[str, Any]:
     """Return the content of summary.json. Losses are in nats, accuracies from 0 to 1. Speed is that of training alone.
 
     Args:
+        microbatches: Number of microbatches trained.
         memory: Peak memory of each process in bytes.
         seconds: Duration of the whole run.
     """
     last = history[-1]
-    return _facts(setup, pipeline) | {
+    return _facts(setup) | {
         "epochs": len(history),
-        "microbatches": pipeline.clock,
+        "microbatches": microbatches,
         **{f"train_{key}": value for key, value in means(last.train, setup.unit).items()},
-        **{f"test_{key}": value for key, value in means(last.test, setup.unit).items()},
+        **{f"test_{key}": value for key, value in means(last.test, setup.unit, last.bytes_per_target).items()},
         f"{setup.unit}_per_second": harmonic_mean([epoch.train.targets / epoch.training_seconds for epoch in history]),
         "peak_memory_bytes": list(memory),
         "wall_seconds": seconds,
         "seed": setup.config.seed,
         "torch": torch.__version__,
+        "layout": [row.facts() for row in stage_rows(setup.plan)],
     }
 
 
-def _facts(setup: Setup, pipeline: Pipeline) -> dict[str, Any]:
+def _facts(setup: Setup) -> dict[str, Any]:
     plan = setup.plan
     return {
         "method": plan.method.name,
@@ -106,7 +132,7 @@ def _facts(setup: Setup, pipeline: Pipeline) -> dict[str, Any]:
         "data": setup.config.data.name,
         "parameters": plan.parameters,
         "stages": len(plan.stages),
-        "processes": pipeline.world,
+        "processes": setup.processes,
         "dp": plan.layout.dp,
         "transport": plan.transport,
         "device": setup.device.type,
@@ -114,16 +140,3 @@ def _facts(setup: Setup, pipeline: Pipeline) -> dict[str, Any]:
         "k": plan.k,
         "batch_size": setup.config.data.batch_size,
     }
-
-
-def history(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's metrics.jsonl, one for each epoch.
-
-    Raises:
-        ConfigError: If the folder is not a run's, or the run has not finished an epoch.
-    """
-    path = folder / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    if not rows:
-        raise invalid("runs", "folders of runs with a finished epoch", f"{folder}, where metrics.jsonl has none")
-    return rows

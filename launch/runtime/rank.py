@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -115,6 +116,7 @@ class Process:
             world_size=self.world,
         )
         yield
+        gc.collect()  # of pipelines, whose groups of replicas must end before the default group
         dist.destroy_process_group()
 
 

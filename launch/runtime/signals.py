@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Preemption by a cluster (SIGTERM, or SIGUSR1 as an early warning) and the first Ctrl-C. A second Ctrl-C ends the process."""
+_PR_SET_PDEATHSIG = 1
+
+
+def stop_with_agent() -> None:
+    """Make the kernel send SIGTERM to this process when torchrun's agent ends, however it ends. Linux only.
+
+    A process whose agent was killed by SIGKILL would otherwise continue to train, possibly beside the restarted job.
+    """
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class StopRequest:

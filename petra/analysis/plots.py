@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 from petra.diagnostics.events import Interval, Kind
 
 COLOURS = {
-    Kind.FORWARD: "#4c78a8",
+    Kind.FORWARD: "#7fb0de",
     Kind.BACKWARD: "#f2a541",
     Kind.UPDATE: "#6aa56a",
     Kind.LOSS: "#9d755d",
@@ -18,73 +20,18 @@ COLOURS = {
     Kind.RECEIVE: "#d4a6c8",
     Kind.WAIT: "#e8e8e8",
 }
+DISTINCT = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#8c6d00", "#6a3d9a", "#e31a1c", "#1b7837", "#7f7f7f")
+"""Colours of lines that have no order, which people with colour blindness can tell apart (the first six: Okabe and Ito 2008)."""
 History = Sequence[Mapping[str, float]]
 """One row per epoch with ``epoch``, ``train_loss``, ``test_loss``, ``train_accuracy`` and ``test_accuracy`` (0 … 1)."""
-
-
-def curves(runs: Mapping[str, History], path: Path, title: str) -> None:
-    """Plot loss and accuracy (%) of one or several runs against the epoch. Test curves are solid, training curves dashed.
-
-    Args:
-        runs: History of each run by name.
-        path: PNG file to write.
-    """
-    from matplotlib.ticker import MaxNLocator
-
-    figure = _figure(9, 3.6)
-    quantities = (("loss", "cross entropy (nats)", 1), ("accuracy", "accuracy (%)", 100))
-    for axes, (quantity, label, unit) in zip(figure.subplots(1, 2), quantities, strict=True):
-        for colour, (name, history) in enumerate(runs.items()):
-            for split, line in (("test", "-"), ("train", "--")):
-                axes.plot(
-                    [row["epoch"] for row in history],
-                    [unit * row[f"{split}_{quantity}"] for row in history],
-                    line,
-                    color=f"C{colour}",
-                    marker=".",
-                    label=" ".join(filter(None, (name, split))),
-                )
-        axes.set(xlabel="epoch", ylabel=label)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(alpha=0.3)
-    axes.legend()
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
-
-
-def timeline(intervals: Sequence[Interval], paths: Sequence[Path], title: str, unit: str = "seconds") -> None:
-    """Draw one row per stage with its intervals. Forwards and backwards are labelled with their microbatch.
-
-    Files are reproducible: the same intervals give the same bytes.
-
-    Args:
-        paths: Files to write, in the format of their suffix (PNG, SVG or PDF).
-        unit: Label of the time axis.
-    """
-    from matplotlib import rc_context
-    from matplotlib.patches import Patch
-
-    stages = 1 + max(i.stage for i in intervals)
-    start, stop = min(i.start for i in intervals), max(i.stop for i in intervals)
-    figure = _figure(14, 1.2 + 0.45 * stages)
-    axes = figure.subplots()
-    for kind, colour in COLOURS.items():
-        for stage in range(stages):
-            bars = [(i.start - start, i.stop - i.start) for i in intervals if i.kind is kind and i.stage == stage]
-            border = {"edgecolor": "white", "linewidth": 0.5} if kind in (Kind.FORWARD, Kind.BACKWARD) else {}
-            axes.broken_barh(bars, (stage - 0.4, 0.8), facecolor=colour, **border)
-    for i in intervals:
-        if i.kind in (Kind.FORWARD, Kind.BACKWARD) and i.stop - i.start > 0.008 * (stop - start):
-            middle = (i.start + i.stop) / 2 - start
-            axes.text(middle, i.stage, str(i.microbatch), ha="center", va="center", fontsize=7, clip_on=True)
-    axes.set(xlabel=unit, xlim=(0, stop - start), ylim=(stages - 0.5, -0.5), title=title)
-    axes.set_yticks(range(stages), [f"stage {j + 1}" for j in range(stages)])
-    shown = [kind for kind in COLOURS if any(i.kind is kind for i in intervals)]
-    patches = [Patch(color=COLOURS[kind], label=kind) for kind in shown]
-    figure.legend(handles=patches, loc="outside right upper", fontsize=8)
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "petra"}):
-        for path in paths:
-            figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
+TRAIN = {"linestyle": "--", "marker": "o", "markersize": 4, "markerfacecolor": "white"}
+"""Style of training curves."""
+FEW_EPOCHS = 5
+"""Runs with fewer epochs show their training curve by updates if several runs share a figure."""
+MOST_MARKERS = 60
+"""Longer lines have no marker at each point."""
+READABLE_BARS = 70
+"""Number of bars of median length that the detail of a timeline shows side by side, so that their labels are readable."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +41,9 @@ class Panel:
     Attributes:
         lines: Points (x, y) of each line by name.
         scale: Scale of the y axis; ``symlog`` is linear below 1e-6.
-        powers: Use a logarithmic x axis with powers of two.
+        powers: Use a logarithmic x axis with ticks at powers of two.
+        bars: Draw bars from 0 instead of lines.
+        styles: Properties of lines by name, which replace the default ones.
         dashed: Points of dashed lines, each in the colour of the line with the same name.
     """
 
@@ -103,38 +52,188 @@ class Panel:
     lines: Mapping[str, Sequence[tuple[float, float]]]
     scale: Literal["linear", "log", "symlog"] = "linear"
     powers: bool = False
+    bars: bool = False
+    styles: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     dashed: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
 
 
-def panels(diagrams: Sequence[Panel], path: Path, *, columns: int = 2, shaded: bool = False) -> None:
-    """Draw diagrams in a grid, with one legend in the last of them.
+def curves(runs: Mapping[str, History], path: Path, title: str, updates: Mapping[str, History] | None = None) -> None:
+    """Plot loss and accuracy (%) of one or several runs against the epoch. Test curves are solid, training curves dashed.
 
     Args:
-        path: PNG file to write.
+        runs: History of each run by name.
+        path: File to write, in the format of its suffix (PNG, SVG or PDF).
+        updates: Rows of :class:`petra.training.UpdateLog` of runs by name. They are drawn as thin lines.
+    """
+    panels(curve_panels(runs, updates or {}), path, title=title)
+
+
+def curve_panels(runs: Mapping[str, History], updates: Mapping[str, History]) -> list[Panel]:
+    """Return the diagrams of :func:`curves`: loss, and accuracy unless no run records it."""
+    found = []
+    for quantity, label, unit in (("loss", "cross entropy (nats)", 1.0), ("accuracy", "accuracy (%)", 100.0)):
+        lines: dict[str, list[tuple[float, float]]] = {}
+        styles: dict[str, dict[str, Any]] = {}
+        for colour, (run, history) in zip(line_colours(len(runs)), runs.items(), strict=True):
+            train = colour if len(runs) > 1 else DISTINCT[1]
+            for split, style in (("test", {"color": colour}), ("train", {"color": train, **TRAIN})):
+                name, key = f"{run} {split}".strip(), f"{split}_{quantity}"
+                lines[name] = [(row["epoch"], unit * row[key]) for row in history if key in row]
+                styles[name] = style
+            if len(runs) == 1 or len(history) < FEW_EPOCHS:
+                name, key = f"{run} train, by updates".strip(), f"update/{quantity}"
+                per_epoch = history[-1]["microbatches"] / history[-1]["epoch"]
+                rows = [row for row in updates.get(run, ()) if key in row]
+                lines[name] = [(row["microbatches"] / per_epoch, unit * row[key]) for row in rows]
+                styles[name] = {"color": train, "linewidth": 0.8, "alpha": 0.7, "marker": ""}
+        shown = {name: points for name, points in lines.items() if points}
+        if shown:
+            found.append(Panel("epoch", label, shown, styles=styles))
+    return found
+
+
+def timeline(
+    intervals: Sequence[Interval],
+    paths: Sequence[Path],
+    title: str,
+    unit: str = "seconds",
+    processes: Sequence[Sequence[int]] = (),
+) -> None:
+    """Draw one row per stage with its intervals. Forwards and backwards are labelled with their microbatch.
+
+    If the bars of all intervals would be too short to read, a second diagram shows a part from the middle. Files are reproducible:
+    the same intervals give the same bytes.
+
+    Args:
+        paths: Files to write, in the format of their suffix (PNG, SVG or PDF).
+        unit: Label of the time axis.
+        processes: Stages of each process. Lines separate the processes.
+    """
+    figure = timeline_figure(intervals, title, unit, processes)
+    with _reproducible():
+        for path in paths:
+            figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def timeline_figure(intervals: Sequence[Interval], title: str, unit: str, processes: Sequence[Sequence[int]]) -> Any:
+    """Return the figure of :func:`timeline`."""
+    from matplotlib.patches import Patch
+
+    stages = 1 + max(i.stage for i in intervals)
+    origin, stop = min(i.start for i in intervals), max(i.stop for i in intervals)
+    intervals = [i._replace(start=i.start - origin, stop=i.stop - origin) for i in intervals]
+    windows = [(0.0, stop - origin), *_detail(intervals, stop - origin)]
+    figure = _figure(14, 0.9 + (0.5 + 0.32 * stages) * len(windows))
+    for axes, (start, end) in zip(figure.subplots(len(windows), 1, squeeze=False).flat, windows, strict=True):
+        _draw_intervals(axes, [i for i in intervals if i.stop > start and i.start < end], end - start)
+        axes.set(xlim=(start, end), ylim=(stages - 0.5, -0.5))
+        _mark_processes(axes, stages, processes)
+    figure.axes[0].set_title(title)
+    if len(windows) > 1:
+        figure.axes[1].set_title("A part of it", loc="left", fontsize=10)
+    figure.axes[-1].set_xlabel(unit)
+    shown = [kind for kind in COLOURS if any(i.kind is kind for i in intervals)]
+    figure.legend(
+        handles=[Patch(color=COLOURS[kind], label=kind) for kind in shown], loc="outside right upper", fontsize=8, frameon=False
+    )
+    return figure
+
+
+def _detail(intervals: Sequence[Interval], duration: float) -> list[tuple[float, float]]:
+    """Return the part of a long trace in which labels are readable: from the middle microbatch's backward in the last stage on."""
+    bars = [i for i in intervals if i.kind in (Kind.FORWARD, Kind.BACKWARD)]
+    if not bars or (length := READABLE_BARS * median(i.stop - i.start for i in bars)) > 0.7 * duration:
+        return []
+    middle = median(i.microbatch for i in bars)
+    start = min(i.start for i in bars if i.kind is Kind.BACKWARD and i.microbatch >= middle)
+    return [(min(start, duration - length), min(start, duration - length) + length)]
+
+
+def _draw_intervals(axes: Any, intervals: Sequence[Interval], shown: float) -> None:
+    """Draw bars, and labels where they fit into the width that shows ``shown`` units of time."""
+    for kind, colour in COLOURS.items():
+        border = {"edgecolor": "white", "linewidth": 0.5} if kind in (Kind.FORWARD, Kind.BACKWARD) else {}
+        for stage in sorted({i.stage for i in intervals if i.kind is kind}):
+            bars = [(i.start, i.stop - i.start) for i in intervals if i.kind is kind and i.stage == stage]
+            long = all(length > 0.004 * shown for _, length in bars)
+            axes.broken_barh(bars, (stage - 0.4, 0.8), facecolor=colour, **(border if long else {}))
+    for i in intervals:
+        if i.kind in (Kind.FORWARD, Kind.BACKWARD) and i.stop - i.start > 0.008 * shown:
+            middle = (i.start + i.stop) / 2
+            axes.text(middle, i.stage, str(i.microbatch), ha="center", va="center", fontsize=7, clip_on=True, color="#111111")
+
+
+def _mark_processes(axes: Any, stages: int, processes: Sequence[Sequence[int]]) -> None:
+    """Label the rows, and separate the processes if there are several."""
+    owners = {j: process for process, owned in enumerate(processes) for j in owned} if len(processes) > 1 else {}
+    names = [f"stage {j + 1}" for j in range(stages)]
+    for j in range(stages):
+        if j in owners and owners.get(j - 1) != owners[j]:
+            names[j] = f"process {owners[j]}   {names[j]}"
+            if j:
+                axes.axhline(j - 0.5, color="black", linewidth=0.8)
+    axes.set_yticks(range(stages), names, fontsize=9)
+
+
+def panels(diagrams: Sequence[Panel], path: Path, *, columns: int = 2, shaded: bool = False, title: str = "") -> None:
+    """Draw diagrams in a grid, with one legend outside of them for all lines.
+
+    Args:
+        path: File to write, in the format of its suffix (PNG, SVG or PDF).
         columns: Number of diagrams in a row.
-        shaded: Colour the lines from blue to red, in their order.
+        shaded: Colour the lines like a rainbow, in their order.
+        title: Title of the figure.
     """
     rows = -(-len(diagrams) // columns)
-    figure = _figure(6 * columns, 3 * rows + 0.6)
+    longest = max((len(name) for panel in diagrams for name in panel.lines), default=0)
+    figure = _figure(4.6 * columns + 0.6 + 0.075 * longest, 3 * rows + 0.3 + 0.3 * bool(title))
     for axes, panel in zip(figure.subplots(rows, columns, squeeze=False).flat, diagrams, strict=False):
-        for i, (name, points) in enumerate(panel.lines.items()):
-            shade = i / max(len(panel.lines) - 1, 1)
-            colour = (shade, 0.3, 1 - shade) if shaded else f"C{i}"
-            axes.plot([x for x, _ in points], [y for _, y in points], marker=".", color=colour, label=name)
-            if dashed := panel.dashed.get(name):
-                axes.plot([x for x, _ in dashed], [y for _, y in dashed], "--", color=colour)
-        if panel.scale == "symlog":
-            axes.set_yscale("symlog", linthresh=1e-6)
-        else:
-            axes.set_yscale(panel.scale)
-        if panel.powers:
-            axes.set_xscale("log", base=2)
-        axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
-        axes.grid(alpha=0.3)
-    figure.axes[len(diagrams) - 1].legend(fontsize=7, ncols=2 if shaded else 1)
+        draw(axes, panel, shaded=shaded)
     for axes in figure.axes[len(diagrams) :]:
         axes.set_axis_off()
+    handles = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    if len(handles) > 1:
+        figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=8, frameon=False)
+    if title:
+        figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=120)
+
+
+def draw(axes: Any, panel: Panel, *, shaded: bool = False) -> None:
+    """Draw a diagram. Its title is the label of the y axis."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    for colour, (name, points) in zip(line_colours(len(panel.lines), shaded=shaded), panel.lines.items(), strict=True):
+        if panel.bars:
+            axes.bar([x for x, _ in points], [y for _, y in points], color=colour, label=name)
+            continue
+        marker = "." if len(points) <= MOST_MARKERS else ""
+        style = {"marker": marker, "markersize": 5, "linewidth": 1.4, "color": colour, "label": name, **panel.styles.get(name, {})}
+        axes.plot([x for x, _ in points], [y for _, y in points], **style)
+        if dashed := panel.dashed.get(name):
+            axes.plot([x for x, _ in dashed], [y for _, y in dashed], "--", color=colour)
+    if panel.scale == "symlog":
+        axes.set_yscale("symlog", linthresh=1e-6)
+    else:
+        axes.set_yscale(panel.scale)
+    if panel.powers:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    elif panel.xlabel in ("epoch", "microbatch", "stage", "process"):
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.set_xlabel(panel.xlabel)
+    axes.set_title(panel.ylabel, loc="left", fontsize=10)
+    axes.grid(alpha=0.3)
+
+
+def line_colours(count: int, *, shaded: bool = False) -> list[Any]:
+    """Return a colour for each of ``count`` lines: distinct ones, or if ``shaded`` or for many lines a rainbow in their order."""
+    if not shaded and count <= len(DISTINCT):
+        return list(DISTINCT[:count])
+    from matplotlib import colormaps
+
+    rainbow = colormaps["turbo"]
+    return [tuple(0.9 * part for part in rainbow(0.1 + 0.82 * i / max(count - 1, 1))[:3]) for i in range(count)]
 
 
 def by_stage(rows: Sequence[Mapping[str, float]], key: str) -> dict[str, list[tuple[float, float]]]:
@@ -150,6 +249,11 @@ def by_stage(rows: Sequence[Mapping[str, float]], key: str) -> dict[str, list[tu
 
 def gradient_quality(rows: Sequence[Mapping[str, float]], path: Path) -> None:
     """Plot the rows of :class:`petra.diagnostics.gradient_quality.GradientQuality` with one line per stage into a PNG file."""
+    panels(gradient_panels(rows), path, shaded=True)
+
+
+def gradient_panels(rows: Sequence[Mapping[str, float]]) -> list[Panel]:
+    """Return the diagrams of :func:`gradient_quality`."""
     quantities = (
         ("cosine_end_to_end", "cosine to the end-to-end gradient"),
         ("norm_ratio_end_to_end", "norm relative to the end-to-end gradient"),
@@ -159,10 +263,29 @@ def gradient_quality(rows: Sequence[Mapping[str, float]], path: Path) -> None:
         ("angle_stored", "angle to the stored-activation gradient (degrees)"),
     )
     errors = ("reconstruction_error", "angle_stored")
-    diagrams = [
-        Panel("microbatch", label, by_stage(rows, key), "symlog" if key in errors else "linear") for key, label in quantities
-    ]
-    panels(diagrams, path, shaded=True)
+    return [Panel("microbatch", label, by_stage(rows, key), "symlog" if key in errors else "linear") for key, label in quantities]
+
+
+def svg(figure: Any) -> str:
+    """Return a figure as an SVG element without colours for text and axes, so that a page can choose them."""
+    file = StringIO()
+    with _reproducible():
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    text = file.getvalue()
+    return text[text.index("<svg") :].replace("#000000", "currentColor")
+
+
+def panel_svg(panel: Panel, *, shaded: bool = False) -> str:
+    """Return a diagram without legend as an SVG element."""
+    figure = _figure(4.4, 2.7)
+    draw(figure.subplots(), panel, shaded=shaded)
+    return svg(figure)
+
+
+def _reproducible() -> Any:
+    from matplotlib import rc_context
+
+    return rc_context({"svg.fonttype": "none", "svg.hashsalt": "petra"})
 
 
 def _figure(width: float, height: float) -> Any:

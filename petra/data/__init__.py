@@ -2,6 +2,8 @@
 
 from petra.data.dataset import Dataset, Split
 from petra.data.load import DATASETS, load_dataset, microbatch_form, settings
+from petra.data.map_style import from_dataset
+from petra.data.preparation import Preparation
 from petra.data.sources import EvalSource, TrainSource
 
 EvalStream = EvalSource
@@ -14,9 +16,11 @@ __all__ = [
     "Dataset",
     "EvalSource",
     "EvalStream",
+    "Preparation",
     "Split",
     "TrainSource",
     "TrainStream",
+    "from_dataset",
     "load_dataset",
     "microbatch_form",
     "settings",

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from petra.data.dataset import Dataset, Labels, Split
+from petra.data.preparation import Moments, Preparation, normalise
 
 PADDING = 4
 """Zero padding at each edge before a random crop, in pixels (He et al. 2015, section 4.2)."""
-Moments = tuple[tuple[float, ...], tuple[float, ...]]
-"""Mean and standard deviation of each channel, for pixel values scaled to 0 ... 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,14 +61,9 @@ def array_dataset(
         mean_image: Whether to subtract the mean training image instead of the channel means.
     """
     mean = train[0].sum(0, dtype=torch.int64).double().div(len(train[0])).float() if mean_image else None
-    splits = (Split(len(labels), Images(images, moments, flip, mean), Labels(labels)) for images, labels in (train, test))
-    return Dataset(name, classes, train[0].shape[-1], *splits)
-
-
-def normalise(images: Tensor, moments: Moments) -> Tensor:
-    """Return uint8 images (B, 3, H, W) as float32, with the mean subtracted and divided by the standard deviation."""
-    mean, std = (255 * torch.tensor(values).view(-1, 1, 1) for values in moments)
-    return images.float().sub_(mean).div_(std)
+    first, second = (Split(len(labels), Images(images, moments, flip, mean), Labels(labels)) for images, labels in (train, test))
+    size = train[0].shape[-1]
+    return Dataset(name, classes, size, first, second, preparation=None if mean_image else Preparation(size, moments))
 
 
 def augment(images: Tensor, flip: bool, seed: int) -> Tensor:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from petra.data.arrays import Moments, array_dataset
+from petra.data.arrays import array_dataset
 from petra.data.dataset import Dataset
 from petra.data.files import IMAGE_BYTES, Batch, as_batch, folder_of, joined, read_checked, unpickled
+from petra.data.preparation import Moments
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,12 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from petra.data.preparation import Preparation
+
 Reader = Callable[[Tensor, int | None], Tensor]
 """Map from sample indices (B,) and a seed to a tensor of the samples. The seed determines the augmentation; None disables it."""
+PairReader = Callable[[Tensor, int | None], tuple[Tensor, Tensor]]
+"""As :data:`Reader`, for inputs and targets together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,12 +27,25 @@ class Split:
             process whose stages don't need targets.
         per_sample_augmentation: Whether the augmentation of a sample depends on the seed and the sample only, and not on the other
             samples that are read with it.
+        samples: Reader of inputs and targets together, for data in which one can't be read without the other.
+        integer_targets: Whether targets are integers, so that targets of padding rows can be ignored.
     """
 
     count: int
     inputs: Reader | None = None
     targets: Reader | None = None
     per_sample_augmentation: bool = False
+    samples: PairReader | None = None
+    integer_targets: bool = True
+
+    def part(self, *, inputs: bool, targets: bool) -> Split:
+        """Return the split with the selected readers only. To read targets, a process needs the reader of both."""
+        return replace(
+            self,
+            inputs=self.inputs if inputs else None,
+            targets=self.targets if targets else None,
+            samples=self.samples if targets else None,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +58,9 @@ class Dataset:
         size: Side of an image in pixels, or number of tokens of a window.
         train: Training samples.
         test: Test samples.
+        bytes_per_target: Mean number of bytes of text per token of the test samples. None for images, and for unknown vocabularies.
+        preparation: How test images are prepared, which predictions for other images repeat. None for text and if a mean
+            image is subtracted.
     """
 
     name: str
@@ -48,6 +68,8 @@ class Dataset:
     size: int
     train: Split
     test: Split
+    bytes_per_target: float | None = None
+    preparation: Preparation | None = None
 
     def part(self, *, inputs: bool = False, targets: bool = False) -> Dataset:
         """Return the data set with the selected readers only.
@@ -56,10 +78,7 @@ class Dataset:
             inputs: Whether to keep the readers of inputs.
             targets: Whether to keep the readers of targets.
         """
-        train, test = (
-            replace(split, inputs=split.inputs if inputs else None, targets=split.targets if targets else None)
-            for split in (self.train, self.test)
-        )
+        train, test = (split.part(inputs=inputs, targets=targets) for split in (self.train, self.test))
         return replace(self, train=train, test=test)
 
 

@@ -14,13 +14,15 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from petra.data.arrays import Moments, normalise
 from petra.data.dataset import Dataset, Labels, Split
 from petra.data.files import folder_of
+from petra.data.preparation import Moments, Preparation, centre_crop, normalise, unreadable
 from petra.errors import DataError, alternatives, invalid
 from petra.reversible import derive_seed
 
 MOMENTS: Moments = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+CROP = 224 / 256
+"""Side of the test crop divided by the shorter side of the resized image."""
 EXTENSIONS = (".jpeg", ".jpg", ".png")
 """Extensions of image files, in lower case. The content determines the format: one of ImageNet's .JPEG files is a PNG file."""
 HELP = (
@@ -53,7 +55,7 @@ def imagenet(root: str | Path | None = None, size: int = 224, distort: bool = Fa
         got = f"{different[0]} in one of them only; {HELP}"
         raise invalid(str(folder), "the same classes in train and val", got, DataError)
     train, test = (_split(folder / name, classes, size, distort) for name in ("train", "val"))
-    return Dataset("imagenet", len(classes), size, train, test)
+    return Dataset("imagenet", len(classes), size, train, test, preparation=Preparation(size, MOMENTS, CROP))
 
 
 def _classes(folder: Path) -> tuple[str, ...]:
@@ -135,10 +137,9 @@ def decoded(path: Path, size: int, rng: random.Random | None) -> NDArray[np.uint
     try:
         with Image.open(path, formats=("JPEG", "PNG")) as image:
             rgb = image.convert("RGB")
-            crop = _centre_crop(rgb, size) if rng is None else _random_crop(rgb, size, rng)
-    except Exception as error:  # decoders raise exceptions of many undocumented types
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
-        raise DataError(f"{path}: can't be read as a JPEG or PNG image ({reason}); replace or remove the file") from error
+            crop = centre_crop(rgb, size, CROP) if rng is None else _random_crop(rgb, size, rng)
+    except Exception as error:
+        raise unreadable(path, error) from error
     return np.asarray(crop)
 
 
@@ -157,13 +158,6 @@ def distorted(image: NDArray[np.uint8], rng: random.Random) -> NDArray[np.uint8]
     means = pixels.mean((0, 1))
     contrasted: NDArray[np.uint8] = np.clip(means + rng.uniform(0.5, 1.5) * (pixels - means), 0, 255).astype(np.uint8)
     return contrasted
-
-
-def _centre_crop(image: Image.Image, size: int) -> Image.Image:
-    shorter = round(size * 256 / 224)
-    width, height = (max(shorter, int(shorter * side / min(image.size))) for side in image.size)
-    left, top = (round((side - size) / 2) for side in (width, height))
-    return image.resize((width, height), Image.Resampling.BILINEAR).crop((left, top, left + size, top + size))
 
 
 def _random_crop(image: Image.Image, size: int, rng: random.Random) -> Image.Image:

@@ -14,11 +14,12 @@ from petra.data.generated import digits, synthetic
 from petra.data.imagenet import imagenet
 from petra.data.imagenet32 import imagenet32
 from petra.data.text import text
+from petra.data.tokens import tokens
 from petra.errors import ConfigError, alternatives, require
 from petra.specs import TensorSpec
 
 DATASETS: dict[str, Callable[..., Dataset]] = {
-    load.__name__: load for load in (digits, cifar10, cifar100, imagenet32, imagenet, synthetic, text)
+    load.__name__: load for load in (digits, cifar10, cifar100, imagenet32, imagenet, synthetic, text, tokens)
 }
 """Functions that return a data set, by name. Their arguments are the settings of the data set."""
 
@@ -59,6 +60,6 @@ def microbatch_form(name: str, batch_size: int, size: int) -> TensorSpec:
         batch_size: Samples per microbatch.
         size: Side of an image in pixels, or tokens of a window.
     """
-    if name == "text":
+    if name in ("text", "tokens"):
         return TensorSpec((batch_size, size), torch.int64)
     return TensorSpec((batch_size, 3, size, size), torch.float32)

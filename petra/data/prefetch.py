@@ -7,17 +7,19 @@ import signal
 from collections.abc import Callable, Iterator
 from itertools import count
 from threading import Thread
+from typing import Generic, TypeVar
 
-from torch import Tensor
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 from petra.errors import DataError, first_line
 
+Result = TypeVar("Result")
 PREFETCH_FACTOR = 2
 """Number of microbatches that each worker prepares in advance."""
 
 
-class Prefetcher:
+class Prefetcher(Generic[Result]):
     """Calls ``function`` with consecutive numbers in worker processes, before the results are requested.
 
     The results must depend on the numbers only. Numbers may be requested in any order, but a number that doesn't follow the last
@@ -30,12 +32,12 @@ class Prefetcher:
         stop: Number after the last one, or None for an endless sequence.
     """
 
-    def __init__(self, function: Callable[[int], Tensor], workers: int, stop: int | None = None) -> None:
+    def __init__(self, function: Callable[[int], Result], workers: int, stop: int | None = None) -> None:
         self._function, self._workers, self._stop = _Numbered(function), workers, stop
         self._next = -1
-        self._results: Iterator[Tensor | str] = iter(())
+        self._results: Iterator[Result | str] = iter(())
 
-    def __call__(self, m: int) -> Tensor:
+    def __call__(self, m: int) -> Result:
         """Return the result for number ``m``.
 
         Raises:
@@ -68,6 +70,7 @@ class Prefetcher:
             prefetch_factor=PREFETCH_FACTOR,
             multiprocessing_context="fork",
             worker_init_fn=_ignore_signals,
+            generator=torch.Generator(),  # so that the loader draws nothing from the global generator
         )
         self._results = iter(loader)
 
@@ -90,13 +93,13 @@ def _exit_on_sigterm_of_parent() -> None:
     os._exit(0)
 
 
-class _Numbered(Dataset[Tensor | str]):
+class _Numbered(Dataset[Result | str]):
     """Data set for ``DataLoader``. Returns the text of a DataError, because the loader would add a traceback to an exception."""
 
-    def __init__(self, function: Callable[[int], Tensor]) -> None:
+    def __init__(self, function: Callable[[int], Result]) -> None:
         self.function = function
 
-    def __getitem__(self, m: int) -> Tensor | str:
+    def __getitem__(self, m: int) -> Result | str:
         try:
             return self.function(m)
         except DataError as error:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import OrderedDict
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from petra.data.dataset import Dataset
+from petra.data.dataset import Dataset, Split
 from petra.data.prefetch import Prefetcher
 from petra.errors import require
 from petra.reversible import derive_seed
@@ -16,22 +18,82 @@ from petra.specs import IGNORED
 _ORDER, _AUGMENTATION = 1, 2
 
 
-class TrainSource:
+RECENT = 256
+"""Number of microbatches whose targets are kept if they were read together with the inputs. More than are in flight at a time."""
+
+
+class _Source(ABC):
+    """Reader of the microbatches of a split, which prepares them in worker processes if there are any.
+
+    Args:
+        split: The samples.
+        workers: Number of worker processes that prepare microbatches in advance. 0 prepares them on request in this process.
+        share: Rows of each microbatch that :meth:`inputs` returns, for one of several replicas. :meth:`targets` returns all rows.
+        stop: Number of the microbatch after the last one, or None for an endless sequence.
+    """
+
+    def __init__(self, split: Split, workers: int, share: slice, stop: int | None = None) -> None:
+        self._split, self._share = split, share
+        self._recent: OrderedDict[int, Tensor] = OrderedDict()
+        self._reads_inputs = False
+        self._read = Prefetcher(self._inputs, workers, stop) if workers else self._inputs
+        self._read_both = Prefetcher(self._both, workers, stop) if workers else self._both
+
+    @abstractmethod
+    def _request(self, m: int) -> tuple[Tensor, int | None]:
+        """Return the indices of the samples of microbatch ``m``, and the seed of its augmentation."""
+
+    def inputs(self, m: int) -> Tensor:
+        """Return the inputs of microbatch ``m``: float32 images (B, 3, H, W), or int64 tokens (B, T)."""
+        if self._split.samples is None:
+            return self._read(m)
+        self._reads_inputs = True
+        inputs, targets = self._read_both(m)
+        self._recent[m] = targets.clone()  # not the worker's shared memory
+        self._recent.move_to_end(m)
+        if len(self._recent) > RECENT:
+            self._recent.popitem(last=False)
+        return inputs[self._share]
+
+    def targets(self, m: int) -> Tensor:
+        """Return the targets of microbatch ``m``: int64 (B,) for images, (B·T,) for tokens."""
+        assert self._split.targets is not None, "this process reads no targets"
+        if self._split.samples is None:
+            return self._split.targets(*self._request(m))
+        if m in self._recent:
+            return self._recent[m]
+        # Reading out of order would restart the workers that prepare inputs.
+        return self._both(m)[1] if self._reads_inputs else self._read_both(m)[1]
+
+    def _inputs(self, m: int) -> Tensor:
+        assert self._split.inputs is not None, "this process reads no inputs"
+        indices, seed = self._request(m)
+        if seed is None or self._split.per_sample_augmentation:
+            return self._split.inputs(indices[self._share], seed)
+        return self._split.inputs(indices, seed)[self._share]
+
+    def _both(self, m: int) -> tuple[Tensor, Tensor]:
+        assert self._split.samples is not None
+        return self._split.samples(*self._request(m))
+
+
+class TrainSource(_Source):
     """Source of training data: an endless sequence of microbatches m = 0, 1, 2, ... with random access.
 
     Microbatch m belongs to epoch m // batches_per_epoch. Each epoch has its own random order of samples. Samples that don't fill
     the last microbatch of an epoch are left out of that epoch. Order and augmentation depend on the seed and m only.
 
     Args:
-        dataset: Data set whose training split is read.
+        dataset: Data set whose training split is read, or a split.
         batch_size: Samples per microbatch.
         seed: Seed of order and augmentation.
         augment: Whether to augment inputs.
-        workers: Number of worker processes that prepare inputs in advance. 0 prepares them on request in this process.
+        workers: Number of worker processes that prepare microbatches in advance. 0 prepares them on request in this process.
         share: Rows of each microbatch that :meth:`inputs` returns, for one of several replicas. :meth:`targets` returns all rows.
 
     Attributes:
         batches_per_epoch: Number of microbatches per epoch.
+        preparation: How the data set prepares test images, or None.
 
     Raises:
         ConfigError: If ``batch_size`` is less than 1 or exceeds the training set.
@@ -39,91 +101,76 @@ class TrainSource:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Dataset | Split,
         batch_size: int,
         seed: int,
         augment: bool = True,
         workers: int = 0,
         share: slice = slice(None),
     ) -> None:
-        self._split = dataset.train
-        count = self._split.count
-        expected = f"an integer from 1 to {count}, the number of training samples of {dataset.name}"
-        require(1 <= batch_size <= count, "data.batch_size", expected, batch_size)
-        self.batches_per_epoch = count // batch_size
+        split = dataset.train if isinstance(dataset, Dataset) else dataset
+        name = f" of {dataset.name}" if isinstance(dataset, Dataset) else ""
+        expected = f"an integer from 1 to {split.count}, the number of training samples{name}"
+        require(1 <= batch_size <= split.count, "data.batch_size", expected, batch_size)
+        super().__init__(split, workers, share)
+        self.batches_per_epoch = split.count // batch_size
+        self.preparation = dataset.preparation if isinstance(dataset, Dataset) else None
         self._batch_size = batch_size
         self._seed = seed
         self._augment = augment
-        self._share = share
         # Two epochs: the first stage may read the next epoch while the last stage still reads the current one.
         self._order = lru_cache(maxsize=2)(self._permutation)
-        self._read = Prefetcher(self._inputs, workers) if workers else self._inputs
 
-    def inputs(self, m: int) -> Tensor:
-        """Return the inputs of microbatch ``m``: float32 images (B, 3, H, W), or int64 tokens (B, T)."""
-        return self._read(m)
-
-    def targets(self, m: int) -> Tensor:
-        """Return the targets of microbatch ``m``: int64 (B,) for images, (B·T,) for tokens."""
-        assert self._split.targets is not None, "this process reads no targets"
-        return self._split.targets(self._indices(m), self._augmentation(m))
-
-    def _inputs(self, m: int) -> Tensor:
-        assert self._split.inputs is not None, "this process reads no inputs"
-        indices, seed = self._indices(m), self._augmentation(m)
-        if seed is None or self._split.per_sample_augmentation:
-            return self._split.inputs(indices[self._share], seed)
-        return self._split.inputs(indices, seed)[self._share]
-
-    def _augmentation(self, m: int) -> int | None:
-        return derive_seed(self._seed, _AUGMENTATION, m) if self._augment else None
-
-    def _indices(self, m: int) -> Tensor:
+    def _request(self, m: int) -> tuple[Tensor, int | None]:
         epoch, position = divmod(m, self.batches_per_epoch)
-        return self._order(epoch)[position * self._batch_size : (position + 1) * self._batch_size]
+        indices = self._order(epoch)[position * self._batch_size : (position + 1) * self._batch_size]
+        return indices, derive_seed(self._seed, _AUGMENTATION, m) if self._augment else None
 
     def _permutation(self, epoch: int) -> Tensor:
         generator = torch.Generator().manual_seed(derive_seed(self._seed, _ORDER, epoch))
         return torch.randperm(self._split.count, generator=generator)
 
 
-class EvalSource:
+class EvalSource(_Source):
     """Source of test data: the test samples in their order. The last microbatch is padded to ``batch_size``.
 
     Args:
-        dataset: Data set whose test split is read.
+        dataset: Data set whose test split is read, or a split.
         batch_size: Samples per microbatch.
         workers, share: As for :class:`TrainSource`.
 
     Attributes:
         batches: Number of microbatches.
+        bytes_per_target: As :attr:`petra.data.Dataset.bytes_per_target`.
 
     Raises:
-        ConfigError: If ``batch_size`` is not an integer >= 1.
+        ConfigError: If ``batch_size`` is not an integer >= 1, or if padding is needed but targets are not integers.
     """
 
-    def __init__(self, dataset: Dataset, batch_size: int, workers: int = 0, share: slice = slice(None)) -> None:
+    def __init__(self, dataset: Dataset | Split, batch_size: int, workers: int = 0, share: slice = slice(None)) -> None:
         require(batch_size >= 1, "data.batch_size", "an integer >= 1", batch_size)
-        self._split = dataset.test
-        self.batches = -(-self._split.count // batch_size)
+        split = dataset.test if isinstance(dataset, Dataset) else dataset
+        whole = split.integer_targets or split.count % batch_size == 0
+        expected = f"a divisor of the {split.count} test samples (the loss can't ignore padding rows unless targets are integers)"
+        require(whole, "data.batch_size", expected, batch_size)
+        self.batches = -(-split.count // batch_size)
+        super().__init__(split, workers, share, stop=self.batches)
+        self.bytes_per_target = dataset.bytes_per_target if isinstance(dataset, Dataset) else None
         self._batch_size = batch_size
-        self._share = share
-        self._read = Prefetcher(self._inputs, workers, stop=self.batches) if workers else self._inputs
 
     def inputs(self, m: int) -> Tensor:
         """Return the inputs of microbatch ``m``, as :meth:`TrainSource.inputs`. Padding rows repeat the last sample."""
-        return self._read(m)
+        return super().inputs(m)
 
     def targets(self, m: int) -> Tensor:
         """Return the targets of microbatch ``m``, -100 in padding rows."""
-        assert self._split.targets is not None, "this process reads no targets"
-        rows = self._rows(m)
-        targets = self._split.targets(rows.clamp(max=self._last), None).view(len(rows), -1)
-        return targets.masked_fill((rows > self._last)[:, None], IGNORED).flatten()
+        targets, rows = super().targets(m), self._rows(m)
+        if rows[-1] <= self._last:
+            return targets
+        return targets.view(len(rows), -1).masked_fill((rows > self._last)[:, None], IGNORED).view_as(targets)
 
-    def _inputs(self, m: int) -> Tensor:
-        assert self._split.inputs is not None, "this process reads no inputs"
-        return self._split.inputs(self._rows(m)[self._share].clamp(max=self._last), None)
+    def _request(self, m: int) -> tuple[Tensor, int | None]:
+        return self._rows(m).clamp(max=self._last), None
 
     @property
     def _last(self) -> int:

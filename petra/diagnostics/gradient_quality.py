@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -137,7 +138,8 @@ class GradientQuality(Hook):
         stashed = self.pipeline.plan.method.weights is not Weights.CURRENT
         weights = case.weights[j] if stashed else [runner.versions.corrected for runner in stage.runners]
         y = stage.replay(m, case.inputs[j], weights)
-        return _differentiated(y, dy, _leaves(stage, weights))
+        with stage.using(weights):
+            return _differentiated(y, dy, _leaves(stage, weights))
 
     def _add_references(self, m: int) -> None:
         """Compute the end-to-end and the delayed gradients of all stages, at the last stage's backward of microbatch ``m``."""
@@ -154,7 +156,10 @@ class GradientQuality(Hook):
             loss = self.pipeline.objective.loss_of(m, x[0])
         leaves = {j: _leaves(stage, weights[j]) for j, stage in stages.items()}
         every = [leaf for group in leaves.values() for leaf in group]
-        found = iter(torch.autograd.grad(loss, every, allow_unused=True)) if every else iter(())
+        with ExitStack() as stack:
+            for j, stage in stages.items():
+                stack.enter_context(stage.using(weights[j]))
+            found = iter(torch.autograd.grad(loss, every, allow_unused=True)) if every else iter(())
         return {j: _joined(group, [next(found) for _ in group]) for j, group in leaves.items()}
 
 

@@ -21,12 +21,20 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 
 from petra.engine.block_function import BlockFunction
 from petra.engine.weights import WeightVersion, WeightVersions, weight_versions
+from petra.errors import ModelError
 from petra.method import Keep, Weights
 from petra.reversible import Gradients, Grid, frozen_statistics
 from petra.specs import Streams, detached
+
+RECOMPUTES = (
+    "activation checkpointing and other saved-tensor hooks inside a block can't be used with method.keep=graph and "
+    "method.weights=current where updates come between forward and backward: the recomputation would use newer weights; use "
+    "method.keep=input or method.weights=stashed"
+)
 
 
 @dataclass
@@ -49,6 +57,7 @@ class BlockRunner(ABC):
         function: The block as a function of input, weights and microbatch.
         versions: The versions of its weights.
         input_needs_gradient: False for the first block of the model, which takes the data.
+        overwritten: Whether updates may overwrite the weights between the passes of a microbatch.
 
     Attributes:
         parameters: Trained parameters by name.
@@ -57,10 +66,12 @@ class BlockRunner(ABC):
 
     keep: ClassVar[Keep]
 
-    def __init__(self, function: BlockFunction, versions: WeightVersions, *, input_needs_gradient: bool) -> None:
+    def __init__(
+        self, function: BlockFunction, versions: WeightVersions, *, input_needs_gradient: bool, overwritten: bool = False
+    ) -> None:
         self.function, self.versions, self.parameters = function, versions, function.parameters
         self.stored: dict[int, Stored] = {}
-        self._input_needs_gradient = input_needs_gradient
+        self._input_needs_gradient, self._overwritten = input_needs_gradient, overwritten
 
     @abstractmethod
     def forward(self, m: int, x: Streams) -> Streams:
@@ -100,10 +111,11 @@ class BlockRunner(ABC):
         if not connected:  # neither the data nor any weight needs a gradient
             return detached(stored.inputs), (), {}
         inputs = [t for t in stored.inputs if t.requires_grad]
-        found = torch.autograd.grad([y for y, _ in connected], [*inputs, *weights], [d for _, d in connected], allow_unused=True)
+        outputs, gradients = zip(*connected, strict=True)
+        with self.function.using(version):  # activation checkpointing inside the block reads the parameters again
+            found = torch.autograd.grad(outputs, [*inputs, *weights], gradients, allow_unused=True)
         dx = tuple(torch.zeros_like(t) if d is None else d for t, d in zip(inputs, found, strict=False))
-        gradients = {p: g for p, g in zip(parameters, found[len(inputs) :], strict=True) if g is not None}
-        return detached(stored.inputs), dx, gradients
+        return detached(stored.inputs), dx, {p: g for p, g in zip(parameters, found[len(inputs) :], strict=True) if g is not None}
 
 
 class KeepGraph(BlockRunner):
@@ -112,7 +124,17 @@ class KeepGraph(BlockRunner):
     keep = Keep.GRAPH
 
     def forward(self, m: int, x: Streams) -> Streams:
-        self.stored[m] = self._forward_with_graph(m, x, self._choose_version(m, x))
+        version = self._choose_version(m, x)
+        if not self._overwritten:
+            self.stored[m] = self._forward_with_graph(m, x, version)
+        else:
+            try:
+                with disable_saved_tensors_hooks(RECOMPUTES):
+                    self.stored[m] = self._forward_with_graph(m, x, version)
+            except RuntimeError as error:
+                if str(error) != RECOMPUTES:
+                    raise
+                raise ModelError(f"{type(self.function.module).__name__}: {RECOMPUTES}") from error
         return detached(self.stored[m].outputs)
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
@@ -166,6 +188,7 @@ def block_runner(
     seed: int,
     input_needs_gradient: bool,
     autocast: torch.dtype | None,
+    stale: bool = False,
     concurrent: bool = False,
     grid: Grid | None = None,
 ) -> BlockRunner:
@@ -179,13 +202,15 @@ def block_runner(
         seed: Seed of this block in this run.
         input_needs_gradient: False for the first block of the model, which takes the data.
         autocast: Type in which the block computes, or None.
+        stale: Whether updates may come between the passes of a microbatch.
         concurrent: Whether other blocks run at the same time in other threads.
         grid: Grid for exact streams, or None.
     """
     kinds: dict[Keep, type[BlockRunner]] = {kind.keep: kind for kind in (KeepGraph, Recompute, Reconstruct)}
     function = BlockFunction(module, seed=seed, autocast=autocast, concurrent=concurrent, grid=grid)
     versions = weight_versions(function.parameters, weights, keeps_graph=keep is Keep.GRAPH, k=k)
-    return kinds[keep](function, versions, input_needs_gradient=input_needs_gradient)
+    overwritten = stale and weights is Weights.CURRENT
+    return kinds[keep](function, versions, input_needs_gradient=input_needs_gradient, overwritten=overwritten)
 
 
 def _in_own_memory(tensor: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ class BlockFunction:
         """Reconstruct the input of a reversible block from its output, with the parameters."""
         assert self._reversible is not None
         with self._autocast(y[0]):
-            return self._reversible.inverse(y[0], y[1], seed=self._seed_of(m))
+            return self._reversible.inverse(*y, seed=self._seed_of(m))
 
     def inverse_vjp(self, m: int, y: Streams, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
         """Return a reversible block's input, the gradient with respect to it, and those of the parameters.
@@ -82,8 +82,12 @@ class BlockFunction:
             version: Weights that reconstruct and are differentiated; None for the parameters.
         """
         assert self._reversible is not None
-        with self._autocast(y[0]), nullcontext() if version is None else _replaced(self.parameters, version):
-            return self._reversible.inverse_vjp((y[0], y[1]), (dy[0], dy[1]), seed=self._seed_of(m))
+        with self._autocast(y[0]), self.using(version):
+            return self._reversible.inverse_vjp(y, dy, seed=self._seed_of(m))
+
+    def using(self, version: WeightVersion | None) -> AbstractContextManager[None]:
+        """Give the block's parameters the values of ``version`` inside the ``with`` block; None leaves them as they are."""
+        return nullcontext() if version is None else _replaced(self.parameters, version)
 
     @torch.no_grad()
     def evaluate(self, x: Streams) -> Streams:
@@ -111,11 +115,11 @@ class BlockFunction:
         """Return the outputs as a tuple, in the type of the input ``x``.
 
         All streams have one type, because reconstruction must subtract exactly what the forward pass added. With exact streams,
-        the pair that a non-reversible block returns is rounded to the grid.
+        the streams that a non-reversible block returns are rounded to the grid.
         """
         dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
         streams = tuple(t.to(dtype) if t.dtype == self._autocast_dtype else t for t in as_streams(y))
-        return streams if self._grid is None or len(streams) != 2 else tuple(self._grid.enter(t) for t in streams)
+        return streams if self._grid is None or len(streams) < 2 else tuple(self._grid.enter(t) for t in streams)
 
 
 @contextmanager

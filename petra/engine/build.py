@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from petra.engine.compile import compile_block
 from petra.engine.data_parallel import replica_seed
@@ -17,7 +17,9 @@ from petra.engine.stage import Stage
 from petra.engine.update import OptimizerFactory, Update
 from petra.engine.update_rules import UpdateRules
 from petra.engine.worker import Worker
+from petra.errors import ModelError, require
 from petra.hooks import Hooks
+from petra.model import Model
 from petra.plan import Plan
 from petra.plan.messages import returns_activations
 from petra.reversible import Grid
@@ -77,6 +79,7 @@ def build_stages(plan: Plan, recipe: Recipe, runtime: Runtime, device: torch.dev
             k=plan.k,
             seed=replica_seed(recipe.seed, replica),
             autocast=plan.numerics.autocast,
+            stale=stage.staleness > 0,
             returns_input=j > 0 and returns_activations(plan.stages[j - 1].keeps[-1]),
             channels_last=plan.numerics.channels_last,
             concurrent=runtime.concurrency > 1,
@@ -123,7 +126,7 @@ def build_workers(
         planned = plan.stages[j]
         update = Update(
             stage,
-            recipe.optimizer(stage.module) if any(p.requires_grad for p in stage.module.parameters()) else None,
+            _optimizer(recipe, stage.module),
             recipe.remedy.learning_rate(recipe.learning_rate, planned.staleness),
             recipe.rules,
             device=device,
@@ -147,9 +150,53 @@ def build_remedies(plan: Plan, recipe: Recipe, workers: Mapping[int, Worker]) ->
     return remedies
 
 
+def load_blocks(model: Model, own: Mapping[str, nn.Module], state: Mapping[str, Tensor]) -> None:
+    """Load parameters and buffers into blocks.
+
+    Args:
+        model: The model.
+        own: Blocks to load into, by name.
+        state: Tensors by ``<block>.<name>``. Entries of other blocks of the model are ignored.
+
+    Raises:
+        ModelError: If a key belongs to no block of the model, or an entry of a block is missing or has another shape.
+    """
+    parts: dict[str, dict[str, Tensor]] = {block.name: {} for block in model.blocks}
+    for key, value in state.items():
+        block, _, name = key.partition(".")
+        if block not in parts:
+            raise ModelError(f"contains {key}, but {model.name} has no such block")
+        parts[block][name] = value
+    for block, module in own.items():
+        try:
+            module.load_state_dict(parts[block])
+        except RuntimeError as error:
+            raise ModelError(f"block {block} does not fit ({' '.join(str(error).split())})") from error
+
+
+def _optimizer(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer | None:
+    """Build the optimizer of a stage; None if the stage has no trained parameters.
+
+    Raises:
+        ConfigError: If it would not train because no one sets a learning rate, or if a learning rate for all parameter groups
+            would replace different ones.
+    """
+    if not any(p.requires_grad for p in module.parameters()):
+        return None
+    optimizer = recipe.optimizer(module)
+    rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
+    if recipe.learning_rate is None:
+        expected = "a function, as the optimizer has no learning rate of its own"
+        require(rates != [0.0], "learning_rate", expected, None)
+    else:
+        expected = f"None for an optimizer whose parameter groups have the learning rates {', '.join(map(str, rates))}"
+        require(len(rates) == 1, "learning_rate", expected, "a function, which sets one learning rate for all groups")
+    return optimizer
+
+
 def _block(plan: Plan, recipe: Recipe, runtime: Runtime, device: torch.device, b: int) -> nn.Module:
     # Convert each block to its final memory format at once, so that the next block can reuse the freed memory.
-    block = plan.model.build_block(b, recipe.seed).to(device).train()
+    block = plan.model.build_block(b, recipe.seed).to(device)
     if plan.numerics.channels_last:
         block.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if runtime.compile is not None:

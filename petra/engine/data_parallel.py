@@ -67,14 +67,7 @@ class ShareObjective(Objective):
         super().send(m, message)
         output, (gradient,), report = self._pending[m]
         assert isinstance(self.data, Share)
-        weight = self.data.weight(m)
-        # The mean over no targets is NaN.
-        weighted = weight * gradient if weight else torch.zeros_like(gradient)
-        self._pending[m] = output, (weighted,), report
-
-    def _report(self, output: Tensor, targets: Tensor, loss: Tensor) -> Tensor:
-        report = super()._report(output, targets, loss)
-        return torch.where(report[0] > 0, report, 0.0)
+        self._pending[m] = output, (self.data.weight(m) * gradient,), report
 
 
 class Replicas(Hook):
@@ -155,13 +148,14 @@ class StageReplicas:
         Raises:
             CommunicationError: If another replica has failed, hangs, or can't be reached.
         """
-        joint = torch.stack(values)
+        joint = torch.cat([value.flatten() for value in values])
         with locate_errors("all-reducing", f"the gradients of stage {self.worker.index + 1} over replicas", m):
             for work in self._works:
                 work.wait()
             dist.all_reduce(joint, group=self.group)
         self._works.clear()
-        return joint.unbind()
+        parts = torch.split(joint, [value.numel() for value in values])
+        return tuple(part.view_as(value) for part, value in zip(parts, values, strict=True))
 
 
 def _buckets(parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from petra.engine.metrics import Metric, count_targets
+from petra.errors import ConfigError, ModelError, invalid, require
 from petra.specs import Message, TensorSpec
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -36,6 +37,18 @@ class DataSource(Protocol):
         ...
 
 
+def require_source(data: object, microbatches: int) -> None:
+    """Check the arguments of a run of a pipeline: a :class:`DataSource` and a number of microbatches.
+
+    Raises:
+        ConfigError: If the source lacks a method, or the number is not an integer >= 0.
+    """
+    require(isinstance(microbatches, int) and microbatches >= 0, "microbatches", "an integer >= 0", microbatches)
+    if not all(callable(getattr(data, name, None)) for name in ("inputs", "targets")):
+        expected = "a source with methods inputs(m) and targets(m), such as petra.data.TrainSource"
+        raise invalid("data", expected, type(data).__name__, ConfigError)
+
+
 class DataPort:
     """Port before the first stage: delivers inputs, and accepts the reports that come back with the gradients.
 
@@ -60,7 +73,7 @@ class DataPort:
         self.on_report(report)
 
     def receive(self, m: int) -> Message:
-        """Return the inputs of microbatch ``m`` on the device.
+        """Return the inputs of microbatch ``m`` on the device, in memory of their own: the source may reuse its buffer.
 
         Raises:
             ModelError: If the inputs don't have the expected shape and type.
@@ -68,8 +81,9 @@ class DataPort:
         assert self.data is not None
         x = self.data.inputs(m)
         self.inputs.require(x, f"the data of microbatch {m}")
-        x = _moved(x, self.device)
-        return ((x.contiguous(memory_format=self.format) if x.dim() == 4 else x,),)
+        own = _moved(x, self.device)
+        own = own.contiguous(memory_format=self.format) if own.dim() == 4 else own
+        return ((own.clone() if own.data_ptr() == x.data_ptr() else own,),)
 
 
 class Objective:
@@ -99,6 +113,8 @@ class Objective:
         ((output,),) = message
         targets = self._targets(m)
         loss, gradient = _loss_and_gradient(self.losses.training, output, targets)
+        # The mean over no targets is NaN.
+        gradient = torch.where(count_targets(targets) > 0, gradient, 0.0)
         self._pending[m] = ((output,), (gradient,), (self._report(output, targets, loss),))
 
     def receive(self, m: int) -> Message:
@@ -113,15 +129,26 @@ class Objective:
         """Take the output of microbatch ``m`` in an evaluation, and add its report to ``totals``."""
         ((output,),) = message
         targets = self._targets(m)
-        self.totals += self._report(output, targets, self.losses.evaluation(output, targets))
+        loss = self.losses.evaluation(output, targets)
+        _require_scalar("loss", loss)
+        self.totals += self._report(output, targets, loss)
 
     def _report(self, output: Tensor, targets: Tensor, loss: Tensor) -> Tensor:
-        count = count_targets(targets)
-        return torch.stack([v.double() for v in (count, loss * count, *(f(output, targets) for f in self.metrics.values()))])
+        count, metrics = count_targets(targets), {name: metric(output, targets) for name, metric in self.metrics.items()}
+        for name, value in metrics.items():
+            _require_scalar(f"metric {name}", value)
+        report = torch.stack([v.double() for v in (count, loss * count, *metrics.values())])
+        return torch.where(count > 0, report, 0.0)
 
     def _targets(self, m: int) -> Tensor:
         assert self.data is not None
         return _moved(self.data.targets(m), self.device)
+
+
+def _require_scalar(name: str, value: object) -> None:
+    if not (isinstance(value, Tensor) and value.dim() == 0):
+        got = str(TensorSpec(tuple(value.shape), value.dtype)) if isinstance(value, Tensor) else type(value).__name__
+        raise invalid(name, "a tensor without dimensions", got, ModelError)
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -134,5 +161,6 @@ def _loss_and_gradient(loss: Loss, output: Tensor, targets: Tensor) -> tuple[Ten
     output = output.detach().requires_grad_()
     with torch.enable_grad():
         value = loss(output, targets)
+    _require_scalar("loss", value)
     (gradient,) = torch.autograd.grad(value, output)
     return value.detach(), gradient

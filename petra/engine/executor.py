@@ -60,7 +60,12 @@ class Executor:
 
         Returns:
             The number of microbatches done: fewer than ``end - start`` if ``stop`` returned True.
+
+        Raises:
+            ModelError: If a parameter was frozen or unfrozen since the pipeline was built.
         """
+        for worker in self._workers.values():
+            worker.stage.gradients.check_trained(worker.index + 1)
 
         def orders(start: int, end: int) -> Sequence[Iterable[tuple[Op, int]]]:
             return training_orders(self._plan.delays, start, end, self._plan.flush_every)

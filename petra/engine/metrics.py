@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from petra.specs import IGNORED
+from petra.errors import ModelError, require
+from petra.specs import IGNORED, TensorSpec
 
 Metric = Callable[[Tensor, Tensor], Tensor]
 """Function of (output, targets) that returns a sum over the targets that are not ignored."""
@@ -19,10 +20,26 @@ def count_targets(targets: Tensor) -> Tensor:
 
 
 def correct_predictions(output: Tensor, targets: Tensor) -> Tensor:
-    """Return the number of targets that have the highest score. Classes are dimension 1 of the output."""
+    """Return the number of targets that have the highest score. Classes are dimension 1 of the output.
+
+    Raises:
+        ModelError: If the targets are not integers.
+    """
+    _require_classes("accuracy", targets)
     return (output.argmax(1) == targets).sum()
 
 
 def top5_correct(output: Tensor, targets: Tensor) -> Tensor:
-    """Return the number of targets among the five highest scores. Classes are dimension 1 of the output, and more than five."""
+    """Return the number of targets among the five highest scores. Classes are dimension 1 of the output, and more than five.
+
+    Raises:
+        ModelError: If the targets are not integers.
+    """
+    _require_classes("top5", targets)
     return (output.topk(5, 1).indices == targets.unsqueeze(1)).sum()
+
+
+def _require_classes(name: str, targets: Tensor) -> None:
+    expected = "integer targets (for others, pass metrics= to Pipeline; metrics={} computes none)"
+    got = TensorSpec(tuple(targets.shape), targets.dtype)
+    require(not targets.is_floating_point(), f"metric {name}", expected, got, ModelError)

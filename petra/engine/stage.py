@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from petra.engine.accumulation import Accumulation
 from petra.engine.block import block_runner
 from petra.engine.weights import WeightVersion
 from petra.hooks import Hooks
@@ -30,11 +31,15 @@ class Stage:
         k: Microbatches per update. Gradients are accumulated as their mean.
         seed: Seed of the run.
         autocast: Type in which blocks compute, or None.
+        stale: Whether updates may come between the forward and the backward pass of a microbatch.
         returns_input: Whether the previous stage needs x̃, this stage's reconstructed or stored input, for its own backward pass.
         channels_last: Whether 4-d streams use the channels-last memory format.
         concurrent: Whether other stages run at the same time in other threads.
         grid: Grid for exact streams (:mod:`petra.reversible.grid`), or None.
         hooks: Hooks to call for each block, or None.
+
+    Attributes:
+        gradients: Accumulated gradients of the trained parameters.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class Stage:
         k: int = 1,
         seed: int = 0,
         autocast: torch.dtype | None = None,
+        stale: bool = False,
         returns_input: bool = True,
         channels_last: bool = False,
         concurrent: bool = False,
@@ -66,15 +72,14 @@ class Stage:
                 seed=derive_seed(seed, b),
                 input_needs_gradient=b > 0,
                 autocast=autocast,
+                stale=stale,
                 concurrent=concurrent,
                 grid=grid,
             )
             for b, (block, keep) in enumerate(zip(blocks, keeps, strict=True), first_block)
         ]
         self._numbered = list(enumerate(self.runners, first_block))
-        self._trained = [p for p in self.module.parameters() if p.requires_grad]
-        for parameter in self._trained:
-            parameter.grad = torch.zeros_like(parameter)
+        self.gradients = Accumulation(self.module, k)
 
     def forward(self, m: int, x: Streams) -> Streams:
         """Run the forward pass of microbatch ``m`` and return the stage's output, detached."""
@@ -98,7 +103,7 @@ class Stage:
             y, dy, gradients = runner.backward(m, y, dy)
             y, dy = self._contiguous(y), self._contiguous(dy)
             if gradients:
-                torch._foreach_add_([p.grad for p in gradients], list(gradients.values()), alpha=1 / self.k)  # type: ignore[misc]
+                self.gradients.add(gradients)
             for call in self.hooks.block_backward_end:
                 call(self.index, b, m, y, gradients)
         return y if self.returns_input else (), dy
@@ -112,6 +117,14 @@ class Stage:
         for runner, version in zip(self.runners, versions, strict=True):
             x = self._contiguous(runner.replay(m, x, version))
         return x
+
+    @contextmanager
+    def using(self, versions: Sequence[WeightVersion | None]) -> Iterator[None]:
+        """Give the parameters the values of ``versions``, as in :meth:`replay`, to differentiate what it returned."""
+        with ExitStack() as stack:
+            for runner, version in zip(self.runners, versions, strict=True):
+                stack.enter_context(runner.function.using(version))
+            yield
 
     def evaluate(self, x: Streams) -> Streams:
         """Run a forward pass for evaluation: with running statistics, and without storing anything."""
@@ -133,14 +146,9 @@ class Stage:
         graphs_in_flight = any(stored.outputs for runner in self.runners for stored in runner.stored.values())
         for runner in self.runners:
             runner.versions.before_update()
-        with _unsafe_preserve_version_counter(tuple(self._trained)) if graphs_in_flight else nullcontext():
+        trained = tuple(self.gradients.parameters)
+        with _unsafe_preserve_version_counter(trained) if graphs_in_flight else nullcontext(), self.gradients.stepping():
             yield
-        self.zero_gradients()
-
-    def zero_gradients(self) -> None:
-        """Set the accumulated gradients to zero."""
-        if self._trained:
-            torch._foreach_zero_([p.grad for p in self._trained])  # type: ignore[misc]
 
     def use_weights(self, predicted: Mapping[Tensor, Tensor] | None, corrected: Mapping[Tensor, Tensor] | None) -> None:
         """Set the weights, by parameter, that all passes use until the next update. None means the parameters themselves.
@@ -174,3 +182,19 @@ class Stage:
         if not self.channels_last:
             return tuple([t.contiguous() for t in streams])
         return tuple([t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t.contiguous() for t in streams])
+
+
+@contextmanager
+def evaluating(stages: Iterable[Stage]) -> Iterator[None]:
+    """Set all modules to evaluation mode inside the ``with`` block. Layers that were in it before stay in it afterwards."""
+    modules = [stage.module for stage in stages]
+    frozen = [m for module in modules for m in module.modules() if not m.training]
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.train()
+        for m in frozen:
+            m.training = False

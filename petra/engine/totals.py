@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from petra.errors import NumericsError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -17,6 +23,24 @@ class Result:
     targets: int
     loss: float
     metrics: dict[str, float]
+
+    def finite(self, stage: int, first: int, last: int, rank: int) -> Result:
+        """Return the result, after a check that the loss is finite.
+
+        Args:
+            stage: Number of the last stage, from 1.
+            first, last: Numbers of the first and the last microbatch, from 1.
+            rank: This rank. The error of rank 0 is the one to report.
+
+        Raises:
+            NumericsError: If it is not.
+        """
+        if not isfinite(self.loss):
+            raise NumericsError(
+                f"stage {stage}: the loss is not finite in microbatches {first} to {last}; lower optim.lr or set optim.clip",
+                origin=rank == 0,
+            )
+        return self
 
 
 class Totals:
@@ -42,6 +66,12 @@ class Totals:
         self.values += report
         if self._on_microbatch is not None:
             self._on_microbatch(self._dp * report if self._dp > 1 else report)
+
+
+def warn_without_update(k: int, microbatches: int, rank: int) -> None:
+    """Log a warning on rank 0 if a training call ended before the first update."""
+    if 0 < microbatches < k and rank == 0:
+        log.warning("k=%d: no update yet, after %d microbatches; the weights have not changed", k, microbatches)
 
 
 def reduce_totals(totals: Tensor, metrics: Sequence[str], distributed: bool) -> Result:

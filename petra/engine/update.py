@@ -26,7 +26,7 @@ OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 """Builds the optimizer of a stage's parameters from the module of its blocks."""
 
 AllReduce = Callable[..., tuple[Tensor, ...]]
-"""Function of a microbatch and any number of scalars that returns the sums of the scalars over a stage's replicas."""
+"""Function of a microbatch and any number of float64 tensors that returns their sums over a stage's replicas."""
 
 CHECK_EVERY = 50
 """Number of updates after which the host reads a GPU's failure flag. On the CPU it reads the flag at every update."""
@@ -97,13 +97,14 @@ class Update:
         """Update after microbatch ``t``, counted from 1. With global clipping, :meth:`apply` is called separately."""
         self._t = t
         if self.all_reduce is not None:
-            sums: tuple[Tensor, ...] = self._finite.sums()
+            received, sent = self._finite.sums()
             for call in self.hooks.all_reduce_begin:
                 call(self.number - 1, t - 1)
-            sums = self.all_reduce(t - 1, *sums)
+            received, sent, used = self.all_reduce(t - 1, received, sent, self.stage.gradients.used(self.device))
             for call in self.hooks.all_reduce_end:
                 call(self.number - 1, t - 1)
-            self._finite.set_sums(*sums)
+            self._finite.set_sums(received, sent)
+            self.stage.gradients.add_used(used)
         if not self.rules.clip_globally:
             self.apply(self.squared_norm())
 
@@ -226,6 +227,7 @@ class Update:
             assert parameter.grad is not None
             gradient = owner["gradient"][name].to(parameter.grad)
             parameter.grad.copy_(gradient if self.scale is None else gradient * self.scale)
+        self.stage.gradients.restore_used()
         self._finite.restart()
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from petra.model import Model
 from petra.models.irevnet import irevnet163, irevnet301
+from petra.models.language import gpt, revgpt
 from petra.models.preactivation import (
     resnet32,
     resnet101_preact,
@@ -18,7 +19,7 @@ from petra.models.preactivation import (
 from petra.models.resnet import resnet18, resnet34, resnet50, resnet101
 from petra.models.resnext import resnext101, resnext152
 from petra.models.revnet import revnet18, revnet34, revnet50, revnet101
-from petra.models.transformer import revgpt, revvit
+from petra.models.vision_transformer import revvit
 from petra.models.wide_resnet import wide_resnet38
 
 _RESNETS = (resnet18, resnet34, resnet50, resnet101, resnet32, resnet110, resnet164, resnet101_preact)
@@ -26,7 +27,7 @@ _WIDER = (resnext101, resnext152, wide_resnet38)
 _REVNETS = (revnet18, revnet34, revnet50, revnet101, revnet38, revnet110, revnet164, revnet104, revnet602)
 
 MODELS: dict[str, Callable[..., Model]] = {
-    build.__name__: build for build in (*_RESNETS, *_WIDER, *_REVNETS, irevnet163, irevnet301, revgpt, revvit)
+    build.__name__: build for build in (*_RESNETS, *_WIDER, *_REVNETS, irevnet163, irevnet301, gpt, revgpt, revvit)
 }
 """Builders by name.
 
@@ -34,8 +35,13 @@ Every builder takes ``classes``. Builders that depend on the side of the images 
 other arguments are options, which the configuration reads from the builders' signatures.
 """
 
+TOKEN_MODELS = ("gpt", "revgpt")
+"""Names of the models that take tokens. All others take images."""
+
 __all__ = [
     "MODELS",
+    "TOKEN_MODELS",
+    "gpt",
     "irevnet163",
     "irevnet301",
     "resnet18",

@@ -24,12 +24,33 @@ LEAK = 0.01
 """Slope of ``leaky_relu`` for negative inputs."""
 
 
+NARROW = 16
+"""Number of input channels from which oneDNN's gradient of strided 1x1 convolutions is correct in every measured case."""
+
+
+class StridedPointwise(nn.Conv2d):
+    """A 1x1 convolution with a stride, which avoids a memory error of oneDNN.
+
+    With few input channels in channels-last format on the CPU, the gradient of the weight can crash, hang or be wrong (oneDNN issue
+    6035; torch 2.13). In this case, the layer drops the pixels that the stride skips first, and then convolves with stride 1. The
+    values are the same; wide layers and other formats run as in :class:`torch.nn.Conv2d`.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        dense = x.is_contiguous() and self.in_channels > 1  # with one channel, both formats have the same strides
+        if self.in_channels >= NARROW or dense or x.device.type != "cpu":
+            return super().forward(x)
+        rows, columns = self.stride
+        return F.conv2d(x[..., ::rows, ::columns], self.weight, self.bias)
+
+
 def conv(in_channels: int, out_channels: int, kernel: int, stride: int = 1, groups: int = 1) -> nn.Conv2d:
     """Return a convolution without bias whose output has the size of its input at stride 1.
 
     Weights are normal with variance 2 / fan_out (He et al. 2015, "Delving deep into rectifiers", section 2.2).
     """
-    layer = nn.Conv2d(in_channels, out_channels, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
+    kind = StridedPointwise if (kernel, groups) == (1, 1) and stride > 1 else nn.Conv2d
+    layer = kind(in_channels, out_channels, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
     nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
     return layer
 

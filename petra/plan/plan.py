@@ -86,6 +86,11 @@ class Plan:
     boundaries: tuple[Boundary, ...]
     transport: TransportName
 
+    def __str__(self) -> str:
+        blocks = ", ".join(str(len(stage.blocks)) for stage in self.stages)
+        method = f"method={self.method.name}, k={self.k}, dp={self.layout.dp}"
+        return f"{self.model.name} with {self.parameters:,} parameters, {method}, stages=[{blocks}]"
+
     @cached_property
     def delays(self) -> tuple[int, ...]:
         """τ of each stage."""
@@ -147,6 +152,9 @@ def make_plan(
         ModelError: If blocks do not fit each other.
         ScheduleError: If the schedule deadlocks.
     """
+    require(isinstance(model, Model), "model", "a petra.Model (Model.of makes one from modules)", type(model).__name__)
+    expected = "a petra.TensorSpec, such as TensorSpec((8, 3, 32, 32), torch.float32)"
+    require(isinstance(inputs, TensorSpec), "inputs", expected, inputs)
     require(isinstance(k, int) and k >= 1, "k", "an integer >= 1", k)
     method = _named_method(method)
     layout = make_layout(model, inputs, stages, processes, dp)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 from petra.errors import ModelError, invalid
 from petra.reversible.grid import Grid
 from petra.reversible.replay import derive_seed, forbid_inplace, frozen_statistics, normalisations, seeded
+from petra.specs import Streams
 
 Pair = tuple[Tensor, Tensor]
 Gradients = dict[nn.Parameter, Tensor]
@@ -20,20 +22,23 @@ Gradients = dict[nn.Parameter, Tensor]
 class ReversibleBlock(nn.Module, ABC):
     """Base class of invertible blocks: bijections of the streams (x1, x2).
 
+    Further streams are context, such as the positions where documents begin. A block reads them and returns them unchanged. They
+    are floating-point tensors that need no gradient.
+
     Every method takes a ``seed`` for the random numbers inside the block, such as dropout masks. The same seed gives the same
     masks in every method. With ``seed=None`` the block draws from the global generators, as any module does.
     """
 
     @abstractmethod
-    def forward(self, x1: Tensor, x2: Tensor, *, seed: int | None = None) -> Pair:
-        """Return (y1, y2), differentiable by plain autograd."""
+    def forward(self, x1: Tensor, x2: Tensor, *context: Tensor, seed: int | None = None) -> Streams:
+        """Return (y1, y2, *context), differentiable by plain autograd."""
 
     @abstractmethod
-    def inverse(self, y1: Tensor, y2: Tensor, *, seed: int | None = None) -> Pair:
-        """Reconstruct (x1, x2) from (y1, y2), without gradients and without updating running statistics."""
+    def inverse(self, y1: Tensor, y2: Tensor, *context: Tensor, seed: int | None = None) -> Streams:
+        """Reconstruct (x1, x2, *context) from (y1, y2, *context), without gradients and without updating running statistics."""
 
     @abstractmethod
-    def inverse_vjp(self, y: Pair, dy: Pair, *, seed: int | None = None) -> tuple[Pair, Pair, Gradients]:
+    def inverse_vjp(self, y: Streams, dy: Streams, *, seed: int | None = None) -> tuple[Streams, Streams, Gradients]:
         """Reconstruct the input and compute all gradients from the output ``y`` and its gradient ``dy``.
 
         Each function is evaluated only once, so a forward and a backward cost as much as four forwards, and not five as with a
@@ -58,7 +63,8 @@ class Coupling(ReversibleBlock):
     """PETRA's block: (x1, x2) → (x2, x1 + F(x2)) (PETRA, Fig. 2). The two streams swap places.
 
     Args:
-        f: Module that maps a tensor with the shape of x2 to one with the shape of x1. It must not modify its input in place.
+        f: Module that maps a tensor with the shape of x2, and the context streams if there are any, to a tensor with the shape of
+            x1. It must not modify its input in place.
     """
 
     def __init__(self, f: nn.Module) -> None:
@@ -66,23 +72,23 @@ class Coupling(ReversibleBlock):
         self.f = f
         self.grid: Grid | None = None
 
-    def forward(self, x1: Tensor, x2: Tensor, *, seed: int | None = None) -> Pair:
-        y2 = x1 + self._rounded(self._evaluate(x2, seed))
+    def forward(self, x1: Tensor, x2: Tensor, *context: Tensor, seed: int | None = None) -> Streams:
+        y2 = x1 + self._rounded(self._evaluate(x2, context, seed))
         if self.grid is not None:
             self.grid.record(y2)
-        return x2, y2
+        return x2, y2, *context
 
     @torch.no_grad()
-    def inverse(self, y1: Tensor, y2: Tensor, *, seed: int | None = None) -> Pair:
+    def inverse(self, y1: Tensor, y2: Tensor, *context: Tensor, seed: int | None = None) -> Streams:
         with frozen_statistics(normalisations(self)):
-            return y2 - self._rounded(self._evaluate(y1, seed)), y1
+            return y2 - self._rounded(self._evaluate(y1, context, seed)), y1, *context
 
     @torch.no_grad()
-    def inverse_vjp(self, y: Pair, dy: Pair, *, seed: int | None = None) -> tuple[Pair, Pair, Gradients]:
-        (y1, y2), (dy1, dy2) = y, dy
+    def inverse_vjp(self, y: Streams, dy: Streams, *, seed: int | None = None) -> tuple[Streams, Streams, Gradients]:
+        (y1, y2, *context), (dy1, dy2, *dcontext) = y, dy
         x2 = y1.detach().requires_grad_()
         with torch.enable_grad():
-            f = self._evaluate(x2, seed)
+            f = self._evaluate(x2, context, seed)
         x1 = y2 - self._rounded(f.detach())
         parameters = trainable_parameters(self.f)
         device = x2.device.type
@@ -90,7 +96,7 @@ class Coupling(ReversibleBlock):
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             dx2, *gradients = torch.autograd.grad(f, [x2, *parameters], dy2.to(f.dtype), allow_unused=True)
         used = {p: g for p, g in zip(parameters, gradients, strict=True) if g is not None}
-        return (x1, y1), (dy2, dy1 if dx2 is None else dy1 + dx2), used
+        return (x1, y1, *context), (dy2, dy1 if dx2 is None else dy1 + dx2, *dcontext), used
 
     def enable_exact_streams(self, grid: Grid) -> None:
         self.grid = grid
@@ -98,9 +104,9 @@ class Coupling(ReversibleBlock):
     def _rounded(self, f: Tensor) -> Tensor:
         return f if self.grid is None else self.grid.round(f)
 
-    def _evaluate(self, x: Tensor, seed: int | None) -> Tensor:
-        with forbid_inplace((x,), self.f), seeded(seed, x.device):
-            f: Tensor = self.f(x)
+    def _evaluate(self, x: Tensor, context: Sequence[Tensor], seed: int | None) -> Tensor:
+        with forbid_inplace((x, *context), self.f), seeded(seed, x.device):
+            f: Tensor = self.f(x, *context)
         return f
 
 
@@ -119,40 +125,49 @@ class DownsamplingCoupling(Coupling):
         super().__init__(nn.Sequential(nn.PixelShuffle(factor), f))
         self.factor = factor
 
-    def forward(self, x1: Tensor, x2: Tensor, *, seed: int | None = None) -> Pair:
-        return super().forward(pixel_unshuffle(x1, self.factor), pixel_unshuffle(x2, self.factor), seed=seed)
+    def forward(self, x1: Tensor, x2: Tensor, *context: Tensor, seed: int | None = None) -> Streams:
+        return super().forward(pixel_unshuffle(x1, self.factor), pixel_unshuffle(x2, self.factor), *context, seed=seed)
 
-    def inverse(self, y1: Tensor, y2: Tensor, *, seed: int | None = None) -> Pair:
-        return self._shuffled(super().inverse(y1, y2, seed=seed))
+    def inverse(self, y1: Tensor, y2: Tensor, *context: Tensor, seed: int | None = None) -> Streams:
+        return self._shuffled(super().inverse(y1, y2, *context, seed=seed))
 
-    def inverse_vjp(self, y: Pair, dy: Pair, *, seed: int | None = None) -> tuple[Pair, Pair, Gradients]:
+    def inverse_vjp(self, y: Streams, dy: Streams, *, seed: int | None = None) -> tuple[Streams, Streams, Gradients]:
         x, dx, gradients = super().inverse_vjp(y, dy, seed=seed)
         return self._shuffled(x), self._shuffled(dx), gradients
 
-    def _shuffled(self, pair: Pair) -> Pair:
-        first, second = pair
-        return pixel_shuffle(first, self.factor), pixel_shuffle(second, self.factor)
+    def _shuffled(self, streams: Streams) -> Streams:
+        first, second, *context = streams
+        return pixel_shuffle(first, self.factor), pixel_shuffle(second, self.factor), *context
 
 
 class TwoFunctionCoupling(ReversibleBlock):
-    """RevNet's block: y1 = x1 + F(x2), y2 = x2 + G(y1) (Gomez et al. 2017, section 3.1). Two of PETRA's blocks in a row."""
+    """RevNet's block: y1 = x1 + F(x2), y2 = x2 + G(y1) (Gomez et al. 2017, section 3.1). Two of PETRA's blocks in a row.
+
+    F and G may share weights, but no layer with running statistics: the backward pass evaluates G before F, so the statistics
+    would be updated in another order than in the forward pass.
+
+    Raises:
+        ModelError: If F and G share a layer with running statistics.
+    """
 
     def __init__(self, f: nn.Module, g: nn.Module) -> None:
         super().__init__()
+        for layer in set(normalisations(f)) & set(normalisations(g)):
+            raise invalid("g", "layers with running statistics of its own", f"a {type(layer).__name__} that f uses too", ModelError)
         self.f = f
         self.g = g
         # In a tuple, which nn.Module does not register: f and g appear once in the state dict.
         self._halves = (Coupling(f), Coupling(g))
 
-    def forward(self, x1: Tensor, x2: Tensor, *, seed: int | None = None) -> Pair:
+    def forward(self, x1: Tensor, x2: Tensor, *context: Tensor, seed: int | None = None) -> Streams:
         first, second = self._halves
-        return second(*first(x1, x2, seed=_half_seed(seed, 0)), seed=_half_seed(seed, 1))  # type: ignore[no-any-return]
+        return second(*first(x1, x2, *context, seed=_half_seed(seed, 0)), seed=_half_seed(seed, 1))  # type: ignore[no-any-return]
 
-    def inverse(self, y1: Tensor, y2: Tensor, *, seed: int | None = None) -> Pair:
+    def inverse(self, y1: Tensor, y2: Tensor, *context: Tensor, seed: int | None = None) -> Streams:
         first, second = self._halves
-        return first.inverse(*second.inverse(y1, y2, seed=_half_seed(seed, 1)), seed=_half_seed(seed, 0))
+        return first.inverse(*second.inverse(y1, y2, *context, seed=_half_seed(seed, 1)), seed=_half_seed(seed, 0))
 
-    def inverse_vjp(self, y: Pair, dy: Pair, *, seed: int | None = None) -> tuple[Pair, Pair, Gradients]:
+    def inverse_vjp(self, y: Streams, dy: Streams, *, seed: int | None = None) -> tuple[Streams, Streams, Gradients]:
         first, second = self._halves
         y, dy, gradients = second.inverse_vjp(y, dy, seed=_half_seed(seed, 1))
         x, dx, more = first.inverse_vjp(y, dy, seed=_half_seed(seed, 0))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from petra.errors import ModelError
 
@@ -99,15 +100,23 @@ class frozen_statistics:
     Used in the forward pass of blocks that the backward pass evaluates again, so that each microbatch updates the statistics once.
     """
 
-    __slots__ = ("_training",)
+    __slots__ = ("_buffers", "_training")
 
     def __init__(self, layers: Sequence[_NormBase]) -> None:
         self._training = [layer for layer in layers if layer.training]
 
     def __enter__(self) -> None:
+        # Instance normalisation updates its statistics whatever track_running_stats says, unless it has none.
+        self._buffers = [
+            (layer, layer.running_mean, layer.running_var) for layer in self._training if isinstance(layer, _InstanceNorm)
+        ]
         for layer in self._training:
             layer.track_running_stats = False
+        for layer, *_ in self._buffers:
+            layer.running_mean = layer.running_var = None
 
     def __exit__(self, *_: object) -> None:
         for layer in self._training:
             layer.track_running_stats = True
+        for layer, mean, var in self._buffers:
+            layer.running_mean, layer.running_var = mean, var

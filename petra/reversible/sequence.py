@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from petra.reversible.coupling import Pair, ReversibleBlock
 from petra.reversible.grid import Grid
 from petra.reversible.replay import derive_seed, frozen_statistics, normalisations
+from petra.specs import Streams
 
 
 class ReversibleSequence(nn.Module):
@@ -65,7 +66,7 @@ class _Reconstructed:
 
     last: int
     """Index of the last block, which saves its output."""
-    y: Pair | None = None
+    y: Streams | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,6 @@ class _ReversibleBackprop(torch.autograd.Function):
         step: _Step = ctx.step
         y = ctx.saved_tensors if step.index == step.reconstructed.last else step.reconstructed.y
         with torch.autocast(**ctx.autocast):
-            x, dx, gradients = step.block.inverse_vjp(cast(Pair, y), (dy1, dy2), seed=step.seed)
+            x, dx, gradients = step.block.inverse_vjp(cast(Streams, y), (dy1, dy2), seed=step.seed)
         step.reconstructed.y = x if step.index > 0 else None
         return None, *dx, *(gradients.get(p) for p in step.parameters)

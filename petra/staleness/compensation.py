@@ -10,9 +10,6 @@ Source: Kosson et al. 2021, Pipelined Backpropagation at Scale.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -27,28 +24,29 @@ class SpikeCompensation:
 
     def __init__(self, optimizer: torch.optim.Optimizer, staleness: float) -> None:
         self._optimizer, self._staleness = optimizer, staleness
-        self._gradients: list[Tensor] = []
+        self._gradients: dict[Tensor, Tensor] = {}
 
     def before_step(self) -> None:
-        """Store g, which weight decay computes from the weights before the step."""
-        self._gradients = [_decayed_gradient(p, group) for group in self._optimizer.param_groups for p in group["params"]]
+        """Store g, which weight decay computes from the weights before the step, of each parameter that has a gradient."""
+        self._gradients = {
+            p: p.grad.add(p, alpha=group["weight_decay"])
+            for group in self._optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        }
 
     def after_step(self) -> None:
         """Turn the step that SGD has made, −lr·v or with Nesterov momentum −lr·(m·v + g), into −lr·(a·v + b·g)."""
-        gradients, skips = iter(self._gradients), getattr(self._optimizer, "found_inf", None)
+        skips = getattr(self._optimizer, "found_inf", None)
         for group in self._optimizer.param_groups:
             m, nesterov = group["momentum"], group["nesterov"]
             a, b = m**self._staleness, (1 - m**self._staleness) / (1 - m)
             sgd_a, sgd_b = (m, 1.0) if nesterov else (1.0, 0.0)
             for p in group["params"]:
-                step = self._optimizer.state[p]["momentum_buffer"] * (a - sgd_a) + next(gradients) * (b - sgd_b)
+                if p not in self._gradients:
+                    continue
+                step = self._optimizer.state[p]["momentum_buffer"] * (a - sgd_a) + self._gradients[p] * (b - sgd_b)
                 if skips is not None:  # A fused optimizer may have skipped the step on the device.
                     step = torch.where(skips > 0, torch.zeros_like(step), step)
                 p.add_(step, alpha=-group["lr"])
-        self._gradients = []
-
-
-def _decayed_gradient(p: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Return the gradient as SGD uses it, with weight decay."""
-    assert p.grad is not None
-    return p.grad.add(p, alpha=group["weight_decay"])
+        self._gradients = {}

@@ -59,11 +59,13 @@ class WeightPrediction:
 
     def _velocities(self) -> list[Tensor]:
         """Return the velocity of each parameter; empty before the optimizer's first step."""
+        state = self._optimizer.state
+        if not any(state[p] for p in self._parameters):
+            return []
         return [
-            velocity(self._optimizer.state[p], group)
+            velocity(state[p], group) if state[p] else torch.zeros_like(p)  # it has had no gradient yet
             for group in self._optimizer.param_groups
             for p in group["params"]
-            if self._optimizer.state[p]
         ]
 
 

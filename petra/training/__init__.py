@@ -2,14 +2,17 @@
 
 from petra.process_memory import peak_memory
 from petra.training.checkpoint import Checkpoints, best_of, facts_of, newest, restore
-from petra.training.export import FORMATS, export, gathered_blocks, load, load_into
+from petra.training.export import FORMATS, export, facts_in, gathered_blocks, load, load_into
 from petra.training.lars import LARS
 from petra.training.learning_rate import SCHEDULES, Cosine, MultiStep, Polynomial, Schedule, peak_rate
+from petra.training.lock import locked
+from petra.training.loggers import JsonLines, Logger, TensorBoardLogger, WandbLogger
 from petra.training.optim import OPTIMIZERS, sgd
 from petra.training.progress import Bar, Lines, Progress
-from petra.training.records import JsonLines, Logger, TensorBoardLogger, WandbLogger, new_run_folder, write_json
+from petra.training.records import new_run_folder, read_rows, write_json
 from petra.training.state import network
 from petra.training.trainer import Epoch, Trainer, finished_epochs, limited, means
+from petra.training.updates import UpdateLog
 
 __all__ = [
     "FORMATS",
@@ -29,21 +32,25 @@ __all__ = [
     "Schedule",
     "TensorBoardLogger",
     "Trainer",
+    "UpdateLog",
     "WandbLogger",
     "best_of",
     "export",
+    "facts_in",
     "facts_of",
     "finished_epochs",
     "gathered_blocks",
     "limited",
     "load",
     "load_into",
+    "locked",
     "means",
     "network",
     "new_run_folder",
     "newest",
     "peak_memory",
     "peak_rate",
+    "read_rows",
     "restore",
     "sgd",
     "write_json",

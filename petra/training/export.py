@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,11 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from petra.errors import ConfigError, DataError, first_line, invalid, require
+from petra.errors import ConfigError, DataError, ModelError, first_line, invalid, require
 from petra.pipeline import Pipeline
 
 FORMATS = {"pt": ".pt", "safetensors": ".safetensors"}
 """File suffix of each format."""
+
+FACTS = "petra"
+"""Key of the facts in a file's metadata."""
 
 State = dict[str, Tensor]
 """Tensors by key."""
@@ -43,10 +48,14 @@ def gathered_blocks(pipeline: Pipeline) -> Iterator[tuple[str, State]]:
                 yield name, message[0]
 
 
-def export(pipeline: Pipeline, path: Path) -> None:
+def export(pipeline: Pipeline, path: Path, facts: Mapping[str, Any] | None = None) -> None:
     """Write the state of the whole network to a file, in the format of its suffix. All processes must call this function.
 
     The process of the first stage writes the file.
+
+    Args:
+        facts: Values that JSON can represent, such as the normalisation of inputs. They are stored as the file's metadata, so that
+            the tensors remain those of the network. :func:`facts_in` returns them.
 
     Raises:
         ConfigError: If there is no format with this suffix, or safetensors is not installed.
@@ -58,12 +67,16 @@ def export(pipeline: Pipeline, path: Path) -> None:
         return
     draft = path.with_name(path.name + ".part")
     try:
+        text = {FACTS: json.dumps(dict(facts or {}))}
         if path.suffix == ".pt":
-            torch.save(state, draft)
+            ordered = OrderedDict(state)
+            # As Module.state_dict() does; load_state_dict() reads only the entries of modules' versions.
+            vars(ordered)["_metadata"] = {"": text}
+            torch.save(ordered, draft)
         else:
             from safetensors.torch import save_file
 
-            save_file(state, draft)
+            save_file(state, draft, metadata=text)
         os.replace(draft, path)
     except Exception as error:  # each format has its own errors for a full disk
         draft.unlink(missing_ok=True)
@@ -92,25 +105,37 @@ def load(path: Path) -> State:
     return state
 
 
+def facts_in(path: Path) -> dict[str, Any]:
+    """Return the facts that a file was exported with; empty if there are none.
+
+    Raises:
+        DataError: If the file is missing or damaged.
+    """
+    try:
+        if path.suffix == ".pt":
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            text = getattr(loaded, "_metadata", {}).get("", {})
+        else:
+            from safetensors import safe_open
+
+            with safe_open(path, "pt") as file:
+                text = file.metadata() or {}
+        facts: dict[str, Any] = json.loads(text.get(FACTS, "{}"))
+    except Exception as error:  # each format has its own errors for damage
+        raise DataError(f"{path}: cannot be read as exported weights ({first_line(error)})") from error
+    return facts
+
+
 def load_into(pipeline: Pipeline, state: Mapping[str, Tensor], source: str) -> None:
     """Load the state of a whole network into this process's blocks, and restart moving averages from it.
 
     Raises:
         DataError: If the state belongs to another network. The message names the first block that does not fit.
     """
-    names = {block.name for block in pipeline.plan.model.blocks}
-    unknown = [key for key in state if key.partition(".")[0] not in names]
-    if unknown:
-        raise DataError(f"{source}: contains {unknown[0]}, but {pipeline.plan.model.name} has no such block")
-    for name, block in pipeline.blocks():
-        part = {key.removeprefix(f"{name}."): value for key, value in state.items() if key.startswith(f"{name}.")}
-        try:
-            block.load_state_dict(part)
-        except RuntimeError as error:
-            reason = " ".join(str(error).split())
-            raise DataError(f"{source}: block {name} does not fit ({reason})") from error
-    for worker in pipeline.workers.values():
-        worker.update.restart_averages()
+    try:
+        pipeline.load_state_dict(state)
+    except ModelError as error:
+        raise DataError(f"{source}: {error}") from error
 
 
 def check_format(suffix: str) -> None:

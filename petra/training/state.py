@@ -62,7 +62,7 @@ def load_state(pipeline: Pipeline, state: Mapping[str, Tensor], clock: int, sour
         worker.update.load_state_dict(_update_state(pipeline, j, blocks, source))
         worker.t = clock
         if pipeline.replica:
-            worker.stage.zero_gradients()
+            worker.stage.gradients.zero()
     pipeline.clock = clock
     load_method_state(pipeline.plan, pipeline.workers, pipeline.remedies, _method_state(pipeline, blocks))
 

@@ -8,14 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch import Tensor
+
 from petra.data import EvalSource, TrainSource
 from petra.distributed import all_gather_objects
 from petra.engine.totals import Result
 from petra.errors import DataError, Interrupted, first_line
 from petra.pipeline import Pipeline
 from petra.training.checkpoint import Checkpoints
+from petra.training.loggers import Logger
 from petra.training.progress import Progress
-from petra.training.records import Logger
+from petra.training.updates import UpdateLog
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Epoch:
         learning_rate: Learning rate at the end of the epoch.
         stages: Metrics of stages, ``stage/<j>/<name>`` (:meth:`petra.Pipeline.stage_metrics`).
         unit: What a target belongs to: ``images`` or ``tokens``.
+        bytes_per_target: Mean number of bytes of text per token of the test data, or None.
     """
 
     epoch: int
@@ -43,6 +47,7 @@ class Epoch:
     learning_rate: float
     stages: Mapping[str, float]
     unit: str
+    bytes_per_target: float | None = None
 
     def row(self) -> dict[str, float]:
         """Return all numbers under their names in metrics.jsonl. Losses are in nats per target, shares are 0 … 1."""
@@ -50,7 +55,7 @@ class Epoch:
             "epoch": self.epoch,
             "microbatches": self.microbatches,
             **{f"train_{key}": value for key, value in means(self.train, self.unit).items()},
-            **{f"test_{key}": value for key, value in means(self.test, self.unit).items()},
+            **{f"test_{key}": value for key, value in means(self.test, self.unit, self.bytes_per_target).items()},
             f"{self.unit}_per_second": self.train.targets / self.training_seconds,
             "learning_rate": self.learning_rate,
             "seconds": self.seconds,
@@ -58,9 +63,15 @@ class Epoch:
         }
 
 
-def means(result: Result, unit: str) -> dict[str, float]:
-    """Return loss and metrics by name. For tokens, add the perplexity, the exponential of the loss."""
+def means(result: Result, unit: str, bytes_per_target: float | None = None) -> dict[str, float]:
+    """Return loss and metrics by name.
+
+    For tokens, add the perplexity, the exponential of the loss. If the bytes of text per token are known, add the bits per byte,
+    which are comparable between vocabularies.
+    """
     text = {"perplexity": math.exp(min(result.loss, 700.0))} if unit == "tokens" else {}
+    if bytes_per_target is not None:
+        text["bits_per_byte"] = result.loss / math.log(2) / bytes_per_target
     return {"loss": result.loss, **result.metrics, **text}
 
 
@@ -75,9 +86,11 @@ class Trainer:
         test: Test data.
         learning_rate: The pipeline's learning rate as a function of microbatches, for the records.
         loggers: Receivers of each epoch's numbers. Pass them only in the process of the first stage.
+        updates: Log of numbers between the ends of epochs. Pass it only in the process of the first stage.
         progress: Display of the epoch in progress. Pass it only in the process of the first stage.
         limit: Largest number of microbatches in an epoch and in an evaluation, or None.
         unit: What a target belongs to: ``images`` or ``tokens``.
+        bytes_per_target: Mean number of bytes of text per token of the test data, for the bits per byte.
         checkpoints: Writer of checkpoints, or None. The trainer saves one after each epoch.
         every: Number of microbatches, counted from the start of the run, after which the pipeline is drained and a checkpoint is
             saved; None to drain only at the end of an epoch.
@@ -93,18 +106,20 @@ class Trainer:
         learning_rate: Callable[[int], float],
         *,
         loggers: Sequence[Logger] = (),
+        updates: UpdateLog | None = None,
         progress: Progress | None = None,
         limit: int | None = None,
         unit: str = "images",
+        bytes_per_target: float | None = None,
         checkpoints: Checkpoints | None = None,
         every: int | None = None,
         facts: Mapping[str, Any] | None = None,
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.pipeline, self.learning_rate = pipeline, learning_rate
-        self.train, self.test, self.unit = train, test, unit
+        self.train, self.test, self.unit, self.bytes_per_target = train, test, unit, bytes_per_target
         self.checkpoints, self.every, self.facts, self.stop = checkpoints, every, dict(facts or {}), stop
-        self.loggers, self.progress = loggers, progress
+        self.loggers, self.updates, self.progress = loggers, updates, progress
         self.microbatches, self.test_batches = limited(train.batches_per_epoch, limit), limited(test.batches, limit)
 
         self.history: list[Epoch] = []
@@ -139,6 +154,8 @@ class Trainer:
             self._parts, self._seconds = [Result(**part) for part in state["parts"]], float(state["seconds"])
         except (KeyError, TypeError, ValueError) as error:
             raise _bad_state(error) from error
+        if self.updates is not None:
+            self.updates.resume(self.pipeline.clock, state.get("updates", ()))
 
     def _run_epoch(self, epoch: int) -> None:
         """Train to the end of an epoch, which may have begun before a checkpoint, then evaluate and record it."""
@@ -166,8 +183,13 @@ class Trainer:
             count = min(count, self.every - self.pipeline.clock % self.every)
         # An unplanned drain changes the weights of a run. With planned drains, a run that stops there resumes bit for bit.
         stop = self.stop if self.every is None else None
-        on_microbatch = None if self.progress is None else self.progress.microbatch
-        self._parts.append(self.pipeline.train(self.train, count, on_microbatch, stop))
+        watchers = [watcher.microbatch for watcher in (self.updates, self.progress) if watcher is not None]
+
+        def on_microbatch(report: Tensor) -> None:
+            for watcher in watchers:
+                watcher(report)
+
+        self._parts.append(self.pipeline.train(self.train, count, on_microbatch if watchers else None, stop))
         self._seconds += time.perf_counter() - started
 
     def _evaluate(self, epoch: int) -> Epoch:
@@ -183,6 +205,7 @@ class Trainer:
             learning_rate=self.learning_rate(self.pipeline.clock),
             stages=self.pipeline.stage_metrics(),
             unit=self.unit,
+            bytes_per_target=self.bytes_per_target,
         )
 
     def _save_and_stop(self, score: float | None) -> None:
@@ -190,6 +213,8 @@ class Trainer:
         if self.checkpoints is not None:
             history = [asdict(epoch) for epoch in self.history]
             state = {"history": history, "parts": [asdict(part) for part in self._parts], "seconds": self._seconds}
+            if self.updates is not None:
+                state["updates"] = self.updates.totals
             self.checkpoints.save(self.pipeline, {**self.facts, "trainer": state}, score)
         if any(all_gather_objects(self.stop())):
             if self.checkpoints is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,6 +70,23 @@ def test_stored_activations_and_work_of_each_scheme(name: str, length: int) -> N
     found = measure(SCHEMES[name], length)
     assert found.activations == pytest.approx(ACTIVATIONS[name](length), abs=1)
     assert found.forwards == FORWARDS.get(name, lambda n: 4)(length)
+
+
+PAGE_ROWS = {
+    "naive": "all activations stored",
+    "checkpointing": "checkpointing, √L",
+    "recursive checkpointing": "recursive checkpointing",
+    "reversible": "reversible",
+}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_page_of_the_papers_tables_has_the_measured_numbers(name: str) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "paper_tables.md").read_text(encoding="utf-8")
+    section = text[text.index("## RevNet, Table 1") :]
+    (row,) = [line for line in section.splitlines() if line.startswith(f"| {PAGE_ROWS[name]}")]
+    numbers = [float(cell) for cell in row.split("|")[3:7]]
+    assert [measure(SCHEMES[name], length).activations for length in (4, 16, 64, 256)] == numbers
 
 
 @pytest.mark.parametrize("name", SCHEMES)

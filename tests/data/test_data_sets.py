@@ -66,7 +66,11 @@ def test_normalised_training_images_have_zero_mean_and_unit_deviation(digits):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("mnist", {}, r"data\.name: expected digits, cifar10, cifar100, imagenet32, imagenet, synthetic or text, got mnist"),
+        (
+            "mnist",
+            {},
+            r"data\.name: expected digits, cifar10, .*, synthetic, text or tokens, got mnist",
+        ),
         ("synthetic", {"images": 3}, r"data\.images: expected an integer >= 4, got 3"),
         ("synthetic", {"classes": 1}, r"data\.classes: expected an integer >= 2, got 1"),
         ("synthetic", {"size": 3}, r"data\.size: expected an integer >= 4, got 3"),
@@ -94,7 +98,7 @@ def test_microbatches_have_the_predicted_shape_and_type(tmp_path):
         form = microbatch_form(name, 4, data.size)
         for source in (TrainSource(data, 4, seed=0), EvalSource(data, 4)):
             form.require(source.inputs(0), name)
-    assert set(DATASETS) == {"digits", "cifar10", "cifar100", "imagenet32", "imagenet", "synthetic", "text"}
+    assert set(DATASETS) == {"digits", "cifar10", "cifar100", "imagenet32", "imagenet", "synthetic", "text", "tokens"}
 
 
 # --- text ---

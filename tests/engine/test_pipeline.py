@@ -48,7 +48,7 @@ class Recorder(torch.optim.SGD):
     """Changes nothing and remembers the gradients of its first step."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__(module.parameters(), lr=0.0)
+        super().__init__(module.parameters(), lr=1.0)
         self.gradients: list[torch.Tensor] = []
 
     def step(self) -> None:  # type: ignore[override]

@@ -143,7 +143,7 @@ def test_precision_and_stages() -> None:
         ("seed=-1", "seed: expected an integer >= 0, got -1"),
         (
             "data.name=mnist",
-            "data.name: expected digits, cifar10, cifar100, imagenet32, imagenet, synthetic or text, got mnist",
+            "data.name: expected digits, cifar10, cifar100, imagenet32, imagenet, synthetic, text or tokens, got mnist",
         ),
         ("data.batch_size=0", "data.batch_size: expected an integer from 1 to 1000000, got 0"),
         ("data.size=0", "data.size: expected an integer from 1 to 1000000, got 0"),
@@ -411,7 +411,7 @@ def test_replicas_give_the_numbers_of_one_pipeline(tmp_path: Path) -> None:
 
 
 def test_runs_are_compared_from_their_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"epoch": 1, "train_loss": 1.5, "train_accuracy": 0.4, "test_loss": 1.25, "test_accuracy": 0.5}
+    row = {"epoch": 1, "microbatches": 8, "train_loss": 1.5, "train_accuracy": 0.4, "test_loss": 1.25, "test_accuracy": 0.5}
     for name, accuracy in (("a", 0.5), ("b", 0.75)):
         (tmp_path / name).mkdir()
         OmegaConf.save(to_composed(f"method.delay={len(name)}"), tmp_path / name / "config.yaml")
@@ -432,7 +432,7 @@ def test_runs_are_compared_from_their_folders(tmp_path: Path, capsys: pytest.Cap
     ("overrides", "message"),
     [
         (["k=0"], "error: k: expected an integer >= 1, got 0"),
-        (["model=revnet99"], "error: model: expected irevnet163, irevnet301, "),
+        (["model=revnet99"], "error: model: expected gpt, gpt_4m, irevnet163, "),
         (["data=cifar10", "data.root=nowhere"], "data_batch_1: can't be read"),
     ],
     ids=["value", "composition", "data"],

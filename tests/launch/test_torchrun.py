@@ -75,6 +75,42 @@ def test_the_agent_forwards_signals_and_exits_with_the_status_of_the_run(tmp_pat
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("launcher", [LOCAL, BARE], ids=["local", "torchrun"])
+def test_processes_stop_when_their_agent_is_killed(launcher: Sequence[str], tmp_path: Path) -> None:
+    """They write a checkpoint first. The restarted job resumes from it."""
+    with started(tmp_path, launcher) as agent:
+        workers = children(agent.pid)
+        agent.kill()
+        deadline = time.monotonic() + END
+        while any(is_running(pid) for pid in workers):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert list((tmp_path / "run" / "checkpoints").glob("0*"))
+
+
+@pytest.mark.processes
+def test_a_second_job_with_the_same_folder_is_refused(tmp_path: Path) -> None:
+    """It prints one line that names the first, which continues undisturbed."""
+    with started(tmp_path, BARE) as first:
+        with Forked(tmp_path, [*LONG, "resume=auto"], 2) as second:
+            assert second.wait(END) == [2, 2], second.output()
+            errors = [line for line in second.output().splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1
+        assert re.search(
+            r"^error: run_dir: expected a folder that no other run uses now, got run, in use by process \d+ on ", errors[0]
+        )
+        assert first.poll() is None
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and has not ended; a zombie has."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.processes
 def test_torchrun_itself_ends_when_its_processes_have_saved(tmp_path: Path) -> None:
     """torchrun forwards SIGTERM too, and waits. The run stops in the middle of a long epoch."""
     with started(tmp_path, BARE) as agent:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from petra import Model, Pipeline
+from petra import BlockSpec, Model, ModelError, Pipeline, TensorSpec
 from tests.support.nets import RandomSource, mixed_net
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model.py"
@@ -32,6 +32,38 @@ def test_a_model_of_existing_modules_trains_copies_of_them() -> None:
         torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-9, atol=1e-11, msg=key)
     after = nn.ModuleDict(modules).state_dict()
     assert all(torch.equal(value, after[key]) for key, value in before.items())
+
+
+@pytest.mark.parametrize("name", ["a.b", "a/b", "", "forward"])
+def test_names_that_cannot_be_prefixes_of_keys_are_refused(name: str) -> None:
+    """Names with dots or slashes once lost tensors in exports and checkpoints."""
+    with pytest.raises(ModelError, match=f"block '{name}' of model mine: expected a name without"):
+        Model.of("mine", {name: nn.Linear(2, 2)})
+
+
+def test_two_blocks_with_one_name_are_refused() -> None:
+    with pytest.raises(ModelError, match="block 'a' of model mine: expected a name that occurs once"):
+        Model("mine", (BlockSpec("a", nn.Tanh), BlockSpec("b", nn.Tanh), BlockSpec("a", nn.Tanh)))
+
+
+def test_a_module_that_occurs_twice_stays_in_the_model() -> None:
+    shared = nn.Tanh()
+    layers = nn.Sequential(nn.Linear(2, 2), shared, nn.Linear(2, 2), shared, nn.Linear(2, 2))
+    x = torch.randn(3, 2)
+    assert torch.equal(Model.of("mine", layers).build(0)(x), layers(x))
+    with pytest.raises(ModelError, match=r"blocks of model mine: expected consecutive numbers .*, got 0, 1, 2, 4"):
+        Model.of("mine", dict(layers.named_children()))
+
+
+def test_weights_tied_between_blocks_are_refused() -> None:
+    embedding, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+    head.weight = embedding.weight
+    with pytest.raises(ModelError, match=r"block head of model mine: expected tensors of its own.* belongs to block embedding too"):
+        Model.of("mine", {"embedding": embedding, "head": head})
+    layer = nn.Linear(4, 4)
+    model = Model("mine", (BlockSpec("a", lambda: layer), BlockSpec("b", lambda: layer)))
+    with pytest.raises(ModelError, match="block b of model mine: expected tensors of its own"):
+        model.profile(TensorSpec((3, 4), torch.float32))
 
 
 def test_the_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,11 +10,26 @@ import pytest
 import torch
 from torch import nn
 
-from petra import ConfigError, Pipeline, TensorSpec
+from petra import ConfigError, DataError, Pipeline, TensorSpec
 from petra.analysis.plots import curves
 from petra.data import EvalSource, TrainSource, load_dataset
 from petra.models import resnet18
-from petra.training import Bar, JsonLines, Lines, MultiStep, Trainer, new_run_folder, peak_memory, peak_rate, sgd, write_json
+from petra.training import (
+    Bar,
+    JsonLines,
+    Lines,
+    MultiStep,
+    Trainer,
+    export,
+    facts_in,
+    load,
+    new_run_folder,
+    peak_memory,
+    peak_rate,
+    sgd,
+    write_json,
+)
+from tests.support.nets import RandomSource, mixed_net
 
 
 def test_peak_rate_of_the_paper() -> None:
@@ -142,3 +157,20 @@ def test_trainer_records_every_epoch(tmp_path: Path, capsys: pytest.CaptureFixtu
 
     curves({"": rows}, tmp_path / "curves.png", "two epochs")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_an_exported_file_holds_facts_beside_the_tensors(suffix: str, tmp_path: Path) -> None:
+    if suffix == ".safetensors":
+        pytest.importorskip("safetensors")
+    data = RandomSource()
+    pipeline = Pipeline(mixed_net(), data.spec, optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
+    facts = {"preparation": {"size": 8, "moments": [[0.1, 0.2, 0.3], [1.0, 2.0, 3.0]], "crop": 1.0}}
+    export(pipeline, tmp_path / f"with{suffix}", facts)
+    export(pipeline, tmp_path / f"without{suffix}")
+    assert facts_in(tmp_path / f"with{suffix}") == facts
+    assert facts_in(tmp_path / f"without{suffix}") == {}
+    mixed_net().build(1).load_state_dict(load(tmp_path / f"with{suffix}"), strict=True)
+    (tmp_path / f"damaged{suffix}").write_bytes(b"damaged")
+    with pytest.raises(DataError, match="cannot be read as exported weights"):
+        facts_in(tmp_path / f"damaged{suffix}")

@@ -1,0 +1,149 @@
+"""Generate text with the language model of a run, in one process.
+
+``python -m launch.generate run=FOLDER prompt="It was" [key=value ...]``
+
+    run          folder of a run with model=revgpt or model=gpt
+    prompt       text to continue; empty: a new document, if the vocabulary has a delimiter
+    tokens       number of tokens (200)
+    temperature  divisor of the logits; 0 takes the most probable token (0.8)
+    top_k        draw among this number of most probable tokens
+    top_p        draw among the fewest tokens whose probabilities sum to this (1.0)
+    seed         seed of the draws (0)
+    weights      file of exported weights, or folder of a checkpoint. Default: as in launch.evaluate
+    vocabulary   tokenizer.json of the tokens. Default: the one in data.root; bytes for data=text
+    device       cpu or cuda (cpu)
+"""
+
+from __future__ import annotations
+
+import codecs
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
+from itertools import islice
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch import nn
+
+from petra.data.tokenizer import DELIMITER, VOCABULARY, load_vocabulary
+from petra.errors import ModelError, first_line, invalid, require
+from petra.models.generation import Sampling, generate
+
+from .config.errors import config_error
+from .config.schema import Config
+from .evaluate import exported, parse
+from .run.build import set_up
+from .run.resume import read_weights
+from .runtime.rank import Process
+from .runtime.reporting import report_errors
+
+Encode = Callable[[str], list[int]]
+Decode = Callable[[Iterable[int]], Iterator[str]]
+
+
+@dataclass
+class Options:
+    """Settings of a generation, see the head of this file. ``prompt`` is not among them, because it may be any text."""
+
+    tokens: int = 200
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+    vocabulary: str | None = None
+    device: str = "cpu"
+
+
+OWN = (*(field.name for field in fields(Options)), "prompt")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the prompt and its continuation, token by token."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if not words or {"-h", "--help"} & {*words}:
+        print(__doc__)
+        return
+    with report_errors(Process.from_environment()):
+        own = [word for word in words if word.partition("=")[0] in OWN]
+        prompt = next((word.partition("=")[2] for word in own if word.startswith("prompt=")), "")
+        options = read_options([word for word in own if not word.startswith("prompt=")])
+        folder, weights, config = parse([word for word in words if word not in own])
+        sampling = Sampling(options.temperature, options.top_k, options.top_p)
+        model = load_model(config, weights or exported(folder), options.device)
+        encode, decode, stop = vocabulary(config, options.vocabulary)
+        text = generate(model, encode(prompt), sampling, options.seed, stop)
+        print(prompt, end="", flush=True)
+        for piece in decode(islice(text, options.tokens)):
+            print(piece, end="", flush=True)
+        print()
+
+
+def read_options(words: list[str]) -> Options:
+    """Return the settings on the command line.
+
+    Raises:
+        ConfigError: If a value has the wrong type.
+    """
+    try:
+        found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Options), OmegaConf.from_dotlist(words)))
+    except OmegaConfBaseException as error:
+        raise config_error(error, Options) from error
+    assert isinstance(found, Options)
+    require(found.tokens >= 1, "tokens", "an integer >= 1", found.tokens)
+    return found
+
+
+def load_model(config: Config, weights: Path, device: str) -> nn.Module:
+    """Return the network of a run as one module in evaluation mode.
+
+    Raises:
+        PetraError: If the configuration or the weights can't be used.
+    """
+    plan = set_up(config, Process(0, 1, 0, 1)).plan
+    chain = plan.model.build(0)
+    try:
+        chain.load_state_dict(read_weights(weights))
+    except RuntimeError as error:
+        raise invalid("weights", f"the weights of {plan.model.name}", f"{weights} ({first_line(error)})", ModelError) from error
+    return chain.to(torch.device(device)).eval()
+
+
+def vocabulary(config: Config, path: str | None) -> tuple[Encode, Decode, int | None]:
+    """Return the functions from text to tokens and back, and the token that ends a text.
+
+    Raises:
+        PetraError: If the vocabulary is missing or can't be read.
+    """
+    if config.data.name == "text":
+        return lambda text: list(text.encode()), _decode_bytes, None
+    root = Path(config.data.root or ".")
+    tokenizer = load_vocabulary(Path(path) if path else root / VOCABULARY)
+    delimiter = tokenizer.token_to_id(DELIMITER)
+    first = [] if delimiter is None else [delimiter]
+
+    def decode(tokens: Iterable[int]) -> Iterator[str]:
+        """Yield the text of the tokens, each character once it is complete."""
+        seen: list[int] = []
+        shown = ""
+        for token in tokens:
+            seen.append(token)
+            text = tokenizer.decode(seen)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                yield text[len(shown) :]
+                shown = text
+
+    return lambda text: [*first, *tokenizer.encode(text, add_special_tokens=False).ids], decode, delimiter
+
+
+def _decode_bytes(tokens: Iterable[int]) -> Iterator[str]:
+    """Yield the text of UTF-8 bytes, each character once it is complete."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for token in tokens:
+        yield decoder.decode(bytes([token]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Classify image files with the trained network of a run.
+
+``python -m launch.predict run=FOLDER [weights=FILE] [key=value ...] IMAGE ...``
+
+    run      folder of a run
+    weights  file of exported weights, or folder of a checkpoint; the default is that of launch.evaluate
+    key      any key of the run's configuration, such as trainer.precision
+    IMAGE    JPEG or PNG file
+
+Prepares each image as the run prepared its test images: centre crop, size, normalisation. Prints a line per image: the file, the
+number of the most probable class, and its probability.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from petra.data import Preparation
+from petra.errors import ModelError, PetraError, invalid, require
+from petra.training import facts_in, facts_of
+
+from .config.schema import Config
+from .evaluate import exported, parse
+from .run.build import set_up
+from .run.resume import read_weights
+from .runtime.rank import Process
+from .runtime.reporting import report_errors
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print a prediction for each image."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if not words or {"-h", "--help"} & {*words}:
+        print(__doc__)
+        return
+    process = Process.from_environment()
+    with report_errors(process):
+        images = [Path(word) for word in words if "=" not in word]
+        require(len(images) > 0, "command line", "image files", "none")
+        folder, weights, config = parse([word for word in words if "=" in word])
+        for path, label, probability in predictions(config, weights or exported(folder), images, process):
+            print(f"{path}: class {label}, {probability:.1%}", flush=True)
+
+
+def predictions(config: Config, weights: Path, images: Sequence[Path], process: Process) -> Iterator[tuple[Path, int, float]]:
+    """Yield each file with its most probable class and the class's probability.
+
+    Args:
+        config: Configuration of the run.
+        weights: File of exported weights, or folder of a checkpoint.
+        images: JPEG or PNG files.
+        process: This process.
+
+    Raises:
+        PetraError: If the weights or an image can't be used.
+    """
+    setup = set_up(config, process)
+    facts = facts_of(weights) if weights.is_dir() else facts_in(weights)
+    if facts.get("preparation") is None:
+        raise invalid(str(weights), "weights of a run on images, with their normalisation", "none", PetraError)
+    prepare = Preparation.from_dict(facts["preparation"])
+    network = setup.plan.model.build(config.seed)
+    try:
+        network.load_state_dict(read_weights(weights))
+    except RuntimeError as error:
+        raise ModelError(f"{weights}: does not fit {setup.plan.model.name} ({' '.join(str(error).split())})") from error
+    network.eval()
+    for path in images:
+        with torch.no_grad():
+            probabilities = network(prepare(path)).softmax(1)[0]
+        label = int(probabilities.argmax())
+        yield path, label, float(probabilities[label])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Preparation of images for a network: centre crop and normalisation, as the test images of a data set are prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from petra.errors import DataError
+
+Moments = tuple[tuple[float, ...], tuple[float, ...]]
+"""Mean and standard deviation of each channel, for pixel values scaled to 0 ... 1."""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """How a data set prepares its test images. An exported file stores it beside the weights.
+
+    Attributes:
+        size: Side of the prepared images in pixels.
+        moments: Mean and standard deviation of each channel, which normalise the pixels.
+        crop: Side of the centre crop divided by the shorter side of the resized image.
+    """
+
+    size: int
+    moments: Moments
+    crop: float = 1.0
+
+    def __call__(self, path: Path) -> Tensor:
+        """Return the image in a file as a float32 tensor (1, 3, size, size).
+
+        Raises:
+            DataError: If the file can't be read as a JPEG or PNG image.
+        """
+        try:
+            with Image.open(path, formats=("JPEG", "PNG")) as image:
+                pixels = np.array(centre_crop(image.convert("RGB"), self.size, self.crop))
+        except Exception as error:
+            raise unreadable(path, error) from error
+        return normalise(torch.from_numpy(pixels).permute(2, 0, 1)[None], self.moments)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the attributes as values that JSON can represent."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Preparation:
+        """Return the preparation of an :meth:`as_dict`."""
+        mean, std = values["moments"]
+        return Preparation(int(values["size"]), (tuple(mean), tuple(std)), float(values["crop"]))
+
+
+def normalise(images: Tensor, moments: Moments) -> Tensor:
+    """Return uint8 images (B, 3, H, W) as float32, with the mean subtracted and divided by the standard deviation."""
+    mean, std = (255 * torch.tensor(values).view(-1, 1, 1) for values in moments)
+    return images.float().sub_(mean).div_(std)
+
+
+def centre_crop(image: Image.Image, size: int, fraction: float) -> Image.Image:
+    """Return the centre (size, size) of an image whose shorter side is first resized to size / ``fraction``."""
+    shorter = round(size / fraction)
+    width, height = (max(shorter, int(shorter * side / min(image.size))) for side in image.size)
+    left, top = (round((side - size) / 2) for side in (width, height))
+    return image.resize((width, height), Image.Resampling.BILINEAR).crop((left, top, left + size, top + size))
+
+
+def unreadable(path: Path, error: Exception) -> DataError:
+    """Return the error for an image file that can't be decoded. Decoders raise exceptions of many undocumented types."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
+    return DataError(f"{path}: can't be read as a JPEG or PNG image ({reason}); replace or remove the file")

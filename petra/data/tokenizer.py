@@ -1,0 +1,211 @@
+"""Files of tokens from text: a byte-level BPE vocabulary, delimited documents, and a held-out split by documents.
+
+Needs the package ``tokenizers`` (``pip install 'petra[text]'``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from petra.data.tokens import CORPUS, FORMATS, HEADER_BYTES
+from petra.errors import ConfigError, DataError, first_line, invalid, require
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+DELIMITER = "<|endoftext|>"
+"""Text of the token with which every document begins. Its number in a new vocabulary is 0."""
+VOCABULARY = "tokenizer.json"
+"""File with the vocabulary, in the format of Hugging Face's ``tokenizers``."""
+SHARD_TOKENS = 100_000_000
+"""Number of tokens after which a new file begins."""
+DOCUMENTS_AT_ONCE = 1000
+"""Documents that are encoded in parallel."""
+
+
+def documents(paths: Iterable[Path], separator: str | None, progress: Callable[[int], object]) -> Iterator[str]:
+    """Yield the documents in text files.
+
+    A file ``*.jsonl`` has one document per line, the value of ``text``. Any other file is one document, or several that
+    ``separator`` divides. Empty documents are left out.
+
+    Args:
+        paths: Files with UTF-8 text.
+        separator: Text between two documents of a file, or None.
+        progress: Called with the number of bytes read since the last call.
+
+    Raises:
+        DataError: If a file can't be read.
+    """
+    for path in paths:
+        try:
+            with path.open(encoding="utf-8", newline="") as file:
+                found: Iterable[str]
+                if path.suffix == ".jsonl":
+                    found = (json.loads(line)["text"] for line in file)
+                else:
+                    text = file.read()
+                    found = [text] if separator is None else text.split(separator)
+                for document in found:
+                    progress(len(document.encode()))
+                    if document.strip():
+                        yield document
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}: can't be read as UTF-8 text ({first_line(error)})") from error
+
+
+def train_vocabulary(texts: Iterable[str], size: int) -> Tokenizer:
+    """Train a byte-level BPE vocabulary (Sennrich et al. 2016; bytes as in Radford et al. 2019, section 2.2).
+
+    Args:
+        texts: Documents.
+        size: Number of tokens, among them the 256 bytes and the delimiter, which is token 0.
+
+    Raises:
+        ConfigError: If ``size`` is too small, or ``tokenizers`` is not installed.
+    """
+    require(size >= 257, "--vocabulary", "an integer >= 257 (the bytes and the delimiter) or a file", size)
+    require_tokenizers()
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[DELIMITER], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def load_vocabulary(path: Path) -> Tokenizer:
+    """Read a vocabulary in the format of ``tokenizers``.
+
+    Raises:
+        ConfigError: If ``tokenizers`` is not installed.
+        DataError: If the file can't be read.
+    """
+    require_tokenizers()
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare exceptions
+        raise DataError(f"{path}: can't be read as a vocabulary ({first_line(error)})") from error
+
+
+def require_tokenizers() -> None:
+    """Check that the package ``tokenizers`` is installed.
+
+    Raises:
+        ConfigError: If it is not.
+    """
+    if find_spec("tokenizers") is None:
+        raise ConfigError("the package tokenizers is not installed; pip install 'petra[text]'")
+
+
+@dataclass
+class _Split:
+    """Writer of the token files of one split, each with llm.c's header."""
+
+    folder: Path
+    name: str
+    dtype: np.dtype[Any]
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    _pending: list[np.ndarray[Any, Any]] = field(default_factory=list)
+    _count: int = 0
+    _files: int = 0
+
+    def add(self, ids: Sequence[int], text: str) -> None:
+        """Append a document."""
+        self.documents, self.tokens = self.documents + 1, self.tokens + len(ids)
+        self.bytes += len(text.encode())
+        self._pending.append(np.array(ids, self.dtype))
+        self._count += len(ids)
+        if self._count >= SHARD_TOKENS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the pending documents to a file."""
+        if not self._pending:
+            return
+        content = np.concatenate(self._pending)
+        magic, version = next((magic, version) for magic, (version, dtype) in FORMATS.items() if dtype == self.dtype)
+        header = np.zeros(HEADER_BYTES // 4, "<i4")
+        header[:3] = magic, version, len(content)
+        (self.folder / f"{self.name}_{self._files:06}.bin").write_bytes(header.tobytes() + content.tobytes())
+        self._files += 1
+        self._pending, self._count = [], 0
+
+    def facts(self) -> dict[str, int]:
+        """Return the number of documents, tokens and bytes."""
+        return {"documents": self.documents, "tokens": self.tokens, "bytes": self.bytes}
+
+
+def write_tokens(texts: Iterable[str], tokenizer: Tokenizer, folder: Path, validation: float | Iterable[str]) -> dict[str, Any]:
+    """Encode documents, and write them to ``folder`` as ``train_*.bin`` and ``val_*.bin``.
+
+    Every document begins with the delimiter. The vocabulary and facts of the corpus are written beside the tokens.
+
+    Args:
+        texts: Documents.
+        tokenizer: Vocabulary, which must contain :data:`DELIMITER`.
+        folder: Folder for the files, new or without token files.
+        validation: Documents for validation; or the fraction of ``texts`` that is for validation. The fraction applies to a hash of
+            the document, so equal documents are never on both sides.
+
+    Returns:
+        Facts of the corpus: ``classes``, ``delimiter``, and the documents, tokens and bytes of ``train`` and ``val``.
+
+    Raises:
+        ConfigError: If a value is out of range, or the folder contains token files.
+        DataError: If a split is empty, or a file can't be written.
+    """
+    fraction = validation if isinstance(validation, float) else 0.0
+    require(0 <= fraction < 1, "--validation", "a number > 0 and < 1, or files", fraction)
+    delimiter = tokenizer.token_to_id(DELIMITER)
+    if delimiter is None:
+        raise invalid("--vocabulary", f"a vocabulary with the token {DELIMITER}", "one without it")
+    classes = tokenizer.get_vocab_size()
+    dtype = np.dtype("<u2" if classes <= 2**16 else "<u4")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        require(not any(folder.glob("*.bin")), "--out", "a folder without token files", folder)
+        train, held_out = (_Split(folder, name, dtype) for name in ("train", "val"))
+        for text, ids in _encoded(texts, tokenizer):
+            (held_out if _share(text) < fraction else train).add([delimiter, *ids], text)
+        if not isinstance(validation, float):
+            for text, ids in _encoded(validation, tokenizer):
+                held_out.add([delimiter, *ids], text)
+        for split in (train, held_out):
+            require(split.documents > 0, f"documents for {split.name}", "at least one", 0, DataError)
+            split.flush()
+        facts = {"classes": classes, "delimiter": delimiter, "train": train.facts(), "val": held_out.facts()}
+        tokenizer.save(str(folder / VOCABULARY))
+        (folder / CORPUS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{folder}: can't be written ({error.strerror})") from error
+    return facts
+
+
+def _encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
+    """Yield each document with its tokens."""
+    source = iter(texts)
+    while batch := list(islice(source, DOCUMENTS_AT_ONCE)):
+        for text, encoding in zip(batch, tokenizer.encode_batch_fast(batch, add_special_tokens=False), strict=True):
+            yield text, encoding.ids
+
+
+def _share(text: str) -> float:
+    """Return a number from 0 to 1 that depends on the document only."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) / 2**64

@@ -1,0 +1,92 @@
+"""Gradients of a stage between two updates, and which parameters have any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from petra.errors import ModelError, require
+from petra.reversible import Gradients
+
+
+class Accumulation:
+    """Gradients that the microbatches of an update add to ``.grad`` of a stage's trained parameters, as their mean.
+
+    ``.grad`` always holds a tensor, except during an optimizer step (:meth:`stepping`).
+
+    Args:
+        module: Blocks of the stage.
+        k: Microbatches per update.
+
+    Attributes:
+        parameters: Trained parameters.
+    """
+
+    def __init__(self, module: nn.Module, k: int) -> None:
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self._module, self._k = module, k
+        self._used = set[nn.Parameter]()
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+
+    def add(self, gradients: Gradients) -> None:
+        """Add 1/k of the gradients of one block."""
+        self._used.update(gradients)
+        torch._foreach_add_([p.grad for p in gradients], list(gradients.values()), alpha=1 / self._k)  # type: ignore[misc]
+
+    def zero(self) -> None:
+        """Set the accumulated gradients to zero."""
+        if self.parameters:
+            torch._foreach_zero_([p.grad for p in self.parameters])  # type: ignore[misc]
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Prepare for an optimizer step in the body of the ``with`` statement, and set the gradients to zero after it.
+
+        Inside, ``.grad`` is None for parameters that no backward pass has reached since the last update, so that optimizers leave
+        them as they are: zeros would let them decay.
+        """
+        unused = [] if self._all_used() else [(p, p.grad) for p in self.parameters if p not in self._used]
+        for parameter, _ in unused:
+            parameter.grad = None
+        yield
+        for parameter, zeros in unused:
+            parameter.grad = zeros
+        self._used.clear()
+        self.zero()
+
+    def used(self, device: torch.device) -> Tensor:
+        """Return, in float64, 1 for each parameter that a backward pass has reached since the last update, and 0 for the others."""
+        if self._all_used():
+            return torch.ones(len(self.parameters), dtype=torch.float64, device=device)
+        return torch.tensor([float(p in self._used) for p in self.parameters], dtype=torch.float64, device=device)
+
+    def add_used(self, used: Tensor) -> None:
+        """Include the parameters that other replicas have reached: those where ``used``, summed over replicas, is positive."""
+        if not self._all_used():  # otherwise nothing can change, and the host need not wait for the device
+            self._used.update(p for p, n in zip(self.parameters, used.tolist(), strict=True) if n)
+
+    def restore_used(self) -> None:
+        """Derive which parameters have been reached from gradients that a checkpoint has restored."""
+        self._used = {p for p in self.parameters if p.grad is not None and bool(p.grad.any())}
+
+    def check_trained(self, stage: int) -> None:
+        """Check that the parameters that require a gradient are still the same.
+
+        Args:
+            stage: Number of the stage, from 1, for the message.
+
+        Raises:
+            ModelError: If one was frozen or unfrozen. The message names it.
+        """
+        trained = {id(p) for p in self.parameters}
+        for name, p in self._module.named_parameters():
+            was = id(p) in trained
+            expected = f"requires_grad={was}, as when the pipeline was built (freeze parameters before)"
+            require(was == p.requires_grad, f"parameter {name} of stage {stage}", expected, p.requires_grad, ModelError)
+
+    def _all_used(self) -> bool:
+        return len(self._used) == len(self.parameters)

@@ -1,0 +1,227 @@
+"""Branches of transformer layers: self-attention and MLP, each with a normalisation before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from petra.errors import alternatives, require
+
+DEVIATION = 0.02
+"""Standard deviation of initial weights (Radford et al. 2019, section 2.3)."""
+ROTARY_BASE = 10_000.0
+"""Base of the wavelengths of rotary position embeddings (Su et al. 2021, section 3.2.2)."""
+NORMS, MLPS = ("layernorm", "rmsnorm"), ("gelu", "swiglu")
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """Form of a transformer layer.
+
+    Attributes:
+        dim: Size D of a token's vector, a multiple of ``heads``.
+        heads: Number of query heads.
+        kv_heads: Number of key and value heads, a divisor of ``heads``; each serves several query heads (grouped-query attention,
+            Ainslie et al. 2023). None: as many as query heads.
+        hidden: Hidden units of the MLP. None: 4·D for ``gelu``; 8/3·D, rounded up to a multiple of 64, for ``swiglu``.
+        mlp: ``gelu`` (Vaswani et al. 2017, section 3.3, with GELU) or ``swiglu`` (Shazeer 2020, Eq. 6).
+        norm: ``layernorm`` or ``rmsnorm`` (Zhang and Sennrich 2019).
+        bias: Whether linear layers and layer normalisations have biases.
+        rotary: Whether queries and keys are rotated by their position (Su et al. 2021).
+        qk_norm: Whether each head's queries and keys are normalised by RMSNorm before the rotation (Dehghani et al. 2023).
+        dropout: Dropout probability of attention weights and of each branch's output.
+        causal: Whether a position attends only to itself and earlier positions.
+        depth: Number of layers. The last weights of each branch are initialised with a deviation divided by √(2·depth).
+
+    Raises:
+        ConfigError: If a value is out of range.
+    """
+
+    dim: int
+    heads: int
+    kv_heads: int | None = None
+    hidden: int | None = None
+    mlp: str = "gelu"
+    norm: str = "layernorm"
+    bias: bool = True
+    rotary: bool = False
+    qk_norm: bool = False
+    dropout: float = 0.0
+    causal: bool = True
+    depth: int = 1
+
+    def __post_init__(self) -> None:
+        require(self.heads >= 1, "model.heads", "an integer >= 1", self.heads)
+        require(self.dim >= 1 and self.dim % self.heads == 0, "model.dim", f"a multiple of {self.heads} (model.heads)", self.dim)
+        kv = self.kv_heads
+        divides = kv is None or (kv >= 1 and self.heads % kv == 0)
+        require(divides, "model.kv_heads", f"null or a divisor of {self.heads} (model.heads)", kv)
+        require(self.hidden is None or self.hidden >= 1, "model.hidden", "null or an integer >= 1", self.hidden)
+        require(self.mlp in MLPS, "model.mlp", alternatives(MLPS), self.mlp)
+        require(self.norm in NORMS, "model.norm", alternatives(NORMS), self.norm)
+        even = not self.rotary or self.head_dim % 2 == 0
+        require(even, "model.dim", "an even number of channels per head with model.positions=rotary", self.dim)
+        require(0 <= self.dropout < 1, "model.dropout", "a number >= 0 and < 1", self.dropout)
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self.dim // self.heads
+
+    @property
+    def output_deviation(self) -> float:
+        """Standard deviation of the initial weights of each branch's last layer."""
+        deviation: float = DEVIATION / (2 * self.depth) ** 0.5
+        return deviation
+
+    def make_norm(self, channels: int) -> nn.Module:
+        """Return the normalisation of vectors with ``channels`` entries."""
+        return nn.RMSNorm(channels) if self.norm == "rmsnorm" else nn.LayerNorm(channels, bias=self.bias)
+
+
+class KeyValueCache:
+    """Keys and values of all tokens so far, for the generation of text.
+
+    Attributes:
+        keys: (B, key heads, T, channels), or None before the first token.
+        values: As ``keys``.
+    """
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the keys and values of new tokens, and return those of all tokens."""
+        self.keys = keys if self.keys is None else torch.cat([self.keys, keys], 2)
+        self.values = values if self.values is None else torch.cat([self.values, values], 2)
+        return self.keys, self.values
+
+
+class Attention(nn.Module):
+    """Normalisation and self-attention (Vaswani et al. 2017, section 3.2). Maps (B, T, D) to (B, T, D).
+
+    Attributes:
+        cache: Cache for the generation of text, or None. With a cache, the input is the tokens after those in the cache, and all
+            tokens are one document.
+    """
+
+    def __init__(self, options: LayerOptions) -> None:
+        super().__init__()
+        self.options = options
+        self.kv_heads = options.kv_heads or options.heads
+        self.norm = options.make_norm(options.dim)
+        self.qkv = linear(options.dim, (options.heads + 2 * self.kv_heads) * options.head_dim, options.bias)
+        self.out = linear(options.dim, options.dim, options.bias, options.output_deviation)
+        if options.qk_norm:
+            self.q_norm, self.k_norm = nn.RMSNorm(options.head_dim), nn.RMSNorm(options.head_dim)
+        self.dropout = nn.Dropout(options.dropout)
+        self.cache: KeyValueCache | None = None
+
+    def forward(self, x: Tensor, starts: Tensor | None = None) -> Tensor:
+        """Return the attention's output.
+
+        Args:
+            x: Tokens' vectors (B, T, D).
+            starts: 1 where a document begins and 0 elsewhere (B, T). Positions attend to their own document only. None: the whole
+                row is one document.
+        """
+        options = self.options
+        heads = self.qkv(self.norm(x)).unflatten(2, (-1, options.head_dim)).transpose(1, 2)
+        q, k, v = heads.split([options.heads, self.kv_heads, self.kv_heads], dim=1)
+        if options.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        before = 0 if self.cache is None else self.cache.length
+        if options.rotary:
+            q, k = rotate(q, before), rotate(k, before)
+        mask = None
+        if self.cache is not None:
+            k, v = self.cache.extend(k, v)
+            if before:
+                mask = x.new_ones(x.shape[1], before + x.shape[1], dtype=torch.bool).tril(before)
+        elif starts is not None:
+            mask = same_document(starts, options.causal)
+        mixed = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=options.dropout if self.training else 0.0,
+            is_causal=options.causal and mask is None,
+            enable_gqa=self.kv_heads < options.heads,
+        )
+        y: Tensor = self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
+        return y
+
+
+class MLP(nn.Module):
+    """Normalisation and MLP. Maps (B, T, D) to (B, T, D)."""
+
+    def __init__(self, options: LayerOptions) -> None:
+        super().__init__()
+        self.gated = options.mlp == "swiglu"
+        default = -(-8 * options.dim // (3 * 64)) * 64 if self.gated else 4 * options.dim
+        hidden = options.hidden or default
+        self.norm = options.make_norm(options.dim)
+        self.up = linear(options.dim, (2 if self.gated else 1) * hidden, options.bias)
+        self.down = linear(hidden, options.dim, options.bias, options.output_deviation)
+        self.dropout = nn.Dropout(options.dropout)
+
+    def forward(self, x: Tensor, starts: Tensor | None = None) -> Tensor:
+        """Return the MLP's output. ``starts`` is not used."""
+        h = self.up(self.norm(x))
+        if self.gated:
+            gate, h = h.chunk(2, dim=-1)
+            h = F.silu(gate) * h
+        else:
+            h = F.gelu(h)
+        y: Tensor = self.dropout(self.down(h))
+        return y
+
+
+def linear(in_features: int, out_features: int, bias: bool = True, deviation: float = DEVIATION) -> nn.Linear:
+    """Return a linear layer with normally distributed weights and biases of zero."""
+    layer = nn.Linear(in_features, out_features, bias)
+    nn.init.normal_(layer.weight, std=deviation)
+    if bias:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+def rotate(x: Tensor, first: int) -> Tensor:
+    """Rotate pairs of channels by angles that grow with the position (Su et al. 2021, Eq. 15).
+
+    Channel i is paired with channel i + C/2. The product of a rotated query and a rotated key depends only on the distance of
+    their positions.
+
+    Args:
+        x: Queries or keys (B, heads, T, C), with an even C.
+        first: Position of the first token.
+    """
+    length, channels = x.shape[2:]
+    frequencies = ROTARY_BASE ** (-torch.arange(0, channels, 2, device=x.device, dtype=torch.float32) / channels)
+    positions = torch.arange(first, first + length, device=x.device, dtype=torch.float32)
+    angles = torch.outer(positions, frequencies)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+def same_document(starts: Tensor, causal: bool) -> Tensor:
+    """Return the mask of attention within documents: true (B, 1, T, T) where position i may attend to position j.
+
+    Args:
+        starts: 1 where a document begins and 0 elsewhere (B, T).
+        causal: Whether i attends only to j <= i.
+    """
+    documents = starts.float().cumsum(1)
+    mask = documents[:, :, None] == documents[:, None, :]
+    return (mask.tril() if causal else mask)[:, None]

@@ -1,0 +1,101 @@
+"""Text from a language model: token by token, with a cache of keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from petra.errors import require
+from petra.models.attention import Attention, KeyValueCache
+from petra.models.language import TokenStem
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn from the logits.
+
+    Attributes:
+        temperature: Divisor of the logits; 0 takes the most probable token.
+        top_k: Draw among this number of most probable tokens; None: all.
+        top_p: Draw among the fewest most probable tokens whose probabilities sum to at least this (nucleus sampling, Holtzman et
+            al. 2020, section 3.1).
+
+    Raises:
+        ConfigError: If a value is out of range.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(self.temperature >= 0, "temperature", "a number >= 0", self.temperature)
+        require(self.top_k is None or self.top_k >= 1, "top_k", "an integer >= 1", self.top_k)
+        require(0 < self.top_p <= 1, "top_p", "a number > 0 and <= 1", self.top_p)
+
+    def draw(self, logits: Tensor, generator: torch.Generator) -> int:
+        """Return a token, drawn from logits (classes,)."""
+        if self.temperature == 0:
+            return int(logits.argmax())
+        probabilities, tokens = (logits.double() / self.temperature).softmax(0).sort(descending=True, stable=True)
+        if self.top_k is not None:
+            probabilities[self.top_k :] = 0
+        before = probabilities.cumsum(0) - probabilities
+        probabilities[before >= self.top_p * probabilities.sum()] = 0
+        return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
+
+
+@torch.no_grad()
+def generate(model: nn.Module, prompt: Sequence[int], sampling: Sampling, seed: int, stop: int | None = None) -> Iterator[int]:
+    """Yield tokens after a prompt, without end unless ``stop`` is drawn.
+
+    When the text reaches the model's context length, the model starts again from the last half of it.
+
+    Args:
+        model: Language model (:meth:`petra.Model.build`) in evaluation mode, on any device.
+        prompt: Tokens of the prompt, at least one.
+        sampling: How tokens are drawn.
+        seed: Seed of the draws.
+        stop: Token that ends the text, and is not yielded.
+
+    Raises:
+        ConfigError: If the prompt is empty, or the model is not a language model.
+    """
+    require(len(prompt) >= 1, "prompt", "at least one token", "none")
+    stem = next((m for m in model.modules() if isinstance(m, TokenStem)), None)
+    if stem is None:
+        require(False, "run", "a run of gpt or revgpt", "a network without tokens")
+        return
+    text, device = list(prompt), next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        new = text[-(stem.size if len(text) == len(prompt) else (stem.size + 1) // 2) :]
+        with _caches(model, stem):
+            while stem.first + len(new) <= stem.size:
+                logits = model(torch.tensor([new], device=device))[-1]
+                stem.first += len(new)
+                token = sampling.draw(logits.float().cpu(), generator)
+                if token == stop:
+                    return
+                yield token
+                text.append(token)
+                new = [token]
+
+
+@contextmanager
+def _caches(model: nn.Module, stem: TokenStem) -> Iterator[None]:
+    """Give every attention layer an empty cache for the duration of the context."""
+    layers = [m for m in model.modules() if isinstance(m, Attention)]
+    stem.first = 0
+    for layer in layers:
+        layer.cache = KeyValueCache()
+    try:
+        yield
+    finally:
+        stem.first = 0
+        for layer in layers:
+            layer.cache = None

@@ -1,0 +1,277 @@
+"""Language models: reversible ones, and the ordinary transformer of the same shapes.
+
+================  ===========================================================================================================
+coupling          layer, with A the attention, M the MLP and f(x) = A(x) + M(x + A(x)) the change of x by an ordinary layer
+================  ===========================================================================================================
+two_functions     y1 = x1 + A(x2), y2 = x2 + M(y1) (Kitaev et al. 2020, "Reformer", section 3)
+midpoint          y1 = x2, y2 = x1 + 2h·f(x2): two steps of the midpoint method (Gal et al. 2025, arXiv 2512.02056)
+leapfrog          y1 = x1 + h²·f(x2), y2 = x2 + y1: x2 is the position and x1 the velocity of a leapfrog step (same paper)
+================  ===========================================================================================================
+
+All reversible layers between stem and head store nothing. ``midpoint`` and ``leapfrog`` have the parameters of the ordinary
+transformer :func:`gpt`.
+
+Weights are initialised as in GPT-2 (Radford et al. 2019, section 2.3). Embedding and output layer don't share their weights,
+because stem and head belong to different stages, which communicate with their neighbours only. Under autocast the embedding and
+the streams stay in float32; only the branches compute in the lower precision.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from petra.errors import alternatives, require
+from petra.model import BlockSpec, Model
+from petra.models.attention import DEVIATION, MLP, Attention, LayerOptions, linear
+from petra.reversible import Coupling, ReversibleBlock, TwoFunctionCoupling
+from petra.specs import Streams
+
+MAX_DEPTH = 10_000
+"""Largest accepted number of layers."""
+COUPLINGS, POSITIONS = ("two_functions", "midpoint", "leapfrog"), ("learned", "rotary")
+
+
+class TokenStem(nn.Module):
+    """Token embedding, plus a position embedding if positions are learned. Maps int64 tokens (B, T) to streams.
+
+    Args:
+        classes: Number of different tokens.
+        size: Largest T.
+        dim: Size D of a token's vector.
+        dropout: Dropout probability of the embedding.
+        learned: Whether to add a learned position embedding.
+        copies: Number of streams (B, T, D), all equal to the embedding.
+        rest: Whether the first stream starts at zero (the velocity of ``leapfrog``).
+        delimiter: Token with which a document begins. With it, the last stream (B, T) is 1 where a document begins and 0
+            elsewhere.
+
+    Attributes:
+        first: Position of the first token, greater than 0 only while text is generated.
+
+    Raises:
+        ValueError: In ``forward``, if T exceeds ``size``.
+    """
+
+    def __init__(
+        self,
+        classes: int,
+        size: int,
+        dim: int,
+        dropout: float,
+        *,
+        learned: bool = True,
+        copies: int = 2,
+        rest: bool = False,
+        delimiter: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.size, self.copies, self.rest, self.delimiter = size, copies, rest, delimiter
+        self.tokens = nn.Embedding(classes, dim)
+        self.positions = nn.Parameter(torch.empty(size, dim)) if learned else None
+        self.dropout = nn.Dropout(dropout)
+        self.first = 0
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=DEVIATION)
+
+    def forward(self, tokens: Tensor) -> Streams:
+        last = self.first + tokens.shape[1]
+        if last > self.size:
+            raise ValueError(f"expected at most {self.size} tokens, got {last}")
+        x = self.tokens(tokens)
+        if self.positions is not None:
+            x = x + self.positions[self.first : last]
+        x = self.dropout(x)
+        streams = (torch.zeros_like(x), x) if self.rest else (x,) * self.copies
+        return streams if self.delimiter is None else (*streams, (tokens == self.delimiter).to(x.dtype))
+
+
+class Layer(nn.Module):
+    """What an ordinary layer adds to its input: f(x) = A(x) + M(x + A(x)), times ``scale``. Maps (B, T, D) to (B, T, D)."""
+
+    def __init__(self, options: LayerOptions, scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale = scale
+        self.attention, self.mlp = Attention(options), MLP(options)
+
+    def forward(self, x: Tensor, *context: Tensor) -> Tensor:
+        attended = self.attention(x, *context)
+        f: Tensor = attended + self.mlp(x + attended)
+        return f if self.scale == 1 else f * self.scale
+
+
+class ResidualLayer(nn.Module):
+    """Layer of an ordinary transformer: x + f(x)."""
+
+    def __init__(self, options: LayerOptions) -> None:
+        super().__init__()
+        self.f = Layer(options)
+
+    def forward(self, x: Tensor, *context: Tensor) -> Streams:
+        return x + self.f(x, *context), *context
+
+
+class Velocity(nn.Module):
+    """Identity. As the second function of a coupling, it adds the velocity to the position."""
+
+    def forward(self, x: Tensor, *context: Tensor) -> Tensor:
+        return x
+
+
+class LanguageHead(nn.Module):
+    """Normalisation and a linear layer to logits (B·T, classes), one row per position.
+
+    Args:
+        options: Form of the layers.
+        classes: Number of different tokens.
+        joint: Whether to read the first two streams, next to each other. Otherwise read the second of two streams, or the only
+            one.
+        streams: Number of streams without context.
+    """
+
+    def __init__(self, options: LayerOptions, classes: int, *, joint: bool, streams: int) -> None:
+        super().__init__()
+        self.joint, self.streams = joint, streams
+        width = (2 if joint else 1) * options.dim
+        self.norm = options.make_norm(width)
+        self.linear = linear(width, classes, options.bias)
+
+    def forward(self, *streams: Tensor) -> Tensor:
+        x = torch.cat(streams[:2], dim=2) if self.joint else streams[self.streams - 1]
+        logits: Tensor = self.linear(self.norm(x).flatten(0, 1))
+        return logits
+
+
+def revgpt(
+    classes: int = 256,
+    dim: int = 384,
+    depth: int = 6,
+    heads: int = 6,
+    dropout: float = 0.0,
+    size: int = 256,
+    kv_heads: int | None = None,
+    hidden: int | None = None,
+    mlp: str = "gelu",
+    norm: str = "layernorm",
+    bias: bool = True,
+    positions: str = "learned",
+    qk_norm: bool = False,
+    delimiter: int | None = None,
+    coupling: str = "two_functions",
+    step: float = 1.0,
+) -> Model:
+    """Build a reversible language model: ``depth`` + 2 blocks (stem, one reversible block per layer, head).
+
+    Input: int64 tokens (B, T) with values 0 ... ``classes`` − 1. Output: logits (B·T, ``classes``). Row b·T + t predicts the token
+    that follows token t of text b.
+
+    Args:
+        classes: Number of different tokens.
+        dim, depth, heads, kv_heads, hidden, mlp, norm, bias, qk_norm: Form of the layers, see
+            :class:`petra.models.attention.LayerOptions`.
+        dropout: Dropout probability of the embedding, the attention weights and the output of every branch.
+        size: Largest T.
+        positions: ``learned`` (added to the embedding) or ``rotary``.
+        delimiter: Token with which every document begins. Positions then attend to their own document only. None: a text is one
+            document.
+        coupling: Kind of the reversible layers, see the table of this module.
+        step: Step size h of ``midpoint`` and ``leapfrog``.
+
+    Raises:
+        ConfigError: If an argument is out of range.
+    """
+    require(coupling in COUPLINGS, "model.coupling", alternatives(COUPLINGS), coupling)
+    require(step > 0 and (step == 1 or coupling != "two_functions"), "model.step", "a number > 0; 1 for two_functions", step)
+    options = _options(dim, depth, heads, dropout, size, kv_heads, hidden, mlp, norm, bias, positions, qk_norm, classes, delimiter)
+    stem = partial(
+        TokenStem,
+        classes,
+        size,
+        dim,
+        dropout,
+        learned=positions == "learned",
+        rest=coupling == "leapfrog",
+        delimiter=delimiter,
+    )
+    head = partial(LanguageHead, options, classes, joint=coupling == "two_functions", streams=2)
+    layers = tuple(BlockSpec(f"layer{i}", partial(_coupled, options, coupling, step)) for i in range(depth))
+    return Model("revgpt", (BlockSpec("stem", stem), *layers, BlockSpec("head", head)))
+
+
+def gpt(
+    classes: int = 256,
+    dim: int = 384,
+    depth: int = 6,
+    heads: int = 6,
+    dropout: float = 0.0,
+    size: int = 256,
+    kv_heads: int | None = None,
+    hidden: int | None = None,
+    mlp: str = "gelu",
+    norm: str = "layernorm",
+    bias: bool = True,
+    positions: str = "learned",
+    qk_norm: bool = False,
+    delimiter: int | None = None,
+) -> Model:
+    """Build the ordinary transformer of the same shapes as :func:`revgpt`, whose layers are not reversible.
+
+    Arguments, input and output are those of :func:`revgpt`.
+
+    Raises:
+        ConfigError: If an argument is out of range.
+    """
+    options = _options(dim, depth, heads, dropout, size, kv_heads, hidden, mlp, norm, bias, positions, qk_norm, classes, delimiter)
+    learned = positions == "learned"
+    stem = partial(TokenStem, classes, size, dim, dropout, learned=learned, copies=1, delimiter=delimiter)
+    head = partial(LanguageHead, options, classes, joint=False, streams=1)
+    layers = tuple(BlockSpec(f"layer{i}", partial(ResidualLayer, options)) for i in range(depth))
+    return Model("gpt", (BlockSpec("stem", stem), *layers, BlockSpec("head", head)))
+
+
+def _options(
+    dim: int,
+    depth: int,
+    heads: int,
+    dropout: float,
+    size: int,
+    kv_heads: int | None,
+    hidden: int | None,
+    mlp: str,
+    norm: str,
+    bias: bool,
+    positions: str,
+    qk_norm: bool,
+    classes: int,
+    delimiter: int | None,
+) -> LayerOptions:
+    """Check the arguments of a language model, and return the form of its layers."""
+    require(size >= 1, "model.size", "an integer >= 1", size)
+    require(classes >= 1, "model.classes", "an integer >= 1", classes)
+    require(1 <= depth <= MAX_DEPTH, "model.depth", f"an integer from 1 to {MAX_DEPTH}", depth)
+    require(positions in POSITIONS, "model.positions", alternatives(POSITIONS), positions)
+    within = delimiter is None or 0 <= delimiter < classes
+    require(within, "model.delimiter", f"null or a token from 0 to {classes - 1}", delimiter)
+    return LayerOptions(
+        dim=dim,
+        heads=heads,
+        kv_heads=kv_heads,
+        hidden=hidden,
+        mlp=mlp,
+        norm=norm,
+        bias=bias,
+        rotary=positions == "rotary",
+        qk_norm=qk_norm,
+        dropout=dropout,
+        depth=depth,
+    )
+
+
+def _coupled(options: LayerOptions, coupling: str, step: float) -> ReversibleBlock:
+    if coupling == "two_functions":
+        return TwoFunctionCoupling(Attention(options), MLP(options))
+    if coupling == "midpoint":
+        return Coupling(Layer(options, 2 * step))
+    return TwoFunctionCoupling(Layer(options, step**2), Velocity())

@@ -1,0 +1,167 @@
+"""Receivers of a run's numbers: JSON Lines files, Weights & Biases and TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, Protocol
+
+from petra.errors import ConfigError
+from petra.training.records import write_text_atomically, writing
+
+NO_SUMMARY: Mapping[str, Any] = {}
+
+
+class Logger(Protocol):
+    """Receiver of rows of numbers. Each row has the entry ``microbatches``, the number of microbatches trained on so far."""
+
+    def log(self, row: Mapping[str, float]) -> None:
+        """Receive the numbers of an epoch, or of some updates (``update/<name>``)."""
+
+    def close(self, summary: Mapping[str, Any] = NO_SUMMARY, pictures: Sequence[Path] = ()) -> None:
+        """Receive the final numbers and the pictures (PNG files) of a run that is complete."""
+
+
+class JsonLines:
+    """File with one JSON object per line, readable while the run continues.
+
+    Args:
+        path: The file.
+        rows: Rows that replace the content of the file, or None to append to it.
+
+    Raises:
+        DataError: If a row cannot be written.
+    """
+
+    def __init__(self, path: Path, rows: Sequence[Mapping[str, float]] | None = None) -> None:
+        self._path = path
+        if rows is not None:
+            write_text_atomically(path, "".join(json.dumps(dict(row)) + "\n" for row in rows))
+
+    def log(self, row: Mapping[str, float]) -> None:
+        with writing(self._path), self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(dict(row)) + "\n")
+
+    def close(self, summary: Mapping[str, Any] = NO_SUMMARY, pictures: Sequence[Path] = ()) -> None:
+        """Do nothing: the file is open only while a row is written."""
+
+
+class WandbLogger:
+    """One run of Weights & Biases, also if training is interrupted and resumes. Its steps are microbatches.
+
+    The identity of the run is stored in the folder, in the file ``wandb/run_id``. Offline, a resumed run writes its whole history
+    again, into one folder ``wandb/offline-run-...`` that replaces those before.
+
+    Args:
+        folder: Folder of the run.
+        project: Name of the project on the server.
+        mode: ``offline`` writes only to ``folder``; ``online`` also sends to the server.
+        config: Configuration of the run.
+        rows: Rows logged before the run resumes, in the order of ``microbatches``.
+
+    Raises:
+        ConfigError: If the package is not installed.
+        DataError: If a file cannot be written.
+    """
+
+    def __init__(
+        self, folder: Path, project: str, mode: str, config: Mapping[str, Any], rows: Iterable[Mapping[str, float]] = ()
+    ) -> None:
+        self.require()
+        import wandb
+
+        self._image: Any = wandb.Image
+        stored = folder / "wandb" / "run_id"
+        known = stored.exists()
+        with writing(stored):
+            stored.parent.mkdir(exist_ok=True)
+            if not known:
+                write_text_atomically(stored, token_hex(4))
+            run_id = stored.read_text(encoding="utf-8").strip()
+            for earlier in stored.parent.glob(f"offline-run-*-{run_id}"):
+                shutil.rmtree(earlier)
+        offline = mode == "offline"
+        start: Any = wandb.init  # typed only where the extra is installed
+        self._run: Any = start(
+            project=project,
+            mode=mode,
+            id=run_id,
+            name=folder.name,
+            dir=folder,
+            config=dict(config),
+            resume=None if offline else "allow",
+            settings=wandb.Settings(console="off", silent=offline),
+        )
+        if offline or not known:
+            for row in rows:
+                self.log(row)
+
+    @staticmethod
+    def require() -> None:
+        """Raise ConfigError unless the package is installed."""
+        if find_spec("wandb") is None:
+            raise ConfigError("logger.name: wandb is not installed; run pip install -e '.[wandb]' or set logger=jsonl")
+
+    def log(self, row: Mapping[str, float]) -> None:
+        self._run.log(dict(row), step=int(row["microbatches"]))
+
+    def close(self, summary: Mapping[str, Any] = NO_SUMMARY, pictures: Sequence[Path] = ()) -> None:
+        if pictures:
+            self._run.log({f"pictures/{path.stem}": self._image(str(path)) for path in pictures})
+        self._run.summary.update(dict(summary))
+        self._run.finish()
+
+
+class TensorBoardLogger:
+    """Event files in a run's folder, for ``tensorboard --logdir``. Their steps are microbatches.
+
+    Args:
+        folder: Folder of the run.
+        microbatches: Number of microbatches already trained on. TensorBoard ignores later steps in existing files.
+        config: Configuration of the run as text, or None.
+
+    Raises:
+        ConfigError: If the package is not installed.
+    """
+
+    def __init__(self, folder: Path, microbatches: int = 0, config: str | None = None) -> None:
+        self.require()
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder), purge_step=microbatches + 1)  # type: ignore[no-untyped-call, unused-ignore]
+        self._step = microbatches
+        if config is not None:
+            self._text("configuration", config)
+
+    @staticmethod
+    def require() -> None:
+        """Raise ConfigError unless the package is installed."""
+        if find_spec("tensorboard") is None:
+            raise ConfigError("logger.name: tensorboard is not installed; run pip install -e '.[tensorboard]' or set logger=jsonl")
+
+    def log(self, row: Mapping[str, float]) -> None:
+        self._step = int(row["microbatches"])
+        for key, value in row.items():
+            self._writer.add_scalar(key, value, self._step)
+        self._writer.flush()
+
+    def close(self, summary: Mapping[str, Any] = NO_SUMMARY, pictures: Sequence[Path] = ()) -> None:
+        if pictures:
+            import numpy as np
+            from PIL import Image
+
+            for path in pictures:
+                with Image.open(path) as image:
+                    pixels = np.asarray(image.convert("RGB"))
+                self._writer.add_image(path.stem, pixels, self._step, dataformats="HWC")
+        if summary:
+            self._text("summary", json.dumps(summary, indent=2))
+        self._writer.close()
+
+    def _text(self, tag: str, text: str) -> None:
+        """Write preformatted text; TensorBoard reads Markdown."""
+        self._writer.add_text(tag, "".join(f"    {line}\n" for line in text.splitlines()), self._step)

@@ -1,0 +1,73 @@
+"""Numbers between the ends of epochs: means over a fixed number of updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from petra.errors import require
+from petra.training.loggers import Logger
+
+
+class UpdateLog:
+    """Adds up the reports of microbatches (:class:`petra.engine.endpoints.Objective`) and logs their means every ``every`` updates.
+
+    A row has the entries ``microbatches``, ``updates``, ``update/loss``, ``update/<metric>`` and ``update/learning_rate``.
+
+    Args:
+        every: Number of updates between two rows.
+        k: Number of microbatches per update.
+        learning_rate: Learning rate as a function of microbatches.
+        metrics: Names of the metrics in a report, which follow the number of targets and the loss.
+        loggers: Receivers of the rows.
+
+    Attributes:
+        totals: Sum of the reports since the last row: number of targets, sum of the losses, sums of the metrics.
+
+    Raises:
+        ConfigError: If ``every`` < 1.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        k: int,
+        learning_rate: Callable[[int], float],
+        metrics: Sequence[str] = ("accuracy",),
+        loggers: Sequence[Logger] = (),
+    ) -> None:
+        require(every >= 1, "trainer.log_every", "null or an integer >= 1", every)
+        self._microbatches, self._k = every * k, k
+        self._learning_rate, self._metrics, self._loggers = learning_rate, metrics, loggers
+        self._clock = 0
+        self._sum: Tensor | Sequence[float] = ()  # Reading a tensor synchronizes with the device.
+
+    @property
+    def totals(self) -> list[float]:
+        return self._sum.tolist() if isinstance(self._sum, Tensor) else list(self._sum)
+
+    def resume(self, clock: int, totals: Sequence[float]) -> None:
+        """Continue after ``clock`` microbatches with the ``totals`` of that time."""
+        self._clock, self._sum = clock, totals
+
+    def microbatch(self, report: Tensor) -> None:
+        """Add the report of a microbatch that has completed."""
+        if not isinstance(self._sum, Tensor):
+            self._sum = report.new_tensor(self._sum) if self._sum else torch.zeros_like(report)
+        self._sum += report
+        self._clock += 1
+        if self._clock % self._microbatches:
+            return
+        targets, *sums = self.totals
+        self._sum = ()
+        means = zip(("loss", *self._metrics), (value / max(targets, 1) for value in sums), strict=True)
+        row = {
+            "microbatches": self._clock,
+            "updates": self._clock // self._k,
+            **{f"update/{name}": value for name, value in means},
+            "update/learning_rate": self._learning_rate(self._clock),
+        }
+        for logger in self._loggers:
+            logger.log(row)

@@ -1,0 +1,224 @@
+"""Data sets of other libraries as microbatches: order, augmentation, workers, resuming, replicas, and errors."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, Subset, TensorDataset
+
+from petra import BlockSpec, Model, Pipeline, TensorSpec
+from petra.data import Dataset, EvalSource, Split, TrainSource, from_dataset
+from petra.errors import ConfigError, DataError
+from petra.training import Checkpoints, newest, restore, sgd
+
+COUNT = 23
+INPUTS, TARGETS = torch.arange(COUNT * 3).view(COUNT, 3).float(), torch.arange(COUNT) % 5
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """Samples with noise from each of the global generators. Records the indices that are read."""
+
+    def __init__(self, noise: bool = False) -> None:
+        self.noise, self.read = noise, list[int]()
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        self.read.append(i)
+        x = INPUTS[i]
+        if self.noise:
+            x = x + torch.rand(3) + float(np.random.rand()) + random.random()
+        return x, TARGETS[i]
+
+
+def own() -> Dataset:
+    """Return the same samples with the readers of petra's own data sets."""
+    split = Split(COUNT, lambda rows, seed: INPUTS[rows], lambda rows, seed: TARGETS[rows])
+    return Dataset("own", 5, 3, split, split)
+
+
+@pytest.fixture(autouse=True)
+def no_workers_left() -> Iterator[None]:
+    yield
+    gc.collect()  # a source refers to itself through its workers
+
+
+def read(source: TrainSource | EvalSource, numbers: range) -> list[tuple[Tensor, Tensor]]:
+    return [(source.inputs(m), source.targets(m)) for m in numbers]
+
+
+def same(found: list[tuple[Tensor, Tensor]], expected: list[tuple[Tensor, Tensor]]) -> bool:
+    return all(torch.equal(a, b) for x, y in zip(found, expected, strict=True) for a, b in zip(x, y, strict=True))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_microbatches_are_those_of_petras_own_data_sets(workers: int) -> None:
+    numbers = range(12)  # two and a half epochs
+    split = from_dataset(Rows())
+    assert same(read(TrainSource(split, 5, 3, workers=workers), numbers), read(TrainSource(own(), 5, 3), numbers))
+    assert same(read(EvalSource(split, 5, workers=workers), range(5)), read(EvalSource(own(), 5), range(5)))
+    assert EvalSource(split, 5).targets(4).tolist() == [0, 1, 2, -100, -100]
+
+
+def test_a_sample_is_read_once_for_inputs_and_targets() -> None:
+    rows = Rows()
+    source = TrainSource(from_dataset(rows), 4, seed=0)
+    rows.read.clear()
+    late = [source.inputs(m) for m in range(5)]
+    targets = [source.targets(m) for m in range(5)]  # the last stage reads later than the first
+    assert sorted(rows.read) == sorted(set(rows.read))
+    assert len(rows.read) == 20
+    assert torch.equal(torch.cat(late)[:, 0] / 3 % 5, torch.cat(targets).float())
+
+
+def test_targets_that_are_not_kept_any_more_are_read_again() -> None:
+    source = TrainSource(from_dataset(Rows(noise=True)), 1, seed=0)
+    first = source.inputs(0), source.targets(0)
+    for m in range(1, 300):
+        source.inputs(m)
+    assert torch.equal(source.targets(0), first[1])
+    assert torch.equal(source.inputs(0), first[0])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_random_samples_depend_on_seed_and_microbatch_only(workers: int) -> None:
+    split = from_dataset(Rows(noise=True))
+    reference = read(TrainSource(split, 4, 1), range(8))
+    state = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert same(read(TrainSource(split, 4, 1, workers=workers), range(5, 8)), reference[5:]), "resumed within an epoch"
+    assert torch.equal(state[0], torch.get_rng_state()), "training's own random numbers are unchanged"
+    assert state[1:] == (random.getstate(), np.random.get_state()[1].tolist())
+    assert not torch.equal(TrainSource(split, 4, 2).inputs(0), reference[0][0])
+    fixed = TrainSource(split, COUNT, 1, augment=False)
+    epochs = [fixed.inputs(m)[fixed.inputs(m)[:, 0].argsort()] for m in (0, 1)]
+    assert torch.equal(*epochs), "without augmentation each epoch has the same samples"
+
+
+def test_replicas_read_their_rows() -> None:
+    def mixed(rows: list[Any]) -> tuple[Tensor, Tensor]:
+        x, y = torch.utils.data.default_collate(rows)
+        return x + torch.rand(1) * x.flip(0), y  # a sample depends on the others of its microbatch
+
+    split = from_dataset(Rows(), mixed)
+    whole = TrainSource(split, 6, 0)
+    for share in (slice(0, 3), slice(3, 6)):
+        for part in (split, split.part(inputs=True, targets=False)):
+            assert torch.equal(TrainSource(part, 6, 0, share=share).inputs(2), whole.inputs(2)[share])
+        assert torch.equal(TrainSource(split, 6, 0, share=share).targets(2), whole.targets(2))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_processes_of_the_first_and_the_last_stage_read_their_part(workers: int) -> None:
+    split = from_dataset(Rows(noise=True))
+    first = TrainSource(split.part(inputs=True, targets=False), 4, 0, workers=workers)
+    last = TrainSource(split.part(inputs=False, targets=True), 4, 0, workers=workers)
+    expected = read(TrainSource(split, 4, 0), range(7))
+    assert same([(first.inputs(m), last.targets(m)) for m in range(7)], expected)
+
+
+class Words(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+class Broken(Rows):
+    def __getitem__(self, i: int) -> Any:
+        if i == 7:
+            raise FileNotFoundError("no such file: 7.jpg")
+        return torch.zeros(i if i == 9 else 3), TARGETS[i]
+
+
+MAP_STYLE = "dataset: expected a map-style data set, with __getitem__ and __len__, got "
+PAIR = "collate: expected a function that returns the tensors (inputs, targets) for a list of samples, got "
+
+
+def two_rows(samples: list[Any]) -> Any:
+    return torch.zeros(2, 3), torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: from_dataset(Words()), f"{MAP_STYLE}Words without a length"),  # type: ignore[arg-type]
+        (lambda: from_dataset(7), f"{MAP_STYLE}int"),  # type: ignore[arg-type]
+        (lambda: from_dataset(Subset(Rows(), [])), "dataset: expected at least one sample, got none"),
+        (lambda: from_dataset(Rows(), 3), f"{PAIR}int"),  # type: ignore[arg-type]
+        (lambda: from_dataset([{"text": "a", "label": 1}]), f"{PAIR}a dictionary with the keys text, label"),
+        (lambda: from_dataset([("a", 1)]), f"{PAIR}(tuple, Tensor)"),
+        (lambda: from_dataset(TensorDataset(INPUTS)), f"{PAIR}(Tensor)"),
+        (lambda: from_dataset(Rows(), two_rows), "collate: expected inputs with a row for each of 1 samples, got shape [2, 3]"),
+        (lambda: from_dataset(Rows(), len), f"{PAIR}int"),  # type: ignore[arg-type]
+        (lambda: from_dataset(Rows(), torch.stack), "collate: failed for samples 0 (TypeError: expected Tensor as element 0"),  # type: ignore[arg-type]
+        (
+            lambda: TrainSource(from_dataset(Rows()), 24, 0),
+            "data.batch_size: expected an integer from 1 to 23, the number of training samples, got 24",
+        ),
+        (
+            lambda: EvalSource(from_dataset(TensorDataset(INPUTS, INPUTS)), 4),
+            "data.batch_size: expected a divisor of the 23 test samples",
+        ),
+    ],
+)
+def test_wrong_data_sets_are_one_clear_error(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises((ConfigError, DataError)) as error:
+        make()
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_cannot_be_read_are_named(workers: int) -> None:
+    source = EvalSource(from_dataset(Broken()), 4, workers=workers)
+    source.inputs(0)
+    with pytest.raises(DataError, match=r"dataset: sample 7 can't be read \(FileNotFoundError: no such file: 7.jpg\)"):
+        source.inputs(1)
+    with pytest.raises(DataError, match=r"collate: failed for samples 8, 9, 10, 11 \(RuntimeError: stack expects each tensor"):
+        EvalSource(from_dataset(Broken()), 4, workers=workers).inputs(2)
+
+
+def test_continuous_targets_are_evaluated_in_whole_microbatches() -> None:
+    source = EvalSource(from_dataset(TensorDataset(INPUTS, INPUTS)), 1)
+    assert torch.equal(source.targets(22), INPUTS[22:])
+
+
+def test_hugging_face_data_sets() -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"x": INPUTS.tolist(), "label": TARGETS.tolist()}).with_format("torch")
+
+    def collate(samples: list[Any]) -> tuple[Tensor, Tensor]:
+        return torch.stack([row["x"] for row in samples]), torch.stack([row["label"] for row in samples])
+
+    numbers = range(6)
+    expected = read(TrainSource(own(), 5, 3), numbers)
+    for workers in (0, 1):
+        assert same(read(TrainSource(from_dataset(rows, collate), 5, 3, workers=workers), numbers), expected)
+
+
+def test_a_run_resumes_within_an_epoch(tmp_path: Path) -> None:
+    model = Model(
+        "lines", (BlockSpec("a", lambda: nn.Linear(3, 4)), BlockSpec("b", nn.Tanh), BlockSpec("c", lambda: nn.Linear(4, 5)))
+    )
+
+    def pipeline() -> Pipeline:
+        return Pipeline(model, TensorSpec((4, 3), torch.float32), optimizer=sgd, learning_rate=lambda t: 1e-4, k=2)
+
+    split = from_dataset(Rows(noise=True))
+    whole, first, second = pipeline(), pipeline(), pipeline()
+    for run in (whole, first):
+        run.train(TrainSource(split, 4, 0), 7)
+    checkpoints = Checkpoints(tmp_path / "saved", 1)
+    checkpoints.save(first, {}, None)
+    checkpoints.wait()
+    whole.train(TrainSource(split, 4, 0), 6)
+    restore(second, newest(tmp_path / "saved"))
+    second.train(TrainSource(split, 4, 0, workers=1), 6)
+    assert all(torch.equal(value, second.state_dict()[name]) for name, value in whole.state_dict().items())

@@ -1,0 +1,107 @@
+"""Token files from text: what is written decodes to the text, and documents are delimited and divided."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from launch.tokenize import main
+from petra.data import load_dataset, tokenizer
+from petra.data.tokens import open_tokens
+
+tokenizers = pytest.importorskip("tokenizers", reason="the extra 'text' is not installed")
+
+TEXTS = [f"Chapter {i}. The naïve café — {'never ' * (i % 7)}again! {i * i}\n" for i in range(40)]
+
+
+def tokenize(folder: Path, *words: str) -> dict[str, object]:
+    """Tokenize TEXTS, a third of them for validation unless the words say otherwise."""
+    source = folder / "texts.txt"
+    source.write_text("<end>\n".join(TEXTS), encoding="utf-8")
+    main(
+        [
+            str(source),
+            "--out",
+            str(folder / "tokens"),
+            "--vocabulary",
+            "300",
+            "--separator",
+            r"<end>\n",
+            "--validation",
+            "0.3",
+            *words,
+        ]
+    )
+    return json.loads((folder / "tokens" / "corpus.json").read_text())
+
+
+def decoded(folder: Path, split: str) -> list[str]:
+    """Return the documents of a split, by tokenizers' own decoder."""
+    vocabulary = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    files = [open_tokens(path, 300) for path in sorted(folder.glob(f"{split}_*.bin"))]
+    ids = np.concatenate([file[np.arange(len(file))] for file in files])
+    starts = np.flatnonzero(ids == 0)
+    assert starts[0] == 0
+    return [vocabulary.decode(part[1:].tolist()) for part in np.split(ids, starts[1:])]
+
+
+def test_documents_are_delimited_and_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "SHARD_TOKENS", 400)  # several files
+    facts = tokenize(tmp_path)
+    assert len(list((tmp_path / "tokens").glob("train_*.bin"))) > 1
+    train, held_out = (decoded(tmp_path / "tokens", split) for split in ("train", "val"))
+    assert sorted(train + held_out) == sorted(TEXTS)
+    assert 3 <= len(held_out) <= 25
+    for split, texts in (("train", train), ("val", held_out)):
+        assert facts[split]["documents"] == len(texts)
+        assert facts[split]["bytes"] == sum(len(text.encode()) for text in texts)
+    data = load_dataset("tokens", root=tmp_path / "tokens", size=8, classes=facts["classes"])
+    assert data.bytes_per_target == facts["val"]["bytes"] / facts["val"]["tokens"]
+    assert data.train.inputs(torch.tensor([0]), None)[0, 0] == 0
+
+
+def test_equal_documents_are_on_one_side(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 2))
+    main([str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "tokens"), "--vocabulary", "300", "--validation", "0.3"])
+    train, held_out = (set(decoded(tmp_path / "tokens", split)) for split in ("train", "val"))
+    assert not train & held_out
+
+
+def test_files_for_validation_and_a_given_vocabulary(tmp_path: Path) -> None:
+    tokenize(tmp_path)
+    for name in ("one", "two"):
+        (tmp_path / name).write_text(f"Chapter {name}", encoding="utf-8")
+    vocabulary = str(tmp_path / "tokens" / "tokenizer.json")
+    one, two, out = (str(tmp_path / name) for name in ("one", "two", "again"))
+    main([one, "--validation", two, "--out", out, "--vocabulary", vocabulary])
+    assert decoded(Path(out), "train") == ["Chapter one"]
+    assert decoded(Path(out), "val") == ["Chapter two"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--vocabulary", "256"], "--vocabulary: expected an integer >= 257"),
+        (["--vocabulary", "missing.json"], "missing.json: can't be read as a vocabulary"),
+        (["--validation", "1.5"], "--validation: expected a number > 0 and < 1, or files, got 1.5"),
+        (["--validation", "0.0"], "documents for val: expected at least one, got 0"),
+        (["--validation", "missing.txt"], "missing.txt: can't be read as UTF-8 text"),
+    ],
+)
+def test_invalid_input_gives_one_line(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        tokenize(tmp_path, *words)
+    assert ended.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert message in line
+
+
+def test_a_folder_with_tokens_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenize(tmp_path)
+    with pytest.raises(SystemExit):
+        tokenize(tmp_path)
+    assert "--out: expected a folder without token files" in capsys.readouterr().err

@@ -1,0 +1,425 @@
+"""Blocks, optimizers and data of a user's own: results equal plain PyTorch's, or an error says what does not fit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from petra import ConfigError, Keep, Method, Model, ModelError, Numerics, Pipeline, TensorSpec, Weights
+from petra.reversible import Coupling, TwoFunctionCoupling
+from petra.staleness import Prediction, Remedy
+from petra.training.optim import OPTIMIZERS
+from tests.support.nets import RandomSource, Stem
+from tests.support.processes import run_processes
+
+FLAT = TensorSpec((4, 6), torch.float64)
+
+
+class Vectors:
+    """Random vectors and classes by index."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        self.dtype = dtype
+
+    def inputs(self, m: int) -> Tensor:
+        return torch.randn(4, 6, generator=torch.Generator().manual_seed(m), dtype=torch.float64).to(self.dtype)
+
+    def targets(self, m: int) -> Tensor:
+        return torch.randint(3, (4,), generator=torch.Generator().manual_seed(1000 + m))
+
+
+def sgd(module: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)
+
+
+def linear(inputs: int = 6, outputs: int = 6) -> nn.Linear:
+    return nn.Linear(inputs, outputs).double()
+
+
+def chain(*blocks: nn.Module, **settings: Any) -> Pipeline:
+    """Return a pipeline of one block per stage."""
+    model = Model.of("mine", {f"b{i}": block for i, block in enumerate(blocks)})
+    return Pipeline(model, FLAT, **({"optimizer": sgd, "method": "backprop"} | settings))
+
+
+# Activation checkpointing
+
+
+class Checkpointed(nn.Module):
+    """Two layers, with activation checkpointing or without."""
+
+    def __init__(self, saves_memory: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(linear(), nn.Tanh(), linear(), nn.Tanh())
+        self.saves_memory = saves_memory
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layers, x, use_reentrant=False) if self.saves_memory else self.layers(x)
+
+
+def trained_weights(saves_memory: bool, method: Method, k: int) -> Tensor:
+    torch.manual_seed(0)
+    blocks = [Checkpointed(saves_memory) for _ in range(3)]
+    pipeline = chain(*blocks, linear(6, 3), method=method, k=k)
+    pipeline.train(Vectors(), 15)
+    return torch.cat([value.flatten() for value in pipeline.state_dict().values()])
+
+
+@pytest.mark.parametrize(
+    ("keep", "weights", "k"),
+    [
+        (Keep.INPUT, Weights.STASHED, 1),
+        (Keep.GRAPH, Weights.STASHED, 1),
+        (Keep.INPUT, Weights.DOUBLE, 6),
+        (Keep.GRAPH, Weights.DOUBLE, 6),
+        (Keep.INPUT, Weights.CURRENT, 1),
+    ],
+)
+def test_activation_checkpointing_inside_a_block_changes_nothing(keep: Keep, weights: Weights, k: int) -> None:
+    method = Method("mine", 2, keep, weights)
+    torch.testing.assert_close(trained_weights(True, method, k), trained_weights(False, method, k), rtol=1e-12, atol=1e-14)
+
+
+def test_activation_checkpointing_is_refused_where_updates_write_through_graphs() -> None:
+    with pytest.raises(ModelError, match=r"^Checkpointed: activation checkpointing .* method\.keep=input"):
+        trained_weights(True, Method("mine", 2, Keep.GRAPH), 1)
+    trained_weights(True, Method("mine", 1, Keep.GRAPH, flush=True), 2)  # no update comes between forward and backward
+
+
+# Running statistics
+
+
+class Normalised(nn.Module):
+    """Convolution and instance normalisation with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+        self.layers = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), norm, nn.Tanh()).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class PairHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear(8, 5)
+
+    def forward(self, x1: Tensor, x2: Tensor) -> Tensor:
+        return self.linear(torch.cat([x1, x2], 1).mean((2, 3)))
+
+
+def test_statistics_of_instance_normalisation_move_once_per_microbatch() -> None:
+    torch.manual_seed(0)
+    blocks = {"stem": Stem(4).double(), "pair": Coupling(Normalised()), "head": PairHead()}
+    model, data = Model.of("mine", blocks), RandomSource()
+    pipeline = Pipeline(model, data.spec, method="reversible", optimizer=sgd)
+    plain = model.build(0)
+    optimizer = sgd(plain)
+    pipeline.train(data, 3)
+    for m in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(plain(data.inputs(m)), data.targets(m)).backward()
+        optimizer.step()
+    for key, value in pipeline.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-9, atol=1e-12, msg=key)
+    block = Coupling(Normalised())
+    before = {key: value.clone() for key, value in block.state_dict().items()}
+    block.inverse(*(torch.randn(2, 4, 5, 5, dtype=torch.float64) for _ in range(2)))
+    assert all(torch.equal(value, before[key]) for key, value in block.state_dict().items())
+
+
+def test_functions_that_share_running_statistics_are_refused() -> None:
+    f = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+    with pytest.raises(ModelError, match="g: expected layers with running statistics of its own, got a BatchNorm2d"):
+        TwoFunctionCoupling(f, f)
+    tied = nn.Conv2d(4, 4, 1)
+    TwoFunctionCoupling(tied, tied)
+
+
+@pytest.mark.parametrize("method", ["backprop", "reversible", "petra"])
+def test_batchnorm_with_cumulative_average_equals_plain_pytorch(method: str) -> None:
+    torch.manual_seed(0)
+    pipeline = chain(linear(), nn.BatchNorm1d(6, momentum=None).double(), linear(6, 3), method=method, stages=1)
+    plain = pipeline.plan.model.build(0)
+    pipeline.train(Vectors(), 3)
+    optimizer = sgd(plain)
+    for m in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(plain(Vectors().inputs(m)), Vectors().targets(m)).backward()
+        optimizer.step()
+    for key, value in pipeline.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-9, atol=1e-12, msg=key)
+
+
+def test_a_layer_in_evaluation_mode_stays_frozen() -> None:
+    norm = nn.BatchNorm1d(6).double().eval()
+    pipeline = chain(linear(), norm, linear(6, 3))
+    pipeline.evaluate(Vectors(), 1)
+    pipeline.train(Vectors(), 3)
+    state = pipeline.state_dict()
+    assert torch.equal(state["b1.running_mean"], torch.zeros(6, dtype=torch.float64))
+    assert not torch.equal(state["b1.weight"], torch.ones(6, dtype=torch.float64))
+    with pytest.raises(ModelError, match=r"^model mine: expected modules in training mode"):
+        chain(linear(6, 3).eval())
+
+
+# Optimizers
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_without_learning_rate_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^learning_rate: expected a function, .* got None$"):
+        chain(linear(6, 3), optimizer=OPTIMIZERS[name])
+
+
+def test_different_learning_rates_of_groups_are_kept_or_refused() -> None:
+    def groups(module: nn.Module) -> torch.optim.SGD:
+        return torch.optim.SGD([{"params": [p], "lr": 0.1 * (i + 1)} for i, p in enumerate(module.parameters())], lr=0.1)
+
+    assert [group["lr"] for group in chain(linear(6, 3), optimizer=groups).workers[0].update.optimizer.param_groups] == [0.1, 0.2]
+    with pytest.raises(ConfigError, match=r"^learning_rate: expected None for an optimizer .* rates 0\.1, 0\.2, got a function"):
+        chain(linear(6, 3), optimizer=groups, learning_rate=lambda t: 0.1)
+
+
+class Unused(nn.Module):
+    """A layer with a parameter that no gradient reaches, and one that odd microbatches use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+        self.unused = nn.Parameter(torch.ones(5, 5, dtype=torch.float64))
+        self.sometimes = nn.Parameter(torch.ones(6, 6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y @ self.sometimes if x.is_meta or x[0, 0] > 0 else y
+
+
+OPTIMIZER_SETTINGS: list[Callable[[nn.Module], torch.optim.Optimizer]] = [
+    lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=0.5),
+    lambda m: torch.optim.SGD(m.parameters(), lr=0.01, weight_decay=0.5, momentum=0.9),
+]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZER_SETTINGS)
+@pytest.mark.parametrize("k", [1, 2])
+def test_parameters_without_gradient_are_left_as_plain_pytorch_leaves_them(
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer], k: int
+) -> None:
+    torch.manual_seed(0)
+    pipeline = chain(Unused(), Unused(), linear(6, 3), optimizer=optimizer, k=k)
+    plain, data = pipeline.plan.model.build(0), Vectors()
+    pipeline.train(data, 8)
+    steps = optimizer(plain)
+    for update in range(8 // k):
+        steps.zero_grad()
+        for m in range(update * k, (update + 1) * k):
+            (F.cross_entropy(plain(data.inputs(m)), data.targets(m)) / k).backward()
+        steps.step()
+    for key, value in pipeline.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-9, atol=1e-12, msg=key)
+    assert torch.equal(pipeline.state_dict()["b0.unused"], torch.ones(5, 5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("remedy", [Remedy(prediction=Prediction.VELOCITY), Remedy(compensation=True), Remedy(correction=0.1)])
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_remedies_accept_parameters_without_gradient(remedy: Remedy, name: str) -> None:
+    if remedy.compensation and name == "adamw":
+        pytest.skip("defined for SGD only")
+    pipeline = chain(
+        Unused(), linear(), linear(6, 3), optimizer=OPTIMIZERS[name], learning_rate=lambda t: 0.1, method="petra", remedy=remedy
+    )
+    pipeline.train(Vectors(), 6)
+    assert torch.equal(pipeline.state_dict()["b0.unused"], torch.ones(5, 5, dtype=torch.float64))
+
+
+class HalfUsed(nn.Module):
+    """A parameter that only rows with a positive first entry use, so that replicas differ in which parameters they reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear(6, 3)
+        self.part, self.unused = (nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.part if x.is_meta or (x[:, 0] > 0).all() else self.linear(x)
+
+
+class Signs:
+    """The first half of each microbatch has positive first entries, the second half negative ones."""
+
+    def inputs(self, m: int) -> Tensor:
+        x = Vectors().inputs(m)
+        x[:, 0] = torch.tensor([1.0, 2.0, -1.0, -2.0])
+        return x
+
+    targets = Vectors.targets
+
+
+def _replica(rank: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    pipeline = chain(HalfUsed(), dp=2, optimizer=OPTIMIZER_SETTINGS[0])
+    pipeline.train(Signs(), 3)
+    return pipeline.state_dict()
+
+
+@pytest.mark.processes
+def test_replicas_agree_on_parameters_without_gradient(tmp_path: Any) -> None:
+    first, second = run_processes(2, _replica, tmp_path)
+    assert all(torch.equal(value, second[key]) for key, value in first.items())
+    assert torch.equal(first["b0.unused"], torch.ones(3).double())
+    assert not torch.equal(first["b0.part"], torch.ones(3).double())
+
+
+def test_freezing_after_construction_is_refused() -> None:
+    pipeline = chain(linear(), linear(6, 3))
+    pipeline.stages[0].module[0].weight.requires_grad_(False)
+    with pytest.raises(ModelError, match=r"^parameter 0\.weight of stage 1: expected requires_grad=True, .* got false$"):
+        pipeline.train(Vectors(), 1)
+
+
+# Data, losses, metrics
+
+
+class Ignored(Vectors):
+    """Every second microbatch has no target that counts."""
+
+    def targets(self, m: int) -> Tensor:
+        return torch.full((4,), -100) if m % 2 else super().targets(m)
+
+
+def test_a_microbatch_without_targets_counts_nothing() -> None:
+    torch.manual_seed(0)
+    pipeline = chain(linear(6, 3), k=2)
+    plain, data = pipeline.plan.model.build(0), Ignored()
+    evaluated = pipeline.evaluate(data, 4)
+    assert evaluated.targets == 8
+    losses = [F.cross_entropy(plain(data.inputs(m)), data.targets(m)).item() for m in (0, 2)]
+    assert evaluated.loss == pytest.approx(sum(losses) / 2)
+    found = pipeline.train(data, 2)
+    assert found.targets == 4
+    optimizer = sgd(plain)
+    (F.cross_entropy(plain(data.inputs(0)), data.targets(0)) / 2).backward()
+    optimizer.step()
+    torch.testing.assert_close(pipeline.state_dict()["b0.weight"], plain.state_dict()["b0.weight"], rtol=1e-12, atol=1e-14)
+
+
+class Refilled(Vectors):
+    """Returns the same memory for each microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffer = torch.empty(4, 6, dtype=torch.float64)
+
+    def inputs(self, m: int) -> Tensor:
+        return self.buffer.copy_(super().inputs(m))
+
+
+@pytest.mark.parametrize("keep", [Keep.INPUT, Keep.GRAPH])
+def test_a_source_may_refill_its_buffer(keep: Keep) -> None:
+    results = []
+    for data in (Vectors(), Refilled()):
+        torch.manual_seed(0)
+        pipeline = chain(linear(), linear(), linear(6, 3), method=Method("mine", 2, keep))
+        pipeline.train(data, 6)
+        results.append(pipeline.state_dict())
+    assert all(torch.equal(value, results[1][key]) for key, value in results[0].items())
+
+
+class SoftTargets(Vectors):
+    def targets(self, m: int) -> Tensor:
+        return F.one_hot(super().targets(m), 3).double()
+
+
+def test_soft_targets_need_metrics_of_their_own() -> None:
+    with pytest.raises(ModelError, match=r"metric accuracy: expected integer targets .*, got float64\[4, 3\]"):
+        chain(linear(6, 3)).train(SoftTargets(), 1)
+    assert chain(linear(6, 3), metrics={}).train(SoftTargets(), 2).targets == 8
+
+
+class Returns(nn.Module):
+    """Returns ``function`` of its input."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function, self.linear = function, linear()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.linear(x))
+
+
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "no blocks": (lambda: Model.of("mine", nn.Sequential()), "model mine: expected at least one block"),
+    "a module": (
+        lambda: Pipeline(linear(), FLAT, optimizer=sgd),  # type: ignore[arg-type]
+        r"model: expected a petra\.Model \(Model\.of makes one from modules\), got Linear",
+    ),
+    "a shape": (
+        lambda: Pipeline(Model.of("mine", {"b": linear()}), (8, 3, 8, 8), optimizer=sgd),  # type: ignore[arg-type]
+        r"inputs: expected a petra\.TensorSpec.*, got \(8, 3, 8, 8\)",
+    ),
+    "a loader": (lambda: chain(linear(6, 3)).train(DataLoader([1, 2]), 1), "data: expected a source .*, got DataLoader"),
+    "a dict": (lambda: chain(Returns(lambda x: {"x": x})), "block b0: expected a tensor or a tuple of tensors as output, got dict"),
+    "integers": (
+        lambda: chain(Returns(lambda x: (x, torch.zeros(4, dtype=torch.int64, device=x.device)))),
+        r"block b0: expected floating-point tensors as output, which have gradients, got int64\[4\]",
+    ),
+    "a float": (
+        lambda: chain(linear(6, 3), metrics={"mine": lambda y, t: 0.5}).evaluate(Vectors(), 1),
+        "metric mine: expected a tensor without dimensions, got float",
+    ),
+    "a loss for each sample": (
+        lambda: chain(linear(6, 3), loss=partial(F.cross_entropy, reduction="none")).train(Vectors(), 1),
+        r"loss: expected a tensor without dimensions, got float64\[4\]",
+    ),
+    "microbatches": (lambda: chain(linear(6, 3)).train(Vectors(), -3), "microbatches: expected an integer >= 0, got -3"),
+    "int8": (lambda: Numerics(autocast=torch.int8), "autocast: expected None, torch.bfloat16 or torch.float16, got torch.int8"),
+    "wire": (lambda: Numerics(wire=torch.int8), "wire: expected None or a floating-point type .*, got torch.int8"),
+    "float64 data": (
+        lambda: Pipeline(Model.of("mine", {"b": nn.Linear(6, 3)}), FLAT, optimizer=sgd),
+        r"block b: expected an input that it accepts, got float64\[4, 6\] from the data",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_is_one_clear_error(case: str) -> None:
+    call, message = WRONG[case]
+    with pytest.raises((ConfigError, ModelError), match=message):
+        call()
+
+
+def test_training_that_ends_before_the_first_update_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    pipeline = chain(linear(6, 3), k=8)
+    with caplog.at_level(logging.WARNING):
+        pipeline.train(Vectors(), 3)
+    assert caplog.messages == ["k=8: no update yet, after 3 microbatches; the weights have not changed"]
+    caplog.clear()
+    pipeline.train(Vectors(), 5)
+    assert not caplog.messages
+
+
+def test_a_pipeline_loads_its_state_dict_and_describes_itself() -> None:
+    torch.manual_seed(0)
+    pipeline = chain(linear(), linear(6, 3), stages=1)
+    state = {key: torch.full_like(value, 0.25) for key, value in pipeline.state_dict().items()}
+    pipeline.load_state_dict(state)
+    assert all(torch.equal(value, state[key]) for key, value in pipeline.state_dict().items())
+    expected = "Pipeline(mine with 63 parameters, method=backprop, k=1, dp=1, stages=[2], rank 0 of 1, 0 microbatches done)"
+    assert repr(pipeline) == expected
+    with pytest.raises(ModelError, match=r"contains other\.weight, but mine has no such block"):
+        pipeline.load_state_dict(state | {"other.weight": torch.zeros(1)})
+    del state["b0.bias"]
+    with pytest.raises(ModelError, match=r"block b0 does not fit .*bias"):
+        pipeline.load_state_dict(state)

@@ -1,0 +1,81 @@
+"""From text to text: tokenize, train over several stages, evaluate, generate."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch import evaluate, generate, tokenize
+from launch.config.schema import to_config
+from launch.run.report import history
+from launch.train import run
+from petra.models import revgpt
+from petra.training import load
+from tests.launch.test_launch import ALONE, to_composed
+
+pytest.importorskip("tokenizers", reason="the extra 'text' is not installed")
+
+SHAPE = {"dim": 16, "depth": 2, "heads": 4, "kv_heads": 2, "hidden": 32}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run on a small corpus, whose vocabulary and tokens lie beside it."""
+    folder = tmp_path_factory.mktemp("language")
+    (folder / "a.txt").write_text("<>".join(f"The {w} of {i} is the {w}. " * 5 for i in range(30) for w in ("sun", "sea")))
+    words = ["--vocabulary", "280", "--separator", "<>", "--validation", "0.2"]
+    tokenize.main([str(folder / "a.txt"), "--out", str(folder / "tokens"), *words])
+    shape = [f"model.{key}={value}" for key, value in SHAPE.items()]
+    data = ["data=tokens", f"data.root={folder}/tokens", "data.classes=280", "data.size=16", "data.batch_size=4"]
+    trainer = {"epochs": 1, "device": "cpu", "stages": 2, "limit_batches": 8, "export": "safetensors"}
+    other = ["optim=adamw", "optim.lr=1e-3", *(f"trainer.{key}={value}" for key, value in trainer.items())]
+    command = [*data, "model=revgpt_1m", *shape, "model.delimiter=0", *other, f"run_dir={folder}/run"]
+    run(to_config(to_composed(*command)), ALONE)
+    return folder
+
+
+def test_loss_is_also_in_bits_per_byte(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus = json.loads((trained / "tokens" / "corpus.json").read_text())["val"]
+    (row,) = history(trained / "run")
+    assert row["test_bits_per_byte"] == pytest.approx(row["test_loss"] / math.log(2) * corpus["tokens"] / corpus["bytes"])
+    evaluate.main([f"run={trained}/run"])
+    assert json.loads(capsys.readouterr().out)["bits_per_byte"] == pytest.approx(row["test_bits_per_byte"])
+
+
+def test_greedy_text_is_that_of_the_exported_network(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The network is loaded in plain PyTorch, and the text decoded by tokenizers itself."""
+    import tokenizers
+
+    generate.main([f"run={trained}/run", "prompt=The sun, of", "tokens=8", "temperature=0"])
+    printed = capsys.readouterr().out
+    modern = {"mlp": "swiglu", "norm": "rmsnorm", "bias": False, "positions": "rotary", "qk_norm": True, "delimiter": 0}
+    network = revgpt(280, size=16, **SHAPE, **modern).build(0).eval()
+    network.load_state_dict(load(trained / "run" / "model.safetensors"))
+    vocabulary = tokenizers.Tokenizer.from_file(str(trained / "tokens" / "tokenizer.json"))
+    text = [0, *vocabulary.encode("The sun, of").ids]
+    for _ in range(8):
+        text.append(int(network(torch.tensor([text]))[-1].argmax()))
+    assert printed.rstrip("\n") == vocabulary.decode(text[1:]).rstrip("\N{REPLACEMENT CHARACTER}")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["tokens=many"], "tokens: expected "),
+        (["tokens=0"], "tokens: expected an integer >= 1, got 0"),
+        (["temperature=-1"], "temperature: expected a number >= 0, got -1"),
+        (["vocabulary=missing.json"], "missing.json: can't be read as a vocabulary"),
+        (["model.hidden=31"], "weights: expected the weights of revgpt, got "),
+        (["tokns=3"], "tokns: no such key"),
+    ],
+)
+def test_invalid_words_give_one_line(words: list[str], message: str, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        generate.main([f"run={trained}/run", *words])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {message}")

@@ -1,0 +1,102 @@
+"""Generation of text: greedy text equals that of the plain module, and samples have the frequencies of the distribution."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+import torch
+
+from petra.errors import ConfigError
+from petra.models import gpt, revgpt, revvit
+from petra.models.attention import Attention
+from petra.models.generation import Sampling, generate
+from tests.models.test_language import MODERN
+
+SIZE, CLASSES = 12, 9
+SHAPE = {"classes": CLASSES, "dim": 16, "depth": 2, "heads": 4, "size": SIZE}
+MODELS = {
+    "gpt2": revgpt(**SHAPE),
+    "modern": revgpt(**SHAPE, **MODERN, delimiter=0),
+    "midpoint": revgpt(**SHAPE, **MODERN, coupling="midpoint"),
+    "leapfrog": revgpt(**SHAPE, coupling="leapfrog"),
+    "ordinary": gpt(**SHAPE, **MODERN, delimiter=0),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_text_equals_that_of_the_plain_module(name: str) -> None:
+    model = MODELS[name].build(3).double().eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.5)
+    prompt = [3, 1, 4]
+    found = list(islice(generate(model, prompt, Sampling(0), seed=0), SIZE - len(prompt)))
+    text = list(prompt)
+    for _ in found:
+        text.append(int(model(torch.tensor([text]))[-1].argmax()))
+    if 0 not in found:  # the plain module begins a new document after the delimiter
+        assert found == text[3:]
+    assert all(layer.cache is None for layer in model.modules() if isinstance(layer, Attention))
+
+
+def test_text_longer_than_the_context_starts_again_from_its_last_half() -> None:
+    model = MODELS["modern"].build(1).eval()
+    found = [5, *islice(generate(model, [5], Sampling(0), 0), 30)]
+    again = list(islice(generate(model, found[SIZE - 5 : SIZE + 1], Sampling(0), 0), 5))
+    assert found[SIZE + 1 : SIZE + 6] == again
+
+
+def frequencies(sampling: Sampling) -> torch.Tensor:
+    logits = torch.tensor([0.5, 0.1, 0.3, 0.1]).log()
+    generator = torch.Generator().manual_seed(0)
+    return torch.bincount(torch.tensor([sampling.draw(logits, generator) for _ in range(4000)]), minlength=4) / 4000
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (Sampling(), [0.5, 0.1, 0.3, 0.1]),
+        (Sampling(temperature=0), [1, 0, 0, 0]),
+        (Sampling(temperature=0.5), [0.25 / 0.36, 0.01 / 0.36, 0.09 / 0.36, 0.01 / 0.36]),
+        (Sampling(top_k=2), [0.625, 0, 0.375, 0]),
+        (Sampling(top_k=1), [1, 0, 0, 0]),
+        (Sampling(top_p=0.6), [0.625, 0, 0.375, 0]),
+        (Sampling(top_p=0.4), [1, 0, 0, 0]),
+        (Sampling(top_p=0.85), [0.5 / 0.9, 0.1 / 0.9, 0.3 / 0.9, 0]),
+    ],
+)
+def test_frequencies_of_samples(sampling: Sampling, expected: list[float]) -> None:
+    torch.testing.assert_close(frequencies(sampling), torch.tensor(expected, dtype=torch.float32), atol=0.03, rtol=0)
+
+
+def test_the_seed_decides_the_text() -> None:
+    model = MODELS["gpt2"].build(1).eval()
+    texts = [list(islice(generate(model, [5], Sampling(), seed), 20)) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_the_stop_token_ends_the_text() -> None:
+    model = MODELS["gpt2"].build(1).eval()
+    whole = list(islice(generate(model, [5], Sampling(), 1), 30))
+    stop = whole[7]
+    assert list(generate(model, [5], Sampling(), 1, stop)) == whole[: whole.index(stop)]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -1.0}, "temperature: expected a number >= 0, got -1"),
+        ({"top_k": 0}, "top_k: expected an integer >= 1, got 0"),
+        ({"top_p": 0.0}, "top_p: expected a number > 0 and <= 1, got 0"),
+    ],
+)
+def test_invalid_sampling(values: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Sampling(**values)
+
+
+def test_invalid_use() -> None:
+    with pytest.raises(ConfigError, match="prompt: expected at least one token"):
+        next(generate(MODELS["gpt2"].build(0), [], Sampling(), 0))
+    with pytest.raises(ConfigError, match="run: expected a run of gpt or revgpt"):
+        next(generate(revvit().build(0), [1], Sampling(), 0))

@@ -1,0 +1,145 @@
+"""Rows of updates, and what Weights & Biases and TensorBoard read from the files of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from petra.errors import ConfigError, DataError
+from petra.training import JsonLines, TensorBoardLogger, UpdateLog, WandbLogger, read_rows
+from tests.support.wandb_files import OfflineRun
+
+
+class Received:
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def log(self, row: Any) -> None:
+        self.rows.append(row)
+
+    def close(self, summary: Any = None, pictures: Any = ()) -> None:
+        pass
+
+
+def report(targets: float, loss: float, correct: float) -> torch.Tensor:
+    return torch.tensor([targets, loss, correct], dtype=torch.float64)
+
+
+def test_a_row_has_the_means_over_the_targets_of_its_updates() -> None:
+    received = Received()
+    log = UpdateLog(2, 2, lambda t: t / 10, ("accuracy",), [received])
+    for m in range(9):
+        log.microbatch(report(m, 3.0 * m, 1))
+    assert [(row["microbatches"], row["updates"]) for row in received.rows] == [(4, 2), (8, 4)]
+    assert received.rows[0] == {
+        "microbatches": 4,
+        "updates": 2,
+        "update/loss": 3.0,
+        "update/accuracy": pytest.approx(4 / 6),
+        "update/learning_rate": 0.4,
+    }
+    assert log.totals == [8, 24, 1], "the rest is for the next row"
+
+
+def test_rows_of_a_resumed_run_are_those_of_an_uninterrupted_one() -> None:
+    reports = [report(7, 0.1 * m, m % 3) for m in range(12)]
+    whole, parts = Received(), Received()
+    log = UpdateLog(3, 2, lambda t: 0.1, ("accuracy",), [whole])
+    for one in reports:
+        log.microbatch(one)
+    first = UpdateLog(3, 2, lambda t: 0.1, ("accuracy",), [parts])
+    for one in reports[:8]:
+        first.microbatch(one)
+    second = UpdateLog(3, 2, lambda t: 0.1, ("accuracy",), [parts])
+    second.resume(8, first.totals)
+    for one in reports[8:]:
+        second.microbatch(one)
+    assert parts.rows == whole.rows
+    assert len(whole.rows) == 2
+    assert reports[0].tolist() == [7, 0, 0], "reports belong to the pipeline"
+
+
+def test_microbatches_without_targets_do_not_divide_by_zero() -> None:
+    received = Received()
+    UpdateLog(1, 1, lambda t: 0.1, ("accuracy",), [received]).microbatch(report(0, 0, 0))
+    assert received.rows[0]["update/loss"] == 0
+    with pytest.raises(ConfigError, match=r"trainer\.log_every: expected null or an integer >= 1, got 0"):
+        UpdateLog(0, 1, lambda t: 0.1)
+
+
+def test_rows_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    assert read_rows(path) == []
+    JsonLines(path).log({"a": 1})
+    JsonLines(path).log({"a": 2})
+    with path.open("a") as file:
+        file.write('{"a": 3, "torn')
+    assert read_rows(path) == [{"a": 1}, {"a": 2}]
+    path.write_text('{"a": 1}\n{"a"\n{"a": 2}\n')
+    with pytest.raises(DataError, match=r"rows.jsonl: expected a JSON object in line 2, got '{\"a\"'"):
+        read_rows(path)
+    path.write_text("[1]\n")
+    with pytest.raises(DataError, match=r"rows.jsonl: expected a JSON object in line 1, got \[1\]"):
+        read_rows(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match=r"rows.jsonl: can't be read"):
+        read_rows(path)
+
+
+def row(step: int) -> dict[str, float]:
+    return {"microbatches": step, "train_loss": 1 / step, "stage/2/gradient_norm": step / 10}
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Path:
+    path = tmp_path / "curves.png"
+    Image.new("RGB", (6, 4), (255, 0, 0)).save(path)
+    return path
+
+
+def test_weights_and_biases_has_one_run_with_the_whole_history(tmp_path: Path, picture: Path) -> None:
+    """The first process was killed after step 7, and the run resumes from a checkpoint at step 5."""
+    pytest.importorskip("wandb", reason="Weights & Biases is an optional extra")
+    WandbLogger(tmp_path, "petra", "offline", {"k": 4, "model": {"name": "revnet18"}}).close()
+    first = OfflineRun(tmp_path)
+    logger = WandbLogger(tmp_path, "petra", "offline", {"k": 4, "model": {"name": "revnet18"}}, [row(3), row(5)])
+    logger.log({"microbatches": 7, "update/loss": 0.5})
+    logger.log(row(7))
+    logger.close({"test_accuracy": 0.75, "layout": [{"stage": 1}]}, [picture])
+    run = OfflineRun(tmp_path)
+    assert run.id == first.id
+    assert run.config["k"] == 4
+    assert run.config["model"] == {"name": "revnet18"}
+    values = {step: {key: value for key, value in found.items() if key[0] != "_"} for step, found in run.rows.items()}
+    image = {step: found.pop("pictures/curves") for step, found in values.items() if "pictures/curves" in found}
+    assert {step: found for step, found in values.items() if found} == {3: row(3), 5: row(5), 7: {**row(7), "update/loss": 0.5}}
+    assert run.summary["test_accuracy"] == 0.75
+    assert run.summary["stage/2/gradient_norm"] == 0.7
+    (entry,) = image.values()
+    assert (run.folder / "files" / entry["path"]).read_bytes() == picture.read_bytes()
+
+
+def test_tensorboard_has_one_run_with_the_whole_history(tmp_path: Path, picture: Path) -> None:
+    pytest.importorskip("tensorboard", reason="TensorBoard is an optional extra")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    killed = TensorBoardLogger(tmp_path / "run", config="k: 4\n")
+    for step in (3, 5, 7):
+        killed.log(row(step))
+    logger = TensorBoardLogger(tmp_path / "run", 5, "k: 4\n")
+    logger.log({**row(8), "update/loss": 0.5})
+    logger.close({"test_accuracy": 0.75}, [picture])
+    found = EventAccumulator(str(tmp_path / "run"), {"images": 0, "tensors": 0})
+    found.Reload()
+    norms = found.Scalars("stage/2/gradient_norm")
+    assert [event.step for event in norms] == [3, 5, 8]
+    assert [event.value for event in norms] == pytest.approx([0.3, 0.5, 0.8])
+    assert found.Scalars("update/loss")[0].value == 0.5
+    (image,) = found.Images("curves")
+    assert (image.width, image.height, image.step) == (6, 4, 8)
+    assert "k: 4" in found.Tensors("configuration/text_summary")[-1].tensor_proto.string_val[0].decode()
+    assert '"test_accuracy": 0.75' in found.Tensors("summary/text_summary")[0].tensor_proto.string_val[0].decode()
