@@ -92,7 +92,7 @@ def write_all(request: Request, page: Path | None) -> None:
         except PetraError as error:
             text = f"# {target.title}\n\nNot run: {error}\n"
         print(text)
-        sections.append(re.sub(r"^!\[.*\n?", "", text, flags=re.MULTILINE).replace("# ", "## ", 1).rstrip("\n") + "\n")
+        sections.append(re.sub(r"^!\[.*\n?", "", text, flags=re.MULTILINE).replace("# ", "### ", 1).rstrip("\n") + "\n")
     if page is not None:
         content = "\n".join(sections)
         page.write_text(f"{before}{BEGIN}\n\n{content}\n{END}{after}", encoding="utf-8")

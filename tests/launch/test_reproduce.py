@@ -327,7 +327,7 @@ def test_all_targets_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert text.startswith("# Mine\n")
     assert text.endswith(f"{reproduce.END}\nrest\n")
     assert "old" not in text
-    titles = re.findall(r"^## (.*)", text, re.MULTILINE)
+    titles = re.findall(r"^### (.*)", text, re.MULTILINE)
     assert titles == [TARGETS[name].title for name in reproduce.PAPERS]
     assert "| no | no | 20.3 | 54.3 | 20.33 | 54.3 |" in text
     assert "0 of 15 runs finished" in text
