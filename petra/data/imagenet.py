@@ -154,7 +154,8 @@ def distorted(image: NDArray[np.uint8], rng: random.Random) -> NDArray[np.uint8]
     pixels = grey[..., None] + rng.uniform(0.5, 1.5) * (pixels - grey[..., None])
     hsv = np.array(Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8)).convert("HSV"))
     hsv[..., 0] += np.uint8(round(256 * rng.uniform(-0.2, 0.2)) % 256)  # hue is a circle, so the sum may wrap around
-    pixels = np.asarray(Image.fromarray(hsv, "HSV").convert("RGB")).astype(np.float32)
+    turned = Image.frombytes("HSV", (image.shape[1], image.shape[0]), hsv.tobytes())
+    pixels = np.asarray(turned.convert("RGB")).astype(np.float32)
     means = pixels.mean((0, 1))
     contrasted: NDArray[np.uint8] = np.clip(means + rng.uniform(0.5, 1.5) * (pixels - means), 0, 255).astype(np.uint8)
     return contrasted
