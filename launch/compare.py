@@ -6,35 +6,29 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from petra.analysis.plots import curves
-from petra.errors import DataError, PetraError, first_line, require
-from petra.training.records import writing
+from petra.errors import DataError, first_line, require
 
 from .run.markdown import table
-from .run.report import history, read_updates
+from .runtime.terminal import command
 
 HEADER = ("run", "method", "d", "k", "epochs", "train loss", "test loss", "test accuracy", "best")
 SUFFIXES = (".png", ".svg", ".pdf")
 
 
+@command
 def main(arguments: list[str] | None = None) -> None:
     """Print a Markdown table of the runs, finished or not, and draw their curves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
     parser.add_argument("--out", type=Path, help="PNG, SVG or PDF file for the curves")
     options = parser.parse_args(arguments)
-    try:
-        compare(options.runs, options.out)
-    except PetraError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    compare(options.runs, options.out)
 
 
 def compare(folders: Sequence[Path], out: Path | None) -> None:
@@ -45,6 +39,11 @@ def compare(folders: Sequence[Path], out: Path | None) -> None:
     """
     if out is not None:
         require(out.suffix in SUFFIXES, "--out", "a file name that ends in .png, .svg or .pdf", out)
+    from petra.analysis.plots import curves
+    from petra.training.records import writing
+
+    from .run.report import history, read_updates
+
     names = _names(folders)
     histories = {name: history(folder) for name, folder in zip(names, folders, strict=True)}
     print(table(HEADER, [_cells(name, folder, histories[name]) for name, folder in zip(names, folders, strict=True)]), end="")

@@ -14,26 +14,23 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import get_type_hints
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from petra.distributed import raise_on_all_ranks
 from petra.errors import first_line, invalid, require
-from petra.training import best_of, limited, load_into, means, newest
-from petra.training.export import FORMATS
 
 from .config.errors import config_error
-from .config.schema import Config, LoggerConfig, to_config
-from .run.build import Setup, set_up
-from .run.resume import FOLDER, read_weights
+from .config.schema import Config, to_config
 from .runtime.rank import Process
 from .runtime.reporting import report_errors
+from .runtime.terminal import command
 
 
+@command
 def main(arguments: list[str] | None = None) -> None:
     """Print the results of an evaluation."""
     words = sys.argv[1:] if arguments is None else arguments
@@ -43,7 +40,14 @@ def main(arguments: list[str] | None = None) -> None:
     process = Process.from_environment()
     with report_errors(process):
         folder, weights, config = parse(words)
-        numbers = evaluate(config, weights or exported(folder), process)
+        import torch
+
+        from .run.evaluation import evaluate
+        from .run.resume import trained_weights
+
+        if arguments is None:
+            torch.set_num_interop_threads(1)
+        numbers = evaluate(config, weights or trained_weights(folder, "run"), process)
         if process.first:
             print(json.dumps(numbers), flush=True)
 
@@ -62,6 +66,9 @@ def parse(words: list[str]) -> tuple[Path, Path | None, Config]:
     path = folder / "config.yaml"
     require(path.is_file(), "run", "the folder of a run", f"{folder} without a config.yaml")
     changes = [word for word in words if not word.startswith(("run=", "weights="))]
+    groups = [name for name, kind in get_type_hints(Config).items() if is_dataclass(kind)]
+    for name, _, value in (word.partition("=") for word in changes):
+        require(name not in groups, name, f"single keys of the run's configuration ({name}.KEY=VALUE)", value)
     try:
         composed = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path), OmegaConf.from_dotlist(changes))
     except OmegaConfBaseException as error:
@@ -72,53 +79,5 @@ def parse(words: list[str]) -> tuple[Path, Path | None, Config]:
     return folder, Path(own["weights"]) if "weights" in own else None, to_config(composed)
 
 
-def exported(folder: Path) -> Path:
-    """Return the path of a run's weights: the exported moving average, the exported weights, the best or the newest checkpoint.
-
-    Raises:
-        ConfigError: If the run has neither exported weights nor a checkpoint.
-    """
-    for name in ("ema", "model"):
-        for suffix in FORMATS.values():
-            if (path := folder / f"{name}{suffix}").exists():
-                return path
-    if (checkpoint := best_of(folder / FOLDER) or newest(folder / FOLDER)) is not None:
-        return checkpoint
-    raise invalid("run", "a folder with exported weights or checkpoints", folder)
-
-
-def evaluate(config: Config, weights: Path, process: Process) -> dict[str, float | str]:
-    """Return loss and metrics on the test data, the same on every rank.
-
-    Args:
-        config: Configuration of the run.
-        weights: File of exported weights, or folder of a checkpoint.
-        process: This process.
-
-    Raises:
-        PetraError: If the configuration, the data or the weights can't be used. Raised on every rank.
-    """
-    # The weights are final, so no moving average is needed. Replicas, diagnostics and logging belong to training.
-    trainer = replace(config.trainer, transport="auto", trace=None, diagnose=None, stage_metrics=False)
-    config = replace(config, dp=1, optim=replace(config.optim, ema=None), trainer=trainer, logger=LoggerConfig(name="jsonl"))
-    checked = set_up(config, process)
-    torch.set_num_threads(config.trainer.threads)
-    with process.process_group(checked.device, config.trainer.timeout):
-        return evaluate_in_group(checked, weights)
-
-
-def evaluate_in_group(setup: Setup, weights: Path) -> dict[str, float | str]:
-    """Implement :func:`evaluate` inside the process group. The pipeline ends with this function, before the group does."""
-    _, test = setup.data()
-    with raise_on_all_ranks():
-        state = read_weights(weights)
-    pipeline = setup.pipeline(setup.learning_rate(1))
-    with raise_on_all_ranks():
-        load_into(pipeline, state, str(weights))
-    result = pipeline.evaluate(test, limited(test.batches, setup.config.trainer.limit_batches))
-    return {"weights": str(weights), setup.unit: result.targets, **means(result, setup.unit, test.bytes_per_target)}
-
-
 if __name__ == "__main__":
-    torch.set_num_interop_threads(1)
     main()

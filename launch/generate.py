@@ -34,11 +34,12 @@ from petra.models.generation import Sampling, generate
 
 from .config.errors import config_error
 from .config.schema import Config
-from .evaluate import exported, parse
+from .evaluate import parse
 from .run.build import set_up
-from .run.resume import read_weights
+from .run.resume import read_weights, trained_weights
 from .runtime.rank import Process
 from .runtime.reporting import report_errors
+from .runtime.terminal import command
 
 Encode = Callable[[str], list[int]]
 Decode = Callable[[Iterable[int]], Iterator[str]]
@@ -60,6 +61,7 @@ class Options:
 OWN = (*(field.name for field in fields(Options)), "prompt")
 
 
+@command
 def main(arguments: list[str] | None = None) -> None:
     """Print the prompt and its continuation, token by token."""
     words = sys.argv[1:] if arguments is None else arguments
@@ -72,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
         options = read_options([word for word in own if not word.startswith("prompt=")])
         folder, weights, config = parse([word for word in words if word not in own])
         sampling = Sampling(options.temperature, options.top_k, options.top_p)
-        model = load_model(config, weights or exported(folder), options.device)
+        model = load_model(config, weights or trained_weights(folder, "run"), options.device)
         encode, decode, stop = vocabulary(config, options.vocabulary)
         text = generate(model, encode(prompt), sampling, options.seed, stop)
         print(prompt, end="", flush=True)

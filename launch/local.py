@@ -8,20 +8,18 @@ from __future__ import annotations
 import argparse
 import sys
 
-import torch
-
 from petra.errors import invalid
 
-from .config.compose import compose_command_line
-from .config.schema import to_config
-from .run.build import set_up
 from .runtime.agent import run_agent
 from .runtime.rank import Process
-from .runtime.reporting import report_errors
+from .runtime.terminal import command
 
 
+@command
 def main() -> None:
     """Check the configuration, then run torchrun's agent."""
+    from .config.compose import training_configs
+
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -32,17 +30,20 @@ def main() -> None:
         "--processes", type=int, metavar="N", help="number of processes (default: one for each GPU, or one without a GPU)"
     )
     options, overrides = parser.parse_known_args()
-    processes = torch.cuda.device_count() or 1 if options.processes is None else options.processes
-    if processes < 1:
-        parser.error(str(invalid("--processes", "an integer >= 1", processes)))
+    if options.processes is not None and options.processes < 1:
+        parser.error(str(invalid("--processes", "an integer >= 1", options.processes)))
     sys.argv[1:] = overrides
-    first = Process(rank=0, world=processes, local_rank=0, local_world=processes)
-    with report_errors(first):
-        configs = compose_command_line()
-        for config in configs:
-            set_up(to_config(config), first)
-    if configs:
-        run_agent(["--standalone", "--nproc-per-node", str(processes)], "launch.train", overrides)
+    configs = training_configs()
+    if not configs:
+        return
+    import torch
+
+    from .run.build import set_up
+
+    processes = options.processes or torch.cuda.device_count() or 1
+    for config in configs:
+        set_up(config, Process(rank=0, world=processes, local_rank=0, local_world=processes))
+    run_agent(["--standalone", "--nproc-per-node", str(processes)], "launch.train", overrides)
 
 
 if __name__ == "__main__":

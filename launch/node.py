@@ -19,13 +19,13 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from petra.errors import ConfigError, invalid, require
+from petra.errors import invalid, require
 
 from .runtime.agent import run_agent
+from .runtime.terminal import command
 
 WORDS = ("auto", "cpu", "gpu")
 
@@ -79,22 +79,24 @@ class Node:
         ]
 
 
+@command
 def main(arguments: list[str] | None = None) -> None:
     """Run the processes of this node."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--module", default="launch.train", help="module to run: launch.train (default) or launch.doctor")
     options, overrides = parser.parse_known_args(arguments)
-    try:
-        node = Node.from_environment(os.environ)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    run_agent(node.flags(), options.module, overrides)
+    run_agent(Node.from_environment(os.environ).flags(), options.module, overrides)
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a Slurm node list: ``gpu003`` for ``gpu[003-010,12],login``."""
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodes).split(",")[0]
+    """Return the first host of a Slurm node list: ``gpu003`` for ``gpu[003-010,12],login``.
+
+    Raises:
+        ConfigError: If the list is malformed.
+    """
+    host = re.match(r"(?:[\w.-]+|\[\d[\d,-]*\])+(?=,|$)", nodes)
+    require(host is not None, "SLURM_JOB_NODELIST", "a list of hosts such as gpu[003-010,12],login", nodes)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes[: host.end()] if host else "")
 
 
 def _processes(environment: Mapping[str, str], nodes: int, rank: int) -> str:

@@ -24,9 +24,9 @@ from petra.errors import ModelError, PetraError, invalid, require
 from petra.training import facts_in, facts_of
 
 from .config.schema import Config
-from .evaluate import exported, parse
+from .evaluate import parse
 from .run.build import set_up
-from .run.resume import read_weights
+from .run.resume import read_weights, trained_weights
 from .runtime.rank import Process
 from .runtime.reporting import report_errors
 
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
         images = [Path(word) for word in words if "=" not in word]
         require(len(images) > 0, "command line", "image files", "none")
         folder, weights, config = parse([word for word in words if "=" in word])
-        for path, label, probability in predictions(config, weights or exported(folder), images, process):
+        for path, label, probability in predictions(config, weights or trained_weights(folder, "run"), images, process):
             print(f"{path}: class {label}, {probability:.1%}", flush=True)
 
 

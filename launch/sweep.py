@@ -18,12 +18,10 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from petra.errors import PetraError
-from petra.training import write_json
-
-from .config.compose import hydra_errors
+from .config.compose import hydra_errors, require_arguments
 from .run.jobs import Job, check_job, run_here, submit
 from .run.markdown import table
+from .runtime.terminal import command
 
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "test accuracy": lambda s: f"{s['test_accuracy']:.2%}",
@@ -35,6 +33,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
+@command
 def main(arguments: list[str] | None = None) -> None:
     """Check all runs, train the unfinished ones, and print the table. Exit with status 1 if a run failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
@@ -42,20 +41,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes of each run on this machine (default: 1)")
     parser.add_argument("--slurm", metavar="OPTIONS", help="submit the runs to Slurm with these options of sbatch, which may be ''")
     options, overrides = parser.parse_known_args(arguments)
-    try:
-        sweep = jobs(overrides, options.out.resolve())
-        for job in sweep:
-            check_job(job.config, options.processes, here=options.slurm is None)
-        unfinished = [job for job in sweep if job.summary() is None]
-        failed = (
-            run_here(unfinished, options.processes) if options.slurm is None else submit(unfinished, shlex.split(options.slurm))
-        )
-        print(collect(sweep, options.out), end="")
-    except PetraError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    require_arguments(overrides)
+    sweep = jobs(overrides, options.out.resolve())
+    for config in [job.config for job in sweep]:  # checks all values before the first job is planned
+        check_job(config, options.processes, here=options.slurm is None)
+    unfinished = [job for job in sweep if job.summary() is None]
+    failed = run_here(unfinished, options.processes) if options.slurm is None else submit(unfinished, shlex.split(options.slurm))
+    print(collect(sweep, options.out), end="")
     for job in failed:
         print(f"failed: {job.folder}", file=sys.stderr)
     sys.exit(1 if failed else 0)
@@ -85,6 +77,8 @@ def jobs(overrides: Sequence[str], out: Path) -> list[Job]:
 
 def collect(sweep: Sequence[Job], out: Path) -> str:
     """Write sweep.json and sweep.md. Return the latter, a table with a row for each finished run."""
+    from petra.training import write_json
+
     summaries = [(job, job.summary()) for job in sweep]
     finished = [(job, summary) for job, summary in summaries if summary is not None]
     keys = list(sweep[0].values)

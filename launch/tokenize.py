@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 from tqdm import tqdm
 
 from petra.data.tokenizer import documents, load_vocabulary, train_vocabulary, write_tokens
-from petra.errors import PetraError
+
+from .runtime.terminal import command
 
 
+@command
 def main(arguments: list[str] | None = None) -> None:
     """Tokenize text files, and print the size of the corpus."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -28,11 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    try:
-        tokenize(options)
-    except PetraError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    tokenize(options)
 
 
 def tokenize(options: argparse.Namespace) -> None:

@@ -39,8 +39,8 @@ from launch.run.autotune import tune_setup
 from launch.run.build import set_up
 from launch.run.dry_run import stage_map
 from launch.run.resume import find_start, load_start, restore_choices
+from launch.run.training import run
 from launch.runtime.rank import Process
-from launch.train import run
 from petra.errors import PetraError
 from petra.training import limited
 

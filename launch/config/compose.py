@@ -11,7 +11,7 @@ from unittest.mock import patch
 import hydra
 from omegaconf import DictConfig
 
-from petra.errors import PetraError
+from petra.errors import PetraError, invalid
 
 from .errors import CONF, config_error
 from .schema import Config, register, to_config
@@ -29,6 +29,27 @@ def compose_command_line() -> list[DictConfig]:
     with patch.dict(os.environ, HYDRA_FULL_ERROR="1"), hydra_errors(sys.argv[1:]):
         hydra.main(version_base="1.3", config_path=CONF, config_name="config")(configs.append)()
     return configs
+
+
+def training_configs() -> list[Config]:
+    """Return the checked configurations on the command line of a command that trains.
+
+    Raises:
+        ConfigError: If there are no arguments, or if a configuration is invalid.
+    """
+    require_arguments(sys.argv[1:])
+    return [to_config(config) for config in compose_command_line()]
+
+
+def require_arguments(overrides: Sequence[str]) -> None:
+    """Check that there are overrides, because the defaults are a run of hours that nobody starts by accident.
+
+    Raises:
+        ConfigError: If there are none.
+    """
+    if not overrides:
+        expected = "arguments such as experiment=demo (about a minute), or trainer.epochs=300 for the defaults; --help lists all"
+        raise invalid("command line", expected, "none")
 
 
 def compose_overrides(overrides: Sequence[str]) -> Config:

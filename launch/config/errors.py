@@ -28,8 +28,7 @@ def config_error(error: Exception, schema: type, overrides: Sequence[str] = ()) 
         overrides: Overrides on the command line, for errors that name no key.
     """
     if isinstance(error, OverrideParseException):
-        reason = next(line for line in str(error).splitlines() if not line.startswith("Error parsing"))
-        return invalid("command line", "an override in Hydra's syntax", _line(f"{error.override} ({reason})"))
+        return _unparsed(error)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         return _unknown_file(str(error.missing_cfg_file))
     keys = schema_keys(schema)
@@ -45,8 +44,19 @@ def config_error(error: Exception, schema: type, overrides: Sequence[str] = ()) 
         if isinstance(found, ValidationError) and key:
             return invalid(key, _expected(key, keys), _value(str(found)))
     line = (str(error).splitlines() or [type(error).__name__])[0]
+    if line.startswith("Ambiguous value for argument"):
+        line = "several values; add --multirun to train with each, or quote a value that contains commas: \"KEY='VALUE'\""
     named = [override for override in overrides if override in line or f"'{override.partition('=')[0]}'" in line]
     return ConfigError(_line(f"{' '.join(named or overrides) or getattr(error, 'full_key', None) or 'configuration'}: {line}"))
+
+
+def _unparsed(error: OverrideParseException) -> PetraError:
+    """Return the error for an override that Hydra can't parse, with a quoted value if that is what is missing."""
+    key, equals, value = error.override.partition("=")
+    if equals and re.fullmatch(r"[+~]*[\w./@]+", key) and value and not set(value) & set("[]{}'\"$"):
+        return invalid(key, f"a value in Hydra's syntax; quote it twice in the shell: \"{key}='{value}'\"", value)
+    reason = next(line for line in str(error).splitlines() if not line.startswith("Error parsing"))
+    return invalid("command line", "an override in Hydra's syntax", _line(f"{error.override} ({reason})"))
 
 
 def _unknown_file(path: str) -> PetraError:

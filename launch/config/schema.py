@@ -1,7 +1,8 @@
 """The schema of a configuration: the type of each key and the check of its value. The files under conf/ explain the keys.
 
 Checks that need several keys, the data, or the number of processes are made where these come together, in ``launch/run``. Ranges
-that petra's own classes check (``Method``, ``Remedy``, ``UpdateRules``, ``Schedule``) are not repeated here.
+that petra's own classes check (``Method``, ``Remedy``, ``UpdateRules``, ``Schedule``) are not repeated here. This room imports no
+torch, so that a command reports an invalid value at once.
 """
 
 from __future__ import annotations
@@ -9,27 +10,19 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from petra.data import DATASETS
 from petra.method import Keep, Weights
-from petra.models import MODELS
-from petra.staleness import Prediction
-from petra.training import FORMATS, OPTIMIZERS, SCHEDULES
 
 from .checks import as_list, integer, is_integer, key, number, one_of, require_valid, satisfies
 from .errors import config_error
+from .names import DATASETS, FORMATS, MODELS, OPTIMIZERS, PRECISIONS, PREDICTIONS, SCHEDULES, WIRES, one_of_or_own
 
 AUTO = "auto"
 LONGEST_TIMEOUT = 10**7
 """Seconds. torch refuses much longer timeouts."""
-PRECISIONS = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Autocast type of each ``trainer.precision``."""
-WIRES = {"float32": None, "bf16": torch.bfloat16}
-"""Type of messages between stages for each ``trainer.wire``; None sends tensors as they are."""
 
 BETAS = satisfies(lambda values: len(values) == 2 and all(0 <= beta < 1 for beta in values), "a list of two numbers >= 0 and < 1")
 DELAY = satisfies(
@@ -42,8 +35,8 @@ KEEP = satisfies(
 )
 NAMES = satisfies(lambda names: bool(names) and all(names), "a list of names")
 STAGES = satisfies(
-    lambda value: value in (None, AUTO) or (as_list(value) != [] and all(map(is_integer, as_list(value)))),
-    "null, an integer, auto, or a list with the number of blocks in each stage",
+    lambda value: value in (None, AUTO) or (as_list(value) != [] and all(is_integer(n) and n >= 1 for n in as_list(value))),
+    "null, an integer >= 1, auto, or a list with the number of blocks in each stage",
 )
 
 
@@ -51,7 +44,7 @@ STAGES = satisfies(
 class ModelConfig:
     """The model's name, and the options of all models. An option that is null keeps the model's default."""
 
-    name: str = key(one_of(MODELS))
+    name: str = key(one_of_or_own(MODELS))
     width: float | None = None
     stem: str | None = None
     downsampling: str | None = None
@@ -84,7 +77,7 @@ class ModelConfig:
 class DataConfig:
     """The data set, and how it is read."""
 
-    name: str = key(one_of(DATASETS))
+    name: str = key(one_of_or_own(DATASETS))
     root: str | None = None
     batch_size: int = key(integer(1, 10**6))
     augment: bool = MISSING
@@ -116,7 +109,7 @@ class RemedyConfig:
     name: str = MISSING
     discount: float = key(number(least=0))
     correction: float = MISSING
-    prediction: str = key(one_of(tuple(Prediction)))
+    prediction: str = key(one_of(PREDICTIONS))
     horizon: float = MISSING
     compensation: bool = MISSING
     shrink: float = MISSING
@@ -128,7 +121,7 @@ class OptimConfig:
     """The optimizer, and the rules of an update. Options that are null keep the optimizer's defaults."""
 
     name: str = key(one_of(OPTIMIZERS))
-    lr: float = MISSING
+    lr: float = key(number(least=0))
     scaling: str = key(one_of(("goyal", "none")))
     clip: float | None = None
     clip_scope: str = key(one_of(("stage", "global")), "stage")
@@ -171,7 +164,7 @@ class TrainerConfig:
     export: str = key(one_of(("none", *FORMATS)))
     threads: int = key(integer(1, 1000))
     concurrency: int = key(integer(1, 1000))
-    device: str = MISSING
+    device: str = key(one_of((AUTO, "cpu", "cuda")))
     timeout: float = key(number(above=0, most=LONGEST_TIMEOUT))
     memory_limit: float | None = key(number(above=0), None)
     log_every: int | None = key(integer(1), None)
@@ -221,7 +214,9 @@ class Config:
     seed: int = key(integer(0))
     run_dir: str | None = None
     resume: str | None = None
+    resume_change: list[str] | None = key(NAMES, None)
     init_from: str | None = None
+    init_skip: list[str] | None = key(NAMES, None)
     dry_run: bool = MISSING
     model: ModelConfig = MISSING
     data: DataConfig = MISSING

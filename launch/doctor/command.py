@@ -17,10 +17,12 @@ from ..config.schema import Config, to_config
 from ..runtime.network import set_variables
 from ..runtime.rank import Process
 from ..runtime.reporting import only_first_prints, report_errors
+from ..runtime.terminal import command
 from .links import LARGE, Link, measure_links
 from .machine import Report, find_differences, inspect_machine
 
 
+@command
 def main() -> None:
     """Print the findings of all processes on rank 0."""
     process = Process.from_environment()

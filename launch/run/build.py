@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, cast
@@ -10,7 +11,7 @@ import torch
 
 from petra.data import EvalSource, TrainSource
 from petra.engine.build import Recipe
-from petra.errors import alternatives, require
+from petra.errors import ConfigError, alternatives, invalid, require
 from petra.method import Keep, Method, Weights
 from petra.model import Model
 from petra.models import MODELS, TOKEN_MODELS
@@ -22,13 +23,19 @@ from petra.specs import TensorSpec
 from petra.staleness import Prediction, Remedy
 from petra.training import Schedule
 
+from ..config.names import is_own
 from ..config.options import options
-from ..config.schema import AUTO, PRECISIONS, WIRES, Config
+from ..config.schema import AUTO, Config
 from ..runtime.rank import Process
 from . import recipe
 from .checks import check
 from .data import checked_form, data_sources
+from .own import register_own, require_arguments
 
+PRECISIONS = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Autocast type of each ``trainer.precision``."""
+WIRES = {"float32": None, "bf16": torch.bfloat16}
+"""Type of messages between stages for each ``trainer.wire``; None sends tensors as they are."""
 LARGEST_CIFAR_STEM = 64
 """Largest image size in pixels for which ``model.stem=auto`` chooses the stem that keeps the resolution."""
 
@@ -67,7 +74,7 @@ class Setup:
         Raises:
             PetraError: If the data set cannot be used. Raised on every rank.
         """
-        return data_sources(self.config.data, self.config.seed, self.plan.layout)
+        return data_sources(self.config.data, self.config.seed, self.plan.layout, self.config.trainer.timeout)
 
     def learning_rate(self, microbatches_per_epoch: int) -> Schedule:
         """Return the learning rate schedule of all stages. With ``optim.scaling=goyal``, its peak depends on batch_size * k."""
@@ -103,6 +110,7 @@ def set_up(config: Config, process: Process) -> Setup:
         ConfigError, ModelError: If a value is not accepted. The message names the key.
     """
     check(config, process)
+    register_own(config)
     _check_data_fits(config)
     stages = config.trainer.stages
     if stages == AUTO:
@@ -123,26 +131,31 @@ def set_up(config: Config, process: Process) -> Setup:
 
 def _plan(config: Config, model: Model, method: Method, stages: int | list[int] | None, processes: int) -> Plan:
     inputs, trainer = checked_form(config.data), config.trainer
-    return make_plan(
-        model,
-        inputs,
-        method=method,
-        k=config.k,
-        stages=stages,
-        processes=processes,
-        dp=config.dp,
-        numerics=Numerics(PRECISIONS[trainer.precision], trainer.channels_last, trainer.exact_streams, WIRES[trainer.wire]),
-        transport=cast(TransportName, trainer.transport),
-        metrics=len(recipe.metrics(config.data.classes, _unit(inputs))),
-    )
+    try:
+        return make_plan(
+            model,
+            inputs,
+            method=method,
+            k=config.k,
+            stages=stages,
+            processes=processes,
+            dp=config.dp,
+            numerics=Numerics(PRECISIONS[trainer.precision], trainer.channels_last, trainer.exact_streams, WIRES[trainer.wire]),
+            transport=cast(TransportName, trainer.transport),
+            metrics=len(recipe.metrics(config.data.classes, _unit(inputs))),
+        )
+    except ConfigError as error:  # names the argument
+        raise ConfigError(re.sub("^stages: ", "trainer.stages: ", str(error))) from error
 
 
 def _check_data_fits(config: Config) -> None:
-    """Check that the model takes what the data set has: images, or tokens.
+    """Check that the model takes what the data set has: images, or tokens. A model outside the package may take anything.
 
     Raises:
         ConfigError: If it does not. The message names both.
     """
+    if is_own(config.model.name):
+        return
     tokens = _unit(checked_form(config.data)) == "tokens"
     expected = alternatives(TOKEN_MODELS) if tokens else "a model of images"
     fits = (config.model.name in TOKEN_MODELS) == tokens
@@ -164,7 +177,11 @@ def _model(config: Config) -> Model:
     if given.get("stem") == AUTO:
         given["stem"] = "imagenet" if config.data.size > LARGEST_CIFAR_STEM else "cifar"
     size = {"size": config.data.size} if "size" in signature(build).parameters else {}
-    return build(config.data.classes, **given, **size)
+    require_arguments(config.model.name, build, "model.name", config.data.classes, **given, **size)
+    model: object = build(config.data.classes, **given, **size)
+    if not isinstance(model, Model):
+        raise invalid("model.name", "a function that returns a petra.Model", f"{config.model.name}, which returns {model!r}")
+    return model
 
 
 def _method(config: Config) -> Method:

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+import torch
 import torch.distributed as dist
 
-from petra.data import Dataset, EvalSource, TrainSource, load_dataset, microbatch_form, settings
+from petra.data import DATASETS, Dataset, EvalSource, TrainSource, load_dataset, microbatch_form, settings
+from petra.data.prefetch import TIMEOUT
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.errors import DataError, invalid, require
 from petra.plan.layout import Layout
 from petra.specs import TensorSpec
 
+from ..config.names import is_own
 from ..config.schema import DataConfig
+from .own import require_arguments
 
 REQUIRED = ("classes", "size")
 """Keys that every data set has, because the model depends on them. Most data sets fix their values."""
@@ -33,13 +37,32 @@ def checked_form(config: DataConfig) -> TensorSpec:
     for key in OPTIONAL:
         value = getattr(config, key)
         require(value is None or key in own, f"data.{key}", f"null for {config.name}", value)
+    if is_own(config.name):
+        return _form_of(_load(config), config.batch_size)
     return microbatch_form(config.name, config.batch_size, config.size)
 
 
-def data_sources(config: DataConfig, seed: int, layout: Layout) -> tuple[TrainSource, EvalSource]:
+def _form_of(dataset: Dataset, batch_size: int) -> TensorSpec:
+    """Return shape and dtype of a microbatch of inputs, from the first training sample.
+
+    Raises:
+        ConfigError: If the data set's inputs are not a tensor with a row for each sample.
+    """
+    read = dataset.train.inputs
+    sample = None if read is None else read(torch.tensor([0]), None)
+    if not isinstance(sample, torch.Tensor) or sample.shape[:1] != (1,):
+        raise invalid("data.name", f"a data set whose inputs are tensors with a row for each sample ({dataset.name})", sample)
+    return TensorSpec((batch_size, *sample.shape[1:]), sample.dtype)
+
+
+def data_sources(config: DataConfig, seed: int, layout: Layout, timeout: float = TIMEOUT) -> tuple[TrainSource, EvalSource]:
     """Return the data sources for training and for evaluation. Every rank must call this function.
 
-    In each replica, only the rank of the first stage opens files, so only its machine needs them.
+    In each replica, only the rank of the first stage opens files, so only its machine needs them. A data set outside the package
+    is loaded on all ranks, because its readers may be functions that can't be sent.
+
+    Args:
+        timeout: Seconds to wait for a microbatch from a worker process.
 
     Raises:
         PetraError: If the data set can't be used, or replicas have different data sets. Raised on every rank.
@@ -47,20 +70,25 @@ def data_sources(config: DataConfig, seed: int, layout: Layout) -> tuple[TrainSo
     rank = dist.get_rank() if dist.is_initialized() else 0
     replica, process = layout.locate(rank)
     with raise_on_all_ranks():
-        loaded = _load(config) if process == 0 else None
+        loaded = _load(config) if process == 0 or is_own(config.name) else None
     last = sum(bool(stages) for stages in layout.processes) - 1
     dataset = _distribute(loaded, rank, first=rank - process, last=rank - process + last)
     rows = layout.inputs.shape[0]
     share = slice(replica * rows, (replica + 1) * rows)
     return (
-        TrainSource(dataset, config.batch_size, seed, config.augment, config.workers, share),
-        EvalSource(dataset, config.batch_size, config.workers, share),
+        TrainSource(dataset, config.batch_size, seed, config.augment, config.workers, share, timeout),
+        EvalSource(dataset, config.batch_size, config.workers, share, timeout),
     )
 
 
 def _load(config: DataConfig) -> Dataset:
+    """Load the data set, and check the keys that the model depends on."""
     wanted = {key: value for key, value in asdict(config).items() if key in REQUIRED + OPTIONAL and value is not None}
-    dataset = load_dataset(config.name, **{key: value for key, value in wanted.items() if key in settings(config.name)})
+    given = {key: value for key, value in wanted.items() if key in settings(config.name)}
+    require_arguments(config.name, DATASETS[config.name], "data.name", **given)
+    dataset: object = load_dataset(config.name, **given)
+    if not isinstance(dataset, Dataset):
+        raise invalid("data.name", "a function that returns a petra.data.Dataset", f"{config.name}, which returns {dataset!r}")
     for key in REQUIRED:
         fixed = getattr(dataset, key)
         require(fixed == wanted[key], f"data.{key}", f"{fixed} for {dataset.name}", wanted[key])
@@ -71,7 +99,7 @@ def _distribute(loaded: Dataset | None, rank: int, first: int, last: int) -> Dat
     """Return this rank's part of the data set: inputs on rank ``first`` of the replica, targets on rank ``last``.
 
     Args:
-        loaded: The data set, on rank ``first`` of each replica.
+        loaded: The data set, on rank ``first`` of each replica, or on all ranks.
         rank: Rank of this process.
         first: Rank of the replica's first stage.
         last: Rank of the replica's last stage.
@@ -82,7 +110,7 @@ def _distribute(loaded: Dataset | None, rank: int, first: int, last: int) -> Dat
     for other, found in enumerate(outlines):
         if found is not None and _counts(found) != _counts(outline):
             raise invalid("data.root", f"{_counts(outline)} as on rank 0", f"{_counts(found)} on rank {other}", DataError)
-    if last == first:
+    if last == first or None not in outlines:
         return loaded or outline
     if loaded is not None:
         dist.send_object_list([loaded.part(targets=True)], dst=last)

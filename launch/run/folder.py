@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from statistics import harmonic_mean
 from typing import Any
@@ -13,6 +16,7 @@ import torch
 from omegaconf import OmegaConf
 
 from petra.analysis.plots import curves
+from petra.errors import invalid
 from petra.training import (
     Epoch,
     JsonLines,
@@ -30,6 +34,8 @@ from .build import Setup
 from .dry_run import stage_rows
 from .report import METRICS, UPDATES, read_updates, write_report
 
+CHANGES = "changes.jsonl"
+"""File with the settings that were changed when the run was resumed."""
 PICTURES = ("curves.png", "timeline.png", "gradients.png")
 
 
@@ -54,8 +60,7 @@ class Records:
     def __init__(
         self, config: Config, rows: Sequence[Mapping[str, float]] = (), updates: Sequence[Mapping[str, float]] = (), clock: int = 0
     ) -> None:
-        name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{config.model.name}_{config.method.name}_{config.data.name}"
-        path = Path("runs", name) if config.run_dir is None else Path(config.run_dir)
+        path = default_folder(config) if config.run_dir is None else Path(config.run_dir)
         resumed = config.resume == AUTO and (path / "config.yaml").exists()
         self.folder = path if resumed else new_run_folder(path)
         (self.folder / "summary.json").unlink(missing_ok=True)
@@ -69,6 +74,18 @@ class Records:
             shared.append(TensorBoardLogger(self.folder, clock, text))
         self.loggers: list[Logger] = [JsonLines(self.folder / METRICS, rows), *shared]
         self.update_loggers: list[Logger] = [JsonLines(self.folder / UPDATES, updates), *shared]
+
+    def log_changes(self, microbatch: int, changes: Mapping[str, tuple[Any, Any]]) -> None:
+        """Append the settings that a resumed run changes to changes.jsonl, one line for each key.
+
+        Args:
+            microbatch: Number of microbatches already trained.
+            changes: Keys with their values before and from now on.
+        """
+        for key, (before, now) in changes.items():
+            row = {"microbatch": microbatch, "key": key, "before": before, "now": now}
+            with writing(self.folder / CHANGES), (self.folder / CHANGES).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
 
     def finish(self, summary: dict[str, Any], history: Sequence[Epoch]) -> None:
         """Draw curves.png, close the loggers, and write summary.json, whose existence marks a complete run, and report.html."""
@@ -84,6 +101,26 @@ class Records:
             f"test accuracy {summary['test_accuracy']:.2%} after {summary['wall_seconds']:.0f} s; records in {self.folder}",
             flush=True,
         )
+
+
+def default_folder(config: Config) -> Path:
+    """Create a folder under ``runs`` for a run without ``run_dir``. Runs that start in the same second get different folders.
+
+    Raises:
+        ConfigError: If it cannot be created.
+    """
+    names = (config.model.name, config.method.name, config.data.name)
+    name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_" + "_".join(re.sub(r"[^\w.-]", "-", part) for part in names)
+    for number in count(1):
+        path = Path("runs", name if number == 1 else f"{name}_{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise invalid("run_dir", "a folder, since the default one cannot be created", f"{path} ({error.strerror})") from error
+        break
+    return path
 
 
 def headline(setup: Setup) -> str:

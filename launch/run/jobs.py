@@ -18,7 +18,6 @@ from petra.errors import invalid
 from ..config.compose import compose_overrides
 from ..config.schema import AUTO, Config
 from ..runtime.rank import Process
-from .build import set_up
 
 SBATCH = Path(__file__).parents[1] / "templates" / "slurm.sbatch"
 RESUME = f"resume={AUTO}"
@@ -79,6 +78,8 @@ def check_job(config: Config, processes: int, here: bool) -> None:
     Raises:
         PetraError: If it cannot be run; see :func:`launch.run.build.set_up`.
     """
+    from .build import set_up
+
     device = config.trainer.device if here else "cpu"
     process = Process(rank=0, world=processes, local_rank=0, local_world=processes)
     set_up(replace(config, trainer=replace(config.trainer, device=device)), process)
@@ -129,4 +130,4 @@ def _differences(found: Any, wanted: Any, key: str = "") -> list[str]:
     if isinstance(found, dict) and isinstance(wanted, dict):
         names = dict.fromkeys([*found, *wanted])
         return [d for n in names for d in _differences(found.get(n), wanted.get(n), f"{key}.{n}" if key else str(n))]
-    return [] if found == wanted or key in ("run_dir", "resume") else [key]
+    return [] if found == wanted or key in ("run_dir", "resume", "resume_change") else [key]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.errors import invalid, require
 from petra.method import Keep
 from petra.pipeline import Pipeline
-from petra.training import facts_of, load, load_into, network, newest, restore
+from petra.training import FORMATS, best_of, facts_of, load, load_into, network, newest, restore
 from petra.training.checkpoint import FACTS, verify
 from petra.training.export import State
 from petra.training.records import writing
@@ -32,7 +32,9 @@ CHANGEABLE = (
     "dp",
     "run_dir",
     "resume",
+    "resume_change",
     "init_from",
+    "init_skip",
     "dry_run",
     "checkpoint.",
     "cluster.",
@@ -52,6 +54,8 @@ UNCHANGEABLE = (
     "trainer.limit_batches",
 )
 """Keys in the groups of :data:`CHANGEABLE` that a resumed run may not change, because they change what is computed."""
+LENGTHS = ("data.name", "data.batch_size", "data.images", "data.validation", "trainer.limit_batches")
+"""Keys that change the number of microbatches in an epoch."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +65,12 @@ class Start:
     Attributes:
         path: Folder of the checkpoint, or None if the run starts without one.
         facts: Facts stored in the checkpoint: configuration, chosen settings, state of the trainer.
+        changes: Keys that the run changes, with their values in the checkpoint and in the run.
     """
 
     path: Path | None
     facts: Mapping[str, Any]
+    changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
 
     @property
     def trainer(self) -> Mapping[str, Any] | None:
@@ -79,26 +85,39 @@ def find_start(config: Config, process: Process) -> Start:
         PetraError: If ``resume`` names a folder without a complete checkpoint, or if its configuration differs in a key that
             changes what is computed. Raised on every rank.
     """
-    path, facts = None, dict[str, Any]()
+    path, facts, changes = None, dict[str, Any](), dict[str, tuple[Any, Any]]()
     with raise_on_all_ranks():
         if process.first and config.resume is not None:
             path = _checkpoint(config)
             facts = {} if path is None else facts_of(path)
             if path is not None:
-                require_same(facts.get("config", {}), asdict(config), path)
-    return Start(*all_gather_objects((path, facts))[0])
+                changes = require_same(facts.get("config", {}), asdict(config), path, config.resume_change or ())
+    return Start(*all_gather_objects((path, facts, changes))[0])
 
 
-def require_same(found: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
-    """Check that a checkpoint's configuration agrees with the one that resumes from it.
+def require_same(
+    found: Mapping[str, Any], wanted: Mapping[str, Any], path: Path, allowed: Collection[str] = ()
+) -> dict[str, tuple[Any, Any]]:
+    """Check that a checkpoint's configuration agrees with the one that resumes from it. Return the allowed differences.
+
+    Args:
+        found: Configuration in the checkpoint.
+        wanted: Configuration of the run.
+        path: The checkpoint, for messages.
+        allowed: Keys and groups in which they may differ.
 
     Raises:
-        ConfigError: If they differ in a key that changes what is computed.
+        ConfigError: If they differ in another key that changes what is computed, or if there is no such key or group.
     """
     before, now = dict(flat(found)), dict(flat(wanted))
-    for key in dict.fromkeys([*now, *before]):
-        same = not changes_results(key) or before.get(key) == now.get(key)
-        require(same, key, f"{before.get(key)} as in {path}, which the run resumes from", now.get(key))
+    for name in allowed:
+        known = any(key == name or key.startswith(f"{name}.") for key in now)
+        require(known, "resume_change", "a list of keys and groups", name)
+    differing = [key for key in dict.fromkeys([*now, *before]) if changes_results(key) and before.get(key) != now.get(key)]
+    for key in differing:
+        expected = f"{before.get(key)} as in {path}, which the run resumes from (resume_change=[{key}] allows another value)"
+        require(key in allowed or key.partition(".")[0] in allowed, key, expected, now.get(key))
+    return {key: (before.get(key), now.get(key)) for key in differing}
 
 
 def changes_results(key: str) -> bool:
@@ -173,18 +192,72 @@ def require_shared(folder: Path, config: Config, process: Process) -> None:
         probe.unlink()
 
 
-def load_start(pipeline: Pipeline, config: Config, start: Start) -> None:
+def load_start(pipeline: Pipeline, config: Config, start: Start, epoch: int) -> list[str]:
     """Load the checkpoint or the weights that the run starts from into this rank's part of the pipeline.
+
+    Args:
+        epoch: Number of microbatches in an epoch.
+
+    Returns:
+        Lines that describe what was loaded.
 
     Raises:
         PetraError: If a file cannot be read or belongs to another network. Raised on every rank.
     """
+    notes: list[str] = []
     with raise_on_all_ranks():
         if start.path is not None:
             restore(pipeline, start.path)
+            move_clock(pipeline, start, epoch)
+            notes.append(f"resuming from {start.path}, after microbatch {pipeline.clock}")
+            notes += [f"{key} is {now} from here on, was {before}" for key, (before, now) in start.changes.items()]
         elif config.init_from is not None:
-            path = Path(config.init_from)
-            load_into(pipeline, read_weights(path), str(path))
+            notes.append(load_initial(pipeline, Path(config.init_from), config.init_skip or ()))
+    return notes
+
+
+def load_initial(pipeline: Pipeline, path: Path, skip: Collection[str]) -> str:
+    """Load initial weights into this rank's part of the pipeline. Return a line that describes them.
+
+    Args:
+        path: File of exported weights, folder of a checkpoint, or folder of a run.
+        skip: Names of blocks that keep their random weights.
+
+    Raises:
+        PetraError: If the weights cannot be read or belong to another network, or if there is no such block.
+    """
+    names = [block.name for block in pipeline.plan.model.blocks]
+    for name in skip:
+        require(name in names, "init_skip", f"names of blocks ({', '.join(names)})", name)
+    if (path / "config.yaml").exists() or (path / FOLDER).is_dir():
+        path = trained_weights(path, "init_from")
+    load_into(pipeline, read_weights(path), str(path), skip)
+    return f"initial weights of {len(names) - len({*skip})} of {len(names)} blocks from {path}" + (
+        f"; random: {', '.join(skip)}" if skip else ""
+    )
+
+
+def move_clock(pipeline: Pipeline, start: Start, epoch: int) -> None:
+    """Move the clock of a restored pipeline to the same epoch if epochs have another length now.
+
+    Args:
+        epoch: Number of microbatches in an epoch now.
+
+    Raises:
+        ConfigError: If k or the length of an epoch changes within an epoch or within an update.
+    """
+    changed = [key for key in ("k", *LENGTHS) if key in start.changes]
+    if not changed or start.trainer is None:
+        return
+    before = start.changes.get("k", (pipeline.plan.k, pipeline.plan.k))[0]
+    ended = pipeline.clock % before == 0 and not start.trainer["parts"]
+    clock = len(start.trainer["history"]) * epoch
+    value, now = start.changes[changed[0]]
+    expected = f"{value} as in {start.path}; only a checkpoint at the end of an epoch and of an update allows another value"
+    require(ended and clock % pipeline.plan.k == 0, changed[0], expected, now)
+    pipeline.clock = clock
+    for worker in pipeline.workers.values():
+        worker.t = clock
 
 
 def read_weights(path: Path) -> State:
@@ -197,6 +270,25 @@ def read_weights(path: Path) -> State:
         return load(path)
     verify(path)
     return network(path)
+
+
+def trained_weights(folder: Path, key: str) -> Path:
+    """Return the path of a run's weights: the exported moving average, the exported weights, the best or the newest checkpoint.
+
+    Args:
+        folder: Folder of a run.
+        key: Key that names the folder, for the message.
+
+    Raises:
+        ConfigError: If the run has neither exported weights nor a checkpoint.
+    """
+    for name in ("ema", "model"):
+        for suffix in FORMATS.values():
+            if (path := folder / f"{name}{suffix}").exists():
+                return path
+    if (checkpoint := best_of(folder / FOLDER) or newest(folder / FOLDER)) is not None:
+        return checkpoint
+    raise invalid(key, "a folder with exported weights or checkpoints", folder)
 
 
 def _checkpoint(config: Config) -> Path | None:

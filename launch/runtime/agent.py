@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from threading import Event, Thread
 from types import FrameType
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main as torchrun
+from petra.errors import ConfigError
 
-from .signals import SIGNALS
+from .reporting import CANCELLED
+from .signals import stop_signals
+
+LOOPBACK = "127.0.0.1"
 
 
 def run_agent(flags: Sequence[str], module: str, arguments: Sequence[str]) -> None:
@@ -28,20 +31,51 @@ def run_agent(flags: Sequence[str], module: str, arguments: Sequence[str]) -> No
         flags: Arguments of torchrun.
         module: Module that each process runs.
         arguments: Arguments of the module.
+
+    Raises:
+        ConfigError: If processes on this machine can't connect to each other.
     """
+    require_loopback()
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for number in SIGNALS:
+    for number in stop_signals():
         signal.signal(number, _forward)
+    # Processes inherit the mask, so that none is interrupted before it can handle Ctrl-C (launch.runtime.terminal.command). Another
+    # thread takes the signal for this process, and the handler still runs in this thread.
+    Thread(target=Event().wait, daemon=True).start()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        torchrun(["--signals-to-handle", "SIGHUP,SIGQUIT", *flags, "-m", module, *arguments])
+        torchrun(["--signals-to-handle", "SIGQUIT", *flags, "-m", module, *arguments])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
         cause = f"signal {failure.signal_name()}" if code < 0 else f"status {code}"
-        print(f"process {rank} failed first, with {cause}", file=sys.stderr, flush=True)
+        if code != CANCELLED:
+            print(f"process {rank} failed first, with {cause}", file=sys.stderr, flush=True)
         sys.exit(code if code > 0 else 128 - code)
     except SignalException as stopped:
         sys.exit(128 + stopped.sigval)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def require_loopback() -> None:
+    """Check that a process can connect to another one on this machine. torchrun would try for minutes.
+
+    Raises:
+        ConfigError: If it can't.
+    """
+    try:
+        with socket.create_server((LOOPBACK, 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
+    except OSError as error:
+        raise ConfigError(
+            f"network: processes on this machine can't connect to each other at {LOOPBACK} ({error.strerror or error}); the "
+            "loopback interface must be up (ip link set lo up)"
+        ) from error
 
 
 def children() -> list[int]:
@@ -55,4 +89,4 @@ def _forward(number: int, frame: FrameType | None) -> None:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
     if not processes:
-        sys.exit(128 + number)
+        os._exit(128 + number)  # torchrun would print a traceback of SystemExit

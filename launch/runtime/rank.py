@@ -9,15 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
-
-import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from typing import TYPE_CHECKING
 
 from petra.errors import invalid, require
 
-DEVICES = ("auto", "cpu", "cuda")
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.distributed_c10d import Store
 
 _group_numbers = count()
 """Number of the next process group of this process."""
@@ -41,13 +39,28 @@ class Process:
 
     @staticmethod
     def from_environment() -> Process:
-        """Read torchrun's environment variables. Without them, this process is the only one."""
-        return Process(
-            rank=int(os.environ.get("RANK", 0)),
-            world=int(os.environ.get("WORLD_SIZE", 1)),
-            local_rank=int(os.environ.get("LOCAL_RANK", 0)),
-            local_world=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        """Read torchrun's environment variables. Without RANK and WORLD_SIZE, this process is the only one.
+
+        Raises:
+            ConfigError: If a variable is missing or has an invalid value.
+        """
+        if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
+            return Process(rank=0, world=1, local_rank=0, local_world=1)
+        world = _variable("WORLD_SIZE", 1)
+        process = Process(
+            rank=_variable("RANK", 0, world - 1),
+            world=world,
+            local_rank=_variable("LOCAL_RANK", 0, default="0"),
+            local_world=_variable("LOCAL_WORLD_SIZE", 1, world, default="1"),
         )
+        require(
+            bool(os.environ.get("MASTER_ADDR")),
+            "environment variable MASTER_ADDR",
+            f"the address of rank 0 with WORLD_SIZE={world}",
+            "nothing",
+        )
+        _variable("MASTER_PORT", 1, 65535)
+        return process
 
     @property
     def first(self) -> bool:
@@ -66,7 +79,8 @@ class Process:
         Raises:
             ConfigError: If the machine has too few GPUs. NCCL refuses two processes on one GPU.
         """
-        require(name in DEVICES, "trainer.device", "auto, cpu or cuda", name)
+        import torch
+
         if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
             return torch.device("cpu")
         gpus = torch.cuda.device_count()
@@ -93,6 +107,11 @@ class Process:
         Raises:
             ConfigError: If two processes use the same GPU. Raised on every rank.
         """
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import PrefixStore
+        from torch.distributed.rendezvous import rendezvous
+
         on_gpu = device.type == "cuda"
         if on_gpu:
             torch.cuda.set_device(device)
@@ -118,6 +137,21 @@ class Process:
         yield
         gc.collect()  # of pipelines, whose groups of replicas must end before the default group
         dist.destroy_process_group()
+
+
+def _variable(name: str, least: int, most: int | None = None, default: str | None = None) -> int:
+    """Return the integer in an environment variable.
+
+    Raises:
+        ConfigError: If the variable is not set and has no default, or if its value is out of range.
+    """
+    value = os.environ.get(name, default)
+    expected = f"an integer >= {least}" if most is None else f"an integer from {least} to {most}"
+    valid = value is not None and value.isdecimal() and least <= int(value) and (most is None or int(value) <= most)
+    if name == "RANK":
+        expected += " (one of WORLD_SIZE processes)"
+    require(valid, f"environment variable {name}", expected, "nothing" if value is None else value)
+    return int(value or 0)
 
 
 def require_distinct_gpus(store: Store, rank: int, world: int, gpu: str) -> None:

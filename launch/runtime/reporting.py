@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -13,10 +14,6 @@ from pathlib import Path
 from threading import Thread
 from typing import NoReturn
 
-import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
-
 from petra.errors import CommunicationError, Interrupted, NumericsError, PetraError
 
 from .rank import Process
@@ -27,6 +24,8 @@ ORIGIN_WAIT = 30.0
 """Seconds that a rank waits for the rank where the error began. torchrun stops all other processes as soon as one has failed."""
 REPORT_WAIT = 1.0
 """Seconds that a rank which lost a neighbour waits for the others to report their own error first."""
+_LIMITS = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
+"""Errors of the operating system that a user can act on, wherever they occur."""
 
 
 @contextmanager
@@ -55,6 +54,8 @@ def report_errors(process: Process) -> Iterator[None]:
             _exit_with_error(f"out of memory {where}: {first_sentence(error)}")
         if is_communication_error(error):
             _exit_after_lost_connection(f"communication between processes, {where}: {first_sentence(error)}")
+        if isinstance(error, OSError) and error.errno in _LIMITS:
+            _exit_with_error(f"{error.strerror} {where}" + (f": {error.filename}" if error.filename else ""))
         if claim_error_report():
             raise
         sys.exit(1)
@@ -76,11 +77,15 @@ def only_first_prints(process: Process) -> Iterator[None]:
 
 def is_communication_error(error: Exception) -> bool:
     """Return whether torch.distributed raised the error. gloo has no error class of its own."""
+    import torch.distributed as dist
+
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def is_out_of_memory(error: Exception) -> bool:
     """Return whether the device or the host ran out of memory. torch has no error class for the host."""
+    import torch
+
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator: " in str(error)
 
 
@@ -105,14 +110,22 @@ def claim_error_report(*, this_machine: bool = False) -> bool:
     claims = [True]
 
     def claim() -> None:
+        from torch.distributed.distributed_c10d import _get_default_store
+
         with suppress(RuntimeError):
             claims[0] = _get_default_store().add("reported", 1) == 1
 
-    if dist.is_initialized():
+    if _in_process_group():
         claiming = Thread(target=claim, daemon=True)  # a store on a lost host doesn't answer for minutes
         claiming.start()
         claiming.join(REPORT_WAIT)
     return claims[0]
+
+
+def _in_process_group() -> bool:
+    """Return whether this process has joined a process group. An error before that is reported without importing torch."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_initialized()
 
 
 def _claim_on_this_machine() -> bool | None:
@@ -148,7 +161,7 @@ def _exit_after_lost_connection(message: str) -> NoReturn:
     time.sleep(REPORT_WAIT)
     if claim_error_report(this_machine=True):
         print(f"error: {message}; another process has died, hangs or can't be reached", file=sys.stderr, flush=True)
-    if dist.is_initialized():
+    if _in_process_group():
         sys.stdout.flush()
         os._exit(FAILED)  # at a normal exit, gloo would wait for the lost process for the whole timeout again
     sys.exit(FAILED)

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Preemption by a cluster (SIGTERM, or SIGUSR1 as an early warning) and the first Ctrl-C. A second Ctrl-C ends the process."""
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+"""Preemption by a cluster (SIGTERM, or SIGUSR1 as an early warning), the end of a terminal or of an ssh connection (SIGHUP), and
+the first Ctrl-C. A second Ctrl-C ends the process."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -22,6 +23,11 @@ def stop_with_agent() -> None:
     """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return :data:`SIGNALS`, without SIGHUP if nohup has made this process ignore it."""
+    return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
 class StopRequest:
@@ -36,7 +42,7 @@ class StopRequest:
     @contextmanager
     def handle_signals(self) -> Iterator[None]:
         """Record :data:`SIGNALS` as a request to stop while the context is active. Restore the earlier handlers afterwards."""
-        before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        before = {number: signal.signal(number, self._receive) for number in stop_signals()}
         try:
             yield
         finally:

@@ -10,6 +10,7 @@ from threading import Thread
 from typing import Generic, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from petra.errors import DataError, first_line
@@ -17,6 +18,11 @@ from petra.errors import DataError, first_line
 Result = TypeVar("Result")
 PREFETCH_FACTOR = 2
 """Number of microbatches that each worker prepares in advance."""
+FILES_PER_WORKER = 4 + PREFETCH_FACTOR
+"""Open files of this process for each worker: the pipes of its queue and of its end, and one for each prepared microbatch."""
+_IGNORED = (signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+TIMEOUT = 600.0
+"""Seconds to wait for a microbatch by default."""
 
 
 class Prefetcher(Generic[Result]):
@@ -30,10 +36,11 @@ class Prefetcher(Generic[Result]):
         function: Function of a number. Runs in a worker process.
         workers: Number of worker processes.
         stop: Number after the last one, or None for an endless sequence.
+        timeout: Seconds to wait for a result.
     """
 
-    def __init__(self, function: Callable[[int], Result], workers: int, stop: int | None = None) -> None:
-        self._function, self._workers, self._stop = _Numbered(function), workers, stop
+    def __init__(self, function: Callable[[int], Result], workers: int, stop: int | None = None, timeout: float = TIMEOUT) -> None:
+        self._function, self._workers, self._stop, self._patience = _Numbered(function), workers, stop, timeout
         self._next = -1
         self._results: Iterator[Result | str] = iter(())
 
@@ -41,19 +48,20 @@ class Prefetcher(Generic[Result]):
         """Return the result for number ``m``.
 
         Raises:
-            DataError: If ``function`` raised it for this number, or if a worker died.
+            DataError: If ``function`` raised it for this number, if a worker can't be started, if it died or did not answer in
+                time, or if shared memory is full.
         """
-        if m != self._next:
-            self._start(m)
         try:
+            if m != self._next:
+                self._start(m)
             result = next(self._results)
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader worker"):
-                raise
+        except OSError as error:
             raise DataError(
-                f"data.workers: a worker process died ({first_line(error)}), possibly because memory or shared memory (/dev/shm) "
-                "for the prepared microbatches was exhausted; use fewer workers or provide more memory"
+                f"data.workers: {self._workers} worker processes can't be started ({error.strerror or error}); use fewer workers "
+                "or raise the limits of this shell (ulimit -n, ulimit -u)"
             ) from error
+        except RuntimeError as error:
+            raise self._named(error) from error
         self._next = m + 1
         if self._next == self._stop:
             self._results = iter(())
@@ -61,18 +69,56 @@ class Prefetcher(Generic[Result]):
             raise DataError(result)
         return result
 
+    def _named(self, error: RuntimeError) -> Exception:
+        """Return the error to raise for an error of the loader."""
+        reason = first_line(error)
+        if reason.startswith("DataLoader worker"):
+            return DataError(
+                f"data.workers: a worker process died ({reason}), possibly because memory or shared memory (/dev/shm) "
+                "for the prepared microbatches was exhausted; use fewer workers or provide more memory"
+            )
+        if reason.startswith("DataLoader timed out"):
+            return DataError(f"data.workers: no worker process has prepared the microbatch within {self._patience:g} s")
+        if reason.startswith("Too many open files"):
+            return DataError(f"data.workers: too many open files with {self._workers} workers; use fewer or raise ulimit -n")
+        return error
+
     def _start(self, m: int) -> None:
+        require_files(FILES_PER_WORKER * self._workers)
         loader = DataLoader(
             self._function,
             batch_size=None,
             sampler=count(m) if self._stop is None else range(m, self._stop),
             num_workers=self._workers,
             prefetch_factor=PREFETCH_FACTOR,
+            timeout=self._patience,
             multiprocessing_context="fork",
             worker_init_fn=_ignore_signals,
             generator=torch.Generator(),  # so that the loader draws nothing from the global generator
         )
-        self._results = iter(loader)
+        # A worker inherits the blocked signals, so none arrives before it has decided what to do with them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_IGNORED, signal.SIGTERM})
+        try:
+            self._results = iter(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def require_files(number: int) -> None:
+    """Check that this process can open more files.
+
+    A loader whose start fails halfway prints a traceback when it is deleted, so the limit is checked before.
+
+    Raises:
+        OSError: If it can't open ``number`` more files.
+    """
+    opened: list[int] = []
+    try:
+        for _ in range(number):
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
 
 
 def _ignore_signals(worker: int) -> None:
@@ -80,9 +126,9 @@ def _ignore_signals(worker: int) -> None:
 
     Clusters and terminals send signals to all processes of a job, but the run needs its workers until it has written a checkpoint.
     """
-    for number in (signal.SIGUSR1, signal.SIGINT):
+    for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGTERM})
     Thread(target=_exit_on_sigterm_of_parent, daemon=True).start()
 
 
@@ -101,6 +147,17 @@ class _Numbered(Dataset[Result | str]):
 
     def __getitem__(self, m: int) -> Result | str:
         try:
-            return self.function(m)
+            result = self.function(m)
         except DataError as error:
             return str(error)
+        try:
+            # The loader would do this in a thread of the worker, where an error would leave the run waiting for the result.
+            for part in result if isinstance(result, tuple) else (result,):
+                if isinstance(part, Tensor):
+                    part.share_memory_()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            return (
+                f"data.workers: no room in shared memory (/dev/shm) for a prepared microbatch ({first_line(error)}); use fewer "
+                "workers, or provide more shared memory (docker run --shm-size)"
+            )
+        return result

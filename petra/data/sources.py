@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from petra.data.dataset import Dataset, Split
-from petra.data.prefetch import Prefetcher
+from petra.data.prefetch import TIMEOUT, Prefetcher
 from petra.errors import require
 from petra.reversible import derive_seed
 from petra.specs import IGNORED
@@ -29,15 +29,16 @@ class _Source(ABC):
         split: The samples.
         workers: Number of worker processes that prepare microbatches in advance. 0 prepares them on request in this process.
         share: Rows of each microbatch that :meth:`inputs` returns, for one of several replicas. :meth:`targets` returns all rows.
+        timeout: Seconds to wait for a microbatch from a worker process.
         stop: Number of the microbatch after the last one, or None for an endless sequence.
     """
 
-    def __init__(self, split: Split, workers: int, share: slice, stop: int | None = None) -> None:
+    def __init__(self, split: Split, workers: int, share: slice, timeout: float, stop: int | None = None) -> None:
         self._split, self._share = split, share
         self._recent: OrderedDict[int, Tensor] = OrderedDict()
         self._reads_inputs = False
-        self._read = Prefetcher(self._inputs, workers, stop) if workers else self._inputs
-        self._read_both = Prefetcher(self._both, workers, stop) if workers else self._both
+        self._read = Prefetcher(self._inputs, workers, stop, timeout) if workers else self._inputs
+        self._read_both = Prefetcher(self._both, workers, stop, timeout) if workers else self._both
 
     @abstractmethod
     def _request(self, m: int) -> tuple[Tensor, int | None]:
@@ -90,6 +91,7 @@ class TrainSource(_Source):
         augment: Whether to augment inputs.
         workers: Number of worker processes that prepare microbatches in advance. 0 prepares them on request in this process.
         share: Rows of each microbatch that :meth:`inputs` returns, for one of several replicas. :meth:`targets` returns all rows.
+        timeout: Seconds to wait for a microbatch from a worker process.
 
     Attributes:
         batches_per_epoch: Number of microbatches per epoch.
@@ -107,12 +109,13 @@ class TrainSource(_Source):
         augment: bool = True,
         workers: int = 0,
         share: slice = slice(None),
+        timeout: float = TIMEOUT,
     ) -> None:
         split = dataset.train if isinstance(dataset, Dataset) else dataset
         name = f" of {dataset.name}" if isinstance(dataset, Dataset) else ""
         expected = f"an integer from 1 to {split.count}, the number of training samples{name}"
         require(1 <= batch_size <= split.count, "data.batch_size", expected, batch_size)
-        super().__init__(split, workers, share)
+        super().__init__(split, workers, share, timeout)
         self.batches_per_epoch = split.count // batch_size
         self.preparation = dataset.preparation if isinstance(dataset, Dataset) else None
         self._batch_size = batch_size
@@ -137,7 +140,7 @@ class EvalSource(_Source):
     Args:
         dataset: Data set whose test split is read, or a split.
         batch_size: Samples per microbatch.
-        workers, share: As for :class:`TrainSource`.
+        workers, share, timeout: As for :class:`TrainSource`.
 
     Attributes:
         batches: Number of microbatches.
@@ -147,14 +150,16 @@ class EvalSource(_Source):
         ConfigError: If ``batch_size`` is not an integer >= 1, or if padding is needed but targets are not integers.
     """
 
-    def __init__(self, dataset: Dataset | Split, batch_size: int, workers: int = 0, share: slice = slice(None)) -> None:
+    def __init__(
+        self, dataset: Dataset | Split, batch_size: int, workers: int = 0, share: slice = slice(None), timeout: float = TIMEOUT
+    ) -> None:
         require(batch_size >= 1, "data.batch_size", "an integer >= 1", batch_size)
         split = dataset.test if isinstance(dataset, Dataset) else dataset
         whole = split.integer_targets or split.count % batch_size == 0
         expected = f"a divisor of the {split.count} test samples (the loss can't ignore padding rows unless targets are integers)"
         require(whole, "data.batch_size", expected, batch_size)
         self.batches = -(-split.count // batch_size)
-        super().__init__(split, workers, share, stop=self.batches)
+        super().__init__(split, workers, share, timeout, self.batches)
         self.bytes_per_target = dataset.bytes_per_target if isinstance(dataset, Dataset) else None
         self._batch_size = batch_size
 

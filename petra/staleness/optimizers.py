@@ -24,5 +24,5 @@ def require_momentum(key: str, optimizer: torch.optim.Optimizer, others: str = "
         ConfigError: If it is another optimizer, or has a parameter group without momentum.
     """
     if not isinstance(optimizer, torch.optim.SGD) or not all(group["momentum"] > 0 for group in optimizer.param_groups):
-        name = type(optimizer).__name__.lower()
-        raise invalid(f"remedy.{key}", f"{others}sgd with momentum > 0 as the optimizer", name)
+        name = type(optimizer).__name__.lower() + (" without momentum" if isinstance(optimizer, torch.optim.SGD) else "")
+        raise invalid("optim.name", f"{others}sgd with momentum > 0, which remedy.{key} requires", name)

@@ -3,6 +3,8 @@
 A checkpoint is first written to ``<clock>.part``: the tensors of every process (:mod:`petra.training.storage`), ``facts.json``, and
 finally ``manifest.json`` with the size and SHA-256 of each file. The files are synced before the folder gets its final name, and
 ``latest`` is updated after that. An interruption at any point leaves earlier checkpoints intact.
+
+:mod:`petra.training.storage` is imported when it is needed: its part of torch takes as long to import as half of the rest.
 """
 
 from __future__ import annotations
@@ -20,15 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from petra.distributed import raise_on_all_ranks
 from petra.errors import DataError, invalid, require
 from petra.pipeline import Pipeline
 from petra.training.export import State
-from petra.training.records import PART
+from petra.training.records import METADATA, PART
 from petra.training.state import load_state, state_of
-from petra.training.storage import METADATA, read, reason, write
 
 FACTS, MANIFEST, LATEST = "facts.json", "manifest.json", "latest"
 
@@ -87,6 +87,8 @@ class Checkpoints:
         with raise_on_all_ranks(self._group), self._named_errors(name):
             if self._first:
                 self._make_draft(draft)
+        from petra.training.storage import write
+
         with raise_on_all_ranks(self._group), self._named_errors(name):
             write(state, draft, self._group)
         with raise_on_all_ranks(self._group), self._named_errors(name):
@@ -132,11 +134,11 @@ class Checkpoints:
         """Convert errors of the file system to errors that name the checkpoint, and remove its draft."""
         try:
             yield
-        except (OSError, CheckpointException) as error:
+        except OSError as error:
             if self._first:
                 shutil.rmtree(self.folder / f"{name}{PART}", ignore_errors=True)
             raise DataError(
-                f"checkpoint {self.folder / name}: cannot be written ({reason(error)}); earlier checkpoints are intact, "
+                f"checkpoint {self.folder / name}: cannot be written ({error.strerror or error}); earlier checkpoints are intact, "
                 "resume=auto resumes from the newest"
             ) from error
 
@@ -223,6 +225,8 @@ def restore(pipeline: Pipeline, path: Path) -> dict[str, Any]:
     Raises:
         DataError: If the checkpoint cannot be read or belongs to another network.
     """
+    from petra.training.storage import read
+
     facts = facts_of(path)
     own = {name for name, _ in pipeline.blocks()}
     load_state(pipeline, read(path, lambda key: key.split("/")[0] in own), facts["clock"], str(path))

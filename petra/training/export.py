@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from petra.errors import ConfigError, DataError, ModelError, first_line, invalid, require
 from petra.pipeline import Pipeline
+from petra.training.records import file_system_error
 
 FORMATS = {"pt": ".pt", "safetensors": ".safetensors"}
 """File suffix of each format."""
@@ -72,7 +73,8 @@ def export(pipeline: Pipeline, path: Path, facts: Mapping[str, Any] | None = Non
             ordered = OrderedDict(state)
             # As Module.state_dict() does; load_state_dict() reads only the entries of modules' versions.
             vars(ordered)["_metadata"] = {"": text}
-            torch.save(ordered, draft)
+            with draft.open("wb") as file:  # raises the file system's own error, unlike torch.save with a path
+                torch.save(ordered, file)
         else:
             from safetensors.torch import save_file
 
@@ -80,7 +82,8 @@ def export(pipeline: Pipeline, path: Path, facts: Mapping[str, Any] | None = Non
         os.replace(draft, path)
     except Exception as error:  # each format has its own errors for a full disk
         draft.unlink(missing_ok=True)
-        raise DataError(f"{path}: cannot be written ({first_line(error)})") from error
+        cause = file_system_error(error)
+        raise DataError(f"{path}: cannot be written ({cause.strerror if cause else first_line(error)})") from error
 
 
 def load(path: Path) -> State:
@@ -126,14 +129,22 @@ def facts_in(path: Path) -> dict[str, Any]:
     return facts
 
 
-def load_into(pipeline: Pipeline, state: Mapping[str, Tensor], source: str) -> None:
+def load_into(pipeline: Pipeline, state: Mapping[str, Tensor], source: str, skip: Collection[str] = ()) -> None:
     """Load the state of a whole network into this process's blocks, and restart moving averages from it.
+
+    Args:
+        pipeline: This process's part of the pipeline.
+        state: State of the network.
+        source: Where the state is from, for messages.
+        skip: Names of blocks that keep their weights. ``state`` may have them in another form, or not at all.
 
     Raises:
         DataError: If the state belongs to another network. The message names the first block that does not fit.
     """
+    kept = {key: value for key, value in pipeline.state_dict().items() if key.partition(".")[0] in skip}
+    loaded = {key: value for key, value in state.items() if key.partition(".")[0] not in skip}
     try:
-        pipeline.load_state_dict(state)
+        pipeline.load_state_dict(loaded | kept)
     except ModelError as error:
         raise DataError(f"{source}: {error}") from error
 

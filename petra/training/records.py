@@ -12,6 +12,8 @@ from typing import Any
 from petra.errors import DataError, first_line, invalid, require
 from petra.training.lock import LOCK
 
+METADATA = ".metadata"
+"""File that describes the tensors of a checkpoint."""
 PART = ".part"
 """Suffix of files and folders that are not complete yet."""
 
@@ -74,6 +76,14 @@ def write_text_atomically(path: Path, text: str) -> None:
     with writing(path):
         draft.write_text(text, encoding="utf-8")
         os.replace(draft, path)
+
+
+def file_system_error(error: BaseException) -> OSError | None:
+    """Return the error of the file system that caused ``error``, or None."""
+    cause: BaseException | None = error
+    while cause is not None and not (isinstance(cause, OSError) and cause.strerror):
+        cause = cause.__cause__ or cause.__context__
+    return cause
 
 
 @contextmanager

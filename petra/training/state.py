@@ -19,7 +19,6 @@ from petra.engine.method_state import load_method_state, method_state
 from petra.errors import DataError
 from petra.pipeline import Pipeline
 from petra.training.export import State, load_into
-from petra.training.storage import read
 
 Parts = dict[str, State]
 """State of one block, by part."""
@@ -73,6 +72,8 @@ def network(folder: Path) -> State:
     Raises:
         DataError: If a file cannot be read.
     """
+    from petra.training.storage import read
+
     blocks = _by_block(read(folder, lambda key: key.split("/")[1] in ("model", "average")))
     return {
         f"{block}.{name}": value

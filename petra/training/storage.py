@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,9 +23,7 @@ from torch.futures import Future
 
 from petra.errors import DataError, first_line
 from petra.training.export import State
-
-METADATA = ".metadata"
-"""File that describes the tensors in a folder."""
+from petra.training.records import METADATA, file_system_error
 
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
@@ -49,10 +48,14 @@ def write(state: State, folder: Path, group: dist.ProcessGroup | None = None) ->
     """Write the tensors of all processes, one file per process, and sync the files. All processes must call this function.
 
     Raises:
-        CheckpointException: In every process, if any of them could not write.
+        OSError: In every process, if any of them could not write.
     """
-    with _no_warning():
-        save(state, storage_writer=_Writer(folder), process_group=group, no_dist=not dist.is_initialized())
+    try:
+        with _no_warning():
+            save(state, storage_writer=_Writer(folder), process_group=group, no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        failure = _first_failure(error)
+        raise file_system_error(failure) or OSError(errno.EIO, first_line(failure)) from error
 
 
 def read(folder: Path, wanted: Callable[[str], bool]) -> State:
@@ -77,20 +80,6 @@ def read(folder: Path, wanted: Callable[[str], bool]) -> State:
     return state
 
 
-def reason(error: BaseException) -> str:
-    """Return the file system's own message for an error, even if other errors wrap it."""
-    found = _file_system_error(error)
-    return first_line(_first_failure(error)) if found is None else str(found.strerror)
-
-
-def _file_system_error(error: BaseException) -> OSError | None:
-    """Return the error of the file system that caused ``error``, or None."""
-    cause: BaseException | None = _first_failure(error)
-    while cause is not None and not (isinstance(cause, OSError) and cause.strerror):
-        cause = cause.__cause__ or cause.__context__
-    return cause
-
-
 def _first_failure(error: BaseException) -> BaseException:
     """Return the error of the first process that failed, if ``error`` collects those of several."""
     return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
@@ -111,7 +100,7 @@ class _Writer(FileSystemWriter):
         try:
             return super().write_data(plan, planner)
         except Exception as error:
-            raise (_file_system_error(error) or error) from error
+            raise (file_system_error(error) or error) from error
 
 
 class _Reader(FileSystemReader):

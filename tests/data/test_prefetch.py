@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
+import resource
 import signal
 import sys
 import time
@@ -84,6 +86,57 @@ def test_worker_that_dies_is_reported() -> None:
     prefetch = Prefetcher(dies, workers=1)
     with pytest.raises(DataError, match=r"data\.workers: a worker process died \(DataLoader worker .*/dev/shm"):
         sum(prefetch(m) for m in range(3))
+
+
+def test_full_shared_memory_is_reported() -> None:
+    """A limit on the size of files stands for a full /dev/shm: both make the allocation of shared memory fail."""
+
+    def limited(m: int) -> torch.Tensor:
+        if m == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        return torch.zeros(1000)
+
+    prefetch = Prefetcher(limited, workers=1, timeout=20)
+    prefetch(0)
+    with pytest.raises(DataError, match=r"data\.workers: no room in shared memory \(/dev/shm\) .*--shm-size") as error:
+        prefetch(1)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_worker_that_does_not_answer_is_reported() -> None:
+    def sleeps(m: int) -> torch.Tensor:
+        time.sleep(m * 60)
+        return torch.zeros(1)
+
+    prefetch = Prefetcher(sleeps, workers=1, timeout=1)
+    prefetch(0)
+    with pytest.raises(DataError, match=r"data\.workers: no worker process has prepared the microbatch within 1 s"):
+        prefetch(1)
+
+
+def _few_files(sender: Connection) -> None:
+    limit = len(os.listdir("/proc/self/fd")) + 12
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    try:
+        prefetch = Prefetcher(doubled, workers=8)
+        for m in range(40):
+            prefetch(m)
+    except DataError as error:
+        sender.send(str(error))
+
+
+@pytest.mark.processes
+def test_too_many_open_files_are_reported(capfd: pytest.CaptureFixture[str]) -> None:
+    context = multiprocessing.get_context("forkserver")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_few_files, args=(sender,))
+    process.start()
+    sender.close()
+    assert receiver.poll(60)
+    assert re.fullmatch(r"data\.workers: 8 worker processes can't be started \(Too many open files\); .*", receiver.recv())
+    process.join(20)
+    assert process.exitcode == 0
+    assert not capfd.readouterr().err
 
 
 def test_other_errors_are_not_reported_as_a_dead_worker() -> None:

@@ -207,10 +207,10 @@ def test_the_first_failure_is_one_line(
     code: int, cause: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(arguments: list[str]) -> None:
-        assert arguments == ["--signals-to-handle", "SIGHUP,SIGQUIT", "--standalone", "-m", "launch.train", "k=1"]
+        assert arguments == ["--signals-to-handle", "SIGQUIT", "--standalone", "-m", "launch.train", "k=1"]
         raise ChildFailedError("launch.train", {3: ProcessFailure(local_rank=1, pid=1, exitcode=code, error_file="")})
 
-    monkeypatch.setattr(agent, "torchrun", fail)
+    monkeypatch.setattr("torch.distributed.run.main", fail)
     with pytest.raises(SystemExit, match=str(status)):
         agent.run_agent(["--standalone"], "launch.train", ["k=1"])
     assert capsys.readouterr().err == f"process 3 failed first, with {cause}\n"

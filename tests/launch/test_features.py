@@ -18,7 +18,7 @@ from launch.config.schema import to_config
 from launch.evaluate import main as evaluate
 from launch.run.build import set_up
 from launch.run.dry_run import stage_map, stage_rows
-from launch.train import run
+from launch.run.training import run
 from petra import BlockSpec, ConfigError, DataError, Keep, Method, Model, Pipeline, TensorSpec, UpdateRules, Weights
 from petra.engine.endpoints import Losses
 from petra.engine.metrics import top5_correct

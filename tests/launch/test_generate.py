@@ -12,7 +12,7 @@ import torch
 from launch import evaluate, generate, tokenize
 from launch.config.schema import to_config
 from launch.run.report import history
-from launch.train import run
+from launch.run.training import run
 from petra.models import revgpt
 from petra.training import load
 from tests.launch.test_launch import ALONE, to_composed

@@ -13,7 +13,7 @@ import pytest
 from launch.compare import main as compare
 from launch.config.schema import to_config
 from launch.report import main as report
-from launch.train import run
+from launch.run.training import run
 from petra.errors import Interrupted
 from petra.training import Trainer
 from tests.launch.test_launch import ALONE, TINY, to_composed

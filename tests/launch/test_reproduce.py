@@ -19,8 +19,8 @@ from launch.reproduce import command as reproduce
 from launch.reproduce.report import Request, Scale
 from launch.reproduce.targets import TARGETS
 from launch.run.jobs import Job
+from launch.run.training import run
 from launch.runtime.rank import Process
-from launch.train import run
 from petra.cost_model.autotune import choose_delays
 from petra.cost_model.costs import StageCost
 from petra.cost_model.links import Link

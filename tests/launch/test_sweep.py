@@ -13,8 +13,8 @@ import pytest
 from launch import local, sweep
 from launch.config.compose import compose_overrides
 from launch.run import jobs
+from launch.run.training import run
 from launch.runtime.rank import Process
-from launch.train import run
 from petra import ConfigError
 
 pytestmark = pytest.mark.usefixtures("shared_profiles")

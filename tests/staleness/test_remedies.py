@@ -61,11 +61,12 @@ def test_values_out_of_range_raise(change: dict[str, float], message: str) -> No
         ({"remedy": Remedy(discount=9)}, "learning_rate: expected a function with remedy.discount .*, got None"),
         (
             {"remedy": Remedy(compensation=True), "optimizer": adam},
-            "remedy.compensation: expected sgd with momentum > 0 as the optimizer, got adam",
+            "optim.name: expected sgd with momentum > 0, which remedy.compensation requires, got adam",
         ),
         (
             {"remedy": Remedy(prediction=Prediction.VELOCITY), "optimizer": plain_sgd},
-            "remedy.prediction: expected adam, adamw, or sgd with momentum > 0 as the optimizer, got sgd",
+            "optim.name: expected adam, adamw, or sgd with momentum > 0, which remedy.prediction requires, "
+            "got sgd without momentum",
         ),
     ],
 )

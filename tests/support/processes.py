@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 # The fork server imports torch once, so that its children start in milliseconds instead of seconds.
 context = multiprocessing.get_context("forkserver")
-PRELOADED = ["torch", "torch.distributed", "petra", "petra.models", "launch.train", "torch._dynamo", "matplotlib.figure", "pytest"]
+OURS = ["petra.models", "petra.training.storage", "launch.train", "launch.config.compose", "launch.run.training"]
+PRELOADED = ["torch", "torch.distributed", *OURS, "torch._dynamo", "matplotlib.figure", "pytest"]
 context.set_forkserver_preload(PRELOADED)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from functools import partial
 from pathlib import Path
 
@@ -157,6 +158,19 @@ def test_trainer_records_every_epoch(tmp_path: Path, capsys: pytest.CaptureFixtu
 
     curves({"": rows}, tmp_path / "curves.png", "two epochs")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_full_disk_at_the_export_is_named(tmp_path: Path) -> None:
+    """A limit on the size of files stands for a full disk: both make the operating system refuse to write."""
+    pipeline = Pipeline(mixed_net(), RandomSource().spec, optimizer=sgd, learning_rate=lambda t: 0.0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(DataError, match=r"model\.pt: cannot be written \(File too large\)"):
+            export(pipeline, tmp_path / "model.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])

@@ -1,0 +1,41 @@
+"""Names in petra's registries, repeated here so that a configuration can be checked before torch is imported."""
+
+from __future__ import annotations
+
+import re
+
+from .checks import Check
+
+MODELS = (
+    *("resnet18", "resnet34", "resnet50", "resnet101", "resnet32", "resnet110", "resnet164", "resnet101_preact"),
+    *("resnext101", "resnext152", "wide_resnet38"),
+    *("revnet18", "revnet34", "revnet50", "revnet101", "revnet38", "revnet110", "revnet164", "revnet104"),
+    *("irevnet163", "irevnet301", "gpt", "revgpt", "revvit"),
+)
+"""Keys of ``petra.models.MODELS``."""
+DATASETS = ("digits", "cifar10", "cifar100", "imagenet32", "imagenet", "synthetic", "text", "tokens")
+"""Keys of ``petra.data.DATASETS``."""
+OPTIMIZERS = ("sgd", "lars", "adam", "adamw", "muon")
+"""Keys of ``petra.training.OPTIMIZERS``."""
+SCHEDULES = ("multistep", "cosine", "polynomial")
+"""Keys of ``petra.training.SCHEDULES``."""
+FORMATS = ("pt", "safetensors")
+"""Keys of ``petra.training.FORMATS``."""
+PREDICTIONS = ("none", "velocity", "difference")
+"""Values of ``petra.staleness.Prediction``."""
+PRECISIONS = ("float32", "bf16", "fp16")
+"""Keys of ``launch.run.build.PRECISIONS``."""
+WIRES = ("float32", "bf16")
+"""Keys of ``launch.run.build.WIRES``."""
+
+_OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+def is_own(name: str) -> bool:
+    """Return whether a name is that of a function outside the package: ``package.module:function``."""
+    return _OWN.fullmatch(name) is not None
+
+
+def one_of_or_own(names: tuple[str, ...]) -> Check:
+    """Accept the given names, and functions outside the package."""
+    return Check(lambda name: name in names or is_own(name), lambda: f"{', '.join(names)} or module:function")

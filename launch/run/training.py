@@ -1,0 +1,184 @@
+"""A training run: from a checked configuration to the records and the exported network."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from petra.data import EvalSource, TrainSource
+from petra.distributed import all_gather_objects, raise_on_all_ranks
+from petra.pipeline import Pipeline
+from petra.process_memory import keep_freed_memory
+from petra.training import (
+    FORMATS,
+    Bar,
+    Checkpoints,
+    Lines,
+    Schedule,
+    Trainer,
+    UpdateLog,
+    export,
+    finished_epochs,
+    limited,
+    peak_memory,
+)
+
+from ..config.schema import Config
+from ..runtime.network import set_variables
+from ..runtime.rank import Process
+from ..runtime.signals import StopRequest
+from .autotune import tune_setup
+from .build import Setup, set_up
+from .diagnostics import attach_diagnostics
+from .dry_run import stage_map
+from .exclusive import exclusive_folder
+from .folder import Records, headline, summarise
+from .report import read_updates
+from .resume import FOLDER, Start, checkpoint_facts, find_start, load_start, require_shared, restore_choices
+
+
+def run(config: Config, process: Process) -> None:
+    """Train one configuration and write its records to the run's folder. Every process of the run must call this function.
+
+    Raises:
+        PetraError: If the configuration or its data cannot be used. Raised in every process.
+    """
+    setup = set_up(config, process)
+    if config.dry_run:
+        if process.first:
+            print(stage_map(setup), flush=True)
+        return
+    notes = prepare_process(setup)
+    with process.process_group(setup.device, config.trainer.timeout), exclusive_folder(config, process):
+        train_in_group(setup, notes, process)
+
+
+def train_in_group(setup: Setup, notes: Sequence[str], process: Process) -> None:
+    """Train a set-up run inside its process group.
+
+    The pipeline and all that refers to it end with this function, before the process group does: destroyed the other way round,
+    groups of replicas sometimes abort the process.
+
+    Args:
+        notes: Lines to print first.
+    """
+    config, started = setup.config, time.perf_counter()
+    start = find_start(config, process)
+    setup = tune_setup(restore_choices(setup, start), process)
+    train, test = setup.data()
+    prepared = {"preparation": None if train.preparation is None else train.preparation.as_dict()}
+    batches = limited(train.batches_per_epoch, config.trainer.limit_batches)
+    learning_rate = setup.learning_rate(batches)
+    pipeline = setup.pipeline(learning_rate)
+    loaded = load_start(pipeline, config, start, batches)
+    records = open_records(config, start, pipeline.clock, process)
+    if records is not None:
+        if (total := config.trainer.epochs * batches) < config.k:
+            print(f"warning: k={config.k}: the run has only {total} microbatches, so it ends before its first update")
+        print(*notes, f"{headline(setup)}; records in {records.folder}", *loaded, sep="\n", flush=True)
+        records.log_changes(pipeline.clock, start.changes)
+    folder = all_gather_objects(None if records is None else records.folder)[0]
+    checkpoints = open_checkpoints(config, folder, process)
+    stop = StopRequest()
+    trainer = make_trainer(setup, pipeline, (train, test), learning_rate, records, checkpoints, stop, prepared)
+    if start.trainer is not None:
+        trainer.resume(start.trainer)
+    with attach_diagnostics(config.trainer, pipeline, None if records is None else records.folder), stop.handle_signals():
+        history = trainer.fit(config.trainer.epochs)
+    export_weights(pipeline, folder, config, prepared)
+    memory = all_gather_objects(peak_memory(setup.device))
+    if records is not None:
+        records.finish(summarise(setup, pipeline.clock, history, memory, time.perf_counter() - started), history)
+
+
+def prepare_process(setup: Setup) -> list[str]:
+    """Set the number of threads, the allocator and the network's environment variables, and return notes to print."""
+    torch.set_num_threads(setup.config.trainer.threads)
+    if setup.device.type == "cpu":
+        keep_freed_memory()
+    return set_variables(setup.config.cluster)
+
+
+def open_records(config: Config, start: Start, clock: int, process: Process) -> Records | None:
+    """Open the run's folder in the first process, and return None in the others.
+
+    Args:
+        clock: Number of microbatches that the run has trained on.
+
+    Raises:
+        PetraError: If the folder cannot be used or the checkpoint's facts are invalid. Raised in every process.
+    """
+    records = None
+    with raise_on_all_ranks():
+        rows = [] if start.trainer is None else [epoch.row() for epoch in finished_epochs(start.trainer)]
+        if process.first:
+            updates = [] if start.path is None else read_updates(start.path.parent.parent, clock)
+            records = Records(config, rows, updates, clock)
+    return records
+
+
+def open_checkpoints(config: Config, folder: Path, process: Process) -> Checkpoints | None:
+    """Return the writer of the run's checkpoints, or None if ``checkpoint.keep`` is 0.
+
+    Raises:
+        PetraError: If a process does not see the run's folder. Raised in every process.
+    """
+    checkpoint = config.checkpoint
+    if not checkpoint.keep:
+        return None
+    require_shared(folder, config, process)
+    return Checkpoints(folder / FOLDER, checkpoint.keep, background=checkpoint.background, timeout=config.trainer.timeout)
+
+
+def make_trainer(
+    setup: Setup,
+    pipeline: Pipeline,
+    data: tuple[TrainSource, EvalSource],
+    learning_rate: Schedule,
+    records: Records | None,
+    checkpoints: Checkpoints | None,
+    stop: Callable[[], bool],
+    facts: Mapping[str, Any],
+) -> Trainer:
+    """Return the trainer of a run. It logs and displays progress only if ``records`` is not None."""
+    config, progress, updates = setup.config, None, None
+    if records is not None:
+        display = Bar if sys.stdout.isatty() else Lines
+        metrics = tuple(pipeline.recipe.metrics)
+        if config.trainer.log_every is not None:
+            updates = UpdateLog(config.trainer.log_every, config.k, learning_rate, metrics, records.update_loggers)
+        progress = display(config.trainer.epochs, learning_rate.microbatches_per_epoch, learning_rate, metrics, setup.unit)
+    return Trainer(
+        pipeline,
+        *data,
+        learning_rate,
+        limit=config.trainer.limit_batches,
+        unit=setup.unit,
+        bytes_per_target=data[1].bytes_per_target,
+        every=config.checkpoint.every,
+        checkpoints=checkpoints,
+        facts=checkpoint_facts(setup) | dict(facts),
+        stop=stop,
+        loggers=() if records is None else records.loggers,
+        updates=updates,
+        progress=progress,
+    )
+
+
+def export_weights(pipeline: Pipeline, folder: Path, config: Config, facts: Mapping[str, Any]) -> None:
+    """Write the trained network to the run's folder as ``trainer.export`` says, and its moving average if there is one.
+
+    Every process must call this function.
+    """
+    if config.trainer.export == "none":
+        return
+    suffix = FORMATS[config.trainer.export]
+    export(pipeline, folder / f"model{suffix}", facts)
+    if config.optim.ema is not None:
+        with pipeline.averaged():
+            export(pipeline, folder / f"ema{suffix}", facts)

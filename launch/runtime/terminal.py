@@ -1,0 +1,107 @@
+"""What every command owes its terminal: plain text where it has no Unicode, closed pipes, Ctrl-C, errors in one line."""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable
+from functools import wraps
+from types import FrameType
+from typing import IO, ParamSpec
+
+from petra.errors import PetraError
+
+from .reporting import CANCELLED, FAILED
+
+P = ParamSpec("P")
+PLAIN = {"τ": "tau", "µ": "u", "→": "->", "←": "<-", "–": "-", "…": "...", "×": "x", "·": "*", "≥": ">=", "≤": "<=", "ö": "o"}
+"""Replacements for characters that the terminal's encoding lacks."""
+_CLOSED = (errno.EPIPE, errno.EIO)
+"""Errors of a pipe whose reader has ended, and of a terminal that was closed."""
+
+
+def command(main: Callable[P, None]) -> Callable[P, None]:
+    """Make a command out of a function: ``main`` runs with :func:`prepare_streams`, and its errors become one line and a status.
+
+    Ctrl-C ends the process at once with status :data:`CANCELLED` unless ``main`` handles the signal itself.
+    """
+
+    @wraps(main)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        prepare_streams()
+        before = signal.getsignal(signal.SIGINT)
+        if before is signal.default_int_handler:  # otherwise the parent process has decided
+            signal.signal(signal.SIGINT, _cancel)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # an agent starts its processes with the signal blocked
+        try:
+            main(*args, **kwargs)
+        except PetraError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            sys.exit(FAILED)
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    return run
+
+
+def prepare_streams() -> None:
+    """Make stdout and stderr accept any text, and survive a reader that has ended, a closed terminal, or a full disk."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # closed, so the next file that is opened would get this number
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    sys.stdout = _lasting(sys.stdout, sys.__stdout__, 1)
+    sys.stderr = _lasting(sys.stderr, sys.__stderr__, 2)
+
+
+def _lasting(stream: IO[str] | None, original: IO[str] | None, number: int) -> IO[str]:
+    """Return the stream to use instead of ``stream``. A stream that a caller has replaced stays as it is."""
+    if stream is None:
+        return open(number, "w", encoding="utf-8", closefd=False)
+    if stream is not original or not isinstance(stream, io.TextIOWrapper):
+        return stream
+    return _LastingText(stream.buffer, stream.encoding, "plain", line_buffering=stream.line_buffering or number == 2)
+
+
+class _LastingText(io.TextIOWrapper):
+    """Text stream that discards its output as soon as its file can't be written."""
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except OSError as error:
+            self._discard(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError as error:
+            self._discard(error)
+
+    def _discard(self, error: OSError) -> None:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self.fileno())
+        os.close(null)
+        if error.errno not in _CLOSED and self is not sys.stderr:
+            print(f"warning: output can't be written ({error.strerror}); the rest is discarded", file=sys.stderr, flush=True)
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    """Replace characters that can't be encoded (an error handler of :mod:`codecs`)."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(PLAIN.get(character, "?") for character in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error("plain", _plain)
+
+
+def _cancel(number: int, frame: FrameType | None) -> None:
+    """End the process. An exception could be swallowed or reported by whatever is being imported."""
+    os._exit(CANCELLED)

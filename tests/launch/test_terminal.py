@@ -1,0 +1,227 @@
+"""Commands at a terminal: errors before torch is imported, any encoding, closed pipes, Ctrl-C, environment variables."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.config import names
+from launch.evaluate import parse
+from launch.node import first_host
+from launch.run.build import PRECISIONS, WIRES
+from launch.runtime.agent import require_loopback
+from launch.runtime.rank import Process
+from launch.runtime.reporting import report_errors
+from petra import ConfigError
+from petra.data import DATASETS
+from petra.models import MODELS
+from petra.staleness import Prediction
+from petra.training import FORMATS, OPTIMIZERS, SCHEDULES
+from tests.kill_many import children
+from tests.structure import ROOT
+
+IMPORTS = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+except SystemExit as ended:
+    print(ended.code, *(name for name in ("torch", "matplotlib", "sklearn") if name in sys.modules))
+"""
+"""Program that runs a module as its arguments say, and prints its status and which slow packages it has imported."""
+
+
+def python(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})}  # type: ignore[dict-item]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    return subprocess.run([sys.executable, *words], env=environment, timeout=60, encoding="utf-8", **options)  # type: ignore[call-overload,no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("launch.train k=0", "k: expected an integer >= 1, got 0"),
+        ("launch.train trainer.epoch=3", "trainer.epoch: no such key; did you mean trainer.epochs?"),
+        ("launch.train model.name=mnist", "model.name: expected resnet18, "),
+        ("launch.train optim.lr=-1", "optim.lr: expected a number >= 0, got -1.0"),
+        ("launch.train trainer.stages=0", "trainer.stages: expected null, an integer >= 1, auto, or"),
+        ("launch.train", "command line: expected arguments such as experiment=demo (about a minute)"),
+        ("launch.local --processes 2 data=mnist", "data: expected cifar10, "),
+        ("launch.sweep k=1,0", "k: expected an integer >= 1, got 0"),
+        ("launch.sweep", "command line: expected arguments such as experiment=demo (about a minute)"),
+        ("launch.evaluate run=nowhere", "run: expected the folder of a run, got nowhere without a config.yaml"),
+        ("launch.compare nowhere --out x.foo", "--out: expected a file name that ends in .png, .svg or .pdf, got x.foo"),
+    ],
+)
+def test_errors_appear_before_torch_is_imported(words: str, message: str) -> None:
+    ended = python("-c", IMPORTS, *words.split())
+    assert ended.stdout == "2\n"
+    assert ended.stderr.startswith(f"error: {message}")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_names_are_those_of_the_registries() -> None:
+    assert tuple(MODELS) == names.MODELS
+    assert tuple(DATASETS) == names.DATASETS
+    assert tuple(OPTIMIZERS) == names.OPTIMIZERS
+    assert tuple(SCHEDULES) == names.SCHEDULES
+    assert tuple(FORMATS) == names.FORMATS
+    assert tuple(Prediction) == names.PREDICTIONS
+    assert (tuple(PRECISIONS), tuple(WIRES)) == (names.PRECISIONS, names.WIRES)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_help_in_any_encoding(encoding: str) -> None:
+    ended = python("-m", "launch.node", "--help", env={"PYTHONIOENCODING": encoding})
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "| port on node 0 | MASTER_PORT | PET_MASTER_PORT | - | 29500 |" in ended.stdout
+
+
+WRITER = """
+from launch.runtime.terminal import command
+@command
+def main():
+    for line in range(20000):
+        print(line, "\\u03c4 \\u2192 \\u2713", flush=line % 100 == 0)
+    print("reached the end", file=__import__("sys").stderr)
+main()
+"""
+
+
+def test_a_command_outlives_the_reader_of_its_output() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = python("-c", WRITER, stdout=writer)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, "reached the end\n")
+
+
+def test_a_command_without_stdout_runs() -> None:
+    ended = python("-c", WRITER, stdout=None, preexec_fn=lambda: os.close(1))
+    assert (ended.returncode, ended.stderr) == (0, "reached the end\n")
+
+
+def test_a_full_disk_for_stdout_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        ended = python("-c", WRITER, stdout=full)
+    warning = "warning: output can't be written (No space left on device); the rest is discarded\n"
+    assert (ended.returncode, ended.stderr) == (0, f"{warning}reached the end\n")
+
+
+def test_characters_that_the_terminal_lacks_are_replaced() -> None:
+    ended = python("-c", WRITER, env={"PYTHONIOENCODING": "ascii"})
+    assert (ended.returncode, ended.stdout.splitlines()[-1]) == (0, "19999 tau -> ?")
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+def test_ctrl_c_ends_a_command_with_status_130_and_nothing_else(blocked: bool) -> None:
+    """With ``blocked``, the signal arrives while Python starts, as in a process of launch.local."""
+    program = (
+        "import time\nfrom launch.runtime.terminal import command\n@command\ndef main():\n    print(1, flush=True)\n"
+        "    time.sleep(60)\nmain()"
+    )
+    before = signal.pthread_sigmask(signal.SIG_BLOCK if blocked else signal.SIG_UNBLOCK, {signal.SIGINT})
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert process.stdout is not None
+    if not blocked:
+        assert process.stdout.readline() == "1\n"
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert (process.returncode, told) == (130, "")
+
+
+def test_a_command_handles_ctrl_c_before_it_imports_anything_slow() -> None:
+    program = "import sys, launch.train; print('hydra' in sys.modules, 'torch' in sys.modules)"
+    assert python("-c", program).stdout == "False False\n"
+
+
+@pytest.mark.processes
+def test_ctrl_c_while_the_processes_of_a_run_start(tmp_path: Path) -> None:
+    agent = subprocess.Popen(
+        [sys.executable, "-m", "launch.local", "--processes", "2", "data=synthetic", "trainer.device=cpu"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (started := children(agent.pid)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    agent.send_signal(signal.SIGINT)
+    out, told = agent.communicate(timeout=60)
+    assert started
+    assert agent.returncode == 130, told
+    assert "Traceback" not in told
+    assert not out
+    assert not any(Path(f"/proc/{pid}").exists() for pid in started)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "environment variable RANK: expected an integer from 0 to 1 .*, got x"),
+        ({"WORLD_SIZE": "2"}, "environment variable RANK: expected an integer from 0 to 1 .*, got nothing"),
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "environment variable RANK: expected an integer from 0 to 1 .*, got 5"),
+        ({"RANK": "0"}, "environment variable WORLD_SIZE: expected an integer >= 1, got nothing"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "environment variable MASTER_ADDR: expected the address of rank 0 .*, got nothing"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "abc"},
+            "environment variable MASTER_PORT: expected an integer from 1 to 65535, got abc",
+        ),
+    ],
+)
+def test_environment_variables_of_a_rank(variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        Process.from_environment()
+
+
+@pytest.mark.parametrize("nodes", ["gpu[003", "gpu[a-b]", "[", ",gpu1", "gpu 1"])
+def test_malformed_lists_of_nodes(nodes: str) -> None:
+    with pytest.raises(ConfigError, match="SLURM_JOB_NODELIST: expected a list of hosts such as"):
+        first_host(nodes)
+
+
+def test_a_machine_without_loopback_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_loopback()
+
+    def unreachable(*arguments: object, **options: object) -> socket.socket:
+        raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    with pytest.raises(ConfigError, match=r"network: .* at 127\.0\.0\.1 \(Network is unreachable\); the loopback interface must"):
+        require_loopback()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE])
+def test_limits_of_the_system_are_one_line(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, report_errors(Process(0, 1, 0, 1)):
+        raise OSError(number, os.strerror(number), "/tmp/x")
+    assert (ended.value.code, capsys.readouterr().err) == (2, f"error: {os.strerror(number)} before training: /tmp/x\n")
+
+
+def test_evaluate_names_the_keys_that_it_accepts(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("k: 1\n")
+    with pytest.raises(ConfigError, match=r"data: expected single keys of the run's .* \(data\.KEY=VALUE\), got cifar10"):
+        parse([f"run={tmp_path}", "data=cifar10"])
