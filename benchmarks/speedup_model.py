@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from benchmarks.report import benchmark_parser, machine, save
 from petra import METHODS, BlockSpec, Keep, Method, Model, TensorSpec
-from petra.cost_model.autotune import choose_delays, tune
+from petra.cost_model.autotune import tune
 from petra.cost_model.costs import BlockCost, StageCost, count_blocks, pipeline_costs, profile_blocks
+from petra.cost_model.delays import choose_delays
 from petra.cost_model.links import INSTANT, Link
 from petra.cost_model.simulator import predict
 from petra.models import revnet18, revnet34

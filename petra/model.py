@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -32,6 +33,17 @@ class BlockSpec:
 
     name: str
     build: Callable[[], nn.Module]
+
+    @property
+    def kind(self) -> Hashable:
+        """A key that blocks share if the same function with the same arguments builds them."""
+        build = self.build
+        key = (build.func, build.args, frozenset(build.keywords.items())) if isinstance(build, partial) else build
+        try:
+            hash(key)
+        except TypeError:
+            return id(build)
+        return key
 
 
 @dataclass(frozen=True)
@@ -121,7 +133,8 @@ class Model:
     def profile(self, inputs: TensorSpec) -> tuple[BlockProfile, ...]:
         """Compute shapes, parameters and FLOPs of every block on the meta device.
 
-        This allocates no memory for tensors, runs no kernel, and changes no running statistics.
+        This allocates no memory for tensors, runs no kernel, and changes no running statistics. Blocks that the same function
+        with the same arguments builds are profiled once for each form of their input.
 
         Args:
             inputs: Shape and type of a microbatch of inputs.
@@ -136,37 +149,63 @@ class Model:
         except RuntimeError as error:
             raise invalid("inputs", "a shape that a tensor can have", f"{inputs} ({first_line(error)})", ModelError) from error
         profiles: list[BlockProfile] = []
+        known: dict[Hashable, tuple[BlockProfile, Streams]] = {}
         built: dict[str, nn.Module] = {}
+        kinds = Counter[Hashable]()
         for spec in self.blocks:
-            counter = FlopCounterMode(display=False)
-            try:
-                with torch.device("meta"):
-                    block = spec.build().to("meta")
-            except (RuntimeError, ValueError, TypeError, OverflowError) as error:
-                got = f"an error when it is built ({first_line(error)})"
-                raise invalid(f"block {spec.name}", "a module", got, ModelError) from error
-            try:
-                with torch.no_grad(), frozen_statistics(normalisations(block)), counter, _SameTypes():  # type: ignore[no-untyped-call]
-                    output = block(*streams)
-            except (RuntimeError, ValueError, TypeError) as error:
+            kinds[spec.kind] += 1
+            key = (spec.kind, tuple(TensorSpec(tuple(t.shape), t.dtype) for t in streams))
+            if key not in known or kinds[spec.kind] == 2:  # two blocks of a kind show whether that kind shares tensors
                 given = ", ".join(str(p) for p in profiles[-1].outputs) if profiles else str(inputs)
                 source = f"block {profiles[-1].name}" if profiles else "the data"
-                got = f"{given} from {source} ({first_line(error)})"
-                raise invalid(f"block {spec.name}", "an input that it accepts", got, ModelError) from error
-            streams, built[spec.name] = _checked_streams(spec.name, output), block
-            profiles.append(
-                BlockProfile(
-                    name=spec.name,
-                    outputs=tuple(TensorSpec(tuple(t.shape), t.dtype) for t in streams),
-                    parameters=sum(p.numel() for p in block.parameters()),
-                    flops=counter.get_total_flops(),
-                    reversible=isinstance(block, ReversibleBlock),
-                    exact=isinstance(block, ReversibleBlock)
-                    and type(block).enable_exact_streams is not ReversibleBlock.enable_exact_streams,
-                )
-            )
+                built[spec.name] = _build_on_meta(spec)
+                known[key] = _profile_block(spec.name, built[spec.name], streams, f"{given} from {source}")
+            profile, streams = known[key]
+            profiles.append(replace(profile, name=spec.name))
         _check_distinct(self.name, built)
         return tuple(profiles)
+
+
+def _build_on_meta(spec: BlockSpec) -> nn.Module:
+    """Build a block on the meta device.
+
+    Raises:
+        ModelError: If this fails.
+    """
+    try:
+        with torch.device("meta"):
+            return spec.build().to("meta")
+    except (RuntimeError, ValueError, TypeError, OverflowError) as error:
+        got = f"an error when it is built ({first_line(error)})"
+        raise invalid(f"block {spec.name}", "a module", got, ModelError) from error
+
+
+def _profile_block(name: str, block: nn.Module, streams: Streams, given: str) -> tuple[BlockProfile, Streams]:
+    """Compute the profile and the output of one block.
+
+    Args:
+        streams: Its input, on the meta device.
+        given: Description of the input and its source, for error messages.
+
+    Raises:
+        ModelError: If the block does not accept the input, or returns anything but floating-point tensors.
+    """
+    counter = FlopCounterMode(display=False)
+    try:
+        with torch.no_grad(), frozen_statistics(normalisations(block)), counter, _SameTypes():  # type: ignore[no-untyped-call]
+            output = block(*streams)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise invalid(f"block {name}", "an input that it accepts", f"{given} ({first_line(error)})", ModelError) from error
+    outputs, reversible = _checked_streams(name, output), isinstance(block, ReversibleBlock)
+    profile = BlockProfile(
+        name=name,
+        outputs=tuple(TensorSpec(tuple(t.shape), t.dtype) for t in outputs),
+        parameters=sum(p.numel() for p in block.parameters()),
+        flops=counter.get_total_flops(),
+        reversible=reversible,
+        exact=reversible and type(block).enable_exact_streams is not ReversibleBlock.enable_exact_streams,  # type: ignore[attr-defined]
+    )
+    return profile, outputs
 
 
 class Chain(nn.Module):

@@ -187,6 +187,7 @@ class CheckpointConfig:
 class ClusterConfig:
     """Settings of NCCL and gloo, see :func:`launch.runtime.network.variables`."""
 
+    machines: str | None = None
     interfaces: list[str] | None = key(NAMES, None)
     infiniband: bool = MISSING
     adapters: list[str] | None = key(NAMES, None)

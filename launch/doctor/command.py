@@ -2,6 +2,7 @@
 
 ``python -m launch.doctor`` checks one process. To check all processes of a run, replace launch.train in its command:
 ``torchrun --nproc-per-node 4 -m launch.doctor cluster.interfaces=[eth0]`` or ``python -m launch.node --module launch.doctor``.
+With ``cluster.machines=FILE``, it also measures the speed of each device and writes the file that auto-tuning reads.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from petra.errors import first_line, invalid
 from petra.plan.layout import processes_per_replica
 
 from ..config.compose import compose_command_line
+from ..config.machines import write_machines
 from ..config.schema import Config, to_config
 from ..runtime.network import set_variables
 from ..runtime.rank import Process
@@ -20,6 +22,7 @@ from ..runtime.reporting import only_first_prints, report_errors
 from ..runtime.terminal import command
 from .links import LARGE, Link, measure_links
 from .machine import Report, find_differences, inspect_machine
+from .speed import describe, measure_speeds
 
 
 @command
@@ -46,12 +49,16 @@ def examine(config: Config, process: Process) -> None:
         with process.process_group(device, config.trainer.timeout):
             reports = all_gather_objects(inspect_machine(process, device, config.trainer.threads, config.cluster.interfaces))
             links = measure_links(device, config.dp) if process.world > 1 else []
+            speeds = [] if config.cluster.machines is None else measure_speeds(device)
     except RuntimeError as error:  # the base class of torch.distributed's errors
         interfaces = "null" if config.cluster.interfaces is None else config.cluster.interfaces
         expected = "network interfaces over which the processes reach each other"
         raise invalid("cluster.interfaces", expected, f"{interfaces} ({first_line(error)})") from error
     if process.first:
         print(report_text(reports, links, [*notes, *find_differences(reports, replica_size)]), flush=True)
+        if config.cluster.machines is not None:
+            write_machines(config.cluster.machines, describe(reports, links, speeds, replica_size))
+            print(f"speed, memory and links of the processes of a pipeline: {config.cluster.machines}", flush=True)
 
 
 def report_text(reports: Sequence[Report], links: Sequence[Link], problems: Sequence[str]) -> str:

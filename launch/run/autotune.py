@@ -10,12 +10,14 @@ import torch.distributed as dist
 
 from petra.cost_model.autotune import Tuned, tune
 from petra.cost_model.costs import profile_blocks
-from petra.cost_model.links import Link, measure_link
+from petra.cost_model.links import INSTANT, Connection, measure_link
+from petra.cost_model.machines import Machines
 from petra.distributed import raise_on_all_ranks
-from petra.errors import ConfigError
+from petra.errors import ConfigError, require
 from petra.method import Keep
 from petra.settings import TransportName
 
+from ..config.machines import read_machines
 from ..runtime.rank import Process
 from . import recipe
 from .build import Setup
@@ -31,11 +33,12 @@ def tune_setup(setup: Setup, process: Process) -> Setup:
     """
     if not setup.auto:
         return setup
-    link = _link(setup)
+    path = setup.config.cluster.machines
+    machines = _measured(setup) if path is None else read_machines(path)
     chosen: list[Tuned | None] = [None]
     with raise_on_all_ranks():
         if process.first:
-            chosen[0] = _choose(setup, link)
+            chosen[0] = _choose(setup, machines)
     if process.world > 1:
         dist.broadcast_object_list(chosen, 0)
     found = chosen[0]
@@ -50,18 +53,23 @@ def tune_setup(setup: Setup, process: Process) -> Setup:
     return setup.with_choice(list(found.stages), replace(setup.plan.method, delay=found.delay, keep=found.keep))
 
 
-def _link(setup: Setup) -> Link:
-    """Measure the link between ranks 0 and 1.
+def _measured(setup: Setup) -> Machines:
+    """Return equal devices with the link between ranks 0 and 1, which is measured."""
+    return Machines.equal(len(setup.plan.layout.processes), measure_link(setup.device))
+
+
+def _connections(setup: Setup, machines: Machines, processes: int) -> tuple[Connection, ...]:
+    """Return the connections between ``processes`` processes.
 
     The cost model counts messages in float32. If they travel in a smaller type, the bandwidth is scaled up instead.
     """
-    link, wire = measure_link(setup.device), setup.plan.numerics.wire
-    if wire is not None:
-        link = replace(link, bandwidth=link.bandwidth * torch.float32.itemsize / wire.itemsize)
-    return link
+    wire = setup.plan.numerics.wire
+    factor = 1.0 if wire is None else torch.float32.itemsize / wire.itemsize
+    sides = ((pair.forward, pair.backward) for pair in machines.connections[: processes - 1])
+    return tuple(Connection(*(replace(side, bandwidth=factor * side.bandwidth) for side in pair)) for pair in sides)
 
 
-def _choose(setup: Setup, link: Link) -> Tuned:
+def _choose(setup: Setup, machines: Machines) -> Tuned:
     plan, config = setup.plan, setup.config
     blocks = profile_blocks(
         plan.model,
@@ -73,7 +81,12 @@ def _choose(setup: Setup, link: Link) -> Tuned:
         seed=config.seed,
     )
     processes = plan.layout.processes
+    used = [stages for stages in processes if stages]
+    require(len(processes) <= len(machines.devices), "cluster.machines", f"{len(processes)} devices", len(machines.devices))
     limit = config.trainer.memory_limit
+    count = len(processes) if "stages" in setup.auto else len(plan.layout.stages)
+    several = len(processes) > 1
+    owners = [range(j, j + 1) for j in range(count)] if "stages" in setup.auto else used
     return tune(
         blocks,
         plan.method,
@@ -82,9 +95,10 @@ def _choose(setup: Setup, link: Link) -> Tuned:
         tune_delay="delay" in setup.auto,
         tune_keep="keep" in setup.auto and _may_keep_graphs(setup),
         limit=float("inf") if limit is None else 1e9 * limit,
-        link=link,
+        devices=machines.device_of_stages(owners) if several else None,
+        link=_connections(setup, machines, len(owners)) if several else INSTANT,
         # In one process the choice of delays would not change the speed, so choose as for one process per stage.
-        processes=[stages for stages in processes if stages] if len(processes) > 1 else None,
+        processes=owners if several else None,
         transport=cast(TransportName, config.trainer.transport),
         parameter_copies=_parameter_copies(setup),
     )

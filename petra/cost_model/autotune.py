@@ -1,22 +1,22 @@
-"""Chooses settings from the costs of blocks: the partition into stages, the boundary delays, and what each block stores."""
+"""Chooses settings from the costs of blocks: the partition into stages, and what each block stores."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
 
 from petra.cost_model.costs import PARAMETER_COPIES, BlockCost, StageCost, pipeline_costs, stage_cost
-from petra.cost_model.links import INSTANT, Link
-from petra.cost_model.simulator import predict
+from petra.cost_model.delays import choose_delays
+from petra.cost_model.links import INSTANT, Connection, Link
+from petra.cost_model.machines import Device
 from petra.errors import ConfigError, invalid
-from petra.method import Keep, Method, Weights
-from petra.plan.partition import best_partition, partition_of
+from petra.method import Keep, Method
+from petra.plan.partition import Indices, RangeExtrema, Values, best_partition, partition_of, prefix_sums
 from petra.plan.schedule import in_flight
-from petra.plan.transport import simulated_transport
 from petra.settings import TransportName
-
-TOLERANCE = 0.01
-"""Relative loss of throughput that a smaller delay may cost; less than the variation from run to run."""
 
 
 @dataclass(frozen=True)
@@ -77,53 +77,6 @@ def _pareto_front(options: list[_KeepOption]) -> list[_KeepOption]:
     return front
 
 
-def choose_delays(
-    costs: Sequence[StageCost],
-    method: Method,
-    k: int,
-    *,
-    link: Link = INSTANT,
-    processes: Sequence[range] | None = None,
-    transport: TransportName = "auto",
-    max_delay: int = 4,
-) -> tuple[int, ...]:
-    """Choose the smallest boundary delays that keep the throughput of the largest ones, up to :data:`TOLERANCE`.
-
-    The search starts from the smallest delay that suffices at all boundaries. It then lowers the delay of one boundary at a time,
-    starting at the last, whose delay adds to the staleness of all stages before it. No delay of the result can be lowered alone.
-
-    Args:
-        costs: Cost of each stage.
-        k: Microbatches per update.
-        link, processes: As for :func:`petra.cost_model.simulator.predict`.
-        transport: Transport that the run requests.
-        max_delay: Largest delay of a boundary.
-    """
-    if method.weights is Weights.DOUBLE and len(costs) > 1:
-        # The delay of the first stage may not exceed k: two versions of the weights serve all microbatches in flight.
-        max_delay = min(max_delay, k // (len(costs) - 1))
-    delays = [max_delay] * (len(costs) - 1)
-
-    def period() -> float:
-        wires = simulated_transport(transport, delays)
-        return predict(costs, replace(method, delay=tuple(delays)), k, link=link, processes=processes, transport=wires).period
-
-    longest_period = (1 + TOLERANCE) * period() if delays else 0.0
-    for uniform in range(max_delay):
-        delays = [uniform] * len(delays)
-        if period() <= longest_period:
-            break
-    else:
-        delays = [max_delay] * len(delays)
-    for boundary in reversed(range(len(delays))):
-        while delays[boundary]:
-            delays[boundary] -= 1
-            if period() > longest_period:
-                delays[boundary] += 1
-                break
-    return tuple(delays)
-
-
 @dataclass(frozen=True)
 class Tuned:
     """Chosen settings, in the form that :class:`petra.Pipeline` takes, and the costs that they lead to.
@@ -149,40 +102,108 @@ class Tuned:
 
 @dataclass(frozen=True)
 class _Stages:
-    """Candidate stages of a model: what their blocks store, what they cost, and whether they fit into memory."""
+    """Candidate stages of a model: what their blocks store, what they cost, and whether they fit into memory.
+
+    Attributes:
+        devices: Device of each stage.
+        delays: Delay τ of each stage.
+    """
 
     blocks: Sequence[BlockCost]
     method: Method
     k: int
-    count: int
+    devices: Sequence[Device]
+    delays: Sequence[int]
     tune_keep: bool
-    limit: float
     parameter_copies: int
 
-    def keeps(self, blocks: range, stage: int, delay: int) -> tuple[Keep, ...]:
+    def keeps(self, blocks: range, stage: int) -> tuple[Keep, ...]:
         """Return what each block of a stage stores, chosen by the method or by :func:`choose_keeps`."""
-        costs, last = self.blocks[blocks.start : blocks.stop], stage == self.count - 1 and delay == 0
-        keeps = self.method.keep_of([block.reversible for block in costs], last=last, first_block=blocks.start)
+        costs = self.blocks[blocks.start : blocks.stop]
+        keeps = self._method_keeps(blocks, stage)
         if self.tune_keep:
-            microbatches = in_flight(delay, self.k, self.method.flush)
-            keeps = choose_keeps(costs, keeps, microbatches, self.limit, parameter_copies=self.parameter_copies)
+            limit, copies = self.devices[stage].memory, self.parameter_copies
+            keeps = choose_keeps(costs, keeps, self._in_flight(stage), limit, parameter_copies=copies)
         return keeps
 
-    def seconds(self, blocks: range, stage: int, delay: int) -> float:
-        """Return the time per microbatch of these blocks as a stage; infinity if they don't fit into memory."""
-        keeps = self.keeps(blocks, stage, delay)
-        costs = self.blocks[blocks.start : blocks.stop]
-        cost = stage_cost(costs, keeps, previous_keep=None, parameter_copies=self.parameter_copies)
-        return float("inf") if self.memory(cost, delay) > self.limit else cost.forward + cost.backward + cost.update / self.k
-
     def costs(self, partition: Sequence[range], keeps: Sequence[Sequence[Keep]]) -> list[StageCost]:
-        """Return the cost of each stage."""
+        """Return the cost of each stage on its device."""
         stages = [self.blocks[blocks.start : blocks.stop] for blocks in partition]
-        return pipeline_costs(stages, keeps, parameter_copies=self.parameter_copies)
+        costs = pipeline_costs(stages, keeps, parameter_copies=self.parameter_copies)
+        return [cost.on(device.speed) for cost, device in zip(costs, self.devices, strict=True)]
 
-    def memory(self, cost: StageCost, delay: int) -> int:
-        """Return the bytes of a stage of delay τ."""
-        return cost.memory(in_flight(delay, self.k, self.method.flush))
+    def memory(self, cost: StageCost, stage: int) -> int:
+        """Return the bytes of a stage."""
+        return cost.memory(self._in_flight(stage))
+
+    def fastest_partition(self) -> list[range]:
+        """Return the partition whose slowest stage is fastest."""
+        try:
+            return best_partition(len(self.blocks), len(self.devices), self._seconds)
+        except ConfigError as error:
+            raise ConfigError(f"trainer.stages: {error}") from error
+
+    def _method_keeps(self, blocks: range, stage: int) -> tuple[Keep, ...]:
+        reversible = [block.reversible for block in self.blocks[blocks.start : blocks.stop]]
+        return self.method.keep_of(reversible, last=self._is_last(stage), first_block=blocks.start)
+
+    def _is_last(self, stage: int) -> bool:
+        return stage == len(self.devices) - 1 and self.delays[stage] == 0
+
+    def _in_flight(self, stage: int) -> int:
+        return in_flight(self.delays[stage], self.k, self.method.flush)
+
+    def _seconds(self, starts: Indices, ends: Indices, stage: int) -> Values:
+        """Return the time per microbatch of each range of blocks as a stage; infinity if it doesn't fit into memory."""
+        device = self.devices[stage]
+        if self.tune_keep and device.memory < float("inf"):
+            ranges = (range(start, end) for start, end in zip(starts.tolist(), ends.tolist(), strict=True))
+            return np.array([self._seconds_of_range(blocks, stage) for blocks in ranges])
+        # The blocks of the last stage store what they would store in a last stage of all blocks.
+        sums = self._last_sums if self._is_last(stage) else self._sums
+        seconds = (sums.seconds[ends] - sums.seconds[starts]) / device.speed
+        memory = sums.fixed[ends] - sums.fixed[starts] + sums.temporary(starts, ends)
+        memory += self._in_flight(stage) * (sums.stored[ends] - sums.stored[starts])
+        return np.where(memory > device.memory, np.inf, seconds)
+
+    def _seconds_of_range(self, blocks: range, stage: int) -> float:
+        keeps = self.keeps(blocks, stage)
+        costs = self.blocks[blocks.start : blocks.stop]
+        cost = stage_cost(costs, keeps, previous_keep=None, parameter_copies=self.parameter_copies).on(self.devices[stage].speed)
+        fits = self.memory(cost, stage) <= self.devices[stage].memory
+        return cost.forward + cost.backward + cost.update / self.k if fits else float("inf")
+
+    @cached_property
+    def _sums(self) -> _Sums:
+        return self._make_sums(last=False)
+
+    @cached_property
+    def _last_sums(self) -> _Sums:
+        return self._make_sums(last=True)
+
+    def _make_sums(self, *, last: bool) -> _Sums:
+        """Return the sums of the blocks' costs. Without a memory limit, ``tune_keep`` chooses the faster of two choices."""
+        keeps = self.method.keep_of([block.reversible for block in self.blocks], last=last)
+        if self.tune_keep:
+            keeps = tuple(choose_keeps([block], [keep], 0, float("inf"))[0] for block, keep in zip(self.blocks, keeps, strict=True))
+        pairs = list(zip(self.blocks, keeps, strict=True))
+        graphs = [0.0 if keep is Keep.GRAPH else float(block.graph_bytes) for block, keep in pairs]
+        return _Sums(
+            seconds=prefix_sums([sum(block.seconds(keep)) + block.update / self.k for block, keep in pairs]),
+            stored=prefix_sums([block.stored_bytes(keep) for block, keep in pairs]),
+            fixed=prefix_sums([self.parameter_copies * block.parameter_bytes for block in self.blocks]),
+            temporary=RangeExtrema(np.array(graphs), np.maximum),
+        )
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Sums over the first 0, 1, 2, … blocks, and the largest temporary graph of any range of blocks."""
+
+    seconds: Values
+    stored: Values
+    fixed: Values
+    temporary: RangeExtrema
 
 
 def tune(
@@ -194,7 +215,8 @@ def tune(
     tune_delay: bool = False,
     tune_keep: bool = False,
     limit: float = float("inf"),
-    link: Link = INSTANT,
+    devices: Sequence[Device] | None = None,
+    link: Link | Sequence[Connection] = INSTANT,
     processes: Sequence[range] | None = None,
     transport: TransportName = "auto",
     parameter_copies: int = PARAMETER_COPIES,
@@ -207,6 +229,7 @@ def tune(
         tune_keep: Store the graph of each block for which there is memory, and as little as possible of the others. Ignores
             ``method.keep``.
         limit: Bytes available to each stage.
+        devices: Device of each stage, whose memory is another limit; None for equal devices.
         link, processes: As for :func:`petra.cost_model.simulator.predict`.
         transport: Transport that the run requests.
         parameter_copies: As for :func:`petra.cost_model.costs.stage_cost`.
@@ -216,35 +239,24 @@ def tune(
     """
     count = stages if isinstance(stages, int) else len(stages)
     method = replace(method, delay=2 if tune_delay else method.delay, keep=Keep.NOTHING if tune_keep else method.keep)
-    candidates = _Stages(blocks, method, k, count, tune_keep, limit, parameter_copies)
-    delays, delay = method.delays(count, k), method.delay
-    partition = _fastest_partition(candidates, delays) if isinstance(stages, int) else partition_of(stages)
+    devices = [replace(device, memory=min(limit, device.memory)) for device in devices or (Device(),) * count]
+    candidates = _Stages(tuple(blocks), method, k, devices, method.delays(count, k), tune_keep, parameter_copies)
+    partition = candidates.fastest_partition() if isinstance(stages, int) else partition_of(stages)
 
-    def choose(delays: Sequence[int]) -> tuple[list[tuple[Keep, ...]], list[StageCost]]:
-        keeps = [candidates.keeps(stage, j, delays[j]) for j, stage in enumerate(partition)]
+    def choose() -> tuple[list[tuple[Keep, ...]], list[StageCost]]:
+        keeps = [candidates.keeps(stage, j) for j, stage in enumerate(partition)]
         return keeps, candidates.costs(partition, keeps)
 
-    keeps, costs = choose(delays)
+    keeps, costs = choose()
+    delay = method.delay
     if tune_delay:
         delay = choose_delays(costs, method, k, link=link, processes=processes, transport=transport)
-        delays = replace(method, delay=delay).delays(count, k)
-        keeps, costs = choose(delays)
-    for j, cost in enumerate(costs):
-        memory = candidates.memory(cost, delays[j])
-        if memory > limit:
+        candidates = replace(candidates, delays=replace(method, delay=delay).delays(count, k))
+        keeps, costs = choose()
+    for j, (cost, device) in enumerate(zip(costs, devices, strict=True)):
+        memory = candidates.memory(cost, j)
+        if memory > device.memory:
             expected = f"at least {memory / 1e9:.3g} GB for stage {j + 1} (or more stages)"
-            raise invalid("trainer.memory_limit", expected, f"{limit / 1e9:g} GB")
+            raise invalid("trainer.memory_limit", expected, f"{device.memory / 1e9:g} GB")
     keep = tuple(keep for stage_keeps in keeps for keep in stage_keeps) if tune_keep else method.keep
     return Tuned(tuple(len(stage) for stage in partition), delay, keep, tuple(costs))
-
-
-def _fastest_partition(candidates: _Stages, delays: Sequence[int]) -> list[range]:
-    """Return the partition whose slowest stage is fastest."""
-
-    def seconds(start: int, end: int, stage: int) -> float:
-        return candidates.seconds(range(start, end), stage, delays[stage])
-
-    try:
-        return best_partition(len(candidates.blocks), candidates.count, seconds)
-    except ConfigError as error:
-        raise ConfigError(f"trainer.stages: {error}") from error

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +82,10 @@ class StageCost:
         """Return the bytes of the stage with this number of microbatches in flight."""
         return self.fixed_bytes + microbatches * self.stored_bytes
 
+    def on(self, speed: float) -> StageCost:
+        """Return the cost on a device of another speed, relative to the device of this cost."""
+        return replace(self, forward=self.forward / speed, backward=self.backward / speed, update=self.update / speed)
+
 
 def stage_cost(
     blocks: Sequence[BlockCost],
@@ -136,10 +140,14 @@ def count_blocks(model: Model, inputs: TensorSpec) -> tuple[BlockCost, ...]:
         ModelError: As :meth:`petra.model.Model.profile`.
     """
     units = (1.0, 3.0, 1.0, 2.0, 0.0)
-    return tuple(
-        _block_cost(model, profile, specs, b, [unit * profile.flops for unit in units])
-        for b, (profile, specs) in enumerate(_profiles_with_inputs(model, inputs))
-    )
+    known: dict[Hashable, BlockCost] = {}
+    costs = []
+    for b, (profile, specs) in enumerate(_profiles_with_inputs(model, inputs)):
+        key = (model.blocks[b].kind, specs)
+        if key not in known:
+            known[key] = _block_cost(model, profile, specs, b, [unit * profile.flops for unit in units])
+        costs.append(replace(known[key], name=profile.name))
+    return tuple(costs)
 
 
 def profile_blocks(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petra.cost_model.clock import synchronized_time
+from petra.errors import require
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,30 @@ class Link:
 
 INSTANT = Link()
 """Link on which messages take no time."""
+
+
+@dataclass(frozen=True)
+class Connection:
+    """The links between two neighbouring processes: forward to the next process, and backward to the previous one."""
+
+    forward: Link
+    backward: Link
+
+
+def connections(links: Link | Sequence[Connection], processes: int) -> tuple[Connection, ...]:
+    """Return the connection of each process to the next one.
+
+    Args:
+        links: The same link everywhere and in both directions, or a connection for each pair of neighbours.
+
+    Raises:
+        ConfigError: If their number does not match.
+    """
+    if isinstance(links, Link):
+        return (Connection(links, links),) * (processes - 1)
+    expected = f"{processes - 1}, one between each two neighbours of {processes} processes"
+    require(len(links) == processes - 1, "links", expected, len(links))
+    return tuple(links)
 
 
 def measure_link(device: torch.device | str = "cpu", rounds: int = 7, nbytes: int = 1 << 22) -> Link:

@@ -1,4 +1,4 @@
-"""Predicts period, bubble, staleness and memory of a pipeline by simulating the schedule that the engine runs."""
+"""Predicts period, bubble, staleness and memory of a pipeline from the schedule that the engine runs, or simulates a run of it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from petra.cost_model.costs import StageCost
-from petra.cost_model.links import INSTANT, Link
-from petra.cost_model.wires import WireModel, Wires, make_wires
+from petra.cost_model.event_graph import event_graph
+from petra.cost_model.links import INSTANT, Connection, Link, connections
+from petra.cost_model.period import maximum_cycle_ratio
+from petra.cost_model.wires import Edge, WireModel, Wires, make_wires
 from petra.diagnostics.events import Interval, Kind
 from petra.method import Method
 from petra.plan.schedule import Op, Step, in_flight, timetable, training_orders
+from petra.plan.steady import steady_state
 
 
 @dataclass(frozen=True)
@@ -46,16 +49,18 @@ def predict(
     k: int = 1,
     *,
     processes: Sequence[range] | None = None,
-    link: Link = INSTANT,
+    link: Link | Sequence[Connection] = INSTANT,
     transport: WireModel = "edge",
 ) -> Prediction:
     """Predict the steady state of a pipeline trained by ``method``. A process runs one step at a time.
+
+    The period is the one that a long simulation approaches, computed without simulating (:mod:`petra.cost_model.period`).
 
     Args:
         costs: Cost of each stage.
         k: Microbatches per update.
         processes: Stages of each process; None for one stage per process.
-        link: Link between neighbouring processes, the same everywhere.
+        link: Link between neighbouring processes, the same everywhere; or the connection of each process to the next one.
         transport: Transport whose rules the messages follow.
 
     Raises:
@@ -63,17 +68,13 @@ def predict(
     """
     stages = len(costs)
     processes = processes or [range(j, j + 1) for j in range(stages)]
-    delays = method.delays(stages, k)
-    # Simulate until the pipeline is in its steady state, then as long again in multiples of k to measure the period, then to the
-    # end, so that the first stage still runs forwards while the period is measured.
-    settling = max(delays) + 2 * stages
-    measured = k * -(-2 * settling // k)
-    before = measured if method.flush else settling
-    end = before + measured
-    total = end if method.flush else end + max(delays)
-    intervals = simulate(costs, method, k, total, processes=processes, link=link, transport=transport)
-    done = {i.microbatch: i.stop for i in intervals if i.stage == 0 and i.kind in (Kind.BACKWARD, Kind.UPDATE)}
-    period = _period([done[m] for m in range(before - 1, end)], k)
+    delays, boundary_delays = method.delays(stages, k), method.boundary_delays(stages - 1)[: stages - 1]
+    steady = steady_state(delays, boundary_delays, k if method.flush else None)
+    if any(cost.update for cost in costs):
+        steady = steady.repeated(k // steady.microbatches)
+    neighbours = connections(link, len(processes))
+    graph = event_graph(steady, costs, k, processes, neighbours, boundary_delays, transport)
+    period = maximum_cycle_ratio(graph) / steady.microbatches
     compute = [sum(costs[j].forward + costs[j].backward + costs[j].update / k for j in process) for process in processes]
     microbatches = [in_flight(delay, k, method.flush) for delay in delays]
     return Prediction(
@@ -86,19 +87,6 @@ def predict(
     )
 
 
-def _period(done: Sequence[float], k: int) -> float:
-    """Return the average time between completed microbatches, given the time at which each is done.
-
-    If the second half of the times repeats in a cycle of k microbatches or a multiple of k, average over the shortest cycle.
-    """
-    half = len(done) // 2
-    for cycle in range(k, half + 1, k):
-        steps = [done[-n] - done[-n - cycle] for n in range(1, half + 1)]
-        if max(steps) - min(steps) <= 1e-9 * done[-1]:
-            return steps[0] / cycle
-    return (done[-1] - done[0]) / (len(done) - 1)
-
-
 def simulate(
     costs: Sequence[StageCost],
     method: Method,
@@ -106,7 +94,7 @@ def simulate(
     microbatches: int,
     *,
     processes: Sequence[range] | None = None,
-    link: Link = INSTANT,
+    link: Link | Sequence[Connection] = INSTANT,
     transport: WireModel = "edge",
 ) -> list[Interval]:
     """Simulate the training of ``microbatches`` microbatches, from an empty pipeline until it has drained.
@@ -120,13 +108,22 @@ def simulate(
     stages = len(costs)
     boundary_delays = method.boundary_delays(stages - 1)[: stages - 1]
     orders = training_orders(method.delays(stages, k), 0, microbatches, k if method.flush else None)
-    wires = make_wires(transport, link, boundary_delays)
-    simulation = _Simulation(costs, k, processes or [range(j, j + 1) for j in range(stages)], wires)
+    processes = processes or [range(j, j + 1) for j in range(stages)]
+    wires = make_wires(transport, _edge_links(processes, link), boundary_delays)
+    simulation = _Simulation(costs, k, processes, wires)
     for _, round_ in groupby(timetable(orders, boundary_delays), key=lambda step: step.round):
         for step in round_:
             simulation.run(step)
         simulation.end_round()
     return simulation.intervals
+
+
+def _edge_links(processes: Sequence[range], link: Link | Sequence[Connection]) -> dict[Edge, Link]:
+    """Return the link of each edge between two processes."""
+    links: dict[Edge, Link] = {}
+    for stages, connection in zip(processes, connections(link, len(processes)), strict=False):
+        links[Op.FORWARD, stages[-1]], links[Op.BACKWARD, stages[-1]] = connection.forward, connection.backward
+    return links
 
 
 class _Simulation:

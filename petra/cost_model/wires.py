@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -34,9 +34,9 @@ class Wires(Protocol):
         """
 
 
-def make_wires(model: WireModel, link: Link, boundary_delays: Sequence[int]) -> Wires:
-    """Return the wires of a pipeline whose processes are all connected by the same kind of link."""
-    return (EdgeWires if model == "edge" else LockstepWires)(link, boundary_delays)
+def make_wires(model: WireModel, links: Mapping[Edge, Link], boundary_delays: Sequence[int]) -> Wires:
+    """Return the wires of a pipeline, given the link of each edge between two processes."""
+    return EdgeWires(links, boundary_delays) if model == "edge" else LockstepWires(links)
 
 
 @dataclass
@@ -58,13 +58,12 @@ class EdgeWires:
     A transfer starts when its receive has been posted. A sender with d + 1 pending messages waits for the oldest to arrive.
     """
 
-    def __init__(self, link: Link, boundary_delays: Sequence[int]) -> None:
-        edges = [(op, j) for op in Op for j in range(len(boundary_delays))]
-        self._capacity = {(op, j): boundary_delays[j] + 1 for op, j in edges}
-        self._wires = {edge: _Wire(link) for edge in edges}
-        self._sent: dict[Edge, list[tuple[float, int]]] = {edge: [] for edge in edges}
-        self._arrived: dict[Edge, list[float]] = {edge: [] for edge in edges}
-        self._received: dict[Edge, list[float]] = {edge: [] for edge in edges}
+    def __init__(self, links: Mapping[Edge, Link], boundary_delays: Sequence[int]) -> None:
+        self._capacity = {(op, j): boundary_delays[j] + 1 for op, j in links}
+        self._wires = {edge: _Wire(link) for edge, link in links.items()}
+        self._sent: dict[Edge, list[tuple[float, int]]] = {edge: [] for edge in links}
+        self._arrived: dict[Edge, list[float]] = {edge: [] for edge in links}
+        self._received: dict[Edge, list[float]] = {edge: [] for edge in links}
 
     def send(self, edge: Edge, now: float, nbytes: int, route: tuple[int, int]) -> float:
         sent = self._sent[edge]
@@ -104,8 +103,8 @@ class LockstepWires:
     round before.
     """
 
-    def __init__(self, link: Link, boundary_delays: Sequence[int]) -> None:
-        self._wires = {(op, j): _Wire(link) for op in Op for j in range(len(boundary_delays))}
+    def __init__(self, links: Mapping[Edge, Link]) -> None:
+        self._wires = {edge: _Wire(link) for edge, link in links.items()}
         self._round: list[tuple[Edge, int, tuple[int, int]]] = []
         self._arrived: dict[Edge, deque[float]] = {edge: deque() for edge in self._wires}
         self._last_arrival: dict[int, float] = {}  # for each process, of the messages that it sent in its last exchange

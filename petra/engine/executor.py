@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -12,8 +12,8 @@ from petra.engine.worker import Worker
 from petra.errors import PetraError, invalid, require
 from petra.hooks import Hooks
 from petra.plan import Plan
-from petra.plan.rounds import Orders, periodic_rounds
-from petra.plan.schedule import Op, Step, evaluation_order, training_orders
+from petra.plan.rounds import PeriodicRounds, evaluation_rounds, training_rounds
+from petra.plan.schedule import Op, Step
 from petra.transport import Transfer, Transport
 
 TRAINING = {Op.FORWARD: Worker.forward, Op.BACKWARD: Worker.backward}
@@ -66,39 +66,37 @@ class Executor:
         """
         for worker in self._workers.values():
             worker.stage.gradients.check_trained(worker.index + 1)
-
-        def orders(start: int, end: int) -> Sequence[Iterable[tuple[Op, int]]]:
-            return training_orders(self._plan.delays, start, end, self._plan.flush_every)
-
-        return self._run(orders, start, end, TRAINING, stop)
+        plan = self._plan
+        rounds = training_rounds(plan.delays, plan.boundary_delays, start, end, plan.flush_every)
+        return self._run(rounds, end - start, TRAINING, stop)
 
     def evaluate(self, microbatches: int) -> None:
         """Run forwards of microbatches 0 ... ``microbatches`` - 1."""
+        self._run(evaluation_rounds(self._plan.boundary_delays, microbatches), microbatches, EVALUATION)
 
-        def orders(start: int, end: int) -> Sequence[Iterable[tuple[Op, int]]]:
-            return [evaluation_order(start, end) for _ in self._plan.stages]
-
-        self._run(orders, 0, microbatches, EVALUATION)
-
-    def _run(self, orders: Orders, start: int, end: int, calls: Mapping[Op, Call], stop: Callable[[], bool] | None = None) -> int:
+    def _run(
+        self,
+        rounds: PeriodicRounds[list[Step]],
+        microbatches: int,
+        calls: Mapping[Op, Call],
+        stop: Callable[[], bool] | None = None,
+    ) -> int:
         if not self._drained:
             raise invalid(
                 "pipeline", "a new one", "one whose last run ended in an error, with messages still in flight", PetraError
             )
         self._drained = False
-        plan, training = self._plan, calls is TRAINING
-        fill = 2 * max(plan.delays) + len(plan.delays)
-        timed = periodic_rounds(orders, plan.boundary_delays, start, end, period=plan.flush_every or 1, fill=fill)
+        training = calls is TRAINING
         transport = self._transport
         if transport is not None:
-            transport.begin(end - start, training)
+            transport.begin(microbatches, training)
         early = None
         if stop is None and self._has_idle_ranks:
             stop = _never
         if stop is not None:
             shorten = transport.shorten if transport is not None else lambda messages: None
-            early = EarlyStop(stop, self._processes, lambda bodies: shorten(bodies * timed.period))
-        mine = timed.map(lambda round_: self._select(round_, calls))
+            early = EarlyStop(stop, self._processes, lambda bodies: shorten(bodies * rounds.period))
+        mine = rounds.map(lambda round_: self._select(round_, calls))
         for shift, (steps, transfers, completed) in mine if early is None else mine.iterate(early):
             if self._threads is None:
                 for call, worker, m in steps:
@@ -119,9 +117,9 @@ class Executor:
             transport.finish()
         self._drained = True
         if early is None:
-            return end - start
+            return microbatches
         early.finish()
-        return end - start - early.dropped * timed.period
+        return microbatches - early.dropped * rounds.period
 
     def _exchange(self, transport: Transport, transfers: Sequence[Transfer], training: bool) -> None:
         if not training:

@@ -11,7 +11,7 @@ from petra.method import METHODS, Keep, Method, Weights
 from petra.model import BlockProfile, Model
 from petra.plan.layout import Layout, make_layout
 from petra.plan.messages import Boundary, boundary
-from petra.plan.schedule import check_orders, in_flight, training_orders
+from petra.plan.schedule import check_training, in_flight
 from petra.plan.transport import choose_transport
 from petra.settings import Numerics, TransportName
 from petra.specs import TensorSpec
@@ -180,8 +180,7 @@ def make_plan(
         boundaries=tuple(boundary(stage.outputs, stage.keeps[-1], numerics, metrics) for stage in stage_plans[:-1]),
         transport=choose_transport(transport, len(layout.processes), boundary_delays),
     )
-    microbatches = 2 * max(delays) + 2 * k + 2  # enough to fill the pipeline, update every stage and drain
-    check_orders(training_orders(delays, 0, microbatches, plan.flush_every), boundary_delays)
+    check_training(delays, boundary_delays)
     return plan
 
 

@@ -1,41 +1,181 @@
-"""A timetable grouped by rounds. Its size doesn't depend on the number of microbatches, because the steady state repeats."""
+"""The timetable round by round. Once the steady state is reached, its rounds are repeated instead of computed again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
-from petra.plan.schedule import Op, Step, timetable
+import numpy as np
+from numpy.typing import NDArray
 
-Orders = Callable[[int, int], Sequence[Iterable[tuple[Op, int]]]]
-"""Function (start, stop) → order of each stage for microbatches ``start`` … ``stop`` − 1."""
+from petra.errors import ScheduleError
+from petra.plan.schedule import Op, Step
+
 T = TypeVar("T")
 U = TypeVar("U")
+Numbers = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class PeriodicRounds(Generic[T]):
-    """Rounds of a timetable: ``first`` once, then ``body`` ``repeats`` times, then ``last`` once.
+class Round(NamedTuple):
+    """The steps of one round, as arrays with one entry per step.
 
-    Iteration yields ``(offset, round)``. The offset must be added to the microbatch numbers of the round.
+    A step comes after all steps of the round that make room for its message.
 
     Attributes:
-        first: Rounds that fill the pipeline.
-        body: Rounds of one period of the steady state.
-        last: Rounds that drain the pipeline.
-        repeats: Number of repetitions of ``body``.
-        period: Microbatches in one body.
-        start: Offset of the first round.
+        round: Number of the round.
+        stages: Stage of each step.
+        forward: Whether each step is a forward; otherwise it is a backward.
+        microbatches: Microbatch of each step.
     """
 
-    first: Sequence[T]
-    body: Sequence[T]
-    last: Sequence[T]
-    repeats: int
-    period: int
-    start: int
+    round: int
+    stages: Numbers
+    forward: NDArray[np.bool_]
+    microbatches: Numbers
+
+    def steps(self) -> list[Step]:
+        """Return the steps as a list."""
+        columns = zip(self.stages.tolist(), self.forward.tolist(), self.microbatches.tolist(), strict=True)
+        return [Step(self.round, stage, Op.FORWARD if forward else Op.BACKWARD, m) for stage, forward, m in columns]
+
+
+class Timetable:
+    """Computes the rounds of :func:`petra.plan.schedule.timetable` for all stages at once, one round after the other.
+
+    The orders are those of :func:`petra.plan.schedule.training_order` or :func:`petra.plan.schedule.evaluation_order`.
+
+    Args:
+        delays: Delay τ of each stage in training; None for forwards only.
+        boundary_delays: Delay d of each boundary.
+        start, stop: The microbatches are ``start`` … ``stop`` − 1.
+        flush_every: Drain the pipeline at each multiple of this number of microbatches.
+    """
+
+    def __init__(
+        self, delays: Sequence[int] | None, boundary_delays: Sequence[int], start: int, stop: int, flush_every: int | None = None
+    ) -> None:
+        stages = len(boundary_delays) + 1
+        self._delays = None if delays is None else np.array(delays)
+        self._room = np.array(boundary_delays, dtype=np.int64) + 1
+        self._travel = np.maximum(1, np.array(boundary_delays, dtype=np.int64))
+        self._flush = flush_every
+        self.stop, self.now = stop, 0
+        self.forwards, self._backwards = np.full(stages, start), np.full(stages, start)  # next microbatch of each stage
+        self._free_from, self._forward_from = np.zeros(stages, np.int64), np.zeros(stages, np.int64)
+        # Round in which a message can be used, by boundary and microbatch modulo the number of columns.
+        self._columns = int(self._room.max(initial=1)) + 1
+        self._x, self._delta = (np.zeros((stages - 1, self._columns), np.int64) for _ in range(2))
+
+    def __iter__(self) -> Iterator[Round]:
+        return self
+
+    def __next__(self) -> Round:
+        """Return the next round.
+
+        Raises:
+            ScheduleError: If the schedule deadlocks.
+        """
+        if self.finished:
+            raise StopIteration
+        forward, earliest = self._next_steps()
+        ready = self._with_room(forward) & (earliest <= self.now)
+        if not ready.any():
+            earliest = np.where(self._with_room(forward), earliest, np.iinfo(np.int64).max)
+            self.now = int(earliest.min())
+            if self.now == np.iinfo(np.int64).max:
+                raise ScheduleError("the schedule deadlocks")
+            ready = earliest <= self.now
+        ran, found = np.zeros_like(ready), []
+        while ready.any():  # Messages that are used make room, so that their senders can run in the same round.
+            stages = np.flatnonzero(ready)
+            found.append((stages, forward[stages], np.where(forward, self.forwards, self._backwards)[stages]))
+            self._run(stages, forward[stages])
+            ran |= ready
+            ready = self._with_room(forward) & (earliest <= self.now) & ~ran
+        self.now += 1
+        return Round(self.now - 1, *(np.concatenate(parts) for parts in zip(*found, strict=True)))
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps have run."""
+        last = self.forwards[-1] if self._delays is None else self._backwards[0]
+        return bool(last >= self.stop)
+
+    def _next_steps(self) -> tuple[NDArray[np.bool_], Numbers]:
+        """Return whether the next step of each stage is a forward, and the first round in which its message can be used.
+
+        A stage without a next step, or whose message has not been sent, gets the largest integer.
+        """
+        forwards, backwards = self.forwards, self._backwards
+        never = np.iinfo(np.int64).max
+        if self._delays is None:
+            forward = np.ones(len(forwards), bool)
+        else:
+            end = self.stop if self._flush is None else np.minimum(self.stop, (backwards // self._flush + 1) * self._flush)
+            forward = (forwards < end) & (forwards - backwards <= self._delays)
+        earliest = np.where(forward, np.maximum(self._free_from, self._forward_from), self._free_from)
+        earliest[np.where(forward, forwards, backwards) >= self.stop] = never
+        boundary = np.arange(len(forwards) - 1)
+        x = self._x[boundary, forwards[1:] % self._columns]
+        x[forwards[1:] >= forwards[:-1]] = never
+        earliest[1:] = np.where(forward[1:], np.maximum(earliest[1:], x), earliest[1:])
+        if self._delays is not None:
+            delta = self._delta[boundary, backwards[:-1] % self._columns]
+            delta[backwards[:-1] >= backwards[1:]] = never
+            earliest[:-1] = np.where(forward[:-1], earliest[:-1], np.maximum(earliest[:-1], delta))
+        return forward, earliest
+
+    def _with_room(self, forward: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return whether the receiver of each stage's next message has room for it."""
+        room = np.ones(len(forward), bool)
+        room[:-1] = ~forward[:-1] | (self.forwards[:-1] - self.forwards[1:] < self._room)
+        room[1:] &= forward[1:] | (self._backwards[1:] - self._backwards[:-1] < self._room)
+        return room
+
+    def _run(self, stages: Numbers, forward: NDArray[np.bool_]) -> None:
+        """Run the next step of each of ``stages`` in this round."""
+        f, b = stages[forward], stages[~forward]
+        sent = f[f < len(self._room)]
+        self._x[sent, self.forwards[sent] % self._columns] = self.now + self._travel[sent]
+        self.forwards[f] += 1
+        self._forward_from[f] = self.now + 2
+        sent = b[b > 0] - 1
+        self._delta[sent, self._backwards[sent + 1] % self._columns] = self.now + self._travel[sent]
+        self._backwards[b] += 1
+        self._free_from[stages] = self.now + 1
+
+    def state(self) -> Sequence[Numbers]:
+        """Return all that the rounds to come depend on, apart from ``stop``. Rounds are relative to the next one."""
+        order = (self.forwards[0] + np.arange(self._columns)) % self._columns
+        rounds = (self._free_from, self._forward_from, self._x[:, order], self._delta[:, order])
+        return [
+            self.forwards - self.forwards[0],
+            self._backwards - self.forwards[0],
+            *(np.maximum(r - self.now, 0) for r in rounds),
+        ]
+
+
+class PeriodicRounds(Generic[T]):
+    """Rounds of a timetable. They are computed during the iteration, until the steady state repeats every ``period`` microbatches.
+
+    Iteration yields ``(offset, round)``. The offset must be added to the microbatch numbers of the round. Can be iterated once.
+
+    Args:
+        timetable: Timetable that has not run yet.
+        period: Microbatches after which the orders repeat: 1, or k if the pipeline drains every k microbatches.
+        convert: Conversion of each round. A round of the steady state is converted once.
+
+    Attributes:
+        period: Microbatches in one period of the steady state.
+        body: Rounds of one period, once they are known.
+        start_of_body: Number of the first round after the period before ``body``.
+        repeats: Number of times that they are repeated.
+    """
+
+    def __init__(self, timetable: Timetable, period: int, convert: Callable[[Round], T]) -> None:
+        self._timetable, self._convert, self.period = timetable, convert, period
+        self.body: list[T] = []
+        self.repeats = self.start_of_body = 0
 
     def __iter__(self) -> Iterator[tuple[int, T]]:
         return self.iterate(lambda remaining: remaining)
@@ -44,50 +184,50 @@ class PeriodicRounds(Generic[T]):
         """Iterate, but run fewer periods if ``choose_remaining`` asks for it. This is how a run stops early.
 
         Args:
-            choose_remaining: Called before each body with the number of periods left. Returns how many of them to run.
+            choose_remaining: Called before each repetition with the number of repetitions left. Returns how many of them to run.
         """
-        offset, remaining = self.start, self.repeats
-        for round_ in self.first:
+        timetable, offset = self._timetable, 0
+        for round_ in self.until_steady():
             yield offset, round_
+        self.repeats = remaining = max(0, int(timetable.stop - 1 - timetable.forwards[0]) // self.period) if self.body else 0
+        timetable.stop -= remaining * self.period
         while remaining and (remaining := choose_remaining(remaining)):
+            offset += self.period
             for round_ in self.body:
                 yield offset, round_
-            offset += self.period
             remaining -= 1
-        for round_ in self.last:
-            yield offset, round_
+        for last in timetable:
+            yield offset, self._convert(last)
 
     def map(self, convert: Callable[[T], U]) -> PeriodicRounds[U]:
         """Return the same sequence with ``convert`` applied to each round."""
-        first, body, last = ([convert(round_) for round_ in part] for part in (self.first, self.body, self.last))
-        return PeriodicRounds(first, body, last, self.repeats, self.period, self.start)
+        first = self._convert
+        return PeriodicRounds(self._timetable, self.period, lambda round_: convert(first(round_)))
+
+    def until_steady(self) -> Iterator[T]:
+        """Yield rounds until the state of the timetable is the same as one period before. Then set ``body``."""
+        timetable = self._timetable
+        since, state, rounds = timetable.forwards[0], timetable.state(), list[T]()
+        start = timetable.now
+        for round_ in timetable:
+            rounds.append(self._convert(round_))
+            yield rounds[-1]
+            if timetable.forwards[0] >= since + self.period:
+                before, state = state, timetable.state()
+                if timetable.forwards[0] == since + self.period and all(map(np.array_equal, before, state)):
+                    self.body, self.start_of_body = rounds, start
+                    return
+                since, rounds, start = timetable.forwards[0], [], timetable.now
 
 
-def periodic_rounds(
-    orders: Orders, boundary_delays: Sequence[int], start: int, stop: int, *, period: int, fill: int
+def training_rounds(
+    delays: Sequence[int], boundary_delays: Sequence[int], start: int, stop: int, flush_every: int | None = None
 ) -> PeriodicRounds[list[Step]]:
-    """Group the steps of :func:`petra.plan.schedule.timetable` for microbatches ``start`` … ``stop`` − 1 by round.
+    """Return the rounds of the timetable that trains microbatches ``start`` … ``stop`` − 1. Arguments are those of Timetable."""
+    timetable = Timetable(delays, boundary_delays, start, stop, flush_every)
+    return PeriodicRounds(timetable, flush_every or 1, Round.steps)
 
-    The cost doesn't depend on the number of microbatches: only two short timetables are computed, which differ by one period. The
-    rounds that the longer one adds are the body.
 
-    Args:
-        period: Microbatches after which the orders repeat: 1, or k if the pipeline drains every k microbatches.
-        fill: Number of microbatches after which the pipeline has reached its steady state.
-    """
-    phase, microbatches = start % period, stop - start
-
-    def grouped(count: int) -> list[list[Step]]:
-        steps = timetable(orders(phase, phase + count), boundary_delays)
-        return [list(round_) for _, round_ in groupby(steps, key=lambda step: step.round)]
-
-    short = microbatches % period + period * (2 + fill // period)
-    if microbatches <= short + period:
-        return PeriodicRounds(grouped(microbatches), (), (), 0, period, start - phase)
-    shorter, longer = grouped(short), grouped(short + period)
-    same = next((i for i, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b), len(shorter))
-    added = len(longer) - len(shorter)
-    first, body, last = shorter[:same], longer[same : same + added], shorter[same:]
-    longer_last = [[(step.stage, step.op, step.microbatch) for step in round_] for round_ in longer[same + added :]]
-    assert longer_last == [[(step.stage, step.op, step.microbatch + period) for step in round_] for round_ in last]
-    return PeriodicRounds(first, body, last, (microbatches - short) // period, period, start - phase)
+def evaluation_rounds(boundary_delays: Sequence[int], stop: int) -> PeriodicRounds[list[Step]]:
+    """Return the rounds of the timetable that evaluates microbatches 0 … ``stop`` − 1."""
+    return PeriodicRounds(Timetable(None, boundary_delays, 0, stop), 1, Round.steps)

@@ -15,9 +15,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from heapq import heappop, heappush
+from itertools import pairwise
 from typing import NamedTuple
 
-from petra.errors import ScheduleError
+from petra.errors import ScheduleError, invalid
 
 
 class Op(StrEnum):
@@ -114,6 +115,27 @@ def check_orders(orders: Sequence[Iterable[tuple[Op, int]]], boundary_delays: Se
     """
     for _ in timetable(orders, boundary_delays):
         pass
+
+
+def check_training(delays: Sequence[int], boundary_delays: Sequence[int]) -> None:
+    """Check that the orders of :func:`training_orders` can be executed, for any number of microbatches and any flush.
+
+    Sufficient condition: at each boundary, the delay τ falls by 0 to d. Let f_j(n) be the F of microbatch n + τ_j at stage j, and
+    b_j(n) the B of microbatch n. In the order of the stage, f_j(n) comes directly before b_j(n). A step with index n waits for
+    steps with a smaller index. With the same index, f_j waits only for f_(j−1), and b_j for f_j and b_(j+1), which form no cycle.
+    A message that waits for room waits for a step with a smaller index. Starts, ends and flushes only remove steps.
+
+    Args:
+        delays: Delay τ of each stage.
+        boundary_delays: Delay d of each boundary, which has room for d + 1 messages in each direction.
+
+    Raises:
+        ScheduleError: If the condition is not met.
+    """
+    for j, ((tau, following), d) in enumerate(zip(pairwise(delays), boundary_delays, strict=True)):
+        if not 0 <= tau - following <= d:
+            got = f"{tau} and {following}"
+            raise invalid(f"delays of stages {j + 1} and {j + 2}", f"a difference of 0 to {d}", got, ScheduleError)
 
 
 class _StageState:

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from petra import METHODS, ConfigError, Keep, Method, Pipeline, TensorSpec
-from petra.cost_model.autotune import choose_delays, choose_keeps, tune
+from petra.cost_model.autotune import choose_keeps, tune
 from petra.cost_model.costs import BlockCost, StageCost, count_blocks, pipeline_costs, profile_blocks, stage_cost
+from petra.cost_model.delays import choose_delays
 from petra.cost_model.links import Link
 from petra.cost_model.simulator import predict
 from petra.models import revnet18

@@ -21,8 +21,8 @@ from launch.reproduce.targets import TARGETS
 from launch.run.jobs import Job
 from launch.run.training import run
 from launch.runtime.rank import Process
-from petra.cost_model.autotune import choose_delays
 from petra.cost_model.costs import StageCost
+from petra.cost_model.delays import choose_delays
 from petra.cost_model.links import Link
 from petra.cost_model.simulator import predict
 from petra.errors import ConfigError

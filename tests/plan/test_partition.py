@@ -1,13 +1,19 @@
-from itertools import combinations, pairwise, product
+from collections.abc import Callable
+from functools import cache
+from itertools import accumulate, combinations, pairwise
 from random import Random
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from petra import ConfigError
 from petra.models import revnet18
 from petra.plan.layout import make_layout
-from petra.plan.partition import balanced_partition, best_partition
+from petra.plan.partition import RangeExtrema, balanced_partition, best_partition
 from petra.specs import TensorSpec
 from tests.support.nets import RandomSource, mixed_net
 
@@ -34,27 +40,57 @@ def test_more_parts_than_items_are_refused() -> None:
         balanced_partition([1.0, 2.0], 3)
 
 
-@pytest.mark.parametrize("seed", range(15))
-def test_best_partition_against_all_partitions(seed: int) -> None:
-    """Costs depend on the part; some are infinite."""
-    random = Random(seed)
-    items, parts = random.randint(2, 8), random.randint(1, 4)
-    parts = min(parts, items)
-    costs = {
-        (s, e, p): random.choice([random.random(), random.random(), float("inf")])
-        for s, e, p in product(range(items), range(1, items + 1), range(parts))
-    }
+def smallest_first_ranges(items: int, parts: int, cost: Callable[[int, int, int], float]) -> list[range] | None:
+    """Solve the problem by trying all ends of the first part, then all of the second, and so on. None if no partition is finite."""
 
-    def worst(bounds: tuple[int, ...]) -> float:
-        return max(costs[s, e, p] for p, (s, e) in enumerate(pairwise((0, *bounds, items))))
+    @cache
+    def solve(start: int, part: int) -> tuple[float, int]:
+        if part == parts:
+            return (0.0 if start == items else float("inf")), start
+        return min(
+            ((max(cost(start, end, part), solve(end, part + 1)[0]), end) for end in range(start + 1, items + 1)),
+            default=(float("inf"), start),
+        )
 
-    best = min(worst(bounds) for bounds in combinations(range(1, items), parts - 1))
-    if best == float("inf"):
+    if solve(0, 0)[0] == float("inf"):
+        return None
+    ranges, start = [], 0
+    for part in range(parts):
+        ranges.append(range(start, solve(start, part)[1]))
+        start = ranges[-1].stop
+    return ranges
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 1.0, 2.0, 10.0]) | st.floats(0, 9), min_size=1, max_size=9),
+    st.lists(st.tuples(st.sampled_from([0.3, 1.0, 2.0]), st.sampled_from([1, 3, 99])), min_size=1, max_size=9),
+)
+def test_best_partition_against_all_partitions(costs: list[float], machines: list[tuple[float, int]]) -> None:
+    """Parts have a speed and a largest number of items. The partition is the same one, also if several are optimal."""
+    parts = min(len(costs), len(machines))
+    total = [0.0, *accumulate(costs)]
+
+    def cost(start: int, end: int, part: int) -> float:
+        speed, most = machines[part]
+        return (total[end] - total[start]) / speed if end - start <= most else float("inf")
+
+    def range_costs(starts: NDArray[np.int64], ends: NDArray[np.int64], part: int) -> NDArray[np.float64]:
+        return np.array([cost(start, end, part) for start, end in zip(starts, ends, strict=True)])
+
+    expected = smallest_first_ranges(len(costs), parts, cost)
+    if expected is None:
         with pytest.raises(ConfigError, match="no partition into"):
-            best_partition(items, parts, lambda s, e, p: costs[s, e, p])
+            best_partition(len(costs), parts, range_costs)
     else:
-        found = best_partition(items, parts, lambda s, e, p: costs[s, e, p])
-        assert max(costs[r.start, r.stop, p] for p, r in enumerate(found)) == best
+        assert best_partition(len(costs), parts, range_costs) == expected
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=20), st.data())
+def test_extrema_of_ranges(values: list[float], data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, len(values) - 1))
+    end = data.draw(st.integers(start + 1, len(values)))
+    for ufunc, builtin in ((np.minimum, min), (np.maximum, max)):
+        assert RangeExtrema(np.array(values), ufunc)(np.array([start]), np.array([end])) == [builtin(values[start:end])]
 
 
 def test_layout_is_contiguous_and_leaves_superfluous_processes_empty() -> None:

@@ -1,0 +1,222 @@
+"""Predict what every method would do with a model on given machines, and recommend a setting. Nothing is trained or allocated.
+
+Two of many devices, with the model, the data and k of a configuration::
+
+    python -m launch.plan --devices 16 --teraflops 60 --bandwidth 25 --latency 10 --memory 80 model=revnet50 data=imagenet k=8
+    python -m launch.plan --machines machines.yaml --out plan.png model=revgpt model.dim=8192 model.depth=80 data=text
+
+Costs are counted: a device computes ``--teraflops`` on average. With ``--measure``, each block is measured on this machine instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from petra.analysis.planning import draw_plan
+from petra.cost_model.autotune import Tuned, tune
+from petra.cost_model.costs import BlockCost, count_blocks, profile_blocks
+from petra.cost_model.links import Link
+from petra.cost_model.machines import Machines
+from petra.cost_model.simulator import Prediction, predict, simulate
+from petra.errors import ConfigError, PetraError, require
+from petra.method import METHODS, Method
+from petra.plan.transport import simulated_transport
+from petra.settings import TransportName
+
+from .config.compose import compose_overrides
+from .config.machines import read_machines
+from .config.schema import PRECISIONS, Config
+from .run import recipe
+from .run.build import set_up
+from .run.markdown import aligned_table
+from .runtime.rank import Process
+
+HEADER = ("method", "d", "samples/s", "bubble", "staleness", "GB per device", "MB per microbatch", "link use")
+EXACT_ENOUGH = 0.95
+"""A method with exact gradients is recommended if it reaches this fraction of the highest throughput."""
+DRAWN_STAGES, DRAWN_MICROBATCHES = 12, 10
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method with its partition and delays on the given machines.
+
+    Attributes:
+        method: The method with the chosen delays.
+        tuned: Partition and costs of the stages.
+        prediction: Steady state.
+        traffic: Bytes that cross all boundaries per microbatch.
+        link_use: Fraction of the period in which the busiest direction of a link transfers.
+    """
+
+    method: Method
+    tuned: Tuned
+    prediction: Prediction
+    traffic: int
+    link_use: float
+
+    def throughput(self, samples: int) -> float:
+        """Return samples per second."""
+        return samples / self.prediction.period
+
+    @property
+    def staleness(self) -> float:
+        """Largest mean number of updates between forward and backward of a microbatch."""
+        return max(self.prediction.staleness)
+
+    def cells(self, samples: int) -> tuple[str, ...]:
+        """Return the row of the table."""
+        delay = self.method.delay
+        single = delay if isinstance(delay, int) else delay[0] if len({*delay}) == 1 else f"{min(delay)}–{max(delay)}"
+        return (
+            self.method.name,
+            "–" if self.method.fill else str(single),
+            f"{self.throughput(samples):.4g}",
+            f"{sum(self.prediction.bubble) / len(self.prediction.bubble):.0%}",
+            f"{self.staleness:.3g}",
+            f"{max(self.prediction.memory) / 1e9:.3g}",
+            f"{self.traffic / 1e6:.4g}",
+            f"{self.link_use:.0%}",
+        )
+
+
+def predict_method(
+    blocks: Sequence[BlockCost], method: Method, k: int, machines: Machines, transport: TransportName, *, tune_delay: bool = False
+) -> Row:
+    """Partition the blocks over the machines for a method, and predict its steady state.
+
+    Raises:
+        ConfigError: If no partition fits the memory of the devices, or if the method does not fit k.
+    """
+    count = min(len(machines.devices), len(blocks))
+    devices, links = machines.devices[:count], machines.connections[: count - 1]
+    tuned = tune(blocks, method, k, count, tune_delay=tune_delay, devices=devices, link=links, transport=transport)
+    method = replace(method, delay=tuned.delay)
+    boundary_delays = method.boundary_delays(count - 1)[: count - 1]
+    found = predict(tuned.costs, method, k, link=links, transport=simulated_transport(transport, boundary_delays))
+    forward = [(cost.forward_bytes, link.forward) for cost, link in zip(tuned.costs, links, strict=False)]
+    backward = [(cost.backward_bytes, link.backward) for cost, link in zip(tuned.costs[1:], links, strict=True)]
+    messages = [*forward, *backward]
+    busiest = max((size / link.bandwidth for size, link in messages), default=0.0)
+    return Row(method, tuned, found, sum(size for size, _ in messages), busiest / found.period)
+
+
+def recommend(rows: Sequence[Row]) -> Row:
+    """Return the fastest method with exact gradients if it is nearly the fastest of all; otherwise the fastest, least stale one."""
+    fastest = min(row.prediction.period for row in rows)
+    exact = [row for row in rows if row.staleness == 0 and row.prediction.period * EXACT_ENOUGH <= fastest]
+    close = [row for row in rows if row.prediction.period * EXACT_ENOUGH <= fastest]
+    return min(exact or close, key=lambda row: (row.staleness, row.prediction.period))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the table, the methods that do not fit, and the recommendation; draw the figure."""
+    options, overrides = _parser().parse_known_args(arguments)
+    try:
+        config = compose_overrides(overrides)
+        print(report(config, options))
+    except PetraError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def report(config: Config, options: argparse.Namespace) -> str:
+    """Return the report in Markdown, and draw the figure if there is an output file."""
+    setup = set_up(config, Process(rank=0, world=1, local_rank=0, local_world=1))
+    machines, inputs, model = _machines(options), setup.plan.inputs, setup.plan.model
+    if options.measure:
+        build, numerics = recipe.optimizer(config), setup.plan.numerics
+        blocks = profile_blocks(
+            model, inputs, optimizer=build, device=setup.device, autocast=PRECISIONS[config.trainer.precision],
+            channels_last=numerics.channels_last,
+        )  # fmt: skip
+    else:
+        blocks = tuple(_in_seconds(block, 1e12 * options.teraflops) for block in count_blocks(model, inputs))
+    rows, refused = [], []
+    candidates = [(method, False) for method in METHODS.values()] + [(replace(METHODS["petra"], name="petra, d=auto"), True)]
+    for method, tune_delay in candidates:
+        try:
+            rows.append(predict_method(blocks, method, config.k, machines, "auto", tune_delay=tune_delay))
+        except ConfigError as error:
+            refused.append(f"- {method.name}: {error}")
+    samples, count = inputs.shape[0], min(len(machines.devices), len(blocks))
+    parameters = sum(block.parameter_bytes for block in blocks) / 4
+    lines = [
+        f"{model.name}: {len(blocks)} blocks, {parameters / 1e9:.3g} billion parameters; microbatches of {inputs}, k = {config.k}, "
+        f"{count} of {len(machines.devices)} devices",
+        "",
+    ]
+    if rows:
+        best = recommend(rows)
+        lines += [aligned_table(HEADER, [row.cells(samples) for row in sorted(rows, key=lambda row: row.prediction.period)]), ""]
+        lines.append(f"recommended: {setting(best)}")
+        if options.out is not None:
+            _draw(options.out, rows, best, machines, config.k)
+            lines.append(f"figure: {options.out}")
+    return "\n".join([*lines, *(["", "not possible:", *refused] if refused else [])])
+
+
+def setting(row: Row) -> str:
+    """Return the keys of a configuration that select the method, its partition and its delays."""
+    name = row.method.name.partition(",")[0]
+    delay = row.method.delay if isinstance(row.method.delay, int) else f"[{','.join(map(str, row.method.delay))}]"
+    chosen = [f"method={name}", f"trainer.stages=[{','.join(map(str, row.tuned.stages))}]"]
+    return " ".join([*chosen, *([] if row.method.delay == METHODS[name].delay else [f"method.delay={delay}"])])
+
+
+def _draw(path: Path, rows: Sequence[Row], best: Row, machines: Machines, k: int) -> None:
+    """Draw the schedule of the first stages of the recommended method, and the use of the links by all methods."""
+    count = min(len(best.tuned.costs), DRAWN_STAGES)
+    delay = best.method.delay if isinstance(best.method.delay, int) else best.method.delay[: count - 1]
+    method = replace(best.method, delay=delay)
+    delays = method.boundary_delays(count - 1)[: count - 1]
+    microbatches = 2 * max(method.delays(count, k)) + DRAWN_MICROBATCHES
+    links, transport = machines.connections[: count - 1], simulated_transport("auto", delays)
+    intervals = simulate(best.tuned.costs[:count], method, k, microbatches, link=links, transport=transport)
+    period = predict(best.tuned.costs[:count], method, k, link=links, transport=transport).period
+    middle = max(i.stop for i in intervals) / 2
+    shown = [i for i in intervals if abs((i.start + i.stop) / 2 - middle) <= DRAWN_MICROBATCHES / 2 * period]
+    use = {row.method.name: (row.link_use, row.prediction.efficiency) for row in rows}
+    draw_plan(shown, use, path, f"{best.method.name}: first {count} of {len(best.tuned.costs)} stages, once the pipeline is full")
+
+
+def _in_seconds(block: BlockCost, flops: float) -> BlockCost:
+    times = ("forward", "backward", "graph_forward", "graph_backward", "update")
+    return replace(block, **{name: getattr(block, name) / flops for name in times})
+
+
+def _machines(options: argparse.Namespace) -> Machines:
+    if options.machines is not None:
+        return read_machines(options.machines)
+    for name in ("devices", "teraflops", "bandwidth", "memory"):
+        require(getattr(options, name) > 0, f"--{name}", "a number > 0", getattr(options, name))
+    require(options.latency >= 0, "--latency", "a number >= 0", options.latency)
+    return Machines.equal(options.devices, Link(1e9 * options.bandwidth, 1e-6 * options.latency), 1e9 * options.memory)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="All other arguments are those of launch.train, such as model=revnet50 data=imagenet k=8.",
+    )
+    parser.add_argument("--devices", type=int, default=4, help="number of devices (default: 4)")
+    parser.add_argument("--teraflops", type=float, default=50.0, help="mean speed of a device in TFLOP/s (default: 50)")
+    parser.add_argument("--memory", type=float, default=float("inf"), help="memory of a device in GB (default: no limit)")
+    parser.add_argument("--bandwidth", type=float, default=10.0, help="bandwidth of a link in GB/s (default: 10)")
+    parser.add_argument("--latency", type=float, default=10.0, help="latency of a link in microseconds (default: 10)")
+    parser.add_argument("--machines", help="file of devices and links instead, as for cluster.machines")
+    parser.add_argument("--measure", action="store_true", help="measure the blocks on this machine instead of counting FLOPs")
+    parser.add_argument("--out", type=Path, help="PNG, SVG or PDF file for the figure")
+    return parser
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

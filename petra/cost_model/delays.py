@@ -1,0 +1,142 @@
+"""Chooses the boundary delays: the smallest ones that keep the throughput of the largest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from petra.cost_model.costs import StageCost
+from petra.cost_model.links import INSTANT, Connection, Link, connections
+from petra.cost_model.simulator import predict
+from petra.method import Method, Weights
+from petra.plan.transport import simulated_transport
+from petra.settings import TransportName
+
+TOLERANCE = 0.01
+"""Relative loss of throughput that a smaller delay may cost; less than the variation from run to run."""
+FIRST_REACH = 4
+"""Stages on each side of a boundary that the first estimates look at."""
+
+
+def choose_delays(
+    costs: Sequence[StageCost],
+    method: Method,
+    k: int,
+    *,
+    link: Link | Sequence[Connection] = INSTANT,
+    processes: Sequence[range] | None = None,
+    transport: TransportName = "auto",
+    max_delay: int = 4,
+) -> tuple[int, ...]:
+    """Choose the smallest boundary delays that keep the throughput of the largest ones, up to :data:`TOLERANCE`.
+
+    The search starts from the smallest delay that suffices at all boundaries. It then lowers the delay of one boundary at a time,
+    starting at the last, whose delay adds to the staleness of all stages before it. No delay of the result can be lowered alone.
+
+    Args:
+        costs: Cost of each stage.
+        k: Microbatches per update.
+        link, processes: As for :func:`petra.cost_model.simulator.predict`.
+        transport: Transport that the run requests.
+        max_delay: Largest delay of a boundary.
+    """
+    if method.weights is Weights.DOUBLE and len(costs) > 1:
+        # The delay of the first stage may not exceed k: two versions of the weights serve all microbatches in flight.
+        max_delay = min(max_delay, k // (len(costs) - 1))
+    boundaries = len(costs) - 1
+    if not boundaries:
+        return ()
+    stages = tuple(processes) if processes else tuple(range(j, j + 1) for j in range(len(costs)))
+    pipeline = _Pipeline(tuple(costs), method, k, connections(link, len(stages)), stages, transport)
+    longest_period = (1 + TOLERANCE) * pipeline.period([max_delay] * boundaries)
+    uniform = next((d for d in range(max_delay) if pipeline.period([d] * boundaries) <= longest_period), max_delay)
+    lower = _lower_by_bisection if pipeline.divisible else _lower_one_by_one
+    return tuple(lower(pipeline, [uniform] * boundaries, longest_period))
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """A pipeline whose delays are to be chosen."""
+
+    costs: tuple[StageCost, ...]
+    method: Method
+    k: int
+    connections: tuple[Connection, ...]
+    processes: tuple[range, ...]
+    transport: TransportName
+
+    @property
+    def divisible(self) -> bool:
+        """Whether the period of a part is a lower bound of the whole pipeline's: each stage has a process and never drains."""
+        return len(self.processes) == len(self.costs) and not self.method.flush
+
+    def period(self, delays: Sequence[int]) -> float:
+        """Return the period with these boundary delays."""
+        transport = simulated_transport(self.transport, delays)
+        method = replace(self.method, delay=tuple(delays))
+        found = predict(self.costs, method, self.k, link=self.connections, processes=self.processes, transport=transport)
+        return found.period
+
+    def must_exceed(self, limit: float, delays: Sequence[int], boundary: int, reach: int) -> bool:
+        """Return whether the stages around ``boundary`` alone prove that the period is above ``limit``."""
+        if delays[boundary] == 0:
+            pair = self.costs[boundary : boundary + 2]
+            if sum(cost.forward + cost.backward for cost in pair) > limit:  # the two stages take turns
+                return True
+        if simulated_transport(self.transport, delays) == "lockstep" and min(delays) == 0:
+            return False  # the rounds of the whole pipeline differ from those of a part
+        start, stop = max(0, boundary - reach), min(len(self.costs), boundary + 2 + reach)
+        part = replace(
+            self,
+            costs=self.costs[start:stop],
+            connections=self.connections[start : stop - 1],
+            processes=tuple(range(j, j + 1) for j in range(stop - start)),
+            transport=simulated_transport(self.transport, delays),
+        )
+        return part.period(delays[start : stop - 1]) > limit
+
+
+def _lower_one_by_one(pipeline: _Pipeline, delays: list[int], limit: float) -> list[int]:
+    """Lower each delay as far as possible, with a prediction of the whole pipeline for each step."""
+    for boundary in reversed(range(len(delays))):
+        while delays[boundary]:
+            delays[boundary] -= 1
+            if pipeline.period(delays) > limit:
+                delays[boundary] += 1
+                break
+    return delays
+
+
+def _lower_by_bisection(pipeline: _Pipeline, delays: list[int], limit: float) -> list[int]:
+    """Do the same with few predictions of the whole pipeline.
+
+    For each delay, the stages around its boundary show which values are too small. If the smallest values that they allow are too
+    small for the whole pipeline, bisection finds the first of them that is, in the order of the search. A smaller delay never makes
+    the period shorter.
+    """
+    last, reach = len(delays) - 1, FIRST_REACH
+    while last >= 0:
+        estimate = delays.copy()
+        for boundary in range(last, -1, -1):
+            while estimate[boundary]:
+                estimate[boundary] -= 1
+                if pipeline.must_exceed(limit, estimate, boundary, reach):
+                    estimate[boundary] += 1
+                    break
+        fits, exceeds = last + 1, -1  # boundaries from which on the estimate is possible, and is not
+        while fits > exceeds + 1:
+            middle = exceeds + 1 if exceeds == -1 and fits == last + 1 else (fits + exceeds) // 2
+            if pipeline.period(delays[:middle] + estimate[middle:]) <= limit:
+                fits = middle
+            else:
+                exceeds = middle
+        delays = delays[:fits] + estimate[fits:]
+        last, reach = exceeds - 1, 2 * reach
+        if exceeds >= 0:
+            lowest = range(estimate[exceeds] + 1, delays[exceeds])
+            delays[exceeds] = next((d for d in lowest if pipeline.period(_with(delays, exceeds, d)) <= limit), delays[exceeds])
+    return delays
+
+
+def _with(delays: Sequence[int], boundary: int, delay: int) -> list[int]:
+    return [*delays[:boundary], delay, *delays[boundary + 1 :]]

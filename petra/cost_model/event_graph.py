@@ -1,0 +1,189 @@
+"""The event graph of a pipeline's steady state: what each step and each transfer waits for, by the rules of the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from petra.cost_model.costs import StageCost
+from petra.cost_model.links import Connection
+from petra.cost_model.period import Edges, EventGraph, Indices, Values
+from petra.cost_model.wires import WireModel
+from petra.plan.steady import SteadyState
+from petra.transport.edge import POSTED_RECEIVES
+
+
+def event_graph(
+    steady: SteadyState,
+    costs: Sequence[StageCost],
+    k: int,
+    processes: Sequence[range],
+    connections: Sequence[Connection],
+    boundary_delays: Sequence[int],
+    transport: WireModel,
+) -> EventGraph:
+    """Return the event graph of one repetition of ``steady``, whose number of microbatches must be a multiple of k.
+
+    Args:
+        costs: Cost of each stage.
+        k: Microbatches per update.
+        processes: Stages of each process.
+        connections: Connection of each process to the next one.
+        boundary_delays: Delay d of each boundary.
+        transport: Transport whose rules the messages follow.
+    """
+    steps = _Steps.of(steady, costs, k, processes, connections)
+    return _edge_graph(steps, np.array(boundary_delays, np.int64)) if transport == "edge" else _lockstep_graph(steps)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The steps of one repetition as arrays with one entry per step, in the order in which processes run them.
+
+    Attributes:
+        steady: The steps.
+        process: Process of each step.
+        compute: Seconds of each step.
+        update: Seconds of the update that follows each step; 0 if none follows.
+        sender, receiver: Indices of the steps that send and that receive a message between two processes.
+        later: For each message, number of repetitions by which its receiver is later.
+        transfer, latency: Seconds of each message on its link.
+        boundary: Boundary of each message.
+    """
+
+    steady: SteadyState
+    process: Indices
+    compute: Values
+    update: Values
+    sender: Indices
+    receiver: Indices
+    later: Indices
+    transfer: Values
+    latency: Values
+    boundary: Indices
+
+    @staticmethod
+    def of(
+        steady: SteadyState, costs: Sequence[StageCost], k: int, processes: Sequence[range], connections: Sequence[Connection]
+    ) -> _Steps:
+        stage, forward, m = steady.stage, steady.forward, steady.microbatch
+        owner = np.repeat(np.arange(len(processes)), [len(stages) for stages in processes])
+        columns = ("forward", "backward", "update", "forward_bytes", "backward_bytes")
+        seconds_f, seconds_b, update, bytes_f, bytes_b = (np.array([getattr(cost, name) for cost in costs]) for name in columns)
+        target = np.where(forward, stage + 1, stage - 1)
+        exists = (target >= 0) & (target < len(costs))
+        sender = np.flatnonzero(exists & (owner[np.clip(target, 0, len(costs) - 1)] != owner[stage]))
+        receiver, later = _find(steady, forward[sender], target[sender], m[sender])
+        down, link = forward[sender], np.minimum(owner[stage[sender]], owner[target[sender]])
+        bandwidth, latency = (
+            np.where(down, *(np.array([getattr(side, name) for side in sides])[link] for sides in _sides(connections)))
+            for name in ("bandwidth", "latency")
+        )
+        return _Steps(
+            steady,
+            process=owner[stage],
+            compute=np.where(forward, seconds_f[stage], seconds_b[stage]),
+            update=np.where(~forward & ((m + 1) % k == 0), update[stage], 0.0),
+            sender=sender,
+            receiver=receiver,
+            later=later,
+            transfer=np.where(down, bytes_f[stage[sender]], bytes_b[stage[sender]]) / bandwidth,
+            latency=latency,
+            boundary=np.minimum(stage[sender], target[sender]),
+        )
+
+    def other_message(self, earlier: Indices | int) -> tuple[Indices, Indices]:
+        """Return the message of the same kind ``earlier`` microbatches before each message, and how many repetitions before."""
+        stage, forward, m = self.steady.stage[self.sender], self.steady.forward[self.sender], self.steady.microbatch[self.sender]
+        step, before = _find(self.steady, forward, stage, m - earlier)
+        number = np.full(len(self.process), -1)
+        number[self.sender] = np.arange(len(self.sender))
+        return number[step], -before
+
+
+def _sides(connections: Sequence[Connection]) -> tuple[list[object], list[object]]:
+    return [connection.forward for connection in connections], [connection.backward for connection in connections]
+
+
+def _find(steady: SteadyState, forward: NDArray[np.bool_], stage: Indices, microbatch: Indices) -> tuple[Indices, Indices]:
+    """Return the index of each step, and how many repetitions later than this one it is."""
+    period, stages = steady.microbatches, int(steady.stage.max()) + 1
+    index, first = np.empty((2, stages, period), np.int64), np.full((2, stages), np.iinfo(np.int64).max)
+    np.minimum.at(first, (steady.forward.astype(int), steady.stage), steady.microbatch)
+    slot = steady.microbatch - first[steady.forward.astype(int), steady.stage]
+    index[steady.forward.astype(int), steady.stage, slot] = np.arange(len(slot))
+    later, slot = np.divmod(microbatch - first[forward.astype(int), stage], period)
+    return index[forward.astype(int), stage, slot], later
+
+
+def _previous(process: Indices) -> tuple[Indices, Indices]:
+    """Return the event before each event in its process, and 1 if that is one repetition earlier, given the process of each."""
+    order = np.argsort(process, kind="stable")
+    grouped = process[order]
+    start, end = np.searchsorted(grouped, grouped), np.searchsorted(grouped, grouped, "right")
+    place = np.arange(len(order))
+    before, wrapped = np.empty_like(order), np.empty_like(order)
+    before[order] = order[np.where(place > start, place - 1, end - 1)]
+    wrapped[order] = place == start
+    return before, wrapped
+
+
+def _edge_graph(steps: _Steps, boundary_delays: Indices) -> EventGraph:
+    """Events: start of each step, its end after sending, and the end of each transfer. See ``EdgeWires``."""
+    count, messages = len(steps.process), len(steps.sender)
+    start, end = np.arange(count), np.arange(count, 2 * count)
+    wire = np.arange(2 * count, 2 * count + messages)
+    before, wrapped = _previous(steps.process)
+    none, nothing = np.zeros(messages, np.int64), np.zeros(count, np.int64)
+    oldest, oldest_before = steps.other_message(boundary_delays[steps.boundary] + 1)
+    previous, previous_before = steps.other_message(1)
+    posted, posted_before = steps.other_message(POSTED_RECEIVES)
+    edges: list[Edges] = [
+        (end[before], start, steps.update[before], wrapped),
+        (start, end, steps.compute, nothing),
+        (wire, start[steps.receiver], steps.latency, steps.later),
+        (wire[oldest], end[steps.sender], steps.latency, oldest_before),
+        (end[steps.sender], wire, steps.transfer, none),
+        (wire[previous], wire, steps.transfer, previous_before),
+        (start[steps.receiver[posted]], wire, steps.transfer, posted_before - steps.later[posted]),
+    ]
+    return EventGraph.of(2 * count + messages, edges)
+
+
+def _lockstep_graph(steps: _Steps) -> EventGraph:
+    """Events: end of each step with its update, of each exchange of a process, and of each transfer. See ``LockstepWires``."""
+    count, messages = len(steps.process), len(steps.sender)
+    round_ = steps.steady.round
+    # A process takes part in the exchange of a round in which it sends or a neighbour sends to it.
+    taking_part = np.stack([steps.process[steps.sender], steps.process[steps.receiver]])
+    key = round_[steps.sender] * (int(steps.process.max()) + 1) + taking_part
+    exchanges, exchange = np.unique(key, return_inverse=True)
+    exchange = exchange.reshape(key.shape)  # of sender and receiver of each message
+    exchange_round, exchange_process = np.divmod(exchanges, int(steps.process.max()) + 1)
+    # Events of a process, in order: steps of a round, then its exchange.
+    event_round = np.concatenate([round_, exchange_round])
+    order = np.argsort(event_round, kind="stable")  # keeps the steps of a round before its exchanges
+    process = np.concatenate([steps.process, exchange_process])
+    before_sorted, wrapped_sorted = _previous(process[order])
+    before, wrapped = np.empty_like(order), np.empty_like(order)
+    before[order], wrapped[order] = order[before_sorted], wrapped_sorted
+    clock = np.arange(count + len(exchanges))
+    wire = np.arange(len(clock), len(clock) + messages)
+    seconds = np.concatenate([steps.compute + steps.update, np.zeros(len(exchanges))])
+    # Each sender waits in its next exchange.
+    earlier, earlier_wrapped = _previous(exchange_process)
+    following, following_wrapped = np.empty_like(earlier), np.empty_like(earlier)
+    following[earlier], following_wrapped[earlier] = np.arange(len(exchanges)), earlier_wrapped
+    previous, previous_before = steps.other_message(1)
+    none = np.zeros(messages, np.int64)
+    edges: list[Edges] = [
+        (before, clock, seconds, wrapped),
+        (wire, clock[steps.receiver], steps.latency + seconds[steps.receiver], steps.later),
+        (wire, count + following[exchange[0]], steps.latency, following_wrapped[exchange[0]]),
+        (wire[previous], wire, steps.transfer, previous_before),
+        *((before[count + side], wire, steps.transfer, none + wrapped[count + side]) for side in exchange),
+    ]
+    return EventGraph.of(len(clock) + messages, edges)

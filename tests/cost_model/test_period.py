@@ -1,0 +1,148 @@
+"""The maximum cycle ratio against simulated runs, and the delays chosen with it against the plain search."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from petra import METHODS, Keep, Method
+from petra.cost_model.costs import StageCost
+from petra.cost_model.delays import TOLERANCE, choose_delays
+from petra.cost_model.links import INSTANT, Connection, Link
+from petra.cost_model.simulator import predict, simulate
+from petra.diagnostics.events import Kind
+from petra.plan.steady import SteadyState, run_until_steady, steady_state
+from petra.plan.transport import simulated_transport
+from tests.plan.test_schedule import random_case
+
+Case = tuple[list[StageCost], Method, int, list[range], list[Connection], str]
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> Case:
+    stages = draw(st.integers(1, 6))
+    seconds = draw(st.sampled_from([st.floats(0.5, 4), st.integers(1, 4)]))
+    costs = [
+        StageCost(
+            draw(seconds), draw(seconds), draw(st.sampled_from([0, 0, 1.3])), draw(st.integers(0, 20)), draw(st.integers(0, 40))
+        )
+        for _ in range(stages)
+    ]
+    method = draw(st.sampled_from([*METHODS.values(), None]))
+    if method is None or method.name == "pipedream_2bw":  # whose delays k limits
+        delay = tuple(draw(st.lists(st.integers(0, 4), min_size=stages - 1, max_size=stages - 1)))
+        method = Method("x", delay, Keep.NOTHING, flush=draw(st.booleans()))
+    cuts = sorted(draw(st.sets(st.integers(1, stages - 1)))) if stages > 1 else []
+    processes = [range(a, b) for a, b in zip([0, *cuts], [*cuts, stages], strict=True)]
+    link = st.builds(Link, bandwidth=st.sampled_from([5.0, 40.0, float("inf")]), latency=st.sampled_from([0.0, 0.3, 1.7]))
+    links = [Connection(draw(link), draw(link)) for _ in processes[1:]]
+    return costs, method, draw(st.integers(1, 4)), processes, links, draw(st.sampled_from(["edge", "lockstep"]))
+
+
+def simulated_period(case: Case) -> float | None:
+    """Return the time per microbatch of a long simulation in which it repeats, or None if it doesn't yet."""
+    costs, method, k, processes, links, transport = case
+    delays = method.delays(len(costs), k)
+    count = 30 * k + 4 * max(delays) + 60
+    intervals = simulate(costs, method, k, count, processes=processes, link=links, transport=transport)  # type: ignore[arg-type]
+    done = {i.microbatch: i.stop for i in intervals if i.stage == 0 and i.kind in (Kind.BACKWARD, Kind.UPDATE)}
+    times = [done[m] for m in range(count // k * k - (0 if method.flush else k * -(-max(delays) // k)))]
+    half = len(times) // 2
+    for cycle in range(k, half + 1, k):
+        steps = [times[-n] - times[-n - cycle] for n in range(1, half)]
+        if max(steps) - min(steps) <= 1e-10 * times[-1]:
+            return steps[0] / cycle
+    return None
+
+
+@settings(max_examples=80, deadline=None)
+@given(pipelines())
+def test_period_is_that_of_a_long_simulation(case: Case) -> None:
+    expected = simulated_period(case)
+    assume(expected is not None)
+    costs, method, k, processes, links, transport = case
+    found = predict(costs, method, k, processes=processes, link=links, transport=transport)  # type: ignore[arg-type]
+    assert found.period == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("method", [METHODS["petra"], METHODS["1f1b"], METHODS["gpipe"], Method("d=1", 1, Keep.NOTHING)])
+def test_many_stages(method: Method) -> None:
+    """Fast links: 4 units per microbatch without flushes, and 4 (k + J − 1) / k with them."""
+    stages, k = 300, 8
+    expected = 4 * (k + stages - 1) / k if method.flush else 4
+    assert predict([StageCost(1, 3)] * stages, method, k).period == pytest.approx(expected, rel=1e-12)
+
+
+def rounds_by_step(steady: SteadyState) -> dict[tuple[int, bool, int], int]:
+    """Return the round of each step of microbatches 0 … ``steady.microbatches`` − 1, relative to the first forward."""
+    found = {}
+    for round_, stage, forward, m in zip(*(column.tolist() for column in steady[2:]), strict=True):
+        shift = m // steady.microbatches
+        found[stage, forward, m - shift * steady.microbatches] = round_ - shift * steady.rounds
+    return {step: round_ - found[0, True, 0] for step, round_ in found.items()}
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_steady_states_are_those_of_the_timetable(seed: int) -> None:
+    made, stages, k, _, _ = random_case(seed)
+    between, delays = made.boundary_delays(stages - 1)[: stages - 1], made.delays(stages, k)
+    expected = run_until_steady(delays, between, k if made.flush else None)
+    found = steady_state(delays, between, k if made.flush else None)
+    found = found.repeated(expected.microbatches // found.microbatches)
+    assert (found.rounds, found.microbatches) == (expected.rounds, expected.microbatches)
+    assert rounds_by_step(found) == rounds_by_step(expected)
+
+
+def plain_search(costs: list[StageCost], method: Method, k: int, link: Link, max_delay: int = 4) -> tuple[int, ...]:
+    """Choose delays with a prediction of the whole pipeline for each candidate."""
+
+    def period(delays: list[int]) -> float:
+        transport = simulated_transport("auto", delays)
+        return predict(
+            costs, Method("x", tuple(delays), Keep.NOTHING, flush=method.flush), k, link=link, transport=transport
+        ).period
+
+    boundaries = len(costs) - 1
+    limit = (1 + TOLERANCE) * period([max_delay] * boundaries)
+    delays = next(([d] * boundaries for d in range(max_delay) if period([d] * boundaries) <= limit), [max_delay] * boundaries)
+    for boundary in reversed(range(boundaries)):
+        while delays[boundary] and period([*delays[:boundary], delays[boundary] - 1, *delays[boundary + 1 :]]) <= limit:
+            delays[boundary] -= 1
+    return tuple(delays)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_bisection_finds_the_delays_of_the_plain_search(seed: int) -> None:
+    random = Random(seed)
+    spread = random.choice([0.0, 0.1, 0.5])
+    costs = [
+        StageCost(
+            random.uniform(1 - spread, 1 + spread), random.uniform(3 - 3 * spread, 3 + 3 * spread), random.choice([0, 0.4]), 10, 20
+        )
+        for _ in range(random.randint(2, 14))
+    ]
+    link = random.choice([INSTANT, Link(latency=random.uniform(0, 1.5)), Link(random.uniform(10, 100), random.uniform(0, 0.5))])
+    method = Method("x", 2, Keep.NOTHING, flush=seed % 5 == 0)
+    k = random.randint(1, 4)
+    assert choose_delays(costs, method, k, link=link) == plain_search(costs, method, k, link)
+
+
+def test_delays_of_many_stages() -> None:
+    """Slow messages make cycles over many boundaries critical, which no pair of stages shows."""
+    costs, link = [StageCost(1, 3)] * 60, Link(latency=0.024)
+    found = choose_delays(costs, METHODS["petra"], 1, link=link)
+    assert set(found) == {1, 2}
+    assert found == plain_search(costs, METHODS["petra"], 1, link)
+
+
+def test_each_direction_has_its_own_link() -> None:
+    costs = [StageCost(1, 3)] * 2
+    slow, fast = Link(latency=0.5), INSTANT
+    periods = [
+        predict(costs, Method("d=1", 1, Keep.NOTHING), link=[Connection(a, b)]).period
+        for a, b in [(fast, fast), (slow, fast), (fast, slow), (slow, slow)]
+    ]
+    assert periods == pytest.approx([4, 4.25, 4.25, 4.5])

@@ -1,0 +1,111 @@
+"""launch.plan, the file of unequal machines, and what they change in the partition."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch.config.machines import read_machines, write_machines
+from launch.doctor.links import Link as Measured
+from launch.doctor.machine import Report
+from launch.doctor.speed import describe, measure_speeds
+from launch.plan import main
+from petra import METHODS, ConfigError
+from petra.cost_model.autotune import tune
+from petra.cost_model.costs import BlockCost
+from petra.cost_model.links import Connection, Link
+from petra.cost_model.machines import Device, Machines
+
+SMALL = ["model=revnet18", "model.width=0.0625", "data=synthetic", "data.batch_size=2"]
+FILE = """
+devices:
+  - {count: 2, memory: 80}
+  - {speed: 0.5, memory: 40}
+links:
+  - {count: 2, forward: {bandwidth: 12, latency: 20}, backward: {bandwidth: 10}}
+"""
+
+
+def test_a_file_of_machines(tmp_path: Path) -> None:
+    path = tmp_path / "machines.yaml"
+    path.write_text(FILE)
+    found = read_machines(str(path))
+    assert found.devices == (Device(1.0, 80e9), Device(1.0, 80e9), Device(0.5, 40e9))
+    assert found.connections == (Connection(Link(12e9, pytest.approx(20e-6)), Link(10e9, 0.0)),) * 2  # type: ignore[arg-type]
+    again = str(tmp_path / "again.json")
+    write_machines(again, found)
+    assert read_machines(again).devices == found.devices
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("devices: [{speeed: 1}]", "speeed"),
+        ("devices: [{speed: fast}]", "fast"),
+        ("devices: [{speed: 0}]", "speed: expected numbers > 0"),
+        ("links: []", "devices: expected one device or more"),
+        ("devices: [{count: 3}]", "links: expected 2, one between each two neighbours of 3 processes, got 0"),
+        ("devices: [", "YAML"),
+    ],
+)
+def test_files_that_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "machines.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"cluster\.machines") as error:
+        read_machines(str(path))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match="missing"):
+        read_machines(str(tmp_path / "missing.yaml"))
+
+
+def block(seconds: float = 1.0) -> BlockCost:
+    return BlockCost("b", True, seconds, 3 * seconds, seconds, 2 * seconds, 0, 10, 10, 30, parameter_bytes=4)
+
+
+def test_slow_devices_get_fewer_blocks() -> None:
+    tuned = tune([block()] * 12, METHODS["petra"], 1, 3, devices=[Device(1.0), Device(0.5), Device(1.5)])
+    assert tuned.stages == (4, 2, 6)
+    assert [cost.forward for cost in tuned.costs] == [4, 4, 4]
+
+
+def test_small_devices_get_fewer_blocks() -> None:
+    """A block needs 12 bytes of parameters and copies; each stage also 30 bytes for one graph."""
+    tuned = tune([block()] * 6, METHODS["petra"], 1, 2, devices=[Device(memory=30 + 2 * 12), Device()])
+    assert tuned.stages == (2, 4)
+    with pytest.raises(ConfigError, match="no partition"):
+        tune([block()] * 6, METHODS["petra"], 1, 2, devices=[Device(memory=30), Device()])
+
+
+def test_machines_that_the_doctor_describes() -> None:
+    reports = [Report(rank, f"{rank // 2} (host)", "cpu", 64, 1, {}, {}, ()) for rank in range(4)]
+    links = [Measured(0, 1e-5, 5e9, 4e9), Measured(2, 1e-5, 7e9, 7e9), Measured(0, 1e-3, 1e9, 1e9, step=2)]
+    found = describe(reports, links, [2.0, 1.0, 4.0, 4.0], replica_size=2)
+    assert found == Machines((Device(1.0, 32), Device(0.5, 32)), (Connection(Link(5e9, 1e-5), Link(4e9, 1e-5)),))
+    assert measure_speeds(torch.device("cpu"))[0] > 0
+
+
+def test_plan_prints_all_methods_and_recommends_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--devices", "4", "--out", str(tmp_path / "plan.png"), *SMALL, "k=8"])
+    out = capsys.readouterr().out
+    assert all(f"| {name} " in out for name in METHODS)
+    assert "recommended: method=" in out
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_fast_links_and_large_k_favour_exact_gradients(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--devices", "2", "--bandwidth", "1e6", "--latency", "0", *SMALL, "k=64"])
+    assert "recommended: method=1f1b" in capsys.readouterr().out
+
+
+def test_memory_that_is_too_small(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--devices", "4", "--memory", "1e-6", *SMALL])
+    assert "not possible:\n- petra: trainer.stages: no partition" in capsys.readouterr().out
+
+
+def test_options_that_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--devices", "0", *SMALL])
+    assert capsys.readouterr().err == "error: --devices: expected a number > 0, got 0\n"
