@@ -2,7 +2,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: check demo lint test
+.PHONY: check demo docs lint test
 
 TESTS := $(BIN)/python -m pytest -n 2 --dist worksteal
 
@@ -18,9 +18,15 @@ test: lint
 check: lint
 	$(TESTS) -m "not processes"
 
+# the documentation site, in build/site
+docs: $(VENV)/installed
+	$(BIN)/pip install -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 
 $(VENV)/installed: pyproject.toml

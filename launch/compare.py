@@ -1,6 +1,6 @@
 """Compare runs: print a table of their results, and draw their curves into one figure.
 
-``python -m launch.compare runs/a runs/b --out compare.png``
+``petra compare runs/a runs/b --out compare.png``
 """
 
 from __future__ import annotations

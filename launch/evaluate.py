@@ -1,6 +1,6 @@
 """Evaluate the trained network of a run on the test data, in one process or in several under torchrun.
 
-``python -m launch.evaluate run=FOLDER [weights=FILE] [key=value ...]``
+``petra evaluate run=FOLDER [weights=FILE] [key=value ...]``
 
     run      folder of a run, which may still be training
     weights  file of exported weights, or folder of a checkpoint. Default: ema.* in the run's folder if it exists, else model.*,

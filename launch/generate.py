@@ -1,6 +1,6 @@
 """Generate text with the language model of a run, in one process.
 
-``python -m launch.generate run=FOLDER prompt="It was" [key=value ...]``
+``petra generate run=FOLDER prompt="It was" [key=value ...]``
 
     run          folder of a run with model=revgpt or model=gpt
     prompt       text to continue; empty: a new document, if the vocabulary has a delimiter

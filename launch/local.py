@@ -1,4 +1,4 @@
-"""Train in several processes on this machine: ``python -m launch.local --processes 10 model=revnet18 ...``.
+"""Train in several processes on this machine: ``petra local --processes 10 model=revnet18 ...``.
 
 The configuration and the assignment of stages to processes are checked once, before any process starts.
 """
@@ -10,6 +10,7 @@ import sys
 
 from petra.errors import invalid
 
+from . import own_module
 from .runtime.agent import run_agent
 from .runtime.rank import Process
 from .runtime.terminal import command
@@ -23,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="All other arguments are those of launch.train; python -m launch.train --help lists them.",
+        epilog="All other arguments are those of petra train; petra train --help lists them.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -43,7 +44,7 @@ def main() -> None:
     processes = options.processes or torch.cuda.device_count() or 1
     for config in configs:
         set_up(config, Process(rank=0, world=processes, local_rank=0, local_world=processes))
-    run_agent(["--standalone", "--nproc-per-node", str(processes)], "launch.train", overrides)
+    run_agent(["--standalone", "--nproc-per-node", str(processes)], own_module("launch.train"), overrides)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Train in the processes of several nodes. Run the same command on every node: ``python -m launch.node model=revnet18 ...``.
+"""Train in the processes of several nodes. Run the same command on every node: ``petra node model=revnet18 ...``.
 
 Environment variables describe the node. In each row, the first variable that is set counts:
 
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from petra.errors import invalid, require
 
+from . import own_module
 from .runtime.agent import run_agent
 from .runtime.terminal import command
 
@@ -85,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--module", default="launch.train", help="module to run: launch.train (default) or launch.doctor")
     options, overrides = parser.parse_known_args(arguments)
-    run_agent(Node.from_environment(os.environ).flags(), options.module, overrides)
+    run_agent(Node.from_environment(os.environ).flags(), own_module(options.module), overrides)
 
 
 def first_host(nodes: str) -> str:

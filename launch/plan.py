@@ -2,8 +2,8 @@
 
 Two of many devices, with the model, the data and k of a configuration::
 
-    python -m launch.plan --devices 16 --teraflops 60 --bandwidth 25 --latency 10 --memory 80 model=revnet50 data=imagenet k=8
-    python -m launch.plan --machines machines.yaml --out plan.png model=revgpt model.dim=8192 model.depth=80 data=text
+    petra plan --devices 16 --teraflops 60 --bandwidth 25 --latency 10 --memory 80 model=revnet50 data=imagenet k=8
+    petra plan --machines machines.yaml --out plan.png model=revgpt model.dim=8192 model.depth=80 data=text
 
 Costs are counted: a device computes ``--teraflops`` on average. With ``--measure``, each block is measured on this machine instead.
 """
@@ -31,9 +31,9 @@ from petra.settings import TransportName
 
 from .config.compose import compose_overrides
 from .config.machines import read_machines
-from .config.schema import PRECISIONS, Config
+from .config.schema import Config
 from .run import recipe
-from .run.build import set_up
+from .run.build import PRECISIONS, set_up
 from .run.markdown import aligned_table
 from .runtime.rank import Process
 

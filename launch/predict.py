@@ -1,6 +1,6 @@
 """Classify image files with the trained network of a run.
 
-``python -m launch.predict run=FOLDER [weights=FILE] [key=value ...] IMAGE ...``
+``petra predict run=FOLDER [weights=FILE] [key=value ...] IMAGE ...``
 
     run      folder of a run
     weights  file of exported weights, or folder of a checkpoint; the default is that of launch.evaluate

@@ -1,6 +1,6 @@
 """Print the reference page of all keys, from the schema and the comments under conf/.
 
-``python -m launch.reference > docs/configuration.md``
+``petra reference > docs/configuration.md``
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, get_type_hints
 
 from omegaconf import OmegaConf
 
-from .config.errors import CONF
+from .config import CONF
 from .config.schema import Config
 
 HEAD = """# Configuration
 
-This page is generated from `launch/config/schema.py` and `conf/` by `python -m launch.reference > docs/configuration.md`.
+This page is generated from `launch/config/schema.py` and `conf/` by `petra reference > docs/configuration.md`.
 
 `GROUP=FILE` selects a file of a group, and `GROUP.KEY=VALUE` sets a key. Later arguments override earlier ones. In each table of
 files, the first one is the default. If a key differs between files, its value and meaning are followed by the files' names in
@@ -101,7 +101,7 @@ def _names(names: list[str], files: list[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", r"\|").replace("<", "&lt;")
+    return text.replace("|", r"\|").replace("_<", r"\_<").replace("<", "&lt;")  # a bare _ next to < would begin emphasis
 
 
 if __name__ == "__main__":

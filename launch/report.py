@@ -1,4 +1,4 @@
-"""Write the report of a run, finished or not: ``python -m launch.report RUN`` writes RUN/report.html."""
+"""Write the report of a run, finished or not: ``petra report RUN`` writes RUN/report.html."""
 
 from __future__ import annotations
 

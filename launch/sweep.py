@@ -1,4 +1,4 @@
-"""Train once for each combination of values, and collect the results: ``python -m launch.sweep k=1,2,4 model=revnet18,revnet34``.
+"""Train once for each combination of values, and collect the results: ``petra sweep k=1,2,4 model=revnet18,revnet34``.
 
 Values separated by commas are swept. All other overrides apply to every run (the syntax is Hydra's). Each run has its own folder
 under --out. Run the same command again to continue an interrupted sweep: finished runs are skipped, unfinished ones resume from

@@ -1,4 +1,4 @@
-"""Write files of tokens for data=tokens: ``python -m launch.tokenize books/*.txt --vocabulary 4096 --out tokens``.
+"""Write files of tokens for data=tokens: ``petra tokenize books/*.txt --vocabulary 4096 --out tokens``.
 
 A byte-level BPE vocabulary is trained on the texts, or read from a file (tokenizer.json of Hugging Face's tokenizers).
 """

@@ -1,4 +1,4 @@
-"""Train a model: ``python -m launch.train ...`` in one process, ``torchrun --nproc-per-node N -m launch.train ...`` in N."""
+"""Train a model: ``petra train ...`` in one process, ``petra train --nproc N ...`` in N."""
 
 from __future__ import annotations
 

@@ -16,10 +16,12 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
+from launch.cli import take_processes
+
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
-COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python|torchrun|pytest|make|docker|git|pip) [\w.-]")
+COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:petra|python|torchrun|pytest|make|docker|git|pip) [\w.-]")
 TRAINS = ("launch.train", "launch.local", "launch.node", "launch.sweep", "benchmarks.nodes")
 SMALL = (
     *("data=synthetic", "data.images=32", "data.batch_size=4", "model.width=0.25"),
@@ -44,9 +46,24 @@ def commands(path: Path) -> Iterator[str]:
     yield from (code for code in inline(text) if COMMAND.match(code) and "…" not in code)
 
 
+def split(command: str) -> list[str]:
+    """Return the words of a command, with ``petra COMMAND`` as the module that it runs in a checkout."""
+    words = shlex.split(command)
+    start = next(i for i, word in enumerate(words) if not re.match(r"[A-Z_]+=", word))
+    if words[start] != "petra" or len(words) < start + 2 or words[start + 1].startswith("-") or words[start + 1] == "completion":
+        return words
+    name, *rest = words[start + 1 :]
+    processes, rest = take_processes(rest)
+    if processes is None:
+        return [*words[:start], "python", "-m", f"launch.{name}", *rest]
+    if name == "train":
+        return [*words[:start], "python", "-m", "launch.local", "--processes", str(processes), *rest]
+    return [*words[:start], "torchrun", "--nproc-per-node", str(processes), "-m", f"launch.{name}", *rest]
+
+
 def small(command: str) -> list[str] | None:
     """Return the words of a command with small sizes, or None for a command that isn't Python or takes long."""
-    words = shlex.split(command.replace("-per-node N", "-per-node 2"))
+    words = split(command.replace("-per-node N", "-per-node 2").replace("--nproc N", "--nproc 2"))
     start = next(i for i, word in enumerate(words) if not re.match(r"[A-Z_]+=", word))
     if start or words[0] not in ("python", "torchrun") or "--slurm" in words:
         return None

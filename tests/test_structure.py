@@ -19,6 +19,7 @@ from tests.structure import ROOT, circles, definitions, imports, modules, room, 
 PETRA = (
     *("errors", "process_memory", "specs", "settings", "hooks", "reversible", "nn", "distributed", "method", "model", "plan"),
     *("transport", "staleness", "engine", "pipeline", "diagnostics", "cost_model", "analysis", "data", "models", "training"),
+    "__main__",
 )
 """Rooms of petra/, from the bottom up: a room imports only rooms before it."""
 LAUNCH = ("config", "runtime", "run", "doctor", "reproduce")

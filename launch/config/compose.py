@@ -13,7 +13,8 @@ from omegaconf import DictConfig
 
 from petra.errors import PetraError, invalid
 
-from .errors import CONF, config_error
+from . import CONF
+from .errors import config_error
 from .schema import Config, register, to_config
 
 

@@ -11,12 +11,10 @@ from pathlib import Path
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, ValidationError
 
-import conf
 from petra.errors import ConfigError, PetraError, alternatives, invalid
 
+from . import CONF
 from .checks import Key, schema_keys
-
-CONF = str(Path(conf.__file__).parent)
 
 
 def config_error(error: Exception, schema: type, overrides: Sequence[str] = ()) -> PetraError:

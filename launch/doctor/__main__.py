@@ -1,4 +1,4 @@
-"""``python -m launch.doctor``."""
+"""Run ``petra doctor`` under torchrun."""
 
 from .command import main
 

@@ -1,8 +1,8 @@
 """Check the machines of a run: report versions, devices, the speed of links between processes, and problems.
 
-``python -m launch.doctor`` checks one process. To check all processes of a run, replace launch.train in its command:
-``torchrun --nproc-per-node 4 -m launch.doctor cluster.interfaces=[eth0]`` or ``python -m launch.node --module launch.doctor``.
-With ``cluster.machines=FILE``, it also measures the speed of each device and writes the file that auto-tuning reads.
+``petra doctor`` checks one process, ``petra doctor --nproc 4 cluster.interfaces=[eth0]`` four processes on this machine, and
+``petra node --module launch.doctor`` the processes of several nodes. With ``cluster.machines=FILE``, it also measures the speed of
+each device and writes the file that auto-tuning reads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run ``python -m launch.reproduce``."""
+"""Run ``petra reproduce``."""
 
 from .command import main
 

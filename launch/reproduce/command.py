@@ -1,4 +1,4 @@
-"""Reproduce a table or a figure of the papers: ``python -m launch.reproduce table4 scale=cpu data.root=DIR``.
+"""Reproduce a table or a figure of the papers: ``petra reproduce table4 scale=cpu data.root=DIR``.
 
 The target ``all`` makes every table and figure of the papers. With --page, it also writes them into a Markdown page.
 
@@ -121,7 +121,7 @@ def write(request: Request, name: str, title: str, report: Report) -> str:
 def _parser() -> argparse.ArgumentParser:
     names = "\n".join(f"    {name:<17} {target.title}" for name, target in TARGETS.items())
     parser = argparse.ArgumentParser(
-        prog="python -m launch.reproduce",
+        prog="petra reproduce",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"targets:\n{names}",

@@ -1,4 +1,4 @@
-"""All targets of ``python -m launch.reproduce``: tables and figures of two papers, and one comparison of our own."""
+"""All targets of ``petra reproduce``: tables and figures of two papers, and one comparison of our own."""
 
 from . import accuracy, complexity, gap, gradients, memory, revnet, speed
 from .report import Target

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from petra.errors import invalid
 
+from .. import own_module
 from ..config.compose import compose_overrides
 from ..config.schema import AUTO, Config
 from ..runtime.rank import Process
@@ -90,7 +91,7 @@ def run_here(unfinished: Sequence[Job], processes: int) -> list[Job]:
     failed = []
     for job in unfinished:
         print(f"--- {job.folder.name}", flush=True)
-        launch = [sys.executable, "-m", "launch.local", "--processes", str(processes)]
+        launch = [sys.executable, "-m", own_module("launch.local"), "--processes", str(processes)]
         if subprocess.run([*launch, *job.command()]).returncode:
             failed.append(job)
     return failed

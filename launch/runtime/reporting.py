@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import signal
@@ -35,6 +36,7 @@ def report_errors(process: Process) -> Iterator[None]:
     The exit status is :data:`FAILED`, :data:`STOPPED` for a run that was asked to stop, or :data:`CANCELLED` for Ctrl-C before
     training. Unexpected exceptions keep their traceback, which one rank prints.
     """
+    show_warnings()
     try:
         yield
     except Interrupted as stopped:
@@ -59,6 +61,13 @@ def report_errors(process: Process) -> Iterator[None]:
         if claim_error_report():
             raise
         sys.exit(1)
+
+
+def show_warnings() -> None:
+    """Print the warnings of petra's loggers to stderr, one line each."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("warning: %(message)s"))
+    logging.getLogger("petra").handlers[:] = [handler]
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from petra.data.files import folder_of
 from petra.data.windows import windows_of
 from petra.errors import DataError, first_line, invalid, require
 
-HELP = "write token files with python -m launch.tokenize, and set data.root to their folder"
+HELP = "write token files with petra tokenize, and set data.root to their folder"
 CORPUS = "corpus.json"
 """File beside the token files with facts of the corpus."""
 HEADER_BYTES = 1024

@@ -7,7 +7,7 @@ floating-point sums round (RevNet, section 3.2), and under an asynchronous metho
 
 from __future__ import annotations
 
-import sys
+import logging
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from petra.hooks import Gradients, Hook
 from petra.method import Keep
 from petra.pipeline import Pipeline
 from petra.specs import Streams
+
+log = logging.getLogger(__name__)
 
 EVERY = 200
 """Number of microbatches between two measurements. For a measurement each stage keeps one sample of its input."""
@@ -63,7 +65,7 @@ class ReconstructionMonitor(Hook):
         self.errors[j] = error
         if error > self.limit and j not in self._warned:
             self._warned.add(j)
-            print(f"warning: {self._text(j, m, error)}", file=sys.stderr, flush=True)
+            log.warning(self._text(j, m, error))
 
     def _text(self, j: int, m: int, error: float) -> str:
         pipeline, numerics = self.pipeline, self.pipeline.plan.numerics

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,6 +29,8 @@ from petra.pipeline import Pipeline
 from petra.training.export import State
 from petra.training.records import METADATA, PART
 from petra.training.state import load_state, state_of
+
+log = logging.getLogger(__name__)
 
 FACTS, MANIFEST, LATEST = "facts.json", "manifest.json", "latest"
 
@@ -151,7 +153,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def newest(folder: Path) -> Path | None:
-    """Return the newest intact checkpoint, or None if there are no checkpoints. Print a warning for each damaged one skipped.
+    """Return the newest intact checkpoint, or None if there are no checkpoints. Log a warning for each damaged one skipped.
 
     Raises:
         DataError: If all checkpoints are damaged.
@@ -161,7 +163,7 @@ def newest(folder: Path) -> Path | None:
         try:
             verify(path)
         except DataError as error:
-            print(f"warning: {error}; trying the checkpoint before it", file=sys.stderr, flush=True)
+            log.warning("%s; trying the checkpoint before it", error)
         else:
             return path
     if found:

@@ -1,8 +1,8 @@
 """Messages to neighbours: inside one process (local), or over torch.distributed (lockstep, edge)."""
 
-# Some functions of this module bind the default process group at import. Imported later, they would keep the group alive, and
-# gloo's threads could crash the interpreter at exit.
-import torch.distributed.nn.functional  # noqa: F401
+from importlib import import_module
+
+import torch.distributed as dist
 
 from petra.transport.connect import Transport, check_ranks_agree, connect, open_transport
 from petra.transport.local import local_boundary
@@ -11,3 +11,19 @@ from petra.transport.packing import Packing
 from petra.transport.port import Port
 
 __all__ = ["Packing", "Port", "Transfer", "Transport", "check_ranks_agree", "connect", "local_boundary", "open_transport"]
+
+
+def _import_without_group() -> None:
+    """Import torch.distributed.nn while the default process group is hidden.
+
+    Its functions bind the group that exists at their import, and would keep it alive. At exit, gloo's threads could then crash the
+    interpreter.
+    """
+    world, dist.group.WORLD = dist.group.WORLD, None
+    try:
+        import_module("torch.distributed.nn.functional")
+    finally:
+        dist.group.WORLD = world
+
+
+_import_without_group()

@@ -65,12 +65,12 @@ def test_only_rounding_errors_without_staleness() -> None:
         assert all(error < 1e-12 for error in monitor.errors.values())
 
 
-def test_one_warning_per_stage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_warning_per_stage(caplog: pytest.LogCaptureFixture) -> None:
     pipeline = built(lr=0.5)
     with pipeline.hooks.attached(ReconstructionMonitor(pipeline, limit=1e-3)):
         pipeline.train(RandomSource(), 20)
-    warnings = capsys.readouterr().err.splitlines()
-    assert sorted(line.split(",")[0] for line in warnings) == ["warning: stage 2", "warning: stage 4", "warning: stage 5"]
+    warnings = caplog.messages
+    assert sorted(line.split(",")[0] for line in warnings) == ["stage 2", "stage 4", "stage 5"]
     expected = "above trainer.drift=0.001; to reduce it, try a smaller optim.lr, a larger k or a smaller method.delay"
     assert all(expected in line for line in warnings)
 

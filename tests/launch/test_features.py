@@ -301,5 +301,5 @@ def test_help_names_groups_and_examples(monkeypatch: pytest.MonkeyPatch, capsys:
     with pytest.raises(SystemExit):
         compose_command_line()
     text = capsys.readouterr().out
-    for part in ("python -m launch.train", "optim: adam, adamw, lars, muon, sgd", "dry_run=true", "warmup_epochs: 5"):
+    for part in ("petra train", "optim: adam, adamw, lars, muon, sgd", "dry_run=true", "warmup_epochs: 5"):
         assert part in text

@@ -100,7 +100,7 @@ def test_slurm_starts_a_node(tmp_path: Path) -> None:
     script = (ROOT / "launch" / "templates" / "slurm.sbatch").read_text()
     node, arguments = started(script, tmp_path, slurm, "k=2", "run_dir='two words'")
     assert node == Node(2, 1, "8", "gpu3", 20000 + 3456)
-    assert arguments == ["-m", "launch.node", "k=2", "run_dir='two words'"]
+    assert arguments == ["-m", "petra", "node", "k=2", "run_dir='two words'"]
 
 
 def test_skypilot_starts_a_node(tmp_path: Path) -> None:
@@ -110,4 +110,4 @@ def test_skypilot_starts_a_node(tmp_path: Path) -> None:
     sky |= {"SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6"}
     node, arguments = started(task["run"], tmp_path, sky | task["envs"])
     assert node == Node(2, 1, "8", "10.0.0.5", 29500)
-    assert arguments == ["-m", "launch.node", "model=revnet34", "data=synthetic", "trainer.epochs=1", "checkpoint.keep=0"]
+    assert arguments == ["-m", "petra", "node", "model=revnet34", "data=synthetic", "trainer.epochs=1", "checkpoint.keep=0"]

@@ -1,4 +1,7 @@
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,3 +88,19 @@ def test_reconstruction_from_rounded_streams_is_off_by_their_rounding() -> None:
         errors[wire] = max(float((a - b).norm() / b.norm()) for a, b in zip(back, x, strict=True))
     assert errors[torch.float32] < 1e-6
     assert 2**-10 < errors[torch.bfloat16] < 2**-5
+
+
+@pytest.mark.processes
+def test_a_process_group_that_is_older_than_the_import_ends_when_it_is_destroyed(tmp_path: Path) -> None:
+    """torch.distributed.nn would keep it alive."""
+    script = f"""import gc, weakref, petra, torch.distributed as dist
+dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
+group = weakref.ref(dist.group.WORLD)
+petra.Pipeline
+assert dist.is_initialized()
+dist.destroy_process_group()
+gc.collect()
+assert group() is None
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,107 @@
+"""Hooks of the documentation site (mkdocs.yml): navigation, pages from outside docs/, pages of the API, roles in docstrings."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+"""Files at the root of the project, and the pages of the site that show them."""
+API = {
+    "petra": "Pipelines, methods, models, settings",
+    "petra.reversible": "Reversible blocks",
+    "petra.models": "Networks",
+    "petra.data": "Data sets and microbatches",
+    "petra.training": "Epochs, optimizers, learning rates, checkpoints, export",
+    "petra.nn": "InPlace-ABN",
+    "petra.plan": "Plans",
+    "petra.staleness": "Remedies for stale gradients",
+    "petra.diagnostics": "Observers of a run",
+    "petra.cost_model": "Predicted time and memory",
+    "petra.analysis": "Figures, timelines and tables",
+    "petra.errors": "Errors",
+}
+"""Packages and modules with a page of their public names."""
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Make the navigation from the groups of the index, docs/README.md, and the pages of the API."""
+    groups: dict[str, list[Any]] = {}
+    for line in (ROOT / "docs" / "README.md").read_text(encoding="utf-8").splitlines():
+        if group := re.match(r"\| \*\*(.+?)\*\* \|", line):
+            groups[group[1]] = []
+        elif page := re.match(r"\| \[.+?\]\((.+?)\)", line):
+            [*groups.values()][-1].append(page_of(page[1]))
+    groups["API reference"] = [f"api/{module}.md" for module in API]
+    groups["Development"] = groups.pop("Development")
+    config.nav = ["README.md", *({name: pages} for name, pages in groups.items())]
+    return config
+
+
+def page_of(target: str) -> str:
+    """Return the page of the site for a link in docs/README.md."""
+    return ROOT_PAGES.get(target.removeprefix("../"), target)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages from outside docs/, the examples that pages link to, and the pages of the API."""
+    for name, page in ROOT_PAGES.items():
+        text = re.sub(r"\]\(docs/", "](", (ROOT / name).read_text(encoding="utf-8"))
+        files.append(File.generated(config, page, content=text))
+    for path in (ROOT / "examples").glob("*.py"):
+        files.append(File.generated(config, f"examples/{path.name}", content=path.read_text(encoding="utf-8")))
+    for module, title in API.items():
+        files.append(File.generated(config, f"api/{module}.md", content=f"# {module}\n\n{title}.\n\n{directives(module)}"))
+    return files
+
+
+def directives(module: str) -> str:
+    """Return what mkdocstrings replaces by the documentation of a module: its ``__all__``, or the modules in it."""
+    found = griffe.load(module, search_paths=[ROOT])
+    assert isinstance(found, griffe.Module)
+    if found.exports is not None or not found.modules:
+        return f"::: {module}\n"
+    return "\n".join(
+        f"## {module}.{name}\n\n::: {module}.{name}\n    options:\n      heading_level: 3\n" for name in sorted(found.modules)
+    )
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let links from docs/ to the root of the project lead to the pages of the site."""
+    for name, target in ROOT_PAGES.items():
+        markdown = markdown.replace(f"](../{name}", f"]({target}")
+    return markdown.replace("](../examples/", "](examples/")
+
+
+class Docstrings(griffe.Extension):
+    """Rewrite docstrings for mkdocstrings."""
+
+    def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
+        """Show ``:class:`petra.Pipeline``` as code, and list arguments that share a description one by one."""
+        rewrite(pkg)
+
+
+def rewrite(found: griffe.Object) -> None:
+    """Rewrite the docstrings of an object and of all objects in it."""
+    if found.docstring is not None:
+        text = re.sub(r":(?:class|func|meth|data|mod|attr):(`[^`]+`)", r"\1", found.docstring.value)
+        found.docstring.value = SHARED.sub(one_by_one, text)
+    for member in found.members.values():
+        if isinstance(member, griffe.Object):
+            rewrite(member)
+
+
+SHARED = re.compile(r"^( +)((?:\w+, )+\w+)(: .*(?:\n\1 +.*)*)$", re.MULTILINE)
+"""Arguments that share a description: indentation, names, description."""
+
+
+def one_by_one(found: re.Match[str]) -> str:
+    """Return a copy of the description for each argument."""
+    return "\n".join(f"{found[1]}{name}{found[3]}" for name in found[2].split(", "))

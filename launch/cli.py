@@ -1,0 +1,121 @@
+"""The command line ``petra COMMAND ...``. Imports torch only for a command that needs it."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import NoReturn
+
+from petra.errors import PetraError, invalid, require
+
+from . import own_module
+from .cli_commands import IN_SEVERAL_PROCESSES, commands, source
+from .cli_completion import main as complete
+
+USAGE = """Train deep networks split over several processes with PETRA, and examine the runs.
+
+Usage: petra COMMAND ...        petra COMMAND --help describes a command
+
+{commands}
+
+petra --version                 print the version
+petra train --nproc N ...       train in N processes on this machine; evaluate and doctor accept --nproc, too
+petra completion bash           print a script that completes words with TAB in bash; or zsh
+"""
+FAILED, CANCELLED = 2, 130
+
+
+def main() -> None:
+    """Run the command that the command line names."""
+    try:
+        run(sys.argv[1:])
+    except PetraError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        sys.exit(CANCELLED)
+
+
+def run(words: list[str]) -> None:
+    """Run ``petra`` with the given arguments.
+
+    Raises:
+        PetraError: If there is no such command, or the number of processes is invalid.
+    """
+    name, *rest = words or ["--help"]
+    if name in ("-h", "--help"):
+        print(usage())
+    elif name == "--version":
+        print(f"petra {installed_version()}")
+    elif name == "completion":
+        complete(rest)
+    else:
+        require_command(name)
+        processes, rest = take_processes(rest)
+        if processes is None:
+            start(name, rest)
+        elif name == "train":
+            start("local", ["--processes", str(processes), *rest])
+        else:
+            require(name in IN_SEVERAL_PROCESSES, "--nproc", f"one of the commands {', '.join(IN_SEVERAL_PROCESSES)}", name)
+            from .runtime.agent import run_agent
+
+            run_agent(["--standalone", "--nproc-per-node", str(processes)], own_module(f"launch.{name}"), rest)
+
+
+def start(name: str, rest: list[str]) -> None:
+    """Call ``main()`` of a command with ``rest`` as its command line."""
+    sys.argv = [f"petra {name}", *rest]
+    module = own_module(f"launch.{name}")
+    import_module(f"{module}.command" if source(name).stem == "command" else module).main()
+
+
+def usage() -> str:
+    """Return the text of ``petra --help``, with the first sentence about each command."""
+    lines = []
+    for name in commands():
+        text = ast.get_docstring(ast.parse(source(name).read_text(encoding="utf-8"))) or ""
+        sentence = text.splitlines()[0].partition(": ")[0].partition(". ")[0].rstrip(".:")
+        lines.append(f"  petra {name:<12} {sentence[:1].lower()}{sentence[1:]}")
+    return USAGE.format(commands="\n".join(lines)).rstrip()
+
+
+def installed_version() -> str:
+    """Return the version of the installed package."""
+    try:
+        return version("petra")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def require_command(name: str) -> None:
+    """Check that a command exists.
+
+    Raises:
+        ConfigError: If it doesn't.
+    """
+    if name not in (known := commands()):
+        near = get_close_matches(name, known, 1, 0.6)
+        raise invalid("command", f"{near[0]} or another name from petra --help" if near else "a name from petra --help", name)
+
+
+def take_processes(words: list[str]) -> tuple[int | None, list[str]]:
+    """Return the value of ``--nproc``, if it is among the words, and the other words.
+
+    Raises:
+        ConfigError: If the value is not an integer >= 1.
+    """
+    for i, word in enumerate(words):
+        if word == "--nproc" or word.startswith("--nproc="):
+            following = words[i + 1 : i + 2] if word == "--nproc" else [word.partition("=")[2]]
+            value = following[0] if following else "nothing"
+            require(value.isdecimal() and int(value) >= 1, "--nproc", "an integer >= 1", value)
+            return int(value), words[:i] + words[i + 1 + (word == "--nproc") :]
+    return None, words
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(FAILED)

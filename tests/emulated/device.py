@@ -1,0 +1,171 @@
+"""The emulated CUDA device: installs it into torch, and reports where the host would wait for a GPU.
+
+:func:`install` must run before ``import torch``, because torch looks for CUDA when it is imported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from tests.emulated.build import MODULE, library
+
+ENVIRONMENT = "PETRA_EMULATED"
+"""Prefix of the environment variables that :meth:`Options.from_environment` reads."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the emulation adds to a plain execution.
+
+    Attributes:
+        devices: Number of devices.
+        seed: Seed of the random delays of jobs; 0 for none.
+        delay_rate: Share of jobs that are delayed.
+        delay_us: Longest delay in microseconds. Each stream multiplies it by a pace between 0.1 and 5.
+        lazy_loading: Whether the first launch of each kernel waits until its device is idle, as CUDA's lazy loading of modules may.
+        patience_ms: Time after which a host that waits for the device reports a deadlock.
+        fault: What happens at launch number ``fault_at`` of this process: ``die``, ``hang`` or ``slow``; empty for nothing.
+        fault_rank: Only the process whose RANK this is has the fault; -1 for any.
+        slow_us: Delay of each job of a slow process in microseconds.
+    """
+
+    devices: int = 1
+    seed: int = 0
+    delay_rate: float = 0.02
+    delay_us: int = 300
+    lazy_loading: bool = False
+    patience_ms: int = 30_000
+    fault: str = ""
+    fault_at: int = 0
+    fault_rank: int = -1
+    slow_us: int = 1000
+
+    @staticmethod
+    def from_environment() -> Options | None:
+        """Return the options in variables such as ``PETRA_EMULATED_SEED``, or None if PETRA_EMULATED_DEVICES is not set."""
+        if f"{ENVIRONMENT}_DEVICES" not in os.environ:
+            return None
+        found = {f.name: os.environ.get(f"{ENVIRONMENT}_{f.name.upper()}") for f in fields(Options)}
+        default = Options()
+        return Options(**{k: type(getattr(default, k))(eval_bool(v)) for k, v in found.items() if v is not None})
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables from which :meth:`from_environment` reads these options."""
+        return {f"{ENVIRONMENT}_{f.name.upper()}": str(getattr(self, f.name)) for f in fields(self)}
+
+
+def eval_bool(text: str) -> str:
+    """Return an argument of ``bool`` or a number: the empty string for False."""
+    return "" if text == "False" else text
+
+
+class Sync(NamedTuple):
+    """A place where the host waits for the device.
+
+    Attributes:
+        kind: ``item`` (a value is read), ``copy`` (a blocking copy), ``sync`` (an operator whose output's size depends on values),
+            or ``synchronize`` (a stream, an event, the device, or a barrier).
+        what: Description of the copy, operator, or what is synchronized.
+        place: File, line and function of the innermost call in the project.
+    """
+
+    kind: str
+    what: str
+    place: str
+
+
+@dataclass
+class Report:
+    """Synchronizations so far, by place, and the number of times each happened."""
+
+    syncs: Counter[Sync] = field(default_factory=Counter)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, kind: str, what: str) -> None:
+        sync = Sync(kind, what, _place())
+        with self.lock:
+            self.syncs[sync] += 1
+
+
+report = Report()
+extension: Any = None
+"""The compiled module, after :func:`install`."""
+
+
+def install(options: Options) -> None:
+    """Make ``torch.cuda`` and the backend ``nccl`` of torch.distributed the emulated ones in this process.
+
+    Raises:
+        RuntimeError: If torch has been imported already, or if the emulation can't be built here.
+    """
+    global extension
+    if "torch" in sys.modules:
+        raise RuntimeError("install the emulated device before torch is imported")
+    path = library()
+    ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    import torch  # noqa: F401
+
+    spec = importlib.util.spec_from_file_location(MODULE, path)
+    assert spec is not None
+    assert spec.loader is not None
+    extension = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(extension)
+    configure(options)
+    extension.on_sync(report.add)
+
+    from tests.emulated import nccl, torch_cuda
+
+    torch_cuda.install(extension, options.devices)
+    nccl.install(extension)
+
+
+def configure(options: Options) -> None:
+    """Change the options of this process. Delays follow the new seed if no stream has been used yet."""
+    settings = extension.settings()
+    for each in fields(options):
+        if each.name not in ("fault", "fault_rank"):
+            setattr(settings, each.name, getattr(options, each.name))
+    faulty = options.fault_rank in (-1, int(os.environ.get("RANK", "0")))
+    settings.fault = options.fault if faulty else ""
+
+
+@contextmanager
+def watch_syncs() -> Iterator[Counter[Sync]]:
+    """Collect the synchronizations inside the ``with`` block."""
+    before = Counter(report.syncs)
+    found: Counter[Sync] = Counter()
+    yield found
+    found.update(report.syncs - before)
+
+
+def _place() -> str:
+    """Return the innermost call outside of torch, the standard library and the emulation."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        parts = path.parts
+        for room in ("petra", "launch", "tests", "benchmarks"):
+            if room in parts[:-1] and "site-packages" not in parts and path.parent != Path(__file__).parent:
+                start = len(parts) - 1 - parts[::-1].index(room, 1)
+                return f"{'/'.join(parts[start:])}:{frame.f_lineno} {frame.f_code.co_name}"
+        if path.name.startswith("test_"):
+            return f"{path.name}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "outside the project" if threading.current_thread() is threading.main_thread() else "another thread"
+
+
+def loaded() -> ModuleType | None:
+    """Return the compiled module, or None if the emulation is not installed in this process."""
+    found: ModuleType | None = extension
+    return found

@@ -1,0 +1,142 @@
+"""Run functions of tests in processes that have the emulated device, with a timeout. No process is left running."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import functools
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+
+from tests.emulated.device import Options
+
+ROOT = Path(__file__).parents[2]
+DEVICES = 8
+"""Devices of the server's processes: torch reads the number once, before the first backward pass."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the processes of :func:`start` ended.
+
+    Attributes:
+        statuses: Exit status of each process: 0, 1 after an exception, negative for a signal, None if killed at the deadline.
+        outputs: What each process wrote to stdout and stderr.
+        results: Result of each process; None if it has none.
+    """
+
+    statuses: list[int | None]
+    outputs: list[str]
+    results: list[Any]
+
+
+def run(target: Callable[..., Any], *arguments: Any, world: int = 1, **settings: Any) -> list[Any]:
+    """Call a function in processes with the emulated device; see :func:`start` for the settings. Return the result of each.
+
+    Raises:
+        AssertionError: If a process fails, or still runs at the end of the time limit.
+    """
+    ended = start(target, *arguments, world=world, **settings)
+    text = "\n".join(f"process {rank}: {status}\n{ended.outputs[rank]}" for rank, status in enumerate(ended.statuses))
+    assert ended.statuses == [0] * world, text
+    return ended.results
+
+
+def start(
+    target: Callable[..., Any],
+    *arguments: Any,
+    world: int = 1,
+    options: Options = Options(),  # noqa: B008 (frozen)
+    timeout: float = 60,
+    group_timeout: float = 30,
+    waits_for_all: bool = False,
+    torchrun: bool = False,
+    preloads_petra: bool = True,
+) -> Ended:
+    """Call ``target(*arguments)`` in one process, or ``target(rank, *arguments)`` in each of ``world`` processes with a group.
+
+    Args:
+        target: A function of a module.
+        arguments: Values that can be pickled.
+        world: Number of processes. Rank r is bound to device r.
+        options: Delays and faults.
+        timeout: Seconds after which processes are killed.
+        group_timeout: Seconds after which an operation of the process group fails.
+        waits_for_all: Whether the other processes may run until ``timeout`` after one has failed; otherwise 3 seconds.
+        torchrun: Set the environment variables of torchrun, and open no group.
+        preloads_petra: Whether petra has been imported when the processes start.
+    """
+    # As with torchrun, the store is not in a process that may be killed.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if torchrun else None
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "arguments").write_bytes(pickle.dumps(arguments))
+        request = {
+            "target": f"{target.__module__}:{target.__name__}",
+            "folder": name,
+            "world": world,
+            "options": {**asdict(options), "devices": DEVICES},
+            "timeout": timeout,
+            "group_timeout": group_timeout,
+            "waits_for_all": waits_for_all,
+            "environment": _torchrun(store, world) if store is not None else {},
+        }
+        requests, answers = _server(preloads_petra)
+        print(json.dumps(request), file=requests, flush=True)
+        statuses = json.loads(answers.readline())
+        outputs = [(folder / f"output{rank}.txt").read_text() for rank in range(world)]
+        found = [folder / f"result{rank}.pt" for rank in range(world)]
+        results = [torch.load(path, weights_only=False, map_location="cpu") if path.exists() else None for path in found]
+    return Ended(statuses, outputs, results)
+
+
+def _torchrun(store: dist.TCPStore, world: int) -> dict[str, str]:
+    variables = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    return {name: str(value) for name, value in variables.items()} | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+@functools.cache
+def _server(preloads_petra: bool) -> tuple[IO[str], IO[str]]:
+    """Start a server of this process."""
+    environment = {
+        **os.environ,
+        **Options(devices=DEVICES).environment(),
+        "PYTHONPATH": os.pathsep.join(_paths()),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "tests.emulated.server", *(["petra"] if preloads_petra else [])]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    assert server.stdin is not None
+    assert server.stdout is not None
+    atexit.register(server.kill)
+    assert server.stdout.readline() == "ready\n", "the server of the emulated device did not start"
+    return server.stdin, server.stdout
+
+
+def _paths() -> list[str]:
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [*filter(None, given), str(ROOT)]
+
+
+def open_group(rank: int, world: int, folder: Path, timeout: float) -> None:
+    """Open the default process group of a child process, bound to the device of its rank."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=timeout),
+        device_id=torch.device("cuda", rank),
+    )

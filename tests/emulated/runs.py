@@ -1,0 +1,152 @@
+"""Training runs on the emulated device and on the CPU. The functions run in processes of :mod:`tests.emulated.processes`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from petra import Model, Numerics, Pipeline, Runtime, TensorSpec
+from petra.models import MODELS
+from petra.training import OPTIMIZERS
+from tests.emulated import device as emulated
+from tests.support.nets import RandomSource, mixed_net
+
+BATCH = 4
+
+
+class Tokens:
+    """Random microbatches of a language model, which depend on their index only."""
+
+    spec = TensorSpec((BATCH, 12), torch.int64)
+
+    def inputs(self, m: int) -> Tensor:
+        return torch.randint(0, 64, self.spec.shape, generator=torch.Generator().manual_seed(m))
+
+    def targets(self, m: int) -> Tensor:
+        return torch.randint(0, 64, (BATCH * 12,), generator=torch.Generator().manual_seed(1000 + m))
+
+
+def _images(size: int) -> RandomSource:
+    return RandomSource(BATCH, size, dtype=torch.float32)
+
+
+NETS: Mapping[str, tuple[Callable[[], Model], Callable[[], Any]]] = {
+    "mixed": (lambda: mixed_net(dtype=torch.float32), lambda: _images(8)),
+    "dropout": (lambda: mixed_net(dropout=0.1, dtype=torch.float32), lambda: _images(8)),
+    "revnet18": (lambda: MODELS["revnet18"](5, width=0.125), lambda: _images(16)),
+    "abn": (lambda: MODELS["revnet18"](5, width=0.125, norm="inplace_abn"), lambda: _images(16)),
+    "irevnet": (lambda: MODELS["irevnet163"](5, width=0.25), lambda: _images(8)),
+    "resnet18": (lambda: MODELS["resnet18"](5, width=0.125), lambda: _images(16)),
+    "revgpt": (lambda: MODELS["revgpt"](64, dim=16, depth=3, heads=2, dropout=0.1, size=12), Tokens),
+    "revvit": (lambda: MODELS["revvit"](5, dim=16, depth=3, heads=2, dropout=0.1, size=16), lambda: _images(16)),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training run.
+
+    Attributes:
+        method: Name of the method.
+        net: Key of :data:`NETS`.
+        k: Microbatches per update.
+        microbatches: Length of the run.
+        optimizer: Name of the optimizer.
+        arguments: Further arguments of the pipeline.
+        numerics: Arguments of :class:`petra.Numerics`.
+        transport: Transport between processes.
+    """
+
+    method: str = "petra"
+    net: str = "mixed"
+    k: int = 2
+    microbatches: int = 9
+    optimizer: str = "sgd"
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    numerics: Mapping[str, Any] = field(default_factory=dict)
+    transport: Any = "auto"
+
+    def pipeline(self, device: str | torch.device) -> Pipeline:
+        """Build the pipeline of this run."""
+        build, source = NETS[self.net]
+        return Pipeline(
+            build(),
+            source().spec,
+            method=self.method,
+            k=self.k,
+            optimizer=OPTIMIZERS[self.optimizer],
+            learning_rate=lambda t: 0.01,
+            numerics=Numerics(**self.numerics),
+            runtime=Runtime(device=device, transport=self.transport if dist.is_initialized() else "auto"),
+            **self.arguments,
+        )
+
+    def source(self) -> Any:
+        """Return the data of this run."""
+        return NETS[self.net][1]()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run ends with.
+
+    Attributes:
+        weights: Parameters and buffers of this process, on the CPU.
+        losses: Losses of training, evaluation and a second training.
+    """
+
+    weights: dict[str, Tensor]
+    losses: list[float]
+
+    def difference(self, other: Outcome) -> float:
+        """Return the largest difference of weights, relative to the largest value of each tensor."""
+        assert self.weights.keys() == other.weights.keys()
+        pairs = [(t.double(), other.weights[key].double()) for key, t in self.weights.items()]
+        return max(float((a - b).abs().max() / (b.abs().max() + 1e-12)) for a, b in pairs)
+
+
+def host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of tensors on the CPU."""
+    return {key: value.detach().to("cpu", copy=True) for key, value in tensors.items()}
+
+
+def train(case: Case, device: str | torch.device) -> Outcome:
+    """Train, evaluate, and train some more."""
+    pipeline = case.pipeline(device)
+    source = case.source()
+    results = [pipeline.train(source, case.microbatches), pipeline.evaluate(source, 2), pipeline.train(source, 3)]
+    pipeline.stage_metrics()
+    return Outcome(host(pipeline.state_dict()), [result.loss for result in results])
+
+
+def train_rank(rank: int, case: Case) -> Outcome:
+    """Train in one of several processes, each on its own emulated device."""
+    return train(case, torch.device("cuda", rank))
+
+
+def compare(case: Case) -> float:
+    """Return how much the weights differ between the emulated device and the CPU."""
+    return train(case, "cuda").difference(train(case, "cpu"))
+
+
+def synchronizations(case: Case, device: str = "cuda") -> tuple[dict[str, int], list[float]]:
+    """Train on the emulated device; return the places where the host waited in training, and how often."""
+    pipeline = case.pipeline(device)
+    with emulated.watch_syncs() as found:
+        result = pipeline.train(case.source(), case.microbatches)
+    return {f"{sync.kind} {sync.what} at {sync.place}": count for sync, count in found.items()}, [result.loss]
+
+
+def train_cpu_rank(rank: int, case: Case) -> Outcome:
+    """Train in one of several processes on the CPU."""
+    return train(case, "cpu")
+
+
+def synchronizations_rank(rank: int, case: Case) -> dict[str, int]:
+    """Return the synchronizations in training in one of several processes; see :func:`synchronizations`."""
+    return synchronizations(case, f"cuda:{rank}")[0]

@@ -1,0 +1,26 @@
+"""The emulation catches seeded faults, and finds nothing wrong in the original code."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.emulated import seeds
+from tests.emulated.mutants import MUTANTS, SCENARIOS, Mutant, caught
+from tests.emulated.processes import run
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_seeded_faults_are_caught(mutant: Mutant) -> None:
+    assert caught(mutant)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_original_code_passes(scenario: str) -> None:
+    assert SCENARIOS[scenario](None, 1) == ""
+
+
+@pytest.mark.parametrize("index", range(len(seeds.CASES)))
+def test_weights_do_not_depend_on_delays(index: int) -> None:
+    case, world = seeds.CASES[index]
+    expected = run(seeds.expected_weights, case, world=world)
+    assert seeds.try_seeds(case, world, [101, 102, 103], expected) == []

@@ -1,0 +1,155 @@
+"""Training on the emulated device equals training on the CPU, for every method, transport and setting, whatever the delays are."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from petra import METHODS, UpdateRules
+from petra.staleness import Prediction, Remedy
+from tests.emulated import runs
+from tests.emulated.device import Options
+from tests.emulated.processes import run
+from tests.emulated.runs import Case, Outcome
+
+ROUNDING = 5e-6
+"""Largest relative difference of weights where torch chooses another composition of kernels for CUDA: attention."""
+
+DELAYED = Options(seed=5, delay_rate=0.05)
+
+
+def of_method(method: str, **settings: Any) -> Case:
+    """Return a short run of a method. Double-buffered weights need many microbatches per update."""
+    many = method == "pipedream_2bw"
+    return Case(method, **{"k": 32 if many else 2, "microbatches": 36 if many else 9, **settings})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_in_one_process(method: str) -> None:
+    assert run(runs.compare, of_method(method), options=DELAYED) == [0]
+
+
+NETS = {"dropout": 0.0, "revnet18": 0.0, "abn": 0.0, "irevnet": 0.0, "resnet18": 0.0, "revgpt": ROUNDING, "revvit": ROUNDING}
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_models(net: str) -> None:
+    method = "pipedream" if net == "resnet18" else "petra"
+    arguments = {"stages": 4} if net == "irevnet" else {}
+    assert run(runs.compare, Case(method, net, microbatches=4, arguments=arguments), options=DELAYED)[0] <= NETS[net]
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "lars": {"optimizer": "lars"},
+    "adam": {"optimizer": "adam"},
+    "adamw": {"optimizer": "adamw"},
+    "muon": {"optimizer": "muon"},
+    "bf16": {"numerics": {"autocast": torch.bfloat16}},
+    "fp16": {"numerics": {"autocast": torch.float16}, "arguments": {"rules": UpdateRules(loss_scale="dynamic")}},
+    "exact": {"numerics": {"exact_streams": True}},
+    "wire": {"numerics": {"wire": torch.bfloat16}},
+    "channels_last": {"numerics": {"channels_last": True}},
+    "clip and average": {"arguments": {"rules": UpdateRules(clip=1.0, average=0.999)}},
+    "clip globally": {"method": "gpipe", "arguments": {"rules": UpdateRules(clip=0.1, clip_globally=True)}},
+    "skip": {"arguments": {"rules": UpdateRules(nonfinite="skip")}},
+    "stages": {"arguments": {"stages": 3}},
+    "correction": {"arguments": {"remedy": Remedy(discount=10, correction=0.135)}},
+    "prediction": {"arguments": {"remedy": Remedy(prediction=Prediction.DIFFERENCE)}},
+    "velocity": {"optimizer": "adam", "arguments": {"remedy": Remedy(prediction=Prediction.VELOCITY)}},
+    "compensation": {"arguments": {"remedy": Remedy(compensation=True)}},
+    "lookahead": {"arguments": {"remedy": Remedy(lookahead=0.99)}},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings(name: str) -> None:
+    assert run(runs.compare, Case(**SETTINGS[name]), options=DELAYED)[0] <= 1e-7
+
+
+def joined(outcomes: list[Outcome]) -> Outcome:
+    """Return the weights of all ranks of the first replica."""
+    weights = {key: value for outcome in outcomes for key, value in outcome.weights.items()}
+    return Outcome(weights, outcomes[0].losses)
+
+
+PROCESSES = [
+    ("petra", 2, "lockstep", {}),
+    ("petra", 3, "edge", {}),
+    ("petra", 5, "lockstep", {"numerics": {"wire": torch.bfloat16, "channels_last": True}}),
+    ("backprop", 3, "lockstep", {}),
+    ("reversible", 2, "edge", {}),
+    ("delayed", 2, "lockstep", {}),
+    ("dsp", 3, "edge", {}),
+    ("reconstruct_stashed", 2, "lockstep", {}),
+    ("pipedream", 4, "lockstep", {"net": "dropout"}),
+    ("pipedream_2bw", 2, "edge", {}),
+    ("1f1b", 3, "lockstep", {"numerics": {"autocast": torch.bfloat16}}),
+    ("gpipe", 2, "edge", {"optimizer": "adam"}),
+]
+
+
+@pytest.mark.parametrize(("method", "world", "transport", "settings"), PROCESSES)
+def test_processes(method: str, world: int, transport: str, settings: dict[str, Any]) -> None:
+    case = of_method(method, transport=transport, **settings)
+    found = run(runs.train_rank, case, world=world, options=DELAYED)
+    (expected,) = run(runs.train, case, "cpu")
+    assert joined(found).difference(expected) == 0
+    assert all(outcome.losses == expected.losses for outcome in found)
+
+
+@pytest.mark.parametrize(("method", "world"), [("petra", 4), ("pipedream", 2)])
+def test_replicas(method: str, world: int) -> None:
+    case = of_method(method, arguments={"dp": 2})
+    found = run(runs.train_rank, case, world=world, options=DELAYED)
+    expected = run(runs.train_cpu_rank, case, world=world)
+    half = world // 2
+    assert joined(found[:half]).difference(joined(expected[:half])) == 0
+    assert joined(found[half:]).difference(joined(found[:half])) == 0
+
+
+LISTED = {  # place: how often per run, per stage, and per stage and update
+    "petra/engine/finite_check.py check": (0, 1, 1 / 50),  # a flag once in 50 updates, and at the end
+    "petra/engine/finite_check.py check_drained": (0, 2, 0),
+    "petra/engine/loss_scale.py scalar": (0, 1, 0),  # a zero, at the end
+    "petra/engine/totals.py reduce_totals": (1, 0, 0),
+    "petra/reversible/grid.py require": (1, 0, 0),
+}
+OPTIMIZERS_THAT_WAIT = {"muon": {"petra/engine/update.py _step": (0, 0, 1)}}
+"""Optimizers that can't skip a step by a flag on the device."""
+
+
+def excess(found: dict[str, int], case: Case, stages: int) -> dict[str, int]:
+    """Return the synchronizations that are not listed, or happen more often than listed."""
+    listed = {**LISTED, **OPTIMIZERS_THAT_WAIT.get(case.optimizer, {})}
+    updates = case.microbatches // case.k
+    counts: dict[str, int] = {}
+    for text, count in found.items():
+        matched = re.fullmatch(r".* at (\S+):\d+ (\S+)", text)
+        place = f"{matched[1]} {matched[2]}" if matched else text
+        counts[place] = counts.get(place, 0) + count
+    allowed = {place: once + stages * (each + updates * rate) for place, (once, each, rate) in listed.items()}
+    return {place: count for place, count in counts.items() if count > allowed.get(place, 0)}
+
+
+STEADY = [
+    *(of_method(method, microbatches=200) for method in METHODS),
+    Case(microbatches=200, optimizer="muon"),
+    Case(microbatches=200, **SETTINGS["fp16"]),
+    Case(microbatches=200, numerics={"exact_streams": True}, arguments={"rules": UpdateRules(clip=1.0, average=0.99)}),
+    Case(microbatches=200, optimizer="lars", arguments={"remedy": Remedy(prediction=Prediction.DIFFERENCE)}),
+]
+
+
+@pytest.mark.parametrize("case", STEADY, ids=lambda case: f"{case.method}-{case.optimizer}-{len(case.numerics)}")
+def test_the_host_does_not_wait_in_steady_state(case: Case) -> None:
+    ((found, _),) = run(runs.synchronizations, case)
+    assert excess(found, case, stages=6) == {}
+
+
+def test_the_host_does_not_wait_in_several_processes() -> None:
+    case = Case(microbatches=100)
+    for found in run(runs.synchronizations_rank, case, world=2, options=Options(seed=1)):
+        assert excess(found, case, stages=3) == {}

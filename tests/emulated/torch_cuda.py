@@ -1,0 +1,203 @@
+"""The Python side of ``torch.cuda``: what a CUDA build of torch implements in C++ for its Python functions."""
+
+from __future__ import annotations
+
+import atexit
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+GIBIBYTE = 1 << 30
+
+
+class Stream(torch.Stream):
+    """A stream of the emulated device, with the interface of ``torch.cuda.Stream``."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, **ids: int) -> Stream:
+        if "stream_id" in ids:
+            return super().__new__(cls, **ids)
+        return super().__new__(cls, device=torch.device("cuda", index_of(device)), priority=priority)
+
+    @property
+    def cuda_stream(self) -> int:
+        return int(self.stream_id)
+
+    def record_event(self, event: Any = None) -> Any:
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def wait_stream(self, stream: torch.Stream) -> None:
+        self.wait_event(stream.record_event(Event()))
+
+
+class Event(torch.Event):
+    """An event of the emulated device, with the interface of ``torch.cuda.Event``."""
+
+    def __new__(
+        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+    ) -> Event:
+        return super().__new__(cls, "cuda", enable_timing=enable_timing, blocking=blocking)
+
+    def record(self, stream: torch.Stream | None = None) -> None:
+        super().record(torch.cuda.current_stream() if stream is None else stream)
+
+    def wait(self, stream: torch.Stream | None = None) -> None:
+        super().wait(torch.cuda.current_stream() if stream is None else stream)
+
+    def elapsed_time(self, other: Event) -> float:  # that of torch.Event refuses subclasses
+        return float(_extension.elapsed(self.event_id, other.event_id))
+
+
+class CUDAGraph:
+    """A captured graph. Jobs are recorded in the order of their submission, and submitted to one stream by :meth:`replay`."""
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._graph = _extension.Graph()
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **_: Any) -> None:
+        self._graph.begin()
+
+    def capture_end(self) -> None:
+        self._graph.end()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def reset(self) -> None:
+        self._graph = _extension.Graph()
+
+    def pool(self) -> tuple[int, int]:
+        return 0, id(self)
+
+    def instantiate(self) -> None:
+        pass
+
+
+_extension: Any = None
+
+
+def index_of(device: Any = None) -> int:
+    """Return the index of a device, which may be given as None, a number, a string or a torch.device."""
+    if device is None or (isinstance(device, int) and device < 0):
+        return int(_extension.current_device())
+    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    return int(_extension.current_device()) if found.index is None else found.index
+
+
+def install(extension: Any, devices: int) -> None:
+    """Replace the functions of ``torch.cuda`` that need a CUDA build."""
+    global _extension
+    _extension = extension
+    cuda = torch.cuda
+    replaced = {
+        **_device_functions(extension, devices),
+        **_stream_functions(extension),
+        **_memory_functions(extension),
+        "default_generators": tuple(extension.default_generator(i) for i in range(devices)),
+    }
+    for name, value in replaced.items():
+        original = getattr(cuda, name, None)
+        for module in (cuda, cuda.memory, cuda.random, cuda.graphs, cuda.streams):
+            if module is cuda or (original is not None and getattr(module, name, None) is original):
+                setattr(module, name, value)
+    torch.storage._StorageBase.to = _storage_to
+    cuda.nccl.version = lambda: (2, 27, 0)
+    torch._C._cuda_getCurrentRawStream = lambda device: extension.current_stream(device)
+    torch._C._host_emptyCache = lambda: None
+    atexit.register(extension.shut_down)
+
+
+_original_storage_to = torch.storage._StorageBase.to
+
+
+def _storage_to(self: Any, *, device: torch.device, non_blocking: bool = False) -> Any:
+    """Move a storage; the C++ constructor of a storage knows no CUDA in a CPU build."""
+    if torch.device(device).type != "cuda":
+        return _original_storage_to(self, device=device, non_blocking=non_blocking)
+    target = torch.empty(self.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
+    return target.copy_(self, non_blocking)
+
+
+def _device_functions(extension: Any, devices: int) -> dict[str, Any]:
+    def exchange(device: int) -> int:
+        before = extension.current_device()
+        if device >= 0:
+            extension.set_device(device)
+        return int(before)
+
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "init": lambda: None,
+        "_lazy_init": lambda: None,
+        "_is_compiled": lambda: True,
+        "device_count": lambda: devices,
+        "current_device": extension.current_device,
+        "set_device": lambda device: extension.set_device(index_of(device)),
+        "_exchange_device": exchange,
+        "_maybe_exchange_device": exchange,
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_name": lambda device=None: "emulated",
+        "get_device_properties": _properties,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "can_device_access_peer": lambda device, peer: True,
+    }
+
+
+def _stream_functions(extension: Any) -> dict[str, Any]:
+    def stream(identifier: int, device: int) -> Stream:
+        return Stream(stream_id=identifier, device_index=device, device_type=1)
+
+    def synchronize(device: Any = None) -> None:
+        torch._C._accelerator_synchronizeDevice(index_of(device))
+
+    return {
+        "Stream": Stream,
+        "Event": Event,
+        "CUDAGraph": CUDAGraph,
+        "synchronize": synchronize,
+        "current_stream": lambda device=None: stream(extension.current_stream(index_of(device)), index_of(device)),
+        "default_stream": lambda device=None: stream(0, index_of(device)),
+        "set_stream": lambda stream: extension.set_stream(stream.stream_id, stream.device_index),
+        "is_current_stream_capturing": extension.capturing,
+        "graph_pool_handle": lambda: (0, 1),
+        "_sleep": extension.sleep,
+    }
+
+
+def _memory_functions(extension: Any) -> dict[str, Any]:
+    def value(key: str) -> Any:
+        return lambda device=None: extension.usage(index_of(device))[key]
+
+    return {
+        "memory_stats_as_nested_dict": _memory_stats,
+        "memory_allocated": value("allocated"),
+        "max_memory_allocated": value("allocated_peak"),
+        "memory_reserved": value("reserved"),
+        "max_memory_reserved": value("reserved_peak"),
+        "reset_peak_memory_stats": lambda device=None: extension.reset_peak(index_of(device)),
+        "empty_cache": extension.empty_cache,
+        "mem_get_info": lambda device=None: (80 * GIBIBYTE - extension.usage(index_of(device))["reserved"], 80 * GIBIBYTE),
+    }
+
+
+def _memory_stats(device: Any = None) -> dict[str, Any]:
+    used = _extension.usage(index_of(device))
+
+    def stat(key: str) -> dict[str, dict[str, int]]:
+        return {"all": {"current": used[key], "peak": used[f"{key}_peak"], "allocated": used[key], "freed": 0}}
+
+    return {"allocated_bytes": stat("allocated"), "reserved_bytes": stat("reserved"), "num_alloc_retries": 0, "num_ooms": 0}
+
+
+def _properties(device: Any = None) -> SimpleNamespace:
+    return SimpleNamespace(
+        name="emulated",
+        total_memory=80 * GIBIBYTE,
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        uuid=f"GPU-emulated-{index_of(device)}",
+    )

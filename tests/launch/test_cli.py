@@ -1,0 +1,147 @@
+"""The command ``petra``: which command starts with which arguments, what imports torch, and completion of words."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import petra
+from launch import cli, local
+from launch.cli import require_command, take_processes, usage
+from launch.cli_commands import commands
+from launch.cli_completion import SCRIPTS, candidates
+from launch.runtime import agent
+from petra.errors import ConfigError
+from tests.commands import ROOT
+
+
+def run_python(code: str, *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "words", [["--version"], ["--help"], ["no_command"], ["completion", "bash"], ["completion", "words", "petra train "]]
+)
+def test_the_command_line_itself_imports_neither_torch_nor_hydra(words: list[str]) -> None:
+    code = "import sys, petra.__main__ as p\ntry: p.main()\nfinally: print({'torch', 'hydra', 'matplotlib'} & {*sys.modules})"
+    assert run_python(code, *words).stdout.splitlines()[-1] == "set()"
+
+
+def test_every_public_name_is_imported_on_first_use() -> None:
+    assert all(getattr(petra, name) is not None for name in petra.__all__)
+    assert {*petra.__all__} <= {*dir(petra)}
+    with pytest.raises(AttributeError, match="no attribute 'Pipelin'"):
+        petra.Pipelin  # noqa: B018
+
+
+def test_help_names_each_command_and_what_it_does() -> None:
+    lines = usage().splitlines()
+    for name in commands():
+        (line,) = (line for line in lines if line.startswith(f"  petra {name} "))
+        assert len(line.split()) > 3
+    assert {"train", "evaluate", "compare", "sweep", "local", "node", "doctor", "reproduce"} <= {*commands()}
+
+
+def test_an_unknown_command_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["petra", "trian"])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "error: command: expected train or another name from petra --help, got trian\n"
+    with pytest.raises(ConfigError, match="expected a name from petra --help, got xyz"):
+        require_command("xyz")
+
+
+def test_processes_are_taken_from_the_arguments() -> None:
+    assert take_processes(["k=4"]) == (None, ["k=4"])
+    assert take_processes(["k=4", "--nproc", "10", "seed=1"]) == (10, ["k=4", "seed=1"])
+    assert take_processes(["--nproc=2"]) == (2, [])
+    for words in (["--nproc"], ["--nproc", "0"], ["--nproc=two"]):
+        with pytest.raises(ConfigError, match="--nproc: expected an integer >= 1"):
+            take_processes(words)
+
+
+def test_several_processes_start_through_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setattr(agent, "run_agent", lambda *call: started.append(call))
+    monkeypatch.setattr(local, "run_agent", lambda *call: started.append(call))
+    monkeypatch.setattr(sys, "argv", ["petra"])
+    cli.run(["train", "--nproc", "2", "trainer.device=cpu", "model.width=0.0625"])
+    cli.run(["doctor", "--nproc", "2", "trainer.device=cpu"])
+    flags = ["--standalone", "--nproc-per-node", "2"]
+    assert started[0] == (flags, "launch.train", ["trainer.device=cpu", "model.width=0.0625"])
+    assert started[1] == (flags, "launch.doctor", ["trainer.device=cpu"])
+    with pytest.raises(ConfigError, match="--nproc: expected one of the commands train, evaluate, doctor, got sweep"):
+        cli.run(["sweep", "--nproc", "2"])
+
+
+@pytest.mark.parametrize(
+    ("line", "some", "none"),
+    [
+        ("petra tr", ["train"], ["sweep"]),
+        ("petra train ", ["k=", "model=", "model.", "experiment="], ["experiment.", "hydra=", "defaults="]),
+        ("petra train model=rev", ["model=revnet18", "model=revgpt"], ["model=resnet18"]),
+        ("petra train k=4 optim.", ["optim.lr=", "optim.momentum="], ["optim.name=", "model.width="]),
+        ("petra train checkpoint.background=", ["checkpoint.background=true"], []),
+        ("petra train experiment=petra/q", ["experiment=petra/quick"], []),
+        ("petra sweep model=revnet18,revnet3", ["model=revnet18,revnet34"], []),
+        ("petra sweep --", ["--out", "--slurm"], ["--nproc"]),
+        ("petra train --", ["--nproc", "--config-dir", "--multirun"], []),
+        ("petra reproduce table", ["table1", "table6"], []),
+        ("petra evaluate r", ["run=", "run_dir="], []),
+        ("petra completion ", ["bash", "zsh"], []),
+        ("petra no_command ", [], ["k="]),
+        ("petra compare runs/", [], ["run="]),
+    ],
+)
+def test_words_are_completed(line: str, some: list[str], none: list[str]) -> None:
+    found = candidates(line)
+    assert {*some} <= {*found}
+    assert not {*none} & {*found}
+
+
+def test_files_of_the_users_own_folder_are_completed(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("k: 3\n")
+    assert candidates(f"petra train --config-dir {tmp_path} experiment=mi") == ["experiment=mine"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("tr",), "train"),
+        (("train", "model", "=", "revnet1"), "revnet101 revnet104 revnet110 revnet164 revnet18"),
+        (("train", "experiment", "=", "petra/q"), "petra/quick"),
+        (("train", "checkpoint.ke"), "checkpoint.keep="),
+    ],
+)
+def test_bash_completes_words(words: tuple[str, ...], expected: str, tmp_path: Path) -> None:
+    """As bash calls the function: it has split words at ``=``, and replaces the last part."""
+    line = "petra " + " ".join(words).replace(" = ", "=")
+    script = f"""petra() {{ {sys.executable} -m petra "$@"; }}
+{SCRIPTS["bash"]}
+COMP_LINE="{line}" COMP_POINT={len(line)}
+_petra_complete
+echo "${{COMPREPLY[*]}}"
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COMP_WORDBREAKS": " \t\n\"'><=;|&(:"}
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == expected, done.stderr
+
+
+@pytest.mark.processes
+def test_a_folder_of_the_users_own_adds_to_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nk: 7\n")
+    code = "import petra.__main__ as p; p.main()"
+    done = run_python(code, "train", "--config-dir", str(tmp_path), "experiment=mine", "--cfg", "job", cwd=tmp_path)
+    assert done.stdout.splitlines()[0] == "k: 7", done.stderr

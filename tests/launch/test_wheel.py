@@ -1,0 +1,80 @@
+"""An installed wheel: its names, and its commands in an empty folder, with other packages of the names ``launch`` and ``conf``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+import torch
+
+from tests.commands import ROOT
+
+pytestmark = pytest.mark.processes
+TINY = (
+    *("model=revnet18", "model.width=0.25", "data=synthetic", "data.images=16", "data.batch_size=4", "k=1"),
+    *("trainer.epochs=1", "trainer.limit_batches=2", "trainer.device=cpu"),
+)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel of this checkout, without the network."""
+    pytest.importorskip("hatchling")
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder), str(ROOT)]
+    subprocess.run(build, check=True, timeout=120)
+    (path,) = folder.glob("petra-*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Unpack the wheel as pip does, beside two other packages that must not be imported."""
+    folder = tmp_path_factory.mktemp("site")
+    ZipFile(wheel).extractall(folder)
+    for name in ("launch", "conf"):
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text(f"raise RuntimeError('another package, {name}')\n")
+    return folder
+
+
+def run_module(site: Path, cwd: Path, *words: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_wheel_installs_only_petra(wheel: Path) -> None:
+    names = ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"petra"}
+    here = {path.relative_to(ROOT).as_posix() for path in (ROOT / "conf").rglob("*.yaml")}
+    assert {f"petra/{name}" for name in here} <= {*names}
+    assert {"petra/py.typed", "petra/launch/templates/slurm.sbatch"} <= {*names}
+
+
+def test_train_in_two_processes_export_evaluate_and_load_in_pytorch(site: Path, tmp_path: Path) -> None:
+    run_module(site, tmp_path, "petra", "train", "--nproc", "2", *TINY, "run_dir=run", "trainer.export=pt")
+    numbers = json.loads(run_module(site, tmp_path, "petra", "evaluate", "run=run"))
+    assert numbers["images"] == 4
+    weights = torch.load(tmp_path / "run" / "model.pt", weights_only=True)
+    assert any("head" in name for name in weights)
+
+
+def test_torchrun_starts_the_installed_module(site: Path, tmp_path: Path) -> None:
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "petra.launch.train")
+    assert "10 stages in 2 process(es)" in run_module(site, tmp_path, *torchrun, *TINY, "run_dir=run")
+
+
+def test_sweep_starts_runs_of_the_installed_package(site: Path, tmp_path: Path) -> None:
+    assert "2 of 2 runs finished" in run_module(site, tmp_path, "petra", "sweep", "seed=0,1", *TINY)
+
+
+def test_reproduce_a_table(site: Path, tmp_path: Path) -> None:
+    run_module(site, tmp_path, "petra", "reproduce", "table1")
+    assert (tmp_path / "runs" / "reproduce" / "table1.md").exists()
