@@ -90,7 +90,7 @@ class Method:
     def delays(self, stages: int, k: int) -> tuple[int, ...]:
         """Return the delay τ_j of each stage, in microbatches.
 
-        PETRA has d = 2 at every boundary, so τ_j = 2(J − j) (Rivaud et al. 2024, section 3.2).
+        PETRA has d = 2 at every boundary, so τ_j = 2(J − j) (Rivaud et al. 2024, appendix B).
 
         Args:
             stages: Number of stages J.

@@ -50,6 +50,7 @@ class ModelConfig:
     width: float | None = None
     stem: str | None = None
     downsampling: str | None = None
+    partition: str | None = None
     patch: int | None = None
     dim: int | None = None
     depth: int | None = None
@@ -87,6 +88,8 @@ class DataConfig:
     workers: int = key(integer(0, 1000))
     images: int | None = None
     validation: float | None = None
+    mean_image: bool | None = None
+    distort: bool | None = None
 
 
 @dataclass

@@ -1,5 +1,7 @@
 """Reproduce a table or a figure of the papers: ``petra reproduce table4 scale=cpu data.root=DIR``.
 
+The target ``all`` makes every table and figure of the papers. With --page, it also writes them into a Markdown page.
+
     scale=paper  as published; targets that train need GPUs and days
     scale=cpu    a smaller version for two CPU cores (default); the result states what is smaller
     key=value    any key of the configuration, for all runs of a target that trains
@@ -11,7 +13,9 @@ trained runs. Targets share runs. Run the same command again to continue an inte
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,18 +25,27 @@ from petra.errors import PetraError, invalid, require
 from petra.training import write_json
 
 from .report import Report, Request, Scale
-from .targets import TARGETS
+from .targets import PAPERS, TARGETS
+
+ALL = "all"
+BEGIN, END = "<!-- begin launch.reproduce -->", "<!-- end launch.reproduce -->"
+"""Marks of the part of a page that ``--page`` writes."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Make one target and print its text. Exit with status 2 if that is impossible."""
     options, words = _parser().parse_known_args(arguments)
-    target = TARGETS[options.target]
+    trains = options.target == ALL or TARGETS[options.target].trains
     try:
-        scale, overrides = parse(words, target.trains, options.target)
+        scale, overrides = parse(words, trains, options.target)
+        require(options.page is None or options.target == ALL, "--page", f"none with {options.target}", str(options.page))
         torch.set_num_threads(1)
         request = Request(scale, options.out, overrides, tuple(options.runs), options.processes, options.gather)
-        write(request, options.target, target.title, target.make(request))
+        if options.target == ALL:
+            write_all(request, options.page)
+        else:
+            target = TARGETS[options.target]
+            print(write(request, options.target, target.title, target.make(request)), end="")
     except PetraError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -61,8 +74,39 @@ def parse(words: list[str], trains: bool, target: str) -> tuple[Scale, tuple[str
     return Scale(scales[-1]) if scales else Scale.CPU, overrides
 
 
-def write(request: Request, name: str, title: str, report: Report) -> None:
-    """Write the result to the request's folder and print its text."""
+def write_all(request: Request, page: Path | None) -> None:
+    """Make all targets of the papers, and write their texts between the marks of a page.
+
+    A target that can't be made, because runs are missing, gets a line with the reason.
+
+    Raises:
+        ConfigError: If the page has no marks.
+    """
+    before, after = _around_marks(page) if page is not None else ("", "")
+    sections = []
+    for name in PAPERS:
+        target = TARGETS[name]
+        own = request if target.trains else replace(request, overrides=())
+        try:
+            text = write(own, name, target.title, target.make(own))
+        except PetraError as error:
+            text = f"# {target.title}\n\nNot run: {error}\n"
+        print(text)
+        sections.append(re.sub(r"^!\[.*\n?", "", text, flags=re.MULTILINE).replace("# ", "### ", 1).rstrip("\n") + "\n")
+    if page is not None:
+        content = "\n".join(sections)
+        page.write_text(f"{before}{BEGIN}\n\n{content}\n{END}{after}", encoding="utf-8")
+
+
+def _around_marks(page: Path) -> tuple[str, str]:
+    text = page.read_text(encoding="utf-8") if page.exists() else ""
+    parts = re.split(f"{re.escape(BEGIN)}.*?{re.escape(END)}", text, maxsplit=1, flags=re.DOTALL)
+    require(len(parts) == 2, "--page", f"a file with the lines {BEGIN} and {END}", f"{page} without them")
+    return parts[0], parts[1]
+
+
+def write(request: Request, name: str, title: str, report: Report) -> str:
+    """Write the result to the request's folder and return its text."""
     text = f"# {title}\n\n`scale={request.scale}`{''.join(f' `{word}`' for word in request.overrides)}\n\n{report.text}"
     request.out.mkdir(parents=True, exist_ok=True)
     if report.panels:
@@ -71,11 +115,11 @@ def write(request: Request, name: str, title: str, report: Report) -> None:
     (request.out / f"{name}.md").write_text(text, encoding="utf-8")
     content = {"target": name, "scale": request.scale, "overrides": list(request.overrides), "torch": torch.__version__}
     write_json(request.out / f"{name}.json", content | {"data": report.data})
-    print(text, end="")
+    return text
 
 
 def _parser() -> argparse.ArgumentParser:
-    names = "\n".join(f"    {name:<14} {target.title}" for name, target in TARGETS.items())
+    names = "\n".join(f"    {name:<17} {target.title}" for name, target in TARGETS.items())
     parser = argparse.ArgumentParser(
         prog="petra reproduce",
         description=__doc__,
@@ -83,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"targets:\n{names}",
         allow_abbrev=False,
     )
-    parser.add_argument("target", choices=TARGETS, metavar="TARGET", help="one of the targets listed below")
+    parser.add_argument("target", choices=(*TARGETS, ALL), metavar="TARGET", help="one of the targets listed below")
     parser.add_argument(
         "--out", type=Path, default=Path("runs", "reproduce"), help="folder of the results (default: runs/reproduce)"
     )
@@ -92,4 +136,5 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes of each run on this machine (default: 1)")
     parser.add_argument("--gather", action="store_true", help="train nothing, use only finished runs")
+    parser.add_argument("--page", type=Path, metavar="FILE", help=f"with {ALL}: page to write the tables to, between its marks")
     return parser

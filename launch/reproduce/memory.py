@@ -1,22 +1,62 @@
-"""Targets computed from tensor shapes: PETRA's Tables 3 and 6. Both scales are the same."""
+"""Targets about memory: PETRA's Table 3, computed from tensor shapes, and Table 6, predicted, or measured on GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import astuple, dataclass, fields
+from typing import Any
 
 import torch
 
 from petra.analysis import memory
+from petra.cost_model.costs import PARAMETER_COPIES, count_blocks, stage_cost
 from petra.model import Model
-from petra.models import revnet18, revnet34, revnet50
+from petra.models import revnet18, revnet50
+from petra.models.revnet import revnet
+from petra.plan.plan import Plan, make_plan
 from petra.specs import TensorSpec
 
 from ..run.markdown import table
-from .paper import TABLE3
-from .report import Report, Request
+from .paper import GPUS, TABLE3, TABLE5_BATCH, TABLE6
+from .report import Report, Request, Scale
+from .runs import collect
+from .speed import iteration_jobs
 
 IMAGENET = TensorSpec((64, 3, 224, 224), torch.float32)
-MODELS: dict[str, Callable[..., Model]] = {"revnet18": revnet18, "revnet34": revnet34, "revnet50": revnet50}
+CIFAR = TensorSpec((TABLE5_BATCH, 3, 32, 32), torch.float32)
+
+
+def _revnet34_of_table6() -> Model:
+    """Return the RevNet-34 of Table 6, whose downsampling blocks are the stages 5, 9 and 13: four blocks in each group.
+
+    ResNet-34's groups of 3, 4, 6 and 3 blocks, with the 22.3 million parameters of Table 2, would have them at 4, 8 and 14.
+    """
+    return revnet("revnet34", (4, 4, 4, 4), expansion=1)
+
+
+MODELS: dict[str, Callable[[], Model]] = {"revnet18": revnet18, "revnet34": _revnet34_of_table6}
+
+
+@dataclass(frozen=True)
+class StageParts:
+    """Memory of one stage in bytes.
+
+    Attributes:
+        parameters: Weights, gradients and momentum.
+        inputs: Stored inputs of all microbatches in flight.
+        graph: The graph that exists during a backward; at the last stage, that of the forward.
+        messages: One message in each direction at each of the two boundaries.
+    """
+
+    parameters: int
+    inputs: int
+    graph: int
+    messages: int
+
+    @property
+    def total(self) -> int:
+        """Return the sum of all parts."""
+        return sum(astuple(self))
 
 
 def table3(request: Request) -> Report:
@@ -26,30 +66,76 @@ def table3(request: Request) -> Report:
     both_streams = {row: value / 1e9 for row, value in memory.buffers(model, IMAGENET).items()}
     largest = totals[True, True]
     lines = [
-        [*_yes_no(row), f"{value:.2f}", f"{100 * (1 - value / largest):.1f}", *map(str, TABLE3[row]), f"{both_streams[row]:.1f}"]
+        [*_yes_no(row), *map(str, TABLE3[row]), f"{value:.2f}", f"{100 * (1 - value / largest):.1f}", f"{both_streams[row]:.1f}"]
         for row, value in totals.items()
     ]
-    header = ("input buffers", "parameter buffers", "GB", "saved, %", "paper, GB", "paper, %", "buffers of both streams, GB")
-    note = "RevNet-50, ImageNet, batch 64, float32, k = 1, one block per stage. Both scales are the same."
+    header = ("input buffers", "parameter buffers", "paper, GB", "paper, saved, %", "GB", "saved, %", "buffers of both streams, GB")
+    note = "RevNet-50, ImageNet, batch 64, float32, k = 1, one block per stage. Ours: computed from shapes at either scale."
     return Report(f"{table(header, lines)}\n{note}\n", [{"inputs": x, "parameters": p, "GB": v} for (x, p), v in totals.items()])
 
 
 def table6(request: Request) -> Report:
-    """List the memory of Table 3 by stage, for the paper's three networks (PETRA, Table 6)."""
-    parts, data = [], {}
+    """Compare the memory of each stage on CIFAR-10 with batches of 256 (PETRA, Table 6).
+
+    At scale=paper, also the allocator's peak on one GPU per stage, in the runs of Table 5.
+    """
+    request.require_gpus(min(GPUS.values()), "predicted from the engine's accounting")
+    texts, data = [], dict[str, Any]()
     for name, build in MODELS.items():
-        model = build(classes=1000, stem="imagenet")
-        profiles, found = model.profile(IMAGENET), memory.table3(model, IMAGENET)
-        data[name] = [{"inputs": x, "parameters": p, "bytes": stages} for (x, p), stages in found.items()]
-        lines = [
-            [str(j + 1), p.name, "yes" if p.reversible else "no", *(f"{found[row][j] / 1e9:.2f}" for row in TABLE3)]
-            for j, p in enumerate(profiles)
-        ]
-        lines.append(["all", "", "", *(f"{sum(found[row]) / 1e9:.2f}" for row in TABLE3)])
-        header = ("stage", "block", "reversible", "inputs and parameters buffered", "inputs", "parameters", "neither: PETRA")
-        parts.append(f"{name}, GB:\n\n{table(header, lines)}")
-    note = "ImageNet, batch 64, float32, k = 1, computed as in Table 3. The paper's figures were not available. Both scales agree."
-    return Report("\n".join([*parts, note]) + "\n", data)
+        plan = make_plan(build(), CIFAR)
+        parts = stage_parts(plan)
+        peaks = _peaks(request, name)
+        data[name] = {"parts": [astuple(part) for part in parts], "peaks": peaks}
+        lines = []
+        for j, (stage, part, published) in enumerate(zip(plan.stages, parts, TABLE6[name], strict=True)):
+            without = published - (stage.delay * part.inputs / stage.in_flight / 1e9 if j else 0)
+            peak = [f"{peaks[j] / 1e9:.2f}"] if peaks else []
+            lines.append([str(j), stage.profiles[0].name, f"{published:.2f}", f"{part.total / 1e9:.2f}", *peak])
+            lines[-1] += [f"{without:.2f}", *(f"{value / 1e9:.2f}" for value in astuple(part))]
+        lines.append(["all", "", f"{sum(TABLE6[name]):.2f}", f"{sum(part.total for part in parts) / 1e9:.2f}"])
+        lines[-1] += [f"{sum(peaks) / 1e9:.2f}"] * bool(peaks) + [""] * 5
+        header = (
+            *("stage", "block", "paper, GB", "predicted, GB", *(["allocator's peak, GB"] if peaks else [])),
+            *("paper without 2(J − j) inputs", *(f"predicted: {field.name}" for field in fields(StageParts))),
+        )
+        texts.append(f"{name}, stages counted from 0:\n\n{table(header, lines)}")
+    note = (
+        f"CIFAR-10, batch {TABLE5_BATCH}, float32, k = 1, one block per stage. Ours: `scale={request.scale}`. Predicted: "
+        f"{PARAMETER_COPIES} copies of the parameters, the inputs of microbatches in flight at non-reversible blocks, the graph of "
+        "one backward, and one message in each direction at each boundary. The paper's stage 0 stores no input. The paper's "
+        "RevNet-34 has four blocks in each group here (`docs/paper_tables.md`)."
+    )
+    return Report("\n".join([*texts, note]) + "\n", data)
+
+
+def stage_parts(plan: Plan) -> list[StageParts]:
+    """Return the memory of each stage of a plan, from the engine's accounting of its blocks."""
+    blocks = count_blocks(plan.model, plan.inputs)
+    found = []
+    for stage in plan.stages:
+        own = [blocks[b] for b in stage.blocks]
+        cost = stage_cost(own, stage.keeps, previous_keep=None, parameter_copies=0)
+        last = stage is plan.stages[-1]
+        boundaries = plan.boundaries[max(stage.index - 1, 0) : stage.index + 1]
+        found.append(
+            StageParts(
+                parameters=PARAMETER_COPIES * sum(block.parameter_bytes for block in own),
+                inputs=0 if last else stage.in_flight * cost.stored_bytes,
+                graph=cost.stored_bytes if last else cost.fixed_bytes,
+                messages=sum(boundary.forward_bytes + boundary.backward_bytes for boundary in boundaries),
+            )
+        )
+    return found
+
+
+def _peaks(request: Request, model: str) -> list[int]:
+    """Return the allocator's peak of each stage at scale=paper, or an empty list if this machine has too few GPUs."""
+    if request.scale is Scale.CPU or (not request.gather and torch.cuda.device_count() < GPUS[model]):
+        return []
+    wanted = {name: job for name, job in iteration_jobs(request, model).items() if name == "petra"}
+    found = collect(request, wanted, processes=GPUS[model])
+    peaks: list[int] = found["petra"].summary["peak_memory_bytes"] if found else []
+    return peaks if len(peaks) == len(TABLE6[model]) else []
 
 
 def _yes_no(row: tuple[bool, bool]) -> list[str]:

@@ -76,6 +76,18 @@ class Report:
     shaded: bool = False
 
 
+def ran(request: Request, smaller: str) -> str:
+    """Return a sentence that states the scale of a target that trains.
+
+    Args:
+        smaller: What scale=cpu runs.
+    """
+    changed = [word for word in request.overrides if not word.startswith("data.root=")]
+    words = "".join(f" `{word}`" for word in changed)
+    scale = "`scale=paper`, as in the paper" if request.scale is Scale.PAPER else f"`scale=cpu`, {smaller}"
+    return f"Ours: {scale}{', with' + words if words else ''}."
+
+
 @dataclass(frozen=True)
 class Target:
     """One table or figure.

@@ -23,7 +23,7 @@ from .own import require_arguments
 
 REQUIRED = ("classes", "size")
 """Keys that every data set has, because the model depends on them. Most data sets fix their values."""
-OPTIONAL = ("root", "images", "validation")
+OPTIONAL = ("root", "images", "validation", "mean_image", "distort")
 """Keys that only some data sets have. They are null for the others."""
 
 

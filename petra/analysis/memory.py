@@ -66,7 +66,7 @@ def buffers(model: Model, inputs: TensorSpec) -> dict[tuple[bool, bool], int]:
 
 
 def table3(model: Model, inputs: TensorSpec) -> dict[tuple[bool, bool], list[int]]:
-    """Return the bytes of each stage, one block per stage, with the keys of :func:`buffers`: PETRA's Tables 3 and 6.
+    """Return the bytes of each stage, one block per stage, with the keys of :func:`buffers` (PETRA, Table 3).
 
     The paper adds up model, input buffers and parameter buffers (section 4.2) and leaves the details to the authors' program: a
     stage stores its parameters, its running statistics and one input; its buffers store 2(J − j) inputs and 2(J − j) copies of the

@@ -44,6 +44,7 @@ class Panel:
         powers: Use a logarithmic x axis with ticks at powers of two.
         bars: Draw bars from 0 instead of lines.
         styles: Properties of lines by name, which replace the default ones.
+        dashed: Points of dashed lines, each in the colour of the line with the same name.
     """
 
     xlabel: str
@@ -53,6 +54,7 @@ class Panel:
     powers: bool = False
     bars: bool = False
     styles: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    dashed: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
 
 
 def curves(runs: Mapping[str, History], path: Path, title: str, updates: Mapping[str, History] | None = None) -> None:
@@ -208,6 +210,8 @@ def draw(axes: Any, panel: Panel, *, shaded: bool = False) -> None:
         marker = "." if len(points) <= MOST_MARKERS else ""
         style = {"marker": marker, "markersize": 5, "linewidth": 1.4, "color": colour, "label": name, **panel.styles.get(name, {})}
         axes.plot([x for x, _ in points], [y for _, y in points], **style)
+        if dashed := panel.dashed.get(name):
+            axes.plot([x for x, _ in dashed], [y for _, y in dashed], "--", color=colour)
     if panel.scale == "symlog":
         axes.set_yscale("symlog", linthresh=1e-6)
     else:

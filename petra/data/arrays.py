@@ -23,20 +23,33 @@ class Images:
         images: uint8 images, (N, 3, H, W).
         moments: Mean and standard deviation of each channel of the training images.
         flip: Whether augmentation includes horizontal flips.
+        mean_image: Mean of the training images, (3, H, W), to subtract from pixel values instead of the channel means; or None.
     """
 
     images: Tensor
     moments: Moments
     flip: bool
+    mean_image: Tensor | None = None
 
     def __call__(self, indices: Tensor, seed: int | None) -> Tensor:
         """Return normalised images (B, 3, H, W), augmented if a seed is given."""
         images = self.images.index_select(0, indices)
+        if self.mean_image is not None:
+            # Before augmentation, while pixels are in their places. The padding of a crop then has the value of the mean image.
+            centred = (images - self.mean_image).div_(255)
+            return centred if seed is None else augment(centred, self.flip, seed)
         return normalise(images if seed is None else augment(images, self.flip, seed), self.moments)
 
 
 def array_dataset(
-    name: str, classes: int, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], *, moments: Moments, flip: bool
+    name: str,
+    classes: int,
+    train: tuple[Tensor, Tensor],
+    test: tuple[Tensor, Tensor],
+    *,
+    moments: Moments,
+    flip: bool,
+    mean_image: bool = False,
 ) -> Dataset:
     """Return a data set of square images in memory.
 
@@ -45,17 +58,19 @@ def array_dataset(
         classes: Number of classes.
         train, test: uint8 images (N, 3, H, H) and their labels (N,).
         moments, flip: As for :class:`Images`.
+        mean_image: Whether to subtract the mean training image instead of the channel means.
     """
-    first, second = (Split(len(labels), Images(images, moments, flip), Labels(labels)) for images, labels in (train, test))
+    mean = train[0].sum(0, dtype=torch.int64).double().div(len(train[0])).float() if mean_image else None
+    first, second = (Split(len(labels), Images(images, moments, flip, mean), Labels(labels)) for images, labels in (train, test))
     size = train[0].shape[-1]
-    return Dataset(name, classes, size, first, second, preparation=Preparation(size, moments))
+    return Dataset(name, classes, size, first, second, preparation=None if mean_image else Preparation(size, moments))
 
 
 def augment(images: Tensor, flip: bool, seed: int) -> Tensor:
     """Return a random crop of each zero-padded image, flipped horizontally with probability 1/2 if ``flip`` is set.
 
     Args:
-        images: uint8 images, (B, C, H, W).
+        images: Images of any type, (B, C, H, W).
         flip: Whether to flip.
         seed: Seed of the random numbers.
     """

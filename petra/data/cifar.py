@@ -5,10 +5,57 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from petra.data.arrays import array_dataset
 from petra.data.dataset import Dataset
-from petra.data.files import Batch, as_batch, folder_of, joined, read_checked, unpickled
+from petra.data.files import IMAGE_BYTES, Batch, as_batch, folder_of, joined, read_checked, unpickled
 from petra.data.preparation import Moments
+
+
+@dataclass(frozen=True)
+class BinaryFile:
+    """A file without a header. A row holds one byte per label, the last of which is used, then the bytes of the image.
+
+    Attributes:
+        name: Name of the file.
+        rows: Number of images.
+        md5: Checksum of the file.
+        labels: Number of labels of an image.
+    """
+
+    name: str
+    rows: int
+    md5: str
+    labels: int = 2
+
+    @property
+    def size(self) -> int:
+        """Size of the file in bytes."""
+        return self.rows * (self.labels + IMAGE_BYTES)
+
+    def read(self, folder: Path, classes: int, help: str) -> Batch:
+        """Return the images and labels of the file in ``folder``. Raises DataError if it is missing or damaged."""
+        path = folder / self.name
+        rows = np.frombuffer(read_checked(path, self.md5, help, self.size), np.uint8).reshape(self.rows, -1)
+        content = {"data": rows[:, self.labels :], "labels": rows[:, self.labels - 1]}
+        return as_batch(path, content, "labels", range(classes), help)
+
+
+@dataclass(frozen=True)
+class BinaryRelease:
+    """The binary version of a data set.
+
+    Attributes:
+        folder: Folder of the files in the archive.
+        archive: Name and md5 of the archive.
+        train, test: The files.
+    """
+
+    folder: str
+    archive: str
+    train: BinaryFile
+    test: BinaryFile
 
 
 @dataclass(frozen=True)
@@ -23,6 +70,7 @@ class Release:
         labels: Key of the labels in a file.
         classes: Number of classes.
         moments: Mean and standard deviation of each channel.
+        binary: The binary version. It is read if the Python version is missing.
     """
 
     name: str
@@ -33,20 +81,31 @@ class Release:
     labels: str
     classes: int
     moments: Moments
+    binary: BinaryRelease | None = None
 
     @property
     def help(self) -> str:
         """Instructions for download, for error messages."""
+        archives, folders = self.archive, self.folder
+        if self.binary is not None:
+            archives, folders = f"{archives} or {self.binary.archive}", f"{folders} or {self.binary.folder}"
         return (
-            f"download {self.archive} from https://www.cs.toronto.edu/~kriz/cifar.html, unpack it, "
-            f"and set data.root=<folder that contains {self.folder}>"
+            f"download {archives} from https://www.cs.toronto.edu/~kriz/cifar.html, unpack it, "
+            f"and set data.root=<folder that contains {folders}>"
         )
 
-    def read(self, root: str | Path | None) -> Dataset:
-        """Read all files in ``root``/``folder`` after checking their md5."""
-        folder = folder_of(root, self.name, self.help) / self.folder
-        train, test = (joined(self._batch(folder / name, md5) for name, md5 in files.items()) for files in (self.train, self.test))
-        return array_dataset(self.name, self.classes, train, test, moments=self.moments, flip=True)
+    def read(self, root: str | Path | None, mean_image: bool = False) -> Dataset:
+        """Read all files in ``root``/``folder``, or else those of the binary version, after checking their md5."""
+        top = folder_of(root, self.name, self.help)
+        folder, binary = top / self.folder, self.binary
+        if binary is not None and not folder.is_dir() and (top / binary.folder).is_dir():
+            files = (binary.train, binary.test)
+            train, test = (joined([file.read(top / binary.folder, self.classes, self.help)]) for file in files)
+        else:
+            train, test = (
+                joined(self._batch(folder / name, md5) for name, md5 in names.items()) for names in (self.train, self.test)
+            )
+        return array_dataset(self.name, self.classes, train, test, moments=self.moments, flip=True, mean_image=mean_image)
 
     def _batch(self, path: Path, md5: str) -> Batch:
         content = unpickled(path, read_checked(path, md5, self.help), self.help)
@@ -78,21 +137,32 @@ CIFAR100 = Release(
     labels="fine_labels",
     classes=100,
     moments=((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    binary=BinaryRelease(
+        folder="cifar-100-binary",
+        archive="cifar-100-binary.tar.gz (md5 03b5dce01913d631647c71ecec9e9cb8)",
+        train=BinaryFile("train.bin", 50_000, "6172c7755cfe09b2fe270c85cebc1b15"),
+        test=BinaryFile("test.bin", 10_000, "4499cfba6c016c1be1438163640a0898"),
+    ),
 )
 
 
-def cifar10(root: str | Path | None = None) -> Dataset:
+def cifar10(root: str | Path | None = None, mean_image: bool = False) -> Dataset:
     """Read CIFAR-10: 50,000 training and 10,000 test images of 32x32 pixels in 10 classes.
 
     Args:
         root: Folder that contains ``cifar-10-batches-py``.
+        mean_image: Whether to subtract the mean training image from pixel values of 0 to 1 (RevNet, appendix 7.1), instead of
+            normalising each channel by its mean and standard deviation.
 
     Raises:
         DataError: If ``root`` is None, or a file is missing or damaged. Each file is checked by its md5.
     """
-    return CIFAR10.read(root)
+    return CIFAR10.read(root, mean_image)
 
 
-def cifar100(root: str | Path | None = None) -> Dataset:
-    """Read CIFAR-100 with its 100 fine classes. As :func:`cifar10`, with files in ``root``/cifar-100-python."""
-    return CIFAR100.read(root)
+def cifar100(root: str | Path | None = None, mean_image: bool = False) -> Dataset:
+    """Read CIFAR-100 with its 100 fine classes.
+
+    As :func:`cifar10`, with files in ``root``/cifar-100-python, or if there is no such folder in ``root``/cifar-100-binary.
+    """
+    return CIFAR100.read(root, mean_image)

@@ -38,13 +38,18 @@ def folder_of(root: str | Path | None, name: str, help: str) -> Path:
     return Path(root).expanduser().absolute()
 
 
-def read_checked(path: Path, md5: str, help: str) -> bytes:
+def read_checked(path: Path, md5: str, help: str, size: int | None = None) -> bytes:
     """Return the content of a file.
 
+    Args:
+        size: Expected size in bytes, or None if only the md5 is known.
+
     Raises:
-        DataError: If the file can't be read, or has another md5.
+        DataError: If the file can't be read, or has another size or md5.
     """
     content = read(path, help)
+    if size is not None and len(content) != size:
+        raise invalid(str(path), f"a file of {size} bytes", f"one of {len(content)}, which is damaged; {help}", DataError)
     actual = hashlib.md5(content, usedforsecurity=False).hexdigest()
     if actual != md5:
         raise invalid(str(path), f"a file with md5 {md5}", f"one with md5 {actual}, which is damaged; {help}", DataError)

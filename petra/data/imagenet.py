@@ -33,7 +33,7 @@ Box = tuple[int, int, int, int]
 """Left, upper, right and lower edge of a crop, in pixels. Right and lower edge are exclusive."""
 
 
-def imagenet(root: str | Path | None = None, size: int = 224) -> Dataset:
+def imagenet(root: str | Path | None = None, size: int = 224, distort: bool = False) -> Dataset:
     """Return the images in ``root``/train/<class> and ``root``/val/<class>. They are decoded when they are read.
 
     Classes are numbered in the order of their folders' names, which is the usual order for ImageNet. In training, a random crop is
@@ -43,6 +43,7 @@ def imagenet(root: str | Path | None = None, size: int = 224) -> Dataset:
     Args:
         root: Folder with ``train`` and ``val``.
         size: Side of the resulting images in pixels.
+        distort: Whether training distorts colours (:func:`distorted`).
 
     Raises:
         DataError: If ``root`` is None, or if folders are missing, empty or differ between train and val.
@@ -53,7 +54,7 @@ def imagenet(root: str | Path | None = None, size: int = 224) -> Dataset:
         different = sorted(set(classes) ^ set(test_classes))
         got = f"{different[0]} in one of them only; {HELP}"
         raise invalid(str(folder), "the same classes in train and val", got, DataError)
-    train, test = (_split(folder / name, classes, size) for name in ("train", "val"))
+    train, test = (_split(folder / name, classes, size, distort) for name in ("train", "val"))
     return Dataset("imagenet", len(classes), size, train, test, preparation=Preparation(size, MOMENTS, CROP))
 
 
@@ -68,7 +69,7 @@ def _classes(folder: Path) -> tuple[str, ...]:
     return classes
 
 
-def _split(folder: Path, classes: tuple[str, ...], size: int) -> Split:
+def _split(folder: Path, classes: tuple[str, ...], size: int, distort: bool) -> Split:
     names: list[bytes] = []
     counts: list[int] = []
     for name in classes:
@@ -81,7 +82,7 @@ def _split(folder: Path, classes: tuple[str, ...], size: int) -> Split:
         names += files
         counts.append(len(files))
     labels = np.repeat(np.arange(len(classes), dtype=np.int16), counts)
-    images = ImageFiles(folder, classes, np.array(names), labels, size)
+    images = ImageFiles(folder, classes, np.array(names), labels, size, distort)
     return Split(len(names), images, Labels(torch.from_numpy(labels)), per_sample_augmentation=True)
 
 
@@ -97,6 +98,7 @@ class ImageFiles:
         names: File name of each image, encoded as bytes.
         labels: Class of each image.
         size: Side of the decoded images in pixels.
+        distort: Whether augmentation distorts colours.
     """
 
     folder: Path
@@ -104,6 +106,7 @@ class ImageFiles:
     names: NDArray[np.bytes_]
     labels: NDArray[np.int16]
     size: int
+    distort: bool = False
 
     def __call__(self, indices: Tensor, seed: int | None) -> Tensor:
         """Return normalised images (B, 3, size, size), augmented if a seed is given.
@@ -115,6 +118,8 @@ class ImageFiles:
         for row, index in zip(pixels, indices.tolist(), strict=True):
             rng = None if seed is None else random.Random(derive_seed(seed, index))
             row[:] = decoded(self.folder / self.classes[self.labels[index]] / os.fsdecode(self.names[index]), self.size, rng)
+            if rng is not None and self.distort:
+                row[:] = distorted(row, rng)
         return normalise(torch.from_numpy(pixels).permute(0, 3, 1, 2), MOMENTS)
 
 
@@ -136,6 +141,24 @@ def decoded(path: Path, size: int, rng: random.Random | None) -> NDArray[np.uint
     except Exception as error:
         raise unreadable(path, error) from error
     return np.asarray(crop)
+
+
+def distorted(image: NDArray[np.uint8], rng: random.Random) -> NDArray[np.uint8]:
+    """Change brightness, saturation, hue and contrast of an RGB image (H, W, 3) at random, in this order.
+
+    The ranges are those of the Inception networks (Szegedy et al. 2015, as published with TensorFlow), which RevNet uses (appendix
+    7.1): brightness by up to 32 levels of 255, saturation and contrast by a factor from 0.5 to 1.5, hue by up to 0.2 of the circle.
+    """
+    pixels = image.astype(np.float32) + rng.uniform(-32, 32)
+    grey = pixels @ np.array((0.299, 0.587, 0.114), np.float32)
+    pixels = grey[..., None] + rng.uniform(0.5, 1.5) * (pixels - grey[..., None])
+    hsv = np.array(Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8)).convert("HSV"))
+    hsv[..., 0] += np.uint8(round(256 * rng.uniform(-0.2, 0.2)) % 256)  # hue is a circle, so the sum may wrap around
+    turned = Image.frombytes("HSV", (image.shape[1], image.shape[0]), hsv.tobytes())
+    pixels = np.asarray(turned.convert("RGB")).astype(np.float32)
+    means = pixels.mean((0, 1))
+    contrasted: NDArray[np.uint8] = np.clip(means + rng.uniform(0.5, 1.5) * (pixels - means), 0, 255).astype(np.uint8)
+    return contrasted
 
 
 def _random_crop(image: Image.Image, size: int, rng: random.Random) -> Image.Image:

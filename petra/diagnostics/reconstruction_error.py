@@ -2,7 +2,7 @@
 
 A reversible block that stores nothing reconstructs its input from its output. Two effects make the reconstruction inexact:
 floating-point sums round (RevNet, section 3.2), and under an asynchronous method the weights have changed since the forward
-(PETRA, section 3.1). Both errors accumulate from block to block towards the first stage.
+(PETRA, section 3.3). Both errors accumulate from block to block towards the first stage.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from petra.models.preactivation import (
     revnet104,
     revnet110,
     revnet164,
+    revnet602,
 )
 from petra.models.resnet import resnet18, resnet34, resnet50, resnet101
 from petra.models.resnext import resnext101, resnext152
@@ -23,7 +24,7 @@ from petra.models.wide_resnet import wide_resnet38
 
 _RESNETS = (resnet18, resnet34, resnet50, resnet101, resnet32, resnet110, resnet164, resnet101_preact)
 _WIDER = (resnext101, resnext152, wide_resnet38)
-_REVNETS = (revnet18, revnet34, revnet50, revnet101, revnet38, revnet110, revnet164, revnet104)
+_REVNETS = (revnet18, revnet34, revnet50, revnet101, revnet38, revnet110, revnet164, revnet104, revnet602)
 
 MODELS: dict[str, Callable[..., Model]] = {
     build.__name__: build for build in (*_RESNETS, *_WIDER, *_REVNETS, irevnet163, irevnet301, gpt, revgpt, revvit)
@@ -62,6 +63,7 @@ __all__ = [
     "revnet104",
     "revnet110",
     "revnet164",
+    "revnet602",
     "revvit",
     "wide_resnet38",
 ]

@@ -16,6 +16,8 @@ from petra.model import BlockSpec, Model
 from petra.nn import InPlaceABN
 
 STEMS = ("cifar", "imagenet")
+PARTITIONS = ("channels", "rows", "columns", "checkerboard")
+"""How the units of a layer are divided into two streams (Gomez et al. 2017, section 3.1, footnote 2; Dinh et al. 2017)."""
 NORMS = {"batchnorm": ("relu", "leaky_relu"), "inplace_abn": ("leaky_relu",)}
 """Normalisations, each with the activations that may follow it. The first activation is the default."""
 LEAK = 0.01
@@ -121,15 +123,56 @@ def stem(kind: str, channels: int, style: Style = STANDARD) -> nn.Sequential:
     return nn.Sequential(*conv_norm(3, channels, 7, stride=2, style=style), nn.MaxPool2d(3, stride=2, padding=1))
 
 
-class PairStem(nn.Module):
-    """Stem with twice the channels, whose output is split into the streams (x1, x2) of ``channels`` each."""
+class PoolAndPad(nn.Module):
+    """Shortcut without parameters: average pooling, then padding with zero channels, half of them before and half after.
 
-    def __init__(self, kind: str, channels: int, style: Style = STANDARD) -> None:
+    Maps (B, in_channels, H, W) to (B, channels, H/stride, W/stride).
+    """
+
+    def __init__(self, row: Residual) -> None:
         super().__init__()
-        self.layers = stem(kind, 2 * channels, style)
+        self.pool = nn.AvgPool2d(row.stride)
+        self.before = (row.channels - row.in_channels) // 2
+        self.after = row.channels - row.in_channels - self.before
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.pad(self.pool(x), (0, 0, 0, 0, self.before, self.after))
+
+
+def partitioned(x: Tensor, partition: str) -> tuple[Tensor, Tensor]:
+    """Divide the units of x (B, C, H, W) into two halves.
+
+    Args:
+        partition: ``channels``: the first and the last channels, (B, C/2, H, W) each. ``rows``: even and odd rows, (B, C, H/2, W).
+            ``columns``: even and odd columns, (B, C, H, W/2). ``checkerboard``: positions whose row and column have an even and an
+            odd sum, (B, C, H, W/2), each in its row.
+    """
+    if partition == "channels":
+        x1, x2 = x.chunk(2, dim=1)
+    elif partition == "rows":
+        x1, x2 = x[:, :, 0::2], x[:, :, 1::2]
+    else:
+        x1, x2 = x[..., 0::2], x[..., 1::2]
+    if partition == "checkerboard":
+        even = (torch.arange(x.shape[2], device=x.device) % 2 == 0).view(-1, 1)
+        x1, x2 = torch.where(even, x1, x2), torch.where(even, x2, x1)
+    return x1, x2
+
+
+class PairStem(nn.Module):
+    """Stem whose output is divided into the streams (x1, x2), see :func:`partitioned`.
+
+    Each stream has ``channels`` channels, so every partition has the same residual functions. With ``channels``, the stem has twice
+    as many; otherwise the streams have half as many positions.
+    """
+
+    def __init__(self, kind: str, channels: int, style: Style = STANDARD, partition: str = "channels") -> None:
+        super().__init__()
+        self.layers = stem(kind, channels * (2 if partition == "channels" else 1), style)
+        self.partition = partition
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x1, x2 = self.layers(x).chunk(2, dim=1)
+        x1, x2 = partitioned(self.layers(x), self.partition)
         # Copies are dense, like streams received in a message. The next block thus gets the same memory layout in both cases.
         return x1.clone(), x2.clone()
 

@@ -16,22 +16,6 @@ from petra.models import layers
 from petra.reversible import TwoFunctionCoupling
 
 
-class PoolAndPad(nn.Module):
-    """Shortcut without parameters: average pooling, then padding with zero channels, half of them before and half after.
-
-    Maps (B, in_channels, H, W) to (B, channels, H/stride, W/stride).
-    """
-
-    def __init__(self, row: layers.Residual) -> None:
-        super().__init__()
-        self.pool = nn.AvgPool2d(row.stride)
-        self.before = (row.channels - row.in_channels) // 2
-        self.after = row.channels - row.in_channels - self.before
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.pad(self.pool(x), (0, 0, 0, 0, self.before, self.after))
-
-
 class PreactivationBlock(nn.Module):
     """Residual block shortcut(x) + branch(x). Maps (B, in_channels, H, W) to (B, channels, H/stride, W/stride).
 
@@ -103,33 +87,50 @@ def resnet101_preact(classes: int = 10, width: float = 1.0, stem: str = "imagene
     return _resnet("resnet101_preact", (3, 4, 23, 3), (64, 128, 256, 512), 4, classes, width, stem)
 
 
-def revnet38(classes: int = 10, width: float = 1.0, stem: str = "cifar") -> Model:
+def revnet38(classes: int = 10, width: float = 1.0, stem: str = "cifar", partition: str = "channels") -> Model:
     """Build a RevNet-38: 11 blocks, of which 7 are reversible. Each block between stem and head has two functions.
 
-    The streams have 16, 32 and 56 channels each at ``width`` 1. Arguments as for :func:`resnet32`.
+    The streams have 16, 32 and 56 channels each at ``width`` 1.
+
+    Args:
+        classes, width, stem: As for :func:`resnet32`.
+        partition: How the units are divided into streams: ``channels``, ``rows``, ``columns`` or ``checkerboard``
+            (:func:`petra.models.layers.partitioned`).
+
+    Raises:
+        ConfigError: If an argument is out of range.
     """
-    return _revnet("revnet38", (3, 3, 3), (16, 32, 56), 1, classes, width, stem)
+    return _revnet("revnet38", (3, 3, 3), (16, 32, 56), 1, classes, width, stem, partition)
 
 
-def revnet110(classes: int = 10, width: float = 1.0, stem: str = "cifar") -> Model:
+def revnet110(classes: int = 10, width: float = 1.0, stem: str = "cifar", partition: str = "channels") -> Model:
     """Build a RevNet-110: 29 blocks, of which 25 are reversible, with streams of 16, 32 and 64 channels. See :func:`revnet38`."""
-    return _revnet("revnet110", (9, 9, 9), (16, 32, 64), 1, classes, width, stem)
+    return _revnet("revnet110", (9, 9, 9), (16, 32, 64), 1, classes, width, stem, partition)
 
 
-def revnet164(classes: int = 10, width: float = 1.0, stem: str = "cifar") -> Model:
+def revnet164(classes: int = 10, width: float = 1.0, stem: str = "cifar", partition: str = "channels") -> Model:
     """Build a RevNet-164: 29 blocks, of which 24 are reversible, with bottlenecks and streams of 64, 128 and 256 channels.
 
     See :func:`revnet38`.
     """
-    return _revnet("revnet164", (9, 9, 9), (16, 32, 64), 4, classes, width, stem)
+    return _revnet("revnet164", (9, 9, 9), (16, 32, 64), 4, classes, width, stem, partition)
 
 
-def revnet104(classes: int = 10, width: float = 1.0, stem: str = "imagenet") -> Model:
+def revnet104(classes: int = 10, width: float = 1.0, stem: str = "imagenet", partition: str = "channels") -> Model:
     """Build a RevNet-104: 19 blocks, of which 13 are reversible, with bottlenecks and streams of 256 to 1664 channels.
 
     See :func:`revnet38`.
     """
-    return _revnet("revnet104", (2, 2, 11, 2), (64, 128, 256, 416), 4, classes, width, stem)
+    return _revnet("revnet104", (2, 2, 11, 2), (64, 128, 256, 416), 4, classes, width, stem, partition)
+
+
+def revnet602(classes: int = 10, width: float = 1.0, stem: str = "imagenet", partition: str = "channels") -> Model:
+    """Build a RevNet of 602 layers: 102 blocks, of which 96 are reversible; a RevNet-104 whose third group has 94 blocks.
+
+    Gomez et al. 2017 (appendix 7.2) train a RevNet of 600 layers without stating its layout. A block has six convolutions, so with
+    stem and head 600 is not possible. See :func:`revnet38`.
+    """
+    return _revnet("revnet602", (2, 2, 94, 2), (64, 128, 256, 416), 4, classes, width, stem, partition)
 
 
 def _resnet(
@@ -140,10 +141,18 @@ def _resnet(
 
 
 def _revnet(
-    name: str, repeats: Sequence[int], hidden: Sequence[int], expansion: int, classes: int, width: float, stem: str
+    name: str,
+    repeats: Sequence[int],
+    hidden: Sequence[int],
+    expansion: int,
+    classes: int,
+    width: float,
+    stem: str,
+    partition: str,
 ) -> Model:
     rows = layers.residuals(repeats, layers.scaled(hidden, width), expansion)
-    return _network(name, layers.PairStem, stem, rows, _two_function_block, streams=2, classes=classes)
+    build_stem = partial(layers.PairStem, partition=layers.choice("partition", partition, layers.PARTITIONS))
+    return _network(name, build_stem, stem, rows, _two_function_block, streams=2, classes=classes)
 
 
 def _network(
@@ -191,7 +200,7 @@ def _branch(row: layers.Residual, *, activated: bool = False) -> nn.Sequential:
 def _shortcut(row: layers.Residual) -> nn.Module:
     if not row.resizes:
         return nn.Identity()
-    return layers.conv(row.in_channels, row.channels, 1, row.stride) if row.bottleneck else PoolAndPad(row)
+    return layers.conv(row.in_channels, row.channels, 1, row.stride) if row.bottleneck else layers.PoolAndPad(row)
 
 
 def _resized(row: layers.Residual) -> layers.Residual:

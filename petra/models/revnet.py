@@ -11,7 +11,7 @@ from petra.model import Model
 from petra.models import layers
 from petra.reversible import Coupling
 
-DOWNSAMPLINGS = ("projection", "convolution")
+DOWNSAMPLINGS = ("projection", "convolution", "pooling")
 
 
 class Downsample(nn.Module):
@@ -47,13 +47,15 @@ class BottleneckResize(nn.Module):
     Args:
         style: Normalisation and activation.
         row: Sizes of the block.
+        pooling: Whether x2's shortcut is a 3x3 convolution and x1's has no parameters, instead of 1x1 convolutions for both.
     """
 
-    def __init__(self, style: layers.Style, row: layers.Residual) -> None:
+    def __init__(self, style: layers.Style, row: layers.Residual, *, pooling: bool = False) -> None:
         super().__init__()
         self.f = _branch(style, row)
-        self.shortcut1 = layers.conv_norm(row.in_channels, row.channels, 1, row.stride, style=style, activate=False)
-        self.shortcut2 = layers.conv_norm(row.in_channels, row.channels, 1, row.stride, style=style, activate=False)
+        resize = partial(layers.conv_norm, row.in_channels, row.channels, stride=row.stride, style=style, activate=False)
+        self.shortcut1 = layers.PoolAndPad(row) if pooling else resize(1)
+        self.shortcut2 = resize(3 if pooling else 1)
 
     def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
         return self.shortcut2(x2), self.shortcut1(x1) + self.f(x2)
@@ -70,14 +72,14 @@ def revnet18(
 
     Input: images (B, 3, H, W). Output: logits (B, ``classes``). Arguments and errors as for :func:`petra.models.resnet18`.
     """
-    return _revnet("revnet18", (2, 2, 2, 2), 1, classes, width, stem, norm, activation)
+    return revnet("revnet18", (2, 2, 2, 2), 1, classes, width, stem, norm, activation)
 
 
 def revnet34(
     classes: int = 10, width: float = 1.0, stem: str = "cifar", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
     """Build a RevNet-34: 18 blocks, of which 13 are reversible. Arguments as for :func:`revnet18`."""
-    return _revnet("revnet34", (3, 4, 6, 3), 1, classes, width, stem, norm, activation)
+    return revnet("revnet34", (3, 4, 6, 3), 1, classes, width, stem, norm, activation)
 
 
 def revnet50(
@@ -95,31 +97,45 @@ def revnet50(
         downsampling: Kind of the four blocks that change the shape of the streams. ``projection``: the branch reads x2, and a 1x1
             convolution resizes each stream; 30.4 million parameters with the ImageNet stem and head. ``convolution``: a 3x3
             convolution resizes x2, and the branch reads its result, which is also the other stream; 53.2 million parameters.
+            ``pooling``: the branch reads x2, a 3x3 convolution resizes x2, and average pooling and zero channels resize x1; 49.8
+            million parameters, the layout closest to the 50 million that PETRA's section 4.1 mentions.
 
     Raises:
         ConfigError: If an argument is out of range.
     """
-    return _revnet("revnet50", (3, 4, 6, 3), 4, classes, width, stem, norm, activation, downsampling)
+    return revnet("revnet50", (3, 4, 6, 3), 4, classes, width, stem, norm, activation, downsampling)
 
 
 def revnet101(
     classes: int = 10, width: float = 1.0, stem: str = "cifar", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
     """Build a RevNet-101: 35 blocks with bottlenecks, of which 29 are reversible. Arguments as for :func:`revnet18`."""
-    return _revnet("revnet101", (3, 4, 23, 3), 4, classes, width, stem, norm, activation)
+    return revnet("revnet101", (3, 4, 23, 3), 4, classes, width, stem, norm, activation)
 
 
-def _revnet(
+def revnet(
     name: str,
     repeats: Sequence[int],
     expansion: int,
-    classes: int,
-    width: float,
-    stem: str,
-    norm: str,
-    activation: str | None,
+    classes: int = 10,
+    width: float = 1.0,
+    stem: str = "cifar",
+    norm: str = "batchnorm",
+    activation: str | None = None,
     downsampling: str = "projection",
 ) -> Model:
+    """Build a RevNet of any depth: the stem, ``sum(repeats)`` residual blocks in four groups, and the head.
+
+    Args:
+        name: Name of the model.
+        repeats: Number of residual blocks in each group.
+        expansion: 1 for basic blocks, 4 for bottlenecks.
+        classes, width, stem, norm, activation: As for :func:`revnet18`.
+        downsampling: As for :func:`revnet50`.
+
+    Raises:
+        ConfigError: If an argument is out of range.
+    """
     style = layers.Style.chosen(norm, activation)
     rows = layers.residuals(repeats, layers.scaled((64, 128, 256, 512), width), expansion)
     start = partial(layers.PairStem, layers.choice("stem", stem, layers.STEMS), rows[0].in_channels, style)
@@ -133,8 +149,8 @@ def _residual(style: layers.Style, downsampling: str, row: layers.Residual) -> n
     if not row.bottleneck:
         first, second = (layers.conv_norm(*sizes, style=style) for sizes in row.convolutions())
         return Downsample(style, row, first, second)
-    if downsampling == "projection":
-        return BottleneckResize(style, row)
+    if downsampling != "convolution":
+        return BottleneckResize(style, row, pooling=downsampling == "pooling")
     resize = layers.conv_norm(row.in_channels, row.channels, 3, row.stride, style=style, activate=False)
     return Downsample(style, row, resize, _branch(style, row._replace(in_channels=row.channels, stride=1)))
 

@@ -36,8 +36,8 @@ class InPlaceABN(NormBase):
         channels: Number of channels C.
         activation: ``leaky_relu``, ``elu`` or ``identity``.
         slope: Slope of ``leaky_relu`` for negative inputs.
-        variant: Quantity in which the gradients are expressed. ``I`` uses x̂ (Algorithm 1). ``II`` uses y, which saves one pass
-            over the data (Algorithm 2).
+        variant: Quantity in which the gradients are expressed. ``I`` uses x̂. ``II`` uses y, which saves one pass over the data.
+            Algorithm 2 is the backward pass of both.
         overwrite: Whether to write the output over the input. Set False if another operation needs the input. The layer does not
             store the input in either case.
         group: Process group that shares batch statistics. Each process gets the gradients of its own part of the batch, so

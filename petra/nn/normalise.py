@@ -114,7 +114,8 @@ def normalise_backward(
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Return (dL/dx, Σ dy x̂, Σ dy) for x̂ = (y − shift) / scale.
 
-    With y = x̂ this is Algorithm 1 of Rota Bulò et al. 2018, and with y = γ x̂ + β it is Algorithm 2. One kernel computes both.
+    With y = x̂ this is Algorithm 2 of Rota Bulò et al. 2018 for variant I, and with y = γ x̂ + β for variant II. One kernel
+    computes both.
 
     Args:
         invert: Map from (dL/dz, z) to (dL/dy, y). None if ``dz`` and ``z`` are dL/dy and y.

@@ -2,13 +2,15 @@
 
 import os
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from petra.data import TrainSource, imagenet32, load_dataset
-from petra.data.cifar import CIFAR10, CIFAR100
+from petra.data.arrays import augment
+from petra.data.cifar import CIFAR10, CIFAR100, BinaryFile
 from petra.errors import DataError
 from tests.support.fakes import cifar_batch, md5, pickled, write_cifar, write_cifar_file, write_imagenet32
 
@@ -75,6 +77,74 @@ def test_damaged_file_is_named_with_both_md5(tmp_path, monkeypatch):
         load_dataset("cifar10", root=tmp_path)
     for part in (str(path), CIFAR10.test["test_batch"], md5(content)):
         assert part in str(error.value)
+
+
+@pytest.fixture
+def binary(tmp_path, monkeypatch):
+    """Write a CIFAR-100 of three training images and two test images in the binary format, and return its training images."""
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (3, 3072), dtype=np.uint8)
+    files = {}
+    for name, coarse, fine in (("train", [19, 1, 2], [99, 0, 42]), ("test", [7, 8], [5, 6])):
+        content = np.column_stack([coarse, fine, images[: len(fine)]]).astype(np.uint8).tobytes()
+        (tmp_path / "cifar-100-binary").mkdir(exist_ok=True)
+        (tmp_path / "cifar-100-binary" / f"{name}.bin").write_bytes(content)
+        files[name] = BinaryFile(f"{name}.bin", len(fine), md5(content))
+    release = replace(CIFAR100, binary=replace(CIFAR100.binary, **files))
+    monkeypatch.setattr("petra.data.cifar.CIFAR100", release)
+    return images
+
+
+def test_binary_files_have_a_coarse_label_then_a_fine_label_then_the_image(tmp_path, binary):
+    data = load_dataset("cifar100", root=tmp_path)
+    assert data.train.targets.labels.tolist() == [99, 0, 42]
+    assert data.test.targets.labels.tolist() == [5, 6]
+    assert np.array_equal(data.train.inputs.images.reshape(3, 3072).numpy(), binary)
+
+
+def test_binary_and_python_files_give_the_same_data(tmp_path, binary, monkeypatch):
+    python = {b"data": binary, b"fine_labels": [99, 0, 42]}
+    (tmp_path / "python").mkdir()
+    for name in ("train", "test"):
+        write_cifar_file(CIFAR100, tmp_path / "python", name, pickled(python), monkeypatch)
+    first, second = (load_dataset("cifar100", root=root).train for root in (tmp_path, tmp_path / "python"))
+    assert torch.equal(first.inputs.images, second.inputs.images)
+    assert torch.equal(first.targets.labels, second.targets.labels)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda content: content[:-1], r"expected a file of 9222 bytes, got one of 9221"),
+        (lambda content: content[:-1] + bytes([content[-1] ^ 1]), r"expected a file with md5 \w+, got one with md5 \w+"),
+    ],
+)
+def test_damaged_binary_file(tmp_path, binary, change, reason):
+    path = tmp_path / "cifar-100-binary" / "train.bin"
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(DataError, match=rf"train\.bin: {reason}, which is damaged; .*cifar-100-binary\.tar\.gz"):
+        load_dataset("cifar100", root=tmp_path)
+
+
+def test_the_published_sizes_of_the_binary_files():
+    """The sizes follow from the format: 50,000 and 10,000 rows of two labels and 3072 pixels."""
+    assert (CIFAR100.binary.train.size, CIFAR100.binary.test.size) == (153_700_000, 30_740_000)
+
+
+@RELEASES
+def test_the_mean_image_is_subtracted_before_the_crop(release, tmp_path, monkeypatch):
+    write_cifar(release, tmp_path, monkeypatch)
+    plain, centred = (load_dataset(release.name, root=tmp_path, mean_image=value) for value in (False, True))
+    everything = torch.arange(plain.train.count)
+    pixels = plain.train.inputs.images.double()
+    expected = (pixels - pixels.mean(0)) / 255
+    assert torch.allclose(centred.train.inputs(everything, None).double(), expected, atol=1e-6)
+    assert torch.allclose(centred.train.inputs(everything, None).mean(0), torch.zeros(3, 32, 32), atol=1e-6)
+    # The padding of a crop is zero, the value of the mean image, and the crops are those of the other normalisation.
+    first, second = centred.train.inputs(everything, 5), augment(expected.float(), True, 5)
+    assert torch.allclose(first, second, atol=1e-6)
+    test = plain.test.inputs.images.double()
+    assert torch.allclose(centred.test.inputs(torch.arange(4), None).double(), (test - pixels.mean(0)) / 255, atol=1e-6)
 
 
 class Attack:

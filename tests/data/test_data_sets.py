@@ -76,7 +76,7 @@ def test_normalised_training_images_have_zero_mean_and_unit_deviation(digits):
         ("synthetic", {"size": 3}, r"data\.size: expected an integer >= 4, got 3"),
         ("text", {"size": 0}, r"data\.size: expected an integer >= 1, got 0"),
         ("text", {"validation": 1.0}, r"data\.validation: expected a number > 0 and < 1, got 1\.0"),
-        ("cifar10", {"images": 3}, r"data\.images: cifar10 has no such setting, its settings are root"),
+        ("cifar10", {"images": 3}, r"data\.images: cifar10 has no such setting, its settings are mean_image, root"),
         ("digits", {"root": "x"}, r"data\.root: digits has no such setting, it has none"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from petra.data import EvalSource, TrainSource, imagenet, load_dataset
-from petra.data.imagenet import decoded, random_box
+from petra.data.imagenet import decoded, distorted, random_box
 from petra.errors import DataError
 from tests.support.fakes import jpeg, smooth_image, write_image_folders
 
@@ -143,6 +143,39 @@ def test_evaluation_pads_and_normalises(tmp_path):
     assert torch.equal(
         last[0], (torch.tensor(decoded(tmp_path / "val/n02/0.JPEG", 12, None)).permute(2, 0, 1) - 255 * MEAN) / (255 * STD)
     )
+
+
+def test_colours_are_distorted_in_training_only(tmp_path):
+    write_image_folders(tmp_path)
+    plain, changed = (load_dataset("imagenet", root=tmp_path, size=12, distort=value) for value in (False, True))
+    one = torch.tensor([0])
+    assert torch.equal(plain.test.inputs(one, None), changed.test.inputs(one, None))
+    assert torch.equal(changed.train.inputs(one, 3), changed.train.inputs(one, 3))
+    assert not torch.equal(changed.train.inputs(one, 3), plain.train.inputs(one, 3))
+    assert torch.equal(changed.train.inputs(one, None), plain.train.inputs(one, None))
+
+
+def test_distortion_keeps_a_grey_image_grey_and_changes_brightness_by_at_most_32_levels():
+    """Saturation, hue and contrast don't change an image of one grey level."""
+    grey = np.full((6, 5, 3), 128, np.uint8)
+    found = [distorted(grey, random.Random(seed)) for seed in range(50)]
+    assert all(np.ptp(image) <= 1 for image in found)
+    levels = [int(image[0, 0, 0]) for image in found]
+    assert 95 <= min(levels) < 110
+    assert 146 < max(levels) <= 160
+
+
+def test_distortion_turns_the_hue_by_at_most_a_fifth_of_the_circle():
+    red = np.zeros((4, 4, 3), np.uint8)
+    red[..., 0] = 200
+    hues = []
+    for seed in range(50):
+        image = Image.fromarray(distorted(red, random.Random(seed)))
+        hue, saturation, _ = image.convert("HSV").getpixel((0, 0))
+        if saturation > 60:
+            hues.append(hue if hue < 128 else hue - 256)
+    assert -52 <= min(hues) < -25
+    assert 25 < max(hues) <= 52
 
 
 def test_invalid_folders(tmp_path):

@@ -264,10 +264,6 @@ ROWS = re.findall(r"\| `(experiment=[^`]*)` \|", (ROOT / "docs" / "experiments.m
 def test_every_row_of_the_papers_composes_and_plans(row: str) -> None:
     config = to_config(to_composed(*row.split()))
     set_up(config, ALONE)
-    if "petra/cifar10" in row:
-        assert (config.trainer.epochs, config.schedule.milestones, config.data.batch_size) == (300, [150, 225], 64)
-    if "petra/imagenet" in row:
-        assert (config.trainer.epochs, config.schedule.milestones, config.optim.weight_decay) == (90, [30, 60, 80], 1e-4)
 
 
 def test_every_preset_has_a_row() -> None:

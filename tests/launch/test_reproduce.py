@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from launch.reproduce import accuracy, gap, memory, runs, speed
+from launch.reproduce import accuracy, gap, gradients, memory, paper, revnet, runs, speed
 from launch.reproduce import command as reproduce
 from launch.reproduce.report import Request, Scale
 from launch.reproduce.targets import TARGETS
@@ -25,8 +25,10 @@ from petra.cost_model.costs import StageCost
 from petra.cost_model.delays import choose_delays
 from petra.cost_model.links import Link
 from petra.cost_model.simulator import predict
+from petra.errors import ConfigError
 from petra.method import METHODS
 from petra.models import revnet18
+from petra.plan.plan import make_plan
 
 TINY = ["data=synthetic", "data.images=16", "data.batch_size=8", "model.width=0.0625", "trainer.epochs=1", "trainer.device=cpu"]
 
@@ -115,13 +117,16 @@ def test_table_4_from_finished_runs(
     for method, accuracies in {"reversible": (0.80, 0.81, 0.82), "petra": (0.70, 0.73, 0.76), "dsp": (0.5,)}.items():
         for seed, value in enumerate(accuracies):
             folder = tmp_path / "given" / f"{method}{seed}"
-            write_run(folder, config_of(*accuracy.SIX_EPOCHS, "k=1", f"method={method}", f"seed={seed}"), value)
+            write_run(folder, config_of(*accuracy.SIX_EPOCHS, "data=cifar100", "k=1", f"method={method}", f"seed={seed}"), value)
     (tmp_path / "given" / "dsp0" / "summary.json").unlink()  # as if the run had not finished
     request(tmp_path / "out", "table4", "--gather", "--runs", str(tmp_path / "given"))
     text = capsys.readouterr().out
-    assert "| backpropagation | `reversible` | 81.00 ± 1.00 |  | 80.00, 81.00, 82.00 |" in text
-    assert "| PETRA: without either | `petra` | 73.00 ± 3.00 | 8.00 | 70.00, 73.00, 76.00 |" in text
-    assert "`dsp`" not in text
+    assert "| revnet18 | backpropagation | `reversible` | 77.5 |  | 81.00 ± 1.00 |  | 80.00, 81.00, 82.00 |" in text
+    assert "| revnet18 | PETRA: without either | `petra` | 75.9 | 1.6 | 73.00 ± 3.00 | 8.0 | 70.00, 73.00, 76.00 |" in text
+    assert "| revnet18 | without parameter buffers | `dsp` | 76.4 | 1.1 | – | – | – |" in text
+    assert "| revnet50 | PETRA: without either | `petra` | 77.2 | 1.3 | – | – | – |" in text
+    assert "| revnet18 | inputs, exact weights | 1.1 | – |" in text  # 76.5 − 75.4
+    assert "| revnet34 | weights, approximated inputs | 1.2 | – |" in text  # 76.4 − 75.2
     assert "6 of 9 runs finished" in text
     assert (tmp_path / "out" / "table4.md").read_text() == text
     data = json.loads((tmp_path / "out" / "table4.json").read_text())
@@ -142,12 +147,35 @@ def test_figure_4_and_table_2_from_finished_runs(
     assert "| 1 | 60.00 % |  |  | 18 |" in text
     assert "| 4 | 70.00 % | 75.00 % | 5.00 | 4.5 |" in text
     assert (tmp_path / "out" / "fig4.png").stat().st_size > 1000
-    monkeypatch.setattr(accuracy, "TABLE2", {("petra", "revnet18"): (94.9, 54.6, 71.0)})
+    monkeypatch.setattr(
+        accuracy, "TABLE2", {("torchvision", "resnet18"): (None, None, 69.8), ("petra", "revnet18"): (94.9, 54.6, 71.0)}
+    )
     for k, seed, value, train in ((1, 0, 0.9, 0.8), (4, 0, 0.8, 0.9), (4, 1, 0.84, 0.9)):
         settings = ("experiment=petra/cifar10", "model=revnet18", f"k={k}", f"seed={seed}")
         write_run(tmp_path / "more" / f"{k}_{seed}", config_of(*settings), value, train_accuracy=train)
     request(tmp_path / "out", "table2", "scale=paper", "data=cifar10", "--gather", "--runs", str(tmp_path / "more"))
-    assert "| petra | revnet18 | 0.70 | 4 | 82.00 % | 94.9 % |" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "| petra | revnet18 | 12.2 | 94.9 | 54.6 | 71.0 | 0.70 | 4 | 82.00 | 82.00 |" in text
+    assert "| torchvision | resnet18 | 11.7 | – | – | 69.8 | – | – | – | – |" in text
+
+
+def test_the_best_accuracy_after_the_last_drop() -> None:
+    rows = [(0.1, 0.99), (0.01, 0.90), (0.01, 0.93), (0.01, 0.92)]
+    run = runs.Run(Path(), {}, [{"learning_rate": rate, "test_accuracy": accuracy} for rate, accuracy in rows])
+    assert accuracy.best_after_last_drop(run) == 0.93
+
+
+def test_baselines_of_table_2_at_the_papers_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: dict[str, Job] = {}
+    monkeypatch.setattr(accuracy, "collect", lambda request, jobs: wanted.update(jobs) or {})
+    for data, batch, seeds in (("cifar10", 128, 3), ("imagenet32", 128, 1), ("imagenet", 256, 1)):
+        wanted.clear()
+        request(tmp_path, "table2", "scale=paper", f"data={data}", "--gather", "model.stem=cifar")
+        assert len(wanted) == seeds * (6 + 3 * 6)
+        for name in (f"{data}_backprop_resnet50_k1_s0", f"{data}_reversible_revnet34_k1_s0"):
+            config = wanted[name].config
+            assert (config.data.batch_size, config.k, config.optim.scaling, config.optim.lr) == (batch, 1, "none", 0.1)
+            assert config.method.name in name
 
 
 def test_gap_from_finished_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,10 +218,10 @@ def test_figures_of_gradients_share_a_run(tmp_path: Path, trained: list[str], ca
     for target in ("fig5", "fig6"):
         request(tmp_path, target, *diagnosed)
     assert trained == ["gradients_petra"]
-    text, rows = capsys.readouterr().out, json.loads((tmp_path / "fig6.json").read_text())["data"]["rows"]
-    assert len(re.findall(r"^\| \d+ \|", text, re.MULTILINE)) == 2 * 10
-    last = [row for row in rows if row["stage"] == 10][-1]
-    assert last["norm_ratio_delayed_end_to_end"] == pytest.approx(last["norm_ratio_end_to_end"] / last["norm_ratio_delayed"])
+    text, rows = capsys.readouterr().out, json.loads((tmp_path / "fig6.json").read_text())["data"]["epochs"]
+    assert len(re.findall(r"^\| \d+ \|", text, re.MULTILINE)) == 10 + 4 * 3
+    assert {stage: list(epochs) for stage, epochs in rows.items()} == {str(stage): ["1"] for stage in range(1, 11)}
+    assert re.search(r"^\| 175 \| 1 \| PETRA to delayed \| [\d.]+ \|", text, re.MULTILINE)
     assert {path.name for path in tmp_path.iterdir()} == {
         "runs",
         *(f"fig{n}.{kind}" for n in (5, 6) for kind in ("md", "json", "png")),
@@ -203,6 +231,20 @@ def test_figures_of_gradients_share_a_run(tmp_path: Path, trained: list[str], ca
     error = capsys.readouterr().err
     assert error.startswith("error: --out: expected a new folder, got ")
     assert "a finished run with another k" in error
+
+
+def test_means_of_an_epoch_and_moving_averages() -> None:
+    row = {"stage": 1, "cosine_delayed": 0.5, "norm_ratio_end_to_end": 3.0, "norm_ratio_delayed": 2.0}
+    rows = [row | {"microbatch": m, "cosine_delayed": value} for m, value in ((0, 0.2), (9, 0.4), (10, 0.9))]
+    found = gradients.epoch_means([*rows, {"microbatch": 0, "stage": 2}], microbatches=10)
+    assert list(found) == [1]
+    assert [found[1][epoch]["cosine_delayed"] for epoch in (1, 2)] == pytest.approx([0.3, 0.9])
+    assert found[1][1]["norm_ratio_delayed_end_to_end"] == 1.5
+    points = [(float(x), float(x)) for x in range(1, 5)]
+    assert gradients.smoothed(points, 2) == [(1, 1), (2, 1.5), (3, 2.5), (4, 3.5)]
+    assert gradients.smoothed(points, 1) == points
+    assert gradients.compared_epochs(300) == [25, 125, 175, 250]
+    assert gradients.compared_epochs(6) == [1, 3, 4, 6]
 
 
 def test_revnet_figure_4(tmp_path: Path, trained: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,15 +261,50 @@ def test_tables_of_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     request(tmp_path, "table3")
     text = capsys.readouterr().out
     for row in (
-        "| 44.45 | 0.0 | 44.5 | 0.0 |",
-        "| 43.58 | 2.0 | 43.6 | 2.0 |",
-        "| 21.20 | 52.3 | 21.2 | 52.3 |",
-        "| 20.33 | 54.3 |",
+        "| yes | yes | 44.5 | 0.0 | 44.45 | 0.0 |",
+        "| yes | no | 43.6 | 2.0 | 43.58 | 2.0 |",
+        "| no | yes | 21.2 | 52.3 | 21.20 | 52.3 |",
+        "| no | no | 20.3 | 54.3 | 20.33 | 54.3 |",
     ):
         assert row in text
     request(tmp_path, "table6")
-    stages = {name: len(rows[0]["bytes"]) for name, rows in json.loads((tmp_path / "table6.json").read_text())["data"].items()}
-    assert stages == {"revnet18": 10}
+    stages = re.findall(r"^\| (\d+) \|", capsys.readouterr().out, re.MULTILINE)
+    assert stages == [str(j) for j in range(10)]  # as in the paper, counted from 0
+
+
+def test_memory_of_a_stage_in_parts() -> None:
+    """At stage 3, the first that downsamples: 13 inputs of two streams of 64 channels, and one message in each direction."""
+    plan = make_plan(revnet18(), memory.CIFAR)
+    part = memory.stage_parts(plan)[3]
+    wide, narrow = 256 * 128 * 32 * 32 * 4, 256 * 256 * 16 * 16 * 4  # both streams, before and after
+    assert part.inputs == 13 * wide
+    assert part.messages == 3 * wide + 2 * narrow  # x in, x̃ and δ out; x out, δ in
+    assert part.parameters == 3 * 4 * plan.stages[3].parameters
+    assert part.total == part.inputs + part.messages + part.parameters + part.graph
+    assert part.total / 1e9 == pytest.approx(paper.TABLE6["revnet18"][3], rel=0.05)
+
+
+def test_iteration_time_from_a_trace(tmp_path: Path) -> None:
+    """From the end of the backward of microbatch 499 to that of 549, at the first stage."""
+    events = [
+        {"cat": kind, "tid": stage, "ts": 1000.0 * m * (stage + 1), "dur": 7.0, "args": {"microbatch": m}}
+        for m in range(550)
+        for stage in (0, 1)
+        for kind in ("F", "B")
+    ]
+    run = runs.Run(tmp_path, {}, [])
+    with pytest.raises(ConfigError, match=r"--runs: expected runs with trainer.trace=550 or more, got .* without the backwards"):
+        speed.iteration_milliseconds(run)
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [{"name": "thread_name", "ph": "M"}, *events]}))
+    assert speed.iteration_milliseconds(run) == pytest.approx(1.0)
+
+
+def test_layouts_of_revnet104() -> None:
+    """One of the counted layouts is the network itself, and none has the printed number of parameters."""
+    row = paper.REVNET_TABLE2["revnet104"]
+    found = list(revnet.layouts(row))
+    assert revnet.Layout(2, True, False, 128, True, True, 45_428_072) in found
+    assert all(round(layout.parameters / 1e6, 1) != row.parameters[0] for layout in found)
 
 
 def test_throughput_of_equal_stages() -> None:
@@ -239,6 +316,26 @@ def test_throughput_of_equal_stages() -> None:
     assert speed.period(costs, 0, "edge", 1.0) > 6 * 4
     for delay in (1, 2, 3):
         assert speed.period(costs, delay, "edge", 0.01) >= 100  # the time of one message
+
+
+def test_all_targets_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reproduce, "PAPERS", ("table3", "table4", "fig5", "revnet-table2"))
+    page = tmp_path / "page.md"
+    page.write_text(f"# Mine\n\n{reproduce.BEGIN}\nold\n{reproduce.END}\nrest\n")
+    request(tmp_path / "out", "all", "--gather", "--page", str(page), "data.root=x")
+    text = page.read_text()
+    assert text.startswith("# Mine\n")
+    assert text.endswith(f"{reproduce.END}\nrest\n")
+    assert "old" not in text
+    titles = re.findall(r"^### (.*)", text, re.MULTILINE)
+    assert titles == [TARGETS[name].title for name in reproduce.PAPERS]
+    assert "| no | no | 20.3 | 54.3 | 20.33 | 54.3 |" in text
+    assert "0 of 15 runs finished" in text
+    assert "Not run: --gather: expected a finished run with these settings" in text
+    page.write_text("# Mine\n")
+    with pytest.raises(SystemExit):
+        request(tmp_path / "out", "all", "--gather", "--page", str(page))
+    assert "--page: expected a file with the lines" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from petra.errors import ConfigError
-from petra.models import MODELS, resnet18, revnet18
+from petra.models import MODELS, layers, resnet18, revnet18
 from petra.models.irevnet import InvertibleStem
 from petra.reversible import ReversibleBlock
 from petra.specs import TensorSpec, as_streams
@@ -52,6 +52,45 @@ def test_revnets_have_the_papers_sizes(name, millions):
     assert round(sum(block.parameters for block in profile) / 1e6, 2) == millions
 
 
+def test_revnet50_with_the_50_million_parameters_of_petras_section_4_1():
+    """A 3x3 convolution for one stream, and a shortcut without parameters for the other."""
+    profile = MODELS["revnet50"](1000, stem="imagenet", downsampling="pooling").profile(TensorSpec((2, 3, 64, 64), torch.float32))
+    shortcuts = sum(a * b for a, b in ((64, 256), (256, 512), (512, 1024), (1024, 2048)))
+    light = MODELS["revnet50"](1000, stem="imagenet").profile(TensorSpec((2, 3, 64, 64), torch.float32))
+    normalisation = 2 * (256 + 512 + 1024 + 2048)
+    assert sum(b.parameters for b in profile) == sum(b.parameters for b in light) + 7 * shortcuts - normalisation
+    assert round(sum(b.parameters for b in profile) / 1e6) == 50
+    assert [b.outputs for b in profile] == [b.outputs for b in light]
+
+
+@pytest.mark.parametrize("partition", layers.PARTITIONS)
+def test_partitions_divide_every_unit_and_keep_the_parameters(partition):
+    x = torch.arange(2 * 4 * 6 * 6.0).view(2, 4, 6, 6)
+    x1, x2 = layers.partitioned(x, partition)
+    assert torch.equal(torch.cat([x1.flatten(), x2.flatten()]).sort().values, x.flatten())
+    rows, columns = torch.meshgrid(torch.arange(6), torch.arange(6), indexing="ij")
+    first = {"rows": rows % 2 == 0, "columns": columns % 2 == 0, "checkerboard": (rows + columns) % 2 == 0}.get(partition)
+    if first is not None:
+        assert torch.equal(x1.flatten(2), x[:, :, first])
+        assert torch.equal(x2.flatten(2), x[:, :, ~first])
+    spec = TensorSpec((2, 3, 32, 32), torch.float32)
+    found, usual = (MODELS["revnet38"](partition=p).profile(spec) for p in (partition, "channels"))
+    assert [b.parameters for b in found[1:]] == [b.parameters for b in usual[1:]]
+    height, width = {"rows": (4, 8), "columns": (8, 4), "checkerboard": (8, 4)}.get(partition, (8, 8))
+    assert found[-2].outputs[0].shape == (2, 56, height, width)
+    with pytest.raises(ConfigError, match=r"model\.partition: expected channels, rows, columns or checkerboard, got halves"):
+        MODELS["revnet38"](partition="halves")
+
+
+@pytest.mark.parametrize("partition", layers.PARTITIONS)
+def test_a_partitioned_revnet_is_inverted(partition):
+    model = MODELS["revnet38"](width=SMALL, partition=partition)
+    for _, block, given, streams in walk(model, torch.randn(2, 3, 16, 16, dtype=torch.float64), training=False):
+        if isinstance(block, ReversibleBlock):
+            for a, b in zip(block.inverse(*streams), given, strict=True):
+                assert torch.allclose(a, b, atol=1e-10)
+
+
 def test_heavier_downsampling_of_revnet50():
     """In the four resizing blocks, a 3x3 convolution replaces the 1x1 convolution of x2, and the branch reads its result."""
     sizes = [(64, 64, 256), (256, 128, 512), (512, 256, 1024), (1024, 512, 2048)]
@@ -67,8 +106,8 @@ def test_heavier_downsampling_of_revnet50():
 
 @pytest.mark.parametrize(
     ("name", "blocks", "reversible", "parameters", "millions"),
-    # The counts follow from the channels and repeats of the authors' configuration. The millions are those of their Tables 3 and 4,
-    # except for RevNet-104, for which the table has 45.2.
+    # The counts follow from the units and channels of RevNet's Table 2. The millions are those of the table, except for RevNet-104,
+    # for which it has 45.2: no layout within the text has that many (launch.reproduce revnet-table2).
     [
         ("resnet32", 17, 0, 464_154, 0.46),
         ("resnet110", 56, 0, 1_727_962, 1.73),
@@ -78,10 +117,11 @@ def test_heavier_downsampling_of_revnet50():
         ("revnet110", 29, 25, 1_729_194, 1.73),
         ("revnet164", 29, 24, 1_748_778, 1.75),
         ("revnet104", 19, 13, 45_428_072, 45.43),
+        ("revnet602", 102, 96, 230_880_616, 230.88),
     ],
 )
 def test_sizes_of_gomez_et_al(name, blocks, reversible, parameters, millions):
-    imagenet = name in ("resnet101_preact", "revnet104")
+    imagenet = name in ("resnet101_preact", "revnet104", "revnet602")
     classes, pixels = (1000, 64) if imagenet else (10, 32)
     profile = MODELS[name](classes).profile(TensorSpec((2, 3, pixels, pixels), torch.float32))
     assert (len(profile), sum(block.reversible for block in profile)) == (blocks, reversible)
@@ -279,7 +319,7 @@ def test_invalid_arguments(name, arguments, message):
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("revnet50", {"downsampling": "pool"}, "model.downsampling: expected projection or convolution, got pool"),
+        ("revnet50", {"downsampling": "pool"}, "model.downsampling: expected projection, convolution or pooling, got pool"),
         ("revnet38", {"width": 1 / 16}, "expected a positive multiple of 1/8, got 0.0625, which makes 3.5 channels in a layer"),
         ("irevnet163", {"width": 1 / 8}, "model.width: expected a positive multiple of 1/4, got 0.125"),
         ("irevnet301", {"width": 1 / 2}, "model.width: expected a number >= 1, .*, got 0.5"),
