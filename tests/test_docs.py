@@ -38,7 +38,7 @@ from tests.commands import FENCE, PAGES, ROOT, TRAINS, commands, inline, split
 pytestmark = pytest.mark.usefixtures("shared_profiles")
 
 GROUPS = "model|data|method|remedy|optim|schedule|trainer|checkpoint|cluster|logger|experiment"
-KEY = re.compile(rf"(?:k|dp|seed|run_dir|resume|init_from|dry_run|(?:{GROUPS})(?:\.\w+)?)=\S+")
+KEY = re.compile(rf"(?:k|dp|seed|run_dir|resume|resume_change|init_from|init_skip|dry_run|(?:{GROUPS})(?:\.\w+)?)=\S+")
 OTHERS = {"petra", "docker", "kubectl", "sbatch", "srun", "sky", "apt-get", "pytest", ".", "docker/two_nodes.sh"}
 """Programs that aren't run; what their command lines name is checked all the same."""
 SHORTER = {
@@ -155,7 +155,7 @@ def test_settings_in_sentences_are_settings(path: Path) -> None:
     if path.name == "configuration.md":
         return  # made, and every file of every group is planned by another test
     for code in inline(path.read_text(encoding="utf-8")):
-        if all(KEY.fullmatch(word) for word in code.split()) and not re.search(r"=[A-Z<]|experiment=", code):
+        if all(KEY.fullmatch(word) for word in code.split()) and not re.search(r"=[A-Z<]|=own\b|experiment=", code):
             configured(*code.split())
 
 
