@@ -92,7 +92,7 @@ def flags(command: str) -> Iterator[str]:
     """Yield the flags of a command."""
     text = source(command).read_text(encoding="utf-8")
     yield from re.findall(r'"(--[a-z][\w-]*)"', text)
-    yield from HYDRA if "compose_command_line" in text else ("--help",)
+    yield from HYDRA if re.search(r"compose_command_line|training_configs", text) else ("--help",)
     if command in IN_SEVERAL_PROCESSES:
         yield "--nproc"
 

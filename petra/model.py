@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from petra.errors import ModelError, first_line, invalid, require
 from petra.reversible import ReversibleBlock, derive_seed, frozen_statistics, normalisations, seeded
 from petra.specs import Streams, TensorSpec, as_streams
+from petra.torch_private import TorchDispatchMode
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,7 @@ class Pipeline:
             check_range(self.plan, self.stages, self.device)
         for worker in reversed(self.workers.values()):  # check later stages first: gradients flow upstream
             worker.update.check_drained()
-        warn_without_update(self.plan.k, self.clock, self.rank)
+        warn_without_update(self.plan.k, self.clock, self.rank, watched=bool(on_microbatch or stop))
         result = reduce_totals(self._totals.values, [*self.recipe.metrics], self.world > 1)
         return result if self.recipe.rules.may_skip else result.finite(len(self.plan.stages), start + 1, self.clock, self.rank)
 

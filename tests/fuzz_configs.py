@@ -168,8 +168,9 @@ def steps(config: Config) -> None:
     start = find_start(config, ALONE)
     checked = tune_setup(restore_choices(checked, start), ALONE)
     train, test = checked.data()
-    pipeline = checked.pipeline(checked.learning_rate(limited(train.batches_per_epoch, config.trainer.limit_batches)))
-    load_start(pipeline, config, start)
+    batches = limited(train.batches_per_epoch, config.trainer.limit_batches)
+    pipeline = checked.pipeline(checked.learning_rate(batches))
+    load_start(pipeline, config, start, batches)
     pipeline.train(train, min(config.k + 1, 10))
     pipeline.evaluate(test, 1)
 

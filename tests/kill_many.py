@@ -141,7 +141,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], name: str) -> N
     different = [key for key, value in weights.items() if not torch.equal(value, found["weights"][key])]
     assert not different, f"{name}: {different[0]} differs"
     for key in ("files", "metrics", "latest"):
-        assert found[key] == expected[key], f"{name}: {key}: {found[key]}"
+        assert found[key] == expected[key], f"{name}: {key}: {found[key]}, expected {expected[key]}"
 
 
 def under_torchrun(kills: int, folder: Path, seconds: float, expected: dict[str, Any], seed: int = 0) -> int:

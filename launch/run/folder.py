@@ -88,15 +88,15 @@ class Records:
                 file.write(json.dumps(row) + "\n")
 
     def finish(self, summary: dict[str, Any], history: Sequence[Epoch]) -> None:
-        """Draw curves.png, close the loggers, and write summary.json, whose existence marks a complete run, and report.html."""
+        """Draw curves.png, close the loggers, and write report.html and summary.json, whose existence marks a complete run."""
         title = f"{summary['model']}, {summary['method']} (d = {summary['delay']}), {summary['stages']} stages"
         rows = {"": [epoch.row() for epoch in history]}
         with writing(self.folder / "curves.png"):
             curves(rows, self.folder / "curves.png", title, {"": read_updates(self.folder)})
         for logger in self.loggers:
             logger.close(summary, [path for name in PICTURES if (path := self.folder / name).exists()])
+        write_report(self.folder, summary)
         write_json(self.folder / "summary.json", summary)
-        write_report(self.folder)
         print(
             f"test accuracy {summary['test_accuracy']:.2%} after {summary['wall_seconds']:.0f} s; records in {self.folder}",
             flush=True,

@@ -53,15 +53,19 @@ def read_updates(folder: Path, clock: int | None = None) -> list[dict[str, Any]]
     return [row for row in _checked(folder / UPDATES, ("microbatches",)) if clock is None or row["microbatches"] <= clock]
 
 
-def write_report(folder: Path) -> Path:
+def write_report(folder: Path, summary: Row | None = None) -> Path:
     """Write ``report.html`` into a run's folder, with what the run has recorded so far, and return its path.
+
+    Args:
+        summary: Summary of the run. None: read summary.json if there is one.
 
     Raises:
         PetraError: If the folder is not a run's, the run has not finished an epoch, or a file is damaged or can't be written.
     """
-    rows, summary = history(folder), _summary(folder / "summary.json")
+    rows = history(folder)
+    found = _summary(folder / "summary.json") if summary is None else summary
     path = folder / REPORT
-    write_text_atomically(path, html.page(f"{folder.resolve().name}: report", _parts(folder, rows, summary)))
+    write_text_atomically(path, html.page(f"{folder.resolve().name}: report", _parts(folder, rows, found)))
     return path
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -129,7 +130,9 @@ class KeepGraph(BlockRunner):
             self.stored[m] = self._forward_with_graph(m, x, version)
         else:
             try:
-                with disable_saved_tensors_hooks(RECOMPUTES):
+                with ExitStack() as stack:
+                    with suppress(RuntimeError):  # a measurement outside of the block has hooks of its own
+                        stack.enter_context(disable_saved_tensors_hooks(RECOMPUTES))
                     self.stored[m] = self._forward_with_graph(m, x, version)
             except RuntimeError as error:
                 if str(error) != RECOMPUTES:

@@ -202,7 +202,7 @@ def _optimizer(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer | Non
     rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
     if recipe.learning_rate is None:
         expected = "a function, as the optimizer has no learning rate of its own"
-        require(rates != [0.0], "learning_rate", expected, None)
+        require(not getattr(optimizer, "needs_learning_rate", False), "learning_rate", expected, None)
     else:
         expected = f"None for an optimizer whose parameter groups have the learning rates {', '.join(map(str, rates))}"
         require(len(rates) == 1, "learning_rate", expected, "a function, which sets one learning rate for all groups")

@@ -68,9 +68,12 @@ class Totals:
             self._on_microbatch(self._dp * report if self._dp > 1 else report)
 
 
-def warn_without_update(k: int, microbatches: int, rank: int) -> None:
-    """Log a warning on rank 0 if a training call ended before the first update."""
-    if 0 < microbatches < k and rank == 0:
+def warn_without_update(k: int, microbatches: int, rank: int, *, watched: bool) -> None:
+    """Log a warning on rank 0 if a training call ended before the first update.
+
+    A caller that watches or stops training, such as :class:`petra.training.Trainer`, may end a call before an update on purpose.
+    """
+    if 0 < microbatches < k and rank == 0 and not watched:
         log.warning("k=%d: no update yet, after %d microbatches; the weights have not changed", k, microbatches)
 
 

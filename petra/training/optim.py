@@ -7,13 +7,15 @@ rate must be set before each step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from petra.torch_private import foreach_mul
 from petra.training.lars import LARS
+
+Rated = TypeVar("Rated", bound=torch.optim.Optimizer)
 
 
 def sgd(module: nn.Module, *, momentum: float = 0.9, nesterov: bool = True, weight_decay: float = 5e-4) -> torch.optim.SGD:
@@ -24,26 +26,26 @@ def sgd(module: nn.Module, *, momentum: float = 0.9, nesterov: bool = True, weig
         # Zeros do not change the first step. If that step is skipped on the GPU, torch's own first buffer is uninitialised memory.
         for p in _trainable(module):
             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
-    return optimizer
+    return _without_rate(optimizer)
 
 
 def lars(module: nn.Module, *, momentum: float = 0.9, trust: float = 0.001, weight_decay: float = 5e-4) -> LARS:
     """Return LARS, for large batches. It updates biases and normalisation as SGD does."""
-    return LARS(_groups(module, weight_decay), momentum=momentum, trust=trust)
+    return _without_rate(LARS(_groups(module, weight_decay), momentum=momentum, trust=trust))
 
 
 def adam(
     module: nn.Module, *, betas: Sequence[float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0
 ) -> torch.optim.Adam:
     """Return Adam, with weight decay added to the gradient (Kingma, Ba 2015)."""
-    return torch.optim.Adam(_groups(module, weight_decay), lr=0.0, betas=_pair(betas), eps=eps, fused=True)
+    return _without_rate(torch.optim.Adam(_groups(module, weight_decay), lr=0.0, betas=_pair(betas), eps=eps, fused=True))
 
 
 def adamw(
     module: nn.Module, *, betas: Sequence[float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01
 ) -> torch.optim.AdamW:
     """Return Adam with decoupled weight decay (Loshchilov, Hutter 2019)."""
-    return torch.optim.AdamW(_groups(module, weight_decay), lr=0.0, betas=_pair(betas), eps=eps, fused=True)
+    return _without_rate(torch.optim.AdamW(_groups(module, weight_decay), lr=0.0, betas=_pair(betas), eps=eps, fused=True))
 
 
 class Muon(torch.optim.Optimizer):
@@ -88,6 +90,7 @@ class Muon(torch.optim.Optimizer):
             self._parts.append((other, len(other.param_groups)))
             groups += other.param_groups
         super().__init__(groups, {})
+        _without_rate(self)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Step both optimizers, which share this optimizer's groups and state, also after ``load_state_dict``."""
@@ -127,6 +130,12 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "muon": Muon,
 }
 """Optimizers by name: functions of a stage's blocks and of settings."""
+
+
+def _without_rate(optimizer: Rated) -> Rated:
+    """Mark an optimizer whose learning rate must be set before each step. A pipeline without a learning rate refuses it."""
+    optimizer.needs_learning_rate = True  # type: ignore[attr-defined]
+    return optimizer
 
 
 def _trainable(module: nn.Module) -> list[Tensor]:

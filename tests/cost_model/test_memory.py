@@ -29,7 +29,7 @@ def predicted(
     plan = make_plan(mixed_net(dtype=torch.float32), INPUTS, method=method, k=2, processes=processes, device_type="cuda")
     recipe = Recipe(
         OPTIMIZERS[optimizer],
-        None,
+        lambda m: 0.1,
         Losses(F.cross_entropy, F.cross_entropy),
         {"accuracy": correct_predictions},
         0,

@@ -80,11 +80,11 @@ def test_each_run_of_reconstructing_blocks_is_measured_at_its_first_block() -> N
     assert ReconstructionMonitor(built(METHODS["petra"]), limit=1.0).blocks == {1, 3, 4}
 
 
-def test_remedies_depend_on_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_remedies_depend_on_the_run(caplog: pytest.LogCaptureFixture) -> None:
     pipeline = built("reversible", numerics=Numerics(wire=torch.bfloat16))
     with pipeline.hooks.attached(ReconstructionMonitor(pipeline, limit=1e-9)):
         pipeline.train(RandomSource(), 6)
-    warned = capsys.readouterr().err
+    warned = caplog.text
     assert "to reduce it, try trainer.wire=float32, or method.keep=input" in warned
     assert "optim.lr" not in warned
 

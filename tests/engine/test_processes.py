@@ -256,7 +256,8 @@ def test_a_block_that_does_not_fit_the_next_is_an_error_everywhere(tmp_path: Pat
 def test_no_thread_outlives_the_process_group(tmp_path: Path) -> None:
     """One that does may crash the interpreter's exit, and the launcher then calls a finished run a failed one."""
     program = f"""
-import os, torch, torch.distributed as dist, petra
+import os, torch, torch.distributed as dist
+from petra import Pipeline
 before = len(os.listdir("/proc/self/task"))
 dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
 import torch._dynamo  # as optimizers do

@@ -369,6 +369,9 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     return [{key: value for key, value in row.items() if key not in ("seconds", "images_per_second")} for row in rows]
 
 
+RECORDS = {".lock", "config.yaml", "metrics.jsonl", "updates.jsonl", "summary.json", "curves.png", "report.html", "checkpoints"}
+
+
 @pytest.mark.processes
 def test_two_processes_give_the_numbers_of_one_and_leave_all_records(tmp_path: Path) -> None:
     for processes in (1, 2):
@@ -379,7 +382,7 @@ def test_two_processes_give_the_numbers_of_one_and_leave_all_records(tmp_path: P
     assert len(metrics(tmp_path / "1")) == 1
 
     folder = tmp_path / "2"
-    assert {p.name for p in folder.iterdir()} == {"config.yaml", "metrics.jsonl", "summary.json", "curves.png", "checkpoints"}
+    assert {p.name for p in folder.iterdir()} == RECORDS
     assert {p.name for p in tmp_path.iterdir()} == {"1", "2", "cwd"}
     assert {p.name for p in (tmp_path / "cwd").iterdir()} == {"out0", "out1", "err0", "err1"}
     summary = json.loads((folder / "summary.json").read_text())

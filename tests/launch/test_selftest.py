@@ -54,7 +54,8 @@ def test_differences_from_the_cpu_fail() -> None:
 @pytest.mark.processes
 def test_a_part_that_fails_is_reported_with_its_reason() -> None:
     found = run_part(Run("compare", "wrong", {**TINY, "device": "tpu"}), seconds=100)
-    assert found == {"failed": "error: trainer.device: expected auto, cpu or cuda, got tpu"}
+    assert found["failed"].startswith("error: trainer.device: expected ")
+    assert "got tpu" in found["failed"]
 
 
 def test_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,8 +69,9 @@ def test_errors_appear_before_torch_is_imported(words: str, message: str) -> Non
 
 
 def test_names_are_those_of_the_registries() -> None:
-    assert tuple(MODELS) == names.MODELS
-    assert tuple(DATASETS) == names.DATASETS
+    own = {name for name in (*MODELS, *DATASETS) if ":" in name}  # registered by earlier tests
+    assert tuple(name for name in MODELS if name not in own) == names.MODELS
+    assert tuple(name for name in DATASETS if name not in own) == names.DATASETS
     assert tuple(OPTIMIZERS) == names.OPTIMIZERS
     assert tuple(SCHEDULES) == names.SCHEDULES
     assert tuple(FORMATS) == names.FORMATS

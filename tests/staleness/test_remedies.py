@@ -89,7 +89,7 @@ def test_gradients_shrink_at_delayed_boundaries_only() -> None:
 
 
 def test_a_step_that_a_fused_optimizer_skips_is_not_compensated() -> None:
-    run = pipeline(optimizer=OPTIMIZERS["sgd"], remedy=Remedy(compensation=True))
+    run = pipeline(optimizer=OPTIMIZERS["sgd"], learning_rate=lambda m: 0.1, remedy=Remedy(compensation=True))
     run.train(RandomSource(), 4)
     optimizer, parameters = run.workers[0].update.optimizer, list(run.stages[0].module.parameters())
     before = [p.detach().clone() for p in parameters]
