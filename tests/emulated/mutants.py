@@ -52,10 +52,10 @@ _LATE_BUCKETS = {  # the second replica starts its all-reduces at the end, and i
                 return
             for bucket in self._buckets[block]:
 """,
-    "        joint = torch.stack(values)\n": """\
+    "        joint = torch.cat([value.flatten() for value in values])\n": """\
         for bucket in self.__dict__.pop("late", []):
             self._works.append(dist.all_reduce(bucket, group=self.group, async_op=True))
-        joint = torch.stack(values)
+        joint = torch.cat([value.flatten() for value in values])
 """,
 }
 _BROADCAST = {
@@ -67,23 +67,27 @@ _BROADCAST = {
 """
 }
 _SENDS_FIRST = {
-    "            works = dist.batch_isend_irecv(operations)\n": """\
-            ordered = sorted(operations, key=lambda o: o.op is dist.irecv)
-            posted = {id(o): o.op(o.tensor, o.peer, o.group) for o in ordered}
-            works = [posted[id(o)] for o in operations]
+    """\
+    return dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend if o.sends else dist.irecv, o.buffer, o.peer, o.group) for o in operations]
+    )
+""": """\
+    ordered = sorted(operations, key=lambda o: not o.sends)
+    posted = {id(o): (dist.isend if o.sends else dist.irecv)(o.buffer, o.peer, o.group) for o in ordered}
+    return [posted[id(o)] for o in operations]
 """
 }
 _ONE_GROUP = {"for _ in range(2))\n": "for _ in range(1)) * 2\n", "down, up = (": "down, up = tuple("}
-_ITEM = {"        norm = squared_norm.sqrt()\n": "        norm = squared_norm.sqrt()\n        norm.item()\n"}
+_ITEM = {"        return self._squared_norm\n": "        self._squared_norm.item()\n        return self._squared_norm\n"}
 _BOOL = {
     "    def backward(self, m: int) -> None:\n": """\
     def backward(self, m: int) -> None:
         bool(next(self.stage.module.parameters()).sum())
 """
 }
-_TARGETS = {"return _moved(self.data.targets(m), self.device)": "return self.data.targets(m)"}
+_TARGETS = {"staged(data.targets, self.device, range(start, start + microbatches))": "data.targets"}
 _SCALAR = {"dtype=torch.float64, device=device)": "dtype=torch.float64).reshape(1)[0]"}
-_PAGEABLE = {"tensor.pin_memory().to(device, non_blocking=True)": "tensor.to(device)"}
+_PAGEABLE = {"self._read(m).pin_memory()": "self._read(m)"}
 
 LOCKSTEP, EDGE, REPLICAS = "petra.transport.lockstep", "petra.transport.edge", "petra.engine.data_parallel"
 WAIT, EARLY = "missing stream wait", "buffer reused early"
@@ -92,7 +96,7 @@ MIX, HIDDEN = "device mix", "hidden synchronization"
 
 MUTANTS = (
     Mutant(WAIT, LOCKSTEP, _without("work.wait()", "\n        return self.incoming"), "lockstep"),
-    Mutant(WAIT, EDGE, _without("work.wait()", "\n        self._post()"), "edge"),
+    Mutant(WAIT, EDGE, _without("work.wait()", "\n        if self._ahead:"), "edge"),
     Mutant(EARLY, LOCKSTEP, _without("work.wait()", "\n            port.outgoing.release"), "lockstep"),
     Mutant(EARLY, EDGE, _without("work.wait()", "\n        self.packing.release"), "edge"),
     Mutant(SHARED, LOCKSTEP, _SENDS_FIRST, "lockstep, d = 1"),
@@ -100,10 +104,10 @@ MUTANTS = (
     Mutant(ORDER, REPLICAS, _LATE_BUCKETS, "replicas"),
     Mutant(ORDER, REPLICAS, _BROADCAST, "replicas"),
     Mutant(MIX, "petra.engine.endpoints", _TARGETS, "alone"),
-    Mutant(MIX, "petra.engine.loss_scale", _SCALAR, "alone"),
+    Mutant(MIX, "petra.engine.loss_scale", _SCALAR, "alone, fp16"),
     Mutant(HIDDEN, "petra.engine.update", _ITEM, "alone"),
     Mutant(HIDDEN, "petra.engine.worker", _BOOL, "alone"),
-    Mutant(HIDDEN, "petra.engine.endpoints", _PAGEABLE, "alone"),
+    Mutant(HIDDEN, "petra.engine.staging", _PAGEABLE, "alone"),
 )
 
 
@@ -152,15 +156,15 @@ def train_rank(rank: int, mutant: Mutant | None, settings: dict[str, Any]) -> An
     return runs.train_rank(rank, runs.Case(microbatches=12, **settings)).weights
 
 
-def train_alone(mutant: Mutant | None) -> Any:
-    """Train a mutant in one process; return the weights and the synchronizations that are not listed."""
+def train_alone(mutant: Mutant | None, setting: str | None) -> Any:
+    """Train a mutant in one process, with a setting of ``test_training``; return the loss and the unlisted synchronizations."""
     plant(mutant)
     from tests.emulated import runs
-    from tests.emulated.test_training import excess
+    from tests.emulated.test_training import SETTINGS, excess
 
-    case = runs.Case(microbatches=40)
+    case = runs.Case(microbatches=40, **(SETTINGS[setting] if setting else {}))
     found, losses = runs.synchronizations(case)
-    return losses, excess(found, case, stages=6)
+    return losses, excess(found, case)
 
 
 def _expected(world: int, settings: dict[str, Any]) -> Any:
@@ -188,10 +192,10 @@ def _in_processes(world: int, **settings: Any) -> Callable[[Mutant | None, int],
     return scenario
 
 
-def _alone(mutant: Mutant | None, seed: int) -> str:
+def _alone(mutant: Mutant | None, seed: int, setting: str | None = None) -> str:
     from tests.emulated.processes import start
 
-    ended = start(train_alone, mutant, options=Options(seed=seed), preloads_petra=False)
+    ended = start(train_alone, mutant, setting, options=Options(seed=seed), preloads_petra=False)
     if ended.statuses != [0]:
         return _summary(ended)
     ((_, syncs),) = ended.results
@@ -209,6 +213,7 @@ SCENARIOS: dict[str, Callable[[Mutant | None, int], str]] = {
     "edge": _in_processes(3, transport="edge"),
     "replicas": _in_processes(4, arguments={"dp": 2, "stages": 2}),
     "alone": _alone,
+    "alone, fp16": functools.partial(_alone, setting="fp16"),
 }
 """Runs by name. Each returns what is wrong with a mutant, or an empty string. Without a mutant it returns an empty string."""
 
