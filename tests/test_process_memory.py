@@ -28,7 +28,7 @@ def twice():
     return [torch.full((64, 2**18), float(i)) for i in range(2)]
 
 torch.set_num_threads(1)
-for _ in range(3):
+for _ in range(8):  # until the heap has its final size
     twice()
 before = faults()
 for _ in range(10):
