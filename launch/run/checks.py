@@ -5,7 +5,7 @@ from __future__ import annotations
 from petra.errors import alternatives, require
 from petra.plan.layout import processes_per_replica
 from petra.training import FORMATS, TensorBoardLogger, WandbLogger
-from petra.training.export import check_format
+from petra.training.weight_files import check_format
 
 from ..config.schema import AUTO, Config
 from ..runtime.rank import Process

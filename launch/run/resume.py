@@ -16,8 +16,8 @@ from petra.method import Keep
 from petra.pipeline import Pipeline
 from petra.training import FORMATS, best_of, facts_of, load, load_into, network, newest, restore
 from petra.training.checkpoint import FACTS, verify
-from petra.training.export import State
 from petra.training.records import writing
+from petra.training.weight_files import State
 
 from ..config.schema import AUTO, Config
 from ..runtime.rank import Process

@@ -17,6 +17,7 @@ from petra.specs import Streams
 
 Pair = tuple[Tensor, Tensor]
 Gradients = dict[nn.Parameter, Tensor]
+"""Gradient by parameter."""
 
 
 class ReversibleBlock(nn.Module, ABC):

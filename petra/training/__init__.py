@@ -2,7 +2,6 @@
 
 from petra.process_memory import peak_memory
 from petra.training.checkpoint import Checkpoints, best_of, facts_of, newest, restore
-from petra.training.export import FORMATS, export, facts_in, gathered_blocks, load, load_into
 from petra.training.lars import LARS
 from petra.training.learning_rate import SCHEDULES, Cosine, MultiStep, Polynomial, Schedule, peak_rate
 from petra.training.lock import locked
@@ -13,6 +12,7 @@ from petra.training.records import new_run_folder, read_rows, write_json
 from petra.training.state import network
 from petra.training.trainer import Epoch, Trainer, finished_epochs, limited, means
 from petra.training.updates import UpdateLog
+from petra.training.weight_files import FORMATS, export, facts_in, gathered_blocks, load, load_into
 
 __all__ = [
     "FORMATS",

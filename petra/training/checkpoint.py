@@ -26,9 +26,9 @@ import torch.distributed as dist
 from petra.distributed import raise_on_all_ranks
 from petra.errors import DataError, invalid, require
 from petra.pipeline import Pipeline
-from petra.training.export import State
 from petra.training.records import METADATA, PART
 from petra.training.state import load_state, state_of
+from petra.training.weight_files import State
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from petra.engine.method_state import load_method_state, method_state
 from petra.errors import DataError
 from petra.pipeline import Pipeline
-from petra.training.export import State, load_into
+from petra.training.weight_files import State, load_into
 
 Parts = dict[str, State]
 """State of one block, by part."""

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from petra.errors import DataError, first_line
-from petra.training.export import State
 from petra.training.records import METADATA, file_system_error
+from petra.training.weight_files import State
 
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from petra import DataError, PetraError, Pipeline
 from petra.training import Checkpoints, export, load, newest, restore
 from petra.training.checkpoint import FACTS, MANIFEST, checksum, to_json
-from petra.training.export import State
 from petra.training.state import state_of
+from petra.training.weight_files import State
 from tests.data.test_damaged_files import damaged
 from tests.support.nets import RandomSource, mixed_net
 
