@@ -11,7 +11,6 @@ Costs are counted: a device computes ``--teraflops`` on average. With ``--measur
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from petra.cost_model.costs import BlockCost, count_blocks, profile_blocks
 from petra.cost_model.links import Link
 from petra.cost_model.machines import Machines
 from petra.cost_model.simulator import Prediction, predict, simulate
-from petra.errors import ConfigError, PetraError, require
+from petra.errors import ConfigError, require
 from petra.method import METHODS, Method
 from petra.plan.transport import simulated_transport
 from petra.settings import TransportName
@@ -36,6 +35,7 @@ from .run import recipe
 from .run.build import PRECISIONS, set_up
 from .run.markdown import aligned_table
 from .runtime.rank import Process
+from .runtime.terminal import command
 
 HEADER = ("method", "d", "samples/s", "bubble", "staleness", "GB per device", "MB per microbatch", "link use")
 EXACT_ENOUGH = 0.95
@@ -115,15 +115,11 @@ def recommend(rows: Sequence[Row]) -> Row:
     return min(exact or close, key=lambda row: (row.staleness, row.prediction.period))
 
 
+@command
 def main(arguments: list[str] | None = None) -> None:
     """Print the table, the methods that do not fit, and the recommendation; draw the figure."""
     options, overrides = _parser().parse_known_args(arguments)
-    try:
-        config = compose_overrides(overrides)
-        print(report(config, options))
-    except PetraError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    print(report(compose_overrides(overrides), options))
 
 
 def report(config: Config, options: argparse.Namespace) -> str:

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from petra.errors import PetraError
-
 from .run.report import write_report
+from .runtime.terminal import command
 
 
+@command
 def main(arguments: list[str] | None = None) -> None:
     """Write the report of each run, and print its path."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     options = parser.parse_args(arguments)
-    try:
-        for folder in options.runs:
-            print(write_report(folder))
-    except PetraError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    for folder in options.runs:
+        print(write_report(folder))
 
 
 if __name__ == "__main__":
