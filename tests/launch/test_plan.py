@@ -42,7 +42,7 @@ def test_a_file_of_machines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("devices: [{speeed: 1}]", "speeed"),
+        ("devices: [{speedx: 1}]", "speedx"),
         ("devices: [{speed: fast}]", "fast"),
         ("devices: [{speed: 0}]", "speed: expected numbers > 0"),
         ("links: []", "devices: expected one device or more"),
