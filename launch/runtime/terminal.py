@@ -1,4 +1,4 @@
-"""What every command owes its terminal: plain text where it has no Unicode, closed pipes, Ctrl-C, errors in one line."""
+"""Output and errors of all commands: terminals without Unicode, closed pipes, Ctrl-C, errors in one line."""
 
 from __future__ import annotations
 

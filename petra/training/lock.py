@@ -1,4 +1,4 @@
-"""Lock on a run's folder, which prevents that two jobs write the same records and checkpoints."""
+"""Lock on a run's folder, which prevents two jobs from writing the same records and checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from petra.errors import invalid
 
 LOCK = ".lock"
-"""Name of the lock's file in the folder. The file remains after the run; what counts is whether a process holds its lock."""
+"""Name of the lock's file in the folder. The file remains after the run, when no process holds its lock."""
 _HELD = (errno.EACCES, errno.EAGAIN)
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
