@@ -121,6 +121,7 @@ def _main(rank: int, folder: str, overrides: list[str], environment: dict[str, s
     if "WORLD_SIZE" in environment:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     os.chdir(folder)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup lets processes ignore it
     for stream, name in ((1, "out"), (2, "err")):
         file = os.open(f"{name}{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, stream)
