@@ -29,6 +29,15 @@ class Keep(StrEnum):
 
     Blocks that aren't reversible store their input instead.
     """
+    REFETCH = "refetch"
+    """Store nothing. Backward fetches the input from the data source again, and runs the forward again: 4 units of compute.
+
+    Only plans use it, for the first block instead of ``INPUT`` (:func:`petra.plan.make_plan`).
+    """
+
+
+STORABLE = (Keep.GRAPH, Keep.INPUT, Keep.NOTHING)
+"""What a method can ask blocks to store."""
 
 
 class Weights(StrEnum):
@@ -59,8 +68,8 @@ class Method:
             ``flush`` and makes ``delay`` irrelevant.
 
     Raises:
-        ConfigError: If a delay is negative, if ``fill`` is set without ``flush``, or if ``flush`` is combined with
-            ``Weights.DOUBLE``.
+        ConfigError: If a delay is negative, if ``keep`` is ``Keep.REFETCH``, if ``fill`` is set without ``flush``, or if ``flush``
+            is combined with ``Weights.DOUBLE``.
     """
 
     name: str
@@ -72,6 +81,8 @@ class Method:
 
     def __post_init__(self) -> None:
         require(min(self.boundary_delays(0)) >= 0, "method.delay", "integers >= 0, one or one per boundary", self.delay)
+        for keep in (self.keep,) if isinstance(self.keep, Keep) else self.keep:
+            require(keep in STORABLE, "method.keep", "graph, input or nothing", keep)
         if self.fill and not self.flush:
             raise invalid("method.fill", "false with method.flush=false", "true")
         if self.flush and self.weights is Weights.DOUBLE:

@@ -61,7 +61,9 @@ def array_dataset(
         mean_image: Whether to subtract the mean training image instead of the channel means.
     """
     mean = train[0].sum(0, dtype=torch.int64).double().div(len(train[0])).float() if mean_image else None
-    first, second = (Split(len(labels), Images(images, moments, flip, mean), Labels(labels)) for images, labels in (train, test))
+    first, second = (
+        Split(len(labels), Images(images, moments, flip, mean), Labels(labels), in_memory=True) for images, labels in (train, test)
+    )
     size = train[0].shape[-1]
     return Dataset(name, classes, size, first, second, preparation=None if mean_image else Preparation(size, moments))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from petra.engine.accumulation import Accumulation
-from petra.engine.block import block_runner
+from petra.engine.block import Fetch, block_runner
 from petra.engine.weights import WeightVersion
 from petra.hooks import Hooks
 from petra.method import Keep, Weights
@@ -37,6 +37,7 @@ class Stage:
         concurrent: Whether other stages run at the same time in other threads.
         grid: Grid for exact streams (:mod:`petra.reversible.grid`), or None.
         hooks: Hooks to call for each block, or None.
+        fetch: Returns the first stage's input for a microbatch again, if its first block does not store it.
 
     Attributes:
         gradients: Accumulated gradients of the trained parameters.
@@ -59,6 +60,7 @@ class Stage:
         concurrent: bool = False,
         grid: Grid | None = None,
         hooks: Hooks | None = None,
+        fetch: Fetch | None = None,
     ) -> None:
         self.module, self.grid = nn.ModuleList(blocks), grid
         self.index, self.hooks = index, Hooks() if hooks is None else hooks
@@ -75,6 +77,7 @@ class Stage:
                 stale=stale,
                 concurrent=concurrent,
                 grid=grid,
+                fetch=fetch,
             )
             for b, (block, keep) in enumerate(zip(blocks, keeps, strict=True), first_block)
         ]
