@@ -54,7 +54,7 @@ class Runtime:
         concurrency: Number of stages that run at the same time in one process on the CPU, each in a thread of its own.
         compile: Backend of ``torch.compile`` for the functions inside blocks, or None.
         refetch: Whether the first block fetches its input from the data source again in its backward pass instead of storing it.
-            Saves the memory of one input for each microbatch in flight. The data source must have a method ``refetch``.
+            Saves the memory of one input for each microbatch in flight. Training data need a method ``refetch``.
     """
 
     device: torch.device | str = "cpu"
