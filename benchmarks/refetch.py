@@ -82,7 +82,7 @@ def measure(setting: Setting, options: argparse.Namespace) -> dict[str, object]:
     fetch = min(_fetch_seconds(own, m) for m in range(9)) if own is not None else None
     ratios = ratio(found["refetched"], found["stored"])
     rows = {name: spread([1e3 * value for value in values]) for name, values in found.items()}
-    single = "" if fetch is None else f"; one microbatch is fetched in {1e3 * fetch:.2f} ms"
+    single = "" if fetch is None else f"; one microbatch is fetched in {1e3 * fetch:.2f} ms of CPU time"
     print(f"\n{setting.name}, batch {setting.batch}, {setting.workers} worker(s){single}")
     print(f"stage 1 stores {stored['stored'] / 1e6:.2f} MB, or {stored['refetched'] / 1e6:.2f} MB with refetching\n")
     print(table(rows, "ms per microbatch"))
@@ -91,9 +91,9 @@ def measure(setting: Setting, options: argparse.Namespace) -> dict[str, object]:
 
 
 def _fetch_seconds(source: TrainSource, m: int) -> float:
-    start = time.perf_counter()
+    start = time.process_time()
     source.refetch(m)
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def main() -> None:
