@@ -33,8 +33,8 @@ from .language import reached
 from .report import Report, Request
 
 PRESET, VOCABULARY, CONTEXT = "revgpt_7b", 32_000, 4096
-BYTES_PER_PARAMETER = 16
-"""Weights, gradients and AdamW's two averages in float32."""
+BYTES_PER_PARAMETER, GRADIENT_BYTES = 16, 4
+"""Weights, gradients and AdamW's two averages in float32; and the gradient of a microbatch, before it is added."""
 DEVICES = (16, 32)
 NUMERICS = Numerics(autocast=torch.bfloat16, wire=torch.bfloat16)
 ONE_F_ONE_B, CHECKPOINTING = "1F1B", "1F1B, activation checkpointing"
@@ -112,17 +112,22 @@ def memory(request: Request) -> Report:
         "PETRA trains `revgpt`, 1F1B the ordinary transformer `gpt`. *Engine*: `dry_run=memory`, the engine's allocations on "
         f"tensors without data, with {WORKSPACE // 2**20} MiB of workspace. *Formula*: 16·P + n·A + G + 4·M bytes, with P the "
         "parameters of the stage, A what its blocks store per microbatch (PETRA: the input of blocks that are not reversible; "
-        "1F1B: the graph, or the input of each block), G the largest graph that exists only during a backward pass, and M the "
-        "message to the next stage."
+        "1F1B: the graph, or the input of each block), G the largest graph that exists only during a backward pass, with the "
+        "gradients of its block, and M the message to the next stage."
     )
     return Report(f"{table(header, lines)}\n{note}\n", data, panels)
 
 
 def memory_plan(model: Model, method: Method, devices: int) -> Plan:
-    """Return the plan whose memory is predicted. PETRA's memory does not depend on k, so k is as small as possible."""
+    """Return the plan whose memory is predicted: layers divided equally, embedding and output layer in the first and last stage.
+
+    PETRA's memory does not depend on k, so k is as small as possible.
+    """
     k = devices if method.flush else 1
+    layers = (len(model.blocks) - 2) // devices
+    stages = [layers + (j in (0, devices - 1)) for j in range(devices)]
     inputs = TensorSpec((1, CONTEXT), torch.int64)
-    return make_plan(model, inputs, method=method, k=k, stages=devices, processes=devices, numerics=NUMERICS)
+    return make_plan(model, inputs, method=method, k=k, stages=stages, processes=devices, numerics=NUMERICS)
 
 
 def formula(plan: Plan) -> list[int]:
@@ -139,7 +144,7 @@ def formula(plan: Plan) -> list[int]:
                 stored += graphs[key]
             else:
                 stored += 0 if keep is Keep.NOTHING else sum(spec.bytes for spec in streams)
-                temporary = max(temporary, graphs[key])
+                temporary = max(temporary, graphs[key] + GRADIENT_BYTES * profile.parameters)
             streams = profile.outputs
         message = plan.boundaries[stage.index].forward_bytes if stage.index < len(plan.boundaries) else 0
         found.append(BYTES_PER_PARAMETER * stage.parameters + stage.in_flight * stored + temporary + 4 * message)
