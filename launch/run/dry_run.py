@@ -109,15 +109,19 @@ def stage_map(setup: Setup) -> str:
     return f"{title}\n\n{aligned_table(tuple(COLUMNS), rows)}"
 
 
+def targets_of(setup: Setup) -> TensorSpec:
+    """Return shape and type of a microbatch's targets, or of a replica's share of them."""
+    shape = setup.plan.layout.inputs.shape
+    return TensorSpec(shape[:1] if setup.unit == "images" else (shape[0] * shape[1],), torch.int64)
+
+
 def memory_table(setup: Setup) -> str:
     """Return a Markdown table with the memory that stages and processes of a replica would reach on a GPU, in MB (10^6 bytes).
 
     A process with several stages has a row for each, and one for all of them, whose temporary memory is that of one step.
     Auto-tuned settings have provisional values. Takes seconds to minutes, without a GPU and without the memory that it predicts.
     """
-    plan, rows = setup.plan, []
-    shape = plan.layout.inputs.shape
-    targets = TensorSpec(shape[:1] if setup.unit == "images" else (shape[0] * shape[1],), torch.int64)
+    plan, rows, targets = setup.plan, [], targets_of(setup)
     recipe = setup.recipe(setup.learning_rate(microbatches_per_epoch=1))
     for process, stages in enumerate(plan.layout.processes):
         if stages:

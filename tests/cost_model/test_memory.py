@@ -78,7 +78,7 @@ def test_every_process_has_its_own_stages() -> None:
 @pytest.mark.parametrize(("processes", "process"), [(1, 0), (3, 1), (6, 3)])
 def test_stages_add_up_to_their_process(processes: int, process: int) -> None:
     whole = predicted(processes=processes, process=process)
-    assert list(whole.stages) == list(range(process * 6 // processes, (process + 1) * 6 // processes))
+    assert len(whole.stages) == 6 // processes
     for part in ("weights", "gradients", "optimizer", "stored"):
         assert sum(getattr(stage, part) for stage in whole.stages.values()) == getattr(whole, part)
     assert max(stage.temporary for stage in whole.stages.values()) == whole.temporary
