@@ -6,8 +6,10 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from types import FrameType
@@ -41,11 +43,12 @@ def run_agent(flags: Sequence[str], module: str, arguments: Sequence[str]) -> No
     from torch.distributed.run import main as torchrun
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    started = Event()
     for number in stop_signals():
-        signal.signal(number, _forward)
+        signal.signal(number, partial(_forward, started))
     # Processes inherit the mask, so that none is interrupted before it can handle Ctrl-C (launch.runtime.terminal.command). Another
     # thread takes the signal for this process, and the handler still runs in this thread.
-    Thread(target=Event().wait, daemon=True).start()
+    Thread(target=_watch, args=(started,), daemon=True).start()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         torchrun(["--signals-to-handle", "SIGQUIT", *flags, "-m", module, *arguments])
@@ -83,10 +86,19 @@ def children() -> list[int]:
     return [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
 
 
-def _forward(number: int, frame: FrameType | None) -> None:
+def _watch(started: Event) -> None:
+    """Set ``started`` when this process has started another one. Never return."""
+    while not children():
+        time.sleep(0.05)
+    started.set()
+    Event().wait()
+
+
+def _forward(started: Event, number: int, frame: FrameType | None) -> None:
+    """Forward a signal. If the processes have ended, this one is about to exit with their status, and continues."""
     processes = children()
     for pid in processes:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
-    if not processes:
+    if not processes and not started.is_set():
         os._exit(128 + number)  # torchrun would print a traceback of SystemExit
