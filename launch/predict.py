@@ -29,8 +29,10 @@ from .run.build import set_up
 from .run.resume import read_weights, trained_weights
 from .runtime.rank import Process
 from .runtime.reporting import report_errors
+from .runtime.terminal import command
 
 
+@command
 def main(arguments: list[str] | None = None) -> None:
     """Print a prediction for each image."""
     words = sys.argv[1:] if arguments is None else arguments

@@ -53,6 +53,8 @@ def run_agent(flags: Sequence[str], module: str, arguments: Sequence[str]) -> No
     try:
         torchrun(["--signals-to-handle", "SIGQUIT", *flags, "-m", module, *arguments])
     except ChildFailedError as error:
+        for number in stop_signals():  # nothing may hide the status any more; Slurm ends the agents of other nodes at this point
+            signal.signal(number, signal.SIG_IGN)
         rank, failure = error.get_first_failure()
         code = failure.exitcode
         cause = f"signal {failure.signal_name()}" if code < 0 else f"status {code}"

@@ -313,6 +313,7 @@ def test_the_first_failure_is_one_line(
         raise ChildFailedError("launch.train", {3: ProcessFailure(local_rank=1, pid=1, exitcode=code, error_file="")})
 
     monkeypatch.setattr("torch.distributed.run.main", fail)
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)  # of this process
     with pytest.raises(SystemExit, match=str(status)):
         agent.run_agent(["--standalone"], "launch.train", ["k=1"])
     assert capsys.readouterr().err == f"process 3 failed first, with {cause}\n"
