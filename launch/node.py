@@ -31,6 +31,7 @@ from petra.errors import invalid, require
 
 from . import own_module
 from .runtime.agent import run_agent
+from .runtime.signals import stop_before_start
 from .runtime.terminal import command
 
 WORDS = ("auto", "cpu", "gpu")
@@ -90,6 +91,7 @@ class Node:
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Run the processes of this node."""
+    stop_before_start()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--module", default=TRAIN, help="module to run: launch.train (default) or launch.doctor")
     options, overrides = parser.parse_known_args(arguments)

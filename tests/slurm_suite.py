@@ -127,7 +127,7 @@ def chosen_numbers(suite: Suite) -> str:
 
 def signal_before_time_limit(suite: Suite) -> str:
     """``--signal``: the run saves, the job joins the queue again by itself and resumes; ``scancel`` ends it with a checkpoint."""
-    number = suite.submit("signal", "--time 2 --signal=USR1@100", LONG, NPROC="2", NPROC_PER_NODE="1")
+    number = suite.submit("signal", "--time 3 --signal=USR1@110", LONG, NPROC="2", NPROC_PER_NODE="1")
     suite.until("signal", lambda: "resuming from" in suite.log("signal"))
     log = suite.log("signal")
     stopped = re.findall(r"stopped on request after microbatch (\d+), checkpoint written", log)

@@ -135,9 +135,12 @@ def refuse_second_job(folder: Path, expected: dict[str, Any]) -> None:
     started = time.monotonic()
     second = start(folder, 60, name="second-")
     assert [agent.wait(PATIENCE) for agent in second] == [2, 2]
-    seconds, found = time.monotonic() - started, [line for host in HOSTS for line in errors(folder / f"second-{host}.txt")]
-    assert len(found) == 1, found
-    assert "run_dir: expected a folder that no other run uses now, got run, in use by process" in found[0]
+    seconds = time.monotonic() - started
+    for host in HOSTS:
+        found = errors(folder / f"second-{host}.txt")
+        assert len(found) <= 1, found  # the other host may have reported the error
+        assert all("run_dir: expected a folder that no other run uses now, got run, in use by process" in line for line in found)
+    found = errors(folder / f"second-{HOSTS[0]}.txt")
     assert [agent.wait(PATIENCE) for agent in first] == [0, 0]
     assert_same(results(folder / "run"), expected, "second job")
     print(f"second job: refused after {seconds:.1f} s; the first ended as if alone\n  {found[0]}", flush=True)

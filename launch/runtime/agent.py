@@ -16,8 +16,8 @@ from types import FrameType
 
 from petra.errors import ConfigError
 
-from .reporting import CANCELLED
-from .signals import stop_signals
+from .reporting import CANCELLED, STOPPED
+from .signals import exit_at_once, stop_signals
 
 LOOPBACK = "127.0.0.1"
 
@@ -26,8 +26,10 @@ def run_agent(flags: Sequence[str], module: str, arguments: Sequence[str]) -> No
     """Start ``python -m module arguments`` in the processes of this machine through torchrun, and wait for them.
 
     If a process fails, exit with its status, or with 128 + the number of the signal that ended it. The failed process has
-    printed its own error. Signals that ask a run to stop are forwarded each time they arrive, and the processes may take as long
-    as they need. torchrun itself would kill them after 30 seconds, hide their status, and ignore SIGUSR1.
+    printed its own error. If a signal stops the processes before they train, exit with the status of a stopped run.
+
+    Signals that ask a run to stop are forwarded each time they arrive, and the processes may take as long as they need. torchrun
+    itself would kill them after 30 seconds, hide their status, and ignore SIGUSR1.
 
     Args:
         flags: Arguments of torchrun.
@@ -57,6 +59,9 @@ def run_agent(flags: Sequence[str], module: str, arguments: Sequence[str]) -> No
             signal.signal(number, signal.SIG_IGN)
         rank, failure = error.get_first_failure()
         code = failure.exitcode
+        if -code in stop_signals():  # a process that trains handles them
+            print(f"process {rank} was stopped before training, by {failure.signal_name()}", file=sys.stderr, flush=True)
+            sys.exit(STOPPED)
         cause = f"signal {failure.signal_name()}" if code < 0 else f"status {code}"
         if code != CANCELLED:
             print(f"process {rank} failed first, with {cause}", file=sys.stderr, flush=True)
@@ -103,4 +108,4 @@ def _forward(started: Event, number: int, frame: FrameType | None) -> None:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
     if not processes and not started.is_set():
-        os._exit(128 + number)  # torchrun would print a traceback of SystemExit
+        exit_at_once(number, frame)  # torchrun would print a traceback of SystemExit

@@ -12,6 +12,8 @@ from types import FrameType
 
 from petra.errors import Interrupted
 
+from .reporting import CANCELLED, STOPPED
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 """Preemption by a cluster (SIGTERM, or SIGUSR1 as an early warning), the end of a terminal or of an ssh connection (SIGHUP), and
 the first Ctrl-C. A second Ctrl-C ends the process."""
@@ -30,6 +32,18 @@ def stop_with_agent() -> None:
 def stop_signals() -> list[signal.Signals]:
     """Return :data:`SIGNALS`, without SIGHUP if nohup has made this process ignore it."""
     return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+
+
+def exit_at_once(number: int, frame: FrameType | None) -> None:
+    """End this process, whose run has not started: with the status of a stopped run, or that of Ctrl-C (a signal handler)."""
+    os._exit(CANCELLED if number == signal.SIGINT else STOPPED)
+
+
+def stop_before_start() -> None:
+    """Let the signals that stop a run end this process with the run's status until the run handles them itself."""
+    for number in stop_signals():
+        if number != signal.SIGINT:  # see launch.runtime.terminal.command
+            signal.signal(number, exit_at_once)
 
 
 class StopRequest:

@@ -182,7 +182,7 @@ class Trainer:
         if self.every is not None:
             count = min(count, self.every - self.pipeline.clock % self.every)
         # An unplanned drain changes the weights of a run. With planned drains, a run that stops there resumes bit for bit.
-        stop = self.stop if self.every is None else None
+        stop = self._stop_early if self.every is None else None
         watchers = [watcher.microbatch for watcher in (self.updates, self.progress) if watcher is not None]
 
         def on_microbatch(report: Tensor) -> None:
@@ -191,6 +191,10 @@ class Trainer:
 
         self._parts.append(self.pipeline.train(self.train, count, on_microbatch if watchers else None, stop))
         self._seconds += time.perf_counter() - started
+
+    def _stop_early(self) -> bool:
+        """Return whether to drain before the end of the epoch: on request, or because a checkpoint could not be written."""
+        return self.stop() or (self.checkpoints is not None and self.checkpoints.failed)
 
     def _evaluate(self, epoch: int) -> Epoch:
         started = time.perf_counter()

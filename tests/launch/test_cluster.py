@@ -304,7 +304,16 @@ def test_a_missing_variable_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys:
     assert capsys.readouterr() == ("", "error: NODE_RANK: expected a value on each of 2 nodes, got nothing\n")
 
 
-@pytest.mark.parametrize(("code", "cause", "status"), [(2, "status 2", 2), (-9, "signal SIGKILL", 137)])
+@pytest.mark.parametrize(
+    ("code", "cause", "status"),
+    [
+        (2, "process 3 failed first, with status 2", 2),
+        (-9, "process 3 failed first, with signal SIGKILL", 137),
+        (75, "process 3 failed first, with status 75", 75),
+        (-10, "process 3 was stopped before training, by SIGUSR1", 75),
+        (-15, "process 3 was stopped before training, by SIGTERM", 75),
+    ],
+)
 def test_the_first_failure_is_one_line(
     code: int, cause: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -316,4 +325,4 @@ def test_the_first_failure_is_one_line(
     monkeypatch.setattr("signal.signal", lambda number, handler: None)  # of this process
     with pytest.raises(SystemExit, match=str(status)):
         agent.run_agent(["--standalone"], "launch.train", ["k=1"])
-    assert capsys.readouterr().err == f"process 3 failed first, with {cause}\n"
+    assert capsys.readouterr().err == f"{cause}\n"
