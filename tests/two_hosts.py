@@ -83,7 +83,11 @@ def start(folder: Path, timeout: int, name: str = "", torchrun: bool = False) ->
     agents = []
     for rank, host in enumerate(HOSTS):
         variables = {"NNODES": "2", "NODE_RANK": str(rank), "NPROC_PER_NODE": "2", "MASTER_ADDR": ADDRESSES[0]}
-        launcher = [*RESTARTS, "--local-addr", ADDRESSES[rank], "-m", "launch.train"] if torchrun else ["launch.node"]
+        launcher = (
+            [*RESTARTS, "--local-addr", ADDRESSES[rank], "--rdzv-conf", f"is_host={1 - rank}", "-m", "launch.train"]
+            if torchrun
+            else ["launch.node"]
+        )
         words = ["ip", "netns", "exec", host, sys.executable, "-m", *launcher, *RUN]
         words += ["trainer.epochs=20", "cluster.interfaces=[eth0]", f"trainer.timeout={timeout}"]
         with (folder / f"{name}{host}.txt").open("w") as printed:
@@ -98,7 +102,7 @@ def until_saved(folder: Path, agents: list[subprocess.Popen[str]]) -> None:
     """Wait until a run has written two checkpoints."""
     deadline = time.monotonic() + PATIENCE
     while len(list(folder.glob("run/checkpoints/0*[0-9]"))) < 2:
-        assert all(agent.poll() is None for agent in agents)
+        assert all(agent.poll() is None for agent in agents), "".join(path.read_text() for path in folder.glob("*.txt"))
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
