@@ -186,7 +186,7 @@ def main() -> None:
         return
     shape = Shape(options.rate * 1e9 / 8, options.delay / 1e3, options.loss, options.mtu, options.congestion)
     started = time.monotonic()
-    kind, figures = run(shape, [word for word in sys.argv[1:] if not word.startswith("--out")])
+    kind, figures = run(shape, sys.argv[1:])
     bandwidth, latency = next(iter(figures.values()))["link"]
     link = Link(bandwidth, latency)
     print(
