@@ -7,6 +7,9 @@ Two network namespaces of this machine with one process each are joined by a sha
 measures the link, runs each method, and records the mean time of forward, backward and update of each stage. The simulator gets
 only these times, the link and the schedule. ``petra_fresh`` uses the smallest delay that costs no throughput according to the
 simulator. ``--wires bf16`` sends messages of half the size; ``--batches`` divides the microbatches and their messages.
+
+With ``--device-ms``, the reversible blocks do not compute. They sleep as long as a device of this speed would compute. So the
+measurement does not depend on the load of the machine's cores.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from benchmarks.report import benchmark_parser, machine, ratio, save, spread
 from benchmarks.shaped_link import ADDRESSES, DEVICE, HOSTS, Shape, shaped_link
@@ -38,6 +42,7 @@ from petra.cost_model.simulator import predict
 from petra.diagnostics.recorder import Recorder
 from petra.method import Method
 from petra.process_memory import keep_freed_memory
+from petra.reversible import Coupling
 from petra.settings import Numerics, Runtime, TransportName
 
 TRANSPORTS: tuple[TransportName, ...] = ("lockstep", "edge")
@@ -66,9 +71,47 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+class _Busy(torch.autograd.Function):
+    """Identity that takes some seconds in forward, and twice as many in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradients[0], None
+
+
+class Device(nn.Module):
+    """Function of a reversible block that a device other than the CPU computes: the process sleeps meanwhile.
+
+    Args:
+        channels: Channels of a stream.
+        seconds: Seconds of a forward of one image.
+    """
+
+    def __init__(self, channels: int, seconds: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(channels, 1, 1))
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Busy.apply(self.scale * x, self.seconds * x.shape[0])  # type: ignore[no-any-return, no-untyped-call]
+
+
+def device_block(channels: int, seconds: float) -> Coupling:
+    """Return a reversible block that a device computes."""
+    return Coupling(Device(channels, seconds))
+
+
 def network(options: argparse.Namespace, batch: int) -> tuple[Model, TensorSpec, list[int]]:
     """Return the model, its inputs, and the number of blocks in each of the two stages."""
-    block = partial(coupling, options.channels)
+    seconds = options.device_ms / 1e3 / max(options.batches) / options.blocks
+    block = partial(device_block, options.channels, seconds) if options.device_ms else partial(coupling, options.channels)
     reversible = [BlockSpec(f"block{i}", block) for i in range(2 * options.blocks)]
     model = Model("two", (BlockSpec("split", Split), *reversible, BlockSpec("head", partial(Head, options.channels))))
     inputs = TensorSpec((batch, 2 * options.channels, options.size, options.size), torch.float32)
@@ -164,6 +207,9 @@ def main() -> None:
     parser.add_argument("--mtu", type=int, default=9000, help="size of the largest packet in bytes")
     parser.add_argument("--congestion", help="TCP's congestion control (default: this machine's)")
     parser.add_argument("--blocks", type=int, default=8, help="reversible blocks per stage")
+    parser.add_argument(
+        "--device-ms", type=float, default=0.0, help="imitate devices: milliseconds of a stage's forward; 0: compute"
+    )
     parser.add_argument("--channels", type=int, default=64, help="channels of each stream")
     parser.add_argument("--size", type=int, default=8, help="side of an image in pixels")
     parser.add_argument(
