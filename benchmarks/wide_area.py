@@ -67,6 +67,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     row = compare(made, data, transport, options)
                     row |= {"method": name, "delay": method.delay, "transport": transport, "batch": batch, "wire": wire}
                     result[f"{name}, {transport}, batch {batch}, {wire}"] = row
+                    if dist.get_rank() == 0:
+                        print(table({"": row}).splitlines()[-1], file=sys.stderr, flush=True)
                     del made
     return result
 
