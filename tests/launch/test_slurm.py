@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,20 +9,11 @@ import pytest
 from tests import slurm_suite
 from tests.support import slurm
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.skipif(slurm.missing() is not None, reason=f"{slurm.missing()}; tests/slurm_suite.py tells what is needed"),
-]
 
-
-@pytest.fixture
-def suite(tmp_path: Path) -> Iterator[slurm_suite.Suite]:
+@pytest.mark.processes
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(slurm.missing() is not None, reason=f"{slurm.missing()} (see tests/slurm_suite.py)")
+def test_a_requeued_job_on_unequal_nodes_ends_with_the_bits_of_the_uninterrupted_run(tmp_path: Path) -> None:
+    """``python -m tests.slurm_suite`` runs this and all other scenarios."""
     with slurm.cluster(tmp_path / "slurm", nodes=3) as running:
-        yield slurm_suite.Suite(running, tmp_path)
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("scenario", ["chosen_numbers", "requeue"])
-def test_a_scenario_of_the_suite(scenario: str, suite: slurm_suite.Suite) -> None:
-    """``python -m tests.slurm_suite`` runs all scenarios."""
-    assert slurm_suite.SCENARIOS[scenario](suite)
+        assert "resumed after microbatch" in slurm_suite.requeue(slurm_suite.Suite(running, tmp_path))
