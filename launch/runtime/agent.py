@@ -59,7 +59,7 @@ def run_agent(flags: Sequence[str], module: str, arguments: Sequence[str]) -> No
             signal.signal(number, signal.SIG_IGN)
         rank, failure = error.get_first_failure()
         code = failure.exitcode
-        if -code in stop_signals():  # a process that trains handles them
+        if -code in stop_signals() and -code != signal.SIGINT:  # a process that trains handles them
             print(f"process {rank} was stopped before training, by {failure.signal_name()}", file=sys.stderr, flush=True)
             sys.exit(STOPPED)
         cause = f"signal {failure.signal_name()}" if code < 0 else f"status {code}"

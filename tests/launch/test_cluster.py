@@ -312,6 +312,7 @@ def test_a_missing_variable_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys:
         (75, "process 3 failed first, with status 75", 75),
         (-10, "process 3 was stopped before training, by SIGUSR1", 75),
         (-15, "process 3 was stopped before training, by SIGTERM", 75),
+        (-2, "process 3 failed first, with signal SIGINT", 130),
     ],
 )
 def test_the_first_failure_is_one_line(
