@@ -233,3 +233,71 @@ def test_a_model_of_one_stage_has_nothing_to_split() -> None:
     model: Model = mixed_net()
     pipeline = Pipeline(model, RandomSource().spec, method="zb_h1", k=2, stages=1, optimizer=sgd)
     assert not pipeline.plan.stages[0].split
+
+
+class Recorded(torch.optim.SGD):
+    """Changes nothing and remembers the gradients of its first step."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module.parameters(), lr=0.0)
+        self.gradients: list[Tensor] = []
+
+    def step(self) -> None:  # type: ignore[override]
+        self.gradients = [p.grad.clone() for p in self.param_groups[0]["params"]]
+
+
+class Contiguous(torch.autograd.Function):
+    """Makes a tensor and its gradient contiguous, which torch's pipeline requires of messages."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.contiguous()
+
+    @staticmethod
+    def backward(ctx: object, dy: Tensor) -> Tensor:  # type: ignore[override]
+        return dy.contiguous()
+
+
+class Part(nn.Sequential):
+    """Blocks of one stage of torch's pipeline, which passes several streams on."""
+
+    def forward(self, *x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        x = tuple(Contiguous.apply(t) for t in x)  # type: ignore[no-untyped-call]
+        for block in self:
+            x = block(*x)
+            x = x if isinstance(x, tuple) else (x,)
+        x = tuple(t.clone(memory_format=torch.contiguous_format) for t in x)  # torch detaches outputs in place
+        return x if len(x) > 1 else x[0]
+
+
+PARTS = ((0, 1), (2, 3), (4, 5))
+"""Blocks of each of three stages."""
+
+
+def both_gradients(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the gradients of a stage by ``zb_h1`` and by torch's zero-bubble schedule."""
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+
+    data, k = RandomSource(), 6
+    own = Pipeline(mixed_net(), data.spec, method="zb_h1", k=k, stages=[2, 2, 2], optimizer=Recorded, seed=3)
+    own.train(data, k)
+    (worker,) = own.workers.values()
+    assert isinstance(worker.update.optimizer, Recorded)
+    model = mixed_net()
+    part = Part(*(model.build_block(b, 3) for b in PARTS[rank]))
+    stage = PipelineStage(part, rank, 3, torch.device("cpu"))
+    schedule = ScheduleInterleavedZeroBubble([stage], k, loss_fn=nn.functional.cross_entropy)
+    if rank == 0:
+        schedule.step(torch.cat([data.inputs(m) for m in range(k)]))
+    else:
+        schedule.step(target=torch.cat([data.targets(m) for m in range(k)]), return_outputs=False)
+    return worker.update.optimizer.gradients, [p.grad for p in part.parameters() if p.grad is not None]
+
+
+@pytest.mark.processes
+def test_zb_h1_has_the_gradients_of_torchs_zero_bubble_schedule(tmp_path: Path) -> None:
+    for own, theirs in run_processes(3, both_gradients, tmp_path):
+        assert len(own) == len(theirs) > 0
+        for a, b in zip(own, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
