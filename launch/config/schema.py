@@ -102,7 +102,7 @@ class MethodConfig:
     weights: str = key(one_of(tuple(Weights)))
     flush: bool = MISSING
     fill: bool = MISSING
-    split: str = key(one_of(tuple(Split)))
+    split: str = key(one_of(tuple(Split)), "none")
 
 
 @dataclass
