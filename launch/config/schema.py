@@ -103,6 +103,7 @@ class MethodConfig:
     flush: bool = MISSING
     fill: bool = MISSING
     split: str = key(one_of(tuple(Split)), "none")
+    max_updates: int | None = None
 
 
 @dataclass
@@ -117,6 +118,10 @@ class RemedyConfig:
     compensation: bool = MISSING
     shrink: float = MISSING
     lookahead: float = MISSING
+    predict_backward: bool = MISSING
+    feedback: float = MISSING
+    delay_compensation: float = MISSING
+    braking: float = MISSING
 
 
 @dataclass
@@ -135,6 +140,7 @@ class OptimConfig:
     trust: float | None = key(number(above=0), None)
     betas: list[float] | None = key(BETAS, None)
     eps: float | None = key(number(above=0), None)
+    frequency: int | None = key(integer(1), None)
 
 
 @dataclass

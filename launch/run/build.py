@@ -199,6 +199,7 @@ def _method(config: Config) -> Method:
         flush=method.flush,
         fill=method.fill,
         split=Split(method.split),
+        max_updates=method.max_updates,
     )
 
 
@@ -220,4 +221,8 @@ def _remedy(config: Config, microbatches_per_epoch: int) -> Remedy:
         compensation=remedy.compensation,
         shrink=remedy.shrink,
         lookahead=remedy.lookahead,
+        predict_backward=remedy.predict_backward,
+        feedback=remedy.feedback,
+        delay_compensation=remedy.delay_compensation,
+        braking=remedy.braking,
     )

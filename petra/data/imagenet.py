@@ -55,7 +55,7 @@ def imagenet(root: str | Path | None = None, size: int = 224, distort: bool = Fa
         got = f"{different[0]} in one of them only; {HELP}"
         raise invalid(str(folder), "the same classes in train and val", got, DataError)
     train, test = (_split(folder / name, classes, size, distort) for name in ("train", "val"))
-    return Dataset("imagenet", len(classes), size, train, test, preparation=Preparation(size, MOMENTS, CROP))
+    return Dataset("imagenet", len(classes), size, train, test, preparation=Preparation(size, MOMENTS, CROP, classes=classes))
 
 
 def _classes(folder: Path) -> tuple[str, ...]:

@@ -100,11 +100,20 @@ class Executor:
             early = EarlyStop(stop, self._processes, lambda bodies: shorten(bodies * rounds.period))
         mine = rounds.map(lambda round_: self._select(round_, calls))
         for shift, (steps, transfers, second_parts, completed) in mine if early is None else mine.iterate(early):
-            self._run_steps(steps, shift)
-            if transport is not None and transfers:
-                self._exchange(transport, transfers, training)
-            if second_parts:
-                self._run_steps(second_parts, shift)
+            for part in (steps, second_parts) if second_parts else (steps,):
+                if self._threads is None:
+                    for call, worker, m in part:
+                        try:
+                            call(worker, m + shift)
+                        except Exception as error:
+                            _locate(error, call, worker, m + shift)
+                            raise
+                else:  # steps of one round don't depend on each other
+                    started = [self._threads.submit(_step, call, worker, m + shift) for call, worker, m in part]
+                    for future in started:
+                        future.result()
+                if transport is not None and transfers and part is steps:
+                    self._exchange(transport, transfers, training)
             if self._on_completed is not None and completed is not None:
                 self._on_completed(completed + shift)
         for worker in self._workers.values():
@@ -116,19 +125,6 @@ class Executor:
             return microbatches
         early.finish()
         return microbatches - early.dropped * rounds.period
-
-    def _run_steps(self, steps: Steps, shift: int) -> None:
-        if self._threads is None:
-            for call, worker, m in steps:
-                try:
-                    call(worker, m + shift)
-                except Exception as error:
-                    _locate(error, call, worker, m + shift)
-                    raise
-        else:  # steps of one round don't depend on each other
-            started = [self._threads.submit(_step, call, worker, m + shift) for call, worker, m in steps]
-            for future in started:
-                future.result()
 
     def _exchange(self, transport: Transport, transfers: Sequence[Transfer], training: bool) -> None:
         if not training:

@@ -15,6 +15,7 @@ from petra.hooks import Hooks
 from petra.method import Keep, Weights
 from petra.reversible import Gradients, Grid, LaterGradients, derive_seed
 from petra.specs import Streams
+from petra.staleness.delay_compensation import compensated
 from petra.torch_private import preserve_version_counter
 
 
@@ -38,6 +39,7 @@ class Stage:
         grid: Grid for exact streams (:mod:`petra.reversible.grid`), or None.
         hooks: Hooks to call for each block, or None.
         split: Whether :meth:`backward` leaves the gradients of the parameters to :meth:`backward_weights`.
+        delay_compensation: Factor λ of :mod:`petra.staleness.delay_compensation`; 0 is off.
 
     Attributes:
         gradients: Accumulated gradients of the trained parameters.
@@ -61,7 +63,9 @@ class Stage:
         grid: Grid | None = None,
         hooks: Hooks | None = None,
         split: bool = False,
+        delay_compensation: float = 0.0,
     ) -> None:
+        self._delay_compensation = delay_compensation
         self.module, self.grid = nn.ModuleList(blocks), grid
         self.index, self.hooks = index, Hooks() if hooks is None else hooks
         self.k, self.returns_input, self.channels_last, self.split = k, returns_input, channels_last, split
@@ -105,7 +109,10 @@ class Stage:
         """
         unfinished = []
         for b, runner in reversed(self._numbered):
+            version = runner.versions.stashed.get(m) if self._delay_compensation else None
             y, dy, gradients = runner.backward(m, y, dy)
+            if version is not None:
+                gradients = self._compensated(gradients, {p: version[name] for name, p in runner.parameters.items()})
             y, dy = self._contiguous(y), self._contiguous(dy)
             if self.split:
                 unfinished.append((b, y if self.hooks.block_backward_end else (), gradients))
@@ -121,6 +128,9 @@ class Stage:
         while unfinished:  # each function refers to a graph, which is freed after the call
             b, x, gradients = unfinished.pop()
             self._add(b, m, x, gradients())
+
+    def _compensated(self, gradients: LaterGradients, old: Mapping[nn.Parameter, Tensor]) -> LaterGradients:
+        return lambda: compensated(gradients(), old, self._delay_compensation)
 
     def _add(self, block: int, m: int, x: Streams, gradients: Gradients) -> None:
         if gradients:
