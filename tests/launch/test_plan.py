@@ -93,7 +93,7 @@ def test_a_plan_of_early_sends(capsys: pytest.CaptureFixture[str]) -> None:
     rows = {line.split("|")[1].strip(): line.split("|")[2:6] for line in capsys.readouterr().out.splitlines() if line[:1] == "|"}
     whole, early = rows["petra, d=auto, none"], rows["petra, d=auto, input_first"]
     assert [cell.strip() for cell in (whole[1], early[1])] == ["none", "input_first"]
-    assert float(early[2]) == pytest.approx(float(whole[2]), rel=0.02)
+    assert float(early[2]) > 1.1 * float(whole[2])
 
 
 def test_machines_that_the_doctor_describes() -> None:
