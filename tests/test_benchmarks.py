@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import pipelines, reversible_sequence, scaling, simulator_check
+from benchmarks import pipelines, plan_check, reversible_sequence, scaling, simulator_check, split_backward
 from benchmarks.pipeline_peers import Batches, Run, Setting
 from benchmarks.reversible_peers import LIBRARIES, PEERS, gradients
-from benchmarks.two_stages import build
+from benchmarks.two_stages import build, coupling
+from petra import Keep
 from petra.cost_model.costs import StageCost
+from petra.engine.stage import Stage
 from tests.support.processes import run_processes
 
 
@@ -106,3 +108,16 @@ def test_a_reversible_stage_in_its_own_process_stores_nothing(tmp_path: Path) ->
 def stored_by_keep(rank: int) -> list[float]:
     options = argparse.Namespace(channels=4, size=4, batch=2)
     return [scaling.stage_memory(rank, [2, 2, 2], keep, options)["stored"] for keep in scaling.KEEPS]
+
+
+def test_a_plan_is_compared_with_runs_in_one_process() -> None:
+    options = argparse.Namespace(model="revnet18", width=1 / 16, batch=2, k=2, microbatches=4, rounds=1)
+    found = plan_check.compare(options)
+    assert set(found) == set(plan_check.ALONE)
+    assert all(len(values) == 1 and values[0] > 0 for figures in found.values() for values in figures.values())
+
+
+def test_parts_of_a_backward_are_timed() -> None:
+    stage = Stage([coupling(4)], [Keep.NOTHING], first_block=1, channels_last=True, split=True)
+    stage.forward(1, (torch.randn(2, 4, 5, 5), torch.randn(2, 4, 5, 5)))
+    assert split_backward.seconds(stage, 4, 5, 2) > 0
