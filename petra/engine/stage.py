@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from petra.engine.accumulation import Accumulation
-from petra.engine.block import block_runner
+from petra.engine.block import Fetch, block_runner
 from petra.engine.weights import WeightVersion
 from petra.hooks import Hooks
 from petra.method import Keep, Weights
@@ -39,6 +39,7 @@ class Stage:
         grid: Grid for exact streams (:mod:`petra.reversible.grid`), or None.
         hooks: Hooks to call for each block, or None.
         split: Whether :meth:`backward` leaves the gradients of the parameters to :meth:`backward_weights`.
+        fetch: Returns the first stage's input for a microbatch again, if its first block does not store it.
         delay_compensation: Factor λ of :mod:`petra.staleness.delay_compensation`; 0 is off.
 
     Attributes:
@@ -63,6 +64,7 @@ class Stage:
         grid: Grid | None = None,
         hooks: Hooks | None = None,
         split: bool = False,
+        fetch: Fetch | None = None,
         delay_compensation: float = 0.0,
     ) -> None:
         self._delay_compensation = delay_compensation
@@ -83,6 +85,7 @@ class Stage:
                 concurrent=concurrent,
                 grid=grid,
                 split=split,
+                fetch=fetch,
             )
             for b, (block, keep) in enumerate(zip(blocks, keeps, strict=True), first_block)
         ]

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from petra import METHODS, ConfigError, Keep, Method, Model, Pipeline, UpdateRules, Weights
 from petra.engine.stage import Stage
 from petra.hooks import Hook
-from petra.method import Split
+from petra.method import STORABLE, Split
 from petra.settings import Numerics, Runtime
 from petra.staleness import Remedy
 from tests.support.nets import RandomSource, mixed_net
@@ -27,7 +27,7 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(module.parameters(), lr=0.02, momentum=0.9, nesterov=True, weight_decay=5e-4)
 
 
-@pytest.mark.parametrize("keep", list(Keep))
+@pytest.mark.parametrize("keep", STORABLE)
 @pytest.mark.parametrize("weights", list(Weights))
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_a_split_stage_computes_the_same_bits(keep: Keep, weights: Weights, autocast: torch.dtype | None) -> None:
@@ -130,7 +130,7 @@ def test_zb_h1_runs_the_steps_of_the_paper() -> None:
     assert [stage.in_flight for stage in pipeline.plan.stages] == [4, 4, 4, 4]
 
 
-@pytest.mark.parametrize("keep", list(Keep))
+@pytest.mark.parametrize("keep", STORABLE)
 def test_zb_h1_trains_the_weights_of_1f1b(keep: Keep) -> None:
     """Also where a run ends within an update."""
     found = []
