@@ -12,7 +12,7 @@ import torch
 from petra.data import EvalSource, TrainSource
 from petra.engine.build import Recipe
 from petra.errors import ConfigError, alternatives, invalid, require
-from petra.method import Keep, Method, Weights
+from petra.method import Keep, Method, Split, Weights
 from petra.model import Model
 from petra.models import MODELS, TOKEN_MODELS
 from petra.pipeline import Pipeline
@@ -199,6 +199,7 @@ def _method(config: Config) -> Method:
         weights=Weights(method.weights),
         flush=method.flush,
         fill=method.fill,
+        split=Split(method.split),
         max_updates=method.max_updates,
     )
 
