@@ -23,7 +23,7 @@ from .own import require_arguments
 
 REQUIRED = ("classes", "size")
 """Keys that every data set has, because the model depends on them. Most data sets fix their values."""
-OPTIONAL = ("root", "images", "validation", "mean_image", "distort")
+OPTIONAL = ("root", "images", "validation", "mean_image", "distort", "height", "void", "sampling", "split")
 """Keys that only some data sets have. They are null for the others."""
 
 
@@ -39,7 +39,7 @@ def checked_form(config: DataConfig) -> TensorSpec:
         require(value is None or key in own, f"data.{key}", f"null for {config.name}", value)
     if is_own(config.name):
         return _form_of(_load(config), config.batch_size)
-    return microbatch_form(config.name, config.batch_size, config.size)
+    return microbatch_form(config.name, config.batch_size, config.size, config.height)
 
 
 def _form_of(dataset: Dataset, batch_size: int) -> TensorSpec:

@@ -155,7 +155,7 @@ def make_trainer(
     config, progress, updates = setup.config, None, None
     if records is not None:
         display = Bar if sys.stdout.isatty() else Lines
-        metrics = tuple(pipeline.recipe.metrics)
+        metrics = pipeline.recipe.metrics
         if config.trainer.log_every is not None:
             updates = UpdateLog(config.trainer.log_every, config.k, learning_rate, metrics, records.update_loggers)
         progress = display(config.trainer.epochs, learning_rate.microbatches_per_epoch, learning_rate, metrics, setup.unit)

@@ -146,7 +146,7 @@ def make_plan(
         stages: Number of stages; None for one per block; or the number of blocks in each stage.
         processes, dp: Number of processes, of all replicas together, and number of replicas.
         transport, device_type: As for :func:`petra.plan.transport.choose_transport`.
-        metrics: Number of metrics in the report that travels with the gradients.
+        metrics: Number of entries of the metrics in the report that travels with the gradients.
 
     Raises:
         ConfigError: If settings are out of range or exclude each other.
