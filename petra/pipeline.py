@@ -46,8 +46,7 @@ class Pipeline:
         dp: Number of replicas. Each takes an equal share of every microbatch (docs/data_parallel.md).
         learning_rate: Maps the number of microbatches done to a learning rate; None keeps the optimizer's own.
         loss: Mean loss of (output, targets); :class:`Losses` for two different ones. Targets of -100 do not count.
-        metrics: Metrics by name, each a sum over targets or a
-            :class:`petra.engine.metrics.ConfusionMatrix`. By default ``accuracy``, the number of correct predictions.
+        metrics: Metrics by name: sums over targets, or confusion matrices. By default ``accuracy``, the correct predictions.
         seed: Seed of the weights and of the random numbers that blocks draw.
         numerics: Number formats and memory layouts.
         runtime: Device, transport, threads and compilation.

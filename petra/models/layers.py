@@ -18,7 +18,7 @@ from petra.nn import InPlaceABN
 STEMS = ("cifar", "imagenet")
 PARTITIONS = ("channels", "rows", "columns", "checkerboard")
 """How the units of a layer are divided into two streams (Gomez et al. 2017, section 3.1, footnote 2; Dinh et al. 2017)."""
-NORMS = {"batchnorm": ("relu", "leaky_relu"), "inplace_abn": ("leaky_relu",)}
+NORMS = {"batchnorm": ("relu", "leaky_relu"), "inplace_abn": ("leaky_relu",), "inplace_abn_sync": ("leaky_relu",)}
 """Normalisations, each with the activations that may follow it. The first activation is the default."""
 LEAK = 0.01
 """Slope of ``leaky_relu`` for negative inputs."""
@@ -91,8 +91,9 @@ def norm_act(channels: int, style: Style = STANDARD, *, activate: bool = True, o
         activate: Whether an activation follows.
         overwrite: Whether InPlace-ABN may overwrite the input. Set False if another operation needs the input.
     """
-    if style.norm == "inplace_abn":
-        norm = InPlaceABN(channels, style.activation if activate else "identity", slope=LEAK, overwrite=overwrite)
+    if style.norm != "batchnorm":
+        kind, synchronized = style.activation if activate else "identity", style.norm == "inplace_abn_sync"
+        norm = InPlaceABN(channels, kind, slope=LEAK, overwrite=overwrite, synchronized=synchronized)
         # The identity takes the place of the activation, so that state dictionaries have the same keys with every norm.
         return [norm, *([nn.Identity()] if activate else [])]
     activation = nn.ReLU(inplace=True) if style.activation == "relu" else nn.LeakyReLU(LEAK, inplace=True)
