@@ -94,6 +94,9 @@ class DataConfig:
     height: int | None = key(integer(1, 10**6), None)
     void: int | None = None
     sampling: str | None = None
+    crop: str | None = None
+    jitter: bool | None = None
+    crops: int | None = None
     split: str | None = None
 
 
@@ -150,6 +153,7 @@ class ScheduleConfig:
     milestones: list[int] | None = None
     gamma: float | None = None
     power: float | None = None
+    final: float | None = None
 
 
 @dataclass

@@ -92,7 +92,7 @@ class Setup:
             optimizer=recipe.optimizer(self.config),
             learning_rate=learning_rate,
             losses=recipe.losses(self.config),
-            metrics=recipe.metrics(self.config.data.classes, self.unit),
+            metrics=recipe.metrics(self.config.data, self.unit),
             seed=self.config.seed,
             rules=recipe.rules(self.config),
             remedy=_remedy(self.config, learning_rate.microbatches_per_epoch),
@@ -148,7 +148,7 @@ def _plan(
             numerics=Numerics(PRECISIONS[trainer.precision], trainer.channels_last, trainer.exact_streams, WIRES[trainer.wire]),
             transport=cast(TransportName, trainer.transport),
             device_type=device.type,
-            metrics=sum(map(size_of, recipe.metrics(config.data.classes, _unit(config.data, inputs)).values())),
+            metrics=sum(map(size_of, recipe.metrics(config.data, _unit(config.data, inputs)).values())),
         )
     except ConfigError as error:  # names the argument
         raise ConfigError(re.sub("^stages: ", "trainer.stages: ", str(error))) from error

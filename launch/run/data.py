@@ -23,7 +23,20 @@ from .own import require_arguments
 
 REQUIRED = ("classes", "size")
 """Keys that every data set has, because the model depends on them. Most data sets fix their values."""
-OPTIONAL = ("root", "images", "validation", "mean_image", "distort", "height", "void", "sampling", "split")
+OPTIONAL = (
+    "root",
+    "images",
+    "validation",
+    "mean_image",
+    "distort",
+    "height",
+    "void",
+    "sampling",
+    "split",
+    "crop",
+    "jitter",
+    "crops",
+)
 """Keys that only some data sets have. They are null for the others."""
 
 
@@ -38,7 +51,7 @@ def checked_form(config: DataConfig) -> TensorSpec:
         value = getattr(config, key)
         require(value is None or key in own, f"data.{key}", f"null for {config.name}", value)
     if is_own(config.name):
-        return _form_of(_load(config), config.batch_size)
+        return _form_of(load(config), config.batch_size)
     return microbatch_form(config.name, config.batch_size, config.size, config.height)
 
 
@@ -70,7 +83,7 @@ def data_sources(config: DataConfig, seed: int, layout: Layout, timeout: float =
     rank = dist.get_rank() if dist.is_initialized() else 0
     replica, process = layout.locate(rank)
     with raise_on_all_ranks():
-        loaded = _load(config) if process == 0 or is_own(config.name) else None
+        loaded = load(config) if process == 0 or is_own(config.name) else None
     last = sum(bool(stages) for stages in layout.processes) - 1
     dataset = _distribute(loaded, rank, first=rank - process, last=rank - process + last)
     rows = layout.inputs.shape[0]
@@ -81,7 +94,7 @@ def data_sources(config: DataConfig, seed: int, layout: Layout, timeout: float =
     )
 
 
-def _load(config: DataConfig) -> Dataset:
+def load(config: DataConfig) -> Dataset:
     """Load the data set, and check the keys that the model depends on."""
     wanted = {key: value for key, value in asdict(config).items() if key in REQUIRED + OPTIONAL and value is not None}
     given = {key: value for key, value in wanted.items() if key in settings(config.name)}

@@ -12,6 +12,7 @@ import torch
 
 from petra.data import EvalSource, TrainSource
 from petra.distributed import all_gather_objects, raise_on_all_ranks
+from petra.errors import require
 from petra.pipeline import Pipeline
 from petra.process_memory import keep_freed_memory, release_memory
 from petra.training import (
@@ -49,6 +50,7 @@ def run(config: Config, process: Process) -> None:
         PetraError: If the configuration or its data cannot be used. Raised in every process.
     """
     setup = set_up(config, process)
+    require(config.data.crops in (None, 1), "data.crops", "1 in training (petra evaluate accepts others)", config.data.crops)
     if config.dry_run:
         if process.first:
             print(stage_map(setup), flush=True)

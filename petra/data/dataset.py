@@ -66,7 +66,6 @@ class Dataset:
         bytes_per_target: Mean number of bytes of text per token of the test samples. None for images, and for unknown vocabularies.
         preparation: How test images are prepared, which predictions for other images repeat. None for text and if a mean
             image is subtracted.
-        class_names: Names of the classes if they are known.
     """
 
     name: str
@@ -76,7 +75,6 @@ class Dataset:
     test: Split
     bytes_per_target: float | None = None
     preparation: Preparation | None = None
-    class_names: tuple[str, ...] | None = None
 
     def part(self, *, inputs: bool = False, targets: bool = False) -> Dataset:
         """Return the data set with the selected readers only.

@@ -106,9 +106,8 @@ def cityscapes(
 
     known = {value: number for number, value in enumerate(CITYSCAPES_CLASSES.values())}
     values = LabelValues.of(known, range(34), "from 0 to 33 (labelIds)")
-    names = tuple(CITYSCAPES_CLASSES)
-    size_ = (size, height or size)
-    return _dataset("cityscapes", pairs, ("train", split), values, len(names), size_, sampling, CITYSCAPES_HELP, names)
+    splits, size_ = ("train", split), (size, height or size)
+    return _dataset("cityscapes", pairs, splits, values, len(CITYSCAPES_CLASSES), size_, sampling, CITYSCAPES_HELP)
 
 
 def vistas(root: str | Path | None = None, size: int = 776, height: int | None = None, sampling: str = "shuffle") -> Dataset:
@@ -166,7 +165,6 @@ def _dataset(
     size: tuple[int, int],
     sampling: str,
     help: str,
-    class_names: tuple[str, ...] | None = None,
 ) -> Dataset:
     require(sampling in SAMPLINGS, "data.sampling", alternatives(SAMPLINGS), sampling)
     train, test = (Files(_complete(pairs(split), help), values, size, classes) for split in splits)
@@ -185,7 +183,6 @@ def _dataset(
             order=order,
         ),
         Split(len(tiles), TileImages(test, tiles), TileLabels(test, tiles), decodes_targets=True),
-        class_names=class_names,
     )
 
 

@@ -96,6 +96,23 @@ class ConfusionMatrix:
         return sum(values) / len(values) if values else 0.0
 
 
+@dataclass(frozen=True)
+class MeanOutput:
+    """A loss or a metric of mean outputs, for samples that have several rows of a microbatch, such as ten crops of an image.
+
+    Attributes:
+        function: Function of (output, targets).
+        rows: Number of consecutive rows of a sample. The first has its target, and the others are ignored.
+    """
+
+    function: Metric
+    rows: int
+
+    def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
+        """Return the function of the mean outputs of the samples."""
+        return self.function(output.view(-1, self.rows, *output.shape[1:]).mean(1), targets[:: self.rows])
+
+
 def size_of(metric: Metric) -> int:
     """Return the number of entries of a metric in a report."""
     return metric.size if isinstance(metric, ConfusionMatrix) else 1

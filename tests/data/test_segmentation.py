@@ -17,6 +17,7 @@ from petra.data import EvalSource, TrainSource, load_dataset
 from petra.data.class_uniform import ClassUniform
 from petra.data.crops import MEAN_COLOUR, random_pixel, random_window, scaled, tiles_of
 from petra.data.label_maps import SampleIndex
+from petra.data.segmentation import CITYSCAPES_CLASSES
 from petra.errors import ConfigError, DataError
 from petra.specs import IGNORED
 
@@ -284,7 +285,7 @@ def test_cityscapes_label_ids_become_19_classes(tmp_path: Path) -> None:
     data = load_dataset("cityscapes", root=tmp_path, size=34, height=2)
     evaluated = [7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33]  # published as trainId 0 ... 18
     expected = [evaluated.index(i) if i in evaluated else IGNORED for i in range(34)]
-    assert (data.classes, data.train.count, data.class_names[13]) == (19, 2, "car")
+    assert (data.classes, data.train.count, [*CITYSCAPES_CLASSES][13]) == (19, 2, "car")
     assert all_targets(data)[0, 0].tolist() == expected
 
 

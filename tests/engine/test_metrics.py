@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from petra import ModelError, Pipeline, TensorSpec
 from petra.data import EvalSource, Split
-from petra.engine.metrics import ConfusionMatrix, correct_predictions
+from petra.engine.metrics import ConfusionMatrix, MeanOutput, correct_predictions, top5_correct
 from petra.engine.totals import combined
 from petra.model import BlockSpec, Model
 from petra.specs import IGNORED
@@ -145,3 +145,13 @@ def test_counts_are_the_same_in_several_processes(dp: int, tmp_path: Path) -> No
     expected = alone.evaluate(source, source.batches)
     for found in run_processes(2 * dp, counts_on_rank, tmp_path, dp):
         assert found == (expected.counts["miou"], expected.counts["miou"], expected.metrics["miou"])
+
+
+def test_mean_outputs_equal_averaging_ten_forwards_by_hand() -> None:
+    """Three samples of ten rows each, of which one is padding."""
+    output, classes = torch.randn(30, 8, dtype=torch.float64), torch.tensor([2, 7, IGNORED])
+    targets = torch.full((30,), IGNORED)
+    targets[::10] = classes
+    means = torch.stack([sum(output[10 * i + part] for part in range(10)) / 10 for i in range(3)])
+    for function in (correct_predictions, top5_correct, torch.nn.functional.cross_entropy):
+        assert torch.allclose(MeanOutput(function, 10)(output, targets), function(means, classes))
