@@ -8,7 +8,7 @@
     IMAGE    JPEG or PNG file
 
 Prepares each image as the run prepared its test images: centre crop, size, normalisation. Prints a line per image: the file, the
-number of the most probable class, and its probability.
+most probable class, and its probability. A class has a number, and a name if the data set has names.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def main(arguments: list[str] | None = None) -> None:
         require(len(images) > 0, "command line", "image files", "none")
         folder, weights, config = parse([word for word in words if "=" in word])
         for path, label, probability in predictions(config, weights or trained_weights(folder, "run"), images, process):
-            print(f"{path}: class {label}, {probability:.1%}", flush=True)
+            print(f"{path}: {label}, {probability:.1%}", flush=True)
 
 
-def predictions(config: Config, weights: Path, images: Sequence[Path], process: Process) -> Iterator[tuple[Path, int, float]]:
+def predictions(config: Config, weights: Path, images: Sequence[Path], process: Process) -> Iterator[tuple[Path, str, float]]:
     """Yield each file with its most probable class and the class's probability.
 
     Args:
@@ -73,7 +73,8 @@ def predictions(config: Config, weights: Path, images: Sequence[Path], process: 
         with torch.no_grad():
             probabilities = network(prepare(path)).softmax(1)[0]
         label = int(probabilities.argmax())
-        yield path, label, float(probabilities[label])
+        named = f"class {label} ({prepare.classes[label]})" if prepare.classes else f"class {label}"
+        yield path, named, float(probabilities[label])
 
 
 if __name__ == "__main__":

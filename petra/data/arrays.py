@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from petra.data.dataset import Dataset, Labels, Split
-from petra.data.preparation import Moments, Preparation, normalise
+from petra.data.preparation import Moments, Preparation, centre, encoded, normalise
 
 PADDING = 4
 """Zero padding at each edge before a random crop, in pixels (He et al. 2015, section 4.2)."""
@@ -36,7 +36,7 @@ class Images:
         images = self.images.index_select(0, indices)
         if self.mean_image is not None:
             # Before augmentation, while pixels are in their places. The padding of a crop then has the value of the mean image.
-            centred = (images - self.mean_image).div_(255)
+            centred = centre(images, self.mean_image)
             return centred if seed is None else augment(centred, self.flip, seed)
         return normalise(images if seed is None else augment(images, self.flip, seed), self.moments)
 
@@ -50,6 +50,7 @@ def array_dataset(
     moments: Moments,
     flip: bool,
     mean_image: bool = False,
+    names: Sequence[str] = (),
 ) -> Dataset:
     """Return a data set of square images in memory.
 
@@ -59,11 +60,13 @@ def array_dataset(
         train, test: uint8 images (N, 3, H, H) and their labels (N,).
         moments, flip: As for :class:`Images`.
         mean_image: Whether to subtract the mean training image instead of the channel means.
+        names: Names of the classes, in the order of their numbers, or none.
     """
     mean = train[0].sum(0, dtype=torch.int64).double().div(len(train[0])).float() if mean_image else None
     first, second = (Split(len(labels), Images(images, moments, flip, mean), Labels(labels)) for images, labels in (train, test))
     size = train[0].shape[-1]
-    return Dataset(name, classes, size, first, second, preparation=None if mean_image else Preparation(size, moments))
+    subtracted = None if mean is None else encoded(mean)
+    return Dataset(name, classes, size, first, second, preparation=Preparation(size, moments, 1.0, subtracted, tuple(names)))
 
 
 def augment(images: Tensor, flip: bool, seed: int) -> Tensor:

@@ -50,12 +50,14 @@ class BinaryRelease:
         folder: Folder of the files in the archive.
         archive: Name and md5 of the archive.
         train, test: The files.
+        names: File with the name of a class in each line. If it is missing, classes have no names.
     """
 
     folder: str
     archive: str
     train: BinaryFile
     test: BinaryFile
+    names: str
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Release:
         archive: Name and md5 of the archive.
         train, test: md5 of each file by file name.
         labels: Key of the labels in a file.
+        names: File with the names of the classes, and their key. If it is missing, classes have no names.
         classes: Number of classes.
         moments: Mean and standard deviation of each channel.
         binary: The binary version. It is read if the Python version is missing.
@@ -79,6 +82,7 @@ class Release:
     train: dict[str, str]
     test: dict[str, str]
     labels: str
+    names: tuple[str, str]
     classes: int
     moments: Moments
     binary: BinaryRelease | None = None
@@ -101,15 +105,36 @@ class Release:
         if binary is not None and not folder.is_dir() and (top / binary.folder).is_dir():
             files = (binary.train, binary.test)
             train, test = (joined([file.read(top / binary.folder, self.classes, self.help)]) for file in files)
+            names = class_names(top / binary.folder / binary.names)
         else:
             train, test = (
-                joined(self._batch(folder / name, md5) for name, md5 in names.items()) for names in (self.train, self.test)
+                joined(self._batch(folder / name, md5) for name, md5 in files.items()) for files in (self.train, self.test)
             )
-        return array_dataset(self.name, self.classes, train, test, moments=self.moments, flip=True, mean_image=mean_image)
+            names = class_names(folder / self.names[0], self.names[1])
+        return array_dataset(
+            self.name, self.classes, train, test, moments=self.moments, flip=True, mean_image=mean_image, names=names
+        )
 
     def _batch(self, path: Path, md5: str) -> Batch:
         content = unpickled(path, read_checked(path, md5, self.help), self.help)
         return as_batch(path, content, self.labels, range(self.classes), self.help)
+
+
+def class_names(path: Path, key: str | None = None) -> tuple[str, ...]:
+    """Return the names of the classes in a file, or none if the file is missing.
+
+    Args:
+        path: A text file with a name in each line, or a pickle.
+        key: Key of the names in the pickle. None for a text file.
+
+    Raises:
+        DataError: If the pickle is damaged.
+    """
+    if not path.exists():
+        return ()
+    content, help = path.read_bytes(), "replace or remove the file"
+    names = content.decode().split() if key is None else unpickled(path, content, help).get(key, ())
+    return tuple(name.decode() if isinstance(name, bytes) else str(name) for name in names)
 
 
 CIFAR10 = Release(
@@ -125,6 +150,7 @@ CIFAR10 = Release(
     },
     test={"test_batch": "40351d587109b95175f43aff81a1287e"},
     labels="labels",
+    names=("batches.meta", "label_names"),
     classes=10,
     moments=((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
 )
@@ -135,6 +161,7 @@ CIFAR100 = Release(
     train={"train": "16019d7e3df5f24257cddd939b257f8d"},
     test={"test": "f0ef6b0ae62326f3e7ffdfab6717acfc"},
     labels="fine_labels",
+    names=("meta", "fine_label_names"),
     classes=100,
     moments=((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
     binary=BinaryRelease(
@@ -142,6 +169,7 @@ CIFAR100 = Release(
         archive="cifar-100-binary.tar.gz (md5 03b5dce01913d631647c71ecec9e9cb8)",
         train=BinaryFile("train.bin", 50_000, "6172c7755cfe09b2fe270c85cebc1b15"),
         test=BinaryFile("test.bin", 10_000, "4499cfba6c016c1be1438163640a0898"),
+        names="fine_label_names.txt",
     ),
 )
 

@@ -64,8 +64,7 @@ class Dataset:
         train: Training samples.
         test: Test samples.
         bytes_per_target: Mean number of bytes of text per token of the test samples. None for images, and for unknown vocabularies.
-        preparation: How test images are prepared, which predictions for other images repeat. None for text and if a mean
-            image is subtracted.
+        preparation: How test images are prepared, which predictions for other images repeat. None for text.
     """
 
     name: str

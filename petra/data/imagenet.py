@@ -74,7 +74,7 @@ def imagenet(
     augmented = partial(ImageFiles, size=size, distort=distort, shorter_side=crop != "area", jitter=jitter)
     train = _split(folder / "train", classes, augmented)
     test = _split(folder / "val", classes, partial(ImageFiles, size=size, crops=crops), crops)
-    return Dataset("imagenet", len(classes), size, train, test, preparation=Preparation(size, MOMENTS, CROP))
+    return Dataset("imagenet", len(classes), size, train, test, preparation=Preparation(size, MOMENTS, CROP, classes=classes))
 
 
 def _classes(folder: Path) -> tuple[str, ...]:

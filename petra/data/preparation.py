@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,11 +27,16 @@ class Preparation:
         size: Side of the prepared images in pixels.
         moments: Mean and standard deviation of each channel, which normalise the pixels.
         crop: Side of the centre crop divided by the shorter side of the resized image.
+        mean_image: Mean of the training images, which is subtracted instead of normalising channels: the bytes of its float32
+            pixel values (3, size, size) in base64. None if the data set normalises channels.
+        classes: Names of the classes, in the order of their numbers. Empty if the data set has none.
     """
 
     size: int
     moments: Moments
     crop: float = 1.0
+    mean_image: str | None = None
+    classes: tuple[str, ...] = ()
 
     def __call__(self, path: Path) -> Tensor:
         """Return the image in a file as a float32 tensor (1, 3, size, size).
@@ -43,7 +49,11 @@ class Preparation:
                 pixels = np.array(centre_crop(image.convert("RGB"), self.size, self.crop))
         except Exception as error:
             raise unreadable(path, error) from error
-        return normalise(torch.from_numpy(pixels).permute(2, 0, 1)[None], self.moments)
+        images = torch.from_numpy(pixels).permute(2, 0, 1)[None]
+        if self.mean_image is None:
+            return normalise(images, self.moments)
+        mean = torch.frombuffer(bytearray(base64.b64decode(self.mean_image)), dtype=torch.float32)
+        return centre(images, mean.view(3, self.size, self.size))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the attributes as values that JSON can represent."""
@@ -53,13 +63,24 @@ class Preparation:
     def from_dict(values: Mapping[str, Any]) -> Preparation:
         """Return the preparation of an :meth:`as_dict`."""
         mean, std = values["moments"]
-        return Preparation(int(values["size"]), (tuple(mean), tuple(std)), float(values["crop"]))
+        moments, classes = (tuple(mean), tuple(std)), tuple(values.get("classes", ()))
+        return Preparation(int(values["size"]), moments, float(values["crop"]), values.get("mean_image"), classes)
 
 
 def normalise(images: Tensor, moments: Moments) -> Tensor:
     """Return uint8 images (B, 3, H, W) as float32, with the mean subtracted and divided by the standard deviation."""
     mean, std = (255 * torch.tensor(values).view(-1, 1, 1) for values in moments)
     return images.float().sub_(mean).div_(std)
+
+
+def centre(images: Tensor, mean_image: Tensor) -> Tensor:
+    """Return uint8 images (B, 3, H, W) with the mean image (3, H, W) subtracted, as float32 multiples of 255."""
+    return (images - mean_image).div_(255)
+
+
+def encoded(mean_image: Tensor) -> str:
+    """Return the bytes of a float32 mean image (3, H, W) in base64, for :class:`Preparation`."""
+    return base64.b64encode(mean_image.numpy().tobytes()).decode()
 
 
 def centre_crop(image: Image.Image, size: int, fraction: float) -> Image.Image:

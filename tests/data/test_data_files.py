@@ -1,5 +1,6 @@
 """CIFAR-10, CIFAR-100 and ImageNet32, read from small files in the original formats."""
 
+import json
 import os
 import pickle
 from dataclasses import replace
@@ -7,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from petra.data import TrainSource, imagenet32, load_dataset
+from petra.data import Preparation, TrainSource, imagenet32, load_dataset
 from petra.data.arrays import augment
 from petra.data.cifar import CIFAR10, CIFAR100, BinaryFile
 from petra.errors import DataError
@@ -145,6 +147,30 @@ def test_the_mean_image_is_subtracted_before_the_crop(release, tmp_path, monkeyp
     assert torch.allclose(first, second, atol=1e-6)
     test = plain.test.inputs.images.double()
     assert torch.allclose(centred.test.inputs(torch.arange(4), None).double(), (test - pixels.mean(0)) / 255, atol=1e-6)
+
+
+@RELEASES
+@pytest.mark.parametrize("mean_image", [False, True])
+def test_an_image_file_is_prepared_as_the_test_images_are(release, mean_image, tmp_path, monkeypatch):
+    write_cifar(release, tmp_path, monkeypatch)
+    data = load_dataset(release.name, root=tmp_path, mean_image=mean_image)
+    Image.fromarray(data.test.inputs.images[1].permute(1, 2, 0).numpy()).save(tmp_path / "1.png")
+    prepare = Preparation.from_dict(json.loads(json.dumps(data.preparation.as_dict())))
+    assert torch.equal(prepare(tmp_path / "1.png"), data.test.inputs(torch.tensor([1]), None))
+
+
+@RELEASES
+def test_classes_have_the_names_that_the_files_give_them(release, tmp_path, monkeypatch):
+    write_cifar(release, tmp_path, monkeypatch)
+    assert load_dataset(release.name, root=tmp_path).preparation.classes == ()
+    file, key = release.names
+    (tmp_path / release.folder / file).write_bytes(pickled({key.encode(): [b"airplane", b"bird"]}))
+    assert load_dataset(release.name, root=tmp_path).preparation.classes == ("airplane", "bird")
+
+
+def test_binary_files_name_a_class_in_each_line(tmp_path, binary):
+    (tmp_path / "cifar-100-binary" / "fine_label_names.txt").write_text("apple\naquarium_fish\n")
+    assert load_dataset("cifar100", root=tmp_path).preparation.classes == ("apple", "aquarium_fish")
 
 
 class Attack:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from launch.reproduce import accuracy, gap, gradients, memory, paper, revnet, runs, speed
+from launch.reproduce import accuracy, gap, gradients, memory, paper, parity, revnet, runs, speed
 from launch.reproduce import command as reproduce
 from launch.reproduce.report import Request, Scale
 from launch.reproduce.targets import TARGETS
@@ -202,6 +202,21 @@ def test_gap_from_finished_runs(tmp_path: Path, capsys: pytest.CaptureFixture[st
     text = capsys.readouterr().out
     assert "| d = 1 | `method=petra method.delay=1` | 88.00 | 80 % |" in text
     assert text.index("| backprop |") < text.index("| d = 1 |") < text.index("| petra |")
+
+
+def test_parity_from_finished_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Check the distance to backpropagation on each schedule, and that a schedule without backpropagation shows none."""
+    given = {("backprop", 10): 0.80, ("petra, d = 2", 10): 0.70, ("petra, d = 2", 20): 0.75, ("backprop", 100): 0.92}
+    for number, ((method, epochs), value) in enumerate(given.items()):
+        settings = config_of(*accuracy.SHORT, *parity.METHODS[method], *parity.SCHEDULES[epochs])
+        write_run(tmp_path / "given" / str(number), settings, value)
+    request(tmp_path / "out", "parity", "--gather", "--runs", str(tmp_path / "given"))
+    text = capsys.readouterr().out
+    assert "| petra, d = 2 | `method=petra k=8` | 10 | 70.00 | 10.00 | 70.00 | 10.00 |" in text
+    assert "| petra, d = 2 | `method=petra k=8` | 20 | 75.00 |  | 75.00 |  |" in text
+    assert "| backprop | `method=backprop k=4` | 100 | 92.00 |  | 92.00 |  |" in text
+    assert "4 of 9 runs finished." in text
+    assert (tmp_path / "out" / "parity.png").exists()
 
 
 def test_free_delays_are_those_that_auto_tuning_chooses() -> None:
