@@ -31,7 +31,7 @@ from ..config.schema import AUTO, Config, DataConfig
 from ..runtime.rank import Process
 from . import recipe
 from .checks import check
-from .data import checked_form, data_sources
+from .data import data_sources, describe_inputs
 from .own import register_own, require_arguments
 
 PRECISIONS = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -135,7 +135,7 @@ def set_up(config: Config, process: Process) -> Setup:
 def _plan(
     config: Config, model: Model, method: Method, stages: int | list[int] | None, processes: int, device: torch.device
 ) -> Plan:
-    inputs, trainer = checked_form(config.data), config.trainer
+    (inputs, refetch), trainer = describe_inputs(config.data), config.trainer
     try:
         return make_plan(
             model,
@@ -149,6 +149,7 @@ def _plan(
             transport=cast(TransportName, trainer.transport),
             device_type=device.type,
             metrics=sum(map(size_of, recipe.metrics(config.data, _unit(config.data, inputs)).values())),
+            refetch=refetch,
         )
     except ConfigError as error:  # names the argument
         raise ConfigError(re.sub("^stages: ", "trainer.stages: ", str(error))) from error
@@ -162,7 +163,7 @@ def _check_data_fits(config: Config) -> None:
     """
     if is_own(config.model.name):
         return
-    form, name = checked_form(config.data), config.model.name
+    form, name = describe_inputs(config.data).spec, config.model.name
     unit = _unit(config.data, form)
     accepted = {
         "tokens": TOKEN_MODELS,

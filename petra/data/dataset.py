@@ -31,6 +31,7 @@ class Split:
         integer_targets: Whether targets are integers, so that targets of padding rows can be ignored.
         decodes_targets: Whether ``targets`` decodes files, which worker processes can do in advance.
         order: Function that draws the indices of an epoch (N,), which the readers may interpret. None: a random permutation.
+        in_memory: Whether the samples are in memory, or in files mapped into memory. Inputs can then be read twice at little cost.
     """
 
     count: int
@@ -41,6 +42,7 @@ class Split:
     integer_targets: bool = True
     decodes_targets: bool = False
     order: Callable[[Generator], Tensor] | None = None
+    in_memory: bool = False
 
     def part(self, *, inputs: bool, targets: bool) -> Split:
         """Return the split with the selected readers only. To read targets, a process needs the reader of both."""

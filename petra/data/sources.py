@@ -44,6 +44,7 @@ class _Source(ABC):
         self._read_both = Prefetcher(self._both, workers, stop, timeout) if workers else self._both
         decoded = workers and split.decodes_targets
         self._read_targets = Prefetcher(self._targets, workers, stop, timeout) if decoded else self._targets
+        self._read_again = Prefetcher(self._again, workers, stop, timeout) if workers else self._again
 
     @abstractmethod
     def _request(self, m: int) -> tuple[Tensor, int | None]:
@@ -60,6 +61,14 @@ class _Source(ABC):
         if len(self._recent) > RECENT:
             self._recent.popitem(last=False)
         return inputs[self._share]
+
+    def refetch(self, m: int) -> Tensor:
+        """Return the inputs of microbatch ``m`` again, equal bit for bit, with the same augmentation.
+
+        These inputs have workers of their own, as many as :meth:`inputs`: common workers would restart at each number that does not
+        follow the last one.
+        """
+        return self._read_again(m)
 
     def targets(self, m: int) -> Tensor:
         """Return the targets of microbatch ``m``: int64 (B,) for images, (B·T,) for tokens, (B, H, W) for pixels."""
@@ -93,6 +102,9 @@ class _Source(ABC):
         if seed is None or self._split.per_sample_augmentation:
             return self._split.inputs(indices[self._share], seed)
         return self._split.inputs(indices, seed)[self._share]
+
+    def _again(self, m: int) -> Tensor:
+        return self._inputs(m) if self._split.samples is None else self._both(m)[0][self._share]
 
     def _both(self, m: int) -> tuple[Tensor, Tensor]:
         assert self._split.samples is not None
