@@ -14,7 +14,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from petra.method import STORABLE, Weights
+from petra.method import STORABLE, Split, Weights
 
 from .checks import as_list, integer, is_integer, key, number, one_of, require_valid, satisfies
 from .errors import config_error
@@ -111,6 +111,7 @@ class MethodConfig:
     weights: str = key(one_of(tuple(Weights)))
     flush: bool = MISSING
     fill: bool = MISSING
+    split: str = key(one_of(tuple(Split)), "none")
     max_updates: int | None = None
 
 

@@ -13,7 +13,7 @@ from petra.data import PIXEL_DATASETS, EvalSource, TrainSource
 from petra.engine.build import Recipe
 from petra.engine.metrics import size_of
 from petra.errors import ConfigError, alternatives, invalid, require
-from petra.method import Keep, Method, Weights
+from petra.method import Keep, Method, Split, Weights
 from petra.model import Model
 from petra.models import MODELS, SEGMENTATION_MODELS, TOKEN_MODELS
 from petra.models.segmentation import OUTPUT_STRIDE
@@ -211,6 +211,7 @@ def _method(config: Config) -> Method:
         weights=Weights(method.weights),
         flush=method.flush,
         fill=method.fill,
+        split=Split(method.split),
         max_updates=method.max_updates,
     )
 
