@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -112,7 +113,8 @@ def stage_map(setup: Setup) -> str:
 def targets_of(setup: Setup) -> TensorSpec:
     """Return shape and type of a microbatch's targets, or of a replica's share of them."""
     shape = setup.plan.layout.inputs.shape
-    return TensorSpec(shape[:1] if setup.unit == "images" else (shape[0] * shape[1],), torch.int64)
+    forms = {"images": shape[:1], "tokens": (math.prod(shape[:2]),), "pixels": (shape[0], *shape[2:])}
+    return TensorSpec(forms[setup.unit], torch.int64)
 
 
 def memory_table(setup: Setup) -> str:
