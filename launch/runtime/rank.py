@@ -112,6 +112,8 @@ class Process:
         from torch.distributed.distributed_c10d import PrefixStore
         from torch.distributed.rendezvous import rendezvous
 
+        from .rendezvous import agree_on_start
+
         on_gpu = device.type == "cuda"
         if on_gpu:
             torch.cuda.set_device(device)
@@ -122,7 +124,8 @@ class Process:
         store, _, _ = next(rendezvous("env://", timeout=limit))
         # torchrun keeps its store across restarts, and one process may open several groups in turn. A prefix keeps each group
         # from reading the keys of earlier ones.
-        store = PrefixStore(f"start{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}_{next(_group_numbers)}", store)
+        store = PrefixStore(f"group{next(_group_numbers)}", store)
+        store = PrefixStore(agree_on_start(store, self.rank, self.world, timeout), store)
         if on_gpu:
             uuid = str(torch.cuda.get_device_properties(device).uuid)
             require_distinct_gpus(PrefixStore("gpu", store), self.rank, self.world, uuid)
