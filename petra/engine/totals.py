@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from petra.engine.data_parallel import Replicas
 from petra.errors import NumericsError
 
 log = logging.getLogger(__name__)
@@ -77,10 +78,12 @@ def warn_without_update(k: int, microbatches: int, rank: int, *, watched: bool) 
         log.warning("k=%d: no update yet, after %d microbatches; the weights have not changed", k, microbatches)
 
 
-def reduce_totals(totals: Tensor, metrics: Sequence[str], distributed: bool) -> Result:
+def reduce_totals(totals: Tensor, metrics: Sequence[str], distributed: bool, replicas: Replicas | None) -> Result:
     """All-reduce summed reports and return the means over targets, or zeros if no target counts."""
     totals = totals.cpu()
-    if distributed:
+    if replicas is not None:
+        replicas.total(totals)
+    elif distributed:
         dist.all_reduce(totals)
     targets, *sums = totals.tolist()
     loss, *means = (s / max(targets, 1) for s in sums)
