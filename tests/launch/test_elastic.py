@@ -69,7 +69,7 @@ def test_a_stopped_process_is_excluded_after_the_timeout_and_the_run_ends(tmp_pa
     [
         (["dp=1"], "cluster.elastic: expected false without replicas (dp > 1), got true"),
         (["checkpoint.every=null"], "checkpoint.every: expected an integer >= 1 with cluster.elastic=true, got null"),
-        (["resume=null"], "cluster.elastic: expected false without resume=auto, got true"),
+        (["resume=null"], "cluster.elastic: expected false without run_dir and resume=auto, got true"),
         (["checkpoint.mirror=5"], "checkpoint.mirror: expected null with cluster.elastic=true, got 5"),
     ],
 )
