@@ -60,8 +60,7 @@ class Pipeline:
     Attributes:
         plan: Layout, schedule and messages, as plain data.
         recipe: Optimizer, losses, metrics, update rules and remedy.
-        device: Device of this rank.
-        rank, world: Rank of this process and number of ranks; 0 and 1 without ``torch.distributed``.
+        device, rank, world: Device and rank of this process, and number of ranks; 0 and 1 without ``torch.distributed``.
         replica: Index of the replica that this rank belongs to.
         replicas: All-reduces over replicas; None if there is only one replica.
         stages, workers, remedies: Stages of this rank, their workers, and the remedies that act at their updates, by index.
@@ -109,6 +108,7 @@ class Pipeline:
             transport=runtime.transport,
             device_type=torch.device(runtime.device).type,
             metrics=len(metrics),
+            refetch=runtime.refetch,
         )
         self._build(plan, Recipe(optimizer, learning_rate, losses, metrics, seed, rules, remedy), runtime)
 
@@ -133,7 +133,9 @@ class Pipeline:
         self.objective = (Objective if plan.layout.dp == 1 else ShareObjective)(self.device, recipe.losses, recipe.metrics)
         if self.world > 1:
             check_ranks_agree({**plan.settings(), **recipe.settings()}, plan)
-        self.stages = build_stages(plan, recipe, runtime, self.device, (self.replica, process), self.hooks)
+        self.stages = build_stages(
+            plan, recipe, runtime, self.device, (self.replica, process), self.hooks, None, self._source.refetch
+        )
         self.replicas = make_replicas(plan.layout, position, self.device, membership)
         group = None if self.replicas is None else self.replicas.pipeline_group
         transport = open_transport(plan, self.device, group)
@@ -168,9 +170,9 @@ class Pipeline:
             ModelError: If exact streams exceeded the range of their grid. Raised on every rank.
             NumericsError: If a loss, a gradient or running statistics are not finite (:class:`petra.UpdateRules`).
         """
-        self._set_data(data, self.clock, microbatches)
-        self._totals.start(on_microbatch)
         start = self.clock
+        self._set_data(data, start, microbatches, training=True)
+        self._totals.start(on_microbatch)
         for begin in self.hooks.train_begin:
             begin(start, start + microbatches)
         self.clock += self._executor.train(start, start + microbatches, stop)
@@ -185,7 +187,7 @@ class Pipeline:
 
     def evaluate(self, data: DataSource, microbatches: int) -> Result:
         """Evaluate microbatches 0 to ``microbatches`` - 1, with averaged weights if the rules ask for averages."""
-        microbatches = self._set_data(data, 0, microbatches, evaluation=True)
+        microbatches = self._set_data(data, 0, microbatches, training=False)
         self.objective.totals.zero_()
         with self.averaged(), evaluating(self.stages.values()):
             self._executor.evaluate(microbatches)
@@ -228,10 +230,10 @@ class Pipeline:
     def __repr__(self) -> str:
         return f"Pipeline({self.plan}, rank {self.rank} of {self.world}, {self.clock} microbatches done)"
 
-    def _set_data(self, data: DataSource, start: int, microbatches: int, *, evaluation: bool = False) -> int:
-        require_source(data, microbatches)
+    def _set_data(self, data: DataSource, start: int, microbatches: int, *, training: bool) -> int:
+        require_source(data, microbatches, refetches=training and self.plan.refetches)
         if self.replicas is not None:
-            data, microbatches = self.replicas.share(data, microbatches, evaluation=evaluation)
+            data, microbatches = self.replicas.share(data, microbatches, evaluation=not training)
         for port in (self._source, self.objective):
             port.start(data, start, microbatches)
         return microbatches

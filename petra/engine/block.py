@@ -5,6 +5,7 @@ keep     class          forward pass stores       backward pass
 =======  =============  ========================  ======================================================================
 graph    KeepGraph      its input and its graph   differentiates the graph
 input    Recompute      its input                 evaluates the block again with a graph, and differentiates that
+refetch  Refetch        nothing                   fetches the input from the data source again; then as ``input``
 nothing  Reconstruct    nothing                   reconstructs the input from the output and differentiates, in one evaluation
 =======  =============  ========================  ======================================================================
 
@@ -15,7 +16,7 @@ parameters.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import ClassVar
@@ -31,6 +32,8 @@ from petra.method import Keep, Weights
 from petra.reversible import Gradients, Grid, frozen_statistics
 from petra.specs import Streams, detached
 
+Fetch = Callable[[int], Streams]
+"""Function of a microbatch that returns the input of the model's first block."""
 RECOMPUTES = (
     "activation checkpointing and other saved-tensor hooks inside a block can't be used with method.keep=graph and "
     "method.weights=current where updates come between forward and backward: the recomputation would use newer weights; use "
@@ -153,13 +156,34 @@ class Recompute(BlockRunner):
         version = self._choose_version(m, x)
         with torch.no_grad(), frozen_statistics(self.function.normalisations):
             y = self.function(m, x, version)
-        self.stored[m] = Stored(tuple(_in_own_memory(t) for t in x))
+        self._keep_input(m, x)
         return y
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
         version = self.versions.for_backward(m)
-        recomputed = self._forward_with_graph(m, self.stored.pop(m).inputs, version)
+        recomputed = self._forward_with_graph(m, self._take_input(m), version)
         return self._differentiate(recomputed, dy, version)
+
+    def _keep_input(self, m: int, x: Streams) -> None:
+        self.stored[m] = Stored(tuple(_in_own_memory(t) for t in x))
+
+    def _take_input(self, m: int) -> Streams:
+        return self.stored.pop(m).inputs
+
+
+class Refetch(Recompute):
+    """Stores nothing, and fetches the input again: the first block of a model, whose input is the data."""
+
+    keep = Keep.REFETCH
+    fetch: Fetch | None = None
+    """Returns the input of a microbatch. None in a stage that runs no backward pass."""
+
+    def _keep_input(self, m: int, x: Streams) -> None:
+        pass
+
+    def _take_input(self, m: int) -> Streams:
+        assert self.fetch is not None
+        return self.fetch(m)
 
 
 class Reconstruct(BlockRunner):
@@ -194,6 +218,7 @@ def block_runner(
     stale: bool = False,
     concurrent: bool = False,
     grid: Grid | None = None,
+    fetch: Fetch | None = None,
 ) -> BlockRunner:
     """Return the runner of a block.
 
@@ -208,12 +233,16 @@ def block_runner(
         stale: Whether updates may come between the passes of a microbatch.
         concurrent: Whether other blocks run at the same time in other threads.
         grid: Grid for exact streams, or None.
+        fetch: Returns the block's input for a microbatch again; for ``Keep.REFETCH``.
     """
-    kinds: dict[Keep, type[BlockRunner]] = {kind.keep: kind for kind in (KeepGraph, Recompute, Reconstruct)}
+    kinds: dict[Keep, type[BlockRunner]] = {kind.keep: kind for kind in (KeepGraph, Recompute, Refetch, Reconstruct)}
     function = BlockFunction(module, seed=seed, autocast=autocast, concurrent=concurrent, grid=grid)
     versions = weight_versions(function.parameters, weights, keeps_graph=keep is Keep.GRAPH, k=k)
     overwritten = stale and weights is Weights.CURRENT
-    return kinds[keep](function, versions, input_needs_gradient=input_needs_gradient, overwritten=overwritten)
+    runner = kinds[keep](function, versions, input_needs_gradient=input_needs_gradient, overwritten=overwritten)
+    if isinstance(runner, Refetch):
+        runner.fetch = fetch
+    return runner
 
 
 def _in_own_memory(tensor: Tensor) -> Tensor:
