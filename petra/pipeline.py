@@ -17,7 +17,7 @@ from petra.engine.elastic import make_replicas
 from petra.engine.endpoints import DataPort, DataSource, Loss, Losses, Objective, require_source
 from petra.engine.executor import Executor, stage_threads
 from petra.engine.global_clip import GlobalClip
-from petra.engine.metrics import Metric, correct_predictions
+from petra.engine.metrics import Metric, correct_predictions, size_of
 from petra.engine.stage import evaluating
 from petra.engine.totals import Result, Totals, reduce_totals, warn_without_update
 from petra.engine.update import OptimizerFactory
@@ -50,7 +50,7 @@ class Pipeline:
         dp: Number of replicas. Each takes an equal share of every microbatch (docs/data_parallel.md).
         learning_rate: Maps the number of microbatches done to a learning rate; None keeps the optimizer's own.
         loss: Mean loss of (output, targets); :class:`Losses` for two different ones. Targets of -100 do not count.
-        metrics: Metrics by name, each a sum over targets. By default ``accuracy``, the number of correct predictions.
+        metrics: Metrics by name: sums over targets, or confusion matrices. By default ``accuracy``, the correct predictions.
         seed: Seed of the weights and of the random numbers that blocks draw.
         numerics: Number formats and memory layouts.
         runtime: Device, transport, threads and compilation.
@@ -107,7 +107,7 @@ class Pipeline:
             numerics=numerics,
             transport=runtime.transport,
             device_type=torch.device(runtime.device).type,
-            metrics=len(metrics),
+            metrics=sum(map(size_of, metrics.values())),
             refetch=runtime.refetch,
         )
         self._build(plan, Recipe(optimizer, learning_rate, losses, metrics, seed, rules, remedy), runtime)
@@ -122,20 +122,18 @@ class Pipeline:
     def _build(self, plan: Plan, recipe: Recipe, runtime: Runtime, membership: Membership | None = None) -> None:
         recipe.check(plan)
         self.plan, self.recipe, self.concurrency = plan, recipe, runtime.concurrency
-        self.device = bind_device(runtime.device)
+        device = self.device = bind_device(runtime.device)
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         position, process = plan.layout.locate(self.rank)
         self.replica = position if membership is None else membership.replica
         self.hooks, self.clock = Hooks(), 0
         self.measures: list[Callable[[], dict[str, float]]] = []
-        self._totals = Totals(len(recipe.metrics), plan.layout.dp, self.device)
+        self._totals = Totals(recipe.metrics, plan.layout.dp, self.device)
         self._source = DataPort(plan.layout.inputs, self.device, plan.numerics.channels_last, self._totals.add)
         self.objective = (Objective if plan.layout.dp == 1 else ShareObjective)(self.device, recipe.losses, recipe.metrics)
         if self.world > 1:
             check_ranks_agree({**plan.settings(), **recipe.settings()}, plan)
-        self.stages = build_stages(
-            plan, recipe, runtime, self.device, (self.replica, process), self.hooks, None, self._source.refetch
-        )
+        self.stages = build_stages(plan, recipe, runtime, device, (self.replica, process), self.hooks, None, self._source.refetch)
         self.replicas = make_replicas(plan.layout, position, self.device, membership)
         group = None if self.replicas is None else self.replicas.pipeline_group
         transport = open_transport(plan, self.device, group)
@@ -182,7 +180,7 @@ class Pipeline:
             self.replicas.synchronize()
         check_drained(self.plan, self.workers, self.device)
         warn_without_update(self.plan.k, self.clock, self.rank, watched=bool(on_microbatch or stop))
-        result = reduce_totals(self._totals.values, [*self.recipe.metrics], self.world > 1, self.replicas)
+        result = reduce_totals(self._totals.values, self.recipe.metrics, self.world > 1, self.replicas)
         return result if self.recipe.rules.may_skip else result.finite(len(self.plan.stages), start + 1, self.clock, self.rank)
 
     def evaluate(self, data: DataSource, microbatches: int) -> Result:
@@ -191,7 +189,7 @@ class Pipeline:
         self.objective.totals.zero_()
         with self.averaged(), evaluating(self.stages.values()):
             self._executor.evaluate(microbatches)
-        return reduce_totals(self.objective.totals, [*self.recipe.metrics], self.world > 1, self.replicas)
+        return reduce_totals(self.objective.totals, self.recipe.metrics, self.world > 1, self.replicas)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from petra.errors import invalid, require
 
+from .starts import agree_on_start
+
 if TYPE_CHECKING:
     import torch
     from torch.distributed.distributed_c10d import Store
@@ -112,8 +114,6 @@ class Process:
         from torch.distributed.distributed_c10d import PrefixStore
         from torch.distributed.rendezvous import rendezvous
 
-        from .rendezvous import agree_on_start
-
         on_gpu = device.type == "cuda"
         if on_gpu:
             torch.cuda.set_device(device)
@@ -122,10 +122,10 @@ class Process:
             return
         limit = timedelta(seconds=timeout)
         store, _, _ = next(rendezvous("env://", timeout=limit))
-        # torchrun keeps its store across restarts, and one process may open several groups in turn. A prefix keeps each group
-        # from reading the keys of earlier ones.
+        # torchrun keeps its store across restarts, and one process may open several groups in turn. Prefixes keep each group from
+        # reading the keys of earlier ones.
         store = PrefixStore(f"group{next(_group_numbers)}", store)
-        store = PrefixStore(agree_on_start(store, self.rank, self.world, timeout), store)
+        store = PrefixStore(agree_on_start(store, self.rank, self.world, limit), store)
         if on_gpu:
             uuid = str(torch.cuda.get_device_properties(device).uuid)
             require_distinct_gpus(PrefixStore("gpu", store), self.rank, self.world, uuid)

@@ -29,9 +29,9 @@ from petra.transport.membership import Membership
 
 from .agent import LOOPBACK, require_loopback
 from .rank import Process
-from .rendezvous import agree_on_start
 from .reporting import CANCELLED, FAILED, STOPPED
 from .signals import stop_signals
+from .starts import agree_on_start
 
 REPLICA, STORE = "PETRA_REPLICA", "PETRA_STORE"
 """Environment variables: the index of a replica, and address and port of the store that all replicas share."""
@@ -87,7 +87,7 @@ class Replica:
         """
         own = self.process
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
-        incarnation = agree_on_start(PrefixStore(run, store), own.rank, own.world, timeout)
+        incarnation = agree_on_start(PrefixStore(run, store), own.rank, own.world, timedelta(seconds=timeout))
         liveness = Liveness(self.host, self.port, run, incarnation, own.rank, own.world, timeout)
         return Membership(self.index, self.replicas, liveness)
 

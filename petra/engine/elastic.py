@@ -22,6 +22,9 @@ from petra.engine.data_parallel import Replicas, Share
 from petra.engine.endpoints import DataSource
 from petra.engine.metrics import count_targets
 from petra.engine.worker import Worker
+from petra.errors import require
+from petra.hooks import Hooks
+from petra.nn import InPlaceABN
 from petra.plan.layout import Layout
 from petra.specs import IGNORED
 from petra.torch_private import gloo_group
@@ -124,6 +127,17 @@ class ElasticReplicas(Replicas):
         self._members = membership.generation.replicas
         self.lost: dict[tuple[int, int], int] = {}
         self._start = 0
+
+    def attach(self, workers: Sequence[Worker], hooks: Hooks) -> None:
+        """See :meth:`Replicas.attach`.
+
+        Raises:
+            ConfigError: If a layer shares batch statistics between replicas, which a lost replica would interrupt.
+        """
+        layers = [layer for worker in workers for layer in worker.stage.module.modules()]
+        synchronized = any(isinstance(layer, InPlaceABN) and layer.synchronized for layer in layers)
+        require(not synchronized, "cluster.elastic", "false with layers that share batch statistics between replicas", "true")
+        super().attach(workers, hooks)
 
     def train_begin(self, start: int, stop: int) -> None:
         self._start = start
