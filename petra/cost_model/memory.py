@@ -252,7 +252,7 @@ def _executor(
     objective = Objective(CPU, recipe.losses, recipe.metrics)
     for port in (source, objective):
         port.start(data, 0, 0)
-    stages = build_stages(plan, recipe, Runtime(), CPU, process, hooks, blocks, source.refetch)
+    stages = build_stages(plan, recipe, Runtime(), CPU, (0, process), hooks, blocks, source.refetch)
     transport = None
     if len(processes) > 1:
         transport = LockstepTransport(pack_boundaries(plan, CPU), processes, process, post=lambda operations: [_Done()])
