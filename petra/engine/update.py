@@ -260,8 +260,15 @@ def _block_states(
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[Tensor, Any]) -> None:
-    """Restore an optimizer's state from that of each parameter."""
+    """Restore an optimizer's state from that of each parameter.
+
+    torch converts states to the type and device of the parameter, also numbers such as NAdam's product of momenta. The optimizer
+    keeps these in float32 on the CPU, and would otherwise round differently and wait for the GPU at each step.
+    """
     packed = optimizer.state_dict()
     order = [p for group in optimizer.param_groups for p in group["params"]]
     packed["state"] = {i: saved[p] for i, p in enumerate(order) if saved[p]}
     optimizer.load_state_dict(packed)
+    for p in order:
+        numbers = {n: v for n, v in saved[p].items() if n != "step" and isinstance(v, Tensor) and v.dim() == 0 < p.dim()}
+        optimizer.state[p].update({name: value.clone() for name, value in numbers.items()})
