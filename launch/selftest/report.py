@@ -23,9 +23,10 @@ EXPLANATIONS = {
     "transport": "Training in several processes, twice. The digest is of all weights: it is equal for runs with the same d.",
     "memory": "Peak of torch's allocator in one process with four stages, and `dry_run=memory` without workspaces. The peak of a "
     "CPU is not known.",
-    "speed": "k = 4. Samples are images, or windows of tokens for revgpt. Peak memory is the largest of all processes. The last "
-    "columns are of the first process, as fractions of the time: kernels of the GPU besides NCCL's, NCCL's kernels (with waiting "
-    "for other processes), and calls of the host that launch kernels. Much time in launches means that the GPU waits for Python.",
+    "speed": "k = 4. Samples are images, or windows of tokens for revgpt. Peak memory is the largest of all processes: of torch's "
+    "allocator on GPUs, resident memory on CPUs. The last columns are of the first process, as fractions of the time: kernels of the "
+    "GPU besides NCCL's, NCCL's kernels (with waiting for other processes), and calls of the host that launch kernels. Much time in "
+    "launches means that the GPU waits for Python. They are empty without a GPU.",
 }
 """What the columns of a table mean."""
 
@@ -44,6 +45,8 @@ def markdown(found: dict[str, Any]) -> str:
         f"{len(parts) - len(failed) - len(left_out)} of {len(parts)} parts passed, in {seconds:.0f} s.",
         *([f"Failed: {'; '.join(failed)}."] if failed else []),
         *([f"No time was left for: {'; '.join(left_out)}."] if left_out else []),
+        "",
+        "To report a problem, attach this file and selftest.json, which has the options of each part.",
         "",
         "## Machine",
         "",
