@@ -25,6 +25,7 @@ __all__ = [
     "conv_forward",
     "default_group_timeout",
     "default_store",
+    "differentiate",
     "fake_tensor_mode",
     "foreach_add",
     "foreach_add_",
@@ -117,6 +118,21 @@ def preserve_version_counter(tensors: tuple[Tensor, ...]) -> AbstractContextMana
         raise PetraError(f"torch {torch.__version__} can't update weights of stored graphs: use method.keep=input or another torch")
     context: AbstractContextManager[None] = found(tensors)
     return context
+
+
+def differentiate(outputs: Tensors, inputs: Tensors, gradients: Tensors) -> tuple[Tensor | None, ...]:
+    """Return the vector-Jacobian products of ``outputs`` with respect to ``inputs``; None for inputs that were not used.
+
+    ``torch.autograd.grad`` checks and converts its arguments in Python, which takes half as long as the backward pass of a small
+    block. Autograd's engine checks shapes and types too. Without it, the public function is used.
+    """
+    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+    if engine is None:
+        return torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+    found: tuple[Tensor | None, ...] = engine.run_backward(
+        tuple(outputs), tuple(gradients), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+    )
+    return found
 
 
 def version(tensor: Tensor) -> int | None:

@@ -28,8 +28,9 @@ from petra.engine.block_function import BlockFunction
 from petra.engine.weights import WeightVersion, WeightVersions, weight_versions
 from petra.errors import ModelError
 from petra.method import Keep, Weights
-from petra.reversible import Gradients, Grid, frozen_statistics
-from petra.specs import Streams, detached
+from petra.reversible import Gradients, Grid
+from petra.specs import Streams, detached, in_own_memory
+from petra.torch_private import differentiate
 
 RECOMPUTES = (
     "activation checkpointing and other saved-tensor hooks inside a block can't be used with method.keep=graph and "
@@ -72,6 +73,7 @@ class BlockRunner(ABC):
     ) -> None:
         self.function, self.versions, self.parameters = function, versions, function.parameters
         self.stored: dict[int, Stored] = {}
+        self._trained = tuple(self.parameters.values())
         self._input_needs_gradient, self._overwritten = input_needs_gradient, overwritten
 
     @abstractmethod
@@ -89,13 +91,11 @@ class BlockRunner(ABC):
 
     def replay(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
         """Run the forward pass of microbatch ``m`` again with a graph; nothing is stored or updated."""
-        with torch.enable_grad(), frozen_statistics(self.function.normalisations):
+        with torch.enable_grad(), self.function.frozen_statistics():
             return self.function(m, x, version)
 
-    def _choose_version(self, m: int, x: Streams) -> WeightVersion | None:
+    def _choose_version(self, m: int) -> WeightVersion | None:
         """Return the weights for the forward pass of microbatch ``m``, and stash them if the backward pass needs them too."""
-        if self.function.uses_rng is None:
-            self.function.detect_rng(x)
         version = self.versions.for_forward(m)
         self.versions.stash(m, version)
         return version
@@ -106,17 +106,17 @@ class BlockRunner(ABC):
             return Stored(inputs, self.function(m, inputs, version))
 
     def _differentiate(self, stored: Stored, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
-        parameters = list(self.parameters.values())
-        weights: Sequence[Tensor] = parameters if version is None else [version[name] for name in self.parameters]
+        weights: Sequence[Tensor] = self._trained if version is None else [version[name] for name in self.parameters]
         connected = [(y, d) for y, d in zip(stored.outputs, dy, strict=True) if y.requires_grad]
         if not connected:  # neither the data nor any weight needs a gradient
             return detached(stored.inputs), (), {}
         inputs = [t for t in stored.inputs if t.requires_grad]
         outputs, gradients = zip(*connected, strict=True)
         with self.function.using(version):  # activation checkpointing inside the block reads the parameters again
-            found = torch.autograd.grad(outputs, [*inputs, *weights], gradients, allow_unused=True)
-        dx = tuple(torch.zeros_like(t) if d is None else d for t, d in zip(inputs, found, strict=False))
-        return detached(stored.inputs), dx, {p: g for p, g in zip(parameters, found[len(inputs) :], strict=True) if g is not None}
+            found = differentiate(outputs, [*inputs, *weights], gradients)
+        dx = tuple([torch.zeros_like(t) if d is None else d for t, d in zip(inputs, found, strict=False)])
+        used = {p: g for p, g in zip(self._trained, found[len(inputs) :], strict=True) if g is not None}
+        return detached(stored.inputs), dx, used
 
 
 class KeepGraph(BlockRunner):
@@ -125,7 +125,7 @@ class KeepGraph(BlockRunner):
     keep = Keep.GRAPH
 
     def forward(self, m: int, x: Streams) -> Streams:
-        version = self._choose_version(m, x)
+        version = self._choose_version(m)
         if not self._overwritten:
             self.stored[m] = self._forward_with_graph(m, x, version)
         else:
@@ -150,10 +150,10 @@ class Recompute(BlockRunner):
     keep = Keep.INPUT
 
     def forward(self, m: int, x: Streams) -> Streams:
-        version = self._choose_version(m, x)
-        with torch.no_grad(), frozen_statistics(self.function.normalisations):
+        version = self._choose_version(m)
+        with self.function.frozen_statistics():
             y = self.function(m, x, version)
-        self.stored[m] = Stored(tuple(_in_own_memory(t) for t in x))
+        self.stored[m] = Stored(tuple(in_own_memory(t) for t in x))
         return y
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
@@ -169,8 +169,8 @@ class Reconstruct(BlockRunner):
     keep = Keep.NOTHING
 
     def forward(self, m: int, x: Streams) -> Streams:
-        version = self._choose_version(m, x)
-        with torch.no_grad(), frozen_statistics(self.function.normalisations):
+        version = self._choose_version(m)
+        with self.function.frozen_statistics():
             return self.function(m, x, version)
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
@@ -192,7 +192,6 @@ def block_runner(
     input_needs_gradient: bool,
     autocast: torch.dtype | None,
     stale: bool = False,
-    concurrent: bool = False,
     grid: Grid | None = None,
 ) -> BlockRunner:
     """Return the runner of a block.
@@ -206,16 +205,10 @@ def block_runner(
         input_needs_gradient: False for the first block of the model, which takes the data.
         autocast: Type in which the block computes, or None.
         stale: Whether updates may come between the passes of a microbatch.
-        concurrent: Whether other blocks run at the same time in other threads.
         grid: Grid for exact streams, or None.
     """
     kinds: dict[Keep, type[BlockRunner]] = {kind.keep: kind for kind in (KeepGraph, Recompute, Reconstruct)}
-    function = BlockFunction(module, seed=seed, autocast=autocast, concurrent=concurrent, grid=grid)
+    function = BlockFunction(module, seed=seed, autocast=autocast, grid=grid)
     versions = weight_versions(function.parameters, weights, keeps_graph=keep is Keep.GRAPH, k=k)
     overwritten = stale and weights is Weights.CURRENT
     return kinds[keep](function, versions, input_needs_gradient=input_needs_gradient, overwritten=overwritten)
-
-
-def _in_own_memory(tensor: Tensor) -> Tensor:
-    """Return the tensor, copied if it is a view: a view of a received message would keep the whole message alive."""
-    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor

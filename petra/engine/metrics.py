@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from petra.errors import ModelError, require
+from petra.errors import ModelError, invalid
 from petra.specs import IGNORED, TensorSpec
 
 Metric = Callable[[Tensor, Tensor], Tensor]
@@ -42,6 +42,6 @@ def top5_correct(output: Tensor, targets: Tensor) -> Tensor:
 
 
 def _require_classes(name: str, targets: Tensor) -> None:
-    expected = "integer targets (for others, pass metrics= to Pipeline; metrics={} computes none)"
-    got = TensorSpec(tuple(targets.shape), targets.dtype)
-    require(not targets.is_floating_point(), f"metric {name}", expected, got, ModelError)
+    if targets.is_floating_point():
+        expected = "integer targets (for others, pass metrics= to Pipeline; metrics={} computes none)"
+        raise invalid(f"metric {name}", expected, TensorSpec(tuple(targets.shape), targets.dtype), ModelError)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from petra.errors import ModelError, invalid
 from petra.reversible.grid import Grid
 from petra.reversible.replay import derive_seed, forbid_inplace, frozen_statistics, normalisations, seeded
 from petra.specs import Streams
+from petra.torch_private import differentiate
 
 Pair = tuple[Tensor, Tensor]
 Gradients = dict[nn.Parameter, Tensor]
@@ -49,6 +49,12 @@ class ReversibleBlock(nn.Module, ABC):
             The input, the gradient with respect to it, and the gradients of the parameters.
         """
 
+    def fix_trained(self) -> None:
+        """Differentiate the parameters that require gradients now. Blocks may otherwise look for them in every call.
+
+        Call this method again after freezing or unfreezing parameters.
+        """
+
     def enable_exact_streams(self, grid: Grid) -> None:
         """Make the inverse exact: from now on, if the input is on ``grid``, the output is on it too.
 
@@ -72,6 +78,7 @@ class Coupling(ReversibleBlock):
         super().__init__()
         self.f = f
         self.grid: Grid | None = None
+        self._trained: list[nn.Parameter] | None = None
 
     def forward(self, x1: Tensor, x2: Tensor, *context: Tensor, seed: int | None = None) -> Streams:
         y2 = x1 + self._rounded(self._evaluate(x2, context, seed))
@@ -84,20 +91,25 @@ class Coupling(ReversibleBlock):
         with frozen_statistics(normalisations(self)):
             return y2 - self._rounded(self._evaluate(y1, context, seed)), y1, *context
 
-    @torch.no_grad()
     def inverse_vjp(self, y: Streams, dy: Streams, *, seed: int | None = None) -> tuple[Streams, Streams, Gradients]:
         (y1, y2, *context), (dy1, dy2, *dcontext) = y, dy
-        x2 = y1.detach().requires_grad_()
+        x2, parameters = y1.detach().requires_grad_(), self._trained
+        if parameters is None:
+            parameters = trainable_parameters(self.f)
         with torch.enable_grad():
             f = self._evaluate(x2, context, seed)
-        x1 = y2 - self._rounded(f.detach())
-        parameters = trainable_parameters(self.f)
-        device = x2.device.type
-        # Autocast applies to forwards only: plain autograd runs its backward outside of it too.
-        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-            dx2, *gradients = torch.autograd.grad(f, [x2, *parameters], dy2.to(f.dtype), allow_unused=True)
+        x1 = y2.detach() - self._rounded(f.detach())
+        device, df = x2.device.type, dy2.to(f.dtype)
+        if torch.is_autocast_enabled(device):  # for forwards only: plain autograd runs its backward outside of it too
+            with torch.autocast(device, enabled=False):
+                dx2, *gradients = differentiate([f], [x2, *parameters], [df])
+        else:
+            dx2, *gradients = differentiate([f], [x2, *parameters], [df])
         used = {p: g for p, g in zip(parameters, gradients, strict=True) if g is not None}
         return (x1, y1, *context), (dy2, dy1 if dx2 is None else dy1 + dx2, *dcontext), used
+
+    def fix_trained(self) -> None:
+        self._trained = trainable_parameters(self.f)
 
     def enable_exact_streams(self, grid: Grid) -> None:
         self.grid = grid
@@ -106,9 +118,12 @@ class Coupling(ReversibleBlock):
         return f if self.grid is None else self.grid.round(f)
 
     def _evaluate(self, x: Tensor, context: Sequence[Tensor], seed: int | None) -> Tensor:
-        with forbid_inplace((x, *context), self.f), seeded(seed, x.device):
-            f: Tensor = self.f(x, *context)
-        return f
+        f, inputs = self.f, (x, *context)
+        if seed is None:
+            with forbid_inplace(inputs, f):
+                return f(*inputs)  # type: ignore[no-any-return]
+        with forbid_inplace(inputs, f), seeded(seed, x.device):
+            return f(*inputs)  # type: ignore[no-any-return]
 
 
 class DownsamplingCoupling(Coupling):
@@ -174,6 +189,10 @@ class TwoFunctionCoupling(ReversibleBlock):
         x, dx, more = first.inverse_vjp(y, dy, seed=_half_seed(seed, 0))
         add_gradients(gradients, more)
         return x, dx, gradients
+
+    def fix_trained(self) -> None:
+        for half in self._halves:
+            half.fix_trained()
 
     def enable_exact_streams(self, grid: Grid) -> None:
         for half in self._halves:
