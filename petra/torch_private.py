@@ -120,16 +120,18 @@ def preserve_version_counter(tensors: tuple[Tensor, ...]) -> AbstractContextMana
     return context
 
 
+autograd_engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+
+
 def differentiate(outputs: Tensors, inputs: Tensors, gradients: Tensors) -> tuple[Tensor | None, ...]:
     """Return the vector-Jacobian products of ``outputs`` with respect to ``inputs``; None for inputs that were not used.
 
     ``torch.autograd.grad`` checks and converts its arguments in Python, which takes half as long as the backward pass of a small
     block. Autograd's engine checks shapes and types too. Without it, the public function is used.
     """
-    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
-    if engine is None:
+    if autograd_engine is None:
         return torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
-    found: tuple[Tensor | None, ...] = engine.run_backward(
+    found: tuple[Tensor | None, ...] = autograd_engine.run_backward(
         tuple(outputs), tuple(gradients), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
     return found
