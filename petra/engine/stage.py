@@ -16,6 +16,7 @@ from petra.method import Keep, Weights
 from petra.reversible import Grid, derive_seed
 from petra.reversible.replay import NOTHING
 from petra.specs import Streams
+from petra.staleness.delay_compensation import compensated
 from petra.torch_private import preserve_version_counter
 
 
@@ -37,6 +38,7 @@ class Stage:
         channels_last: Whether 4-d streams use the channels-last memory format.
         grid: Grid for exact streams (:mod:`petra.reversible.grid`), or None.
         hooks: Hooks to call for each block, or None.
+        delay_compensation: Factor λ of :mod:`petra.staleness.delay_compensation`; 0 is off.
 
     Attributes:
         gradients: Accumulated gradients of the trained parameters.
@@ -58,7 +60,9 @@ class Stage:
         channels_last: bool = False,
         grid: Grid | None = None,
         hooks: Hooks | None = None,
+        delay_compensation: float = 0.0,
     ) -> None:
+        self._delay_compensation = delay_compensation
         self.module, self.grid = nn.ModuleList(blocks), grid
         self.index, self.hooks = index, Hooks() if hooks is None else hooks
         self.k, self.returns_input, self.channels_last = k, returns_input, channels_last
@@ -114,7 +118,11 @@ class Stage:
             with torch.no_grad():
                 return self.backward(m, y, dy)
         for b, runner in reversed(self._numbered):
+            version = runner.versions.stashed.get(m) if self._delay_compensation else None
             y, dy, gradients = runner.backward(m, y, dy)
+            if version is not None:
+                old = {p: version[name] for name, p in runner.parameters.items()}
+                gradients = compensated(gradients, old, self._delay_compensation)
             y, dy = self._contiguous(y), self._contiguous(dy)
             if gradients:
                 self.gradients.add(gradients)
