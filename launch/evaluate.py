@@ -13,7 +13,6 @@ Prints one JSON object: loss in nats, accuracies between 0 and 1.
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import get_type_hints
@@ -27,15 +26,14 @@ from .config.errors import config_error
 from .config.schema import Config, to_config
 from .runtime.rank import Process
 from .runtime.reporting import report_errors
-from .runtime.terminal import command
+from .runtime.terminal import command, words_or_help
 
 
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Print the results of an evaluation."""
-    words = sys.argv[1:] if arguments is None else arguments
-    if not words or {"-h", "--help"} & {*words}:
-        print(__doc__)
+    words = words_or_help(arguments, __doc__)
+    if words is None:
         return
     process = Process.from_environment()
     with report_errors(process):

@@ -29,6 +29,15 @@ class Keep(StrEnum):
 
     Blocks that aren't reversible store their input instead.
     """
+    REFETCH = "refetch"
+    """Store nothing. Backward fetches the input from the data source again, and runs the forward again: 4 units of compute.
+
+    Only plans use it, for the first block instead of ``INPUT`` (:func:`petra.plan.make_plan`).
+    """
+
+
+STORABLE = (Keep.GRAPH, Keep.INPUT, Keep.NOTHING)
+"""What a method can ask blocks to store."""
 
 
 class Weights(StrEnum):
@@ -61,8 +70,8 @@ class Method:
             large enough for; None for no limit. With 1, accumulation alone bounds how far weights drift (PACI, Elam et al. 2026).
 
     Raises:
-        ConfigError: If a delay is negative, if ``max_updates`` < 1, if ``fill`` is set without ``flush``, or if ``flush`` is
-            combined with ``Weights.DOUBLE``.
+        ConfigError: If a delay is negative, if ``keep`` is ``REFETCH``, if ``max_updates`` < 1, if ``fill`` is set without
+            ``flush``, or if ``flush`` is combined with ``Weights.DOUBLE``.
     """
 
     name: str
@@ -78,6 +87,8 @@ class Method:
             self.max_updates is None or self.max_updates >= 1, "method.max_updates", "null or an integer >= 1", self.max_updates
         )
         require(min(self.boundary_delays(0)) >= 0, "method.delay", "integers >= 0, one or one per boundary", self.delay)
+        for keep in (self.keep,) if isinstance(self.keep, Keep) else self.keep:
+            require(keep in STORABLE, "method.keep", "graph, input or nothing", keep)
         if self.fill and not self.flush:
             raise invalid("method.fill", "false with method.flush=false", "true")
         if self.flush and self.weights is Weights.DOUBLE:

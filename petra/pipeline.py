@@ -56,8 +56,7 @@ class Pipeline:
     Attributes:
         plan: Layout, schedule and messages, as plain data.
         recipe: Optimizer, losses, metrics, update rules and remedy.
-        device: Device of this rank.
-        rank, world: Rank of this process and number of ranks; 0 and 1 without ``torch.distributed``.
+        device, rank, world: Device and rank of this process, and number of ranks; 0 and 1 without ``torch.distributed``.
         replica: Index of the replica that this rank belongs to.
         replicas: All-reduces over replicas; None if there is only one replica.
         stages, workers, remedies: Stages of this rank, their workers, and the remedies that act at their updates, by index.
@@ -105,6 +104,7 @@ class Pipeline:
             transport=runtime.transport,
             device_type=torch.device(runtime.device).type,
             metrics=len(metrics),
+            refetch=runtime.refetch,
         )
         self._build(plan, Recipe(optimizer, learning_rate, losses, metrics, seed, rules, remedy), runtime)
 
@@ -128,7 +128,7 @@ class Pipeline:
         self.objective = (Objective if plan.layout.dp == 1 else ShareObjective)(self.device, recipe.losses, recipe.metrics)
         if self.world > 1:
             check_ranks_agree({**plan.settings(), **recipe.settings()}, plan)
-        self.stages = build_stages(plan, recipe, runtime, self.device, self.rank, self.hooks)
+        self.stages = build_stages(plan, recipe, runtime, self.device, self.rank, self.hooks, fetch=self._source.refetch)
         self.replicas = None if plan.layout.dp == 1 else Replicas(plan.layout, self.replica, self.device)
         group = None if self.replicas is None else self.replicas.pipeline_group
         transport = open_transport(plan, self.device, group)
@@ -164,9 +164,9 @@ class Pipeline:
             ModelError: If exact streams exceeded the range of their grid. Raised on every rank.
             NumericsError: If a loss, a gradient or running statistics are not finite (:class:`petra.UpdateRules`).
         """
-        self._set_data(data, self.clock, microbatches)
-        self._totals.start(on_microbatch)
         start = self.clock
+        self._set_data(data, start, microbatches, self.plan.refetches)
+        self._totals.start(on_microbatch)
         for begin in self.hooks.train_begin:
             begin(start, start + microbatches)
         self.clock += self._executor.train(start, start + microbatches, stop)
@@ -184,7 +184,7 @@ class Pipeline:
 
     def evaluate(self, data: DataSource, microbatches: int) -> Result:
         """Evaluate microbatches 0 to ``microbatches`` - 1, with averaged weights if the rules ask for averages."""
-        self._set_data(data, 0, microbatches)
+        self._set_data(data, 0, microbatches, refetches=False)
         self.objective.totals.zero_()
         with self.averaged(), evaluating(self.stages.values()):
             self._executor.evaluate(microbatches)
@@ -227,7 +227,7 @@ class Pipeline:
     def __repr__(self) -> str:
         return f"Pipeline({self.plan}, rank {self.rank} of {self.world}, {self.clock} microbatches done)"
 
-    def _set_data(self, data: DataSource, start: int, microbatches: int) -> None:
-        require_source(data, microbatches)
+    def _set_data(self, data: DataSource, start: int, microbatches: int, refetches: bool) -> None:
+        require_source(data, microbatches, refetches=refetches)
         for port in (self._source, self.objective):
             port.start(data if self.replicas is None else Share(data, self.plan.layout, self.replica), start, microbatches)

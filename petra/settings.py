@@ -44,7 +44,7 @@ class Numerics:
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where and how a pipeline runs. Results don't depend on ``transport`` or ``concurrency``.
+    """Where and how a pipeline runs. Results don't depend on ``transport``, ``concurrency`` or ``refetch``.
 
     Attributes:
         device: Device of this process. A GPU becomes the process's current device; ``cuda`` is the one that the process group is
@@ -53,9 +53,12 @@ class Runtime:
             boundary, and ``edge`` otherwise.
         concurrency: Number of stages that run at the same time in one process on the CPU, each in a thread of its own.
         compile: Backend of ``torch.compile`` for the functions inside blocks, or None.
+        refetch: Whether the first block fetches its input from the data source again in its backward pass instead of storing it.
+            Saves the memory of one input for each microbatch in flight. Training data need a method ``refetch``.
     """
 
     device: torch.device | str = "cpu"
     transport: TransportName = "auto"
     concurrency: int = 1
     compile: str | None = None
+    refetch: bool = False

@@ -14,7 +14,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from petra.method import Keep, Weights
+from petra.method import STORABLE, Weights
 
 from .checks import as_list, integer, is_integer, key, number, one_of, require_valid, satisfies
 from .errors import config_error
@@ -32,7 +32,7 @@ DELAY = satisfies(
     "an integer >= 0, a list with one for each boundary, or auto",
 )
 KEEP = satisfies(
-    lambda value: value == AUTO or all(keep in tuple(Keep) for keep in as_list(value)),
+    lambda value: value == AUTO or all(keep in STORABLE for keep in as_list(value)),
     "graph, input, nothing, a list with one of these for each block, or auto",
 )
 NAMES = satisfies(lambda names: bool(names) and all(names), "a list of names")
@@ -86,6 +86,7 @@ class DataConfig:
     classes: int = key(integer(1, 10**7))
     size: int = key(integer(1, 10**6))
     workers: int = key(integer(0, 1000))
+    refetch: Any = key(satisfies(lambda value: value in (AUTO, True, False), "true, false or auto"), AUTO)
     images: int | None = None
     validation: float | None = None
     mean_image: bool | None = None

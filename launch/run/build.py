@@ -29,7 +29,7 @@ from ..config.schema import AUTO, Config
 from ..runtime.rank import Process
 from . import recipe
 from .checks import check
-from .data import checked_form, data_sources
+from .data import data_sources, describe_inputs
 from .own import register_own, require_arguments
 
 PRECISIONS = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -133,7 +133,7 @@ def set_up(config: Config, process: Process) -> Setup:
 def _plan(
     config: Config, model: Model, method: Method, stages: int | list[int] | None, processes: int, device: torch.device
 ) -> Plan:
-    inputs, trainer = checked_form(config.data), config.trainer
+    (inputs, refetch), trainer = describe_inputs(config.data), config.trainer
     try:
         return make_plan(
             model,
@@ -147,6 +147,7 @@ def _plan(
             transport=cast(TransportName, trainer.transport),
             device_type=device.type,
             metrics=len(recipe.metrics(config.data.classes, _unit(inputs))),
+            refetch=refetch,
         )
     except ConfigError as error:  # names the argument
         raise ConfigError(re.sub("^stages: ", "trainer.stages: ", str(error))) from error
@@ -160,7 +161,7 @@ def _check_data_fits(config: Config) -> None:
     """
     if is_own(config.model.name):
         return
-    tokens = _unit(checked_form(config.data)) == "tokens"
+    tokens = _unit(describe_inputs(config.data).spec) == "tokens"
     expected = alternatives(TOKEN_MODELS) if tokens else "a model of images"
     fits = (config.model.name in TOKEN_MODELS) == tokens
     require(fits, "model", f"{expected} with data={config.data.name}", config.model.name)

@@ -6,11 +6,12 @@ With replicas, the rank of each replica's first stage reads the replica's share.
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from petra.data import DATASETS, Dataset, EvalSource, TrainSource, load_dataset, microbatch_form, settings
+from petra.data import DATASETS, Dataset, EvalSource, TrainSource, in_memory, load_dataset, microbatch_form, settings
 from petra.data.prefetch import TIMEOUT
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.errors import DataError, invalid, require
@@ -18,7 +19,7 @@ from petra.plan.layout import Layout
 from petra.specs import TensorSpec
 
 from ..config.names import is_own
-from ..config.schema import DataConfig
+from ..config.schema import AUTO, DataConfig
 from .own import require_arguments
 
 REQUIRED = ("classes", "size")
@@ -27,8 +28,20 @@ OPTIONAL = ("root", "images", "validation", "mean_image", "distort")
 """Keys that only some data sets have. They are null for the others."""
 
 
-def checked_form(config: DataConfig) -> TensorSpec:
-    """Return shape and dtype of a microbatch of inputs, from the configuration alone.
+class Inputs(NamedTuple):
+    """Microbatches of inputs, as far as the plan of a run depends on them.
+
+    Attributes:
+        spec: Shape and dtype.
+        refetch: Whether they are fetched from the data source a second time instead of being stored.
+    """
+
+    spec: TensorSpec
+    refetch: bool
+
+
+def describe_inputs(config: DataConfig) -> Inputs:
+    """Describe a microbatch of inputs from the configuration alone. Only a data set outside the package is loaded.
 
     Raises:
         ConfigError: If a key is set that the data set doesn't have.
@@ -38,8 +51,11 @@ def checked_form(config: DataConfig) -> TensorSpec:
         value = getattr(config, key)
         require(value is None or key in own, f"data.{key}", f"null for {config.name}", value)
     if is_own(config.name):
-        return _form_of(_load(config), config.batch_size)
-    return microbatch_form(config.name, config.batch_size, config.size)
+        dataset = _load(config)
+        spec, cheap = _form_of(dataset, config.batch_size), dataset.train.in_memory
+    else:
+        spec, cheap = microbatch_form(config.name, config.batch_size, config.size), in_memory(config.name)
+    return Inputs(spec, cheap if config.refetch == AUTO else config.refetch)
 
 
 def _form_of(dataset: Dataset, batch_size: int) -> TensorSpec:

@@ -54,7 +54,7 @@ class BlockCost:
         """Return the bytes stored for one microbatch between forward and backward."""
         if keep is Keep.GRAPH:
             return self.graph_bytes
-        return 0 if keep is Keep.NOTHING and self.reversible else self.input_bytes
+        return 0 if keep is Keep.REFETCH or (keep is Keep.NOTHING and self.reversible) else self.input_bytes
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ class Split:
             samples that are read with it.
         samples: Reader of inputs and targets together, for data in which one can't be read without the other.
         integer_targets: Whether targets are integers, so that targets of padding rows can be ignored.
+        in_memory: Whether the samples are in memory, or in files mapped into memory. Inputs can then be read twice at little cost.
     """
 
     count: int
@@ -37,6 +38,7 @@ class Split:
     per_sample_augmentation: bool = False
     samples: PairReader | None = None
     integer_targets: bool = True
+    in_memory: bool = False
 
     def part(self, *, inputs: bool, targets: bool) -> Split:
         """Return the split with the selected readers only. To read targets, a process needs the reader of both."""

@@ -52,6 +52,11 @@ def load_dataset(name: str, **options: Any) -> Dataset:
     return DATASETS[name](**options)
 
 
+def in_memory(name: str) -> bool:
+    """Return :attr:`petra.data.Split.in_memory` of a data set without reading data."""
+    return name != "imagenet"
+
+
 def microbatch_form(name: str, batch_size: int, size: int) -> TensorSpec:
     """Return shape and type of a microbatch of inputs without reading data.
 

@@ -39,6 +39,7 @@ class _Source(ABC):
         self._reads_inputs = False
         self._read = Prefetcher(self._inputs, workers, stop, timeout) if workers else self._inputs
         self._read_both = Prefetcher(self._both, workers, stop, timeout) if workers else self._both
+        self._read_again = Prefetcher(self._again, workers, stop, timeout) if workers else self._again
 
     @abstractmethod
     def _request(self, m: int) -> tuple[Tensor, int | None]:
@@ -56,6 +57,14 @@ class _Source(ABC):
             self._recent.popitem(last=False)
         return inputs[self._share]
 
+    def refetch(self, m: int) -> Tensor:
+        """Return the inputs of microbatch ``m`` again, equal bit for bit, with the same augmentation.
+
+        These inputs have workers of their own, as many as :meth:`inputs`: common workers would restart at each number that does not
+        follow the last one.
+        """
+        return self._read_again(m)
+
     def targets(self, m: int) -> Tensor:
         """Return the targets of microbatch ``m``: int64 (B,) for images, (B·T,) for tokens."""
         assert self._split.targets is not None, "this process reads no targets"
@@ -72,6 +81,9 @@ class _Source(ABC):
         if seed is None or self._split.per_sample_augmentation:
             return self._split.inputs(indices[self._share], seed)
         return self._split.inputs(indices, seed)[self._share]
+
+    def _again(self, m: int) -> Tensor:
+        return self._inputs(m) if self._split.samples is None else self._both(m)[0][self._share]
 
     def _both(self, m: int) -> tuple[Tensor, Tensor]:
         assert self._split.samples is not None

@@ -5,6 +5,7 @@ keep     class          forward pass stores       backward pass
 =======  =============  ========================  ======================================================================
 graph    KeepGraph      its input and its graph   differentiates the graph
 input    Recompute      its input                 evaluates the block again with a graph, and differentiates that
+refetch  Refetch        nothing                   fetches the input from the data source again; then as ``input``
 nothing  Reconstruct    nothing                   reconstructs the input from the output and differentiates, in one evaluation
 =======  =============  ========================  ======================================================================
 
@@ -15,7 +16,7 @@ parameters.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import ClassVar
@@ -32,6 +33,8 @@ from petra.reversible import Gradients, Grid
 from petra.specs import Streams, detached, in_own_memory
 from petra.torch_private import differentiate
 
+Fetch = Callable[[int], Streams]
+"""Function of a microbatch that returns the input of the model's first block."""
 RECOMPUTES = (
     "activation checkpointing and other saved-tensor hooks inside a block can't be used with method.keep=graph and "
     "method.weights=current where updates come between forward and backward: the recomputation would use newer weights; use "
@@ -153,13 +156,34 @@ class Recompute(BlockRunner):
         version = self._choose_version(m)
         with self.function.frozen_statistics():
             y = self.function(m, x, version)
-        self.stored[m] = Stored(tuple(in_own_memory(t) for t in x))
+        self._keep_input(m, x)
         return y
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
         version = self.versions.for_backward(m)
-        recomputed = self._forward_with_graph(m, self.stored.pop(m).inputs, version)
+        recomputed = self._forward_with_graph(m, self._take_input(m), version)
         return self._differentiate(recomputed, dy, version)
+
+    def _keep_input(self, m: int, x: Streams) -> None:
+        self.stored[m] = Stored(tuple(in_own_memory(t) for t in x))
+
+    def _take_input(self, m: int) -> Streams:
+        return self.stored.pop(m).inputs
+
+
+class Refetch(Recompute):
+    """Stores nothing, and fetches the input again: the first block of a model, whose input is the data."""
+
+    keep = Keep.REFETCH
+    fetch: Fetch | None = None
+    """Returns the input of a microbatch. None in a stage that runs no backward pass."""
+
+    def _keep_input(self, m: int, x: Streams) -> None:
+        pass
+
+    def _take_input(self, m: int) -> Streams:
+        assert self.fetch is not None
+        return self.fetch(m)
 
 
 class Reconstruct(BlockRunner):
@@ -193,6 +217,7 @@ def block_runner(
     autocast: torch.dtype | None,
     stale: bool = False,
     grid: Grid | None = None,
+    fetch: Fetch | None = None,
 ) -> BlockRunner:
     """Return the runner of a block.
 
@@ -206,9 +231,13 @@ def block_runner(
         autocast: Type in which the block computes, or None.
         stale: Whether updates may come between the passes of a microbatch.
         grid: Grid for exact streams, or None.
+        fetch: Returns the block's input for a microbatch again; for ``Keep.REFETCH``.
     """
-    kinds: dict[Keep, type[BlockRunner]] = {kind.keep: kind for kind in (KeepGraph, Recompute, Reconstruct)}
+    kinds: dict[Keep, type[BlockRunner]] = {kind.keep: kind for kind in (KeepGraph, Recompute, Refetch, Reconstruct)}
     function = BlockFunction(module, seed=seed, autocast=autocast, grid=grid)
     versions = weight_versions(function.parameters, weights, keeps_graph=keep is Keep.GRAPH, k=k)
     overwritten = stale and weights is Weights.CURRENT
-    return kinds[keep](function, versions, input_needs_gradient=input_needs_gradient, overwritten=overwritten)
+    runner = kinds[keep](function, versions, input_needs_gradient=input_needs_gradient, overwritten=overwritten)
+    if isinstance(runner, Refetch):
+        runner.fetch = fetch
+    return runner

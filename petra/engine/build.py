@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from petra.engine.block import Fetch
 from petra.engine.compile import compile_block
 from petra.engine.data_parallel import replica_seed
 from petra.engine.endpoints import Losses
@@ -76,11 +77,13 @@ def build_stages(
     rank: int,
     hooks: Hooks,
     make_block: Callable[[int], nn.Module] | None = None,
+    fetch: Fetch | None = None,
 ) -> dict[int, Stage]:
     """Build the stages of a rank, by index. Weights depend on the seed and the block only, not on the partition.
 
     Args:
         make_block: Returns a block on its device, given its index. By default, blocks are built for this run.
+        fetch: Returns the inputs of a microbatch again, on the device; for plans that refetch.
     """
     make_block = partial(_block, plan, recipe, runtime, device) if make_block is None else make_block
     replica, process = plan.layout.locate(rank)
@@ -101,6 +104,7 @@ def build_stages(
             grid=build_grid(plan, device),
             index=j,
             hooks=hooks,
+            fetch=fetch,
             delay_compensation=recipe.remedy.delay_compensation,
         )
     return stages

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from petra.distributed import default_timeout
-from petra.engine.endpoints import DataSource, Objective
+from petra.engine.endpoints import DataSource, Objective, RefetchSource
 from petra.engine.metrics import count_targets
 from petra.engine.worker import Worker
 from petra.hooks import Gradients, Hook, Hooks
@@ -43,8 +43,11 @@ class Share:
         self._source, self._rows, self._replica, self._dp = source, layout.inputs.shape[0], replica, layout.dp
 
     def inputs(self, m: int) -> Tensor:
-        x = self._source.inputs(m)
-        return self._part(x) if len(x) == self._dp * self._rows else x
+        return self._own(self._source.inputs(m))
+
+    def refetch(self, m: int) -> Tensor:
+        assert isinstance(self._source, RefetchSource)
+        return self._own(self._source.refetch(m))
 
     def targets(self, m: int) -> Tensor:
         return self._part(self._source.targets(m))
@@ -53,6 +56,9 @@ class Share:
         """Return the fraction of microbatch m's counted targets that are in this share."""
         joint = self._source.targets(m)
         return int(count_targets(self._part(joint))) / max(int(count_targets(joint)), 1)
+
+    def _own(self, x: Tensor) -> Tensor:
+        return self._part(x) if len(x) == self._dp * self._rows else x
 
     def _part(self, joint: Tensor) -> Tensor:
         return joint.chunk(self._dp)[self._replica]

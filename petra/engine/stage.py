@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from petra.engine.accumulation import Accumulation
-from petra.engine.block import block_runner
+from petra.engine.block import Fetch, block_runner
 from petra.engine.weights import WeightVersion
 from petra.hooks import Hooks
 from petra.method import Keep, Weights
@@ -38,6 +38,7 @@ class Stage:
         channels_last: Whether 4-d streams use the channels-last memory format.
         grid: Grid for exact streams (:mod:`petra.reversible.grid`), or None.
         hooks: Hooks to call for each block, or None.
+        fetch: Returns the first stage's input for a microbatch again, if its first block does not store it.
         delay_compensation: Factor λ of :mod:`petra.staleness.delay_compensation`; 0 is off.
 
     Attributes:
@@ -60,6 +61,7 @@ class Stage:
         channels_last: bool = False,
         grid: Grid | None = None,
         hooks: Hooks | None = None,
+        fetch: Fetch | None = None,
         delay_compensation: float = 0.0,
     ) -> None:
         self._delay_compensation = delay_compensation
@@ -77,6 +79,7 @@ class Stage:
                 autocast=autocast,
                 stale=stale,
                 grid=grid,
+                fetch=fetch,
             )
             for b, (block, keep) in enumerate(zip(blocks, keeps, strict=True), first_block)
         ]
