@@ -13,12 +13,14 @@ from petra.errors import invalid
 from . import own_module
 from .runtime.agent import run_agent
 from .runtime.rank import Process
+from .runtime.signals import stop_before_start
 from .runtime.terminal import command
 
 
 @command
 def main() -> None:
     """Check the configuration, then run torchrun's agent."""
+    stop_before_start()
     from .config.compose import training_configs
 
     parser = argparse.ArgumentParser(

@@ -16,7 +16,7 @@ from petra.engine.data_parallel import Replicas, Share, ShareObjective
 from petra.engine.endpoints import DataPort, DataSource, Loss, Losses, Objective, require_source
 from petra.engine.executor import Executor, stage_threads
 from petra.engine.global_clip import GlobalClip
-from petra.engine.metrics import Metric, correct_predictions
+from petra.engine.metrics import Metric, correct_predictions, size_of
 from petra.engine.stage import evaluating
 from petra.engine.totals import Result, Totals, reduce_totals, warn_without_update
 from petra.engine.update import OptimizerFactory
@@ -46,7 +46,7 @@ class Pipeline:
         dp: Number of replicas. Each takes an equal share of every microbatch (docs/data_parallel.md).
         learning_rate: Maps the number of microbatches done to a learning rate; None keeps the optimizer's own.
         loss: Mean loss of (output, targets); :class:`Losses` for two different ones. Targets of -100 do not count.
-        metrics: Metrics by name, each a sum over targets. By default ``accuracy``, the number of correct predictions.
+        metrics: Metrics by name: sums over targets, or confusion matrices. By default ``accuracy``, the correct predictions.
         seed: Seed of the weights and of the random numbers that blocks draw.
         numerics: Number formats and memory layouts.
         runtime: Device, transport, threads and compilation.
@@ -103,7 +103,7 @@ class Pipeline:
             numerics=numerics,
             transport=runtime.transport,
             device_type=torch.device(runtime.device).type,
-            metrics=len(metrics),
+            metrics=sum(map(size_of, metrics.values())),
             refetch=runtime.refetch,
         )
         self._build(plan, Recipe(optimizer, learning_rate, losses, metrics, seed, rules, remedy), runtime)
@@ -123,7 +123,7 @@ class Pipeline:
         self.replica, process = plan.layout.locate(self.rank)
         self.hooks, self.clock = Hooks(), 0
         self.measures: list[Callable[[], dict[str, float]]] = []
-        self._totals = Totals(len(recipe.metrics), plan.layout.dp, self.device)
+        self._totals = Totals(recipe.metrics, plan.layout.dp, self.device)
         self._source = DataPort(plan.layout.inputs, self.device, plan.numerics.channels_last, self._totals.add)
         self.objective = (Objective if plan.layout.dp == 1 else ShareObjective)(self.device, recipe.losses, recipe.metrics)
         if self.world > 1:
@@ -179,7 +179,7 @@ class Pipeline:
         for worker in reversed(self.workers.values()):  # check later stages first: gradients flow upstream
             worker.update.check_drained()
         warn_without_update(self.plan.k, self.clock, self.rank, watched=bool(on_microbatch or stop))
-        result = reduce_totals(self._totals.values, [*self.recipe.metrics], self.world > 1)
+        result = reduce_totals(self._totals.values, self.recipe.metrics, self.world > 1)
         return result if self.recipe.rules.may_skip else result.finite(len(self.plan.stages), start + 1, self.clock, self.rank)
 
     def evaluate(self, data: DataSource, microbatches: int) -> Result:
@@ -188,7 +188,7 @@ class Pipeline:
         self.objective.totals.zero_()
         with self.averaged(), evaluating(self.stages.values()):
             self._executor.evaluate(microbatches)
-        return reduce_totals(self.objective.totals, [*self.recipe.metrics], self.world > 1)
+        return reduce_totals(self.objective.totals, self.recipe.metrics, self.world > 1)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

@@ -25,7 +25,6 @@ __all__ = [
     "conv_forward",
     "default_group_timeout",
     "default_store",
-    "differentiate",
     "fake_tensor_mode",
     "foreach_add",
     "foreach_add_",
@@ -41,6 +40,7 @@ __all__ = [
     "set_recompile_limit",
     "skips_steps",
     "storage_key",
+    "vector_jacobian_products",
     "version",
 ]
 
@@ -123,7 +123,7 @@ def preserve_version_counter(tensors: tuple[Tensor, ...]) -> AbstractContextMana
 autograd_engine = getattr(torch.autograd.Variable, "_execution_engine", None)
 
 
-def differentiate(outputs: Tensors, inputs: Tensors, gradients: Tensors) -> tuple[Tensor | None, ...]:
+def vector_jacobian_products(outputs: Tensors, inputs: Tensors, gradients: Tensors) -> tuple[Tensor | None, ...]:
     """Return the vector-Jacobian products of ``outputs`` with respect to ``inputs``; None for inputs that were not used.
 
     ``torch.autograd.grad`` checks and converts its arguments in Python, which takes half as long as the backward pass of a small

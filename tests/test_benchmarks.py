@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import pipelines, refetch, reversible_sequence, scaling, simulator_check
+from benchmarks import pipelines, plan_check, refetch, reversible_sequence, scaling, simulator_check, split_backward
 from benchmarks.pipeline_peers import Batches, Run, Setting
 from benchmarks.reversible_peers import LIBRARIES, PEERS, gradients
-from benchmarks.two_stages import build
+from benchmarks.shaped_link import QUEUE, Direction, Shape
+from benchmarks.two_stages import build, coupling
+from petra import Keep
 from petra.cost_model.costs import StageCost
+from petra.engine.stage import Stage
 from tests.support.processes import run_processes
 
 
@@ -72,10 +75,12 @@ def test_an_update_that_differs_from_plain_autograd_is_an_error() -> None:
 @pytest.mark.parametrize("k", [1, 3, 32])
 def test_simulated_periods_equal_the_closed_form(stages: int, k: int) -> None:
     """Compare with 4 and 3 forwards without a flush, and 3 (k + J - 1) / k forwards with a flush."""
-    costs = {"nothing": asdict(StageCost(1, 3)), "graph": asdict(StageCost(1, 2))}
+    costs = {"nothing": asdict(StageCost(1, 3, weights=1)), "graph": asdict(StageCost(1, 2, weights=1))}
     found = pipelines.simulated(costs, {"bandwidth": float("inf"), "latency": 0.0}, stages, k)
     flushed = 3 * (k + stages - 1) / k
-    assert found == pytest.approx({"PETRA, nothing kept": 4, "PETRA, graphs kept": 3, "1F1B": flushed, "GPipe": flushed})
+    zero_bubble = 3 + (stages - 1) / k if k >= stages else found["ZB-H1"]
+    expected = {"PETRA, nothing kept": 4, "PETRA, graphs kept": 3, "1F1B": flushed, "ZB-H1": zero_bubble, "GPipe": flushed}
+    assert found == pytest.approx(expected)
 
 
 def test_seconds_by_work_and_their_linearity() -> None:
@@ -102,6 +107,18 @@ def compare_simulator(rank: int) -> dict[str, dict[str, list[float]]]:
     return simulator_check.compare(rank, options)
 
 
+def test_packets_of_a_shaped_link_arrive_one_after_the_other() -> None:
+    """At 1000 bytes/s and 2 s of delay. A pause of the sender frees the link."""
+    link = Direction(Shape(rate=1000, delay=2))
+    found = [link.arrival(size, now) for size, now in ((100, 0), (200, 0), (300, 0.1), (100, 5))]
+    assert found == pytest.approx([2.1, 2.3, 2.6, 7.1])
+    full = Direction(Shape(rate=1000, delay=2))
+    assert [full.arrival(QUEUE // 2, 0) is None for _ in range(3)] == [False, False, True]
+    lossy = Direction(Shape(rate=1e9, delay=0, loss=0.1))
+    lost = sum(lossy.arrival(1, now) is None for now in range(10_000))
+    assert 900 < lost < 1100
+
+
 @pytest.mark.processes
 def test_a_reversible_stage_in_its_own_process_stores_nothing(tmp_path: Path) -> None:
     _, (nothing, graphs), _ = run_processes(3, stored_by_keep, tmp_path)
@@ -112,3 +129,16 @@ def test_a_reversible_stage_in_its_own_process_stores_nothing(tmp_path: Path) ->
 def stored_by_keep(rank: int) -> list[float]:
     options = argparse.Namespace(channels=4, size=4, batch=2)
     return [scaling.stage_memory(rank, [2, 2, 2], keep, options)["stored"] for keep in scaling.KEEPS]
+
+
+def test_a_plan_is_compared_with_runs_in_one_process() -> None:
+    options = argparse.Namespace(model="revnet18", width=1 / 16, batch=2, k=2, microbatches=4, rounds=1)
+    found = plan_check.compare(options)
+    assert set(found) == set(plan_check.ALONE)
+    assert all(len(values) == 1 and values[0] > 0 for figures in found.values() for values in figures.values())
+
+
+def test_parts_of_a_backward_are_timed() -> None:
+    stage = Stage([coupling(4)], [Keep.NOTHING], first_block=1, channels_last=True, split=True)
+    stage.forward(1, (torch.randn(2, 4, 5, 5), torch.randn(2, 4, 5, 5)))
+    assert split_backward.seconds(stage, 4, 5, 2) > 0

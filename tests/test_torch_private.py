@@ -60,7 +60,7 @@ def test_differentiation_of_some_outputs(monkeypatch: pytest.MonkeyPatch, engine
     expected = torch.autograd.grad(outputs, [x, w], gradients, retain_graph=True)
     if not engine:
         monkeypatch.setattr(torch_private, "autograd_engine", None)
-    *found, none = torch_private.differentiate(outputs, [x, w, unused], gradients)
+    *found, none = torch_private.vector_jacobian_products(outputs, [x, w, unused], gradients)
     assert none is None
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 

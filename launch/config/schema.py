@@ -14,7 +14,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from petra.method import STORABLE, Weights
+from petra.method import STORABLE, Split, Weights
 
 from .checks import as_list, integer, is_integer, key, number, one_of, require_valid, satisfies
 from .errors import config_error
@@ -47,6 +47,7 @@ class ModelConfig:
     """The model's name, and the options of all models. An option that is null keeps the model's default."""
 
     name: str = key(one_of_or_own(MODELS))
+    body: str | None = None
     width: float | None = None
     stem: str | None = None
     downsampling: str | None = None
@@ -91,6 +92,13 @@ class DataConfig:
     validation: float | None = None
     mean_image: bool | None = None
     distort: bool | None = None
+    height: int | None = key(integer(1, 10**6), None)
+    void: int | None = None
+    sampling: str | None = None
+    crop: str | None = None
+    jitter: bool | None = None
+    crops: int | None = None
+    split: str | None = None
 
 
 @dataclass
@@ -103,6 +111,7 @@ class MethodConfig:
     weights: str = key(one_of(tuple(Weights)))
     flush: bool = MISSING
     fill: bool = MISSING
+    split: str = key(one_of(tuple(Split)), "none")
     max_updates: int | None = None
 
 
@@ -152,6 +161,7 @@ class ScheduleConfig:
     milestones: list[int] | None = None
     gamma: float | None = None
     power: float | None = None
+    final: float | None = None
 
 
 @dataclass
@@ -167,6 +177,7 @@ class TrainerConfig:
     loss_scale: Any = None
     nonfinite: str = MISSING
     label_smoothing: float = key(number(least=0, below=1))
+    bootstrap: float | None = key(number(above=0, most=1), None)
     channels_last: bool = MISSING
     matmul_precision: str = key(one_of(("highest", "high", "medium")))
     cudnn_benchmark: bool = MISSING

@@ -24,7 +24,20 @@ from .own import require_arguments
 
 REQUIRED = ("classes", "size")
 """Keys that every data set has, because the model depends on them. Most data sets fix their values."""
-OPTIONAL = ("root", "images", "validation", "mean_image", "distort")
+OPTIONAL = (
+    "root",
+    "images",
+    "validation",
+    "mean_image",
+    "distort",
+    "height",
+    "void",
+    "sampling",
+    "split",
+    "crop",
+    "jitter",
+    "crops",
+)
 """Keys that only some data sets have. They are null for the others."""
 
 
@@ -51,10 +64,10 @@ def describe_inputs(config: DataConfig) -> Inputs:
         value = getattr(config, key)
         require(value is None or key in own, f"data.{key}", f"null for {config.name}", value)
     if is_own(config.name):
-        dataset = _load(config)
+        dataset = load(config)
         spec, cheap = _form_of(dataset, config.batch_size), dataset.train.in_memory
     else:
-        spec, cheap = microbatch_form(config.name, config.batch_size, config.size), in_memory(config.name)
+        spec, cheap = microbatch_form(config.name, config.batch_size, config.size, config.height), in_memory(config.name)
     return Inputs(spec, cheap if config.refetch == AUTO else config.refetch)
 
 
@@ -86,7 +99,7 @@ def data_sources(config: DataConfig, seed: int, layout: Layout, timeout: float =
     rank = dist.get_rank() if dist.is_initialized() else 0
     replica, process = layout.locate(rank)
     with raise_on_all_ranks():
-        loaded = _load(config) if process == 0 or is_own(config.name) else None
+        loaded = load(config) if process == 0 or is_own(config.name) else None
     last = sum(bool(stages) for stages in layout.processes) - 1
     dataset = _distribute(loaded, rank, first=rank - process, last=rank - process + last)
     rows = layout.inputs.shape[0]
@@ -97,7 +110,7 @@ def data_sources(config: DataConfig, seed: int, layout: Layout, timeout: float =
     )
 
 
-def _load(config: DataConfig) -> Dataset:
+def load(config: DataConfig) -> Dataset:
     """Load the data set, and check the keys that the model depends on."""
     wanted = {key: value for key, value in asdict(config).items() if key in REQUIRED + OPTIONAL and value is not None}
     given = {key: value for key, value in wanted.items() if key in settings(config.name)}

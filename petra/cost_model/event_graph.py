@@ -24,6 +24,8 @@ def event_graph(
     connections: Sequence[Connection],
     boundary_delays: Sequence[int],
     transport: WireModel,
+    splits: Sequence[bool],
+    lags: Sequence[int],
 ) -> EventGraph:
     """Return the event graph of one repetition of ``steady``, whose number of microbatches must be a multiple of k.
 
@@ -34,8 +36,9 @@ def event_graph(
         connections: Connection of each process to the next one.
         boundary_delays: Delay d of each boundary.
         transport: Transport whose rules the messages follow.
+        splits, lags: Whether each stage splits its backward, and by how many microbatches it postpones the second part.
     """
-    steps = _Steps.of(steady, costs, k, processes, connections)
+    steps = _Steps.of(steady, costs, k, processes, connections, splits, lags)
     return _edge_graph(steps, np.array(boundary_delays, np.int64)) if transport == "edge" else _lockstep_graph(steps)
 
 
@@ -46,8 +49,10 @@ class _Steps:
     Attributes:
         steady: The steps.
         process: Process of each step.
-        compute: Seconds of each step.
-        update: Seconds of the update that follows each step; 0 if none follows.
+        compute: Seconds of each step until it sends.
+        update: Seconds of the update that follows each step directly; 0 if none follows.
+        late: Seconds of the second parts of split backwards, and of their updates. They follow the last step of the process in the
+            round of each step, and its exchange if it has one.
         sender, receiver: Indices of the steps that send and that receive a message between two processes.
         later: For each message, number of repetitions by which its receiver is later.
         transfer, latency: Seconds of each message on its link.
@@ -58,6 +63,7 @@ class _Steps:
     process: Indices
     compute: Values
     update: Values
+    late: Values
     sender: Indices
     receiver: Indices
     later: Indices
@@ -67,12 +73,24 @@ class _Steps:
 
     @staticmethod
     def of(
-        steady: SteadyState, costs: Sequence[StageCost], k: int, processes: Sequence[range], connections: Sequence[Connection]
+        steady: SteadyState,
+        costs: Sequence[StageCost],
+        k: int,
+        processes: Sequence[range],
+        connections: Sequence[Connection],
+        splits: Sequence[bool],
+        lags: Sequence[int],
     ) -> _Steps:
         stage, forward, m = steady.stage, steady.forward, steady.microbatch
         owner = np.repeat(np.arange(len(processes)), [len(stages) for stages in processes])
-        columns = ("forward", "backward", "update", "forward_bytes", "backward_bytes")
-        seconds_f, seconds_b, update, bytes_f, bytes_b = (np.array([getattr(cost, name) for cost in costs]) for name in columns)
+        columns = ("forward", "backward", "update", "weights", "forward_bytes", "backward_bytes")
+        seconds_f, seconds_b, update, weights, bytes_f, bytes_b = (
+            np.array([getattr(cost, name) for cost in costs]) for name in columns
+        )
+        split = np.array(splits)
+        weights = np.where(split, weights, 0.0)
+        updates = np.where(~forward & ((m + 1) % k == 0), update[stage], 0.0)
+        finished = np.where(forward, 0, _finished(m, np.array(lags)[stage], k))
         target = np.where(forward, stage + 1, stage - 1)
         exists = (target >= 0) & (target < len(costs))
         sender = np.flatnonzero(exists & (owner[np.clip(target, 0, len(costs) - 1)] != owner[stage]))
@@ -85,8 +103,9 @@ class _Steps:
         return _Steps(
             steady,
             process=owner[stage],
-            compute=np.where(forward, seconds_f[stage], seconds_b[stage]),
-            update=np.where(~forward & ((m + 1) % k == 0), update[stage], 0.0),
+            compute=np.where(forward, seconds_f[stage], seconds_b[stage] - weights[stage]),
+            update=np.where(split[stage], 0.0, updates),
+            late=_at_end_of_round(steady, owner[stage], finished * weights[stage] + np.where(split[stage], updates, 0.0)),
             sender=sender,
             receiver=receiver,
             later=later,
@@ -102,6 +121,22 @@ class _Steps:
         number = np.full(len(self.process), -1)
         number[self.sender] = np.arange(len(self.sender))
         return number[step], -before
+
+
+def _finished(microbatch: Indices, lag: Indices, k: int) -> Indices:
+    """Return how many split backwards get their second part after the first part of each microbatch: all left before an update."""
+    place = microbatch % k
+    return np.where(place == k - 1, 1 + np.minimum(lag, k - 1), place >= lag)
+
+
+def _at_end_of_round(steady: SteadyState, process: Indices, seconds: Values) -> Values:
+    """Move the seconds of each step to the last step of its process in the same round."""
+    _, step = np.unique(steady.round * (int(process.max()) + 1) + process, return_inverse=True)
+    last = np.zeros(int(step.max()) + 1, np.int64)
+    np.maximum.at(last, step, np.arange(len(step)))
+    moved = np.zeros(len(step))
+    np.add.at(moved, last[step], seconds)
+    return moved
 
 
 def _sides(connections: Sequence[Connection]) -> tuple[list[object], list[object]]:
@@ -142,7 +177,7 @@ def _edge_graph(steps: _Steps, boundary_delays: Indices) -> EventGraph:
     previous, previous_before = steps.other_message(1)
     posted, posted_before = steps.other_message(POSTED_RECEIVES)
     edges: list[Edges] = [
-        (end[before], start, steps.update[before], wrapped),
+        (end[before], start, (steps.update + steps.late)[before], wrapped),
         (start, end, steps.compute, nothing),
         (wire, start[steps.receiver], steps.latency, steps.later),
         (wire[oldest], end[steps.sender], steps.latency, oldest_before),
@@ -173,6 +208,10 @@ def _lockstep_graph(steps: _Steps) -> EventGraph:
     clock = np.arange(count + len(exchanges))
     wire = np.arange(len(clock), len(clock) + messages)
     seconds = np.concatenate([steps.compute + steps.update, np.zeros(len(exchanges))])
+    late = np.concatenate([steps.late, np.zeros(len(exchanges))])
+    # An exchange comes after the last step of its round, if its process has any, and before the second parts.
+    own = count + np.flatnonzero((before[count:] < count) & (event_round[before[count:]] == exchange_round))
+    late[own], late[before[own]] = late[before[own]], 0.0
     # Each sender waits in its next exchange.
     earlier, earlier_wrapped = _previous(exchange_process)
     following, following_wrapped = np.empty_like(earlier), np.empty_like(earlier)
@@ -180,7 +219,7 @@ def _lockstep_graph(steps: _Steps) -> EventGraph:
     previous, previous_before = steps.other_message(1)
     none = np.zeros(messages, np.int64)
     edges: list[Edges] = [
-        (before, clock, seconds, wrapped),
+        (before, clock, seconds + late[before], wrapped),
         (wire, clock[steps.receiver], steps.latency + seconds[steps.receiver], steps.later),
         (wire, count + following[exchange[0]], steps.latency, following_wrapped[exchange[0]]),
         (wire[previous], wire, steps.transfer, previous_before),

@@ -10,7 +10,7 @@ nothing  Reconstruct    nothing                   reconstructs the input from th
 =======  =============  ========================  ======================================================================
 
 The weights that each pass uses come from :mod:`petra.engine.weights`; a version of None means the current
-parameters.
+parameters. A split backward pass leaves the gradients of the parameters to a function that it returns.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from petra.engine.block_function import BlockFunction
 from petra.engine.weights import WeightVersion, WeightVersions, weight_versions
 from petra.errors import ModelError
 from petra.method import Keep, Weights
-from petra.reversible import Gradients, Grid
+from petra.reversible import Gradients, Grid, LaterGradients, differentiate, differentiate_inputs
 from petra.specs import Streams, detached, in_own_memory
-from petra.torch_private import differentiate
 
 Fetch = Callable[[int], Streams]
 """Function of a microbatch that returns the input of the model's first block."""
@@ -63,6 +62,8 @@ class BlockRunner(ABC):
         versions: The versions of its weights.
         input_needs_gradient: False for the first block of the model, which takes the data.
         overwritten: Whether updates may overwrite the weights between the passes of a microbatch.
+        split: Whether the backward pass leaves the gradients of the parameters for later. It never does if the block's graph
+            recomputes saved tensors, as activation checkpointing does, because it would do so more than once.
 
     Attributes:
         parameters: Trained parameters by name.
@@ -72,20 +73,29 @@ class BlockRunner(ABC):
     keep: ClassVar[Keep]
 
     def __init__(
-        self, function: BlockFunction, versions: WeightVersions, *, input_needs_gradient: bool, overwritten: bool = False
+        self,
+        function: BlockFunction,
+        versions: WeightVersions,
+        *,
+        input_needs_gradient: bool,
+        overwritten: bool = False,
+        split: bool = False,
     ) -> None:
         self.function, self.versions, self.parameters = function, versions, function.parameters
         self.stored: dict[int, Stored] = {}
         self._trained = tuple(self.parameters.values())
         self._input_needs_gradient, self._overwritten = input_needs_gradient, overwritten
+        self._split: bool | None = None if split else False  # None until the first forward pass
 
     @abstractmethod
     def forward(self, m: int, x: Streams) -> Streams:
         """Return the block's output for microbatch ``m``, detached, and store what the backward pass needs."""
 
     @abstractmethod
-    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
+    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, LaterGradients]:
         """Return the block's input for microbatch ``m``, the gradient with respect to it, and those of the parameters.
+
+        The last are returned by a function, which must be called once, before the next update.
 
         Args:
             y: The block's output as the next block returned it; used only by :class:`Reconstruct`.
@@ -97,8 +107,10 @@ class BlockRunner(ABC):
         with torch.enable_grad(), self.function.frozen_statistics():
             return self.function(m, x, version)
 
-    def _choose_version(self, m: int) -> WeightVersion | None:
+    def _choose_version(self, m: int, x: Streams) -> WeightVersion | None:
         """Return the weights for the forward pass of microbatch ``m``, and stash them if the backward pass needs them too."""
+        if self._split is None:
+            self._split = not self.function.recomputes(x)
         version = self.versions.for_forward(m)
         self.versions.stash(m, version)
         return version
@@ -108,18 +120,21 @@ class BlockRunner(ABC):
         with torch.enable_grad():
             return Stored(inputs, self.function(m, inputs, version))
 
-    def _differentiate(self, stored: Stored, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
+    def _differentiate(self, stored: Stored, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, LaterGradients]:
         weights: Sequence[Tensor] = self._trained if version is None else [version[name] for name in self.parameters]
         connected = [(y, d) for y, d in zip(stored.outputs, dy, strict=True) if y.requires_grad]
         if not connected:  # neither the data nor any weight needs a gradient
-            return detached(stored.inputs), (), {}
+            return detached(stored.inputs), (), dict
         inputs = [t for t in stored.inputs if t.requires_grad]
         outputs, gradients = zip(*connected, strict=True)
         with self.function.using(version):  # activation checkpointing inside the block reads the parameters again
-            found = differentiate(outputs, [*inputs, *weights], gradients)
-        dx = tuple([torch.zeros_like(t) if d is None else d for t, d in zip(inputs, found, strict=False)])
-        used = {p: g for p, g in zip(self._trained, found[len(inputs) :], strict=True) if g is not None}
-        return detached(stored.inputs), dx, used
+            found, later = (differentiate_inputs if self._split else differentiate)(outputs, inputs, weights, gradients)
+        dx = tuple([torch.zeros_like(t) if d is None else d for t, d in zip(inputs, found, strict=True)])
+
+        def of_parameters() -> Gradients:
+            return {p: g for p, g in zip(self._trained, later(), strict=True) if g is not None}
+
+        return detached(stored.inputs), dx, of_parameters
 
 
 class KeepGraph(BlockRunner):
@@ -128,7 +143,7 @@ class KeepGraph(BlockRunner):
     keep = Keep.GRAPH
 
     def forward(self, m: int, x: Streams) -> Streams:
-        version = self._choose_version(m)
+        version = self._choose_version(m, x)
         if not self._overwritten:
             self.stored[m] = self._forward_with_graph(m, x, version)
         else:
@@ -143,7 +158,7 @@ class KeepGraph(BlockRunner):
                 raise ModelError(f"{type(self.function.module).__name__}: {RECOMPUTES}") from error
         return detached(self.stored[m].outputs)
 
-    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
+    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, LaterGradients]:
         return self._differentiate(self.stored.pop(m), dy, self.versions.for_backward(m))
 
 
@@ -153,13 +168,13 @@ class Recompute(BlockRunner):
     keep = Keep.INPUT
 
     def forward(self, m: int, x: Streams) -> Streams:
-        version = self._choose_version(m)
+        version = self._choose_version(m, x)
         with self.function.frozen_statistics():
             y = self.function(m, x, version)
         self._keep_input(m, x)
         return y
 
-    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
+    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, LaterGradients]:
         version = self.versions.for_backward(m)
         recomputed = self._forward_with_graph(m, self._take_input(m), version)
         return self._differentiate(recomputed, dy, version)
@@ -193,17 +208,27 @@ class Reconstruct(BlockRunner):
     keep = Keep.NOTHING
 
     def forward(self, m: int, x: Streams) -> Streams:
-        version = self._choose_version(m)
+        version = self._choose_version(m, x)
         with self.function.frozen_statistics():
             return self.function(m, x, version)
 
-    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
+    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, LaterGradients]:
         version = self.versions.for_backward(m)
         if version is None or not self.versions.reconstructs_with_current:
-            return self.function.inverse_vjp(m, y, dy, version)
+            x, dx, gradients = self.function.inverse_vjp(m, y, dy, version, split=bool(self._split))
+            return x, dx, self._at(version, gradients) if self._split else gradients
         # Reconstruct with the current parameters, but compute the gradient at the stashed version.
         recomputed = self._forward_with_graph(m, self.function.inverse(m, y), version)
         return self._differentiate(recomputed, dy, version)
+
+    def _at(self, version: WeightVersion | None, gradients: LaterGradients) -> LaterGradients:
+        """Return ``gradients``, computed at ``version``: the graph refers to the parameters, which had its values."""
+
+        def compute() -> Gradients:
+            with self.function.using(version):
+                return gradients()
+
+        return compute
 
 
 def block_runner(
@@ -217,6 +242,7 @@ def block_runner(
     autocast: torch.dtype | None,
     stale: bool = False,
     grid: Grid | None = None,
+    split: bool = False,
     fetch: Fetch | None = None,
 ) -> BlockRunner:
     """Return the runner of a block.
@@ -231,13 +257,14 @@ def block_runner(
         autocast: Type in which the block computes, or None.
         stale: Whether updates may come between the passes of a microbatch.
         grid: Grid for exact streams, or None.
+        split: As for :class:`BlockRunner`.
         fetch: Returns the block's input for a microbatch again; for ``Keep.REFETCH``.
     """
     kinds: dict[Keep, type[BlockRunner]] = {kind.keep: kind for kind in (KeepGraph, Recompute, Refetch, Reconstruct)}
     function = BlockFunction(module, seed=seed, autocast=autocast, grid=grid)
     versions = weight_versions(function.parameters, weights, keeps_graph=keep is Keep.GRAPH, k=k)
     overwritten = stale and weights is Weights.CURRENT
-    runner = kinds[keep](function, versions, input_needs_gradient=input_needs_gradient, overwritten=overwritten)
+    runner = kinds[keep](function, versions, input_needs_gradient=input_needs_gradient, overwritten=overwritten, split=split)
     if isinstance(runner, Refetch):
         runner.fetch = fetch
     return runner

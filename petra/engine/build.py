@@ -104,6 +104,7 @@ def build_stages(
             grid=build_grid(plan, device),
             index=j,
             hooks=hooks,
+            split=stage.split,
             fetch=fetch,
             delay_compensation=recipe.remedy.delay_compensation,
         )
@@ -155,7 +156,8 @@ def build_workers(
             last=j == len(plan.stages) - 1,
             hooks=hooks,
         )
-        workers[j] = Worker(j, stage, *ports[j], updates, hooks, boundary_factor(recipe.remedy.shrink, plan.delays, j))
+        shrink = boundary_factor(recipe.remedy.shrink, plan.delays, j)
+        workers[j] = Worker(j, stage, *ports[j], updates, hooks, shrink, planned.lag)
     return workers
 
 

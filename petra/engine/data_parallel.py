@@ -20,6 +20,7 @@ from petra.engine.endpoints import DataSource, Objective, RefetchSource
 from petra.engine.metrics import count_targets
 from petra.engine.worker import Worker
 from petra.hooks import Gradients, Hook, Hooks
+from petra.nn import InPlaceABN
 from petra.plan.layout import Layout
 from petra.reversible import derive_seed, normalisations
 from petra.specs import Message, Streams
@@ -94,8 +95,15 @@ class Replicas(Hook):
         self._stages: dict[int, StageReplicas] = {}
 
     def attach(self, workers: Sequence[Worker], hooks: Hooks) -> None:
-        """All-reduce the gradients of ``workers`` from now on. Gradients become views of buffers, each all-reduced as a whole."""
+        """All-reduce the gradients of ``workers`` from now on. Gradients become views of buffers, each all-reduced as a whole.
+
+        Synchronized layers share their batch statistics from now on. All replicas run the same steps in the same order, so these
+        collectives also have the same order in every replica.
+        """
         for worker in workers:
+            for layer in worker.stage.module.modules():
+                if isinstance(layer, InPlaceABN) and layer.synchronized:
+                    layer.group = self.dp_group
             replicas = StageReplicas(worker, self.layout.stages[worker.index].start, self.dp_group)
             self._stages[worker.index], worker.update.all_reduce = replicas, replicas.finish
         hooks.attach(self)

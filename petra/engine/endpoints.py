@@ -9,11 +9,11 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from petra.engine.metrics import Metric, count_targets
+from petra.engine.metrics import Metric, count_targets, size_of
 from petra.engine.staging import Read, staged
 from petra.errors import ConfigError, ModelError, invalid, require
 from petra.specs import Message, Streams, TensorSpec
-from petra.torch_private import differentiate, storage_key
+from petra.torch_private import storage_key, vector_jacobian_products
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Function of (output, targets) that returns the mean over the targets that are not ignored."""
@@ -137,8 +137,8 @@ class DataPort:
 class Objective:
     """Port after the last stage: turns an output into the backward message (output, gradient, report).
 
-    A report is a float64 vector: number of targets that are not ignored, sum of their losses, sums of the metrics. It travels with
-    the backward messages to the first stage, so reporting the progress of training needs no collective.
+    A report is a float64 vector: number of targets that are not ignored, sum of their losses, sums of the metrics, which may be
+    vectors. It travels with the backward messages to the first stage, so reporting the progress of training needs no collective.
 
     Args:
         device: Device of the last stage.
@@ -155,7 +155,7 @@ class Objective:
         self.data: DataSource | None = None
         self._read: Callable[[int], Tensor] | None = None
         self._pending: dict[int, Message] = {}
-        self.totals = torch.zeros(2 + len(self.metrics), dtype=torch.float64, device=device)
+        self.totals = torch.zeros(2 + sum(map(size_of, self.metrics.values())), dtype=torch.float64, device=device)
 
     def start(self, data: DataSource, start: int, microbatches: int) -> None:
         """Read the targets of ``microbatches`` microbatches from number ``start`` on in the next run of the pipeline."""
@@ -190,8 +190,10 @@ class Objective:
     def _report(self, output: Tensor, targets: Tensor, loss: Tensor, count: Tensor) -> Tensor:
         metrics = {name: metric(output, targets) for name, metric in self.metrics.items()}
         for name, value in metrics.items():
-            _require_scalar(f"metric {name}", value)
-        return _unless_empty(count, torch.stack([v.double() for v in (count, loss * count, *metrics.values())]))
+            if size_of(self.metrics[name]) == 1:
+                _require_scalar(f"metric {name}", value)
+        report = torch.cat([v.double().view(-1) for v in (count, loss * count, *metrics.values())])
+        return _unless_empty(count, report)
 
     def _targets(self, m: int) -> Tensor:
         assert self._read is not None
@@ -217,7 +219,7 @@ def _loss_and_gradient(loss: Loss, output: Tensor, targets: Tensor) -> tuple[Ten
     with torch.enable_grad():
         value = loss(output, targets)
     _require_scalar("loss", value)
-    (gradient,) = differentiate([value], [output], [torch.ones_like(value)])
+    (gradient,) = vector_jacobian_products([value], [output], [torch.ones_like(value)])
     if gradient is None:
         raise invalid("loss", "a function of the output", "one that does not depend on it", ModelError)
     return value.detach(), gradient

@@ -19,8 +19,10 @@ from petra.transport import Transfer, Transport
 TRAINING = {Op.FORWARD: Worker.forward, Op.BACKWARD: Worker.backward}
 EVALUATION = {Op.FORWARD: Worker.evaluate}
 Call = Callable[[Worker, int], None]
-ProcessRound = tuple[list[tuple[Call, Worker, int]], Sequence[Transfer], int | None]
-"""One process's part of a round: its steps, its transfers, and the microbatch whose backward ends at the first stage, if any."""
+Steps = list[tuple[Call, Worker, int]]
+ProcessRound = tuple[Steps, Sequence[Transfer], Steps, int | None]
+"""One process's part of a round: its steps; its transfers; the second parts of split backward passes, while which the messages
+travel; and the microbatch whose backward ends at the first stage, if any."""
 
 
 class Executor:
@@ -98,20 +100,22 @@ class Executor:
             early = EarlyStop(stop, self._processes, lambda bodies: shorten(bodies * rounds.period))
         mine = rounds.map(lambda round_: self._select(round_, calls))
         with torch.no_grad():  # blocks record the graphs that they need
-            for shift, (steps, transfers, completed) in mine if early is None else mine.iterate(early):
-                if self._threads is not None:
-                    _run_together(self._threads, steps, shift)
-                    steps = []
-                for call, worker, m in steps:
-                    try:
-                        call(worker, m + shift)
-                    except Exception as error:
-                        _locate(error, call, worker, m + shift)
-                        raise
-                if transport is not None and transfers:
-                    self._exchange(transport, transfers, training)
+            for shift, (steps, transfers, second_parts, completed) in mine if early is None else mine.iterate(early):
+                for part in (steps, second_parts) if second_parts else (steps,):
+                    if self._threads is not None:
+                        _run_together(self._threads, part, shift)
+                    for call, worker, m in part if self._threads is None else ():
+                        try:
+                            call(worker, m + shift)
+                        except Exception as error:
+                            _locate(error, call, worker, m + shift)
+                            raise
+                    if transport is not None and transfers and part is steps:
+                        self._exchange(transport, transfers, training)
                 if self._on_completed is not None and completed is not None:
                     self._on_completed(completed + shift)
+            for worker in self._workers.values():
+                worker.drain()
         if transport is not None:
             transport.finish()
         self._drained = True
@@ -136,8 +140,11 @@ class Executor:
         if self._threads is not None:
             mine.sort(key=self._cost, reverse=True)
         steps = [(calls[step.op], self._workers[step.stage], step.microbatch) for step in mine]
+        second_parts: Steps = [
+            (Worker.backward_weights, worker, m) for call, worker, m in steps if call is Worker.backward and worker.stage.split
+        ]
         completed = next((step.microbatch for step in round_ if step.stage == 0 and step.op is Op.BACKWARD), None)
-        return steps, self._transport.transfers(round_) if self._transport is not None else (), completed
+        return steps, self._transport.transfers(round_) if self._transport is not None else (), second_parts, completed
 
     def _cost(self, step: Step) -> int:
         """Estimate the FLOPs of a step. The longest steps of a round start first, so that threads finish at about the same time."""

@@ -13,7 +13,7 @@ from petra.engine.block import Fetch, block_runner
 from petra.engine.weights import WeightVersion
 from petra.hooks import Hooks
 from petra.method import Keep, Weights
-from petra.reversible import Grid, derive_seed
+from petra.reversible import Gradients, Grid, LaterGradients, derive_seed
 from petra.reversible.replay import NOTHING
 from petra.specs import Streams
 from petra.staleness.delay_compensation import compensated
@@ -38,6 +38,7 @@ class Stage:
         channels_last: Whether 4-d streams use the channels-last memory format.
         grid: Grid for exact streams (:mod:`petra.reversible.grid`), or None.
         hooks: Hooks to call for each block, or None.
+        split: Whether :meth:`backward` leaves the gradients of the parameters to :meth:`backward_weights`.
         fetch: Returns the first stage's input for a microbatch again, if its first block does not store it.
         delay_compensation: Factor λ of :mod:`petra.staleness.delay_compensation`; 0 is off.
 
@@ -61,13 +62,15 @@ class Stage:
         channels_last: bool = False,
         grid: Grid | None = None,
         hooks: Hooks | None = None,
+        split: bool = False,
         fetch: Fetch | None = None,
         delay_compensation: float = 0.0,
     ) -> None:
         self._delay_compensation = delay_compensation
         self.module, self.grid = nn.ModuleList(blocks), grid
         self.index, self.hooks = index, Hooks() if hooks is None else hooks
-        self.k, self.returns_input, self.channels_last = k, returns_input, channels_last
+        self.k, self.returns_input, self.channels_last, self.split = k, returns_input, channels_last, split
+        self._unfinished: dict[int, list[tuple[int, Streams, LaterGradients]]] = {}  # of split backward passes, by microbatch
         self.runners = [
             block_runner(
                 block,
@@ -79,6 +82,7 @@ class Stage:
                 autocast=autocast,
                 stale=stale,
                 grid=grid,
+                split=split,
                 fetch=fetch,
             )
             for b, (block, keep) in enumerate(zip(blocks, keeps, strict=True), first_block)
@@ -108,7 +112,7 @@ class Stage:
         return x
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams]:
-        """Run the backward pass of microbatch ``m``: add 1/k of the parameters' gradients to ``.grad``.
+        """Run the backward pass of microbatch ``m``: add 1/k of the parameters' gradients to ``.grad``, unless it is split.
 
         Args:
             y: The stage's output, as the next stage stored or reconstructed it. Empty unless the last block reconstructs.
@@ -120,18 +124,36 @@ class Stage:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.backward(m, y, dy)
+        unfinished = []
         for b, runner in reversed(self._numbered):
             version = runner.versions.stashed.get(m) if self._delay_compensation else None
             y, dy, gradients = runner.backward(m, y, dy)
             if version is not None:
-                old = {p: version[name] for name, p in runner.parameters.items()}
-                gradients = compensated(gradients, old, self._delay_compensation)
+                gradients = self._compensated(gradients, {p: version[name] for name, p in runner.parameters.items()})
             y, dy = self._contiguous(y), self._contiguous(dy)
-            if gradients:
-                self.gradients.add(gradients)
-            for call in self.hooks.block_backward_end:
-                call(self.index, b, m, y, gradients)
+            if self.split:
+                unfinished.append((b, y if self.hooks.block_backward_end else (), gradients))
+            else:
+                self._add(b, m, y, gradients())
+        if self.split:
+            self._unfinished[m] = unfinished
         return y if self.returns_input else (), dy
+
+    def backward_weights(self, m: int) -> None:
+        """Finish a split backward pass: add 1/k of the gradients of the parameters to ``.grad``."""
+        unfinished = self._unfinished.pop(m)[::-1]
+        while unfinished:  # each function refers to a graph, which is freed after the call
+            b, x, gradients = unfinished.pop()
+            self._add(b, m, x, gradients())
+
+    def _compensated(self, gradients: LaterGradients, old: Mapping[nn.Parameter, Tensor]) -> LaterGradients:
+        return lambda: compensated(gradients(), old, self._delay_compensation)
+
+    def _add(self, block: int, m: int, x: Streams, gradients: Gradients) -> None:
+        if gradients:
+            self.gradients.add(gradients)
+        for call in self.hooks.block_backward_end:
+            call(self.index, block, m, x, gradients)
 
     def replay(self, m: int, x: Streams, versions: Sequence[WeightVersion | None]) -> Streams:
         """Run the forward pass of microbatch ``m`` again with a graph. Nothing is stored, and running statistics don't move.

@@ -33,6 +33,8 @@ class StagePlan:
         delay: Delay τ: number of other microbatches that it forwards between a microbatch's forward and backward pass.
         in_flight: Maximum number of microbatches between their forward and their backward pass.
         staleness: Mean number of updates between a microbatch's forward and backward pass.
+        split: Whether it computes the gradients of its parameters after it has sent (x̃, δ).
+        lag: Number of microbatches by which it postpones them.
     """
 
     index: int
@@ -44,6 +46,8 @@ class StagePlan:
     delay: int
     in_flight: int
     staleness: float
+    split: bool
+    lag: int
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
@@ -153,7 +157,7 @@ def make_plan(
         stages: Number of stages; None for one per block; or the number of blocks in each stage.
         processes, dp: Number of processes, of all replicas together, and number of replicas.
         transport, device_type: As for :func:`petra.plan.transport.choose_transport`.
-        metrics: Number of metrics in the report that travels with the gradients.
+        metrics: Number of entries of the metrics in the report that travels with the gradients.
         refetch: Whether the first block fetches its input from the data source again instead of storing it, if several microbatches
             are in flight.
 
@@ -207,7 +211,7 @@ def _named_method(method: str | Method) -> Method:
 
 
 def _stage_plan(layout: Layout, method: Method, k: int, delays: Sequence[int], j: int) -> StagePlan:
-    blocks, delay = layout.stages[j], delays[j]
+    blocks, delay, lag = layout.stages[j], delays[j], method.lags(delays)[j]
     profiles = tuple(layout.profiles[b] for b in blocks)
     last = j == len(delays) - 1 and delay == 0
     nothing_to_stash = method.weights is Weights.STASHED and delay == 0
@@ -219,8 +223,10 @@ def _stage_plan(layout: Layout, method: Method, k: int, delays: Sequence[int], j
         keeps=method.keep_of([profile.reversible for profile in profiles], last=last, first_block=blocks.start),
         weights=Weights.CURRENT if nothing_to_stash else method.weights,
         delay=delay,
-        in_flight=in_flight(delay, k, method.flush),
+        in_flight=in_flight(delay + lag, k, method.flush),
         staleness=method.staleness(delay, k),
+        split=method.splits(layout.processes)[j],
+        lag=lag,
     )
 
 

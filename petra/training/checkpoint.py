@@ -41,7 +41,8 @@ class Checkpoints:
     Args:
         folder: Folder of the checkpoints, on storage that all processes share.
         keep: Number of newest checkpoints to keep. The one with the highest score is kept as well.
-        background: Write from a copy in memory, in a thread, while training continues. The next call raises the thread's error.
+        background: Write from a copy in memory, in a thread, while training continues. The next call raises the thread's error,
+            and :attr:`failed` tells it before.
         timeout: Seconds that processes wait for each other while they write in the background.
 
     Raises:
@@ -77,6 +78,11 @@ class Checkpoints:
         else:
             copies = {key: value.to("cpu", copy=True) for key, value in state.items()}
             self._pending = self._thread.submit(self._write, copies, name, content)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last save has failed in the background, so that the next call raises its error."""
+        return self._pending is not None and self._pending.done() and self._pending.exception() is not None
 
     def wait(self) -> None:
         """Wait until nothing is being written. Raises the errors of :meth:`save`."""
