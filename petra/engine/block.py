@@ -103,8 +103,8 @@ class BlockRunner(ABC):
         """
 
     def replay(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
-        """Run the forward pass of microbatch ``m`` again with a graph; nothing is stored or updated."""
-        with torch.enable_grad(), self.function.frozen_statistics():
+        """Run the forward pass of microbatch ``m`` again; nothing is stored or updated."""
+        with self.function.frozen_statistics():
             return self.function(m, x, version)
 
     def _choose_version(self, m: int, x: Streams) -> WeightVersion | None:

@@ -161,8 +161,9 @@ class Stage:
         Args:
             versions: Weights of each block; None for its parameters.
         """
-        for runner, version in zip(self.runners, versions, strict=True):
-            x = self._contiguous(runner.replay(m, x, version))
+        with torch.enable_grad():
+            for runner, version in zip(self.runners, versions, strict=True):
+                x = self._contiguous(runner.replay(m, x, version))
         return x
 
     @contextmanager
