@@ -67,7 +67,7 @@ class Executor:
             ModelError: If a parameter was frozen or unfrozen since the pipeline was built.
         """
         for worker in self._workers.values():
-            worker.stage.begin_run()
+            worker.begin_run()
         plan = self._plan
         rounds = training_rounds(plan.delays, plan.boundary_delays, start, end, plan.flush_every)
         return self._run(rounds, end - start, TRAINING, stop)

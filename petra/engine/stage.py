@@ -90,16 +90,6 @@ class Stage:
         self._numbered = list(enumerate(self.runners, first_block))
         self.gradients = Accumulation(self.module, k)
 
-    def begin_run(self) -> None:
-        """Prepare for a run of training.
-
-        Raises:
-            ModelError: If a parameter was frozen or unfrozen since the pipeline was built.
-        """
-        self.gradients.check_trained(self.index + 1)
-        for runner in self.runners:
-            runner.function.begin_run()
-
     def forward(self, m: int, x: Streams) -> Streams:
         """Run the forward pass of microbatch ``m`` and return the stage's output, detached."""
         if torch.is_grad_enabled():  # blocks enable gradients where they need a graph

@@ -77,7 +77,8 @@ def test_generators_are_seeded_only_for_blocks_that_draw() -> None:
     assert backward_repeats_the_masks()
     assert [runner.function.draws for runner in made.runners] == [False, True, False]
     functions[0][1].p = 0.5
-    made.begin_run()
+    for runner in made.runners:
+        runner.function.begin_run()
     assert backward_repeats_the_masks()
     assert [runner.function.draws for runner in made.runners] == [True, True, False]
 
