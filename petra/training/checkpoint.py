@@ -16,6 +16,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -89,6 +90,11 @@ class Checkpoints:
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
+
+    def settle(self, seconds: float = 10.0) -> None:
+        """Give a save in the background some seconds to end. If it fails, it frees the space that its files take on a full disk."""
+        if self._pending is not None:
+            wait_for([self._pending], seconds)
 
     def _write(self, state: State, name: str, facts: Mapping[str, Any]) -> None:
         draft = self.folder / f"{name}{PART}"

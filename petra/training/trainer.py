@@ -149,6 +149,8 @@ class Trainer:
                 self._run_epoch(len(self.history) + 1)
             except Exception as error:
                 error.add_note(f"the pipeline was last drained after microbatch {self.pipeline.clock}")
+                if self.checkpoints is not None and isinstance(error, DataError):  # there may be no space even for the message
+                    self.checkpoints.settle()
                 raise
         if self.checkpoints is not None:
             self.checkpoints.wait()
