@@ -24,9 +24,9 @@ EXPLANATIONS = {
     "memory": "Peak of torch's allocator in one process with four stages, and `dry_run=memory` without workspaces. The peak of a "
     "CPU is not known.",
     "speed": "k = 4. Samples are images, or windows of tokens for revgpt. Peak memory is the largest of all processes: of torch's "
-    "allocator on GPUs, resident memory on CPUs. The last columns are of the first process, as fractions of the time: kernels of the "
-    "GPU besides NCCL's, NCCL's kernels (with waiting for other processes), and calls of the host that launch kernels. Much time in "
-    "launches means that the GPU waits for Python. They are empty without a GPU.",
+    "allocator on GPUs, resident memory on CPUs. The last columns are of the first process, as fractions of the time: kernels of "
+    "the GPU besides NCCL's, NCCL's kernels (with waiting for other processes), and calls of the host that launch kernels. Much "
+    "time in launches means that the GPU waits for Python. These columns are empty without a GPU.",
 }
 """What the columns of a table mean."""
 
