@@ -44,7 +44,7 @@ class Numerics:
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where and how a pipeline runs. Results don't depend on ``transport`` or ``concurrency``.
+    """Where and how a pipeline runs. Results depend on ``device`` and ``compile`` only.
 
     Attributes:
         device: Device of this process. A GPU becomes the process's current device; ``cuda`` is the one that the process group is
@@ -53,9 +53,14 @@ class Runtime:
             boundary, and ``edge`` otherwise.
         concurrency: Number of stages that run at the same time in one process on the CPU, each in a thread of its own.
         compile: Backend of ``torch.compile`` for the functions inside blocks, or None.
+        overlap: Run the forward of one microbatch beside the backward of another, in another thread on the CPU and on another CUDA
+            stream on a GPU, at the stages of :func:`petra.plan.overlap.overlapped_stages`.
+        stage_streams: Run the stages of this process on parallel CUDA streams.
     """
 
     device: torch.device | str = "cpu"
     transport: TransportName = "auto"
     concurrency: int = 1
     compile: str | None = None
+    overlap: bool = False
+    stage_streams: bool = False

@@ -15,8 +15,8 @@ parameters.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from petra.engine.block_function import BlockFunction
+from petra.engine.twin import TwinFunction
 from petra.engine.weights import WeightVersion, WeightVersions, weight_versions
 from petra.errors import ModelError
 from petra.method import Keep, Weights
@@ -35,6 +36,11 @@ RECOMPUTES = (
     "activation checkpointing and other saved-tensor hooks inside a block can't be used with method.keep=graph and "
     "method.weights=current where updates come between forward and backward: the recomputation would use newer weights; use "
     "method.keep=input or method.weights=stashed"
+)
+
+HOOKS_BESIDE = (
+    "activation checkpointing and other saved-tensor hooks inside a block can't be used with overlap on the CPU if the block "
+    "stores its graph or draws random numbers: they could run the block in two threads at once; use overlap=false"
 )
 
 
@@ -59,20 +65,34 @@ class BlockRunner(ABC):
         versions: The versions of its weights.
         input_needs_gradient: False for the first block of the model, which takes the data.
         overwritten: Whether updates may overwrite the weights between the passes of a microbatch.
+        beside: Whether forwards run in one thread while backwards run in another.
 
     Attributes:
         parameters: Trained parameters by name.
+        forward_function: The function that forwards evaluate, ``function`` unless :meth:`prepare_training` copies the block.
         stored: Stored activations of each microbatch in flight.
     """
 
     keep: ClassVar[Keep]
 
     def __init__(
-        self, function: BlockFunction, versions: WeightVersions, *, input_needs_gradient: bool, overwritten: bool = False
+        self,
+        function: BlockFunction,
+        versions: WeightVersions,
+        *,
+        input_needs_gradient: bool,
+        overwritten: bool = False,
+        beside: bool = False,
     ) -> None:
         self.function, self.versions, self.parameters = function, versions, function.parameters
+        self.forward_function = function
         self.stored: dict[int, Stored] = {}
-        self._input_needs_gradient, self._overwritten = input_needs_gradient, overwritten
+        self._input_needs_gradient, self._overwritten, self._beside = input_needs_gradient, overwritten, beside
+
+    def prepare_training(self) -> None:
+        """Copy the block for forwards, in its present mode, if backwards run at the same time in another thread."""
+        if self._beside:
+            self.forward_function = TwinFunction(self.function)
 
     @abstractmethod
     def forward(self, m: int, x: Streams) -> Streams:
@@ -96,6 +116,7 @@ class BlockRunner(ABC):
         """Return the weights for the forward pass of microbatch ``m``, and stash them if the backward pass needs them too."""
         if self.function.uses_rng is None:
             self.function.detect_rng(x)
+            self.forward_function.uses_rng = self.function.uses_rng
         version = self.versions.for_forward(m)
         self.versions.stash(m, version)
         return version
@@ -105,6 +126,11 @@ class BlockRunner(ABC):
         with torch.enable_grad():
             return Stored(inputs, self.function(m, inputs, version))
 
+    def _recomputing(self) -> AbstractContextManager[None]:
+        """Return the context of an evaluation of the block in a backward pass."""
+        forbidden = self._beside and self.function.uses_rng
+        return _without_hooks(self.function.module, HOOKS_BESIDE) if forbidden else nullcontext()
+
     def _differentiate(self, stored: Stored, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
         parameters = list(self.parameters.values())
         weights: Sequence[Tensor] = parameters if version is None else [version[name] for name in self.parameters]
@@ -113,7 +139,8 @@ class BlockRunner(ABC):
             return detached(stored.inputs), (), {}
         inputs = [t for t in stored.inputs if t.requires_grad]
         outputs, gradients = zip(*connected, strict=True)
-        with self.function.using(version):  # activation checkpointing inside the block reads the parameters again
+        # Activation checkpointing inside the block reads the parameters again.
+        with nullcontext() if self._beside and self.keep is Keep.GRAPH else self.function.using(version):
             found = torch.autograd.grad(outputs, [*inputs, *weights], gradients, allow_unused=True)
         dx = tuple(torch.zeros_like(t) if d is None else d for t, d in zip(inputs, found, strict=False))
         return detached(stored.inputs), dx, {p: g for p, g in zip(parameters, found[len(inputs) :], strict=True) if g is not None}
@@ -124,20 +151,13 @@ class KeepGraph(BlockRunner):
 
     keep = Keep.GRAPH
 
+    def prepare_training(self) -> None:
+        """Do nothing: backwards don't evaluate the block, so forwards need no copy."""
+
     def forward(self, m: int, x: Streams) -> Streams:
         version = self._choose_version(m, x)
-        if not self._overwritten:
+        with _without_hooks(self.function.module, RECOMPUTES if self._overwritten else HOOKS_BESIDE if self._beside else None):
             self.stored[m] = self._forward_with_graph(m, x, version)
-        else:
-            try:
-                with ExitStack() as stack:
-                    with suppress(RuntimeError):  # a measurement outside of the block has hooks of its own
-                        stack.enter_context(disable_saved_tensors_hooks(RECOMPUTES))
-                    self.stored[m] = self._forward_with_graph(m, x, version)
-            except RuntimeError as error:
-                if str(error) != RECOMPUTES:
-                    raise
-                raise ModelError(f"{type(self.function.module).__name__}: {RECOMPUTES}") from error
         return detached(self.stored[m].outputs)
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
@@ -151,14 +171,15 @@ class Recompute(BlockRunner):
 
     def forward(self, m: int, x: Streams) -> Streams:
         version = self._choose_version(m, x)
-        with torch.no_grad(), frozen_statistics(self.function.normalisations):
-            y = self.function(m, x, version)
+        with torch.no_grad(), frozen_statistics(self.forward_function.normalisations):
+            y = self.forward_function(m, x, version)
         self.stored[m] = Stored(tuple(_in_own_memory(t) for t in x))
         return y
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
         version = self.versions.for_backward(m)
-        recomputed = self._forward_with_graph(m, self.stored.pop(m).inputs, version)
+        with self._recomputing():
+            recomputed = self._forward_with_graph(m, self.stored.pop(m).inputs, version)
         return self._differentiate(recomputed, dy, version)
 
 
@@ -170,15 +191,16 @@ class Reconstruct(BlockRunner):
 
     def forward(self, m: int, x: Streams) -> Streams:
         version = self._choose_version(m, x)
-        with torch.no_grad(), frozen_statistics(self.function.normalisations):
-            return self.function(m, x, version)
+        with torch.no_grad(), frozen_statistics(self.forward_function.normalisations):
+            return self.forward_function(m, x, version)
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
         version = self.versions.for_backward(m)
-        if version is None or not self.versions.reconstructs_with_current:
-            return self.function.inverse_vjp(m, y, dy, version)
-        # Reconstruct with the current parameters, but compute the gradient at the stashed version.
-        recomputed = self._forward_with_graph(m, self.function.inverse(m, y), version)
+        with self._recomputing():
+            if version is None or not self.versions.reconstructs_with_current:
+                return self.function.inverse_vjp(m, y, dy, version)
+            # Reconstruct with the current parameters, but compute the gradient at the stashed version.
+            recomputed = self._forward_with_graph(m, self.function.inverse(m, y), version)
         return self._differentiate(recomputed, dy, version)
 
 
@@ -193,6 +215,7 @@ def block_runner(
     autocast: torch.dtype | None,
     stale: bool = False,
     concurrent: bool = False,
+    beside: bool = False,
     grid: Grid | None = None,
 ) -> BlockRunner:
     """Return the runner of a block.
@@ -207,13 +230,35 @@ def block_runner(
         autocast: Type in which the block computes, or None.
         stale: Whether updates may come between the passes of a microbatch.
         concurrent: Whether other blocks run at the same time in other threads.
+        beside: Whether forwards run in one thread while backwards run in another.
         grid: Grid for exact streams, or None.
     """
     kinds: dict[Keep, type[BlockRunner]] = {kind.keep: kind for kind in (KeepGraph, Recompute, Reconstruct)}
-    function = BlockFunction(module, seed=seed, autocast=autocast, concurrent=concurrent, grid=grid)
+    function = BlockFunction(module, seed=seed, autocast=autocast, concurrent=concurrent or beside, grid=grid)
     versions = weight_versions(function.parameters, weights, keeps_graph=keep is Keep.GRAPH, k=k)
     overwritten = stale and weights is Weights.CURRENT
-    return kinds[keep](function, versions, input_needs_gradient=input_needs_gradient, overwritten=overwritten)
+    return kinds[keep](function, versions, input_needs_gradient=input_needs_gradient, overwritten=overwritten, beside=beside)
+
+
+@contextmanager
+def _without_hooks(module: nn.Module, reason: str | None) -> Iterator[None]:
+    """Forbid saved-tensor hooks inside the ``with`` block, unless ``reason`` is None.
+
+    Raises:
+        ModelError: If the body sets such hooks. The message contains the reason.
+    """
+    if reason is None:
+        yield
+        return
+    try:
+        with ExitStack() as stack:
+            with suppress(RuntimeError):  # a measurement outside of the block has hooks of its own
+                stack.enter_context(disable_saved_tensors_hooks(reason))
+            yield
+    except RuntimeError as error:
+        if str(error) != reason:
+            raise
+        raise ModelError(f"{type(module).__name__}: {reason}") from error
 
 
 def _in_own_memory(tensor: Tensor) -> Tensor:

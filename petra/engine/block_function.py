@@ -35,6 +35,7 @@ class BlockFunction:
         grid: Grid for exact streams (:mod:`petra.reversible.grid`), or None.
 
     Attributes:
+        seed, autocast: As given.
         parameters: Trained parameters by name.
         normalisations: Layers with running statistics.
         uses_rng: Whether to seed the generators for the block. Always True unless other blocks run at the same time. Then it is
@@ -48,7 +49,7 @@ class BlockFunction:
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.normalisations = normalisations(module)
         self.uses_rng: bool | None = None if concurrent else True
-        self._seed, self._autocast_dtype, self._grid = seed, autocast, grid
+        self.seed, self.autocast, self._grid = seed, autocast, grid
         self._reversible = module if isinstance(module, ReversibleBlock) else None
         if self._reversible is not None and grid is not None:
             self._reversible.enable_exact_streams(grid)
@@ -97,19 +98,19 @@ class BlockFunction:
 
     def detect_rng(self, x: Streams) -> None:
         """Evaluate the block once more to set :attr:`uses_rng`. Running statistics and generators are left unchanged."""
-        with seeded(self._seed), torch.no_grad(), frozen_statistics(self.normalisations), self._autocast(x[0]):
+        with seeded(self.seed), torch.no_grad(), frozen_statistics(self.normalisations), self._autocast(x[0]):
             before = torch.get_rng_state()
             self.module(*x)
             self.uses_rng = not torch.equal(before, torch.get_rng_state())
 
     def _seed_of(self, m: int) -> int | None:
-        return derive_seed(self._seed, m) if self.uses_rng else None
+        return derive_seed(self.seed, m) if self.uses_rng else None
 
     def _autocast(self, x: Tensor) -> AbstractContextManager[object]:
-        if self._autocast_dtype is None:
+        if self.autocast is None:
             return nullcontext()
         # Autocast caches casts of the weights. A cast made under no_grad has no graph, so it must not be used for gradients.
-        return torch.autocast(x.device.type, self._autocast_dtype, cache_enabled=False)
+        return torch.autocast(x.device.type, self.autocast, cache_enabled=False)
 
     def _as_streams(self, y: Tensor | Streams, x: Tensor) -> Streams:
         """Return the outputs as a tuple, in the type of the input ``x``.
@@ -118,7 +119,7 @@ class BlockFunction:
         the streams that a non-reversible block returns are rounded to the grid.
         """
         dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
-        streams = tuple(t.to(dtype) if t.dtype == self._autocast_dtype else t for t in as_streams(y))
+        streams = tuple(t.to(dtype) if t.dtype == self.autocast else t for t in as_streams(y))
         return streams if self._grid is None or len(streams) < 2 else tuple(self._grid.enter(t) for t in streams)
 
 

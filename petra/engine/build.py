@@ -23,6 +23,7 @@ from petra.hooks import Hooks
 from petra.model import Model
 from petra.plan import Plan
 from petra.plan.messages import returns_activations
+from petra.plan.overlap import overlapped_stages
 from petra.reversible import Grid
 from petra.settings import Runtime
 from petra.staleness import Remedy, StageRemedy
@@ -83,6 +84,7 @@ def build_stages(
     make_block = partial(_block, plan, recipe, runtime, device) if make_block is None else make_block
     replica, process = plan.layout.locate(rank)
     stages = {}
+    beside = runtime.overlap and device.type == "cpu"
     for j in plan.layout.processes[process]:
         stage = plan.stages[j]
         stages[j] = Stage(
@@ -96,7 +98,8 @@ def build_stages(
             stale=stage.staleness > 0,
             returns_input=j > 0 and returns_activations(plan.stages[j - 1].keeps[-1]),
             channels_last=plan.numerics.channels_last,
-            concurrent=runtime.concurrency > 1,
+            concurrent=runtime.concurrency > 1 or beside,
+            beside=beside and j in overlapped_stages(plan.boundary_delays),
             grid=build_grid(plan, device),
             index=j,
             hooks=hooks,

@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-
-import torch
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from petra.engine.early_stop import EarlyStop
+from petra.engine.steps import BoundStep, StepRunner
 from petra.engine.worker import Worker
-from petra.errors import PetraError, invalid, require
+from petra.errors import PetraError, invalid
 from petra.hooks import Hooks
 from petra.plan import Plan
 from petra.plan.rounds import PeriodicRounds, evaluation_rounds, training_rounds
 from petra.plan.schedule import Op, Step
 from petra.transport import Transfer, Transport
 
-TRAINING = {Op.FORWARD: Worker.forward, Op.BACKWARD: Worker.backward}
-EVALUATION = {Op.FORWARD: Worker.evaluate}
-Call = Callable[[Worker, int], None]
-ProcessRound = tuple[list[tuple[Call, Worker, int]], Sequence[Transfer], int | None]
-"""One process's part of a round: its steps, its transfers, and the microbatch whose backward ends at the first stage, if any."""
+
+class ProcessRound(NamedTuple):
+    """One process's part of a round.
+
+    Attributes:
+        number: Number of the round.
+        steps: Its steps.
+        transfers: Its transfers.
+        completed: The microbatch whose backward ends at the first stage in this round, if any.
+    """
+
+    number: int
+    steps: list[BoundStep]
+    transfers: Sequence[Transfer]
+    completed: int | None
+
+    def shifted(self, shift: int, rounds: int) -> ProcessRound:
+        """Return the round that is ``rounds`` later, for microbatches whose numbers are larger by ``shift``."""
+        if not shift:
+            return self
+        steps = [step._replace(microbatch=step.microbatch + shift) for step in self.steps]
+        completed = None if self.completed is None else self.completed + shift
+        return ProcessRound(self.number + rounds, steps, self.transfers, completed)
 
 
 class Executor:
@@ -31,7 +48,7 @@ class Executor:
         workers: Workers of this process, by stage.
         transport: Transport to the other processes of this replica; None if there are none.
         hooks: Hooks that observe training.
-        threads: Threads that run the stages of a round at the same time; None runs them one after another.
+        runner: Runs the steps of a round.
         on_completed: Called with each microbatch after the round in which its last backward, that of the first stage, has run. No
             message of the microbatch is in flight then.
     """
@@ -43,11 +60,11 @@ class Executor:
         transport: Transport | None,
         hooks: Hooks,
         *,
-        threads: ThreadPoolExecutor | None,
+        runner: StepRunner,
         on_completed: Callable[[int], None] | None,
     ) -> None:
         self._plan, self._workers, self._transport, self._hooks = plan, workers, transport, hooks
-        self._threads, self._on_completed = threads, on_completed
+        self._runner, self._on_completed = runner, on_completed
         self._processes = plan.layout.dp * len(plan.layout.processes)
         # A rank without a stage would wait in the last collective for the whole run, and time out. Polls for an early stop, which
         # are collectives too, keep such ranks in step with the others.
@@ -66,19 +83,21 @@ class Executor:
         """
         for worker in self._workers.values():
             worker.stage.gradients.check_trained(worker.index + 1)
+            worker.stage.prepare_training()
         plan = self._plan
         rounds = training_rounds(plan.delays, plan.boundary_delays, start, end, plan.flush_every)
-        return self._run(rounds, end - start, TRAINING, stop)
+        return self._run(rounds, end - start, training=True, stop=stop)
 
     def evaluate(self, microbatches: int) -> None:
         """Run forwards of microbatches 0 ... ``microbatches`` - 1."""
-        self._run(evaluation_rounds(self._plan.boundary_delays, microbatches), microbatches, EVALUATION)
+        self._run(evaluation_rounds(self._plan.boundary_delays, microbatches), microbatches, training=False)
 
     def _run(
         self,
         rounds: PeriodicRounds[list[Step]],
         microbatches: int,
-        calls: Mapping[Op, Call],
+        *,
+        training: bool,
         stop: Callable[[], bool] | None = None,
     ) -> int:
         if not self._drained:
@@ -86,7 +105,6 @@ class Executor:
                 "pipeline", "a new one", "one whose last run ended in an error, with messages still in flight", PetraError
             )
         self._drained = False
-        training = calls is TRAINING
         transport = self._transport
         if transport is not None:
             transport.begin(microbatches, training)
@@ -96,23 +114,17 @@ class Executor:
         if stop is not None:
             shorten = transport.shorten if transport is not None else lambda messages: None
             early = EarlyStop(stop, self._processes, lambda bodies: shorten(bodies * rounds.period))
-        mine = rounds.map(lambda round_: self._select(round_, calls))
-        for shift, (steps, transfers, completed) in mine if early is None else mine.iterate(early):
-            if self._threads is None:
-                for call, worker, m in steps:
-                    try:
-                        call(worker, m + shift)
-                    except Exception as error:
-                        _locate(error, call, worker, m + shift)
-                        raise
-            else:  # steps of one round don't depend on each other
-                started = [self._threads.submit(_step, call, worker, m + shift) for call, worker, m in steps]
-                for future in started:
-                    future.result()
+        mine = rounds.map(lambda round_: self._select(round_, training))
+        parts = (
+            part.shifted(shift, shift // mine.period * mine.length)
+            for shift, part in (mine if early is None else mine.iterate(early))
+        )
+        for (_, steps, transfers, completed), following in _with_next(parts) if self._runner.looks_ahead else _alone(parts):
+            self._runner.run(steps, following)
             if transport is not None and transfers:
                 self._exchange(transport, transfers, training)
             if self._on_completed is not None and completed is not None:
-                self._on_completed(completed + shift)
+                self._on_completed(completed)
         if transport is not None:
             transport.finish()
         self._drained = True
@@ -131,51 +143,27 @@ class Executor:
         for call in self._hooks.exchange_end:
             call(self._last_stage)
 
-    def _select(self, round_: Sequence[Step], calls: Mapping[Op, Call]) -> ProcessRound:
+    def _select(self, round_: Sequence[Step], training: bool) -> ProcessRound:
         """Return this process's part of a round."""
         mine = [step for step in round_ if step.stage in self._workers]
-        if self._threads is not None:
-            mine.sort(key=self._cost, reverse=True)
-        steps = [(calls[step.op], self._workers[step.stage], step.microbatch) for step in mine]
+        steps = [BoundStep(step.op, self._workers[step.stage], step.microbatch, not training) for step in mine]
         completed = next((step.microbatch for step in round_ if step.stage == 0 and step.op is Op.BACKWARD), None)
-        return steps, self._transport.transfers(round_) if self._transport is not None else (), completed
-
-    def _cost(self, step: Step) -> int:
-        """Estimate the FLOPs of a step. The longest steps of a round start first, so that threads finish at about the same time."""
-        return self._plan.stages[step.stage].flops * (1 if step.op is Op.FORWARD else 3)
+        transfers = self._transport.transfers(round_) if self._transport is not None else ()
+        return ProcessRound(round_[0].round, steps, transfers, completed)
 
 
-def _step(call: Call, worker: Worker, m: int) -> None:
-    """Run one step in a thread."""
-    try:
-        call(worker, m)
-    except Exception as error:
-        _locate(error, call, worker, m)
-        raise
+def _alone(rounds: Iterator[ProcessRound]) -> Iterator[tuple[ProcessRound, Sequence[BoundStep]]]:
+    return ((round_, ()) for round_ in rounds)
 
 
-def _locate(error: Exception, call: Call, worker: Worker, m: int) -> None:
-    """Add a note to an exception that names stage, microbatch and pass."""
-    operation = "evaluation" if call is Worker.evaluate else call.__name__
-    error.add_note(f"in stage {worker.index + 1}, microbatch {m}, {operation}")
+def _with_next(rounds: Iterator[ProcessRound]) -> Iterator[tuple[ProcessRound, Sequence[BoundStep]]]:
+    """Yield each round with the steps of the next one. Empty rounds are left out of ``rounds``, and have no steps."""
+    current = next(rounds, None)
+    while current is not None:
+        following = next(rounds, None)
+        yield current, following.steps if following is not None and following.number == current.number + 1 else ()
+        current = following
 
 
 def _never() -> bool:
     return False
-
-
-def stage_threads(concurrency: int, processes: int, device: torch.device) -> ThreadPoolExecutor | None:
-    """Return a pool of threads that run ``concurrency`` stages at the same time, or None for one stage at a time.
-
-    Each thread computes with as many threads as this one (``torch.get_num_threads``).
-
-    Raises:
-        ConfigError: If ``concurrency`` is not an integer >= 1, or is above 1 on a GPU or with several processes.
-    """
-    require(isinstance(concurrency, int) and concurrency >= 1, "concurrency", "an integer >= 1", concurrency)
-    if concurrency == 1:
-        return None
-    alone = processes == 1 and device.type == "cpu"
-    got = f"{concurrency} with {processes} process(es) on {device.type}"
-    require(alone, "concurrency", "1, or several stages in one process on the CPU", got)
-    return ThreadPoolExecutor(concurrency, "stage", torch.set_num_threads, (torch.get_num_threads(),))

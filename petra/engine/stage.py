@@ -35,6 +35,7 @@ class Stage:
         returns_input: Whether the previous stage needs x̃, this stage's reconstructed or stored input, for its own backward pass.
         channels_last: Whether 4-d streams use the channels-last memory format.
         concurrent: Whether other stages run at the same time in other threads.
+        beside: Whether forwards run in one thread while backwards run in another.
         grid: Grid for exact streams (:mod:`petra.reversible.grid`), or None.
         hooks: Hooks to call for each block, or None.
 
@@ -57,6 +58,7 @@ class Stage:
         returns_input: bool = True,
         channels_last: bool = False,
         concurrent: bool = False,
+        beside: bool = False,
         grid: Grid | None = None,
         hooks: Hooks | None = None,
     ) -> None:
@@ -74,12 +76,18 @@ class Stage:
                 autocast=autocast,
                 stale=stale,
                 concurrent=concurrent,
+                beside=beside,
                 grid=grid,
             )
             for b, (block, keep) in enumerate(zip(blocks, keeps, strict=True), first_block)
         ]
         self._numbered = list(enumerate(self.runners, first_block))
         self.gradients = Accumulation(self.module, k)
+
+    def prepare_training(self) -> None:
+        """Prepare the blocks for a run of training, in the modes that their modules have now."""
+        for runner in self.runners:
+            runner.prepare_training()
 
     def forward(self, m: int, x: Streams) -> Streams:
         """Run the forward pass of microbatch ``m`` and return the stage's output, detached."""
@@ -175,7 +183,7 @@ class Stage:
 
     def stored_bytes(self) -> int:
         """Return the size of the inputs that blocks store for all microbatches in flight."""
-        return sum(stored.bytes() for runner in self.runners for stored in runner.stored.values())
+        return sum(stored.bytes() for runner in self.runners for stored in list(runner.stored.values()))
 
     def _contiguous(self, streams: Streams) -> Streams:
         """Return the streams in the stage's memory format. Results could otherwise depend on the partition."""

@@ -47,6 +47,11 @@ class Worker:
 
     def backward(self, m: int) -> None:
         """Receive (x̃_j, δ_(j+1), report), run the stage backward, send (x̃_(j−1), δ_j, report), and update every k microbatches."""
+        self.propagate(m)
+        self.count_and_update()
+
+    def propagate(self, m: int) -> None:
+        """Do the part of :meth:`backward` that leaves the weights as they are. :meth:`count_and_update` must follow."""
         y, delta, (report,) = self._receive(self.downstream, self.index + 1, m)
         delta = self.update.scaled(delta)
         for before in self.hooks.backward_begin:
@@ -59,6 +64,9 @@ class Worker:
             delta = tuple(d * self.shrink for d in delta)
         # A received report is a view that keeps the whole message alive, so send a copy.
         self._send(self.upstream, self.index - 1, m, (x, delta, (report.clone(),)))
+
+    def count_and_update(self) -> None:
+        """Count a microbatch whose backward has run, and update every k microbatches."""
         self.t += 1
         if self.t % self.stage.k == 0:
             self.update(self.t)

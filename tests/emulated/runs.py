@@ -60,6 +60,7 @@ class Case:
         arguments: Further arguments of the pipeline.
         numerics: Arguments of :class:`petra.Numerics`.
         transport: Transport between processes.
+        runtime: Further arguments of :class:`petra.Runtime`.
     """
 
     method: str = "petra"
@@ -70,6 +71,7 @@ class Case:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     numerics: Mapping[str, Any] = field(default_factory=dict)
     transport: Any = "auto"
+    runtime: Mapping[str, Any] = field(default_factory=dict)
 
     def pipeline(self, device: str | torch.device) -> Pipeline:
         """Build the pipeline of this run."""
@@ -82,7 +84,7 @@ class Case:
             optimizer=OPTIMIZERS[self.optimizer],
             learning_rate=lambda t: 0.01,
             numerics=Numerics(**self.numerics),
-            runtime=Runtime(device=device, transport=self.transport if dist.is_initialized() else "auto"),
+            runtime=Runtime(device=device, transport=self.transport if dist.is_initialized() else "auto", **self.runtime),
             **self.arguments,
         )
 
