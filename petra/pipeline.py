@@ -17,9 +17,8 @@ from petra.engine.endpoints import DataPort, DataSource, Loss, Losses, Objective
 from petra.engine.executor import Executor
 from petra.engine.global_clip import GlobalClip
 from petra.engine.metrics import Metric, correct_predictions
-from petra.engine.runner import check_runtime, step_runner
+from petra.engine.runner import step_runner
 from petra.engine.stage import evaluating
-from petra.engine.streams import StreamSteps
 from petra.engine.totals import Result, Totals, reduce_totals, warn_without_update
 from petra.engine.update import OptimizerFactory
 from petra.engine.update_rules import UpdateRules
@@ -121,9 +120,9 @@ class Pipeline:
         recipe.check(plan)
         self.plan, self.recipe, self.runtime = plan, recipe, runtime
         self.device = bind_device(runtime.device)
-        check_runtime(plan, runtime, self.device)
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.replica, process = plan.layout.locate(self.rank)
+        runner = step_runner(plan, runtime, self.device, process)
         self.hooks, self.clock = Hooks(), 0
         self.measures: list[Callable[[], dict[str, float]]] = []
         self._totals = Totals(len(recipe.metrics), plan.layout.dp, self.device)
@@ -136,10 +135,7 @@ class Pipeline:
         group = None if self.replicas is None else self.replicas.pipeline_group
         transport = open_transport(plan, self.device, group)
         ports = connect(plan.layout.processes[process], self._source, self.objective, plan.boundaries, transport)
-        runner = step_runner(plan, runtime, self.device, process)
-        if isinstance(runner, StreamSteps):
-            ports = runner.ports(ports, last=len(plan.stages) - 1)
-        self.workers = build_workers(plan, recipe, self.stages, ports, self.device, self.hooks)
+        self.workers = build_workers(plan, recipe, self.stages, runner.ports(ports), self.device, self.hooks)
         if self.replicas is not None:
             self.replicas.attach([*self.workers.values()], self.hooks)
         self.remedies = build_remedies(plan, recipe, self.workers)

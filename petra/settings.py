@@ -56,6 +56,7 @@ class Runtime:
         overlap: Run the forward of one microbatch beside the backward of another, in another thread on the CPU and on another CUDA
             stream on a GPU, at the stages of :func:`petra.plan.overlap.overlapped_stages`.
         stage_streams: Run the stages of this process on parallel CUDA streams.
+        cuda_graphs: Capture the passes of blocks as CUDA graphs (:mod:`petra.engine.graphs`).
     """
 
     device: torch.device | str = "cpu"
@@ -64,3 +65,4 @@ class Runtime:
     compile: str | None = None
     overlap: bool = False
     stage_streams: bool = False
+    cuda_graphs: bool = False

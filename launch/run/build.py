@@ -11,6 +11,7 @@ import torch
 
 from petra.data import EvalSource, TrainSource
 from petra.engine.build import Recipe
+from petra.engine.runner import check_runtime
 from petra.errors import ConfigError, alternatives, invalid, require
 from petra.method import Keep, Method, Weights
 from petra.model import Model
@@ -98,9 +99,21 @@ class Setup:
 
     def pipeline(self, learning_rate: Schedule) -> Pipeline:
         """Build this rank's part of the pipeline."""
+        return Pipeline.from_plan(self.plan, self.recipe(learning_rate), self.runtime)
+
+    @property
+    def runtime(self) -> Runtime:
+        """Device, transport, threads and streams of this process."""
         trainer = self.config.trainer
-        runtime = Runtime(self.device, cast(TransportName, trainer.transport), trainer.concurrency, trainer.compile)
-        return Pipeline.from_plan(self.plan, self.recipe(learning_rate), runtime)
+        return Runtime(
+            self.device,
+            cast(TransportName, trainer.transport),
+            trainer.concurrency,
+            trainer.compile,
+            trainer.overlap,
+            trainer.stage_streams,
+            trainer.cuda_graphs == AUTO,
+        )
 
 
 def set_up(config: Config, process: Process) -> Setup:
@@ -124,6 +137,7 @@ def set_up(config: Config, process: Process) -> Setup:
         processes=process.world,
         auto=frozenset(name for name, value in settings.items() if value == AUTO),
     )
+    check_runtime(setup.plan, setup.runtime, device)
     checked = setup.recipe(setup.learning_rate(microbatches_per_epoch=1))
     checked.check(setup.plan)
     checked.remedy.prepare_optimizer(checked.optimizer(torch.nn.Linear(1, 1)))  # raises if a remedy doesn't support the optimizer

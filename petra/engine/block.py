@@ -14,8 +14,9 @@ parameters.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import ClassVar
@@ -25,12 +26,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from petra.engine.block_function import BlockFunction
+from petra.engine.graphs import BlockGraphs, Pools
 from petra.engine.twin import TwinFunction
 from petra.engine.weights import WeightVersion, WeightVersions, weight_versions
 from petra.errors import ModelError
 from petra.method import Keep, Weights
 from petra.reversible import Gradients, Grid, frozen_statistics
 from petra.specs import Streams, detached
+
+log = logging.getLogger(__name__)
+Propagate = Callable[[int, Streams, Streams, WeightVersion | None], tuple[Streams, Streams, Gradients]]
+"""Function of microbatch, input or output, gradient and weights, which returns what :meth:`BlockRunner.backward` does."""
 
 RECOMPUTES = (
     "activation checkpointing and other saved-tensor hooks inside a block can't be used with method.keep=graph and "
@@ -39,8 +45,8 @@ RECOMPUTES = (
 )
 
 HOOKS_BESIDE = (
-    "activation checkpointing and other saved-tensor hooks inside a block can't be used with overlap on the CPU if the block "
-    "stores its graph or draws random numbers: they could run the block in two threads at once; use overlap=false"
+    "activation checkpointing and other saved-tensor hooks inside a block can't be used with trainer.overlap on the CPU if the "
+    "block stores its graph or draws random numbers: they could run the block in two threads at once"
 )
 
 
@@ -66,6 +72,8 @@ class BlockRunner(ABC):
         input_needs_gradient: False for the first block of the model, which takes the data.
         overwritten: Whether updates may overwrite the weights between the passes of a microbatch.
         beside: Whether forwards run in one thread while backwards run in another.
+        graphs: CUDA graphs of the passes; None to launch each kernel. Passes that use other weights than the parameters, and blocks
+            that draw random numbers, have none.
 
     Attributes:
         parameters: Trained parameters by name.
@@ -83,9 +91,10 @@ class BlockRunner(ABC):
         input_needs_gradient: bool,
         overwritten: bool = False,
         beside: bool = False,
+        graphs: BlockGraphs | None = None,
     ) -> None:
         self.function, self.versions, self.parameters = function, versions, function.parameters
-        self.forward_function = function
+        self.forward_function, self._graphs = function, graphs
         self.stored: dict[int, Stored] = {}
         self._input_needs_gradient, self._overwritten, self._beside = input_needs_gradient, overwritten, beside
 
@@ -117,9 +126,28 @@ class BlockRunner(ABC):
         if self.function.uses_rng is None:
             self.function.detect_rng(x)
             self.forward_function.uses_rng = self.function.uses_rng
+            if self._graphs is not None and self.function.uses_rng:
+                log.info("trainer.cuda_graphs: %s draws random numbers, so it is not captured", type(self.function.module).__name__)
+                self._graphs = None
         version = self.versions.for_forward(m)
         self.versions.stash(m, version)
         return version
+
+    def _evaluate(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
+        """Return the output without an autograd graph, and without updating running statistics."""
+        function = self.forward_function
+        with torch.no_grad(), frozen_statistics(function.normalisations):
+            if self._graphs is None or version is not None:
+                return function(m, x, version)
+            return self._graphs.forward(lambda tensors: function(m, tensors, None), x)
+
+    def _propagate(
+        self, propagate: Propagate, m: int, x: Streams, dy: Streams, version: WeightVersion | None
+    ) -> tuple[Streams, Streams, Gradients]:
+        """Return ``propagate(m, x, dy, version)``, as a CUDA graph if the block has graphs."""
+        if self._graphs is None or version is not None:
+            return propagate(m, x, dy, version)
+        return self._graphs.backward(lambda tensors, gradients: propagate(m, tensors, gradients, None), x, dy)
 
     def _forward_with_graph(self, m: int, x: Streams, version: WeightVersion | None) -> Stored:
         inputs = tuple(t.detach().requires_grad_(self._input_needs_gradient and t.is_floating_point()) for t in x)
@@ -171,15 +199,17 @@ class Recompute(BlockRunner):
 
     def forward(self, m: int, x: Streams) -> Streams:
         version = self._choose_version(m, x)
-        with torch.no_grad(), frozen_statistics(self.forward_function.normalisations):
-            y = self.forward_function(m, x, version)
+        y = self._evaluate(m, x, version)
         self.stored[m] = Stored(tuple(_in_own_memory(t) for t in x))
         return y
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
         version = self.versions.for_backward(m)
+        return self._propagate(self._recompute, m, self.stored.pop(m).inputs, dy, version)
+
+    def _recompute(self, m: int, x: Streams, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
         with self._recomputing():
-            recomputed = self._forward_with_graph(m, self.stored.pop(m).inputs, version)
+            recomputed = self._forward_with_graph(m, x, version)
         return self._differentiate(recomputed, dy, version)
 
 
@@ -190,12 +220,12 @@ class Reconstruct(BlockRunner):
     keep = Keep.NOTHING
 
     def forward(self, m: int, x: Streams) -> Streams:
-        version = self._choose_version(m, x)
-        with torch.no_grad(), frozen_statistics(self.forward_function.normalisations):
-            return self.forward_function(m, x, version)
+        return self._evaluate(m, x, self._choose_version(m, x))
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
-        version = self.versions.for_backward(m)
+        return self._propagate(self._reconstruct, m, y, dy, self.versions.for_backward(m))
+
+    def _reconstruct(self, m: int, y: Streams, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
         with self._recomputing():
             if version is None or not self.versions.reconstructs_with_current:
                 return self.function.inverse_vjp(m, y, dy, version)
@@ -216,6 +246,7 @@ def block_runner(
     stale: bool = False,
     concurrent: bool = False,
     beside: bool = False,
+    pools: Pools | None = None,
     grid: Grid | None = None,
 ) -> BlockRunner:
     """Return the runner of a block.
@@ -231,13 +262,19 @@ def block_runner(
         stale: Whether updates may come between the passes of a microbatch.
         concurrent: Whether other blocks run at the same time in other threads.
         beside: Whether forwards run in one thread while backwards run in another.
+        pools: Memory pools for CUDA graphs of the passes; None to launch each kernel. Blocks that store their graph have none.
         grid: Grid for exact streams, or None.
     """
+    graphs = None if pools is None or keep is Keep.GRAPH else BlockGraphs(module, pools)
     kinds: dict[Keep, type[BlockRunner]] = {kind.keep: kind for kind in (KeepGraph, Recompute, Reconstruct)}
-    function = BlockFunction(module, seed=seed, autocast=autocast, concurrent=concurrent or beside, grid=grid)
+    function = BlockFunction(
+        module, seed=seed, autocast=autocast, detects_rng=concurrent or beside or graphs is not None, grid=grid
+    )
     versions = weight_versions(function.parameters, weights, keeps_graph=keep is Keep.GRAPH, k=k)
     overwritten = stale and weights is Weights.CURRENT
-    return kinds[keep](function, versions, input_needs_gradient=input_needs_gradient, overwritten=overwritten, beside=beside)
+    return kinds[keep](
+        function, versions, input_needs_gradient=input_needs_gradient, overwritten=overwritten, beside=beside, graphs=graphs
+    )
 
 
 @contextmanager

@@ -30,25 +30,25 @@ class BlockFunction:
         module: The block, on its device and in training mode.
         seed: Seed of this block in this run. The random numbers of microbatch m derive from it and m.
         autocast: Type in which the block computes, or None. Its inputs and outputs keep the type of the streams.
-        concurrent: Whether other blocks run at the same time in other threads. PyTorch's generators are global, so blocks that draw
-            random numbers must take turns. :meth:`detect_rng` finds them.
+        detects_rng: Whether to find out if the block draws random numbers (:meth:`detect_rng`). Blocks that do must take turns if
+            others run at the same time in other threads, because PyTorch's generators are global, and can't be CUDA graphs.
         grid: Grid for exact streams (:mod:`petra.reversible.grid`), or None.
 
     Attributes:
         seed, autocast: As given.
         parameters: Trained parameters by name.
         normalisations: Layers with running statistics.
-        uses_rng: Whether to seed the generators for the block. Always True unless other blocks run at the same time. Then it is
-            None until :meth:`detect_rng` has found whether the block draws random numbers.
+        uses_rng: Whether to seed the generators for the block. Always True unless ``detects_rng``. Then it is None until
+            :meth:`detect_rng` has found whether the block draws random numbers.
     """
 
     def __init__(
-        self, module: nn.Module, *, seed: int, autocast: torch.dtype | None, concurrent: bool = False, grid: Grid | None = None
+        self, module: nn.Module, *, seed: int, autocast: torch.dtype | None, detects_rng: bool = False, grid: Grid | None = None
     ) -> None:
         self.module = module
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.normalisations = normalisations(module)
-        self.uses_rng: bool | None = None if concurrent else True
+        self.uses_rng: bool | None = None if detects_rng else True
         self.seed, self.autocast, self._grid = seed, autocast, grid
         self._reversible = module if isinstance(module, ReversibleBlock) else None
         if self._reversible is not None and grid is not None:
@@ -98,10 +98,15 @@ class BlockFunction:
 
     def detect_rng(self, x: Streams) -> None:
         """Evaluate the block once more to set :attr:`uses_rng`. Running statistics and generators are left unchanged."""
-        with seeded(self.seed), torch.no_grad(), frozen_statistics(self.normalisations), self._autocast(x[0]):
-            before = torch.get_rng_state()
+        device = x[0].device
+        generators = [torch.default_generator]
+        if device.type == "cuda":
+            generators.append(torch.cuda.default_generators[device.index])
+        with seeded(self.seed, device), torch.no_grad(), frozen_statistics(self.normalisations), self._autocast(x[0]):
+            before = [generator.get_state() for generator in generators]
             self.module(*x)
-            self.uses_rng = not torch.equal(before, torch.get_rng_state())
+            after = [generator.get_state() for generator in generators]
+            self.uses_rng = not all(map(torch.equal, before, after))
 
     def _seed_of(self, m: int) -> int | None:
         return derive_seed(self.seed, m) if self.uses_rng else None

@@ -100,6 +100,7 @@ def build_stages(
             channels_last=plan.numerics.channels_last,
             concurrent=runtime.concurrency > 1 or beside,
             beside=beside and j in overlapped_stages(plan.boundary_delays),
+            cuda_graphs=runtime.cuda_graphs,
             grid=build_grid(plan, device),
             index=j,
             hooks=hooks,

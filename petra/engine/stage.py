@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from petra.engine.accumulation import Accumulation
 from petra.engine.block import block_runner
+from petra.engine.graphs import Pools
 from petra.engine.weights import WeightVersion
 from petra.hooks import Hooks
 from petra.method import Keep, Weights
@@ -36,6 +37,7 @@ class Stage:
         channels_last: Whether 4-d streams use the channels-last memory format.
         concurrent: Whether other stages run at the same time in other threads.
         beside: Whether forwards run in one thread while backwards run in another.
+        cuda_graphs: Whether passes of blocks are captured as CUDA graphs (:mod:`petra.engine.graphs`).
         grid: Grid for exact streams (:mod:`petra.reversible.grid`), or None.
         hooks: Hooks to call for each block, or None.
 
@@ -59,12 +61,14 @@ class Stage:
         channels_last: bool = False,
         concurrent: bool = False,
         beside: bool = False,
+        cuda_graphs: bool = False,
         grid: Grid | None = None,
         hooks: Hooks | None = None,
     ) -> None:
         self.module, self.grid = nn.ModuleList(blocks), grid
         self.index, self.hooks = index, Hooks() if hooks is None else hooks
         self.k, self.returns_input, self.channels_last = k, returns_input, channels_last
+        pools = Pools.create() if cuda_graphs else None
         self.runners = [
             block_runner(
                 block,
@@ -77,6 +81,7 @@ class Stage:
                 stale=stale,
                 concurrent=concurrent,
                 beside=beside,
+                pools=pools,
                 grid=grid,
             )
             for b, (block, keep) in enumerate(zip(blocks, keeps, strict=True), first_block)
@@ -180,6 +185,10 @@ class Stage:
         for runner in self.runners:
             names = runner.parameters.items() if previous else ()
             runner.versions.resume(updates, {name: previous[p].to(p, copy=True).requires_grad_() for name, p in names})
+
+    def in_flight(self, m: int) -> list[object]:
+        """Return what the blocks store for microbatch ``m`` between its passes: activations and stashed weights."""
+        return [kept for runner in self.runners for kept in (runner.stored.get(m), runner.versions.stashed.get(m))]
 
     def stored_bytes(self) -> int:
         """Return the size of the inputs that blocks store for all microbatches in flight."""

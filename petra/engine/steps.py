@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from petra.engine.worker import Worker
 from petra.errors import require
 from petra.plan.schedule import Op
+from petra.transport import Port
+
+Ports = Mapping[int, tuple[Port, Port]]
+"""Upstream and downstream port of each stage."""
 
 
 class BoundStep(NamedTuple):
@@ -52,15 +57,16 @@ class BoundStep(NamedTuple):
             raise
 
 
-class StepRunner(Protocol):
+class StepRunner(ABC):
     """Runs the steps of this process, round by round. Steps of one round do not depend on each other.
 
     Attributes:
         looks_ahead: Whether :meth:`run` uses ``following``.
     """
 
-    looks_ahead: bool
+    looks_ahead: ClassVar[bool] = False
 
+    @abstractmethod
     def run(self, steps: Sequence[BoundStep], following: Sequence[BoundStep]) -> None:
         """Run the steps of a round.
 
@@ -69,33 +75,33 @@ class StepRunner(Protocol):
             following: The steps of the next round, if the runner looks ahead.
         """
 
+    def ports(self, ports: Ports) -> Ports:
+        """Return the upstream and the downstream port of each stage as steps use them."""
+        return ports
 
-class InTurn:
+
+class InTurn(StepRunner):
     """Runs one step after another."""
 
-    looks_ahead = False
-
     def run(self, steps: Sequence[BoundStep], following: Sequence[BoundStep]) -> None:
-        """See :class:`StepRunner`."""
+        """See :meth:`StepRunner.run`."""
         for step in steps:
             step.run()
 
 
-class InThreads:
+class InThreads(StepRunner):
     """Runs the steps of a round at the same time, in a pool of threads. The longest steps start first."""
-
-    looks_ahead = False
 
     def __init__(self, threads: ThreadPoolExecutor, cost: Callable[[BoundStep], float]) -> None:
         self._threads, self._cost = threads, cost
 
     def run(self, steps: Sequence[BoundStep], following: Sequence[BoundStep]) -> None:
-        """See :class:`StepRunner`."""
+        """See :meth:`StepRunner.run`."""
         for future in [self._threads.submit(step.run) for step in sorted(steps, key=self._cost, reverse=True)]:
             future.result()
 
 
-class Overlapped:
+class Overlapped(StepRunner):
     """Runs the backward of a stage beside the forward of the round before, in threads of its own. The update comes after both.
 
     The backward receives its message, computes and sends in the other thread. Forward and backward of a stage share no state that
@@ -115,7 +121,7 @@ class Overlapped:
         self._started: dict[int, Future[None]] = {}
 
     def run(self, steps: Sequence[BoundStep], following: Sequence[BoundStep]) -> None:
-        """See :class:`StepRunner`."""
+        """See :meth:`StepRunner.run`."""
         running, self._started = self._started, {}
         forwards = {step.worker.index for step in steps if step.op is Op.FORWARD}
         for step in following:

@@ -10,50 +10,48 @@ may run in any order that events don't forbid. The main stream is the one that i
 - Before an overlapping backward sends, and before its update, its stream waits for the event of its own round. The forward has read
   the weights by then, and the transport has waited for the buffers that the message is packed into.
 - The caching allocator reuses memory in the order of the stream that allocated it. :class:`StreamPort` records the streams that use
-  a received message. Other memory that a stage frees on one of its streams was allocated on that stream, on another stream of the
-  stage, or on the main stream, each of which waits before its next allocation.
+  a received message. What the forward of a microbatch has stored is freed when the stream of the forward waits for the backward.
+
+Autograd differentiates a graph on the stream on which its forward ran. Stages with blocks that store their graph therefore do not
+overlap on a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from petra.engine.steps import BoundStep
+from petra.engine.steps import BoundStep, Ports, StepRunner
 from petra.plan.schedule import Op
 from petra.specs import Message
 from petra.transport import Port
 
 
-class StreamSteps:
-    """Runs the steps of a process on a GPU on several CUDA streams; see :class:`petra.engine.steps.StepRunner`.
+class StreamSteps(StepRunner):
+    """Runs the steps of a process on a GPU on several CUDA streams.
 
     Args:
         stages: Stages of this process.
         overlapped: Those whose backward runs beside a forward.
         parallel: Whether stages run in parallel.
+        last: Index of the last stage of the pipeline.
         device: The GPU.
     """
 
     looks_ahead = True
 
-    def __init__(self, stages: Sequence[int], overlapped: Sequence[int], parallel: bool, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, stages: Sequence[int], overlapped: Sequence[int], parallel: bool, last: int, device: torch.device) -> None:
+        self._last, self._device = last, device
         self._own = {j: torch.cuda.Stream(device) for j in stages} if parallel else {}  # type: ignore[no-untyped-call]
         self._backward = {j: torch.cuda.Stream(device) for j in stages if j in overlapped}  # type: ignore[no-untyped-call]
         self._start: torch.cuda.Event | None = None
         self._beside: set[int] = set()
 
-    def ports(self, ports: Mapping[int, tuple[Port, Port]], last: int) -> dict[int, tuple[Port, Port]]:
-        """Return the ports of each stage such that messages may cross streams. The ends of the pipeline have no such ports.
-
-        Args:
-            ports: Upstream and downstream port of each stage.
-            last: Index of the last stage of the pipeline.
-        """
+    def ports(self, ports: Ports) -> Ports:
+        """Return ports for messages that cross streams. The ends of the pipeline stay as they are."""
         return {
-            j: (up if j == 0 else StreamPort(up, self, j), down if j == last else StreamPort(down, self, j))
+            j: (up if j == 0 else StreamPort(up, self, j), down if j == self._last else StreamPort(down, self, j))
             for j, (up, down) in ports.items()
         }
 
@@ -67,7 +65,7 @@ class StreamSteps:
             torch.cuda.current_stream(self._device).wait_event(self._start)
 
     def run(self, steps: Sequence[BoundStep], following: Sequence[BoundStep]) -> None:
-        """See :class:`petra.engine.steps.StepRunner`."""
+        """See :meth:`petra.engine.steps.StepRunner.run`."""
         main = torch.cuda.current_stream(self._device)
         before, self._start = self._start, main.record_event()
         for step in steps:
@@ -79,6 +77,8 @@ class StreamSteps:
                 continue
             start = before if beside else self._start
             assert start is not None
+            # Memory of other streams must not be freed before these streams wait for this one.
+            in_flight = step.worker.stage.in_flight(step.microbatch) if beside else []
             with torch.cuda.stream(stream):
                 stream.wait_event(start)
                 if beside:
@@ -90,6 +90,7 @@ class StreamSteps:
             main.wait_stream(stream)
             if beside and stage in self._own:
                 self._own[stage].wait_stream(stream)
+            in_flight.clear()
         forwards = {step.worker.index for step in steps if step.op is Op.FORWARD}
         backwards = {step.worker.index for step in following if step.op is Op.BACKWARD}
         self._beside = forwards & backwards & self._backward.keys()

@@ -24,7 +24,7 @@ class TwinFunction(BlockFunction):
     """
 
     def __init__(self, function: BlockFunction) -> None:
-        super().__init__(twin(function.module), seed=function.seed, autocast=function.autocast, concurrent=True)
+        super().__init__(twin(function.module), seed=function.seed, autocast=function.autocast, detects_rng=True)
         self.uses_rng = function.uses_rng
         self._called = False
 
@@ -52,7 +52,9 @@ def twin(module: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:
-        raise ModelError(f"overlap: {type(module).__name__} can't be copied for forwards beside backwards: {error}") from error
+        raise ModelError(
+            f"trainer.overlap: {type(module).__name__} can't be copied for forwards beside backwards: {error}"
+        ) from error
 
 
 def buffer_marks(module: nn.Module) -> Marks:
@@ -68,7 +70,9 @@ def require_unchanged(module: nn.Module, before: Marks) -> None:
     """
     for (name, *old), (_, *new) in zip(before, buffer_marks(module), strict=True):
         if old != new:
-            raise ModelError(f"overlap: {type(module).__name__} changes its buffer {name} in the forward pass; use overlap=false")
+            raise ModelError(
+                f"trainer.overlap: {type(module).__name__} changes its buffer {name} in the forward pass; use trainer.overlap=false"
+            )
 
 
 def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:

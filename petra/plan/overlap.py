@@ -25,7 +25,7 @@ def require_overlap(boundary_delays: Sequence[int]) -> tuple[int, ...]:
     """
     stages = overlapped_stages(boundary_delays)
     got = f"true with delays {list(boundary_delays)}" if boundary_delays else "true with one stage"
-    require(bool(stages), "overlap", "false unless a boundary between stages has a delay d >= 2", got)
+    require(bool(stages), "trainer.overlap", "false unless a boundary between stages has a delay d >= 2", got)
     return stages
 
 

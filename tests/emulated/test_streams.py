@@ -25,7 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "abn": {"net": "abn", "microbatches": 6},
     "stages": {"arguments": {"stages": [1, 2, 1, 2]}},
     "stashed": {"method": "reconstruct_stashed"},
-    "graph": {"method": Method("x", 2, Keep.GRAPH, Weights.STASHED)},
+    "graph": {"method": Method("x", 2, (*[Keep.INPUT] * 3, *[Keep.GRAPH] * 3), Weights.STASHED)},
     "mixed delays": {"method": Method("x", (3, 0, 1, 2, 2), Keep.NOTHING)},
     "adam, rules": {"optimizer": "adam", "arguments": {"rules": UpdateRules(clip=1.0, average=0.9, nonfinite="skip")}},
     "fp16": {"numerics": {"autocast": torch.float16}, "arguments": {"rules": UpdateRules(loss_scale="dynamic")}},

@@ -126,8 +126,12 @@ def test_the_plan_says_which_stages_overlap() -> None:
     [
         ({"method": "1f1b"}, Runtime(overlap=True), r"overlap: expected false unless a boundary between stages has a delay d >= 2"),
         ({"stages": 1}, Runtime(overlap=True), r"overlap: .*, got true with one stage"),
-        ({"numerics": Numerics(exact_streams=True)}, Runtime(overlap=True), "exact_streams: expected false with overlap, got true"),
-        ({}, Runtime(overlap=True, compile="eager"), "compile: expected null with overlap on the CPU, got eager"),
+        (
+            {"numerics": Numerics(exact_streams=True)},
+            Runtime(overlap=True),
+            "exact_streams: expected false with trainer.overlap",
+        ),
+        ({}, Runtime(overlap=True, compile="eager"), "compile: expected null with trainer.overlap"),
         ({}, Runtime(stage_streams=True), r"stage_streams: expected false on the CPU"),
     ],
 )
