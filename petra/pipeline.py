@@ -135,7 +135,7 @@ class Pipeline:
         group = None if self.replicas is None else self.replicas.pipeline_group
         transport = open_transport(plan, self.device, group)
         ports = connect(plan.layout.processes[process], self._source, self.objective, plan.boundaries, transport)
-        self.workers = build_workers(plan, recipe, self.stages, runner.ports(ports), self.device, self.hooks)
+        self.workers = build_workers(plan, recipe, self.stages, runner.ports(ports) if runner else ports, self.device, self.hooks)
         if self.replicas is not None:
             self.replicas.attach([*self.workers.values()], self.hooks)
         self.remedies = build_remedies(plan, recipe, self.workers)

@@ -18,7 +18,6 @@ from petra.diagnostics.activation_memory import fake_module
 from petra.engine.build import Recipe, build_remedies, build_stages, build_workers
 from petra.engine.endpoints import DataPort, Objective
 from petra.engine.executor import Executor
-from petra.engine.steps import InTurn
 from petra.engine.update import Update
 from petra.hooks import Hook, Hooks
 from petra.plan import Plan
@@ -194,7 +193,7 @@ def _executor(
     workers = build_workers(plan, recipe, stages, ports, CPU, hooks, _Update)
     build_remedies(plan, recipe, workers)
     updates = [worker.update for worker in workers.values() if isinstance(worker.update, _Update)]
-    return Executor(plan, workers, transport, hooks, runner=InTurn(), on_completed=None), updates
+    return Executor(plan, workers, transport, hooks, runner=None, on_completed=None), updates
 
 
 def _without_data(block: nn.Module, channels_last: bool) -> nn.Module:

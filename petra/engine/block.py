@@ -133,14 +133,6 @@ class BlockRunner(ABC):
         self.versions.stash(m, version)
         return version
 
-    def _evaluate(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
-        """Return the output without an autograd graph, and without updating running statistics."""
-        function = self.forward_function
-        with torch.no_grad(), frozen_statistics(function.normalisations):
-            if self._graphs is None or version is not None:
-                return function(m, x, version)
-            return self._graphs.forward(lambda tensors: function(m, tensors, None), x)
-
     def _propagate(
         self, propagate: Propagate, m: int, x: Streams, dy: Streams, version: WeightVersion | None
     ) -> tuple[Streams, Streams, Gradients]:
@@ -199,7 +191,11 @@ class Recompute(BlockRunner):
 
     def forward(self, m: int, x: Streams) -> Streams:
         version = self._choose_version(m, x)
-        y = self._evaluate(m, x, version)
+        with torch.no_grad(), frozen_statistics(self.forward_function.normalisations):
+            if self._graphs is None or version is not None:
+                y = self.forward_function(m, x, version)
+            else:
+                y = self._graphs.forward(lambda tensors: self.function(m, tensors, None), x)
         self.stored[m] = Stored(tuple(_in_own_memory(t) for t in x))
         return y
 
@@ -220,7 +216,11 @@ class Reconstruct(BlockRunner):
     keep = Keep.NOTHING
 
     def forward(self, m: int, x: Streams) -> Streams:
-        return self._evaluate(m, x, self._choose_version(m, x))
+        version = self._choose_version(m, x)
+        with torch.no_grad(), frozen_statistics(self.forward_function.normalisations):
+            if self._graphs is None or version is not None:
+                return self.forward_function(m, x, version)
+            return self._graphs.forward(lambda tensors: self.function(m, tensors, None), x)
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
         return self._propagate(self._reconstruct, m, y, dy, self.versions.for_backward(m))

@@ -48,7 +48,7 @@ class Executor:
         workers: Workers of this process, by stage.
         transport: Transport to the other processes of this replica; None if there are none.
         hooks: Hooks that observe training.
-        runner: Runs the steps of a round.
+        runner: Runs the steps of a round; None runs them in turn.
         on_completed: Called with each microbatch after the round in which its last backward, that of the first stage, has run. No
             message of the microbatch is in flight then.
     """
@@ -60,7 +60,7 @@ class Executor:
         transport: Transport | None,
         hooks: Hooks,
         *,
-        runner: StepRunner,
+        runner: StepRunner | None,
         on_completed: Callable[[int], None] | None,
     ) -> None:
         self._plan, self._workers, self._transport, self._hooks = plan, workers, transport, hooks
@@ -115,12 +115,21 @@ class Executor:
             shorten = transport.shorten if transport is not None else lambda messages: None
             early = EarlyStop(stop, self._processes, lambda bodies: shorten(bodies * rounds.period))
         mine = rounds.map(lambda round_: self._select(round_, training))
+        looks_ahead = self._runner is not None and self._runner.looks_ahead
         parts = (
             part.shifted(shift, shift // mine.period * mine.length)
             for shift, part in (mine if early is None else mine.iterate(early))
         )
-        for (_, steps, transfers, completed), following in _with_next(parts) if self._runner.looks_ahead else _alone(parts):
-            self._runner.run(steps, following)
+        for (_, steps, transfers, completed), following in _with_next(parts) if looks_ahead else _alone(parts):
+            if self._runner is not None:
+                self._runner.run(steps, following)
+            else:  # few calls lie between train() and a block
+                for step in steps:
+                    try:
+                        step.call(step.microbatch)
+                    except Exception as error:
+                        step.locate(error)
+                        raise
             if transport is not None and transfers:
                 self._exchange(transport, transfers, training)
             if self._on_completed is not None and completed is not None:
@@ -146,7 +155,11 @@ class Executor:
     def _select(self, round_: Sequence[Step], training: bool) -> ProcessRound:
         """Return this process's part of a round."""
         mine = [step for step in round_ if step.stage in self._workers]
-        steps = [BoundStep(step.op, self._workers[step.stage], step.microbatch, not training) for step in mine]
+        steps = []
+        for _, stage, op, m in mine:
+            worker = self._workers[stage]
+            call = worker.backward if op is Op.BACKWARD else worker.forward if training else worker.evaluate
+            steps.append(BoundStep(op, worker, call, m))
         completed = next((step.microbatch for step in round_ if step.stage == 0 and step.op is Op.BACKWARD), None)
         transfers = self._transport.transfers(round_) if self._transport is not None else ()
         return ProcessRound(round_[0].round, steps, transfers, completed)

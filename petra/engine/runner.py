@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from petra.engine.steps import InThreads, InTurn, Overlapped, StepRunner, compute_threads, require_concurrency
+from petra.engine.steps import InThreads, Overlapped, StepRunner, compute_threads, require_concurrency
 from petra.engine.streams import StreamSteps
 from petra.errors import require
 from petra.method import Keep
@@ -41,8 +41,8 @@ def check_runtime(plan: Plan, runtime: Runtime, device: torch.device) -> None:
         require(gpu or runtime.compile is None, "trainer.compile", "null with trainer.overlap on the CPU", runtime.compile)
 
 
-def step_runner(plan: Plan, runtime: Runtime, device: torch.device, process: int) -> StepRunner:
-    """Return what runs the steps of a process.
+def step_runner(plan: Plan, runtime: Runtime, device: torch.device, process: int) -> StepRunner | None:
+    """Return what runs the steps of a process; None if they run in turn.
 
     Args:
         process: Number of the process in its replica.
@@ -55,8 +55,8 @@ def step_runner(plan: Plan, runtime: Runtime, device: torch.device, process: int
     overlapped = [j for j in _overlapped(plan, device) if j in stages] if runtime.overlap else []
     if device.type == "cuda":
         several = overlapped or runtime.stage_streams
-        return StreamSteps(stages, overlapped, runtime.stage_streams, len(plan.stages) - 1, device) if several else InTurn()
-    runner: StepRunner = InTurn()
+        return StreamSteps(stages, overlapped, runtime.stage_streams, len(plan.stages) - 1, device) if several else None
+    runner: StepRunner | None = None
     if runtime.concurrency > 1:
         # The longest steps of a round start first, so that threads finish at about the same time.
         runner = InThreads(

@@ -1,4 +1,4 @@
-"""How a process runs its steps of a round: in turn, in threads, or with forward beside backward in two threads."""
+"""How a process runs its steps of a round if not in turn: in threads, or with forward beside backward in two threads."""
 
 from __future__ import annotations
 
@@ -24,37 +24,31 @@ class BoundStep(NamedTuple):
     Attributes:
         op: Kind of the step.
         worker: Worker of the stage.
+        call: The worker's method that runs the step, given the microbatch.
         microbatch: Number of the microbatch.
-        evaluates: Whether the step belongs to an evaluation.
     """
 
     op: Op
     worker: Worker
+    call: Callable[[int], None]
     microbatch: int
-    evaluates: bool = False
-
-    @property
-    def operation(self) -> str:
-        """Name of the step for messages."""
-        return "evaluation" if self.evaluates else "forward" if self.op is Op.FORWARD else "backward"
 
     def run(self) -> None:
         """Run the step in this thread."""
-        worker, m = self.worker, self.microbatch
-        if self.evaluates:
-            self.located(lambda: worker.evaluate(m))
-        elif self.op is Op.FORWARD:
-            self.located(lambda: worker.forward(m))
-        else:
-            self.located(lambda: worker.backward(m))
+        self.located(lambda: self.call(self.microbatch))
 
-    def located(self, call: Callable[[], None]) -> None:
+    def located(self, part: Callable[[], None]) -> None:
         """Call a part of the step. Exceptions get a note that names stage, microbatch and pass."""
         try:
-            call()
+            part()
         except Exception as error:
-            error.add_note(f"in stage {self.worker.index + 1}, microbatch {self.microbatch}, {self.operation}")
+            self.locate(error)
             raise
+
+    def locate(self, error: Exception) -> None:
+        """Add a note to an exception that names stage, microbatch and pass."""
+        operation = "evaluation" if self.call.__name__ == "evaluate" else self.call.__name__
+        error.add_note(f"in stage {self.worker.index + 1}, microbatch {self.microbatch}, {operation}")
 
 
 class StepRunner(ABC):
@@ -80,15 +74,6 @@ class StepRunner(ABC):
         return ports
 
 
-class InTurn(StepRunner):
-    """Runs one step after another."""
-
-    def run(self, steps: Sequence[BoundStep], following: Sequence[BoundStep]) -> None:
-        """See :meth:`StepRunner.run`."""
-        for step in steps:
-            step.run()
-
-
 class InThreads(StepRunner):
     """Runs the steps of a round at the same time, in a pool of threads. The longest steps start first."""
 
@@ -111,12 +96,12 @@ class Overlapped(StepRunner):
     Args:
         stages: Stages that overlap (:func:`petra.plan.overlap.overlapped_stages`).
         threads: Threads for backwards.
-        others: Runs all other steps.
+        others: Runs all other steps; None runs them in turn.
     """
 
     looks_ahead = True
 
-    def __init__(self, stages: Sequence[int], threads: ThreadPoolExecutor, others: StepRunner) -> None:
+    def __init__(self, stages: Sequence[int], threads: ThreadPoolExecutor, others: StepRunner | None) -> None:
         self._stages, self._threads, self._others = frozenset(stages), threads, others
         self._started: dict[int, Future[None]] = {}
 
@@ -133,7 +118,12 @@ class Overlapped(StepRunner):
                 if step.op is Op.BACKWARD and (future := running.get(step.worker.index)) is not None:
                     future.result()
                     step.located(step.worker.count_and_update)
-            self._others.run([s for s in steps if s.op is Op.FORWARD or s.worker.index not in running], ())
+            left = [step for step in steps if step.op is Op.FORWARD or step.worker.index not in running]
+            if self._others is not None:
+                self._others.run(left, ())
+            else:
+                for step in left:
+                    step.run()
         except BaseException:
             wait([*running.values(), *self._started.values()])
             self._started.clear()

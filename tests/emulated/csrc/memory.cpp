@@ -33,6 +33,7 @@ struct Cache {
   std::mutex mutex;
   std::map<Key, std::vector<Block*>> free;
   std::vector<std::pair<Block*, std::vector<Mark>>> pending;  // freed, but used by other streams until the marks
+  std::vector<Block*> elsewhere;  // freed while another stream was current: their stream may reuse them when it allocates next
   Usage usage[DEVICES];
 };
 Cache& cache() {
@@ -49,6 +50,18 @@ void offer(Block* block) {
   if (block->graph && block->graph == block->stream->graph) block->stream->submit("free", job);
   else block->stream->submit_now("free", job);
   cache().free[{block->stream, block->graph, block->bytes}].push_back(block);
+}
+
+void offer_freed_elsewhere(Stream* stream) {
+  auto& blocks = cache().elsewhere;
+  for (size_t i = 0; i < blocks.size();) {
+    if (stream && blocks[i]->stream != stream) {
+      i++;
+      continue;
+    }
+    offer(blocks[i]);
+    blocks.erase(blocks.begin() + i);
+  }
 }
 
 void collect() {
@@ -73,7 +86,8 @@ void release(void* context) {
   std::vector<Mark> marks;
   for (auto* user : block->users) marks.push_back(record(*user));
   block->users.clear();
-  if (marks.empty()) offer(block);
+  if (marks.empty() && block->stream == &current_stream(block->stream->device)) offer(block);
+  else if (marks.empty()) cache().elsewhere.push_back(block);
   else cache().pending.emplace_back(block, std::move(marks));
 }
 
@@ -85,6 +99,7 @@ struct DeviceAllocator final : c10::Allocator {
     auto bytes = (size + ROUND - 1) / ROUND * ROUND;
     std::lock_guard<std::mutex> lock(cache().mutex);
     collect();
+    offer_freed_elsewhere(&stream);
     auto& used = cache().usage[device_now];
     auto& free = cache().free[{&stream, stream.graph, bytes}];
     Block* block;
@@ -210,6 +225,7 @@ void empty_cache() {
   synchronize_device(-1, "empty_cache");
   std::lock_guard<std::mutex> lock(cache().mutex);
   collect();
+  offer_freed_elsewhere(nullptr);
   synchronize_device(-1, "empty_cache");
   for (auto found = cache().free.begin(); found != cache().free.end();) {
     if (std::get<1>(found->first)) {  // a graph may be replayed
