@@ -32,7 +32,7 @@ from petra.engine.weights import WeightVersion, WeightVersions, weight_versions
 from petra.errors import ModelError
 from petra.method import Keep, Weights
 from petra.reversible import Gradients, Grid, frozen_statistics
-from petra.specs import Streams, detached
+from petra.specs import Streams, detached, in_own_memory
 
 log = logging.getLogger(__name__)
 Propagate = Callable[[int, Streams, Streams, WeightVersion | None], tuple[Streams, Streams, Gradients]]
@@ -196,7 +196,7 @@ class Recompute(BlockRunner):
                 y = self.forward_function(m, x, version)
             else:
                 y = self._graphs.forward(lambda tensors: self.function(m, tensors, None), x)
-        self.stored[m] = Stored(tuple(_in_own_memory(t) for t in x))
+        self.stored[m] = Stored(tuple(in_own_memory(t) for t in x))
         return y
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
@@ -296,8 +296,3 @@ def _without_hooks(module: nn.Module, reason: str | None) -> Iterator[None]:
         if str(error) != reason:
             raise
         raise ModelError(f"{type(module).__name__}: {reason}") from error
-
-
-def _in_own_memory(tensor: Tensor) -> Tensor:
-    """Return the tensor, copied if it is a view: a view of a received message would keep the whole message alive."""
-    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor

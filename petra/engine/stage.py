@@ -186,10 +186,6 @@ class Stage:
             names = runner.parameters.items() if previous else ()
             runner.versions.resume(updates, {name: previous[p].to(p, copy=True).requires_grad_() for name, p in names})
 
-    def in_flight(self, m: int) -> list[object]:
-        """Return what the blocks store for microbatch ``m`` between its passes: activations and stashed weights."""
-        return [kept for runner in self.runners for kept in (runner.stored.get(m), runner.versions.stashed.get(m))]
-
     def stored_bytes(self) -> int:
         """Return the size of the inputs that blocks store for all microbatches in flight."""
         return sum(stored.bytes() for runner in self.runners for stored in list(runner.stored.values()))

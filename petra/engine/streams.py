@@ -10,7 +10,8 @@ may run in any order that events don't forbid. The main stream is the one that i
 - Before an overlapping backward sends, and before its update, its stream waits for the event of its own round. The forward has read
   the weights by then, and the transport has waited for the buffers that the message is packed into.
 - The caching allocator reuses memory in the order of the stream that allocated it. :class:`StreamPort` records the streams that use
-  a received message. What the forward of a microbatch has stored is freed when the stream of the forward waits for the backward.
+  a received message. Other memory that is freed on a stream of a stage was allocated on it, or on a stream that waits for it before
+  it allocates again.
 
 Autograd differentiates a graph on the stream on which its forward ran. Stages with blocks that store their graph therefore do not
 overlap on a GPU.
@@ -77,8 +78,6 @@ class StreamSteps(StepRunner):
                 continue
             start = before if beside else self._start
             assert start is not None
-            # Memory of other streams must not be freed before these streams wait for this one.
-            in_flight = step.worker.stage.in_flight(step.microbatch) if beside else []
             with torch.cuda.stream(stream):
                 stream.wait_event(start)
                 if beside:
@@ -90,7 +89,6 @@ class StreamSteps(StepRunner):
             main.wait_stream(stream)
             if beside and stage in self._own:
                 self._own[stage].wait_stream(stream)
-            in_flight.clear()
         forwards = {step.worker.index for step in steps if step.op is Op.FORWARD}
         backwards = {step.worker.index for step in following if step.op is Op.BACKWARD}
         self._beside = forwards & backwards & self._backward.keys()

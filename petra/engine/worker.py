@@ -6,7 +6,7 @@ from petra.engine.endpoints import Objective
 from petra.engine.stage import Stage
 from petra.engine.update import Update
 from petra.hooks import Hooks
-from petra.specs import Message
+from petra.specs import Message, in_own_memory
 from petra.transport import Port
 
 
@@ -62,8 +62,7 @@ class Worker:
         delta = self.update.unscaled(delta)
         if self.shrink != 1:
             delta = tuple(d * self.shrink for d in delta)
-        # A received report is a view that keeps the whole message alive, so send a copy.
-        self._send(self.upstream, self.index - 1, m, (x, delta, (report.clone(),)))
+        self._send(self.upstream, self.index - 1, m, (x, delta, (in_own_memory(report),)))
 
     def count_and_update(self) -> None:
         """Count a microbatch whose backward has run, and update every k microbatches."""

@@ -39,6 +39,7 @@ NETS: Mapping[str, tuple[Callable[[], Model], Callable[[], Any]]] = {
     "mixed": (lambda: mixed_net(dtype=torch.float32), lambda: _images(8)),
     "dropout": (lambda: mixed_net(dropout=0.1, dtype=torch.float32), lambda: _images(8)),
     "revnet18": (lambda: MODELS["revnet18"](5, width=0.125), lambda: _images(16)),
+    "revnet50": (lambda: MODELS["revnet50"](5, width=0.125), lambda: _images(16)),
     "abn": (lambda: MODELS["revnet18"](5, width=0.125, norm="inplace_abn"), lambda: _images(16)),
     "irevnet": (lambda: MODELS["irevnet163"](5, width=0.25), lambda: _images(8)),
     "resnet18": (lambda: MODELS["resnet18"](5, width=0.125), lambda: _images(16)),

@@ -96,6 +96,7 @@ struct DeviceAllocator final : c10::Allocator {
     c10::Device device(c10::DeviceType::CUDA, device_now);
     if (size == 0) return {nullptr, device};
     auto& stream = current_stream(device_now);
+    if (!stream.graph) forbid_in_capture("an allocation outside of the graph's pool");
     auto bytes = (size + ROUND - 1) / ROUND * ROUND;
     std::lock_guard<std::mutex> lock(cache().mutex);
     collect();
@@ -162,6 +163,7 @@ struct PinnedAllocator final : c10::Allocator {
   }
   c10::DataPtr allocate(size_t size) override {
     c10::Device cpu(c10::DeviceType::CPU);
+    forbid_in_capture("an allocation of pinned memory");
     auto bytes = std::max<size_t>((size + ROUND - 1) / ROUND * ROUND, ROUND);
     std::lock_guard<std::mutex> lock(pinned().mutex);
     for (auto& [data, block] : pinned().blocks)
