@@ -57,10 +57,12 @@ class Method:
         flush: Whether the pipeline is drained before each update, which makes gradients exact.
         fill: Whether each stage forwards all k microbatches of an update before its first backward, as in GPipe. Requires
             ``flush`` and makes ``delay`` irrelevant.
+        max_updates: Largest number of updates of a stage between the forward and the backward of a microbatch, which k must be
+            large enough for; None for no limit. With 1, accumulation alone bounds how far weights drift (PACI, Elam et al. 2026).
 
     Raises:
-        ConfigError: If a delay is negative, if ``fill`` is set without ``flush``, or if ``flush`` is combined with
-            ``Weights.DOUBLE``.
+        ConfigError: If a delay is negative, if ``max_updates`` < 1, if ``fill`` is set without ``flush``, or if ``flush`` is
+            combined with ``Weights.DOUBLE``.
     """
 
     name: str
@@ -69,8 +71,12 @@ class Method:
     weights: Weights = Weights.CURRENT
     flush: bool = False
     fill: bool = False
+    max_updates: int | None = None
 
     def __post_init__(self) -> None:
+        require(
+            self.max_updates is None or self.max_updates >= 1, "method.max_updates", "null or an integer >= 1", self.max_updates
+        )
         require(min(self.boundary_delays(0)) >= 0, "method.delay", "integers >= 0, one or one per boundary", self.delay)
         if self.fill and not self.flush:
             raise invalid("method.fill", "false with method.flush=false", "true")
@@ -97,8 +103,8 @@ class Method:
             k: Number of microbatches per update.
 
         Raises:
-            ConfigError: If the number of delays doesn't match the stages, if k or a delay exceeds its limit, or if
-                ``Weights.DOUBLE`` is used with k < τ_1.
+            ConfigError: If the number of delays doesn't match the stages, if k or a delay exceeds its limit, if
+                ``Weights.DOUBLE`` is used with k < τ_1, or if ``max_updates`` · k < τ_1 without ``flush``.
         """
         require(k <= MAX_MICROBATCHES_PER_UPDATE, "k", f"an integer from 1 to {MAX_MICROBATCHES_PER_UPDATE}", k)
         if isinstance(self.delay, tuple) and len(self.delay) != stages - 1:
@@ -111,6 +117,9 @@ class Method:
         if self.weights is Weights.DOUBLE and delays[0] > k:
             expected = f"an integer >= {delays[0]} with method.weights=double (the delay of stage 1, so that two versions suffice)"
             raise invalid("k", expected, k)
+        if self.max_updates is not None and not self.flush:
+            least = -(-delays[0] // self.max_updates)
+            require(k >= least, "k", f"an integer >= {least} with method.max_updates={self.max_updates}", k)
         return delays
 
     @property

@@ -15,13 +15,13 @@ MODELS = (
 """Keys of ``petra.models.MODELS``."""
 DATASETS = ("digits", "cifar10", "cifar100", "imagenet32", "imagenet", "synthetic", "text", "tokens")
 """Keys of ``petra.data.DATASETS``."""
-OPTIMIZERS = ("sgd", "lars", "adam", "adamw", "muon")
+OPTIMIZERS = ("sgd", "lars", "adam", "adamw", "muon", "nadam", "basis_rotation")
 """Keys of ``petra.training.OPTIMIZERS``."""
 SCHEDULES = ("multistep", "cosine", "polynomial")
 """Keys of ``petra.training.SCHEDULES``."""
 FORMATS = ("pt", "safetensors")
 """Keys of ``petra.training.FORMATS``."""
-PREDICTIONS = ("none", "velocity", "difference")
+PREDICTIONS = ("none", "velocity", "decaying", "difference")
 """Values of ``petra.staleness.Prediction``."""
 PRECISIONS = ("float32", "bf16", "fp16")
 """Keys of ``launch.run.build.PRECISIONS``."""

@@ -102,6 +102,7 @@ class MethodConfig:
     weights: str = key(one_of(tuple(Weights)))
     flush: bool = MISSING
     fill: bool = MISSING
+    max_updates: int | None = None
 
 
 @dataclass
@@ -116,6 +117,10 @@ class RemedyConfig:
     compensation: bool = MISSING
     shrink: float = MISSING
     lookahead: float = MISSING
+    predict_backward: bool = MISSING
+    feedback: float = MISSING
+    delay_compensation: float = MISSING
+    braking: float = MISSING
 
 
 @dataclass
@@ -134,6 +139,7 @@ class OptimConfig:
     trust: float | None = key(number(above=0), None)
     betas: list[float] | None = key(BETAS, None)
     eps: float | None = key(number(above=0), None)
+    frequency: int | None = key(integer(1), None)
 
 
 @dataclass

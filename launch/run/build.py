@@ -212,6 +212,7 @@ def _method(config: Config) -> Method:
         weights=Weights(method.weights),
         flush=method.flush,
         fill=method.fill,
+        max_updates=method.max_updates,
     )
 
 
@@ -233,4 +234,8 @@ def _remedy(config: Config, microbatches_per_epoch: int) -> Remedy:
         compensation=remedy.compensation,
         shrink=remedy.shrink,
         lookahead=remedy.lookahead,
+        predict_backward=remedy.predict_backward,
+        feedback=remedy.feedback,
+        delay_compensation=remedy.delay_compensation,
+        braking=remedy.braking,
     )

@@ -28,6 +28,11 @@ LAYOUT = {
     "in_flight": "in flight",
 }
 """Title of each column of the table of stages, by its key in summary.json."""
+CURVES = {
+    "gradient_norm": "norm of the gradient, mean over updates",
+    "weight_drift": "drift of the weights from forward to backward, relative",
+}
+"""Label of each curve of the stages, by its key in metrics.jsonl."""
 SECONDS = {"forward_seconds": "forward", "backward_seconds": "backward", "update_seconds": "update", "waiting_seconds": "waiting"}
 
 
@@ -148,9 +153,9 @@ def _stages(rows: Sequence[Row], summary: Row) -> Iterator[str]:
         yield html.table([*LAYOUT.values()], [[_cell(stage[key]) for key in LAYOUT] for stage in layout], ("blocks", "stores"))
         yield "<p></p>"
     found = []
-    norms = _by_epoch(rows, names, "gradient_norm")
-    if norms:
-        found.append(Panel("epoch", "norm of the gradient, mean over updates", norms))
+    for key, label in CURVES.items():
+        if curves := _by_epoch(rows, names, key):
+            found.append(Panel("epoch", label, curves))
     for key, label in SECONDS.items():
         if times := _by_epoch(rows, names, key):
             found.append(Panel("epoch", f"seconds per epoch: {label}", times))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from petra.data import EvalSource, TrainSource
+from petra.diagnostics.weight_drift import WeightDrift
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.pipeline import Pipeline
 from petra.process_memory import keep_freed_memory, release_memory
@@ -40,6 +41,9 @@ from .exclusive import exclusive_folder
 from .folder import Records, headline, summarise
 from .report import read_updates
 from .resume import FOLDER, Start, checkpoint_facts, find_start, load_start, require_shared, restore_choices
+
+UPDATES_BETWEEN_DRIFTS = 10
+"""Updates between two measurements of the weights' drift in a run without ``trainer.log_every``."""
 
 
 def run(config: Config, process: Process) -> None:
@@ -153,11 +157,15 @@ def make_trainer(
 ) -> Trainer:
     """Return the trainer of a run. It logs and displays progress only if ``records`` is not None."""
     config, progress, updates = setup.config, None, None
+    drift = WeightDrift(pipeline, config.k * (config.trainer.log_every or UPDATES_BETWEEN_DRIFTS))
+    pipeline.hooks.attach(drift)
+    pipeline.measures.append(drift.metrics)
     if records is not None:
         display = Bar if sys.stdout.isatty() else Lines
         metrics = tuple(pipeline.recipe.metrics)
         if config.trainer.log_every is not None:
-            updates = UpdateLog(config.trainer.log_every, config.k, learning_rate, metrics, records.update_loggers)
+            measure, loggers = drift.of_first_stage, records.update_loggers
+            updates = UpdateLog(config.trainer.log_every, config.k, learning_rate, metrics, loggers, measure)
         progress = display(config.trainer.epochs, learning_rate.microbatches_per_epoch, learning_rate, metrics, setup.unit)
     return Trainer(
         pipeline,

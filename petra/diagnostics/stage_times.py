@@ -42,7 +42,6 @@ class StageTimes(StageTimer):
                 "data_seconds": data,
                 "waiting_seconds": seconds[j, Kind.RECEIVE] + seconds[j, Kind.SEND] - data,
                 "in_flight": planned.in_flight,
-                "staleness": planned.staleness,
                 "buffer_bytes": self._buffer_bytes.pop(j, 0),
             }
             rows |= {f"stage/{j + 1}/{name}": value for name, value in values.items()}

@@ -61,6 +61,8 @@ class Recipe:
         """
         self.remedy.check(plan.method)
         self.rules.check(plan.method, plan.delays)
+        scaled = self.rules.loss_scale is not None and self.remedy.delay_compensation > 0
+        require(not scaled, "remedy.delay_compensation", "0 with a loss scale (fp16)", self.remedy.delay_compensation)
 
     def settings(self) -> dict[str, object]:
         """Return the settings that all ranks must agree on, by name."""
@@ -104,6 +106,7 @@ def build_stages(
             grid=build_grid(plan, device),
             index=j,
             hooks=hooks,
+            delay_compensation=recipe.remedy.delay_compensation,
         )
     return stages
 
@@ -163,7 +166,8 @@ def build_remedies(plan: Plan, recipe: Recipe, workers: Mapping[int, Worker]) ->
     for j, worker in workers.items():
         optimizer = worker.update.optimizer
         if optimizer is not None:
-            remedy = recipe.remedy.attach(worker.stage.use_weights, optimizer, plan.stages[j].staleness)
+            until_first = 0.0 if plan.method.flush else (plan.delays[0] - plan.delays[j]) / (2 * plan.k)
+            remedy = recipe.remedy.attach(worker.stage.use_weights, optimizer, plan.stages[j].staleness, until_first)
             if remedy is not None:
                 remedies[j] = remedy
     return remedies

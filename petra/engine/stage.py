@@ -16,6 +16,7 @@ from petra.hooks import Hooks
 from petra.method import Keep, Weights
 from petra.reversible import Grid, derive_seed
 from petra.specs import Streams
+from petra.staleness.delay_compensation import compensated
 from petra.torch_private import preserve_version_counter
 
 
@@ -40,6 +41,7 @@ class Stage:
         cuda_graphs: Whether passes of blocks are captured as CUDA graphs (:mod:`petra.engine.graphs`).
         grid: Grid for exact streams (:mod:`petra.reversible.grid`), or None.
         hooks: Hooks to call for each block, or None.
+        delay_compensation: Factor λ of :mod:`petra.staleness.delay_compensation`; 0 is off.
 
     Attributes:
         gradients: Accumulated gradients of the trained parameters.
@@ -64,7 +66,9 @@ class Stage:
         cuda_graphs: bool = False,
         grid: Grid | None = None,
         hooks: Hooks | None = None,
+        delay_compensation: float = 0.0,
     ) -> None:
+        self._delay_compensation = delay_compensation
         self.module, self.grid = nn.ModuleList(blocks), grid
         self.index, self.hooks = index, Hooks() if hooks is None else hooks
         self.k, self.returns_input, self.channels_last = k, returns_input, channels_last
@@ -113,7 +117,11 @@ class Stage:
             The stage's input x̃ (empty unless the previous stage needs it), and the gradient with respect to it.
         """
         for b, runner in reversed(self._numbered):
+            version = runner.versions.stashed.get(m) if self._delay_compensation else None
             y, dy, gradients = runner.backward(m, y, dy)
+            if version is not None:
+                old = {p: version[name] for name, p in runner.parameters.items()}
+                gradients = compensated(gradients, old, self._delay_compensation)
             y, dy = self._contiguous(y), self._contiguous(dy)
             if gradients:
                 self.gradients.add(gradients)

@@ -5,8 +5,9 @@
 For a constant learning rate, this is SGD with Nesterov momentum γ and learning rate (1 − γ)·lr, where the parameters have the value
 w_t + d_t. The implementation uses this form.
 
-Source: Ajanthan et al. 2025, with γ = 0.99. The experiments of the paper use NAdam, stashed weights and one update per microbatch.
-This remedy uses SGD, with the method's weights and k.
+Source: Ajanthan et al. 2025, with γ = 0.99. This remedy uses SGD, with the method's weights and k. The experiments of the paper
+use NAdam (:mod:`petra.training.nadam`) instead, with stashed weights and one update per microbatch: ``optim=nadam
+method=pipedream k=1``.
 """
 
 from __future__ import annotations

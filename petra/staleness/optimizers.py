@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from petra.errors import invalid
 
@@ -26,3 +28,9 @@ def require_momentum(key: str, optimizer: torch.optim.Optimizer, others: str = "
     if not isinstance(optimizer, torch.optim.SGD) or not all(group["momentum"] > 0 for group in optimizer.param_groups):
         name = type(optimizer).__name__.lower() + (" without momentum" if isinstance(optimizer, torch.optim.SGD) else "")
         raise invalid("optim.name", f"{others}sgd with momentum > 0, which remedy.{key} requires", name)
+
+
+def momentum_of(state: Mapping[str, Any]) -> Tensor | None:
+    """Return the momentum buffer in a parameter's optimizer state, of any optimizer of the project; None before the first step."""
+    buffers = (state.get(key) for key in ("momentum_buffer", "velocity", "exp_avg"))
+    return next((buffer for buffer in buffers if buffer is not None), None)

@@ -1,23 +1,29 @@
-"""Weight prediction: the forward pass uses an estimate of the weights at the microbatch's backward pass.
+"""Weight prediction: passes use an estimate of later weights.
 
-A stage with staleness s uses in F
+A stage with staleness s uses in F the estimate for h·s updates ahead, the time of the microbatch's B, where h is the horizon. B
+uses the current weights. There are three ways to predict n updates:
 
-    w + s·h·step
+* ``velocity``: w + n·step, with −lr·v for SGD with the momentum buffer v, and −lr·m̂ / (√v̂ + ε) for Adam and AdamW. This is
+  PipeOptim (Guan et al.), and for SGD also LWPv of Kosson et al. 2021. The step for Adam first appeared in XPipe (Guan et al.
+  2019). It is the last step, repeated n times.
+* ``decaying``: what the optimizer would do in n updates if no gradient came, as in FTPipe (Eliad et al. 2021; compared with its
+  code): −lr·(m + m² + … + m^n)·v for SGD with momentum m. For Adam and AdamW it is the sum of −lr·β1^i·m_t / (1 − β1^(t+i)) /
+  (√(v_t / (1 − β2^(t+i))) + ε) over i = 1 … n after t steps, and for AdamW w is also multiplied by 1 − lr·decay in each. A
+  fraction of an update counts in proportion.
+* ``difference``: w + n·(change of w in the last update) (LWPw of Kosson et al. 2021), for any optimizer.
 
-where h is the horizon, and B uses the current weights. There are two choices for the step.
+With ``predict_backward``, as in SpecTrain (Chen et al. 2018), all passes of a microbatch aim at the weights at the time of the
+first stage's B, which ends the microbatch: B predicts h·b updates and F h·(s + b), with b the number of updates from the stage's
+own B to the first stage's, (τ_1 − τ_j) / 2k. SpecTrain has d = 1, k = 1, and rounds b = (j − 1) / 2 down to an integer (compared
+with ntueclab/SpecTrain-PyTorch); here it may be a fraction.
 
-* ``velocity``: −lr·v for SGD with the momentum buffer v, and −lr·m̂ / (√v̂ + ε) for Adam and AdamW. This is PipeOptim (Guan et al.),
-  and for SGD also LWPv of Kosson et al. 2021. The step for Adam first appeared in XPipe (Guan et al. 2019). SpecTrain (Chen et al.
-  2018) uses the velocity too, but predicts weights for B as well as for F.
-* ``difference``: the change of w in the last update (LWPw of Kosson et al. 2021), for any optimizer.
-
-Both assume s·h equal steps. The velocity only approximates the optimizer's step. It is assumed constant, although it would decay
-without further gradients (FTPipe predicts this decay). It omits the gradient's part in Nesterov momentum and in spike compensation,
-and the weight decay of AdamW.
+``velocity`` and ``decaying`` only approximate the optimizer's step. They omit the gradient's part in Nesterov momentum and in spike
+compensation, and the weight decay of SGD and Adam; ``velocity`` also omits that of AdamW.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
@@ -29,53 +35,69 @@ from petra.torch_private import foreach_add
 
 
 class Prediction(StrEnum):
-    """Which step a prediction repeats; see :mod:`petra.staleness.prediction`."""
+    """How weights are predicted; see :mod:`petra.staleness.prediction`."""
 
     NONE = "none"
     VELOCITY = "velocity"
+    DECAYING = "decaying"
     DIFFERENCE = "difference"
 
 
 class WeightPrediction:
-    """Weights for the forward pass of one stage.
+    """Predicted weights of one stage.
 
     Args:
         parameters: The stage's trained parameters, in the optimizer's order.
         optimizer: The stage's optimizer.
-        prediction: ``VELOCITY`` or ``DIFFERENCE``.
-        steps: Number of steps to predict, s·h.
+        prediction: Any but ``NONE``.
 
     Attributes:
         change: With ``DIFFERENCE``, the last change of each parameter; otherwise and before the first update empty.
     """
 
-    def __init__(self, parameters: list[Tensor], optimizer: torch.optim.Optimizer, prediction: Prediction, steps: float) -> None:
-        self._parameters, self._optimizer, self._steps = parameters, optimizer, steps
+    def __init__(self, parameters: list[Tensor], optimizer: torch.optim.Optimizer, prediction: Prediction) -> None:
+        self._parameters, self._optimizer, self._prediction = parameters, optimizer, prediction
         self.uses_change = prediction is Prediction.DIFFERENCE
         self.change: list[Tensor] = []
 
-    def weights(self) -> Sequence[Tensor] | None:
-        """Return the weights for the forward pass, or None before the first update."""
-        step = self.change if self.uses_change else self._velocities()
-        return foreach_add(self._parameters, step, alpha=self._steps) if step else None
-
-    def _velocities(self) -> list[Tensor]:
-        """Return the velocity of each parameter; empty before the optimizer's first step."""
+    def weights(self, updates: float) -> Sequence[Tensor] | None:
+        """Return the weights after a number of further updates, or None before the first update."""
+        if self.uses_change:
+            return list(foreach_add(self._parameters, self.change, alpha=updates)) if self.change else None
         state = self._optimizer.state
         if not any(state[p] for p in self._parameters):
-            return []
-        return [
-            velocity(state[p], group) if state[p] else torch.zeros_like(p)  # it has had no gradient yet
-            for group in self._optimizer.param_groups
-            for p in group["params"]
-        ]
+            return None
+        pairs = [(p, group) for group in self._optimizer.param_groups for p in group["params"]]
+        if self._prediction is Prediction.DECAYING:
+            return [decayed(p, state[p], group, updates) if state[p] else p.clone() for p, group in pairs]
+        # A parameter without state has had no gradient yet.
+        steps = [velocity(state[p], group) if state[p] else torch.zeros_like(p) for p, group in pairs]
+        return list(foreach_add(self._parameters, steps, alpha=updates))
 
 
 def velocity(state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
     """Return −lr·v, or −lr·m̂ / (√v̂ + ε) for Adam and AdamW, from a parameter's optimizer state and its group's settings."""
     if "exp_avg" in state:
-        # The step count may be on the device. After a skipped first update it is 0, and so is the average.
-        (beta1, beta2), t = group["betas"], torch.as_tensor(state["step"], dtype=torch.float64).clamp(min=1)
-        scale = (state["exp_avg_sq"] / (1 - beta2**t)).sqrt_().add_(group["eps"])
-        return (state["exp_avg"] / scale).mul_(-group["lr"] / (1 - beta1**t))  # type: ignore[no-any-return]
+        return _adam_step(state, group, 0)
     return state["momentum_buffer"] * -group["lr"]  # type: ignore[no-any-return]
+
+
+def decayed(w: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], updates: float) -> Tensor:
+    """Return a parameter's weights after a number of updates without gradients."""
+    if "exp_avg" not in state:
+        m = group["momentum"]
+        return w - state["momentum_buffer"] * (group["lr"] * (m - m ** (updates + 1)) / (1 - m))  # type: ignore[no-any-return]
+    decay = group["lr"] * group["weight_decay"] if group.get("decoupled_weight_decay", False) else 0.0
+    predicted, beta1 = w.clone(), group["betas"][0]
+    for i in range(1, math.ceil(updates) + 1):
+        part = min(1.0, updates - i + 1)
+        predicted.mul_(1 - part * decay).add_(_adam_step(state, group, i), alpha=part * beta1**i)
+    return predicted
+
+
+def _adam_step(state: Mapping[str, Any], group: Mapping[str, Any], later: int) -> Tensor:
+    """Return −lr·m_t / (1 − β1^(t+i)) / (√(v_t / (1 − β2^(t+i))) + ε) for i = ``later``."""
+    # The step count may be on the device. After a skipped first update it is 0, and so is the average.
+    (beta1, beta2), t = group["betas"], torch.as_tensor(state["step"], dtype=torch.float64).clamp(min=1) + later
+    scale = (state["exp_avg_sq"] / (1 - beta2**t)).sqrt_().add_(group["eps"])
+    return (state["exp_avg"] / scale).mul_(-group["lr"] / (1 - beta1**t))  # type: ignore[no-any-return]

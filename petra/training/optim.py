@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from petra.torch_private import foreach_mul
+from petra.training.basis_rotation import BasisRotation
 from petra.training.lars import LARS
+from petra.training.nadam import make_nadam
 
 Rated = TypeVar("Rated", bound=torch.optim.Optimizer)
 
@@ -48,6 +50,27 @@ def adamw(
     return _without_rate(torch.optim.AdamW(_groups(module, weight_decay), lr=0.0, betas=_pair(betas), eps=eps, fused=True))
 
 
+def nadam(
+    module: nn.Module, *, betas: Sequence[float] = (0.99, 0.999), eps: float = 1e-8, weight_decay: float = 0.01
+) -> torch.optim.NAdam:
+    """Return NAdam with decoupled weight decay, as Ajanthan et al. (2025) use it (:mod:`petra.training.nadam`)."""
+    return _without_rate(make_nadam(_groups(module, weight_decay), _pair(betas), eps))
+
+
+def basis_rotation(
+    module: nn.Module,
+    *,
+    betas: Sequence[float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    frequency: int = 10,
+) -> BasisRotation:
+    """Return Adam in a rotated basis for the weights of linear layers, and in the ordinary one for all other parameters."""
+    matrices, rest = _matrices(module)
+    groups = [{"params": matrices, "weight_decay": weight_decay, "rotated": True}] if matrices else []
+    return _without_rate(BasisRotation([*groups, *_split(rest, weight_decay)], betas=_pair(betas), eps=eps, frequency=frequency))
+
+
 class Muon(torch.optim.Optimizer):
     """Muon for the weights of linear layers and AdamW for all other parameters, with one learning rate and one weight decay.
 
@@ -68,10 +91,7 @@ class Muon(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
     ) -> None:
-        embeddings = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
-        matrices = [p for p in _trainable(module) if p.dim() == 2 and id(p) not in embeddings]
-        with_muon = {id(p) for p in matrices}
-        rest = [p for p in _trainable(module) if id(p) not in with_muon]
+        matrices, rest = _matrices(module)
         self._parts: list[tuple[torch.optim.Optimizer, int]] = []
         groups: list[dict[str, Any]] = []
         if matrices:
@@ -128,6 +148,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": adam,
     "adamw": adamw,
     "muon": Muon,
+    "nadam": nadam,
+    "basis_rotation": basis_rotation,
 }
 """Optimizers by name: functions of a stage's blocks and of settings."""
 
@@ -140,6 +162,14 @@ def _without_rate(optimizer: Rated) -> Rated:
 
 def _trainable(module: nn.Module) -> list[Tensor]:
     return [p for p in module.parameters() if p.requires_grad]
+
+
+def _matrices(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the weights of linear layers, and all other trained parameters."""
+    embeddings = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
+    matrices = [p for p in _trainable(module) if p.dim() == 2 and id(p) not in embeddings]
+    chosen = {id(p) for p in matrices}
+    return matrices, [p for p in _trainable(module) if id(p) not in chosen]
 
 
 def _groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ class UpdateLog:
         learning_rate: Learning rate as a function of microbatches.
         metrics: Names of the metrics in a report, which follow the number of targets and the loss.
         loggers: Receivers of the rows.
+        measure: Returns further entries of a row.
 
     Attributes:
         totals: Sum of the reports since the last row: number of targets, sum of the losses, sums of the metrics.
@@ -37,10 +38,11 @@ class UpdateLog:
         learning_rate: Callable[[int], float],
         metrics: Sequence[str] = ("accuracy",),
         loggers: Sequence[Logger] = (),
+        measure: Callable[[], dict[str, float]] = dict,
     ) -> None:
         require(every >= 1, "trainer.log_every", "null or an integer >= 1", every)
         self._microbatches, self._k = every * k, k
-        self._learning_rate, self._metrics, self._loggers = learning_rate, metrics, loggers
+        self._learning_rate, self._metrics, self._loggers, self._measure = learning_rate, metrics, loggers, measure
         self._clock = 0
         self._sum: Tensor | Sequence[float] = ()  # Reading a tensor synchronizes with the device.
 
@@ -68,6 +70,7 @@ class UpdateLog:
             "updates": self._clock // self._k,
             **{f"update/{name}": value for name, value in means},
             "update/learning_rate": self._learning_rate(self._clock),
+            **self._measure(),
         }
         for logger in self._loggers:
             logger.log(row)

@@ -80,9 +80,8 @@ def test_stage_metrics() -> None:
         pipeline.train(RandomSource(), 8)
     rows = pipeline.stage_metrics()
     names = ("forward_seconds", "backward_seconds", "update_seconds", "data_seconds", "waiting_seconds")
-    assert {key.rpartition("/")[2] for key in rows} >= {*names, "in_flight", "staleness", "buffer_bytes"}
+    assert {key.rpartition("/")[2] for key in rows} >= {*names, "in_flight", "buffer_bytes"}
     assert [rows[f"stage/{j}/in_flight"] for j in (1, 2, 3)] == [5, 3, 1]
-    assert [rows[f"stage/{j}/staleness"] for j in (1, 2, 3)] == [1.0, 0.5, 0.0]
     assert rows["stage/1/data_seconds"] > 0 == rows["stage/2/data_seconds"]
     assert all(rows[f"stage/{j}/{name}"] > 0 for j in (1, 2, 3) for name in names[:3])
     assert rows["stage/1/buffer_bytes"] == 5 * RandomSource().spec.bytes + 5 * 2 * 4 * 4 * 64 * 8 * (

@@ -41,6 +41,11 @@ class Sgd:
     def velocity(self, lr: float) -> Values:
         return [-lr * v for v in self.v]
 
+    def alone(self, weights: Values, lr: float, updates: float) -> Values:
+        """The weights after updates without gradients: −lr·(m + … + m^n)·v."""
+        total = MOMENTUM * (1 - MOMENTUM**updates) / (1 - MOMENTUM)
+        return [w - lr * total * v for w, v in zip(weights, self.v, strict=True)]
+
 
 class Lookahead:
     """Ajanthan et al.: the iterate y and the point w = y + γ·(y − y before) at which gradients are taken."""
@@ -72,8 +77,20 @@ class Adam:
         return [w + s for w, s in zip(weights, self.velocity(lr), strict=True)]
 
     def velocity(self, lr: float) -> Values:
-        hats = ((m / (1 - 0.9**self.t), v / (1 - 0.999**self.t)) for m, v in zip(self.m, self.v, strict=True))
+        return self.later(lr, 0)
+
+    def later(self, lr: float, i: int) -> Values:
+        """The step i steps later, if the moments stayed."""
+        t = self.t + i
+        hats = ((m / (1 - 0.9**t), v / (1 - 0.999**t)) for m, v in zip(self.m, self.v, strict=True))
         return [-lr * m / (v.sqrt() + EPSILON) for m, v in hats]
+
+    def alone(self, weights: Values, lr: float, updates: float) -> Values:
+        """FTPipe: the weights after updates without gradients, a fraction of an update in proportion."""
+        for i in range(1, int(updates) + 2):
+            part = min(1.0, updates - i + 1) * 0.9**i
+            weights = [w + part * step for w, step in zip(weights, self.later(lr, i), strict=True)]
+        return weights
 
 
 @dataclass
@@ -83,10 +100,12 @@ class Stage:
     blocks: list[nn.Module]
     remedy: Remedy
     late: float
+    ahead: float
     optimizer: Sgd | Lookahead | Adam
     versions: list[Values] = field(default_factory=list)
     sums: Values = field(default_factory=list)
     drift: Values = field(default_factory=list)
+    last: Values = field(default_factory=list)
     predicted: Values | None = None
     corrected: Values | None = None
     clock: int = 0
@@ -109,7 +128,12 @@ class Stage:
         remedy, s = self.remedy, self.late
         power = 1 - min(self.clock / remedy.discount, 1) if remedy.discount else 0
         lr = RATE / max(1, s) ** power
-        new = self.optimizer.step(self.now, self.sums, lr)
+        new = self.optimizer.step(self.now, self.braked(), lr)
+        if s and remedy.feedback:
+            own = [a - b for a, b in zip(new, self.now, strict=True)]
+            c = remedy.feedback * s if self.last else 0.0
+            new = [w + c * (u - v) for w, u, v in zip(new, own, self.last or own, strict=True)]
+            self.last = own
         change = [a - b for a, b in zip(new, self.now, strict=True)]
         self.versions.append(new)
         self.sums = [torch.zeros_like(w) for w in new]
@@ -117,9 +141,28 @@ class Stage:
             gamma = remedy.correction ** (1 / s)
             self.drift = [gamma * d + (1 - gamma) * c for d, c in zip(self.drift, change, strict=True)]
             self.corrected = [w - s * d for w, d in zip(new, self.drift, strict=True)]
-        if s and remedy.prediction is not Prediction.NONE:
-            steps = change if remedy.prediction is Prediction.DIFFERENCE else self.optimizer.velocity(lr)
-            self.predicted = [w + s * remedy.horizon * x for w, x in zip(new, steps, strict=True)]
+        if remedy.prediction is not Prediction.NONE:
+            b = self.ahead if remedy.predict_backward else 0.0
+            self.predicted, self.corrected = (
+                self.foreseen(new, change, lr, remedy.horizon * n) if n else made
+                for n, made in ((s + b, None), (b, self.corrected))
+            )
+
+    def foreseen(self, weights: Values, change: Values, lr: float, updates: float) -> Values:
+        if self.remedy.prediction is Prediction.DECAYING:
+            assert isinstance(self.optimizer, Sgd | Adam)
+            return self.optimizer.alone(weights, lr, updates)
+        steps = change if self.remedy.prediction is Prediction.DIFFERENCE else self.optimizer.velocity(lr)
+        return [w + updates * x for w, x in zip(weights, steps, strict=True)]
+
+    def braked(self) -> Values:
+        if not self.remedy.braking:
+            return self.sums
+        assert isinstance(self.optimizer, Sgd)
+        cosines = (
+            (g * v).sum() / (g.norm() * v.norm()) if v.any() else 0.0 for g, v in zip(self.sums, self.optimizer.v, strict=True)
+        )
+        return [g * (1 - self.remedy.braking * cosine) for g, cosine in zip(self.sums, cosines, strict=True)]
 
 
 def with_weights(block: nn.Module, weights: Values) -> nn.Module:
@@ -216,7 +259,10 @@ def tick_by_tick(net: list[Stage], data: RandomSource, method: Method, k: int) -
                 gradients = torch.autograd.grad(out, [*leaves, *mine.parameters()], dy, allow_unused=True)
                 found.insert(0, list(gradients[len(leaves) :]))
                 y, dy = x, gradients[: len(leaves)]
-            stage.sums = [a + g / k for a, g in zip(stage.sums, [g for block in found for g in block], strict=True)]
+            stale = [w - old for w, old in zip(stage.now, weights, strict=True)]
+            joined, c = [g for block in found for g in block], stage.remedy.delay_compensation
+            joined = [g + c * g * g * x for g, x in zip(joined, stale, strict=True)]
+            stage.sums = [a + g / k for a, g in zip(stage.sums, joined, strict=True)]
             if j:
                 back[j - 1, m] = y, tuple(stage.remedy.shrink * t for t in dy)
             stage.clock += 1
@@ -267,7 +313,9 @@ def reference(model: Model, method: Method, k: int, cut: list[int], remedy: Reme
     ends = [sum(cut[:j]) for j in range(len(cut) + 1)]
     stages = []
     for j, (a, b) in enumerate(pairwise(ends)):
-        late = method.delay * (len(cut) - 1 - j) / k  # type: ignore[operator]
+        late, ahead = method.delay * (len(cut) - 1 - j) / k, method.delay * j / (2 * k)  # type: ignore[operator]
+        if method.weights is Weights.DOUBLE:
+            late = 1.0
         weights = [p.detach().clone() for block in blocks[a:b] for p in block.parameters()]
         rule: Sgd | Lookahead | Adam
         if optimizer == "adam":
@@ -278,7 +326,7 @@ def reference(model: Model, method: Method, k: int, cut: list[int], remedy: Reme
             rule = Sgd(weights, MOMENTUM**late, (1 - MOMENTUM**late) / (1 - MOMENTUM))
         else:
             rule = Sgd(weights, *((MOMENTUM, 1) if optimizer == "nesterov" else (1, 0)))
-        stages.append(Stage(blocks[a:b], remedy, late, rule))
+        stages.append(Stage(blocks[a:b], remedy, late, ahead, rule))
     return stages
 
 
@@ -323,6 +371,16 @@ def test_every_asynchronous_method_equals_its_tick_equations(method: Method, k: 
         ("petra", 1, Remedy(shrink=0.7), "nesterov"),
         ("petra", 1, Remedy(lookahead=0.95), "nesterov"),
         ("pipedream", 1, Remedy(lookahead=0.95), "heavy ball"),
+        ("petra", 1, Remedy(prediction=Prediction.DECAYING), "heavy ball"),
+        ("dsp", 3, Remedy(prediction=Prediction.DECAYING, horizon=1.5), "adam"),
+        ("petra", 1, Remedy(prediction=Prediction.VELOCITY, predict_backward=True), "heavy ball"),
+        ("petra", 3, Remedy(prediction=Prediction.DIFFERENCE, predict_backward=True), "adam"),
+        ("petra", 3, Remedy(feedback=0.5), "nesterov"),
+        ("pipedream_2bw", 3, Remedy(feedback=1.0), "adam"),
+        ("petra", 1, Remedy(braking=0.5), "heavy ball"),
+        ("delayed", 3, Remedy(delay_compensation=3.0), "nesterov"),
+        ("reconstruct_stashed", 1, Remedy(delay_compensation=3.0), "nesterov"),
+        ("pipedream_2bw", 2, Remedy(delay_compensation=3.0), "adam"),
         ("petra", 1, Remedy(9, 0.3, Prediction.DIFFERENCE, 1.5, True, 0.9), "nesterov"),
     ],
     ids=str,

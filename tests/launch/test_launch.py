@@ -61,6 +61,8 @@ def test_every_file_of_every_group_works(group: Path) -> None:
     if group.stem in ("wandb", "tensorboard") and find_spec(group.stem) is None:
         with pytest.raises(ConfigError, match=rf"pip install -e '\.\[{group.stem}\]'"):
             planned(f"logger={group.stem}")
+    elif group.stem == "dc_asgd":
+        planned("remedy=dc_asgd", "method=delayed")
     elif group.stem == "own":
         with pytest.raises(ConfigError, match=rf"{group.parent}\.name: expected .* or module:function, got nothing"):
             planned(f"{group.parent}=own")
@@ -160,9 +162,10 @@ def test_precision_and_stages() -> None:
         ("method.delay=[1,2]", "method.delay: expected one delay, or 9 for 10 stages, got 2 delays"),
         ("method.keep=all", "method.keep: expected graph, input, nothing, a list .*, or auto, got all"),
         ("method.weights=old", "method.weights: expected current, stashed or double, got old"),
+        ("method=paci", "k: expected an integer >= 9 with method.max_updates=1, got 4"),
         ("method=pipedream_2bw", "k: expected an integer >= 9 with method.weights=double .*, got 4"),
         ("remedy.correction=1", "remedy.correction: expected a number >= 0 and < 1, got 1.0"),
-        ("remedy.prediction=soon", "remedy.prediction: expected none, velocity or difference, got soon"),
+        ("remedy.prediction=soon", "remedy.prediction: expected none, velocity, decaying or difference, got soon"),
         ("trainer.wire=fp8", "trainer.wire: expected float32 or bf16, got fp8"),
         ("method.fill=true", "method.fill: expected false with method.flush=false, got true"),
         ("schedule.milestones=[3,2]", "schedule.milestones: expected increasing epochs >= 1, got"),

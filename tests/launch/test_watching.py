@@ -87,7 +87,7 @@ def test_two_processes_tune_and_trace(tmp_path: Path) -> None:
     assert {event["tid"] for event in trace} == {0, 1}
     assert {f"{op}{m}" for op in "FB" for m in range(4)} <= {event["name"] for event in trace}
     (row,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert {"stage/1/forward_seconds", "stage/2/waiting_seconds", "stage/2/staleness"} <= row.keys()
+    assert {"stage/1/forward_seconds", "stage/2/waiting_seconds", "stage/2/staleness", "stage/1/weight_drift"} <= row.keys()
 
 
 @pytest.mark.processes

@@ -188,3 +188,16 @@ def test_evaluation_has_forwards_only() -> None:
     steps = list(timetable([evaluation_order(0, 5) for _ in range(3)], [0, 0]))
     assert len(steps) == 15
     assert all(step.op is F for step in steps)
+
+
+def test_accumulation_bounds_the_updates_between_forward_and_backward() -> None:
+    """Counts updates in the schedule itself: at most ⌈τ / k⌉ come between F and B of any microbatch."""
+    for k, bound in ((7, 1), (4, 2)):
+        made = Method("paci", 1, Keep.GRAPH, max_updates=bound)
+        tau = made.delays(8, k)[0]
+        crossed = [len([b for b in range(m - tau, m) if b >= 0 and (b + 1) % k == 0]) for m in range(100)]
+        assert max(crossed) == bound
+        with pytest.raises(ConfigError, match=f"k: expected an integer >= {k} with method.max_updates={bound}, got {k - 1}"):
+            made.delays(8, k - 1)
+    with pytest.raises(ConfigError, match=r"method\.max_updates: expected null or an integer >= 1, got 0"):
+        Method("paci", 1, Keep.GRAPH, max_updates=0)

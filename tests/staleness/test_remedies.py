@@ -38,6 +38,13 @@ def pipeline(**settings: object) -> Pipeline:
         ({"horizon": 0.0}, "horizon: expected a number > 0 and <= 100, got 0.0"),
         ({"shrink": 0.0}, "shrink: expected a number > 0 and <= 1, got 0.0"),
         ({"lookahead": 1.0}, "lookahead: expected a number >= 0 and < 1, got 1.0"),
+        ({"feedback": -1.0}, "feedback: expected a number >= 0, got -1.0"),
+        ({"braking": float("nan")}, "braking: expected a number >= 0, got nan"),
+        ({"predict_backward": True}, "predict_backward: expected false with remedy.prediction=none, got true"),
+        (
+            {"predict_backward": True, "prediction": Prediction.VELOCITY, "correction": 0.1},
+            "predict_backward: expected false with remedy.correction > 0, got true",
+        ),
         ({"lookahead": 0.9, "compensation": True}, "compensation: expected false with remedy.lookahead, got true"),
     ],
 )
@@ -57,6 +64,14 @@ def test_values_out_of_range_raise(change: dict[str, float], message: str) -> No
         (
             {"method": "pipedream_2bw", "k": 5, "remedy": Remedy(prediction=Prediction.VELOCITY)},
             "remedy.prediction: expected none with method.weights=double, .*, got velocity",
+        ),
+        (
+            {"remedy": Remedy(delay_compensation=0.1)},
+            "remedy.delay_compensation: expected 0 with method.weights=current, .*, got 0.1",
+        ),
+        (
+            {"remedy": Remedy(braking=1.0), "optimizer": plain_sgd},
+            "optim.momentum: expected a number > 0 with remedy.braking, got 0",
         ),
         ({"remedy": Remedy(discount=9)}, "learning_rate: expected a function with remedy.discount .*, got None"),
         (
@@ -84,6 +99,21 @@ def test_learning_rates_are_discounted_and_scaled() -> None:
     assert fresh(0) == 2.0
 
 
+def test_muon_predicts_by_the_last_change() -> None:
+    """Between two updates, F uses w + s·(change of w in the last update), whatever the optimizer is."""
+    run = pipeline(optimizer=OPTIMIZERS["muon"], learning_rate=lambda m: 0.01, k=2, remedy=Remedy(prediction=Prediction.DIFFERENCE))
+    history: list[list[torch.Tensor]] = []
+    for _ in range(2):
+        run.train(RandomSource(), 2)
+        history.append([p.detach().clone() for p in run.stages[0].module.parameters()])
+    s = run.plan.stages[0].staleness
+    expected = iter([new + s * (new - old) for old, new in zip(*history, strict=True)])
+    for runner in run.stages[0].runners:
+        assert runner.versions.predicted is not None
+        for name in runner.parameters:
+            torch.testing.assert_close(runner.versions.predicted[name], next(expected), rtol=1e-9, atol=1e-12)
+
+
 def test_gradients_shrink_at_delayed_boundaries_only() -> None:
     assert [boundary_factor(0.9, (3, 3, 1, 0), stage) for stage in range(4)] == [1.0, 1.0, 0.9, 0.9]
 
@@ -102,13 +132,28 @@ def test_a_step_that_a_fused_optimizer_skips_is_not_compensated() -> None:
     assert all(torch.equal(p, old) for p, old in zip(parameters, before, strict=True))
 
 
-def test_state_resumes_on_another_partition() -> None:
+def test_a_step_that_a_fused_optimizer_skips_gets_no_feedback() -> None:
+    run = pipeline(optimizer=OPTIMIZERS["sgd"], learning_rate=lambda m: 0.1, remedy=Remedy(feedback=1.0))
+    run.train(RandomSource(), 12)
+    optimizer, parameters = run.workers[0].update.optimizer, list(run.stages[0].module.parameters())
+    before = [p.detach().clone() for p in parameters]
+    assert optimizer is not None
+    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(parameters, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("remedy", "kind"),
+    [(Remedy(prediction=Prediction.DIFFERENCE), "change"), (Remedy(feedback=1.0), "feedback")],
+    ids=["change", "feedback"],
+)
+def test_state_resumes_on_another_partition(remedy: Remedy, kind: str) -> None:
     """The last stage is never late and has no state. With the other partition, one of its blocks is in a late stage."""
-    remedy = Remedy(prediction=Prediction.DIFFERENCE)
     before, after = (pipeline(remedy=remedy, k=2, stages=partition) for partition in ([4, 2], [5, 1]))
     before.train(RandomSource(), 6)
     state = method_state(before.plan, before.workers, before.remedies)
     load_method_state(after.plan, after.workers, after.remedies, state)
-    saved, loaded = state["change"], method_state(after.plan, after.workers, after.remedies)["change"]
+    saved, loaded = state[kind], method_state(after.plan, after.workers, after.remedies)[kind]
     assert {key.split(".")[0] for key in loaded} - {key.split(".")[0] for key in saved} == {"block3"}
     assert all(torch.equal(value, saved.get(key, torch.zeros_like(value))) for key, value in loaded.items())

@@ -1,0 +1,93 @@
+"""The drift of weights between forward and backward passes, against copies of all weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from petra import ConfigError, Pipeline
+from petra.diagnostics import weight_drift
+from petra.diagnostics.weight_drift import WeightDrift
+from petra.hooks import Hook
+from petra.specs import Streams
+from tests.support.nets import RandomSource, mixed_net
+
+
+def sgd(module: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+
+
+def built(method: str = "petra") -> Pipeline:
+    return Pipeline(mixed_net(), RandomSource().spec, method=method, optimizer=sgd, k=2, stages=3, seed=2)
+
+
+class Copies(Hook):
+    """All weights of each stage at F and at B of each microbatch."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self.forward: dict[tuple[int, int], Tensor] = {}
+        self.backward: dict[tuple[int, int], Tensor] = {}
+
+    def weights(self, stage: int) -> Tensor:
+        return torch.cat([p.detach().flatten() for p in self.pipeline.stages[stage].module.parameters()]).clone()
+
+    def forward_begin(self, stage: int, m: int, x: Streams) -> None:
+        self.forward[stage, m] = self.weights(stage)
+
+    def backward_end(self, stage: int, m: int, x: Streams, dx: Streams) -> None:
+        self.backward[stage, m] = self.weights(stage)
+
+    def drift(self, stage: int, microbatches: range) -> float:
+        pairs = [(self.forward[stage, m], self.backward[stage, m]) for m in microbatches]
+        return sum(float((b - f).norm() / f.norm()) for f, b in pairs) / len(pairs)
+
+
+@pytest.mark.parametrize("method", ["petra", "delayed"])
+def test_drift_is_that_of_all_weights_and_training_is_unchanged(method: str) -> None:
+    plain, pipeline = built(method), built(method)
+    drift = WeightDrift(pipeline, every=3)
+    pipeline.measures.append(drift.metrics)
+    with pipeline.hooks.attached(Copies(pipeline)) as copies, pipeline.hooks.attached(drift):
+        pipeline.train(RandomSource(), 16)
+    plain.train(RandomSource(), 16)
+    rows, last = pipeline.stage_metrics(), drift.of_first_stage()
+    for j in (0, 1):
+        assert rows[f"stage/{j + 1}/weight_drift"] == pytest.approx(copies.drift(j, range(2, 16, 3)), rel=1e-12)
+        assert rows[f"stage/{j + 1}/weight_drift"] > 1e-3
+    assert last == {"update/weight_drift": pytest.approx(copies.drift(0, range(14, 15)), rel=1e-12)}
+    assert [rows[f"stage/{j}/staleness"] for j in (1, 2, 3)] == [2.0, 1.0, 0.0]
+    assert rows["stage/3/weight_drift"] == 0
+    assert drift.metrics()["stage/1/weight_drift"] == last["update/weight_drift"]  # nothing measured since
+    assert all(torch.equal(w, pipeline.state_dict()[key]) for key, w in plain.state_dict().items())
+
+
+def test_only_a_sample_of_large_parameters_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_drift, "LARGEST_SAMPLE", 5)
+    pipeline = built()
+    drift = WeightDrift(pipeline, every=1)
+    pipeline.hooks.attach(drift)
+    pipeline.train(RandomSource(), 1)
+    parameters = list(pipeline.stages[0].module.parameters())
+    before = [p.detach().clone() for p in parameters]
+    drift.forward_end(0, 40, ())
+    with torch.no_grad():
+        for p in parameters:
+            p.add_(torch.rand_like(p))
+    drift.backward_begin(0, 40, (), ())
+    flat = [(old.flatten(), p.detach().flatten()) for old, p in zip(before, parameters, strict=True)]
+    sampled = [(old[i], new[i]) for old, new in flat for i in range(0, len(old), max(1, len(old) // 5))[:5]]
+    assert len(sampled) < sum(len(old) for old, _ in flat)
+    moved = sum((new - old) ** 2 for old, new in sampled) / sum(old**2 for old, _ in sampled)
+    assert drift.of_first_stage()["update/weight_drift"] == pytest.approx(float(moved) ** 0.5, rel=1e-12)
+
+
+def test_no_drift_without_staleness_and_no_values_out_of_range() -> None:
+    pipeline = built("reversible")
+    drift = WeightDrift(pipeline, every=1)
+    with pipeline.hooks.attached(drift):
+        pipeline.train(RandomSource(), 4)
+    assert {value for value in drift.metrics().values()} == {0.0}
+    with pytest.raises(ConfigError, match="every: expected an integer >= 1, got 0"):
+        WeightDrift(pipeline, every=0)
