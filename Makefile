@@ -2,7 +2,10 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: check demo docs lint test
+CUDA_VENV ?= .venv-cuda
+CUDA_TORCH := torch==2.14.1
+
+.PHONY: check cuda-torch demo docs lint test test-cuda-build
 
 TESTS := $(BIN)/python -m pytest -n 2 --dist worksteal
 
@@ -18,6 +21,19 @@ test: lint
 check: lint
 	$(TESTS) -m "not processes"
 
+# with the CUDA build of torch, which needs 6 GB of disk and no GPU: private functions of torch, Triton kernels compiled to machine
+# code, doctor, fake tensors, and a short run
+test-cuda-build: $(CUDA_VENV)/installed
+	$(CUDA_VENV)/bin/python -m pytest -n 2 --dist worksteal tests/test_torch_private.py tests/nn/test_abn_kernels.py \
+		tests/nn/test_abn_compiled.py tests/launch/test_doctor.py tests/cost_model/test_memory.py tests/engine/test_stage.py \
+		tests/engine/test_update.py tests/engine/test_staging.py tests/test_distributed.py
+	$(CUDA_VENV)/bin/petra doctor trainer.device=cpu
+	OMP_NUM_THREADS=1 $(CUDA_VENV)/bin/petra train --nproc 2 data=synthetic data.images=64 data.batch_size=8 model.width=0.0625 \
+		trainer.epochs=1 trainer.device=cpu run_dir=$(CUDA_VENV)/run
+
+cuda-torch:
+	@echo $(CUDA_TORCH)
+
 # the documentation site, in build/site
 docs: $(VENV)/installed
 	$(BIN)/pip install -e '.[docs]'
@@ -28,6 +44,12 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
 	$(BIN)/mypy
+
+$(CUDA_VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(CUDA_VENV)
+	sed 's/^torch==.*/$(CUDA_TORCH)/' constraints.txt > $(CUDA_VENV)/constraints.txt
+	$(CUDA_VENV)/bin/pip install -c $(CUDA_VENV)/constraints.txt -e '.[dev]' triton
+	touch $@
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

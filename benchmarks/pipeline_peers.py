@@ -162,7 +162,7 @@ def petra(method: Method, transport: TransportName) -> Peer:
 
 
 def torch_schedule(name: str) -> Peer:
-    """Use ``Schedule1F1B`` or ``ScheduleGPipe`` of torch.distributed.pipelining."""
+    """Use a schedule of torch.distributed.pipelining: ``Schedule1F1B``, ``ScheduleGPipe`` or ``ScheduleInterleavedZeroBubble``."""
 
     def build(setting: Setting, batches: Batches) -> Run:
         from torch.distributed import pipelining
@@ -172,7 +172,8 @@ def torch_schedule(name: str) -> Peer:
         layers = setting.layers(setting.blocks(setting.rank))
         module = Chained(*layers.values()).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         stage = pipelining.PipelineStage(module, setting.rank, len(setting.stages), torch.device("cpu"))
-        schedule = kind(stage, setting.k, loss_fn=F.cross_entropy)
+        several = issubclass(kind, pipelining.ScheduleInterleavedZeroBubble)
+        schedule = kind([stage] if several else stage, setting.k, loss_fn=F.cross_entropy)
         optimizer, x, y = sgd(module), batches.x.flatten(0, 1), batches.y.flatten()
 
         def update() -> None:

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from benchmarks.pipeline_peers import Batches, Peer, Run, Setting, checkpointed, deepspeed, petra, torch_schedule, torchgpipe
 from benchmarks.report import benchmark_parser, installed, machine, ratio, save
 from benchmarks.two_stages import build, sgd
-from petra import METHODS, Keep, Method
+from petra import METHODS, Keep, Method, Split
 from petra.cost_model.costs import StageCost, profile_blocks, stage_cost
 from petra.cost_model.links import Link, measure_link
 from petra.cost_model.simulator import predict
@@ -38,9 +38,13 @@ CONTESTANTS: dict[str, Peer] = {
     "PETRA, nothing kept": petra(NOTHING, "lockstep"),
     "PETRA, graphs kept": petra(GRAPH, "lockstep"),
     "PETRA, graphs kept, d = 1": petra(replace(GRAPH, delay=1), "edge"),
+    "PETRA, nothing kept, d = 1": petra(replace(NOTHING, delay=1), "edge"),
+    "PETRA, nothing kept, d = 1, split": petra(replace(NOTHING, delay=1, split=Split.INPUT_FIRST), "edge"),
     "petra's 1F1B": petra(METHODS["1f1b"], "edge"),
+    "petra's ZB-H1": petra(METHODS["zb_h1"], "edge"),
     "torch 1F1B": torch_schedule("Schedule1F1B"),
     "torch GPipe": torch_schedule("ScheduleGPipe"),
+    "torch zero bubble": torch_schedule("ScheduleInterleavedZeroBubble"),
     "DeepSpeed": deepspeed,
     "torchgpipe": torchgpipe,
     "torch.utils.checkpoint": checkpointed,
@@ -49,6 +53,7 @@ SIMULATED = {
     "PETRA, nothing kept": NOTHING,
     "PETRA, graphs kept": GRAPH,
     "1F1B": METHODS["1f1b"],
+    "ZB-H1": METHODS["zb_h1"],
     "GPipe": METHODS["gpipe"],
 }
 RIVAL = "torch 1F1B"

@@ -47,6 +47,6 @@ def rows(size: int) -> Dataset:
     y = x[:, :3].argmax(1)
 
     def split(first: int, last: int) -> Split:
-        return Split(last - first, lambda i, seed: x[first:last][i], lambda i, seed: y[first:last][i])
+        return Split(last - first, lambda i, seed: x[first:last][i], lambda i, seed: y[first:last][i], in_memory=True)
 
     return Dataset("rows", classes=3, size=size, train=split(0, 200), test=split(200, 240))

@@ -17,7 +17,6 @@
 from __future__ import annotations
 
 import codecs
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -39,7 +38,7 @@ from .run.build import set_up
 from .run.resume import read_weights, trained_weights
 from .runtime.rank import Process
 from .runtime.reporting import report_errors
-from .runtime.terminal import command
+from .runtime.terminal import command, words_or_help
 
 Encode = Callable[[str], list[int]]
 Decode = Callable[[Iterable[int]], Iterator[str]]
@@ -64,9 +63,8 @@ OWN = (*(field.name for field in fields(Options)), "prompt")
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Print the prompt and its continuation, token by token."""
-    words = sys.argv[1:] if arguments is None else arguments
-    if not words or {"-h", "--help"} & {*words}:
-        print(__doc__)
+    words = words_or_help(arguments, __doc__)
+    if words is None:
         return
     with report_errors(Process.from_environment()):
         own = [word for word in words if word.partition("=")[0] in OWN]
@@ -128,14 +126,10 @@ def vocabulary(config: Config, path: str | None) -> tuple[Encode, Decode, int | 
 
     def decode(tokens: Iterable[int]) -> Iterator[str]:
         """Yield the text of the tokens, each character once it is complete."""
-        seen: list[int] = []
-        shown = ""
-        for token in tokens:
-            seen.append(token)
-            text = tokenizer.decode(seen)
-            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                yield text[len(shown) :]
-                shown = text
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=True)
+        yield from filter(None, (stream.step(tokenizer, token) for token in tokens))
 
     return lambda text: [*first, *tokenizer.encode(text, add_special_tokens=False).ids], decode, delimiter
 

@@ -24,7 +24,7 @@ from petra.cost_model.links import Link
 from petra.cost_model.machines import Machines
 from petra.cost_model.simulator import Prediction, predict, simulate
 from petra.errors import ConfigError, require
-from petra.method import METHODS, Method
+from petra.method import METHODS, Method, Split
 from petra.plan.transport import simulated_transport
 from petra.settings import TransportName
 
@@ -37,7 +37,7 @@ from .run.markdown import aligned_table
 from .runtime.rank import Process
 from .runtime.terminal import command
 
-HEADER = ("method", "d", "samples/s", "bubble", "staleness", "GB per device", "MB per microbatch", "link use")
+HEADER = ("method", "d", "split", "samples/s", "bubble", "staleness", "GB per device", "MB per microbatch", "link use")
 EXACT_ENOUGH = 0.95
 """A method with exact gradients is recommended if it reaches this fraction of the highest throughput."""
 DRAWN_STAGES, DRAWN_MICROBATCHES = 12, 10
@@ -77,6 +77,7 @@ class Row:
         return (
             self.method.name,
             "–" if self.method.fill else str(single),
+            str(self.method.split),
             f"{self.throughput(samples):.4g}",
             f"{sum(self.prediction.bubble) / len(self.prediction.bubble):.0%}",
             f"{self.staleness:.3g}",
@@ -143,7 +144,9 @@ def report(config: Config, options: argparse.Namespace) -> str:
         blocks = tuple(_in_seconds(block, 1e12 * options.teraflops) for block in count_blocks(model, inputs))
     transport: TransportName = "auto" if config.trainer.device == "cpu" else "lockstep"  # what auto selects on GPUs
     rows, refused = [], []
-    candidates = [(method, False) for method in METHODS.values()] + [(replace(METHODS["petra"], name="petra, d=auto"), True)]
+    petra = METHODS["petra"]
+    candidates = [(method, False) for method in METHODS.values()]
+    candidates += [(replace(petra, name=f"petra, d=auto, {split}", split=split), True) for split in (Split.NONE, Split.INPUT_FIRST)]
     for method, tune_delay in candidates:
         try:
             rows.append(
@@ -174,7 +177,8 @@ def setting(row: Row) -> str:
     name = row.method.name.partition(",")[0]
     delay = row.method.delay if isinstance(row.method.delay, int) else f"[{','.join(map(str, row.method.delay))}]"
     chosen = [f"method={name}", f"trainer.stages=[{','.join(map(str, row.tuned.stages))}]"]
-    return " ".join([*chosen, *([] if row.method.delay == METHODS[name].delay else [f"method.delay={delay}"])])
+    chosen += [] if row.method.delay == METHODS[name].delay else [f"method.delay={delay}"]
+    return " ".join([*chosen, *([] if row.method.split == METHODS[name].split else [f"method.split={row.method.split}"])])
 
 
 def _draw(
@@ -196,7 +200,7 @@ def _draw(
 
 
 def _in_seconds(block: BlockCost, flops: float) -> BlockCost:
-    times = ("forward", "backward", "graph_forward", "graph_backward", "update")
+    times = ("forward", "backward", "graph_forward", "graph_backward", "update", "weights")
     return replace(block, **{name: getattr(block, name) / flops for name in times})
 
 

@@ -13,7 +13,6 @@ most probable class, and its probability. A class has a number, and a name if th
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -29,13 +28,13 @@ from .run.build import set_up
 from .run.resume import read_weights, trained_weights
 from .runtime.rank import Process
 from .runtime.reporting import report_errors
+from .runtime.terminal import words_or_help
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Print a prediction for each image."""
-    words = sys.argv[1:] if arguments is None else arguments
-    if not words or {"-h", "--help"} & {*words}:
-        print(__doc__)
+    words = words_or_help(arguments, __doc__)
+    if words is None:
         return
     process = Process.from_environment()
     with report_errors(process):

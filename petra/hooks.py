@@ -52,6 +52,12 @@ class Hook:
     def backward_end(self, stage: int, m: int, x: Streams, dx: Streams) -> None:
         """A stage has computed its input ``x`` (empty unless the stage before reconstructs) and the gradient ``dx``."""
 
+    def backward_weights_begin(self, stage: int, m: int) -> None:
+        """A stage that splits its backward passes starts to compute the gradients of its parameters."""
+
+    def backward_weights_end(self, stage: int, m: int) -> None:
+        """A stage that splits its backward passes has computed the gradients of its parameters."""
+
     def block_forward_begin(self, stage: int, block: int, m: int, x: Streams) -> None:
         """A block starts the forward pass of microbatch ``m`` on its input ``x``."""
 
@@ -101,6 +107,8 @@ class Hooks:
     forward_end: tuple[Callable[[int, int, Streams], None], ...]
     backward_begin: tuple[Callable[[int, int, Streams, Streams], None], ...]
     backward_end: tuple[Callable[[int, int, Streams, Streams], None], ...]
+    backward_weights_begin: tuple[Callable[[int, int], None], ...]
+    backward_weights_end: tuple[Callable[[int, int], None], ...]
     block_forward_begin: tuple[Callable[[int, int, int, Streams], None], ...]
     block_backward_end: tuple[Callable[[int, int, int, Streams, Gradients], None], ...]
     update_begin: tuple[Callable[[int, int], None], ...]

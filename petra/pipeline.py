@@ -16,7 +16,7 @@ from petra.engine.data_parallel import Replicas, Share, ShareObjective
 from petra.engine.endpoints import DataPort, DataSource, Loss, Losses, Objective, require_source
 from petra.engine.executor import Executor
 from petra.engine.global_clip import GlobalClip
-from petra.engine.metrics import Metric, correct_predictions
+from petra.engine.metrics import Metric, correct_predictions, size_of
 from petra.engine.runner import step_runner
 from petra.engine.stage import evaluating
 from petra.engine.totals import Result, Totals, reduce_totals, warn_without_update
@@ -47,7 +47,7 @@ class Pipeline:
         dp: Number of replicas. Each takes an equal share of every microbatch (docs/data_parallel.md).
         learning_rate: Maps the number of microbatches done to a learning rate; None keeps the optimizer's own.
         loss: Mean loss of (output, targets); :class:`Losses` for two different ones. Targets of -100 do not count.
-        metrics: Metrics by name, each a sum over targets. By default ``accuracy``, the number of correct predictions.
+        metrics: Metrics by name: sums over targets, or confusion matrices. By default ``accuracy``, the correct predictions.
         seed: Seed of the weights and of the random numbers that blocks draw.
         numerics: Number formats and memory layouts.
         runtime: Device, transport, threads and compilation.
@@ -57,8 +57,7 @@ class Pipeline:
     Attributes:
         plan: Layout, schedule and messages, as plain data.
         recipe: Optimizer, losses, metrics, update rules and remedy.
-        device: Device of this rank.
-        rank, world: Rank of this process and number of ranks; 0 and 1 without ``torch.distributed``.
+        device, rank, world: Device and rank of this process, and number of ranks; 0 and 1 without ``torch.distributed``.
         replica: Index of the replica that this rank belongs to.
         replicas: All-reduces over replicas; None if there is only one replica.
         stages, workers, remedies: Stages of this rank, their workers, and the remedies that act at their updates, by index.
@@ -105,7 +104,8 @@ class Pipeline:
             numerics=numerics,
             transport=runtime.transport,
             device_type=torch.device(runtime.device).type,
-            metrics=len(metrics),
+            metrics=sum(map(size_of, metrics.values())),
+            refetch=runtime.refetch,
         )
         self._build(plan, Recipe(optimizer, learning_rate, losses, metrics, seed, rules, remedy), runtime)
 
@@ -125,12 +125,12 @@ class Pipeline:
         runner = step_runner(plan, runtime, self.device, process)
         self.hooks, self.clock = Hooks(), 0
         self.measures: list[Callable[[], dict[str, float]]] = []
-        self._totals = Totals(len(recipe.metrics), plan.layout.dp, self.device)
+        self._totals = Totals(recipe.metrics, plan.layout.dp, self.device)
         self._source = DataPort(plan.layout.inputs, self.device, plan.numerics.channels_last, self._totals.add)
         self.objective = (Objective if plan.layout.dp == 1 else ShareObjective)(self.device, recipe.losses, recipe.metrics)
         if self.world > 1:
             check_ranks_agree({**plan.settings(), **recipe.settings()}, plan)
-        self.stages = build_stages(plan, recipe, runtime, self.device, self.rank, self.hooks)
+        self.stages = build_stages(plan, recipe, runtime, self.device, self.rank, self.hooks, fetch=self._source.refetch)
         self.replicas = None if plan.layout.dp == 1 else Replicas(plan.layout, self.replica, self.device)
         group = None if self.replicas is None else self.replicas.pipeline_group
         transport = open_transport(plan, self.device, group)
@@ -165,9 +165,9 @@ class Pipeline:
             ModelError: If exact streams exceeded the range of their grid. Raised on every rank.
             NumericsError: If a loss, a gradient or running statistics are not finite (:class:`petra.UpdateRules`).
         """
-        self._set_data(data, self.clock, microbatches)
-        self._totals.start(on_microbatch)
         start = self.clock
+        self._set_data(data, start, microbatches, self.plan.refetches)
+        self._totals.start(on_microbatch)
         for begin in self.hooks.train_begin:
             begin(start, start + microbatches)
         self.clock += self._executor.train(start, start + microbatches, stop)
@@ -180,16 +180,16 @@ class Pipeline:
         for worker in reversed(self.workers.values()):  # check later stages first: gradients flow upstream
             worker.update.check_drained()
         warn_without_update(self.plan.k, self.clock, self.rank, watched=bool(on_microbatch or stop))
-        result = reduce_totals(self._totals.values, [*self.recipe.metrics], self.world > 1)
+        result = reduce_totals(self._totals.values, self.recipe.metrics, self.world > 1)
         return result if self.recipe.rules.may_skip else result.finite(len(self.plan.stages), start + 1, self.clock, self.rank)
 
     def evaluate(self, data: DataSource, microbatches: int) -> Result:
         """Evaluate microbatches 0 to ``microbatches`` - 1, with averaged weights if the rules ask for averages."""
-        self._set_data(data, 0, microbatches)
+        self._set_data(data, 0, microbatches, refetches=False)
         self.objective.totals.zero_()
         with self.averaged(), evaluating(self.stages.values()):
             self._executor.evaluate(microbatches)
-        return reduce_totals(self.objective.totals, [*self.recipe.metrics], self.world > 1)
+        return reduce_totals(self.objective.totals, self.recipe.metrics, self.world > 1)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -228,7 +228,7 @@ class Pipeline:
     def __repr__(self) -> str:
         return f"Pipeline({self.plan}, rank {self.rank} of {self.world}, {self.clock} microbatches done)"
 
-    def _set_data(self, data: DataSource, start: int, microbatches: int) -> None:
-        require_source(data, microbatches)
+    def _set_data(self, data: DataSource, start: int, microbatches: int, refetches: bool) -> None:
+        require_source(data, microbatches, refetches=refetches)
         for port in (self._source, self.objective):
             port.start(data if self.replicas is None else Share(data, self.plan.layout, self.replica), start, microbatches)

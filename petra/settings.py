@@ -53,6 +53,8 @@ class Runtime:
             boundary, and ``edge`` otherwise.
         concurrency: Number of stages that run at the same time in one process on the CPU, each in a thread of its own.
         compile: Backend of ``torch.compile`` for the functions inside blocks, or None.
+        refetch: Whether the first block fetches its input from the data source again in its backward pass instead of storing it.
+            Saves the memory of one input for each microbatch in flight. Training data need a method ``refetch``.
         overlap: Run the forward of one microbatch beside the backward of another, in another thread on the CPU and on another CUDA
             stream on a GPU, at the stages of :func:`petra.plan.overlap.overlapped_stages`.
         stage_streams: Run the stages of this process on parallel CUDA streams.
@@ -63,6 +65,7 @@ class Runtime:
     transport: TransportName = "auto"
     concurrency: int = 1
     compile: str | None = None
+    refetch: bool = False
     overlap: bool = False
     stage_streams: bool = False
     cuda_graphs: bool = False

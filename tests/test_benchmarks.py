@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import pipelines, reversible_sequence, scaling, simulator_check
+from benchmarks import pipelines, plan_check, refetch, reversible_sequence, scaling, simulator_check, split_backward
 from benchmarks.pipeline_peers import Batches, Run, Setting
 from benchmarks.reversible_peers import LIBRARIES, PEERS, gradients
-from benchmarks.two_stages import build
+from benchmarks.two_stages import build, coupling
+from petra import Keep
 from petra.cost_model.costs import StageCost
+from petra.engine.stage import Stage
 from tests.support.processes import run_processes
 
 
@@ -51,6 +53,14 @@ def test_pipelines_make_plain_updates(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert "| 18 | 3 | " in printed
 
 
+@pytest.mark.processes
+def test_refetching_stores_nothing_in_the_first_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = run(refetch.main, monkeypatch, tmp_path, "--width=0.0625", "--batch=2", "--jpegs=1", "--microbatches=2")
+    images = [4 * 3 * 2 * 32 * 32, 4 * 3 * 224 * 224, 4 * 3 * 224 * 224]
+    assert [setting["stored_bytes"] for setting in found["settings"]] == [{"stored": 2 * n, "refetched": 0} for n in images]
+    assert all(min(s) > 0 for setting in found["settings"] for s in setting["seconds"].values())
+
+
 def test_an_update_that_differs_from_plain_autograd_is_an_error() -> None:
     model, inputs, stages = build(argparse.Namespace(blocks=1, channels=4, size=4, batch=2))
     setting = Setting(model, inputs, tuple(stages), k=2, rank=0)
@@ -64,10 +74,12 @@ def test_an_update_that_differs_from_plain_autograd_is_an_error() -> None:
 @pytest.mark.parametrize("k", [1, 3, 32])
 def test_simulated_periods_equal_the_closed_form(stages: int, k: int) -> None:
     """Compare with 4 and 3 forwards without a flush, and 3 (k + J - 1) / k forwards with a flush."""
-    costs = {"nothing": asdict(StageCost(1, 3)), "graph": asdict(StageCost(1, 2))}
+    costs = {"nothing": asdict(StageCost(1, 3, weights=1)), "graph": asdict(StageCost(1, 2, weights=1))}
     found = pipelines.simulated(costs, {"bandwidth": float("inf"), "latency": 0.0}, stages, k)
     flushed = 3 * (k + stages - 1) / k
-    assert found == pytest.approx({"PETRA, nothing kept": 4, "PETRA, graphs kept": 3, "1F1B": flushed, "GPipe": flushed})
+    zero_bubble = 3 + (stages - 1) / k if k >= stages else found["ZB-H1"]
+    expected = {"PETRA, nothing kept": 4, "PETRA, graphs kept": 3, "1F1B": flushed, "ZB-H1": zero_bubble, "GPipe": flushed}
+    assert found == pytest.approx(expected)
 
 
 def test_seconds_by_work_and_their_linearity() -> None:
@@ -104,3 +116,16 @@ def test_a_reversible_stage_in_its_own_process_stores_nothing(tmp_path: Path) ->
 def stored_by_keep(rank: int) -> list[float]:
     options = argparse.Namespace(channels=4, size=4, batch=2)
     return [scaling.stage_memory(rank, [2, 2, 2], keep, options)["stored"] for keep in scaling.KEEPS]
+
+
+def test_a_plan_is_compared_with_runs_in_one_process() -> None:
+    options = argparse.Namespace(model="revnet18", width=1 / 16, batch=2, k=2, microbatches=4, rounds=1)
+    found = plan_check.compare(options)
+    assert set(found) == set(plan_check.ALONE)
+    assert all(len(values) == 1 and values[0] > 0 for figures in found.values() for values in figures.values())
+
+
+def test_parts_of_a_backward_are_timed() -> None:
+    stage = Stage([coupling(4)], [Keep.NOTHING], first_block=1, channels_last=True, split=True)
+    stage.forward(1, (torch.randn(2, 4, 5, 5), torch.randn(2, 4, 5, 5)))
+    assert split_backward.seconds(stage, 4, 5, 2) > 0

@@ -14,7 +14,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from petra.method import Keep, Weights
+from petra.method import STORABLE, Split, Weights
 
 from .checks import as_list, integer, is_integer, key, number, one_of, require_valid, satisfies
 from .errors import config_error
@@ -32,7 +32,7 @@ DELAY = satisfies(
     "an integer >= 0, a list with one for each boundary, or auto",
 )
 KEEP = satisfies(
-    lambda value: value == AUTO or all(keep in tuple(Keep) for keep in as_list(value)),
+    lambda value: value == AUTO or all(keep in STORABLE for keep in as_list(value)),
     "graph, input, nothing, a list with one of these for each block, or auto",
 )
 NAMES = satisfies(lambda names: bool(names) and all(names), "a list of names")
@@ -47,6 +47,7 @@ class ModelConfig:
     """The model's name, and the options of all models. An option that is null keeps the model's default."""
 
     name: str = key(one_of_or_own(MODELS))
+    body: str | None = None
     width: float | None = None
     stem: str | None = None
     downsampling: str | None = None
@@ -86,10 +87,18 @@ class DataConfig:
     classes: int = key(integer(1, 10**7))
     size: int = key(integer(1, 10**6))
     workers: int = key(integer(0, 1000))
+    refetch: Any = key(satisfies(lambda value: value in (AUTO, True, False), "true, false or auto"), AUTO)
     images: int | None = None
     validation: float | None = None
     mean_image: bool | None = None
     distort: bool | None = None
+    height: int | None = key(integer(1, 10**6), None)
+    void: int | None = None
+    sampling: str | None = None
+    crop: str | None = None
+    jitter: bool | None = None
+    crops: int | None = None
+    split: str | None = None
 
 
 @dataclass
@@ -102,6 +111,7 @@ class MethodConfig:
     weights: str = key(one_of(tuple(Weights)))
     flush: bool = MISSING
     fill: bool = MISSING
+    split: str = key(one_of(tuple(Split)), "none")
     max_updates: int | None = None
 
 
@@ -151,6 +161,7 @@ class ScheduleConfig:
     milestones: list[int] | None = None
     gamma: float | None = None
     power: float | None = None
+    final: float | None = None
 
 
 @dataclass
@@ -166,6 +177,7 @@ class TrainerConfig:
     loss_scale: Any = None
     nonfinite: str = MISSING
     label_smoothing: float = key(number(least=0, below=1))
+    bootstrap: float | None = key(number(above=0, most=1), None)
     channels_last: bool = MISSING
     matmul_precision: str = key(one_of(("highest", "high", "medium")))
     cudnn_benchmark: bool = MISSING

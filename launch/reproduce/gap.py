@@ -13,7 +13,7 @@ from petra.analysis.plots import Panel
 from petra.cost_model.costs import StageCost, count_blocks
 from petra.cost_model.links import Link
 from petra.cost_model.simulator import predict
-from petra.method import METHODS, Method
+from petra.method import METHODS, Method, Split
 from petra.models import revnet18
 from petra.plan.plan import Plan, make_plan
 from petra.plan.transport import simulated_transport
@@ -29,6 +29,8 @@ from .speed import FLOPS, LATENCY, stage_costs
 EXACT, PLAIN = "backprop", "petra"
 FREE = "[1,3,2,1,2,1,1,1,0]"
 """Smallest delays of RevNet-18 that cost no throughput over the slower of LINKS, as ``method=petra_fresh`` chooses them there."""
+FREE_EARLY = "[1,2,2,1,1,1,1,1,0]"
+"""The same with split backward passes."""
 TRIED: dict[str, tuple[str, ...]] = {
     EXACT: ("method=backprop",),
     PLAIN: ("method=petra",),
@@ -37,6 +39,9 @@ TRIED: dict[str, tuple[str, ...]] = {
     "d = 1, smaller microbatches": ("method=petra", "method.delay=1", "k=8", "data.batch_size=32"),
     "smallest microbatches": ("method=petra", "k=16", "data.batch_size=16"),
     "smallest free delays, smaller microbatches": ("method=petra", f"method.delay={FREE}", "k=8", "data.batch_size=32"),
+    "smallest free delays with early sends, smaller microbatches": (
+        *("method=petra", "method.split=input_first", f"method.delay={FREE_EARLY}", "k=8", "data.batch_size=32"),
+    ),
     "less momentum": ("method=petra", "optim.momentum=0.5", "optim.lr=0.2"),
     "longer warm-up": ("method=petra", "schedule.warmup_epochs=2"),
     "discount": ("method=petra", "remedy=discount"),
@@ -50,7 +55,10 @@ TRIED: dict[str, tuple[str, ...]] = {
     "lower rate": ("method=petra", "optim.lr=0.05"),
 }
 """Overrides of each setting of the search, by name."""
-FINALISTS = (EXACT, PLAIN, "d = 1", "d = 1, smaller microbatches", "smallest free delays, smaller microbatches")
+FINALISTS = (
+    *(EXACT, PLAIN, "d = 1", "d = 1, smaller microbatches", "smallest free delays, smaller microbatches"),
+    "smallest free delays with early sends, smaller microbatches",
+)
 FULL = ("experiment=petra/cifar10", "model=revnet18", "k=4")
 THREE_EPOCHS = (*SHORT, "trainer.epochs=3", "schedule.milestones=[2]")
 LINKS = (12.5, 300.0)
@@ -73,7 +81,15 @@ class Row:
     transport: TransportName = "auto"
 
 
+EARLY = replace(METHODS["petra"], split=Split.INPUT_FIRST)
 SAME_WEIGHTS = (
+    Row("d = 1, early sends", "d = 1", ("method=petra", "method.delay=1", "method.split=input_first"), replace(EARLY, delay=1)),
+    Row(
+        "d = 1, smaller microbatches, early sends",
+        "d = 1, smaller microbatches",
+        (*TRIED["d = 1, smaller microbatches"], "method.split=input_first"),
+        replace(EARLY, delay=1),
+    ),
     Row(f"{EXACT}, pipelined", EXACT, ("method=1f1b",), METHODS["1f1b"]),
     Row(f"{PLAIN} over edge", PLAIN, ("method=petra", "trainer.transport=edge"), METHODS["petra"], "edge"),
 )
@@ -152,7 +168,7 @@ def _rows(groups: Mapping[str, Sequence[Run]]) -> list[Row]:
     """Return the rows of the settings with finished runs, each followed by the rows that train the same weights."""
     rows = []
     for name, runs in groups.items():
-        rows.append(Row(name, name, TRIED[name], _method(runs[0])))
+        rows.append(Row(name, name, TRIED[name], _method(runs[0], TRIED[name])))
         rows += [row for row in SAME_WEIGHTS if row.trained == name]
     return rows
 
@@ -172,9 +188,10 @@ def _gap_closed(accuracy: float, reached: Mapping[str, float]) -> str:
     return f"{100 * (accuracy - reached[PLAIN]) / (reached[EXACT] - reached[PLAIN]):.0f} %"
 
 
-def _method(run: Run) -> Method:
+def _method(run: Run, overrides: Sequence[str]) -> Method:
     delay = run.summary["delay"]
-    return replace(METHODS[run.summary["method"]], delay=tuple(delay) if isinstance(delay, list) else delay)
+    split = Split.INPUT_FIRST if f"method.split={Split.INPUT_FIRST}" in overrides else Split.NONE
+    return replace(METHODS[run.summary["method"]], delay=tuple(delay) if isinstance(delay, list) else delay, split=split)
 
 
 def _images_per_epoch(run: Run) -> int:

@@ -77,7 +77,7 @@ def stage_costs(plan: Plan, blocks: Sequence[BlockCost], seconds: float = 1.0) -
 
 def scaled_cost(cost: StageCost, factor: float) -> StageCost:
     """Return the cost with its times multiplied by ``factor``."""
-    return replace(cost, forward=cost.forward * factor, backward=cost.backward * factor)
+    return replace(cost, **{name: factor * getattr(cost, name) for name in ("forward", "backward", "weights")})
 
 
 def speed_up(costs: Sequence[StageCost]) -> float:

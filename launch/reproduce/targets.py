@@ -1,6 +1,6 @@
 """All targets of ``petra reproduce``: tables and figures of two papers, and comparisons of our own."""
 
-from . import accuracy, complexity, gap, gradients, memory, parity, revnet, speed
+from . import accuracy, complexity, gap, gradients, language, language_cost, memory, parity, revnet, speed
 from .report import Target
 
 TARGETS = {
@@ -24,6 +24,10 @@ TARGETS = {
     "gap-search": Target("Accuracy gap: effect of single settings on PETRA's accuracy", gap.search, trains=True),
     "gap": Target("Accuracy gap: accuracy at equal epochs, and time to reach an accuracy", gap.finals, trains=True),
     "parity": Target("Accuracy gap: accuracy against the length of the schedule", parity.parity, trains=True),
+    "lm-search": Target("Language model: settings at three learning rates", language.search, trains=True),
+    "lm-parity": Target("Language model: loss of methods at equal tokens", language.parity, trains=True),
+    "lm-memory": Target("Language model: memory of each stage with 7 B parameters", language_cost.memory),
+    "lm-time": Target("Language model: simulated time to a loss", language_cost.time, trains=True),
 }
-PAPERS = tuple(name for name in TARGETS if name not in ("gap-search", "gap", "parity"))
+PAPERS = tuple(name for name in TARGETS if not name.startswith(("gap", "parity", "lm-")))
 """Names of the tables and figures of the papers."""

@@ -9,13 +9,15 @@ from typing import Any, cast
 
 import torch
 
-from petra.data import EvalSource, TrainSource
+from petra.data import PIXEL_DATASETS, EvalSource, TrainSource
 from petra.engine.build import Recipe
+from petra.engine.metrics import size_of
 from petra.engine.runner import check_runtime
 from petra.errors import ConfigError, alternatives, invalid, require
-from petra.method import Keep, Method, Weights
+from petra.method import Keep, Method, Split, Weights
 from petra.model import Model
-from petra.models import MODELS, TOKEN_MODELS
+from petra.models import MODELS, SEGMENTATION_MODELS, TOKEN_MODELS
+from petra.models.segmentation import OUTPUT_STRIDE
 from petra.pipeline import Pipeline
 from petra.plan import Plan, make_plan
 from petra.plan.layout import processes_per_replica
@@ -26,11 +28,11 @@ from petra.training import Schedule
 
 from ..config.names import is_own
 from ..config.options import options
-from ..config.schema import AUTO, Config
+from ..config.schema import AUTO, Config, DataConfig
 from ..runtime.rank import Process
 from . import recipe
 from .checks import check
-from .data import checked_form, data_sources
+from .data import data_sources, describe_inputs
 from .own import register_own, require_arguments
 
 PRECISIONS = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -61,8 +63,8 @@ class Setup:
 
     @property
     def unit(self) -> str:
-        """Unit in which targets are counted: ``images`` or ``tokens``."""
-        return _unit(self.plan.inputs)
+        """Unit in which targets are counted: ``images``, ``tokens`` or ``pixels``."""
+        return _unit(self.config.data, self.plan.inputs)
 
     def with_choice(self, stages: list[int], method: Method) -> Setup:
         """Return the setup with the chosen values for all settings that were ``auto``."""
@@ -91,7 +93,7 @@ class Setup:
             optimizer=recipe.optimizer(self.config),
             learning_rate=learning_rate,
             losses=recipe.losses(self.config),
-            metrics=recipe.metrics(self.config.data.classes, self.unit),
+            metrics=recipe.metrics(self.config.data, self.unit),
             seed=self.config.seed,
             rules=recipe.rules(self.config),
             remedy=_remedy(self.config, learning_rate.microbatches_per_epoch),
@@ -110,9 +112,9 @@ class Setup:
             cast(TransportName, trainer.transport),
             trainer.concurrency,
             trainer.compile,
-            trainer.overlap,
-            trainer.stage_streams,
-            trainer.cuda_graphs == AUTO,
+            overlap=trainer.overlap,
+            stage_streams=trainer.stage_streams,
+            cuda_graphs=trainer.cuda_graphs == AUTO,
         )
 
 
@@ -147,7 +149,7 @@ def set_up(config: Config, process: Process) -> Setup:
 def _plan(
     config: Config, model: Model, method: Method, stages: int | list[int] | None, processes: int, device: torch.device
 ) -> Plan:
-    inputs, trainer = checked_form(config.data), config.trainer
+    (inputs, refetch), trainer = describe_inputs(config.data), config.trainer
     try:
         return make_plan(
             model,
@@ -160,28 +162,40 @@ def _plan(
             numerics=Numerics(PRECISIONS[trainer.precision], trainer.channels_last, trainer.exact_streams, WIRES[trainer.wire]),
             transport=cast(TransportName, trainer.transport),
             device_type=device.type,
-            metrics=len(recipe.metrics(config.data.classes, _unit(inputs))),
+            metrics=sum(map(size_of, recipe.metrics(config.data, _unit(config.data, inputs)).values())),
+            # Two threads must not read the data at once.
+            refetch=refetch and not (trainer.overlap and config.data.refetch == AUTO),
         )
     except ConfigError as error:  # names the argument
         raise ConfigError(re.sub("^stages: ", "trainer.stages: ", str(error))) from error
 
 
 def _check_data_fits(config: Config) -> None:
-    """Check that the model takes what the data set has: images, or tokens. A model outside the package may take anything.
+    """Check that the model takes what the data set has: images, pixels or tokens. A model outside the package may take anything.
 
     Raises:
         ConfigError: If it does not. The message names both.
     """
     if is_own(config.model.name):
         return
-    tokens = _unit(checked_form(config.data)) == "tokens"
-    expected = alternatives(TOKEN_MODELS) if tokens else "a model of images"
-    fits = (config.model.name in TOKEN_MODELS) == tokens
-    require(fits, "model", f"{expected} with data={config.data.name}", config.model.name)
+    form, name = describe_inputs(config.data).spec, config.model.name
+    unit = _unit(config.data, form)
+    accepted = {
+        "tokens": TOKEN_MODELS,
+        "pixels": SEGMENTATION_MODELS,
+        "images": [own for own in MODELS if own not in (*TOKEN_MODELS, *SEGMENTATION_MODELS)],
+    }
+    expected = "a model of images" if unit == "images" else alternatives(accepted[unit])
+    require(name in accepted[unit], "model", f"{expected} with data={config.data.name}", name)
+    if unit == "pixels":
+        for key, side in (("height", form.shape[2]), ("size", form.shape[3])):
+            require(side % OUTPUT_STRIDE == 0, f"data.{key}", f"a multiple of {OUTPUT_STRIDE} with model={name}", side)
 
 
-def _unit(inputs: TensorSpec) -> str:
-    return "images" if inputs.dtype.is_floating_point else "tokens"
+def _unit(data: DataConfig, inputs: TensorSpec) -> str:
+    if not inputs.dtype.is_floating_point:
+        return "tokens"
+    return "pixels" if data.name in PIXEL_DATASETS else "images"
 
 
 def _model(config: Config) -> Model:
@@ -212,6 +226,7 @@ def _method(config: Config) -> Method:
         weights=Weights(method.weights),
         flush=method.flush,
         fill=method.fill,
+        split=Split(method.split),
         max_updates=method.max_updates,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from petra.data import PIXEL_DATASETS
 from petra.errors import alternatives, require
 from petra.plan.layout import processes_per_replica
 from petra.training import FORMATS, TensorBoardLogger, WandbLogger
@@ -21,6 +22,10 @@ def check(config: Config, process: Process) -> None:
     _check_installed(config)
     _check_processes(config, process)
     _check_automatic(config)
+    selects = config.trainer.bootstrap is None or config.data.name in PIXEL_DATASETS
+    require(selects, "trainer.bootstrap", f"null with data={config.data.name}, which has no pixels", config.trainer.bootstrap)
+    crops, rows = config.data.crops or 1, config.data.batch_size
+    require(rows % crops == 0, "data.batch_size", f"a multiple of {crops} with data.crops={crops}", rows)
     wire = config.trainer.wire
     exact = not config.trainer.exact_streams or wire == "float32"
     require(exact, "trainer.exact_streams", f"false with trainer.wire={wire}", "true")

@@ -6,11 +6,12 @@ With replicas, the rank of each replica's first stage reads the replica's share.
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from petra.data import DATASETS, Dataset, EvalSource, TrainSource, load_dataset, microbatch_form, settings
+from petra.data import DATASETS, Dataset, EvalSource, TrainSource, in_memory, load_dataset, microbatch_form, settings
 from petra.data.prefetch import TIMEOUT
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.errors import DataError, invalid, require
@@ -18,17 +19,42 @@ from petra.plan.layout import Layout
 from petra.specs import TensorSpec
 
 from ..config.names import is_own
-from ..config.schema import DataConfig
+from ..config.schema import AUTO, DataConfig
 from .own import require_arguments
 
 REQUIRED = ("classes", "size")
 """Keys that every data set has, because the model depends on them. Most data sets fix their values."""
-OPTIONAL = ("root", "images", "validation", "mean_image", "distort")
+OPTIONAL = (
+    "root",
+    "images",
+    "validation",
+    "mean_image",
+    "distort",
+    "height",
+    "void",
+    "sampling",
+    "split",
+    "crop",
+    "jitter",
+    "crops",
+)
 """Keys that only some data sets have. They are null for the others."""
 
 
-def checked_form(config: DataConfig) -> TensorSpec:
-    """Return shape and dtype of a microbatch of inputs, from the configuration alone.
+class Inputs(NamedTuple):
+    """Microbatches of inputs, as far as the plan of a run depends on them.
+
+    Attributes:
+        spec: Shape and dtype.
+        refetch: Whether they are fetched from the data source a second time instead of being stored.
+    """
+
+    spec: TensorSpec
+    refetch: bool
+
+
+def describe_inputs(config: DataConfig) -> Inputs:
+    """Describe a microbatch of inputs from the configuration alone. Only a data set outside the package is loaded.
 
     Raises:
         ConfigError: If a key is set that the data set doesn't have.
@@ -38,8 +64,11 @@ def checked_form(config: DataConfig) -> TensorSpec:
         value = getattr(config, key)
         require(value is None or key in own, f"data.{key}", f"null for {config.name}", value)
     if is_own(config.name):
-        return _form_of(_load(config), config.batch_size)
-    return microbatch_form(config.name, config.batch_size, config.size)
+        dataset = load(config)
+        spec, cheap = _form_of(dataset, config.batch_size), dataset.train.in_memory
+    else:
+        spec, cheap = microbatch_form(config.name, config.batch_size, config.size, config.height), in_memory(config.name)
+    return Inputs(spec, cheap if config.refetch == AUTO else config.refetch)
 
 
 def _form_of(dataset: Dataset, batch_size: int) -> TensorSpec:
@@ -70,7 +99,7 @@ def data_sources(config: DataConfig, seed: int, layout: Layout, timeout: float =
     rank = dist.get_rank() if dist.is_initialized() else 0
     replica, process = layout.locate(rank)
     with raise_on_all_ranks():
-        loaded = _load(config) if process == 0 or is_own(config.name) else None
+        loaded = load(config) if process == 0 or is_own(config.name) else None
     last = sum(bool(stages) for stages in layout.processes) - 1
     dataset = _distribute(loaded, rank, first=rank - process, last=rank - process + last)
     rows = layout.inputs.shape[0]
@@ -81,7 +110,7 @@ def data_sources(config: DataConfig, seed: int, layout: Layout, timeout: float =
     )
 
 
-def _load(config: DataConfig) -> Dataset:
+def load(config: DataConfig) -> Dataset:
     """Load the data set, and check the keys that the model depends on."""
     wanted = {key: value for key, value in asdict(config).items() if key in REQUIRED + OPTIONAL and value is not None}
     given = {key: value for key, value in wanted.items() if key in settings(config.name)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -116,7 +117,8 @@ def memory_table(setup: Setup) -> str:
     """
     plan, rows = setup.plan, []
     shape = plan.layout.inputs.shape
-    targets = TensorSpec(shape[:1] if setup.unit == "images" else (shape[0] * shape[1],), torch.int64)
+    forms = {"images": shape[:1], "tokens": (math.prod(shape[:2]),), "pixels": (shape[0], *shape[2:])}
+    targets = TensorSpec(forms[setup.unit], torch.int64)
     recipe = setup.recipe(setup.learning_rate(microbatches_per_epoch=1))
     for process, stages in enumerate(plan.layout.processes):
         if stages:

@@ -41,6 +41,7 @@ CHANGEABLE = (
     "logger.",
     "data.root",
     "data.workers",
+    "data.refetch",
     "trainer.",
 )
 """Keys and groups that a resumed run may change."""

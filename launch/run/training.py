@@ -13,6 +13,7 @@ import torch
 from petra.data import EvalSource, TrainSource
 from petra.diagnostics.weight_drift import WeightDrift
 from petra.distributed import all_gather_objects, raise_on_all_ranks
+from petra.errors import require
 from petra.pipeline import Pipeline
 from petra.process_memory import keep_freed_memory, release_memory
 from petra.training import (
@@ -53,6 +54,7 @@ def run(config: Config, process: Process) -> None:
         PetraError: If the configuration or its data cannot be used. Raised in every process.
     """
     setup = set_up(config, process)
+    require(config.data.crops in (None, 1), "data.crops", "1 in training (petra evaluate accepts others)", config.data.crops)
     if config.dry_run:
         if process.first:
             print(stage_map(setup), flush=True)
@@ -162,7 +164,7 @@ def make_trainer(
     pipeline.measures.append(drift.metrics)
     if records is not None:
         display = Bar if sys.stdout.isatty() else Lines
-        metrics = tuple(pipeline.recipe.metrics)
+        metrics = pipeline.recipe.metrics
         if config.trainer.log_every is not None:
             measure, loggers = drift.of_first_stage, records.update_loggers
             updates = UpdateLog(config.trainer.log_every, config.k, learning_rate, metrics, loggers, measure)

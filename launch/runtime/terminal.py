@@ -48,6 +48,20 @@ def command(main: Callable[P, None]) -> Callable[P, None]:
     return run
 
 
+def words_or_help(arguments: list[str] | None, text: str | None) -> list[str] | None:
+    """Return the words of the command line, or print the help text and return None if there are none or they ask for it.
+
+    Args:
+        arguments: Words of a caller; None for those of this process.
+        text: The help text.
+    """
+    words = sys.argv[1:] if arguments is None else arguments
+    if words and not {"-h", "--help"} & {*words}:
+        return words
+    print(text)
+    return None
+
+
 def prepare_streams() -> None:
     """Make stdout and stderr accept any text, and survive a reader that has ended, a closed terminal, or a full disk."""
     for number in range(3):

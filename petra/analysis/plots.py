@@ -14,12 +14,15 @@ from petra.diagnostics.events import Interval, Kind
 COLOURS = {
     Kind.FORWARD: "#7fb0de",
     Kind.BACKWARD: "#f2a541",
+    Kind.BACKWARD_WEIGHTS: "#e3cf57",
     Kind.UPDATE: "#6aa56a",
     Kind.LOSS: "#9d755d",
     Kind.SEND: "#b279a2",
     Kind.RECEIVE: "#d4a6c8",
     Kind.WAIT: "#e8e8e8",
 }
+PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHTS)
+"""Kinds whose bars have the number of their microbatch."""
 DISTINCT = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#8c6d00", "#6a3d9a", "#e31a1c", "#1b7837", "#7f7f7f")
 """Colours of lines that have no order, which people with colour blindness can tell apart (the first six: Okabe and Ito 2008)."""
 History = Sequence[Mapping[str, float]]
@@ -141,7 +144,7 @@ def timeline_figure(intervals: Sequence[Interval], title: str, unit: str, proces
 
 def _detail(intervals: Sequence[Interval], duration: float) -> list[tuple[float, float]]:
     """Return the part of a long trace in which labels are readable: from the middle microbatch's backward in the last stage on."""
-    bars = [i for i in intervals if i.kind in (Kind.FORWARD, Kind.BACKWARD)]
+    bars = [i for i in intervals if i.kind in PASSES]
     if not bars or (length := READABLE_BARS * median(i.stop - i.start for i in bars)) > 0.7 * duration:
         return []
     middle = median(i.microbatch for i in bars)
@@ -152,13 +155,13 @@ def _detail(intervals: Sequence[Interval], duration: float) -> list[tuple[float,
 def _draw_intervals(axes: Any, intervals: Sequence[Interval], shown: float) -> None:
     """Draw bars, and labels where they fit into the width that shows ``shown`` units of time."""
     for kind, colour in COLOURS.items():
-        border = {"edgecolor": "white", "linewidth": 0.5} if kind in (Kind.FORWARD, Kind.BACKWARD) else {}
+        border = {"edgecolor": "white", "linewidth": 0.5} if kind in PASSES else {}
         for stage in sorted({i.stage for i in intervals if i.kind is kind}):
             bars = [(i.start, i.stop - i.start) for i in intervals if i.kind is kind and i.stage == stage]
             long = all(length > 0.004 * shown for _, length in bars)
             axes.broken_barh(bars, (stage - 0.4, 0.8), facecolor=colour, **(border if long else {}))
     for i in intervals:
-        if i.kind in (Kind.FORWARD, Kind.BACKWARD) and i.stop - i.start > 0.008 * shown:
+        if i.kind in PASSES and i.stop - i.start > 0.008 * shown:
             middle = (i.start + i.stop) / 2
             axes.text(middle, i.stage, str(i.microbatch), ha="center", va="center", fontsize=7, clip_on=True, color="#111111")
 

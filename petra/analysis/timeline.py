@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from petra.analysis.plots import timeline
+from petra.analysis.plots import PASSES, timeline
 from petra.cost_model.costs import StageCost
 from petra.cost_model.links import Link
 from petra.cost_model.simulator import predict, simulate
 from petra.diagnostics.events import Interval, Kind
 from petra.errors import DataError, PetraError, first_line, require
-from petra.method import METHODS, Keep
+from petra.method import METHODS, Keep, Split
 
 
 def write_trace(intervals: Sequence[Interval], path: Path, processes: Sequence[Sequence[int]] = ()) -> None:
@@ -42,7 +42,7 @@ def write_trace(intervals: Sequence[Interval], path: Path, processes: Sequence[S
     message_ids: dict[tuple[int, int, int], int] = {}
     for i in sorted(intervals, key=lambda i: i.start):
         place = {"pid": owners.get(i.stage, 0), "tid": i.stage, "ts": 1e6 * (i.start - origin)}
-        name = f"{i.kind}{i.microbatch}" if i.kind in (Kind.FORWARD, Kind.BACKWARD) else str(i.kind)
+        name = f"{i.kind}{i.microbatch}" if i.kind in PASSES else str(i.kind)
         arguments = {"microbatch": i.microbatch}
         events.append({"name": name, "cat": str(i.kind), "ph": "X", "dur": 1e6 * (i.stop - i.start), "args": arguments, **place})
         if i.peer is not None and i.kind in (Kind.SEND, Kind.RECEIVE):
@@ -86,13 +86,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     method = METHODS[options.method]
     backward = options.backward or options.forward * (2 if method.keep is Keep.GRAPH else 3)
-    costs = [StageCost(options.forward, backward)] * options.stages
+    costs = [StageCost(options.forward, backward, weights=min(options.forward, backward))] * options.stages
     link = Link(latency=options.latency)
     try:
         for name in ("stages", "k", "microbatches"):
             require(getattr(options, name) >= 1, f"--{name}", "an integer >= 1", getattr(options, name))
         if options.delay is not None:
             method = replace(method, delay=options.delay)
+        if options.split is not None:
+            method = replace(method, split=Split(options.split))
         intervals = simulate(
             costs, method, options.k, options.microbatches, link=link, transport=options.transport, overlap=options.overlap
         )
@@ -113,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", choices=METHODS, default="petra")
     parser.add_argument("--delay", type=int, help="delay d of every boundary (default: the method's own)")
+    parser.add_argument("--split", choices=tuple(Split), help="whether stages split their backward (default: the method's own)")
     parser.add_argument("--stages", type=int, default=4, help="number of stages")
     parser.add_argument("--k", type=int, default=4, help="microbatches per update")
     parser.add_argument("--microbatches", type=int, default=12, help="number of microbatches")

@@ -26,7 +26,7 @@ class _KeepOption:
     Attributes:
         seconds: Time of forward and backward of these blocks.
         stored: Bytes between forward and backward, all microbatches in flight.
-        temporary: Bytes of the largest graph that exists only during a backward.
+        temporary: Bytes of the graphs that exist only during a backward: the largest, or all if backward is split.
         keeps: The choice.
     """
 
@@ -43,6 +43,7 @@ def choose_keeps(
     limit: float,
     *,
     parameter_copies: int = PARAMETER_COPIES,
+    unfinished: int = 0,
 ) -> tuple[Keep, ...]:
     """Choose which blocks of one stage store their graph, so that the stage is as fast as its memory allows.
 
@@ -53,6 +54,7 @@ def choose_keeps(
         microbatches: Microbatches in flight.
         limit: Bytes available. If the stage exceeds them even without graphs, ``smallest_keeps`` is returned.
         parameter_copies: As for :func:`petra.cost_model.costs.stage_cost`.
+        unfinished: As for :meth:`petra.cost_model.costs.StageCost.memory`.
     """
     options = [_KeepOption(0.0, 0, 0, ())]
     for block, smallest in zip(blocks, smallest_keeps, strict=True):
@@ -61,7 +63,10 @@ def choose_keeps(
             for keep in dict.fromkeys((smallest, Keep.GRAPH)):
                 seconds = option.seconds + sum(block.seconds(keep))
                 stored = option.stored + microbatches * block.stored_bytes(keep)
-                temporary = option.temporary if keep is Keep.GRAPH else max(option.temporary, block.graph_bytes)
+                temporary = option.temporary
+                if keep is not Keep.GRAPH:
+                    graph = block.graph_bytes
+                    temporary = temporary + unfinished * graph if unfinished else max(temporary, graph)
                 extended.append(_KeepOption(seconds, stored, temporary, (*option.keeps, keep)))
         options = _pareto_front(extended)
     fixed = parameter_copies * sum(block.parameter_bytes for block in blocks)
@@ -107,6 +112,7 @@ class _Stages:
     Attributes:
         devices: Device of each stage.
         delays: Delay τ of each stage.
+        splits: Whether each stage splits its backward.
     """
 
     blocks: Sequence[BlockCost]
@@ -116,6 +122,7 @@ class _Stages:
     delays: Sequence[int]
     tune_keep: bool
     parameter_copies: int
+    splits: Sequence[bool]
 
     def keeps(self, blocks: range, stage: int) -> tuple[Keep, ...]:
         """Return what each block of a stage stores, chosen by the method or by :func:`choose_keeps`."""
@@ -123,7 +130,8 @@ class _Stages:
         keeps = self._method_keeps(blocks, stage)
         if self.tune_keep:
             limit, copies = self.devices[stage].memory, self.parameter_copies
-            keeps = choose_keeps(costs, keeps, self._in_flight(stage), limit, parameter_copies=copies)
+            counts = self._in_flight(stage), limit
+            keeps = choose_keeps(costs, keeps, *counts, parameter_copies=copies, unfinished=self._unfinished(stage))
         return keeps
 
     def costs(self, partition: Sequence[range], keeps: Sequence[Sequence[Keep]]) -> list[StageCost]:
@@ -134,7 +142,7 @@ class _Stages:
 
     def memory(self, cost: StageCost, stage: int) -> int:
         """Return the bytes of a stage."""
-        return cost.memory(self._in_flight(stage))
+        return cost.memory(self._in_flight(stage), self._unfinished(stage))
 
     def fastest_partition(self) -> list[range]:
         """Return the partition whose slowest stage is fastest."""
@@ -151,7 +159,10 @@ class _Stages:
         return stage == len(self.devices) - 1 and self.delays[stage] == 0
 
     def _in_flight(self, stage: int) -> int:
-        return in_flight(self.delays[stage], self.k, self.method.flush)
+        return in_flight(self.delays[stage] + self.method.lags(self.delays)[stage], self.k, self.method.flush)
+
+    def _unfinished(self, stage: int) -> int:
+        return in_flight(self.method.lags(self.delays)[stage], self.k, self.method.flush) if self.splits[stage] else 0
 
     def _seconds(self, starts: Indices, ends: Indices, stage: int) -> Values:
         """Return the time per microbatch of each range of blocks as a stage; infinity if it doesn't fit into memory."""
@@ -162,7 +173,9 @@ class _Stages:
         # The blocks of the last stage store what they would store in a last stage of all blocks.
         sums = self._last_sums if self._is_last(stage) else self._sums
         seconds = (sums.seconds[ends] - sums.seconds[starts]) / device.speed
-        memory = sums.fixed[ends] - sums.fixed[starts] + sums.temporary(starts, ends)
+        unfinished = self._unfinished(stage)
+        temporary = unfinished * (sums.graphs[ends] - sums.graphs[starts]) if unfinished else sums.temporary(starts, ends)
+        memory = sums.fixed[ends] - sums.fixed[starts] + temporary
         memory += self._in_flight(stage) * (sums.stored[ends] - sums.stored[starts])
         return np.where(memory > device.memory, np.inf, seconds)
 
@@ -192,17 +205,23 @@ class _Stages:
             seconds=prefix_sums([sum(block.seconds(keep)) + block.update / self.k for block, keep in pairs]),
             stored=prefix_sums([block.stored_bytes(keep) for block, keep in pairs]),
             fixed=prefix_sums([self.parameter_copies * block.parameter_bytes for block in self.blocks]),
+            graphs=prefix_sums(graphs),
             temporary=RangeExtrema(np.array(graphs), np.maximum),
         )
 
 
 @dataclass(frozen=True)
 class _Sums:
-    """Sums over the first 0, 1, 2, … blocks, and the largest temporary graph of any range of blocks."""
+    """Sums over the first 0, 1, 2, … blocks, and the largest temporary graph of any range of blocks.
+
+    Attributes:
+        graphs: Sums of the temporary graphs.
+    """
 
     seconds: Values
     stored: Values
     fixed: Values
+    graphs: Values
     temporary: RangeExtrema
 
 
@@ -241,7 +260,8 @@ def tune(
     count = stages if isinstance(stages, int) else len(stages)
     method = replace(method, delay=2 if tune_delay else method.delay, keep=Keep.NOTHING if tune_keep else method.keep)
     devices = [replace(device, memory=min(limit, device.memory)) for device in devices or (Device(),) * count]
-    candidates = _Stages(tuple(blocks), method, k, devices, method.delays(count, k), tune_keep, parameter_copies)
+    splits = method.splits(processes or [range(j, j + 1) for j in range(count)])
+    candidates = _Stages(tuple(blocks), method, k, devices, method.delays(count, k), tune_keep, parameter_copies, splits)
     partition = candidates.fastest_partition() if isinstance(stages, int) else partition_of(stages)
 
     def choose() -> tuple[list[tuple[Keep, ...]], list[StageCost]]:

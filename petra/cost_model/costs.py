@@ -32,6 +32,7 @@ class BlockCost:
         input_bytes, output_bytes: Sizes of the input and output streams.
         graph_bytes: Size of the stored autograd graph, streams included.
         parameter_bytes: Size of the parameters, counted once.
+        weights: Part of either backward that computes the gradients of the parameters, if backward is split.
     """
 
     name: str
@@ -45,6 +46,7 @@ class BlockCost:
     output_bytes: int
     graph_bytes: int
     parameter_bytes: int
+    weights: float = 0.0
 
     def seconds(self, keep: Keep) -> tuple[float, float]:
         """Return the times of forward and backward."""
@@ -54,7 +56,7 @@ class BlockCost:
         """Return the bytes stored for one microbatch between forward and backward."""
         if keep is Keep.GRAPH:
             return self.graph_bytes
-        return 0 if keep is Keep.NOTHING and self.reversible else self.input_bytes
+        return 0 if keep is Keep.REFETCH or (keep is Keep.NOTHING and self.reversible) else self.input_bytes
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class StageCost:
         stored_bytes: Bytes stored for each microbatch between forward and backward.
         fixed_bytes: Bytes that don't depend on the number of microbatches: copies of the parameters, and the largest graph that
             exists only during a backward.
+        weights: Part of ``backward`` that computes the gradients of the parameters, if backward is split.
+        graphs_bytes, largest_graph_bytes: Total and largest size of the graphs of blocks that exist only during a backward.
     """
 
     forward: float
@@ -77,14 +81,24 @@ class StageCost:
     backward_bytes: int = 0
     stored_bytes: int = 0
     fixed_bytes: int = 0
+    weights: float = 0.0
+    graphs_bytes: int = 0
+    largest_graph_bytes: int = 0
 
-    def memory(self, microbatches: int) -> int:
-        """Return the bytes of the stage with this number of microbatches in flight."""
-        return self.fixed_bytes + microbatches * self.stored_bytes
+    def memory(self, microbatches: int, unfinished: int = 0) -> int:
+        """Return the bytes of the stage.
+
+        Args:
+            microbatches: Microbatches in flight.
+            unfinished: Those among them between the two parts of a split backward, whose graphs exist all at once.
+        """
+        graphs = max(0, unfinished * self.graphs_bytes - self.largest_graph_bytes)
+        return self.fixed_bytes + microbatches * self.stored_bytes + graphs
 
     def on(self, speed: float) -> StageCost:
         """Return the cost on a device of another speed, relative to the device of this cost."""
-        return replace(self, forward=self.forward / speed, backward=self.backward / speed, update=self.update / speed)
+        times = ("forward", "backward", "update", "weights")
+        return replace(self, **{name: getattr(self, name) / speed for name in times})
 
 
 def stage_cost(
@@ -116,6 +130,9 @@ def stage_cost(
         backward_bytes=tensors_back * first.input_bytes,
         stored_bytes=sum(block.stored_bytes(keep) for block, keep in zip(blocks, keeps, strict=True)),
         fixed_bytes=parameter_copies * sum(block.parameter_bytes for block in blocks) + max(temporary_graphs, default=0),
+        weights=sum(block.weights for block in blocks),
+        graphs_bytes=sum(temporary_graphs),
+        largest_graph_bytes=max(temporary_graphs, default=0),
     )
 
 
@@ -133,13 +150,15 @@ def pipeline_costs(
 def count_blocks(model: Model, inputs: TensorSpec) -> tuple[BlockCost, ...]:
     """Return costs in FLOPs: 1 × the forward's FLOPs for forward, 2 × for backward, 1 × for recomputation, 0 for an update.
 
+    The gradients of the parameters are counted as half of backward, although products without parameters have none.
+
     Args:
         inputs: Form of one microbatch.
 
     Raises:
         ModelError: As :meth:`petra.model.Model.profile`.
     """
-    units = (1.0, 3.0, 1.0, 2.0, 0.0)
+    units = (1.0, 3.0, 1.0, 2.0, 0.0, 1.0)
     known: dict[Hashable, BlockCost] = {}
     costs = []
     for b, (profile, specs) in enumerate(_profiles_with_inputs(model, inputs)):
@@ -181,10 +200,12 @@ def profile_blocks(
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         x, dy = (tuple(_example(spec, device, channels_last) for spec in specs_) for specs_ in (specs, profile.outputs))
         times: list[float] = []
-        for keep in (Keep.NOTHING if profile.reversible else Keep.INPUT, Keep.GRAPH):
-            stage = Stage([module], [keep], first_block=b, seed=seed, autocast=autocast, channels_last=channels_last)
-            times += _forward_backward_seconds(stage, x, dy, device, rounds)
-        times.append(_update_seconds(module, optimizer, device, rounds))
+        smallest = Keep.NOTHING if profile.reversible else Keep.INPUT
+        for keep, split in ((smallest, False), (Keep.GRAPH, False), (smallest, True)):
+            stage = Stage([module], [keep], first_block=b, seed=seed, autocast=autocast, channels_last=channels_last, split=split)
+            *seconds, weights = _forward_backward_seconds(stage, x, dy, device, rounds)
+            times += [weights] if split else seconds
+        times.insert(4, _update_seconds(module, optimizer, device, rounds))
         costs.append(_block_cost(model, profile, specs, b, times, autocast))
     return tuple(costs)
 
@@ -203,7 +224,7 @@ def _block_cost(
     seconds: Sequence[float],
     autocast: torch.dtype | None = None,
 ) -> BlockCost:
-    forward, backward, graph_forward, graph_backward, update = seconds
+    forward, backward, graph_forward, graph_backward, update, weights = seconds
     with torch.device("meta"):
         parameters = model.blocks[block].build().parameters()
     return BlockCost(
@@ -218,20 +239,27 @@ def _block_cost(
         output_bytes=sum(spec.bytes for spec in profile.outputs),
         graph_bytes=graph_bytes(model, range(block, block + 1), inputs, [Keep.GRAPH], autocast=autocast),
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        weights=weights,
     )
 
 
-def _forward_backward_seconds(stage: Stage, x: Streams, dy: Streams, device: torch.device, rounds: int) -> tuple[float, float]:
-    """Measure forward and backward. The first round is a warm-up."""
-    forward, backward = [], []
+def _forward_backward_seconds(
+    stage: Stage, x: Streams, dy: Streams, device: torch.device, rounds: int
+) -> tuple[float, float, float]:
+    """Measure forward, backward, and the second part of a split backward. The first round is a warm-up."""
+    forward, backward, weights = [], [], []
     for m in range(rounds + 1):
         start = synchronized_time(device)
         y = stage.forward(m, x)
         middle = synchronized_time(device)
         stage.backward(m, y, dy)
         forward.append(middle - start)
-        backward.append(synchronized_time(device) - middle)
-    return min(forward[1:]), min(backward[1:])
+        end = synchronized_time(device)
+        backward.append(end - middle)
+        if stage.split:
+            stage.backward_weights(m)
+        weights.append(synchronized_time(device) - end)
+    return min(forward[1:]), min(backward[1:]), min(weights[1:])
 
 
 def _update_seconds(module: nn.Module, build_optimizer: BuildOptimizer, device: torch.device, rounds: int) -> float:

@@ -24,6 +24,8 @@ def event_graph(
     connections: Sequence[Connection],
     boundary_delays: Sequence[int],
     transport: WireModel,
+    splits: Sequence[bool],
+    lags: Sequence[int],
     overlapped: Sequence[int] = (),
 ) -> EventGraph:
     """Return the event graph of one repetition of ``steady``, whose number of microbatches must be a multiple of k.
@@ -35,9 +37,10 @@ def event_graph(
         connections: Connection of each process to the next one.
         boundary_delays: Delay d of each boundary.
         transport: Transport whose rules the messages follow.
-        overlapped: Stages that run forward beside backward.
+        splits, lags: Whether each stage splits its backward, and by how many microbatches it postpones the second part.
+        overlapped: Stages that run forward beside backward; none if stages split their backward.
     """
-    steps = _Steps.of(steady, costs, k, processes, connections, overlapped)
+    steps = _Steps.of(steady, costs, k, processes, connections, splits, lags, overlapped)
     return _edge_graph(steps, np.array(boundary_delays, np.int64)) if transport == "edge" else _lockstep_graph(steps)
 
 
@@ -48,8 +51,10 @@ class _Steps:
     Attributes:
         steady: The steps.
         process: Process of each step.
-        compute: Seconds of each step.
-        update: Seconds of the update that follows each step; 0 if none follows.
+        compute: Seconds of each step until it sends.
+        update: Seconds of the update that follows each step directly; 0 if none follows.
+        late: Seconds of the second parts of split backwards, and of their updates. They follow the last step of the process in the
+            round of each step, and its exchange if it has one.
         sender, receiver: Indices of the steps that send and that receive a message between two processes.
         later: For each message, number of repetitions by which its receiver is later.
         transfer, latency: Seconds of each message on its link.
@@ -61,6 +66,7 @@ class _Steps:
     process: Indices
     compute: Values
     update: Values
+    late: Values
     sender: Indices
     receiver: Indices
     later: Indices
@@ -76,12 +82,20 @@ class _Steps:
         k: int,
         processes: Sequence[range],
         connections: Sequence[Connection],
+        splits: Sequence[bool],
+        lags: Sequence[int],
         overlapped: Sequence[int],
     ) -> _Steps:
         stage, forward, m = steady.stage, steady.forward, steady.microbatch
         owner = np.repeat(np.arange(len(processes)), [len(stages) for stages in processes])
-        columns = ("forward", "backward", "update", "forward_bytes", "backward_bytes")
-        seconds_f, seconds_b, update, bytes_f, bytes_b = (np.array([getattr(cost, name) for cost in costs]) for name in columns)
+        columns = ("forward", "backward", "update", "weights", "forward_bytes", "backward_bytes")
+        seconds_f, seconds_b, update, weights, bytes_f, bytes_b = (
+            np.array([getattr(cost, name) for cost in costs]) for name in columns
+        )
+        split = np.array(splits)
+        weights = np.where(split, weights, 0.0)
+        updates = np.where(~forward & ((m + 1) % k == 0), update[stage], 0.0)
+        finished = np.where(forward, 0, _finished(m, np.array(lags)[stage], k))
         target = np.where(forward, stage + 1, stage - 1)
         exists = (target >= 0) & (target < len(costs))
         sender = np.flatnonzero(exists & (owner[np.clip(target, 0, len(costs) - 1)] != owner[stage]))
@@ -94,8 +108,9 @@ class _Steps:
         return _Steps(
             steady,
             process=owner[stage],
-            compute=np.where(forward, seconds_f[stage], seconds_b[stage]),
-            update=np.where(~forward & ((m + 1) % k == 0), update[stage], 0.0),
+            compute=np.where(forward, seconds_f[stage], seconds_b[stage] - weights[stage]),
+            update=np.where(split[stage], 0.0, updates),
+            late=_at_end_of_round(steady, owner[stage], finished * weights[stage] + np.where(split[stage], updates, 0.0)),
             sender=sender,
             receiver=receiver,
             later=later,
@@ -159,6 +174,22 @@ class _Beside:
         return _Beside(chosen, before[heads], wrapped[heads] + (forward_round < 0), previous, passed)
 
 
+def _finished(microbatch: Indices, lag: Indices, k: int) -> Indices:
+    """Return how many split backwards get their second part after the first part of each microbatch: all left before an update."""
+    place = microbatch % k
+    return np.where(place == k - 1, 1 + np.minimum(lag, k - 1), place >= lag)
+
+
+def _at_end_of_round(steady: SteadyState, process: Indices, seconds: Values) -> Values:
+    """Move the seconds of each step to the last step of its process in the same round."""
+    _, step = np.unique(steady.round * (int(process.max()) + 1) + process, return_inverse=True)
+    last = np.zeros(int(step.max()) + 1, np.int64)
+    np.maximum.at(last, step, np.arange(len(step)))
+    moved = np.zeros(len(step))
+    np.add.at(moved, last[step], seconds)
+    return moved
+
+
 def _sides(connections: Sequence[Connection]) -> tuple[list[object], list[object]]:
     return [connection.forward for connection in connections], [connection.backward for connection in connections]
 
@@ -204,7 +235,7 @@ def _edge_graph(steps: _Steps, boundary_delays: Indices) -> EventGraph:
     done = np.arange(len(beside.step)) + 2 * count + messages  # end of the computation of a backward beside a forward
     at_once = np.zeros(len(done), np.int64)
     edges: list[Edges] = [
-        (end[before[alone]], start[alone], steps.update[before[alone]], wrapped[alone]),
+        (end[before[alone]], start[alone], (steps.update + steps.late)[before[alone]], wrapped[alone]),
         (start[alone], end[alone], steps.compute[alone], nothing[alone]),
         (end[beside.start], start[beside.step], steps.update[beside.start], beside.started),
         (done[beside.previous], start[beside.step], at_once.astype(float), beside.passed),
@@ -248,6 +279,10 @@ def _lockstep_graph(steps: _Steps) -> EventGraph:
     computed[beside.step] = done
     joined[beside.step] = steps.update[beside.step]
     waiting = np.where(np.isin(steps.receiver, beside.step), steps.compute[steps.receiver], seconds[steps.receiver])
+    late = np.concatenate([steps.late, np.zeros(len(exchanges))])
+    # An exchange comes after the last step of its round, if its process has any, and before the second parts.
+    own = count + np.flatnonzero((before[count:] < count) & (event_round[before[count:]] == exchange_round))
+    late[own], late[before[own]] = late[before[own]], 0.0
     # Each sender waits in its next exchange.
     earlier, earlier_wrapped = _previous(exchange_process)
     following, following_wrapped = np.empty_like(earlier), np.empty_like(earlier)
@@ -255,7 +290,7 @@ def _lockstep_graph(steps: _Steps) -> EventGraph:
     previous, previous_before = steps.other_message(1)
     none = np.zeros(messages, np.int64)
     edges: list[Edges] = [
-        (before, clock, joined, wrapped),
+        (before, clock, joined + late[before], wrapped),
         (done, clock[beside.step], joined[beside.step], at_once),
         (beside.start, done, steps.compute[beside.step], beside.started),
         (done[beside.previous], done, steps.compute[beside.step], beside.passed),

@@ -125,6 +125,9 @@ class _Blank:
     def inputs(self, m: int) -> Tensor:
         return torch.empty(self._inputs.shape, dtype=self._inputs.dtype)
 
+    def refetch(self, m: int) -> Tensor:
+        return self.inputs(m)
+
     def targets(self, m: int) -> Tensor:
         return torch.empty(self._targets.shape, dtype=self._targets.dtype)
 
@@ -185,7 +188,7 @@ def _executor(
     objective = Objective(CPU, recipe.losses, recipe.metrics)
     for port in (source, objective):
         port.start(data, 0, 0)
-    stages = build_stages(plan, recipe, Runtime(), CPU, process, hooks, blocks)
+    stages = build_stages(plan, recipe, Runtime(), CPU, process, hooks, blocks, source.refetch)
     transport = None
     if len(processes) > 1:
         transport = LockstepTransport(pack_boundaries(plan, CPU), processes, process, post=lambda operations: [_Done()])

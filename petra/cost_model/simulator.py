@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -12,7 +13,7 @@ from petra.cost_model.links import INSTANT, Connection, Link, connections
 from petra.cost_model.period import maximum_cycle_ratio
 from petra.cost_model.wires import Edge, WireModel, Wires, make_wires
 from petra.diagnostics.events import Interval, Kind
-from petra.method import Method
+from petra.method import Method, Split
 from petra.plan.overlap import overlapped_stages
 from petra.plan.schedule import Op, Step, in_flight, timetable, training_orders
 from petra.plan.steady import steady_state
@@ -76,18 +77,20 @@ def predict(
     if any(cost.update for cost in costs):
         steady = steady.repeated(k // steady.microbatches)
     neighbours = connections(link, len(processes))
-    beside = overlapped_stages(boundary_delays) if overlap else ()
-    graph = event_graph(steady, costs, k, processes, neighbours, boundary_delays, transport, beside)
+    lags, splits = method.lags(delays), method.splits(processes)
+    beside = overlapped_stages(boundary_delays) if overlap and method.split is Split.NONE else ()
+    graph = event_graph(steady, costs, k, processes, neighbours, boundary_delays, transport, splits, lags, beside)
     period = maximum_cycle_ratio(graph) / steady.microbatches
     compute = [_busy_seconds(costs, k, process, set(process).intersection(beside)) for process in processes]
-    microbatches = [in_flight(delay, k, method.flush) for delay in delays]
+    microbatches = [in_flight(delay + lag, k, method.flush) for delay, lag in zip(delays, lags, strict=True)]
+    unfinished = [in_flight(lag, k, method.flush) if split else 0 for lag, split in zip(lags, splits, strict=True)]
     return Prediction(
         period=period,
         compute=max(compute),
         bubble=[1 - busy / period for process, busy in zip(processes, compute, strict=True) for _ in process],
         in_flight=microbatches,
         staleness=[method.staleness(delay, k) for delay in delays],
-        memory=[cost.memory(count) for cost, count in zip(costs, microbatches, strict=True)],
+        memory=[cost.memory(*counts) for cost, *counts in zip(costs, microbatches, unfinished, strict=True)],
     )
 
 
@@ -119,14 +122,17 @@ def simulate(
     """
     stages = len(costs)
     boundary_delays = method.boundary_delays(stages - 1)[: stages - 1]
-    orders = training_orders(method.delays(stages, k), 0, microbatches, k if method.flush else None)
+    delays = method.delays(stages, k)
+    orders = training_orders(delays, 0, microbatches, k if method.flush else None)
     processes = processes or [range(j, j + 1) for j in range(stages)]
     wires = make_wires(transport, _edge_links(processes, link), boundary_delays)
-    simulation = _Simulation(costs, k, processes, wires, overlapped_stages(boundary_delays) if overlap else ())
+    beside = overlapped_stages(boundary_delays) if overlap and method.split is Split.NONE else ()
+    simulation = _Simulation(costs, k, processes, wires, method.splits(processes), method.lags(delays), beside)
     for _, round_ in groupby(timetable(orders, boundary_delays), key=lambda step: step.round):
         for step in round_:
             simulation.run(step)
         simulation.end_round()
+    simulation.drain()
     return simulation.intervals
 
 
@@ -142,13 +148,22 @@ class _Simulation:
     """State of a simulated pipeline: the time on each process's clock and the intervals so far."""
 
     def __init__(
-        self, costs: Sequence[StageCost], k: int, processes: Sequence[range], wires: Wires, overlapped: Sequence[int]
+        self,
+        costs: Sequence[StageCost],
+        k: int,
+        processes: Sequence[range],
+        wires: Wires,
+        splits: Sequence[bool],
+        lags: Sequence[int],
+        overlapped: Sequence[int],
     ) -> None:
         self._costs, self._k, self._processes, self._wires = costs, k, processes, wires
-        self._overlapped = frozenset(overlapped)
+        self._splits, self._lags, self._overlapped = splits, lags, frozenset(overlapped)
         self._round_start = [(-1, 0.0)] * len(processes)  # number of the round, and the process's clock when it started
         self._forward = [(-2, 0.0)] * len(costs)  # the same of the round of each stage's last forward
         self._free_from = [0.0] * len(processes)  # when the thread for backwards beside forwards is idle
+        self._due: list[tuple[int, int]] = []  # stages and microbatches whose split backward has had its first part in this round
+        self._unfinished = [deque[int]() for _ in costs]
         self._owner = [p for p, stages in enumerate(processes) for _ in stages]
         self._clock = [0.0] * len(processes)
         self.intervals: list[Interval] = []
@@ -165,6 +180,7 @@ class _Simulation:
             source, target, kind, seconds, nbytes = stage - 1, stage + 1, Kind.FORWARD, cost.forward, cost.forward_bytes
         else:
             source, target, kind, seconds, nbytes = stage + 1, stage - 1, Kind.BACKWARD, cost.backward, cost.backward_bytes
+            seconds -= cost.weights if self._splits[stage] else 0.0
         forward_round, start = self._forward[stage]
         if op is Op.BACKWARD and stage in self._overlapped and forward_round == round_ - 1:
             self._run_beside(step, start)
@@ -177,8 +193,11 @@ class _Simulation:
             route = (process, self._owner[target])
             sent = self._wires.send((op, min(stage, target)), self._clock[process], nbytes, route)
             self._occupy(stage, Kind.SEND, m, sent, target)
-        if op is Op.BACKWARD and (m + 1) % self._k == 0:
-            self._occupy(stage, Kind.UPDATE, m, self._clock[process] + cost.update)
+        if op is Op.BACKWARD and self._splits[stage]:
+            self._unfinished[stage].append(m)
+            self._due.append((stage, m))
+        elif op is Op.BACKWARD:
+            self._update(stage, m)
 
     def _run_beside(self, step: Step, start: float) -> None:
         """Receive and compute in the process's other thread, from ``start`` on. Then the process waits for this thread."""
@@ -193,9 +212,30 @@ class _Simulation:
         self._clock[process] = max(self._clock[process], stop)
 
     def end_round(self) -> None:
-        """Exchange the messages of a round, if the transport works in rounds."""
+        """Exchange the messages of a round, if the transport works in rounds, and run the second parts that are due."""
         for process, until in self._wires.exchange(self._clock):
             self._occupy(self._processes[process][-1], Kind.SEND, -1, until)
+        for stage, m in self._due:
+            self._finish(stage, m if (m + 1) % self._k == 0 else m - self._lags[stage])
+        self._due.clear()
+
+    def drain(self) -> None:
+        """Run all second parts that are left."""
+        for stage, unfinished in enumerate(self._unfinished):
+            if unfinished:
+                self._finish(stage, unfinished[-1])
+
+    def _finish(self, stage: int, last: int) -> None:
+        """Run the second parts of the microbatches up to ``last``."""
+        unfinished = self._unfinished[stage]
+        while unfinished and unfinished[0] <= last:
+            m = unfinished.popleft()
+            self._occupy(stage, Kind.BACKWARD_WEIGHTS, m, self._clock[self._owner[stage]] + self._costs[stage].weights)
+            self._update(stage, m)
+
+    def _update(self, stage: int, m: int) -> None:
+        if (m + 1) % self._k == 0:
+            self._occupy(stage, Kind.UPDATE, m, self._clock[self._owner[stage]] + self._costs[stage].update)
 
     def _is_remote(self, stage: int, process: int) -> bool:
         """Return whether the stage exists and belongs to another process."""

@@ -63,7 +63,9 @@ def array_dataset(
         names: Names of the classes, in the order of their numbers, or none.
     """
     mean = train[0].sum(0, dtype=torch.int64).double().div(len(train[0])).float() if mean_image else None
-    first, second = (Split(len(labels), Images(images, moments, flip, mean), Labels(labels)) for images, labels in (train, test))
+    first, second = (
+        Split(len(labels), Images(images, moments, flip, mean), Labels(labels), in_memory=True) for images, labels in (train, test)
+    )
     size = train[0].shape[-1]
     subtracted = None if mean is None else encoded(mean)
     return Dataset(name, classes, size, first, second, preparation=Preparation(size, moments, 1.0, subtracted, tuple(names)))

@@ -97,6 +97,6 @@ def windows_of(
 
     def split(sequences: Sequence[Tokens], whole: bool) -> Split:
         inputs, targets = (Windows(sequences, size, offset, whole) for offset in (0, 1))
-        return Split(inputs.count, inputs, targets)
+        return Split(inputs.count, inputs, targets, in_memory=True)
 
     return Dataset(name, classes, size, split(train, True), split(test, False), bytes_per_target)

@@ -12,6 +12,9 @@ class Kind(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    """Backward pass; without the gradients of the parameters if it is split."""
+    BACKWARD_WEIGHTS = "W"
+    """Gradients of the parameters, the second part of a split backward pass."""
     UPDATE = "update"
     LOSS = "loss"
     """Loss and its gradient, on the last stage."""

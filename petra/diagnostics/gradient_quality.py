@@ -105,6 +105,10 @@ class GradientQuality(Hook):
             self._cases[m].rebuilt[stage] = x  # The stage's first block comes last.
 
     def backward_end(self, stage: int, m: int, x: Streams, dx: Streams) -> None:
+        if not self.pipeline.stages[stage].split:
+            self.backward_weights_end(stage, m)
+
+    def backward_weights_end(self, stage: int, m: int) -> None:
         if m % self.every:
             return
         row = self._row(m, stage)

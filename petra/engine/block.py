@@ -5,11 +5,12 @@ keep     class          forward pass stores       backward pass
 =======  =============  ========================  ======================================================================
 graph    KeepGraph      its input and its graph   differentiates the graph
 input    Recompute      its input                 evaluates the block again with a graph, and differentiates that
+refetch  Refetch        nothing                   fetches the input from the data source again; then as ``input``
 nothing  Reconstruct    nothing                   reconstructs the input from the output and differentiates, in one evaluation
 =======  =============  ========================  ======================================================================
 
 The weights that each pass uses come from :mod:`petra.engine.weights`; a version of None means the current
-parameters.
+parameters. A split backward pass leaves the gradients of the parameters to a function that it returns.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ from petra.engine.twin import TwinFunction
 from petra.engine.weights import WeightVersion, WeightVersions, weight_versions
 from petra.errors import ModelError
 from petra.method import Keep, Weights
-from petra.reversible import Gradients, Grid, frozen_statistics
+from petra.reversible import Gradients, Grid, LaterGradients, differentiate, differentiate_inputs, frozen_statistics
 from petra.specs import Streams, detached, in_own_memory
 
 log = logging.getLogger(__name__)
-Propagate = Callable[[int, Streams, Streams, WeightVersion | None], tuple[Streams, Streams, Gradients]]
+Propagate = Callable[[int, Streams, Streams, WeightVersion | None], tuple[Streams, Streams, LaterGradients]]
 """Function of microbatch, input or output, gradient and weights, which returns what :meth:`BlockRunner.backward` does."""
 
+Fetch = Callable[[int], Streams]
+"""Function of a microbatch that returns the input of the model's first block."""
 RECOMPUTES = (
     "activation checkpointing and other saved-tensor hooks inside a block can't be used with method.keep=graph and "
     "method.weights=current where updates come between forward and backward: the recomputation would use newer weights; use "
@@ -74,6 +77,8 @@ class BlockRunner(ABC):
         beside: Whether forwards run in one thread while backwards run in another.
         graphs: CUDA graphs of the passes; None to launch each kernel. Passes that use other weights than the parameters, and blocks
             that draw random numbers, have none.
+        split: Whether the backward pass leaves the gradients of the parameters for later. It never does if the block's graph
+            recomputes saved tensors, as activation checkpointing does, because it would do so more than once.
 
     Attributes:
         parameters: Trained parameters by name.
@@ -92,11 +97,13 @@ class BlockRunner(ABC):
         overwritten: bool = False,
         beside: bool = False,
         graphs: BlockGraphs | None = None,
+        split: bool = False,
     ) -> None:
         self.function, self.versions, self.parameters = function, versions, function.parameters
         self.forward_function, self._graphs = function, graphs
         self.stored: dict[int, Stored] = {}
         self._input_needs_gradient, self._overwritten, self._beside = input_needs_gradient, overwritten, beside
+        self._split: bool | None = None if split else False  # None until the first forward pass
 
     def prepare_training(self) -> None:
         """Copy the block for forwards, in its present mode, if backwards run at the same time in another thread."""
@@ -108,8 +115,10 @@ class BlockRunner(ABC):
         """Return the block's output for microbatch ``m``, detached, and store what the backward pass needs."""
 
     @abstractmethod
-    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
+    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, LaterGradients]:
         """Return the block's input for microbatch ``m``, the gradient with respect to it, and those of the parameters.
+
+        The last are returned by a function, which must be called once, before the next update.
 
         Args:
             y: The block's output as the next block returned it; used only by :class:`Reconstruct`.
@@ -129,13 +138,15 @@ class BlockRunner(ABC):
             if self._graphs is not None and self.function.uses_rng:
                 log.info("trainer.cuda_graphs: %s draws random numbers, so it is not captured", type(self.function.module).__name__)
                 self._graphs = None
+        if self._split is None:
+            self._split = not self.function.recomputes(x)
         version = self.versions.for_forward(m)
         self.versions.stash(m, version)
         return version
 
     def _propagate(
         self, propagate: Propagate, m: int, x: Streams, dy: Streams, version: WeightVersion | None
-    ) -> tuple[Streams, Streams, Gradients]:
+    ) -> tuple[Streams, Streams, LaterGradients]:
         """Return ``propagate(m, x, dy, version)``, as a CUDA graph if the block has graphs."""
         if self._graphs is None or version is not None:
             return propagate(m, x, dy, version)
@@ -151,19 +162,23 @@ class BlockRunner(ABC):
         forbidden = self._beside and self.function.uses_rng
         return _without_hooks(self.function.module, HOOKS_BESIDE) if forbidden else nullcontext()
 
-    def _differentiate(self, stored: Stored, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
+    def _differentiate(self, stored: Stored, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, LaterGradients]:
         parameters = list(self.parameters.values())
         weights: Sequence[Tensor] = parameters if version is None else [version[name] for name in self.parameters]
         connected = [(y, d) for y, d in zip(stored.outputs, dy, strict=True) if y.requires_grad]
         if not connected:  # neither the data nor any weight needs a gradient
-            return detached(stored.inputs), (), {}
+            return detached(stored.inputs), (), dict
         inputs = [t for t in stored.inputs if t.requires_grad]
         outputs, gradients = zip(*connected, strict=True)
         # Activation checkpointing inside the block reads the parameters again.
         with nullcontext() if self._beside and self.keep is Keep.GRAPH else self.function.using(version):
-            found = torch.autograd.grad(outputs, [*inputs, *weights], gradients, allow_unused=True)
-        dx = tuple(torch.zeros_like(t) if d is None else d for t, d in zip(inputs, found, strict=False))
-        return detached(stored.inputs), dx, {p: g for p, g in zip(parameters, found[len(inputs) :], strict=True) if g is not None}
+            found, later = (differentiate_inputs if self._split else differentiate)(outputs, inputs, weights, gradients)
+        dx = tuple(torch.zeros_like(t) if d is None else d for t, d in zip(inputs, found, strict=True))
+
+        def of_parameters() -> Gradients:
+            return {p: g for p, g in zip(parameters, later(), strict=True) if g is not None}
+
+        return detached(stored.inputs), dx, of_parameters
 
 
 class KeepGraph(BlockRunner):
@@ -180,7 +195,7 @@ class KeepGraph(BlockRunner):
             self.stored[m] = self._forward_with_graph(m, x, version)
         return detached(self.stored[m].outputs)
 
-    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
+    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, LaterGradients]:
         return self._differentiate(self.stored.pop(m), dy, self.versions.for_backward(m))
 
 
@@ -196,17 +211,38 @@ class Recompute(BlockRunner):
                 y = self.forward_function(m, x, version)
             else:
                 y = self._graphs.forward(lambda tensors: self.function(m, tensors, None), x)
-        self.stored[m] = Stored(tuple(in_own_memory(t) for t in x))
+        self._keep_input(m, x)
         return y
 
-    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
+    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, LaterGradients]:
         version = self.versions.for_backward(m)
-        return self._propagate(self._recompute, m, self.stored.pop(m).inputs, dy, version)
+        return self._propagate(self._recompute, m, self._take_input(m), dy, version)
 
-    def _recompute(self, m: int, x: Streams, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
+    def _recompute(self, m: int, x: Streams, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, LaterGradients]:
         with self._recomputing():
             recomputed = self._forward_with_graph(m, x, version)
         return self._differentiate(recomputed, dy, version)
+
+    def _keep_input(self, m: int, x: Streams) -> None:
+        self.stored[m] = Stored(tuple(in_own_memory(t) for t in x))
+
+    def _take_input(self, m: int) -> Streams:
+        return self.stored.pop(m).inputs
+
+
+class Refetch(Recompute):
+    """Stores nothing, and fetches the input again: the first block of a model, whose input is the data."""
+
+    keep = Keep.REFETCH
+    fetch: Fetch | None = None
+    """Returns the input of a microbatch. None in a stage that runs no backward pass."""
+
+    def _keep_input(self, m: int, x: Streams) -> None:
+        pass
+
+    def _take_input(self, m: int) -> Streams:
+        assert self.fetch is not None
+        return self.fetch(m)
 
 
 class Reconstruct(BlockRunner):
@@ -222,16 +258,28 @@ class Reconstruct(BlockRunner):
                 return self.forward_function(m, x, version)
             return self._graphs.forward(lambda tensors: self.function(m, tensors, None), x)
 
-    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
+    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, LaterGradients]:
         return self._propagate(self._reconstruct, m, y, dy, self.versions.for_backward(m))
 
-    def _reconstruct(self, m: int, y: Streams, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
+    def _reconstruct(
+        self, m: int, y: Streams, dy: Streams, version: WeightVersion | None
+    ) -> tuple[Streams, Streams, LaterGradients]:
         with self._recomputing():
             if version is None or not self.versions.reconstructs_with_current:
-                return self.function.inverse_vjp(m, y, dy, version)
+                x, dx, gradients = self.function.inverse_vjp(m, y, dy, version, split=bool(self._split))
+                return x, dx, self._at(version, gradients) if self._split else gradients
             # Reconstruct with the current parameters, but compute the gradient at the stashed version.
             recomputed = self._forward_with_graph(m, self.function.inverse(m, y), version)
         return self._differentiate(recomputed, dy, version)
+
+    def _at(self, version: WeightVersion | None, gradients: LaterGradients) -> LaterGradients:
+        """Return ``gradients``, computed at ``version``: the graph refers to the parameters, which had its values."""
+
+        def compute() -> Gradients:
+            with self.function.using(version):
+                return gradients()
+
+        return compute
 
 
 def block_runner(
@@ -248,6 +296,8 @@ def block_runner(
     beside: bool = False,
     pools: Pools | None = None,
     grid: Grid | None = None,
+    split: bool = False,
+    fetch: Fetch | None = None,
 ) -> BlockRunner:
     """Return the runner of a block.
 
@@ -264,17 +314,26 @@ def block_runner(
         beside: Whether forwards run in one thread while backwards run in another.
         pools: Memory pools for CUDA graphs of the passes; None to launch each kernel. Blocks that store their graph have none.
         grid: Grid for exact streams, or None.
+        split: As for :class:`BlockRunner`.
+        fetch: Returns the block's input for a microbatch again; for ``Keep.REFETCH``.
     """
     graphs = None if pools is None or keep is Keep.GRAPH else BlockGraphs(module, pools)
-    kinds: dict[Keep, type[BlockRunner]] = {kind.keep: kind for kind in (KeepGraph, Recompute, Reconstruct)}
-    function = BlockFunction(
-        module, seed=seed, autocast=autocast, detects_rng=concurrent or beside or graphs is not None, grid=grid
-    )
+    kinds: dict[Keep, type[BlockRunner]] = {kind.keep: kind for kind in (KeepGraph, Recompute, Refetch, Reconstruct)}
+    detects_rng = concurrent or beside or graphs is not None
+    function = BlockFunction(module, seed=seed, autocast=autocast, detects_rng=detects_rng, grid=grid)
     versions = weight_versions(function.parameters, weights, keeps_graph=keep is Keep.GRAPH, k=k)
-    overwritten = stale and weights is Weights.CURRENT
-    return kinds[keep](
-        function, versions, input_needs_gradient=input_needs_gradient, overwritten=overwritten, beside=beside, graphs=graphs
+    runner = kinds[keep](
+        function,
+        versions,
+        input_needs_gradient=input_needs_gradient,
+        overwritten=stale and weights is Weights.CURRENT,
+        beside=beside,
+        graphs=graphs,
+        split=split,
     )
+    if isinstance(runner, Refetch):
+        runner.fetch = fetch
+    return runner
 
 
 @contextmanager

@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call
 
 from petra.engine.weights import WeightVersion
 from petra.reversible import (
-    Gradients,
     Grid,
+    LaterGradients,
     ReversibleBlock,
     derive_seed,
     forbid_inplace,
@@ -21,6 +22,8 @@ from petra.reversible import (
     seeded,
 )
 from petra.specs import Streams, as_streams
+
+RECOMPUTES = "the graph of the block recomputes saved tensors"
 
 
 class BlockFunction:
@@ -76,15 +79,21 @@ class BlockFunction:
         with self._autocast(y[0]):
             return self._reversible.inverse(*y, seed=self._seed_of(m))
 
-    def inverse_vjp(self, m: int, y: Streams, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
-        """Return a reversible block's input, the gradient with respect to it, and those of the parameters.
+    def inverse_vjp(
+        self, m: int, y: Streams, dy: Streams, version: WeightVersion | None, *, split: bool = False
+    ) -> tuple[Streams, Streams, LaterGradients]:
+        """Return a reversible block's input, the gradient with respect to it, and a function that returns those of the parameters.
 
         Args:
             version: Weights that reconstruct and are differentiated; None for the parameters.
+            split: Whether the returned function computes the gradients. Otherwise, it only returns them.
         """
         assert self._reversible is not None
         with self._autocast(y[0]), self.using(version):
-            return self._reversible.inverse_vjp(y, dy, seed=self._seed_of(m))
+            if split:
+                return self._reversible.inverse_input_vjp(y, dy, seed=self._seed_of(m))
+            x, dx, gradients = self._reversible.inverse_vjp(y, dy, seed=self._seed_of(m))
+            return x, dx, lambda: gradients
 
     def using(self, version: WeightVersion | None) -> AbstractContextManager[None]:
         """Give the block's parameters the values of ``version`` inside the ``with`` block; None leaves them as they are."""
@@ -107,6 +116,27 @@ class BlockFunction:
             self.module(*x)
             after = [generator.get_state() for generator in generators]
             self.uses_rng = not all(map(torch.equal, before, after))
+
+    def recomputes(self, x: Streams) -> bool:
+        """Evaluate the block once more to find whether its graph recomputes saved tensors, as activation checkpointing does.
+
+        Each of the two parts of a split backward pass would do so. Running statistics and generators are left unchanged.
+        """
+        inputs = [t.detach().requires_grad_(t.is_floating_point()) for t in x]
+        try:
+            with (
+                seeded(self.seed, x[0].device),
+                torch.enable_grad(),
+                frozen_statistics(self.normalisations),
+                self._autocast(x[0]),
+                disable_saved_tensors_hooks(RECOMPUTES),
+            ):
+                self.module(*inputs)
+        except RuntimeError as error:
+            if str(error) != RECOMPUTES:
+                raise
+            return True
+        return False
 
     def _seed_of(self, m: int) -> int | None:
         return derive_seed(self.seed, m) if self.uses_rng else None

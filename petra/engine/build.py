@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from petra.engine.block import Fetch
 from petra.engine.compile import compile_block
 from petra.engine.data_parallel import replica_seed
 from petra.engine.endpoints import Losses
+from petra.engine.graphs import Pools
 from petra.engine.metrics import Metric
 from petra.engine.stage import Stage
 from petra.engine.update import OptimizerFactory, Update
@@ -77,11 +79,13 @@ def build_stages(
     rank: int,
     hooks: Hooks,
     make_block: Callable[[int], nn.Module] | None = None,
+    fetch: Fetch | None = None,
 ) -> dict[int, Stage]:
     """Build the stages of a rank, by index. Weights depend on the seed and the block only, not on the partition.
 
     Args:
         make_block: Returns a block on its device, given its index. By default, blocks are built for this run.
+        fetch: Returns the inputs of a microbatch again, on the device; for plans that refetch.
     """
     make_block = partial(_block, plan, recipe, runtime, device) if make_block is None else make_block
     replica, process = plan.layout.locate(rank)
@@ -102,10 +106,12 @@ def build_stages(
             channels_last=plan.numerics.channels_last,
             concurrent=runtime.concurrency > 1 or beside,
             beside=beside and j in overlapped_stages(plan.boundary_delays),
-            cuda_graphs=runtime.cuda_graphs,
+            pools=Pools.create() if runtime.cuda_graphs else None,
             grid=build_grid(plan, device),
             index=j,
             hooks=hooks,
+            split=stage.split,
+            fetch=fetch,
             delay_compensation=recipe.remedy.delay_compensation,
         )
     return stages
@@ -156,7 +162,8 @@ def build_workers(
             last=j == len(plan.stages) - 1,
             hooks=hooks,
         )
-        workers[j] = Worker(j, stage, *ports[j], updates, hooks, boundary_factor(recipe.remedy.shrink, plan.delays, j))
+        shrink = boundary_factor(recipe.remedy.shrink, plan.delays, j)
+        workers[j] = Worker(j, stage, *ports[j], updates, hooks, shrink, planned.lag)
     return workers
 
 

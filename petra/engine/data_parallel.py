@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from petra.distributed import default_timeout
-from petra.engine.endpoints import DataSource, Objective
+from petra.engine.endpoints import DataSource, Objective, RefetchSource
 from petra.engine.metrics import count_targets
 from petra.engine.worker import Worker
 from petra.hooks import Gradients, Hook, Hooks
+from petra.nn import InPlaceABN
 from petra.plan.layout import Layout
 from petra.reversible import derive_seed, normalisations
 from petra.specs import Message, Streams
@@ -43,8 +44,11 @@ class Share:
         self._source, self._rows, self._replica, self._dp = source, layout.inputs.shape[0], replica, layout.dp
 
     def inputs(self, m: int) -> Tensor:
-        x = self._source.inputs(m)
-        return self._part(x) if len(x) == self._dp * self._rows else x
+        return self._own(self._source.inputs(m))
+
+    def refetch(self, m: int) -> Tensor:
+        assert isinstance(self._source, RefetchSource)
+        return self._own(self._source.refetch(m))
 
     def targets(self, m: int) -> Tensor:
         return self._part(self._source.targets(m))
@@ -53,6 +57,9 @@ class Share:
         """Return the fraction of microbatch m's counted targets that are in this share."""
         joint = self._source.targets(m)
         return int(count_targets(self._part(joint))) / max(int(count_targets(joint)), 1)
+
+    def _own(self, x: Tensor) -> Tensor:
+        return self._part(x) if len(x) == self._dp * self._rows else x
 
     def _part(self, joint: Tensor) -> Tensor:
         return joint.chunk(self._dp)[self._replica]
@@ -88,8 +95,15 @@ class Replicas(Hook):
         self._stages: dict[int, StageReplicas] = {}
 
     def attach(self, workers: Sequence[Worker], hooks: Hooks) -> None:
-        """All-reduce the gradients of ``workers`` from now on. Gradients become views of buffers, each all-reduced as a whole."""
+        """All-reduce the gradients of ``workers`` from now on. Gradients become views of buffers, each all-reduced as a whole.
+
+        Synchronized layers share their batch statistics from now on. All replicas run the same steps in the same order, so these
+        collectives also have the same order in every replica.
+        """
         for worker in workers:
+            for layer in worker.stage.module.modules():
+                if isinstance(layer, InPlaceABN) and layer.synchronized:
+                    layer.group = self.dp_group
             replicas = StageReplicas(worker, self.layout.stages[worker.index].start, self.dp_group)
             self._stages[worker.index], worker.update.all_reduce = replicas, replicas.finish
         hooks.attach(self)

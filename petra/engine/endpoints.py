@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from petra.engine.metrics import Metric, count_targets
-from petra.engine.staging import staged
+from petra.engine.metrics import Metric, count_targets, size_of
+from petra.engine.staging import Read, staged
 from petra.errors import ConfigError, ModelError, invalid, require
-from petra.specs import Message, TensorSpec
+from petra.specs import Message, Streams, TensorSpec
 from petra.torch_private import storage_key
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -42,8 +42,23 @@ class DataSource(Protocol):
         ...
 
 
-def require_source(data: object, microbatches: int) -> None:
+@runtime_checkable
+class RefetchSource(DataSource, Protocol):
+    """Data source whose inputs can be fetched twice: for the forward pass, and again for the backward pass of the first block."""
+
+    def refetch(self, m: int) -> Tensor:
+        """Return the inputs of microbatch ``m`` again, equal bit for bit.
+
+        Called for the same microbatches in the same order as :meth:`inputs`, but later.
+        """
+        ...
+
+
+def require_source(data: object, microbatches: int, *, refetches: bool) -> None:
     """Check the arguments of a run of a pipeline: a :class:`DataSource` and a number of microbatches.
+
+    Args:
+        refetches: Whether the source must be a :class:`RefetchSource`.
 
     Raises:
         ConfigError: If the source lacks a method, or the number is not an integer >= 0.
@@ -51,6 +66,9 @@ def require_source(data: object, microbatches: int) -> None:
     require(isinstance(microbatches, int) and microbatches >= 0, "microbatches", "an integer >= 0", microbatches)
     if not all(callable(getattr(data, name, None)) for name in ("inputs", "targets")):
         expected = "a source with methods inputs(m) and targets(m), such as petra.data.TrainSource"
+        raise invalid("data", expected, type(data).__name__, ConfigError)
+    if refetches and not isinstance(data, RefetchSource):
+        expected = "a source with a method refetch(m), such as petra.data.TrainSource (or Runtime.refetch=False)"
         raise invalid("data", expected, type(data).__name__, ConfigError)
 
 
@@ -73,17 +91,15 @@ class DataPort:
     ) -> None:
         self.inputs, self.device, self.on_report = inputs, device, on_report
         self.format = torch.channels_last if channels_last else torch.contiguous_format
-        self._read: Callable[[int], Tensor] | None = None
+        self._read: Read | None = None
+        self._read_again: Read | None = None
 
     def start(self, data: DataSource, start: int, microbatches: int) -> None:
         """Read the inputs of ``microbatches`` microbatches from number ``start`` on in the next run of the pipeline."""
-
-        def checked(m: int) -> Tensor:
-            x = data.inputs(m)
-            self.inputs.require(x, f"the data of microbatch {m}")
-            return x
-
-        self._read = staged(checked, self.device, range(start, start + microbatches))
+        run = range(start, start + microbatches)
+        self._read = staged(self._checked(data.inputs), self.device, run)
+        if isinstance(data, RefetchSource):
+            self._read_again = staged(self._checked(data.refetch), self.device, run)
 
     def send(self, m: int, message: Message) -> None:
         """Accept the backward message of microbatch ``m``. Only its report is used."""
@@ -97,17 +113,32 @@ class DataPort:
             ModelError: If the inputs don't have the expected shape and type.
         """
         assert self._read is not None
-        x = self._read(m)
+        return (self._streams(self._read(m)),)
+
+    def refetch(self, m: int) -> Streams:
+        """Return the inputs of microbatch ``m`` once more, as :meth:`receive` did before."""
+        assert self._read_again is not None
+        return self._streams(self._read_again(m))
+
+    def _checked(self, read: Read) -> Read:
+        def checked(m: int) -> Tensor:
+            x = read(m)
+            self.inputs.require(x, f"the data of microbatch {m}")
+            return x
+
+        return checked
+
+    def _streams(self, x: Tensor) -> Streams:
         own = x.contiguous(memory_format=self.format) if x.dim() == 4 else x
         shared = self.device.type == "cpu" and storage_key(own) == storage_key(x)  # with the data source
-        return ((own.clone() if shared else own,),)
+        return (own.clone() if shared else own,)
 
 
 class Objective:
     """Port after the last stage: turns an output into the backward message (output, gradient, report).
 
-    A report is a float64 vector: number of targets that are not ignored, sum of their losses, sums of the metrics. It travels with
-    the backward messages to the first stage, so reporting the progress of training needs no collective.
+    A report is a float64 vector: number of targets that are not ignored, sum of their losses, sums of the metrics, which may be
+    vectors. It travels with the backward messages to the first stage, so reporting the progress of training needs no collective.
 
     Args:
         device: Device of the last stage.
@@ -124,7 +155,7 @@ class Objective:
         self.data: DataSource | None = None
         self._read: Callable[[int], Tensor] | None = None
         self._pending: dict[int, Message] = {}
-        self.totals = torch.zeros(2 + len(self.metrics), dtype=torch.float64, device=device)
+        self.totals = torch.zeros(2 + sum(map(size_of, self.metrics.values())), dtype=torch.float64, device=device)
 
     def start(self, data: DataSource, start: int, microbatches: int) -> None:
         """Read the targets of ``microbatches`` microbatches from number ``start`` on in the next run of the pipeline."""
@@ -159,8 +190,9 @@ class Objective:
     def _report(self, output: Tensor, targets: Tensor, loss: Tensor) -> Tensor:
         count, metrics = count_targets(targets), {name: metric(output, targets) for name, metric in self.metrics.items()}
         for name, value in metrics.items():
-            _require_scalar(f"metric {name}", value)
-        report = torch.stack([v.double() for v in (count, loss * count, *metrics.values())])
+            if size_of(self.metrics[name]) == 1:
+                _require_scalar(f"metric {name}", value)
+        report = torch.cat([v.double().view(-1) for v in (count, loss * count, *metrics.values())])
         return torch.where(count > 0, report, 0.0)
 
     def _targets(self, m: int) -> Tensor:

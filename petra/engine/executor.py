@@ -23,21 +23,23 @@ class ProcessRound(NamedTuple):
         number: Number of the round.
         steps: Its steps.
         transfers: Its transfers.
+        second_parts: Second parts of split backward passes, while which the messages travel.
         completed: The microbatch whose backward ends at the first stage in this round, if any.
     """
 
     number: int
     steps: list[BoundStep]
     transfers: Sequence[Transfer]
+    second_parts: list[BoundStep]
     completed: int | None
 
     def shifted(self, shift: int, rounds: int) -> ProcessRound:
         """Return the round that is ``rounds`` later, for microbatches whose numbers are larger by ``shift``."""
         if not shift:
             return self
-        steps = [step._replace(microbatch=step.microbatch + shift) for step in self.steps]
+        steps, second = ([s._replace(microbatch=s.microbatch + shift) for s in part] for part in (self.steps, self.second_parts))
         completed = None if self.completed is None else self.completed + shift
-        return ProcessRound(self.number + rounds, steps, self.transfers, completed)
+        return ProcessRound(self.number + rounds, steps, self.transfers, second, completed)
 
 
 class Executor:
@@ -83,7 +85,8 @@ class Executor:
         """
         for worker in self._workers.values():
             worker.stage.gradients.check_trained(worker.index + 1)
-            worker.stage.prepare_training()
+            for runner in worker.stage.runners:
+                runner.prepare_training()
         plan = self._plan
         rounds = training_rounds(plan.delays, plan.boundary_delays, start, end, plan.flush_every)
         return self._run(rounds, end - start, training=True, stop=stop)
@@ -116,24 +119,27 @@ class Executor:
             early = EarlyStop(stop, self._processes, lambda bodies: shorten(bodies * rounds.period))
         mine = rounds.map(lambda round_: self._select(round_, training))
         looks_ahead = self._runner is not None and self._runner.looks_ahead
-        parts = (
+        mine_shifted = (
             part.shifted(shift, shift // mine.period * mine.length)
             for shift, part in (mine if early is None else mine.iterate(early))
         )
-        for (_, steps, transfers, completed), following in _with_next(parts) if looks_ahead else _alone(parts):
-            if self._runner is not None:
-                self._runner.run(steps, following)
-            else:  # few calls lie between train() and a block
-                for step in steps:
-                    try:
-                        step.call(step.microbatch)
-                    except Exception as error:
-                        step.locate(error)
-                        raise
-            if transport is not None and transfers:
-                self._exchange(transport, transfers, training)
-            if self._on_completed is not None and completed is not None:
-                self._on_completed(completed)
+        for round_, following in _with_next(mine_shifted) if looks_ahead else _alone(mine_shifted):
+            for part in (round_.steps, round_.second_parts) if round_.second_parts else (round_.steps,):
+                if self._runner is not None:
+                    self._runner.run(part, following)
+                else:  # few calls lie between train() and a block
+                    for step in part:
+                        try:
+                            step.call(step.microbatch)
+                        except Exception as error:
+                            step.locate(error)
+                            raise
+                if transport is not None and round_.transfers and part is round_.steps:
+                    self._exchange(transport, round_.transfers, training)
+            if self._on_completed is not None and round_.completed is not None:
+                self._on_completed(round_.completed)
+        for worker in self._workers.values():
+            worker.drain()
         if transport is not None:
             transport.finish()
         self._drained = True
@@ -160,9 +166,12 @@ class Executor:
             worker = self._workers[stage]
             call = worker.backward if op is Op.BACKWARD else worker.forward if training else worker.evaluate
             steps.append(BoundStep(op, worker, call, m))
+        second_parts = [
+            step._replace(call=step.worker.backward_weights) for step in steps if step.op is Op.BACKWARD and step.worker.stage.split
+        ]
         completed = next((step.microbatch for step in round_ if step.stage == 0 and step.op is Op.BACKWARD), None)
         transfers = self._transport.transfers(round_) if self._transport is not None else ()
-        return ProcessRound(round_[0].round, steps, transfers, completed)
+        return ProcessRound(round_[0].round, steps, transfers, second_parts, completed)
 
 
 def _alone(rounds: Iterator[ProcessRound]) -> Iterator[tuple[ProcessRound, Sequence[BoundStep]]]:

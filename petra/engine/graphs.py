@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from petra.errors import ModelError, first_line
-from petra.reversible import Gradients
+from petra.reversible import LaterGradients
 from petra.specs import Streams
 from petra.torch_private import foreach_copy_
 
@@ -51,19 +51,21 @@ class BlockGraphs:
         return self._forward(lambda tensors: _Results(function(tensors), (), None), x).copied
 
     def backward(
-        self, function: Callable[[Streams, Streams], tuple[Streams, Streams, Gradients]], x: Streams, dy: Streams
-    ) -> tuple[Streams, Streams, Gradients]:
+        self, function: Callable[[Streams, Streams], tuple[Streams, Streams, LaterGradients]], x: Streams, dy: Streams
+    ) -> tuple[Streams, Streams, LaterGradients]:
         """Return ``function(x, dy)``: an input, the gradient with respect to it, and those of the parameters.
 
         The next call overwrites the parameters' gradients.
         """
 
         def flat(tensors: Streams) -> _Results:
-            inputs, gradient, own = function(tensors[: len(x)], tensors[len(x) :])
+            inputs, gradient, later = function(tensors[: len(x)], tensors[len(x) :])
+            own = later()
             return _Results((*inputs, *gradient), tuple(own.values()), (len(inputs), tuple(own)))
 
         copied, fixed, (inputs, parameters) = self._backward(flat, (*x, *dy))
-        return copied[:inputs], copied[inputs:], dict(zip(parameters, fixed, strict=True))
+        gradients = dict(zip(parameters, fixed, strict=True))
+        return copied[:inputs], copied[inputs:], lambda: gradients
 
 
 class _Results(NamedTuple):

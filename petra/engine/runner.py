@@ -7,7 +7,7 @@ import torch
 from petra.engine.steps import InThreads, Overlapped, StepRunner, compute_threads, require_concurrency
 from petra.engine.streams import StreamSteps
 from petra.errors import require
-from petra.method import Keep
+from petra.method import Keep, Split
 from petra.plan import Plan
 from petra.plan.overlap import overlapped_stages, require_overlap
 from petra.plan.schedule import Op
@@ -28,12 +28,16 @@ def check_runtime(plan: Plan, runtime: Runtime, device: torch.device) -> None:
         "false on the CPU (see trainer.concurrency)",
         runtime.stage_streams,
     )
+    split = plan.method.split
+    for name, used in (("trainer.overlap", runtime.overlap), ("trainer.cuda_graphs", runtime.cuda_graphs)):
+        require(not used or split is Split.NONE, "method.split", f"none with {name}", split)
     if runtime.cuda_graphs:
         require(gpu, "trainer.cuda_graphs", "false on the CPU", "auto")
         require(not plan.numerics.exact_streams, "trainer.exact_streams", "false with trainer.cuda_graphs", True)
         require(runtime.compile is None, "trainer.compile", "null with trainer.cuda_graphs", runtime.compile)
     if runtime.overlap:
         require_overlap(plan.boundary_delays)
+        require(not plan.refetches, "data.refetch", "false with trainer.overlap", True)
         if gpu:
             expected = "input or nothing with trainer.overlap on a GPU, at a stage whose next boundary has d >= 2"
             require(bool(_overlapped(plan, device)), "method.keep", expected, "graph")

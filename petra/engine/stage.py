@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from petra.engine.accumulation import Accumulation
-from petra.engine.block import block_runner
+from petra.engine.block import Fetch, block_runner
 from petra.engine.graphs import Pools
 from petra.engine.weights import WeightVersion
 from petra.hooks import Hooks
 from petra.method import Keep, Weights
-from petra.reversible import Grid, derive_seed
+from petra.reversible import Gradients, Grid, LaterGradients, derive_seed
 from petra.specs import Streams
 from petra.staleness.delay_compensation import compensated
 from petra.torch_private import preserve_version_counter
@@ -36,11 +36,12 @@ class Stage:
         stale: Whether updates may come between the forward and the backward pass of a microbatch.
         returns_input: Whether the previous stage needs x̃, this stage's reconstructed or stored input, for its own backward pass.
         channels_last: Whether 4-d streams use the channels-last memory format.
-        concurrent: Whether other stages run at the same time in other threads.
-        beside: Whether forwards run in one thread while backwards run in another.
-        cuda_graphs: Whether passes of blocks are captured as CUDA graphs (:mod:`petra.engine.graphs`).
+        concurrent, beside: Whether other stages, and forwards and backwards of this stage, run at the same time in other threads.
+        pools: Memory pools for CUDA graphs of the passes of blocks (:mod:`petra.engine.graphs`), or None.
         grid: Grid for exact streams (:mod:`petra.reversible.grid`), or None.
         hooks: Hooks to call for each block, or None.
+        split: Whether :meth:`backward` leaves the gradients of the parameters to :meth:`backward_weights`.
+        fetch: Returns the first stage's input for a microbatch again, if its first block does not store it.
         delay_compensation: Factor λ of :mod:`petra.staleness.delay_compensation`; 0 is off.
 
     Attributes:
@@ -63,16 +64,17 @@ class Stage:
         channels_last: bool = False,
         concurrent: bool = False,
         beside: bool = False,
-        cuda_graphs: bool = False,
+        pools: Pools | None = None,
         grid: Grid | None = None,
         hooks: Hooks | None = None,
+        split: bool = False,
+        fetch: Fetch | None = None,
         delay_compensation: float = 0.0,
     ) -> None:
-        self._delay_compensation = delay_compensation
-        self.module, self.grid = nn.ModuleList(blocks), grid
+        self.module, self.grid, self._delay_compensation = nn.ModuleList(blocks), grid, delay_compensation
         self.index, self.hooks = index, Hooks() if hooks is None else hooks
-        self.k, self.returns_input, self.channels_last = k, returns_input, channels_last
-        pools = Pools.create() if cuda_graphs else None
+        self.k, self.returns_input, self.channels_last, self.split = k, returns_input, channels_last, split
+        self._unfinished: dict[int, list[tuple[int, Streams, LaterGradients]]] = {}  # of split backward passes, by microbatch
         self.runners = [
             block_runner(
                 block,
@@ -87,16 +89,13 @@ class Stage:
                 beside=beside,
                 pools=pools,
                 grid=grid,
+                split=split,
+                fetch=fetch,
             )
             for b, (block, keep) in enumerate(zip(blocks, keeps, strict=True), first_block)
         ]
         self._numbered = list(enumerate(self.runners, first_block))
         self.gradients = Accumulation(self.module, k)
-
-    def prepare_training(self) -> None:
-        """Prepare the blocks for a run of training, in the modes that their modules have now."""
-        for runner in self.runners:
-            runner.prepare_training()
 
     def forward(self, m: int, x: Streams) -> Streams:
         """Run the forward pass of microbatch ``m`` and return the stage's output, detached."""
@@ -107,7 +106,7 @@ class Stage:
         return x
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams]:
-        """Run the backward pass of microbatch ``m``: add 1/k of the parameters' gradients to ``.grad``.
+        """Run the backward pass of microbatch ``m``: add 1/k of the parameters' gradients to ``.grad``, unless it is split.
 
         Args:
             y: The stage's output, as the next stage stored or reconstructed it. Empty unless the last block reconstructs.
@@ -116,18 +115,36 @@ class Stage:
         Returns:
             The stage's input x̃ (empty unless the previous stage needs it), and the gradient with respect to it.
         """
+        unfinished = []
         for b, runner in reversed(self._numbered):
             version = runner.versions.stashed.get(m) if self._delay_compensation else None
             y, dy, gradients = runner.backward(m, y, dy)
             if version is not None:
-                old = {p: version[name] for name, p in runner.parameters.items()}
-                gradients = compensated(gradients, old, self._delay_compensation)
+                gradients = self._compensated(gradients, {p: version[name] for name, p in runner.parameters.items()})
             y, dy = self._contiguous(y), self._contiguous(dy)
-            if gradients:
-                self.gradients.add(gradients)
-            for call in self.hooks.block_backward_end:
-                call(self.index, b, m, y, gradients)
+            if self.split:
+                unfinished.append((b, y if self.hooks.block_backward_end else (), gradients))
+            else:
+                self._add(b, m, y, gradients())
+        if self.split:
+            self._unfinished[m] = unfinished
         return y if self.returns_input else (), dy
+
+    def backward_weights(self, m: int) -> None:
+        """Finish a split backward pass: add 1/k of the gradients of the parameters to ``.grad``."""
+        unfinished = self._unfinished.pop(m)[::-1]
+        while unfinished:  # each function refers to a graph, which is freed after the call
+            b, x, gradients = unfinished.pop()
+            self._add(b, m, x, gradients())
+
+    def _compensated(self, gradients: LaterGradients, old: Mapping[nn.Parameter, Tensor]) -> LaterGradients:
+        return lambda: compensated(gradients(), old, self._delay_compensation)
+
+    def _add(self, block: int, m: int, x: Streams, gradients: Gradients) -> None:
+        if gradients:
+            self.gradients.add(gradients)
+        for call in self.hooks.block_backward_end:
+            call(self.index, block, m, x, gradients)
 
     def replay(self, m: int, x: Streams, versions: Sequence[WeightVersion | None]) -> Streams:
         """Run the forward pass of microbatch ``m`` again with a graph. Nothing is stored, and running statistics don't move.

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -19,9 +20,13 @@ Read = Callable[[int], Tensor]
 """Function of a microbatch that returns a tensor on the CPU."""
 
 
+_reading = Lock()
+"""Owned by the thread that reads, so a data source is never read by two threads at once."""
+
+
 @cache
 def _thread() -> ThreadPoolExecutor:
-    """Return the staging thread. There is only one, so a data source is never read by two threads at once."""
+    """Return the staging thread. There is only one, so microbatches are read in the order in which they are asked for."""
     return ThreadPoolExecutor(1, "staging")
 
 
@@ -55,7 +60,7 @@ class Staging:
         """Return the tensor of microbatch ``m`` on the device."""
         if not self._started:
             self._started = True
-            expected, pinned = next(self._left, None), self._read(m).pin_memory()
+            expected, pinned = next(self._left, None), self._pin(m)
             self._read_ahead()
         else:
             expected, future = self._pinned.popleft()
@@ -75,4 +80,5 @@ class Staging:
             self._pinned.append((m, self._thread.submit(self._pin, m)))
 
     def _pin(self, m: int) -> Tensor:
-        return self._read(m).pin_memory()
+        with _reading:
+            return self._read(m).pin_memory()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from petra.engine.endpoints import Objective
 from petra.engine.stage import Stage
 from petra.engine.update import Update
@@ -23,16 +25,26 @@ class Worker:
         update: Updates the stage's weights every k microbatches.
         shrink: Factor of the gradient sent upstream (gradient shrinking, :class:`petra.staleness.Remedy`).
         hooks: Hooks that observe training; evaluation emits no events.
+        lag: With split backward passes, the second part of a microbatch follows the first part of ``lag`` microbatches later.
 
     Attributes:
-        t: Number of microbatches whose backward this stage has run.
+        t: Number of microbatches whose backward this stage has finished.
     """
 
     def __init__(
-        self, index: int, stage: Stage, upstream: Port, downstream: Port, update: Update, hooks: Hooks, shrink: float = 1.0
+        self,
+        index: int,
+        stage: Stage,
+        upstream: Port,
+        downstream: Port,
+        update: Update,
+        hooks: Hooks,
+        shrink: float = 1.0,
+        lag: int = 0,
     ) -> None:
         self.index, self.stage, self.upstream, self.downstream = index, stage, upstream, downstream
         self.update, self.hooks, self.shrink = update, hooks, shrink
+        self.lag, self._unfinished = lag, deque[int]()  # microbatches whose gradients of the parameters are missing
         self.t = 0
 
     def forward(self, m: int) -> None:
@@ -46,9 +58,15 @@ class Worker:
         self._send(self.downstream, self.index + 1, m, (y,))
 
     def backward(self, m: int) -> None:
-        """Receive (x̃_j, δ_(j+1), report), run the stage backward, send (x̃_(j−1), δ_j, report), and update every k microbatches."""
+        """Receive (x̃_j, δ_(j+1), report), run the stage backward, send (x̃_(j−1), δ_j, report), and update every k microbatches.
+
+        If the stage splits its backward passes, :meth:`backward_weights` has to follow, which updates.
+        """
         self.propagate(m)
-        self.count_and_update()
+        if self.stage.split:
+            self._unfinished.append(m)
+        else:
+            self.count_and_update()
 
     def propagate(self, m: int) -> None:
         """Do the part of :meth:`backward` that leaves the weights as they are. :meth:`count_and_update` must follow."""
@@ -63,6 +81,28 @@ class Worker:
         if self.shrink != 1:
             delta = tuple(d * self.shrink for d in delta)
         self._send(self.upstream, self.index - 1, m, (x, delta, (in_own_memory(report),)))
+
+    def backward_weights(self, m: int) -> None:
+        """Compute the gradients of the parameters that are due after the first part of the backward pass of microbatch ``m``.
+
+        All are due before an update, and the others after ``lag`` further microbatches (ZB-H1 in Qi et al. 2024).
+        """
+        self._finish_until(m if (m + 1) % self.stage.k == 0 else m - self.lag)
+
+    def drain(self) -> None:
+        """Compute all gradients of the parameters that are missing."""
+        if self._unfinished:
+            self._finish_until(self._unfinished[-1])
+
+    def _finish_until(self, last: int) -> None:
+        while self._unfinished and self._unfinished[0] <= last:
+            m = self._unfinished.popleft()
+            for begin in self.hooks.backward_weights_begin:
+                begin(self.index, m)
+            self.stage.backward_weights(m)
+            for end in self.hooks.backward_weights_end:
+                end(self.index, m)
+            self.count_and_update()
 
     def count_and_update(self) -> None:
         """Count a microbatch whose backward has run, and update every k microbatches."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from petra.errors import alternatives, invalid, require
@@ -26,12 +26,15 @@ class StagePlan:
         blocks: Indices of its blocks in the model.
         profiles: Profile of each block.
         inputs: Specs of the input of its first block, for one microbatch; with replicas, for a replica's share of it.
-        keeps: What each block stores between its forward and its backward pass.
+        keeps: What each block stores between its forward and its backward pass. ``REFETCH`` only for the first block of the
+            model.
         weights: Which weights its backward pass differentiates. ``CURRENT`` instead of ``STASHED`` if the delay is 0, because no
             update then separates the two passes.
         delay: Delay τ: number of other microbatches that it forwards between a microbatch's forward and backward pass.
         in_flight: Maximum number of microbatches between their forward and their backward pass.
         staleness: Mean number of updates between a microbatch's forward and backward pass.
+        split: Whether it computes the gradients of its parameters after it has sent (x̃, δ).
+        lag: Number of microbatches by which it postpones them.
     """
 
     index: int
@@ -43,6 +46,8 @@ class StagePlan:
     delay: int
     in_flight: int
     staleness: float
+    split: bool
+    lag: int
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
@@ -102,6 +107,11 @@ class Plan:
         return self.k if self.method.flush else None
 
     @property
+    def refetches(self) -> bool:
+        """Whether the first block fetches its input from the data source again."""
+        return self.stages[0].keeps[0] is Keep.REFETCH
+
+    @property
     def parameters(self) -> int:
         """Number of parameters of the model."""
         return sum(stage.parameters for stage in self.stages)
@@ -136,6 +146,7 @@ def make_plan(
     transport: TransportName = "auto",
     device_type: str = "cpu",
     metrics: int = 1,
+    refetch: bool = False,
 ) -> Plan:
     """Derive and check the plan of a run. Shapes are computed on the meta device, without building the model.
 
@@ -146,17 +157,16 @@ def make_plan(
         stages: Number of stages; None for one per block; or the number of blocks in each stage.
         processes, dp: Number of processes, of all replicas together, and number of replicas.
         transport, device_type: As for :func:`petra.plan.transport.choose_transport`.
-        metrics: Number of metrics in the report that travels with the gradients.
+        metrics: Number of entries of the metrics in the report that travels with the gradients.
+        refetch: Whether the first block fetches its input from the data source again instead of storing it, if several microbatches
+            are in flight.
 
     Raises:
         ConfigError: If settings are out of range or exclude each other.
         ModelError: If blocks do not fit each other.
         ScheduleError: If the schedule deadlocks.
     """
-    require(isinstance(model, Model), "model", "a petra.Model (Model.of makes one from modules)", type(model).__name__)
-    expected = "a petra.TensorSpec, such as TensorSpec((8, 3, 32, 32), torch.float32)"
-    require(isinstance(inputs, TensorSpec), "inputs", expected, inputs)
-    require(isinstance(k, int) and k >= 1, "k", "an integer >= 1", k)
+    _check_types(model, inputs, k)
     method, layout = _named_method(method), make_layout(model, inputs, stages, processes, dp)
     if numerics.exact_streams:
         layout.require_exact()
@@ -168,6 +178,7 @@ def make_plan(
     method.check(delays, k, autocast=numerics.autocast is not None)
     boundary_delays = method.boundary_delays(count - 1)[: count - 1]
     stage_plans = tuple(_stage_plan(layout, method, k, delays, j) for j in range(count))
+    stage_plans = (_with_refetch(stage_plans[0]), *stage_plans[1:]) if refetch else stage_plans
     plan = Plan(
         model=model,
         inputs=inputs,
@@ -184,6 +195,13 @@ def make_plan(
     return plan
 
 
+def _check_types(model: object, inputs: object, k: object) -> None:
+    require(isinstance(model, Model), "model", "a petra.Model (Model.of makes one from modules)", type(model).__name__)
+    expected = "a petra.TensorSpec, such as TensorSpec((8, 3, 32, 32), torch.float32)"
+    require(isinstance(inputs, TensorSpec), "inputs", expected, inputs)
+    require(isinstance(k, int) and k >= 1, "k", "an integer >= 1", k)
+
+
 def _named_method(method: str | Method) -> Method:
     if isinstance(method, Method):
         return method
@@ -193,7 +211,7 @@ def _named_method(method: str | Method) -> Method:
 
 
 def _stage_plan(layout: Layout, method: Method, k: int, delays: Sequence[int], j: int) -> StagePlan:
-    blocks, delay = layout.stages[j], delays[j]
+    blocks, delay, lag = layout.stages[j], delays[j], method.lags(delays)[j]
     profiles = tuple(layout.profiles[b] for b in blocks)
     last = j == len(delays) - 1 and delay == 0
     nothing_to_stash = method.weights is Weights.STASHED and delay == 0
@@ -205,6 +223,14 @@ def _stage_plan(layout: Layout, method: Method, k: int, delays: Sequence[int], j
         keeps=method.keep_of([profile.reversible for profile in profiles], last=last, first_block=blocks.start),
         weights=Weights.CURRENT if nothing_to_stash else method.weights,
         delay=delay,
-        in_flight=in_flight(delay, k, method.flush),
+        in_flight=in_flight(delay + lag, k, method.flush),
         staleness=method.staleness(delay, k),
+        split=method.splits(layout.processes)[j],
+        lag=lag,
     )
+
+
+def _with_refetch(stage: StagePlan) -> StagePlan:
+    """Return the plan of the first stage with a first block that fetches its input again, if it would store several inputs."""
+    stores_inputs = stage.keeps[0] is Keep.INPUT and stage.in_flight > 1
+    return replace(stage, keeps=(Keep.REFETCH, *stage.keeps[1:])) if stores_inputs else stage

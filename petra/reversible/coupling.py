@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -13,11 +13,14 @@ from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 from petra.errors import ModelError, invalid
 from petra.reversible.grid import Grid
 from petra.reversible.replay import derive_seed, forbid_inplace, frozen_statistics, normalisations, seeded
+from petra.reversible.split_backward import Differentiate, differentiate, differentiate_inputs
 from petra.specs import Streams
 
 Pair = tuple[Tensor, Tensor]
 Gradients = dict[nn.Parameter, Tensor]
 """Gradient by parameter."""
+LaterGradients = Callable[[], Gradients]
+"""Function that returns the gradients of a block's parameters."""
 
 
 class ReversibleBlock(nn.Module, ABC):
@@ -48,6 +51,17 @@ class ReversibleBlock(nn.Module, ABC):
         Returns:
             The input, the gradient with respect to it, and the gradients of the parameters.
         """
+
+    def inverse_input_vjp(self, y: Streams, dy: Streams, *, seed: int | None = None) -> tuple[Streams, Streams, LaterGradients]:
+        """Do the same as :meth:`inverse_vjp` in two parts, so that a pipeline can send the input and its gradient after the first.
+
+        By default, the first part does everything. Override this method to leave the gradients of the parameters to the second.
+
+        Returns:
+            The input, the gradient with respect to it, and a function that returns those of the parameters, to be called once.
+        """
+        x, dx, gradients = self.inverse_vjp(y, dy, seed=seed)
+        return x, dx, lambda: gradients
 
     def enable_exact_streams(self, grid: Grid) -> None:
         """Make the inverse exact: from now on, if the input is on ``grid``, the output is on it too.
@@ -84,8 +98,17 @@ class Coupling(ReversibleBlock):
         with frozen_statistics(normalisations(self)):
             return y2 - self._rounded(self._evaluate(y1, context, seed)), y1, *context
 
-    @torch.no_grad()
     def inverse_vjp(self, y: Streams, dy: Streams, *, seed: int | None = None) -> tuple[Streams, Streams, Gradients]:
+        x, dx, gradients = self._inverse_vjp(y, dy, seed, differentiate)
+        return x, dx, gradients()
+
+    def inverse_input_vjp(self, y: Streams, dy: Streams, *, seed: int | None = None) -> tuple[Streams, Streams, LaterGradients]:
+        return self._inverse_vjp(y, dy, seed, differentiate_inputs)
+
+    @torch.no_grad()
+    def _inverse_vjp(
+        self, y: Streams, dy: Streams, seed: int | None, differentiate: Differentiate
+    ) -> tuple[Streams, Streams, LaterGradients]:
         (y1, y2, *context), (dy1, dy2, *dcontext) = y, dy
         x2 = y1.detach().requires_grad_()
         with torch.enable_grad():
@@ -95,8 +118,11 @@ class Coupling(ReversibleBlock):
         device = x2.device.type
         # Autocast applies to forwards only: plain autograd runs its backward outside of it too.
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-            dx2, *gradients = torch.autograd.grad(f, [x2, *parameters], dy2.to(f.dtype), allow_unused=True)
-        used = {p: g for p, g in zip(parameters, gradients, strict=True) if g is not None}
+            (dx2,), gradients = differentiate([f], [x2], parameters, [dy2.to(f.dtype)])
+
+        def used() -> Gradients:
+            return {p: g for p, g in zip(parameters, gradients(), strict=True) if g is not None}
+
         return (x1, y1, *context), (dy2, dy1 if dx2 is None else dy1 + dx2, *dcontext), used
 
     def enable_exact_streams(self, grid: Grid) -> None:
@@ -136,6 +162,10 @@ class DownsamplingCoupling(Coupling):
         x, dx, gradients = super().inverse_vjp(y, dy, seed=seed)
         return self._shuffled(x), self._shuffled(dx), gradients
 
+    def inverse_input_vjp(self, y: Streams, dy: Streams, *, seed: int | None = None) -> tuple[Streams, Streams, LaterGradients]:
+        x, dx, gradients = super().inverse_input_vjp(y, dy, seed=seed)
+        return self._shuffled(x), self._shuffled(dx), gradients
+
     def _shuffled(self, streams: Streams) -> Streams:
         first, second, *context = streams
         return pixel_shuffle(first, self.factor), pixel_shuffle(second, self.factor), *context
@@ -173,6 +203,18 @@ class TwoFunctionCoupling(ReversibleBlock):
         y, dy, gradients = second.inverse_vjp(y, dy, seed=_half_seed(seed, 1))
         x, dx, more = first.inverse_vjp(y, dy, seed=_half_seed(seed, 0))
         add_gradients(gradients, more)
+        return x, dx, gradients
+
+    def inverse_input_vjp(self, y: Streams, dy: Streams, *, seed: int | None = None) -> tuple[Streams, Streams, LaterGradients]:
+        first, second = self._halves
+        y, dy, of_second = second.inverse_input_vjp(y, dy, seed=_half_seed(seed, 1))
+        x, dx, of_first = first.inverse_input_vjp(y, dy, seed=_half_seed(seed, 0))
+
+        def gradients() -> Gradients:
+            found = of_second()
+            add_gradients(found, of_first())
+            return found
+
         return x, dx, gradients
 
     def enable_exact_streams(self, grid: Grid) -> None:

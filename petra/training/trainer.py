@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from petra.data import EvalSource, TrainSource
 from petra.distributed import all_gather_objects
-from petra.engine.totals import Result
+from petra.engine.totals import Result, combined
 from petra.errors import DataError, Interrupted, first_line
 from petra.pipeline import Pipeline
 from petra.training.checkpoint import Checkpoints
@@ -34,7 +34,7 @@ class Epoch:
         training_seconds: Duration of training alone.
         learning_rate: Learning rate at the end of the epoch.
         stages: Metrics of stages, ``stage/<j>/<name>`` (:meth:`petra.Pipeline.stage_metrics`).
-        unit: What a target belongs to: ``images`` or ``tokens``.
+        unit: What a target belongs to: ``images``, ``tokens`` or ``pixels``.
         bytes_per_target: Mean number of bytes of text per token of the test data, or None.
     """
 
@@ -89,7 +89,7 @@ class Trainer:
         updates: Log of numbers between the ends of epochs. Pass it only in the process of the first stage.
         progress: Display of the epoch in progress. Pass it only in the process of the first stage.
         limit: Largest number of microbatches in an epoch and in an evaluation, or None.
-        unit: What a target belongs to: ``images`` or ``tokens``.
+        unit: What a target belongs to: ``images``, ``tokens`` or ``pixels``.
         bytes_per_target: Mean number of bytes of text per token of the test data, for the bits per byte.
         checkpoints: Writer of checkpoints, or None. The trainer saves one after each epoch.
         every: Number of microbatches, counted from the start of the run, after which the pipeline is drained and a checkpoint is
@@ -173,7 +173,8 @@ class Trainer:
             logger.log(finished.row())
         if self.progress is not None:
             self.progress.end(finished.row())
-        self._save_and_stop(finished.test.metrics.get("accuracy", -finished.test.loss))
+        scores = finished.test.metrics
+        self._save_and_stop(scores.get("miou", scores.get("accuracy", -finished.test.loss)))
 
     def _train_to_drain(self, end: int) -> None:
         """Train up to the next planned drain or the end of the epoch, or until a process is asked to stop."""
@@ -198,8 +199,9 @@ class Trainer:
         return Epoch(
             epoch=epoch,
             microbatches=self.pipeline.clock,
-            train=mean(self._parts),
-            test=test,
+            # Counts are large, and only needed until the parts of an epoch are combined.
+            train=replace(combined(self._parts, self.pipeline.recipe.metrics), counts={}),
+            test=replace(test, counts={}),
             seconds=self._seconds + time.perf_counter() - started,
             training_seconds=self._seconds,
             learning_rate=self.learning_rate(self.pipeline.clock),
@@ -234,19 +236,6 @@ def finished_epochs(state: Mapping[str, Any]) -> list[Epoch]:
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise _bad_state(error) from error
-
-
-def mean(parts: Sequence[Result]) -> Result:
-    """Return loss and metrics averaged over all targets of several :meth:`petra.Pipeline.train` calls."""
-    if len(parts) == 1:
-        return parts[0]
-    targets = sum(part.targets for part in parts)
-
-    def over(values: Sequence[float]) -> float:
-        return sum(value * part.targets for value, part in zip(values, parts, strict=True)) / max(targets, 1)
-
-    metrics = {name: over([part.metrics[name] for part in parts]) for name in parts[0].metrics}
-    return Result(targets, over([part.loss for part in parts]), metrics)
 
 
 def limited(batches: int, limit: int | None) -> int:

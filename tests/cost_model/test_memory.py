@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from petra import METHODS, TensorSpec, UpdateRules
+from petra import METHODS, Split, TensorSpec, UpdateRules
 from petra.cost_model.memory import BLOCK, PredictedMemory, predict_memory
 from petra.engine.build import Recipe
 from petra.engine.endpoints import Losses
@@ -22,11 +22,20 @@ INPUTS, TARGETS = TensorSpec((4, 3, 8, 8), torch.float32), TensorSpec((4,), torc
 
 
 def predicted(
-    optimizer: str = "sgd", *, delay: int = 2, processes: int = 1, process: int = 0, average: float | None = None
+    optimizer: str = "sgd",
+    *,
+    delay: int = 2,
+    processes: int = 1,
+    process: int = 0,
+    average: float | None = None,
+    split: Split = Split.NONE,
+    stages: list[int] | None = None,
 ) -> PredictedMemory:
 
-    method = replace(METHODS["petra"], delay=delay)
-    plan = make_plan(mixed_net(dtype=torch.float32), INPUTS, method=method, k=2, processes=processes, device_type="cuda")
+    method = replace(METHODS["petra"], delay=delay, split=split)
+    plan = make_plan(
+        mixed_net(dtype=torch.float32), INPUTS, method=method, k=2, processes=processes, device_type="cuda", stages=stages
+    )
     recipe = Recipe(
         OPTIMIZERS[optimizer],
         lambda m: 0.1,
@@ -65,3 +74,10 @@ def test_every_process_has_its_own_stages() -> None:
     parts = [predicted(processes=3, process=process) for process in range(3)]
     assert sum(part.weights for part in parts) == predicted().weights
     assert all(part.total == part.tensors + part.workspace for part in parts)
+
+
+def test_a_split_backward_keeps_the_graphs_of_all_blocks() -> None:
+    """The second of two processes has a stage of two couplings and the head."""
+    whole, split = (predicted(processes=2, process=1, stages=[3, 3], split=split) for split in (Split.NONE, Split.INPUT_FIRST))
+    assert split.stored == whole.stored
+    assert whole.temporary < split.temporary < 2 * whole.temporary

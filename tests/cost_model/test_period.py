@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -14,6 +15,7 @@ from petra.cost_model.delays import TOLERANCE, choose_delays
 from petra.cost_model.links import INSTANT, Connection, Link
 from petra.cost_model.simulator import predict, simulate
 from petra.diagnostics.events import Kind
+from petra.method import Split
 from petra.plan.steady import SteadyState, run_until_steady, steady_state
 from petra.plan.transport import simulated_transport
 from tests.plan.test_schedule import random_case
@@ -27,7 +29,12 @@ def pipelines(draw: st.DrawFn) -> Case:
     seconds = draw(st.sampled_from([st.floats(0.5, 4), st.integers(1, 4)]))
     costs = [
         StageCost(
-            draw(seconds), draw(seconds), draw(st.sampled_from([0, 0, 1.3])), draw(st.integers(0, 20)), draw(st.integers(0, 40))
+            draw(seconds),
+            backward := draw(seconds),
+            draw(st.sampled_from([0, 0, 1.3])),
+            draw(st.integers(0, 20)),
+            draw(st.integers(0, 40)),
+            weights=backward * draw(st.sampled_from([0, 1 / 4, 1 / 2])),
         )
         for _ in range(stages)
     ]
@@ -35,6 +42,8 @@ def pipelines(draw: st.DrawFn) -> Case:
     if method is None or method.name == "pipedream_2bw":  # whose delays k limits
         delay = tuple(draw(st.lists(st.integers(0, 4), min_size=stages - 1, max_size=stages - 1)))
         method = Method("x", delay, Keep.NOTHING, flush=draw(st.booleans()))
+    splits = [*Split] if method.flush and not method.fill else [Split.NONE, Split.INPUT_FIRST]
+    method = replace(method, split=draw(st.sampled_from(splits)))
     cuts = sorted(draw(st.sets(st.integers(1, stages - 1)))) if stages > 1 else []
     processes = [range(a, b) for a, b in zip([0, *cuts], [*cuts, stages], strict=True)]
     link = st.builds(Link, bandwidth=st.sampled_from([5.0, 40.0, float("inf")]), latency=st.sampled_from([0.0, 0.3, 1.7]))
@@ -62,10 +71,11 @@ def simulated_period(case: Case) -> float | None:
         count,
         processes=processes,
         link=links,
-        transport=transport,
-        overlap=overlap,  # type: ignore[arg-type]
+        transport=transport,  # type: ignore[arg-type]
+        overlap=overlap,
     )
-    done = {i.microbatch: i.stop for i in intervals if i.stage == 0 and i.kind in (Kind.BACKWARD, Kind.UPDATE)}
+    kinds = (Kind.BACKWARD, Kind.BACKWARD_WEIGHTS, Kind.UPDATE)
+    done = {i.microbatch: i.stop for i in intervals if i.stage == 0 and i.kind in kinds}
     times = [done[m] for m in range(count // k * k - (0 if method.flush else k * -(-max(delays) // k)))]
     half = len(times) // 2
     for cycle in range(k, half + 1, k):
@@ -75,7 +85,7 @@ def simulated_period(case: Case) -> float | None:
     return None
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(pipelines())
 def test_period_is_that_of_a_long_simulation(case: Case) -> None:
     expected = simulated_period(case)
@@ -127,9 +137,7 @@ def plain_search(costs: list[StageCost], method: Method, k: int, link: Link, max
 
     def period(delays: list[int]) -> float:
         transport = simulated_transport("auto", delays)
-        return predict(
-            costs, Method("x", tuple(delays), Keep.NOTHING, flush=method.flush), k, link=link, transport=transport
-        ).period
+        return predict(costs, replace(method, delay=tuple(delays)), k, link=link, transport=transport).period
 
     boundaries = len(costs) - 1
     limit = (1 + TOLERANCE) * period([max_delay] * boundaries)
@@ -146,12 +154,17 @@ def test_bisection_finds_the_delays_of_the_plain_search(seed: int) -> None:
     spread = random.choice([0.0, 0.1, 0.5])
     costs = [
         StageCost(
-            random.uniform(1 - spread, 1 + spread), random.uniform(3 - 3 * spread, 3 + 3 * spread), random.choice([0, 0.4]), 10, 20
+            random.uniform(1 - spread, 1 + spread),
+            random.uniform(3 - 3 * spread, 3 + 3 * spread),
+            random.choice([0, 0.4]),
+            10,
+            20,
+            weights=random.uniform(0.5, 1),
         )
         for _ in range(random.randint(2, 14))
     ]
     link = random.choice([INSTANT, Link(latency=random.uniform(0, 1.5)), Link(random.uniform(10, 100), random.uniform(0, 0.5))])
-    method = Method("x", 2, Keep.NOTHING, flush=seed % 5 == 0)
+    method = Method("x", 2, Keep.NOTHING, flush=seed % 5 == 0, split=Split.INPUT_FIRST if seed % 2 else Split.NONE)
     k = random.randint(1, 4)
     assert choose_delays(costs, method, k, link=link) == plain_search(costs, method, k, link)
 
@@ -172,3 +185,16 @@ def test_each_direction_has_its_own_link() -> None:
         for a, b in [(fast, fast), (slow, fast), (fast, slow), (slow, slow)]
     ]
     assert periods == pytest.approx([4, 4.25, 4.25, 4.5])
+
+
+@pytest.mark.parametrize("latency", [0.2, 0.5])
+def test_early_sends_free_smaller_delays(latency: float) -> None:
+    """At d = 1, a loop over a boundary takes 2 (F + B) + 2 l − W of 2 (F + B): messages are free up to l = W / 2."""
+    costs, link = [StageCost(1, 3, weights=1)] * 2, Link(latency=latency)
+    early = replace(METHODS["petra"], split=Split.INPUT_FIRST)
+    half = replace(early, delay=1)
+    assert predict(costs, half, link=link).period == pytest.approx(4)
+    assert predict(costs, replace(half, split=Split.NONE), link=link).period == pytest.approx(4 + latency)
+    assert predict(costs, half, link=Link(latency=0.7)).period == pytest.approx(4.2)
+    assert choose_delays(costs * 3, early, 1, link=link) == (1,) * 5
+    assert max(choose_delays(costs * 3, METHODS["petra"], 1, link=link)) == 2

@@ -14,6 +14,7 @@ from petra.cost_model.costs import StageCost
 from petra.cost_model.links import Link
 from petra.cost_model.simulator import predict, simulate
 from petra.diagnostics.events import Interval, Kind
+from petra.method import Split
 from petra.plan.schedule import Op, training_order
 
 NOTHING, GRAPH = StageCost(1, 3), StageCost(1, 2)
@@ -45,6 +46,32 @@ def test_periods_of_equal_stages(stages: int, k: int, transport: str) -> None:
     assert period(METHODS["backprop"], GRAPH) == pytest.approx(3 * stages)
     assert period(ONE_F_ONE_B, GRAPH) == pytest.approx(3 * (k + stages - 1) / k)
     assert period(GPIPE, GRAPH) == pytest.approx(3 * (k + stages - 1) / k)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 6])
+def test_bubble_of_zb_h1(stages: int) -> None:
+    """(J − 1)(F + B − W) per update, where 1F1B has (J − 1)(F + B + W) (Qi et al. 2024, table 2; B without W)."""
+    for forward, backward, weights, k in ((1, 1, 1, 2 * stages), (1, 1.2, 0.8, 2 * stages + 3)):
+        cost = StageCost(forward, backward + weights, weights=weights)
+        busy = k * (forward + backward + weights)
+        # The first stage sends nothing, so it does not split its backward.
+        split = (stages - 1) * (forward + backward - weights)
+        found = predict([cost] * stages, METHODS["zb_h1"], k)
+        assert k * found.period == pytest.approx(busy + split)
+        assert k * predict([cost] * stages, METHODS["1f1b"], k).period == pytest.approx(
+            busy + (stages - 1) * (forward + backward + weights)
+        )
+        assert found.in_flight == [stages] * stages
+
+
+def test_memory_between_the_two_parts() -> None:
+    """The graphs of all blocks of a stage exist at once, instead of one after the other."""
+    cost = StageCost(1, 3, fixed_bytes=100, stored_bytes=10, weights=1, graphs_bytes=60, largest_graph_bytes=40)
+    for split, expected in ((Split.NONE, [130, 120, 110]), (Split.INPUT_FIRST, [130, 140, 130])):
+        method = Method("x", 1, Keep.NOTHING, flush=True, split=split)
+        assert predict([cost] * 3, method, 8).memory == expected
+    late = Method("x", 1, Keep.NOTHING, flush=True, split=Split.ZERO_BUBBLE)
+    assert predict([cost] * 3, late, 8).memory == [130, 130 + 2 * 60 - 40, 130 + 3 * 60 - 40]
 
 
 def test_bubble_and_efficiency() -> None:

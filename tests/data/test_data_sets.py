@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from petra import BlockSpec, Model, Pipeline
-from petra.data import DATASETS, EvalSource, TrainSource, load_dataset, microbatch_form
+from petra.data import DATASETS, EvalSource, TrainSource, from_dataset, in_memory, load_dataset, microbatch_form
 from petra.data.arrays import normalise
 from petra.errors import ConfigError, DataError
+from tests.support.fakes import write_image_folders
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +99,10 @@ def test_microbatches_have_the_predicted_shape_and_type(tmp_path):
         form = microbatch_form(name, 4, data.size)
         for source in (TrainSource(data, 4, seed=0), EvalSource(data, 4)):
             form.require(source.inputs(0), name)
+        assert data.train.in_memory == data.test.in_memory == in_memory(name) is True
+    write_image_folders(tmp_path)
+    assert load_dataset("imagenet", root=tmp_path).train.in_memory is in_memory("imagenet") is False
+    assert not from_dataset([(torch.zeros(1), 0)]).in_memory
     assert set(DATASETS) == {"digits", "cifar10", "cifar100", "imagenet32", "imagenet", "synthetic", "text", "tokens"}
 
 

@@ -62,6 +62,7 @@ class Case:
         numerics: Arguments of :class:`petra.Numerics`.
         transport: Transport between processes.
         runtime: Further arguments of :class:`petra.Runtime`.
+        refetch: Whether the first block fetches its input again.
     """
 
     method: str = "petra"
@@ -73,6 +74,7 @@ class Case:
     numerics: Mapping[str, Any] = field(default_factory=dict)
     transport: Any = "auto"
     runtime: Mapping[str, Any] = field(default_factory=dict)
+    refetch: bool = False
 
     def pipeline(self, device: str | torch.device) -> Pipeline:
         """Build the pipeline of this run."""
@@ -85,7 +87,7 @@ class Case:
             optimizer=OPTIMIZERS[self.optimizer],
             learning_rate=lambda t: 0.01,
             numerics=Numerics(**self.numerics),
-            runtime=Runtime(device=device, transport=self.transport if dist.is_initialized() else "auto", **self.runtime),
+            runtime=Runtime(device, self.transport if dist.is_initialized() else "auto", refetch=self.refetch, **self.runtime),
             **self.arguments,
         )
 

@@ -56,6 +56,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "clip globally": {"method": "gpipe", "arguments": {"rules": UpdateRules(clip=0.1, clip_globally=True)}},
     "skip": {"arguments": {"rules": UpdateRules(nonfinite="skip")}},
     "stages": {"arguments": {"stages": 3}},
+    "refetch": {"refetch": True},
     "correction": {"arguments": {"remedy": Remedy(discount=10, correction=0.135)}},
     "prediction": {"arguments": {"remedy": Remedy(prediction=Prediction.DIFFERENCE)}},
     "velocity": {"optimizer": "adam", "arguments": {"remedy": Remedy(prediction=Prediction.VELOCITY)}},
@@ -77,12 +78,12 @@ def joined(outcomes: list[Outcome]) -> Outcome:
 
 PROCESSES = [
     ("petra", 2, "lockstep", {}),
-    ("petra", 3, "edge", {}),
+    ("petra", 3, "edge", {"refetch": True}),
     ("petra", 5, "lockstep", {"numerics": {"wire": torch.bfloat16, "channels_last": True}}),
     ("backprop", 3, "lockstep", {}),
     ("reversible", 2, "edge", {}),
     ("delayed", 2, "lockstep", {}),
-    ("dsp", 3, "edge", {}),
+    ("dsp", 3, "edge", {"refetch": True}),
     ("reconstruct_stashed", 2, "lockstep", {}),
     ("pipedream", 4, "lockstep", {"net": "dropout"}),
     ("pipedream_2bw", 2, "edge", {}),
@@ -102,7 +103,7 @@ def test_processes(method: str, world: int, transport: str, settings: dict[str, 
 
 @pytest.mark.parametrize(("method", "world"), [("petra", 4), ("pipedream", 2)])
 def test_replicas(method: str, world: int) -> None:
-    case = of_method(method, arguments={"dp": 2})
+    case = of_method(method, arguments={"dp": 2}, refetch=method == "pipedream")
     found = run(runs.train_rank, case, world=world, options=DELAYED)
     expected = run(runs.train_cpu_rank, case, world=world)
     half = world // 2
@@ -122,7 +123,7 @@ LISTED = {  # kind and place: how often per run, per stage, per stage and update
 
 def excess(found: dict[str, int], case: Case, world: int = 1) -> dict[str, int]:
     """Return the synchronizations of one of ``world`` <= 2 processes that are not listed, or happen more often than listed."""
-    stages, ends = STAGES // world, 2 // world
+    stages, ends = STAGES // world, 2 // world + case.refetch
     updates = case.microbatches // case.k
     counts: dict[str, int] = {}
     for text, count in found.items():
@@ -138,6 +139,7 @@ def excess(found: dict[str, int], case: Case, world: int = 1) -> dict[str, int]:
 
 STEADY = [
     *(of_method(method, microbatches=200) for method in METHODS),
+    of_method("petra", microbatches=200, refetch=True),
     Case(microbatches=200, optimizer="muon"),
     Case(microbatches=200, **SETTINGS["fp16"]),
     Case(microbatches=200, numerics={"exact_streams": True}, arguments={"rules": UpdateRules(clip=1.0, average=0.99)}),

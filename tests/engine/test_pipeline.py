@@ -21,6 +21,7 @@ from petra import (
     Weights,
 )
 from petra.engine.method_state import load_method_state, method_state
+from petra.method import STORABLE
 from petra.models import MODELS
 from petra.settings import Numerics, Runtime
 from petra.staleness import Prediction, Remedy
@@ -35,10 +36,10 @@ def variants() -> dict[str, Method]:
     """All switches crossed, beside the named methods."""
     made = dict(METHODS)
     for delay in (0, 1, 2, (3, 0, 1, 2, 1)):
-        for keep in Keep:
+        for keep in STORABLE:
             for weights in Weights if delay != 2 else (Weights.CURRENT, Weights.STASHED):
                 made[f"d={delay} {keep} {weights}"] = Method("x", delay, keep, weights)
-    for keep in Keep:
+    for keep in STORABLE:
         made[f"flush {keep}"] = Method("x", 1, keep, flush=True)
         made[f"fill {keep}"] = Method("x", 0, keep, flush=True, fill=True)
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import current_thread, main_thread
 
@@ -83,3 +84,23 @@ def test_an_error_of_the_source_is_raised_when_its_microbatch_is_requested(threa
 def test_the_cpu_reads_directly() -> None:
     source = Source()
     assert staging.staged(source, CPU, range(3)) is source
+
+
+def test_two_readers_of_one_source_do_not_read_at_the_same_time(thread: ThreadPoolExecutor) -> None:
+    """The second reader, that of refetched inputs, starts while the thread still reads for the first one."""
+    reading, most = 0, 0
+
+    def read(m: int) -> Tensor:
+        nonlocal reading, most
+        reading += 1
+        most = max(most, reading)
+        time.sleep(0.01)
+        reading -= 1
+        return torch.zeros(1)
+
+    first, second = (Staging(read, CPU, range(8), thread) for _ in range(2))
+    for m in range(8):
+        first(m)
+        if m >= 3:
+            second(m - 3)
+    assert most == 1

@@ -79,3 +79,21 @@ def test_invalid_words_give_one_line(words: list[str], message: str, trained: Pa
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {message}")
+
+
+def test_pieces_are_those_of_decoding_the_whole_text(trained: Path) -> None:
+    """Characters of several tokens appear once they are complete."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(trained / "tokens" / "tokenizer.json"))
+    config = to_config(to_composed("model=revgpt_1m", "data=tokens", f"data.root={trained}/tokens", "data.classes=280"))
+    encode, decode, _ = generate.vocabulary(config, None)
+    tokens = encode("naïve café → 日本\n twice twice")[1:]
+    shown, expected = "", []
+    for end in range(1, len(tokens) + 1):
+        text = tokenizer.decode(tokens[:end])
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            expected.append(text[len(shown) :])
+            shown = text
+    assert [*decode(tokens)] == [piece for piece in expected if piece]
+    assert "".join(expected).strip() == "naïve café → 日本\n twice twice"

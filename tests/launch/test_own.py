@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,16 +27,16 @@ SMALL = ("data.batch_size=8", "optim.lr=0.05", "trainer.device=cpu", "trainer.st
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return a working directory with examples/own_functions.py as the module ``mine``. The test leaves no trace of the module."""
     shutil.copyfile(ROOT / "examples" / "own_functions.py", tmp_path / "mine.py")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     monkeypatch.delitem(sys.modules, "mine", raising=False)
+    yield tmp_path
     for registry in (MODELS, DATASETS):
         for name in [name for name in registry if ":" in name]:
-            monkeypatch.delitem(registry, name)  # type: ignore[attr-defined]
-    return tmp_path
+            del registry[name]  # type: ignore[attr-defined]
 
 
 @pytest.mark.processes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from launch.doctor.links import Link as Measured
 from launch.doctor.machine import Report
 from launch.doctor.speed import describe, measure_speeds
 from launch.plan import main
-from petra import METHODS, ConfigError
+from petra import METHODS, ConfigError, Split
 from petra.cost_model.autotune import tune
 from petra.cost_model.costs import BlockCost
 from petra.cost_model.links import Connection, Link
@@ -79,6 +80,22 @@ def test_small_devices_get_fewer_blocks() -> None:
         tune([block()] * 6, METHODS["petra"], 1, 2, devices=[Device(memory=30), Device()])
 
 
+def test_a_split_backward_needs_all_graphs_of_a_stage() -> None:
+    """Three blocks have 36 bytes of parameters and copies, and 30 bytes for each graph: one at a time, or all."""
+    devices = [Device(), Device(memory=36 + 30)]
+    assert tune([block()] * 6, METHODS["petra"], 1, 2, devices=devices).stages == (3, 3)
+    early = replace(METHODS["petra"], split=Split.INPUT_FIRST)
+    assert tune([block()] * 6, early, 1, 2, devices=devices).stages == (5, 1)
+
+
+def test_a_plan_of_early_sends(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--devices", "10", "--teraflops", "10", "--bandwidth", "12.5", "model=revnet18", "data=synthetic"])
+    rows = {line.split("|")[1].strip(): line.split("|")[2:6] for line in capsys.readouterr().out.splitlines() if line[:1] == "|"}
+    whole, early = rows["petra, d=auto, none"], rows["petra, d=auto, input_first"]
+    assert [cell.strip() for cell in (whole[1], early[1])] == ["none", "input_first"]
+    assert float(early[2]) > 1.1 * float(whole[2])
+
+
 def test_machines_that_the_doctor_describes() -> None:
     reports = [Report(rank, f"{rank // 2} (host)", "cpu", 64, 1, {}, {}, ()) for rank in range(4)]
     links = [Measured(0, 1e-5, 5e9, 4e9), Measured(2, 1e-5, 7e9, 7e9), Measured(0, 1e-3, 1e9, 1e9, step=2)]
@@ -97,7 +114,7 @@ def test_plan_prints_all_methods_and_recommends_one(tmp_path: Path, capsys: pyte
 
 def test_fast_links_and_large_k_favour_exact_gradients(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--devices", "2", "--bandwidth", "1e6", "--latency", "0", *SMALL, "k=64"])
-    assert "recommended: method=1f1b" in capsys.readouterr().out
+    assert "recommended: method=zb_h1" in capsys.readouterr().out
 
 
 def test_memory_that_is_too_small(capsys: pytest.CaptureFixture[str]) -> None:

@@ -196,6 +196,8 @@ def test_gap_from_finished_runs(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert speed_of["petra"] == pytest.approx(7736, rel=0.001)  # as in Table 5, since auto selects lockstep
     assert rows["petra over edge"][1] == "`method=petra trainer.transport=edge`"
     assert float(rows["petra over edge"][4]) == pytest.approx(11912, rel=0.001)
+    assert rows["d = 1, early sends"][1:3] == ["`method=petra method.delay=1 method.split=input_first`", "88.00"]
+    assert float(rows["d = 1, early sends"][4]) == pytest.approx(7636, rel=0.001)
     for name, images in speed_of.items():
         assert float(rows[name][6]) == pytest.approx(6400 / images, abs=0.5)
     request(tmp_path / "out", "gap-search", "--gather", "--runs", str(tmp_path / "short"))
@@ -222,10 +224,11 @@ def test_parity_from_finished_runs(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_free_delays_are_those_that_auto_tuning_chooses() -> None:
     _, costs = gap.revnet18_plan(32, 8, METHODS["petra"])
     link = Link(1e9 * gap.LINKS[0], speed.LATENCY)
-    free = choose_delays(costs, METHODS["petra"], 8, link=link)
-    assert list(free) == yaml.safe_load(gap.FREE)
-    periods = [predict(costs, replace(METHODS["petra"], delay=delay), 8, link=link).period for delay in (free, 4)]
-    assert periods[0] == pytest.approx(periods[1], rel=0.01)
+    for method, expected in ((METHODS["petra"], gap.FREE), (gap.EARLY, gap.FREE_EARLY)):
+        free = choose_delays(costs, method, 8, link=link)
+        assert list(free) == yaml.safe_load(expected)
+        periods = [predict(costs, replace(method, delay=delay), 8, link=link).period for delay in (free, 4)]
+        assert periods[0] == pytest.approx(periods[1], rel=0.01)
 
 
 def test_figures_of_gradients_share_a_run(tmp_path: Path, trained: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from petra import METHODS, BlockSpec, ConfigError, Keep, Method, Model, ModelError, Pipeline, TensorSpec, Weights
+from petra.method import STORABLE
 from petra.models import revgpt, revvit
 from petra.models.attention import MLP, Attention, LayerOptions
 from petra.reversible import derive_seed
@@ -212,7 +213,7 @@ def gradients(name: str, method: str | Method, k: int, dropout: float = 0.0, see
     }
 
 
-CROSSED = {f"d={d} {keep} {w}": Method("x", d, keep, w) for d in (0, 1, 2) for keep in Keep for w in Weights}
+CROSSED = {f"d={d} {keep} {w}": Method("x", d, keep, w) for d in (0, 1, 2) for keep in STORABLE for w in Weights}
 
 
 @pytest.mark.parametrize("method", [*METHODS, *CROSSED])

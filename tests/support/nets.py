@@ -95,6 +95,9 @@ class RandomSource:
     def inputs(self, m: int) -> Tensor:
         return torch.randn(self.spec.shape, generator=self._generator(m, 0), dtype=self.dtype)
 
+    def refetch(self, m: int) -> Tensor:
+        return self.inputs(m)
+
     def targets(self, m: int) -> Tensor:
         return torch.randint(self.classes, (self.batch,), generator=self._generator(m, 1))
 

@@ -1,0 +1,131 @@
+"""Compare what ``petra plan`` predicts with measured runs, in one process and in two.
+
+python -m benchmarks.plan_check --out runs/plan_check.json
+
+Before each run, the costs of the blocks and the link are measured as ``petra plan --measure`` and ``method.delay=auto`` do, but in
+both processes at the same time, because they share caches and memory in the run too. From these figures alone, the planner chooses
+the partition and predicts the period. Then the same partition is trained and timed while the pipeline is full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.report import benchmark_parser, machine, ratio, save, spread, table
+from benchmarks.two_stages import Noise, period, sgd
+from launch.plan import predict_method
+from petra import METHODS, Keep, Method, Numerics, Pipeline, Runtime, Split, TensorSpec
+from petra.cost_model.costs import BlockCost, profile_blocks
+from petra.cost_model.links import measure_link
+from petra.cost_model.machines import Machines
+from petra.distributed import all_gather_objects
+from petra.model import Model
+from petra.models import MODELS
+from petra.process_memory import keep_freed_memory
+from petra.settings import TransportName
+
+PETRA = METHODS["petra"]
+CASES: dict[str, tuple[Method, TransportName]] = {
+    "petra, d = 2, lockstep": (PETRA, "lockstep"),
+    "petra, d = 2, edge": (PETRA, "edge"),
+    "petra, d = 1, edge": (replace(PETRA, delay=1), "edge"),
+    "petra, d = 1, edge, split": (replace(PETRA, delay=1, split=Split.INPUT_FIRST), "edge"),
+    "petra, d = 2, lockstep, split": (replace(PETRA, split=Split.INPUT_FIRST), "lockstep"),
+    "graphs, d = 1, edge": (replace(PETRA, delay=1, keep=Keep.GRAPH), "edge"),
+    "1f1b": (METHODS["1f1b"], "edge"),
+    "zb_h1": (METHODS["zb_h1"], "edge"),
+    "gpipe": (METHODS["gpipe"], "edge"),
+    "reversible": (METHODS["reversible"], "edge"),
+}
+ALONE = ("petra, d = 2, edge", "1f1b")
+"""Cases that also run in one process."""
+Figures = dict[str, dict[str, list[float]]]
+
+
+def compare(options: argparse.Namespace) -> Figures:
+    """Return the predicted and the measured seconds per microbatch of each case in every round. Every process must call this."""
+    model, inputs = MODELS[options.model](10, width=options.width), TensorSpec((options.batch, 3, 32, 32), torch.float32)
+    processes = dist.get_world_size() if dist.is_initialized() else 1
+    cases = CASES if processes > 1 else {name: CASES[name] for name in ALONE}
+    figures: Figures = {name: {"predicted": [], "measured": []} for name in cases}
+    for round_ in range(options.rounds + 1):
+        for name, (method, transport) in cases.items():
+            predicted, measured = _compare_one(model, inputs, method, transport if processes > 1 else "local", options)
+            if round_ > 0:
+                figures[name]["predicted"].append(predicted)
+                figures[name]["measured"].append(measured)
+    return figures
+
+
+def _compare_one(
+    model: Model, inputs: TensorSpec, method: Method, transport: TransportName, options: argparse.Namespace
+) -> tuple[float, float]:
+    processes = dist.get_world_size() if dist.is_initialized() else 1
+    link, blocks = measure_link(), _measured_blocks(model, inputs)
+    planned = "edge" if transport == "local" else transport
+    row = predict_method(blocks, method, options.k, Machines.equal(processes, link), planned)
+    pipeline = Pipeline(
+        model, inputs, method=row.method, stages=list(row.tuned.stages), k=options.k, optimizer=sgd,
+        numerics=Numerics(channels_last=True), runtime=Runtime(transport=transport),
+    )  # fmt: skip
+    data, warm_up = Noise(inputs), options.k
+    pipeline.train(data, warm_up)
+    measured = period(pipeline, data, options.microbatches + pipeline.plan.delays[0])
+    return row.prediction.period, max(all_gather_objects(measured))
+
+
+def _measured_blocks(model: Model, inputs: TensorSpec) -> list[BlockCost]:
+    """Measure the blocks in all processes at the same time, and return the mean of the processes."""
+    if dist.is_initialized():
+        dist.barrier()
+    found = all_gather_objects(profile_blocks(model, inputs, optimizer=sgd, channels_last=True))
+    names = ("forward", "backward", "graph_forward", "graph_backward", "update", "weights")
+    columns = zip(*found, strict=True)
+    return [replace(column[0], **{name: mean(getattr(block, name) for block in column) for name in names}) for column in columns]
+
+
+def measure(rank: int, folder: str, processes: int, options: argparse.Namespace) -> None:
+    """Run one process. Rank 0 writes the figures."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    if processes > 1:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
+    figures = compare(options)
+    if rank == 0:
+        (Path(folder) / f"{processes}.json").write_text(json.dumps(figures))
+    if processes > 1:
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__, 5, "predictions and runs of each case")
+    parser.add_argument("--model", default="revnet18", choices=MODELS, metavar="NAME", help="name of a model")
+    parser.add_argument("--width", type=float, default=0.5, help="factor of the number of channels")
+    parser.add_argument("--batch", type=int, default=16, help="images per microbatch")
+    parser.add_argument("--k", type=int, default=4, help="microbatches per update")
+    parser.add_argument("--microbatches", type=int, default=13, help="microbatches of each timed run")
+    options = parser.parse_args()
+    figures: Figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for processes in (1, 2):
+            torch.multiprocessing.spawn(measure, (folder, processes, options), nprocs=processes)
+            found = json.loads((Path(folder) / f"{processes}.json").read_text())
+            figures |= {f"{name}, {processes} process(es)": pair for name, pair in found.items()}
+    rows = {f"{name}: {kind}": spread(values) for name, pair in figures.items() for kind, values in pair.items()}
+    errors = {name: ratio(pair["predicted"], pair["measured"]) for name, pair in figures.items()}
+    print(f"{options.model}, width {options.width}, batch {options.batch}, k = {options.k}\n")
+    print(table(rows, "s per microbatch"))
+    print("\nPredicted over measured period of each round (accepted median: 0.9 to 1.1):\n\n" + table(errors, ""))
+    save(options.out, {"machine": machine(), "options": vars(options), "figures": figures, "predicted_over_measured": errors})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""Inputs of the first stage that are fetched again: the weights of stored inputs, bit for bit, and no bytes between the passes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from petra import METHODS, ConfigError, Keep, Method, ModelError, Pipeline, Runtime, TensorSpec
+from petra.data import EvalSource, Split, TrainSource, from_dataset, load_dataset
+from petra.diagnostics.activation_memory import ActivationMemory
+from petra.models import revnet18
+from petra.plan import make_plan
+from petra.settings import Numerics
+from petra.training import Checkpoints, restore
+from tests.support.nets import RandomSource, mixed_net
+from tests.support.processes import run_processes
+
+
+class Once:
+    """Random microbatches that can't be fetched again."""
+
+    inputs, targets = RandomSource().inputs, RandomSource().targets
+
+
+class Again(RandomSource):
+    """Random microbatches. The numbers of those that are fetched again are recorded."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.fetched: list[int] = []
+
+    def refetch(self, m: int) -> Tensor:
+        self.fetched.append(m)
+        return super().refetch(m)
+
+
+def sgd(module: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=0.02, momentum=0.9)
+
+
+def pipeline(refetch: bool, method: str | Method = "petra", *, dropout: float = 0.1, **options: Any) -> Pipeline:
+    runtime = Runtime(refetch=refetch, **options.pop("runtime", {}))
+    net = mixed_net(dropout=dropout)
+    return Pipeline(net, RandomSource().spec, method=method, runtime=runtime, optimizer=sgd, **{"k": 2, "seed": 4, **options})
+
+
+def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(value, second[key]) for key, value in first.items())
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    **{name: {"method": name} for name in ("petra", "dsp", "delayed", "pipedream", "reconstruct_stashed")},
+    "two versions": {"method": "pipedream_2bw", "k": 11},
+    "half the staleness": {"method": replace(METHODS["petra"], delay=1)},
+    "several blocks in a stage": {"stages": [3, 3]},
+    "flush": {"method": Method("flushed", 1, Keep.INPUT, flush=True)},
+    "threads": {"runtime": {"concurrency": 2}},
+    "channels-last": {"numerics": Numerics(channels_last=True)},
+    "bf16": {"numerics": Numerics(autocast=torch.bfloat16)},
+    "exact streams": {"numerics": Numerics(exact_streams=True)},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_weights_are_those_of_stored_inputs(name: str) -> None:
+    """Two runs with an evaluation between them, of a network with dropout and batch normalisation."""
+    found = {}
+    for refetch in (False, True):
+        made, source = pipeline(refetch, **SETTINGS[name]), Again()
+        assert made.plan.stages[0].keeps[0] is (Keep.REFETCH if refetch else Keep.INPUT)
+        results = [made.train(source, 15), made.evaluate(Once(), 2), made.train(source, 8)]
+        assert source.fetched == [*range(23)] * refetch
+        found[refetch] = made.state_dict(), results
+    assert equal(found[True][0], found[False][0])
+    assert found[True][1] == found[False][1]
+
+
+def test_only_a_first_block_that_would_store_several_inputs_refetches() -> None:
+    net, spec = mixed_net(), RandomSource().spec
+
+    def first(method: str | Method, **options: Any) -> Keep:
+        plan = make_plan(net, spec, method=method, refetch=True, **options)
+        assert plan.refetches == (plan.stages[0].keeps[0] is Keep.REFETCH)
+        assert Keep.REFETCH not in [keep for stage in plan.stages for keep in stage.keeps][1:]
+        return plan.stages[0].keeps[0]
+
+    assert first("petra") is Keep.REFETCH
+    assert first("reversible") is Keep.INPUT  # one microbatch in flight
+    assert first("petra", stages=1) is Keep.INPUT
+    assert first("1f1b") is Keep.GRAPH
+    with pytest.raises(ConfigError, match="keep: expected graph, input or nothing, got refetch"):
+        Method("own", 2, Keep.REFETCH)
+
+
+def test_a_stage_that_refetches_stores_nothing() -> None:
+    """Without refetching, stage 1 stores 2(J − 1) + 1 inputs."""
+    source, peaks, inputs = Again(), {}, []
+    for refetch in (False, True):
+        made = pipeline(refetch)
+        with ActivationMemory(made.stages[0]).attached(made.hooks) as meter:
+            made.train(source, 20)
+        peaks[refetch] = meter.peak
+        inputs.append(made.stages[0].stored_bytes())
+    assert peaks == {False: 11 * source.spec.bytes, True: 0}
+    assert inputs == [0, 0]
+
+
+def test_sources_that_cannot_be_fetched_again_are_refused() -> None:
+    made = pipeline(True)
+    with pytest.raises(ConfigError, match=r"data: expected a source with a method refetch\(m\), .*, got Once"):
+        made.train(Once(), 4)
+    made.evaluate(Once(), 1)
+    made.train(Again(), 4)
+
+
+def test_another_shape_is_an_error() -> None:
+    class Wrong(Again):
+        def refetch(self, m: int) -> Tensor:
+            return self.inputs(m)[:1]
+
+    with pytest.raises(ModelError, match="the data of microbatch 0: expected "):
+        pipeline(True).train(Wrong(), 12)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_sources_return_the_same_inputs_again(workers: int) -> None:
+    """With the same augmentation, also where inputs are read with targets, and in a replica's share."""
+    rows = [(torch.rand(3), m) for m in range(20)]
+
+    class Noisy:
+        def __len__(self) -> int:
+            return len(rows)
+
+        def __getitem__(self, i: int) -> tuple[Tensor, int]:
+            return rows[i][0] + torch.rand(3), rows[i][1]
+
+    for split in (load_dataset("digits").train, from_dataset(Noisy())):
+        for share in (slice(None), slice(2, 4)):
+            source = TrainSource(split, 4, seed=2, workers=workers, share=share)
+            first = [source.inputs(m).clone() for m in range(6)]
+            assert all(torch.equal(source.refetch(m), first[m]) for m in range(6))
+            assert first[0].shape[0] == len(range(4)[share])
+    assert torch.equal((test := EvalSource(load_dataset("digits"), 4)).refetch(1), test.inputs(1))
+
+
+def test_fetching_again_does_not_restart_workers() -> None:
+    def process(indices: Tensor, seed: int | None) -> Tensor:
+        return torch.full((len(indices),), float(os.getpid()))
+
+    source = TrainSource(Split(64, process, lambda i, seed: i), 2, seed=0, workers=2)
+    first, again = {source.inputs(0)[0].item()}, {source.refetch(0)[0].item()}
+    for m in range(1, 20):
+        first.add(source.inputs(m)[0].item())
+        again.add(source.refetch(m)[0].item())
+    assert (len(first), len(again), first & again) == (2, 2, set())
+
+
+def test_a_resumed_run_fetches_inputs_again(tmp_path: Path) -> None:
+    stored = pipeline(False)
+    stored.train(Again(), 7)
+    Checkpoints(tmp_path).save(stored, {}, None)
+    stored.train(Again(), 9)
+    resumed, source = pipeline(True), Again()
+    restore(resumed, tmp_path / f"{7:09}")
+    resumed.train(source, 9)
+    assert source.fetched == [*range(7, 16)]
+    assert equal(resumed.state_dict(), stored.state_dict())
+
+
+CASES = [*product(("lockstep", "edge"), (1, 2))]
+
+
+def train_digits(refetch: bool, workers: int, dp: int, case: tuple[Any, int]) -> dict[str, Tensor]:
+    transport, delay = case
+    split = load_dataset("digits").train
+    source = TrainSource(split, 4, seed=2, workers=workers)
+    made = Pipeline(
+        revnet18(width=1 / 16),
+        TensorSpec((4, 3, 32, 32), torch.float32),
+        method=replace(METHODS["petra"], delay=delay),
+        k=2,
+        dp=dp,
+        optimizer=sgd,
+        runtime=Runtime(transport=transport, refetch=refetch),
+    )
+    assert made.plan.refetches == refetch
+    made.train(source, 12)
+    return {key: value.clone() for key, value in made.state_dict().items()}
+
+
+def compare(rank: int, dp: int) -> list[bool]:
+    torch.set_num_threads(1)
+    cases = CASES if dp == 1 else [("auto", 2)]
+    return [equal(train_digits(True, 1, dp, case), train_digits(False, 0, dp, case)) for case in cases]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("dp", [1, 2])
+def test_two_processes_fetch_inputs_again(dp: int, tmp_path: Path) -> None:
+    """Both transports at both delays, and replicas; refetching with workers, storing without."""
+    for found in run_processes(2, compare, tmp_path, dp):
+        assert found == [True] * (1 if dp == 2 else len(CASES))

@@ -1,0 +1,151 @@
+"""Targets about language models: tables from finished runs, the formula of memory against the engine, simulated speeds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch.reproduce import language, language_cost
+from launch.reproduce.language import SETTINGS, Setting
+from launch.reproduce.language_cost import SCHEDULES, formula, stage_costs, tokens_per_second
+from petra.cost_model.memory import predict_memory
+from petra.method import METHODS, Keep, Weights
+from petra.model import Model
+from petra.models import MODELS
+from petra.plan.plan import make_plan
+from petra.specs import TensorSpec
+from tests.launch.test_reproduce import config_of, request, write_run
+
+PETRA, EXACT = "petra, d = 1, small microbatches", "backprop"
+WIDTH, CONTEXT, WORDS, LAYERS = 32, 16, 64, 2
+
+
+def tiny(name: str, depth: int | None = None) -> Model:
+    modern = {"mlp": "swiglu", "norm": "rmsnorm", "bias": False, "positions": "rotary", "qk_norm": True}
+    shape = {"dim": WIDTH, "heads": 4, "hidden": 64, "size": CONTEXT}
+    return MODELS[name](WORDS, depth=depth or LAYERS, **shape, **modern)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(language_cost, "language_model", tiny)
+    monkeypatch.setattr(language_cost, "CONTEXT", CONTEXT)
+    monkeypatch.setattr(language_cost, "DEVICES", (4,))
+    monkeypatch.setattr(language_cost, "SIMULATED", (2, 4))
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(language, "SETTINGS", {name: SETTINGS[name] for name in (EXACT, PETRA)})
+    monkeypatch.setattr(language, "STAGES", (8,))
+    monkeypatch.setattr(language, "SEEDS", (0, 1))
+
+
+def finished(folder: Path, overrides: tuple[str, ...], test_loss: float, losses: list[float]) -> None:
+    """Write a run with these training losses at equal distances over 128 updates."""
+    write_run(folder, config_of(*overrides), 0.1, test_loss=test_loss)
+    updates = [128 * (i + 1) // len(losses) for i in range(len(losses))]
+    rows = [{"microbatches": 8 * n, "updates": n, "update/loss": loss} for n, loss in zip(updates, losses, strict=True)]
+    (folder / "updates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def searched(folder: Path) -> None:
+    falling = [8.0, 7.0, 6.0, 5.0]
+    runs = {
+        (EXACT, "3e-3"): (5.0, falling),
+        (EXACT, "6e-3"): (5.5, falling),
+        (PETRA, "1.5e-3"): (5.2, [7.5, 6.5, 5.0, 4.5]),
+        (PETRA, "3e-3"): (6.0, falling),
+    }
+    for (name, rate), (loss, losses) in runs.items():
+        limit = f"trainer.limit_batches={128 * SETTINGS[name].microbatches(8)}"
+        finished(folder / f"{name}{rate}", (*SETTINGS[name].arguments(8, rate), limit), loss, losses)
+
+
+def test_every_setting_has_the_same_tokens_per_update() -> None:
+    for name, setting in SETTINGS.items():
+        for stages in language.STAGES:
+            config = config_of(*setting.arguments(stages, "3e-3"))
+            assert config["k"] * config["data"]["batch_size"] * config["data"]["size"] == language.TOKENS, name
+            assert config["trainer"]["stages"] == stages
+    assert Setting((), 4).microbatches(16) == 4
+    assert Setting(()).microbatches(16) == 16
+
+
+def test_tables_of_search_and_finals(tmp_path: Path, few: None, capsys: pytest.CaptureFixture[str]) -> None:
+    searched(tmp_path / "given")
+    request(tmp_path / "out", "lm-search", "--gather", "--runs", str(tmp_path / "given"))
+    text = capsys.readouterr().out
+    assert "| 8 | backprop | `method=backprop k=8` |  | 5.0000 | 5.5000 | 3e-3 |" in text
+    assert f"| 8 | {PETRA} | `method=petra method.delay=1 k=16` | 5.2000 | 6.0000 |  | 1.5e-3 |" in text
+    assert "4 of 6 runs finished." in text
+    for name, rate, losses in ((EXACT, "3e-3", (4.0, 4.2)), (PETRA, "1.5e-3", (4.1, 4.141))):
+        for seed, loss in enumerate(losses):
+            overrides = (*SETTINGS[name].arguments(8, rate), f"seed={seed}")
+            finished(tmp_path / "given" / f"{name}{seed}", overrides, loss, [6.0, 5.0])
+    request(tmp_path / "out", "lm-parity", "--gather", "--runs", str(tmp_path / "given"))
+    text = capsys.readouterr().out
+    assert "| 8 | backprop | 3e-3 | 4.1000 ± 0.1414 |  |  | 2 |" in text
+    assert f"| 8 | {PETRA} | 1.5e-3 | 4.1205 ± 0.0290 |  | 0.50 | 2 |" in text
+    assert (tmp_path / "out" / "lm-parity.png").exists()
+
+
+def test_time_to_a_loss_uses_the_tokens_of_the_runs(
+    tmp_path: Path, few: None, small: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Backpropagation ends at a training loss of 5 after four parts; PETRA's third part is at 5."""
+    searched(tmp_path / "given")
+    request(tmp_path / "out", "lm-time", "--gather", "--runs", str(tmp_path / "given"))
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| 300 |")]
+    by_name = {row[1]: row for row in rows}
+    assert by_name["1F1B"][4] == "1.00"
+    assert by_name["PETRA, d = 1"][4] == "0.75"
+    ratio = float(by_name["1F1B"][2]) / float(by_name["PETRA, d = 1"][2])
+    assert float(by_name["PETRA, d = 1"][5]) == pytest.approx(0.75 * ratio, rel=0.02)
+    assert by_name["PETRA"][4] == ""  # no finished run
+
+
+def test_formula_of_memory_is_the_engines_accounting(
+    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(language_cost, "DEVICES", (2,))
+    request(tmp_path, "lm-memory")
+    rows = [line.strip(" |").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| 2 |")]
+    assert [(row[1], row[2], row[3]) for row in rows[:2]] == [("PETRA", "1", "3"), ("PETRA", "2", "1")]
+    assert len(rows) == 2 * len(language_cost.COMPARED)
+    plan = language_cost.memory_plan(tiny("revgpt"), METHODS["petra"], 2)
+    for j, counted in enumerate(formula(plan)):
+        engine = predict_memory(plan, language_cost.adamw(), TensorSpec((CONTEXT,), torch.int64), process=j)
+        assert counted == pytest.approx(engine.tensors, rel=0.25)
+
+
+def test_formula_counts_graphs_inputs_or_nothing() -> None:
+    inputs, stream = TensorSpec((1, CONTEXT), torch.int64), 4 * CONTEXT * WIDTH
+    stages = [2, 2, 2]
+    found = {
+        keep: formula(make_plan(tiny("revgpt", 4), inputs, method=replace(METHODS["petra"], keep=keep), stages=stages))[1]
+        for keep in (Keep.INPUT, Keep.NOTHING)
+    }
+    # Stage 2 has three microbatches in flight, and each of its two blocks stores both streams.
+    assert found[Keep.INPUT] - found[Keep.NOTHING] == 3 * 2 * 2 * stream
+    stashed = replace(METHODS["petra"], keep=Keep.GRAPH, weights=Weights.STASHED)
+    graphs = formula(make_plan(tiny("revgpt", 4), inputs, method=stashed, stages=stages))[1]
+    parameters = make_plan(tiny("revgpt", 4), inputs, stages=stages).stages[1].parameters
+    temporary = found[Keep.NOTHING] - 16 * parameters - 4 * 2 * stream  # a graph, and the gradients of one of two blocks
+    assert graphs - found[Keep.NOTHING] == 3 * 2 * (temporary - 4 * parameters // 2) - temporary
+
+
+def test_speeds_over_free_links(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The busiest stage computes all the time under PETRA, 4 units per microbatch; under 1F1B, 3 units and a bubble."""
+    monkeypatch.setattr(language_cost, "LATENCY", 0.0)
+    free = float("inf")
+    made = make_plan(tiny("revgpt", 7), TensorSpec((1, CONTEXT), torch.int64), method="petra", stages=[3, 2, 2, 2])
+    busiest = max(cost.forward + cost.backward for cost in stage_costs(made))
+    assert CONTEXT / tokens_per_second(SCHEDULES["PETRA"], 4, free) == pytest.approx(busiest)
+    plain = make_plan(tiny("gpt", 7), TensorSpec((1, CONTEXT), torch.int64), method="1f1b", k=256, stages=[3, 2, 2, 2])
+    assert all(cost.backward == pytest.approx(2 * cost.forward) for cost in stage_costs(plain))
+    assert all(cost.backward == pytest.approx(3 * cost.forward) for cost in stage_costs(made)[1:-1])
