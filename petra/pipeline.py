@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from petra.distributed import all_gather_objects, bind_device
-from petra.engine.build import Recipe, build_remedies, build_stages, build_workers, check_range, load_blocks
-from petra.engine.data_parallel import Replicas, Share, ShareObjective
+from petra.engine.build import Recipe, build_remedies, build_stages, build_workers, check_drained, load_blocks
+from petra.engine.data_parallel import ShareObjective
+from petra.engine.elastic import make_replicas
 from petra.engine.endpoints import DataPort, DataSource, Loss, Losses, Objective, require_source
 from petra.engine.executor import Executor
 from petra.engine.global_clip import GlobalClip
@@ -30,6 +31,9 @@ from petra.settings import Numerics, Runtime
 from petra.specs import TensorSpec
 from petra.staleness import Remedy
 from petra.transport import check_ranks_agree, connect, open_transport
+from petra.transport.membership import Membership
+
+DEFAULT = Runtime()
 
 
 class Pipeline:
@@ -110,18 +114,19 @@ class Pipeline:
         self._build(plan, Recipe(optimizer, learning_rate, losses, metrics, seed, rules, remedy), runtime)
 
     @classmethod
-    def from_plan(cls, plan: Plan, recipe: Recipe, runtime: Runtime = Runtime()) -> Pipeline:  # noqa: B008 (frozen)
-        """Build the pipeline of a plan, which must have been made for the current number of ranks."""
+    def from_plan(cls, plan: Plan, recipe: Recipe, runtime: Runtime = DEFAULT, membership: Membership | None = None) -> Pipeline:
+        """Build the pipeline of a plan for the current ranks. With a membership, replicas may be lost while it trains."""
         pipeline = cls.__new__(cls)
-        pipeline._build(plan, recipe, runtime)
+        pipeline._build(plan, recipe, runtime, membership)
         return pipeline
 
-    def _build(self, plan: Plan, recipe: Recipe, runtime: Runtime) -> None:
+    def _build(self, plan: Plan, recipe: Recipe, runtime: Runtime, membership: Membership | None = None) -> None:
         recipe.check(plan)
         self.plan, self.recipe, self.runtime = plan, recipe, runtime
-        self.device = bind_device(runtime.device)
+        device = self.device = bind_device(runtime.device)
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.replica, process = plan.layout.locate(self.rank)
+        position, process = plan.layout.locate(self.rank)
+        self.replica = position if membership is None else membership.replica
         runner = step_runner(plan, runtime, self.device, process)
         self.hooks, self.clock = Hooks(), 0
         self.measures: list[Callable[[], dict[str, float]]] = []
@@ -130,8 +135,8 @@ class Pipeline:
         self.objective = (Objective if plan.layout.dp == 1 else ShareObjective)(self.device, recipe.losses, recipe.metrics)
         if self.world > 1:
             check_ranks_agree({**plan.settings(), **recipe.settings()}, plan)
-        self.stages = build_stages(plan, recipe, runtime, self.device, self.rank, self.hooks, fetch=self._source.refetch)
-        self.replicas = None if plan.layout.dp == 1 else Replicas(plan.layout, self.replica, self.device)
+        self.stages = build_stages(plan, recipe, runtime, device, (self.replica, process), self.hooks, None, self._source.refetch)
+        self.replicas = make_replicas(plan.layout, position, self.device, membership)
         group = None if self.replicas is None else self.replicas.pipeline_group
         transport = open_transport(plan, self.device, group)
         ports = connect(plan.layout.processes[process], self._source, self.objective, plan.boundaries, transport)
@@ -139,8 +144,7 @@ class Pipeline:
         if self.replicas is not None:
             self.replicas.attach([*self.workers.values()], self.hooks)
         self.remedies = build_remedies(plan, recipe, self.workers)
-        updates = [worker.update for worker in self.workers.values()]
-        clip = GlobalClip(updates, plan.k, self.device, group) if recipe.rules.clip_globally else None
+        clip = GlobalClip([*self.workers.values()], plan.k, self.device, group) if recipe.rules.clip_globally else None
         self._executor = Executor(plan, self.workers, transport, self.hooks, runner=runner, on_completed=clip)
 
     def train(
@@ -166,7 +170,7 @@ class Pipeline:
             NumericsError: If a loss, a gradient or running statistics are not finite (:class:`petra.UpdateRules`).
         """
         start = self.clock
-        self._set_data(data, start, microbatches, self.plan.refetches)
+        self._set_data(data, start, microbatches, training=True)
         self._totals.start(on_microbatch)
         for begin in self.hooks.train_begin:
             begin(start, start + microbatches)
@@ -175,21 +179,18 @@ class Pipeline:
             end()
         if self.replicas is not None:
             self.replicas.synchronize()
-        if self.plan.numerics.exact_streams:
-            check_range(self.plan, self.stages, self.device)
-        for worker in reversed(self.workers.values()):  # check later stages first: gradients flow upstream
-            worker.update.check_drained()
+        check_drained(self.plan, self.workers, self.device)
         warn_without_update(self.plan.k, self.clock, self.rank, watched=bool(on_microbatch or stop))
-        result = reduce_totals(self._totals.values, self.recipe.metrics, self.world > 1)
+        result = reduce_totals(self._totals.values, self.recipe.metrics, self.world > 1, self.replicas)
         return result if self.recipe.rules.may_skip else result.finite(len(self.plan.stages), start + 1, self.clock, self.rank)
 
     def evaluate(self, data: DataSource, microbatches: int) -> Result:
         """Evaluate microbatches 0 to ``microbatches`` - 1, with averaged weights if the rules ask for averages."""
-        self._set_data(data, 0, microbatches, refetches=False)
+        microbatches = self._set_data(data, 0, microbatches, training=False)
         self.objective.totals.zero_()
         with self.averaged(), evaluating(self.stages.values()):
             self._executor.evaluate(microbatches)
-        return reduce_totals(self.objective.totals, self.recipe.metrics, self.world > 1)
+        return reduce_totals(self.objective.totals, self.recipe.metrics, self.world > 1, self.replicas)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -228,7 +229,10 @@ class Pipeline:
     def __repr__(self) -> str:
         return f"Pipeline({self.plan}, rank {self.rank} of {self.world}, {self.clock} microbatches done)"
 
-    def _set_data(self, data: DataSource, start: int, microbatches: int, refetches: bool) -> None:
-        require_source(data, microbatches, refetches=refetches)
+    def _set_data(self, data: DataSource, start: int, microbatches: int, *, training: bool) -> int:
+        require_source(data, microbatches, refetches=training and self.plan.refetches)
+        if self.replicas is not None:
+            data, microbatches = self.replicas.share(data, microbatches, evaluation=not training)
         for port in (self._source, self.objective):
-            port.start(data if self.replicas is None else Share(data, self.plan.layout, self.replica), start, microbatches)
+            port.start(data, start, microbatches)
+        return microbatches

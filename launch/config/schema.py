@@ -205,6 +205,7 @@ class CheckpointConfig:
 
     every: int | None = key(integer(1), None)
     keep: int = key(integer(0))
+    mirror: int | None = key(integer(1), None)
     background: bool = MISSING
 
 
@@ -220,6 +221,7 @@ class ClusterConfig:
     heartbeat: int = key(integer(1))
     flight_recorder: int = key(integer(0))
     dumps: str | None = None
+    elastic: bool = False
 
 
 @dataclass

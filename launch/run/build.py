@@ -25,6 +25,7 @@ from petra.settings import Numerics, Runtime, TransportName
 from petra.specs import TensorSpec
 from petra.staleness import Prediction, Remedy
 from petra.training import Schedule
+from petra.transport.membership import Membership
 
 from ..config.names import is_own
 from ..config.options import options
@@ -71,13 +72,17 @@ class Setup:
         plan = _plan(self.config, self.plan.model, method, stages, self.processes, self.device)
         return replace(self, plan=plan, auto=frozenset())
 
-    def data(self) -> tuple[TrainSource, EvalSource]:
+    def data(self, membership: Membership | None = None) -> tuple[TrainSource, EvalSource]:
         """Return this rank's part of the data. Every rank must call this method.
+
+        Args:
+            membership: Agreement on the replicas that take part; None if none may be lost.
 
         Raises:
             PetraError: If the data set cannot be used. Raised on every rank.
         """
-        return data_sources(self.config.data, self.config.seed, self.plan.layout, self.config.trainer.timeout)
+        replicas = None if membership is None else membership.generation.replicas
+        return data_sources(self.config.data, self.config.seed, self.plan.layout, self.config.trainer.timeout, replicas)
 
     def learning_rate(self, microbatches_per_epoch: int) -> Schedule:
         """Return the learning rate schedule of all stages. With ``optim.scaling=goyal``, its peak depends on batch_size * k."""
@@ -99,9 +104,9 @@ class Setup:
             remedy=_remedy(self.config, learning_rate.microbatches_per_epoch),
         )
 
-    def pipeline(self, learning_rate: Schedule) -> Pipeline:
+    def pipeline(self, learning_rate: Schedule, membership: Membership | None = None) -> Pipeline:
         """Build this rank's part of the pipeline."""
-        return Pipeline.from_plan(self.plan, self.recipe(learning_rate), self.runtime)
+        return Pipeline.from_plan(self.plan, self.recipe(learning_rate), self.runtime, membership)
 
     @property
     def runtime(self) -> Runtime:

@@ -5,6 +5,7 @@ With replicas, the rank of each replica's first stage reads the replica's share.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import NamedTuple
 
@@ -84,7 +85,9 @@ def _form_of(dataset: Dataset, batch_size: int) -> TensorSpec:
     return TensorSpec((batch_size, *sample.shape[1:]), sample.dtype)
 
 
-def data_sources(config: DataConfig, seed: int, layout: Layout, timeout: float = TIMEOUT) -> tuple[TrainSource, EvalSource]:
+def data_sources(
+    config: DataConfig, seed: int, layout: Layout, timeout: float = TIMEOUT, replicas: Sequence[int] | None = None
+) -> tuple[TrainSource, EvalSource]:
     """Return the data sources for training and for evaluation. Every rank must call this function.
 
     In each replica, only the rank of the first stage opens files, so only its machine needs them. A data set outside the package
@@ -92,21 +95,25 @@ def data_sources(config: DataConfig, seed: int, layout: Layout, timeout: float =
 
     Args:
         timeout: Seconds to wait for a microbatch from a worker process.
+        replicas: Indices of the replicas that take part, in the order of their ranks; None for all. If some take no part, the
+            source for evaluation returns whole microbatches, because the others evaluate their shares.
 
     Raises:
         PetraError: If the data set can't be used, or replicas have different data sets. Raised on every rank.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    replica, process = layout.locate(rank)
+    position, process = layout.locate(rank)
+    replica = position if replicas is None else replicas[position]
     with raise_on_all_ranks():
         loaded = load(config) if process == 0 or is_own(config.name) else None
     last = sum(bool(stages) for stages in layout.processes) - 1
     dataset = _distribute(loaded, rank, first=rank - process, last=rank - process + last)
     rows = layout.inputs.shape[0]
     share = slice(replica * rows, (replica + 1) * rows)
+    complete = replicas is None or len(replicas) == layout.dp
     return (
         TrainSource(dataset, config.batch_size, seed, config.augment, config.workers, share, timeout),
-        EvalSource(dataset, config.batch_size, config.workers, share, timeout),
+        EvalSource(dataset, config.batch_size, config.workers, share if complete else slice(None), timeout),
     )
 
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from petra.errors import invalid, require
 
+from .starts import agree_on_start
+
 if TYPE_CHECKING:
     import torch
     from torch.distributed.distributed_c10d import Store
@@ -120,9 +122,10 @@ class Process:
             return
         limit = timedelta(seconds=timeout)
         store, _, _ = next(rendezvous("env://", timeout=limit))
-        # torchrun keeps its store across restarts, and one process may open several groups in turn. A prefix keeps each group
-        # from reading the keys of earlier ones.
-        store = PrefixStore(f"start{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}_{next(_group_numbers)}", store)
+        # torchrun keeps its store across restarts, and one process may open several groups in turn. Prefixes keep each group from
+        # reading the keys of earlier ones.
+        store = PrefixStore(f"group{next(_group_numbers)}", store)
+        store = PrefixStore(agree_on_start(store, self.rank, self.world, limit), store)
         if on_gpu:
             uuid = str(torch.cuda.get_device_properties(device).uuid)
             require_distinct_gpus(PrefixStore("gpu", store), self.rank, self.world, uuid)

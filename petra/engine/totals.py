@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from petra.engine.data_parallel import Replicas
 from petra.engine.metrics import ConfusionMatrix, Metric, counts_of, size_of, values_of
 from petra.errors import NumericsError
 
@@ -86,10 +87,12 @@ def warn_without_update(k: int, microbatches: int, rank: int, *, watched: bool) 
         log.warning("k=%d: no update yet, after %d microbatches; the weights have not changed", k, microbatches)
 
 
-def reduce_totals(totals: Tensor, metrics: Mapping[str, Metric], distributed: bool) -> Result:
+def reduce_totals(totals: Tensor, metrics: Mapping[str, Metric], distributed: bool, replicas: Replicas | None) -> Result:
     """All-reduce summed reports and return the means over targets, or zeros if no target counts."""
     totals = totals.cpu()
-    if distributed:
+    if replicas is not None:
+        replicas.total(totals)
+    elif distributed:
         dist.all_reduce(totals)
     targets, loss, *sums = totals.tolist()
     return Result(int(targets), loss / max(targets, 1), values_of(metrics, targets, sums), counts_of(metrics, sums))
