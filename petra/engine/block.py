@@ -15,7 +15,6 @@ parameters. A split backward pass leaves the gradients of the parameters to a fu
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -32,10 +31,9 @@ from petra.engine.twin import TwinFunction
 from petra.engine.weights import WeightVersion, WeightVersions, weight_versions
 from petra.errors import ModelError
 from petra.method import Keep, Weights
-from petra.reversible import Gradients, Grid, LaterGradients, differentiate, differentiate_inputs, frozen_statistics
+from petra.reversible import Gradients, Grid, LaterGradients, differentiate, differentiate_inputs
 from petra.specs import Streams, detached, in_own_memory
 
-log = logging.getLogger(__name__)
 Propagate = Callable[[int, Streams, Streams, WeightVersion | None], tuple[Streams, Streams, LaterGradients]]
 """Function of microbatch, input or output, gradient and weights, which returns what :meth:`BlockRunner.backward` does."""
 
@@ -102,6 +100,7 @@ class BlockRunner(ABC):
         self.function, self.versions, self.parameters = function, versions, function.parameters
         self.forward_function, self._graphs = function, graphs
         self.stored: dict[int, Stored] = {}
+        self._trained = tuple(self.parameters.values())
         self._input_needs_gradient, self._overwritten, self._beside = input_needs_gradient, overwritten, beside
         self._split: bool | None = None if split else False  # None until the first forward pass
 
@@ -126,18 +125,12 @@ class BlockRunner(ABC):
         """
 
     def replay(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
-        """Run the forward pass of microbatch ``m`` again with a graph; nothing is stored or updated."""
-        with torch.enable_grad(), frozen_statistics(self.function.normalisations):
+        """Run the forward pass of microbatch ``m`` again; nothing is stored or updated."""
+        with self.function.frozen_statistics():
             return self.function(m, x, version)
 
     def _choose_version(self, m: int, x: Streams) -> WeightVersion | None:
         """Return the weights for the forward pass of microbatch ``m``, and stash them if the backward pass needs them too."""
-        if self.function.uses_rng is None:
-            self.function.detect_rng(x)
-            self.forward_function.uses_rng = self.function.uses_rng
-            if self._graphs is not None and self.function.uses_rng:
-                log.info("trainer.cuda_graphs: %s draws random numbers, so it is not captured", type(self.function.module).__name__)
-                self._graphs = None
         if self._split is None:
             self._split = not self.function.recomputes(x)
         version = self.versions.for_forward(m)
@@ -148,7 +141,7 @@ class BlockRunner(ABC):
         self, propagate: Propagate, m: int, x: Streams, dy: Streams, version: WeightVersion | None
     ) -> tuple[Streams, Streams, LaterGradients]:
         """Return ``propagate(m, x, dy, version)``, as a CUDA graph if the block has graphs."""
-        if self._graphs is None or version is not None:
+        if self._graphs is None or version is not None or self.function.draws is not False:
             return propagate(m, x, dy, version)
         return self._graphs.backward(lambda tensors, gradients: propagate(m, tensors, gradients, None), x, dy)
 
@@ -159,12 +152,11 @@ class BlockRunner(ABC):
 
     def _recomputing(self) -> AbstractContextManager[None]:
         """Return the context of an evaluation of the block in a backward pass."""
-        forbidden = self._beside and self.function.uses_rng
+        forbidden = self._beside and self.function.draws is not False
         return _without_hooks(self.function.module, HOOKS_BESIDE) if forbidden else nullcontext()
 
     def _differentiate(self, stored: Stored, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, LaterGradients]:
-        parameters = list(self.parameters.values())
-        weights: Sequence[Tensor] = parameters if version is None else [version[name] for name in self.parameters]
+        weights: Sequence[Tensor] = self._trained if version is None else [version[name] for name in self.parameters]
         connected = [(y, d) for y, d in zip(stored.outputs, dy, strict=True) if y.requires_grad]
         if not connected:  # neither the data nor any weight needs a gradient
             return detached(stored.inputs), (), dict
@@ -173,10 +165,10 @@ class BlockRunner(ABC):
         # Activation checkpointing inside the block reads the parameters again.
         with nullcontext() if self._beside and self.keep is Keep.GRAPH else self.function.using(version):
             found, later = (differentiate_inputs if self._split else differentiate)(outputs, inputs, weights, gradients)
-        dx = tuple(torch.zeros_like(t) if d is None else d for t, d in zip(inputs, found, strict=True))
+        dx = tuple([torch.zeros_like(t) if d is None else d for t, d in zip(inputs, found, strict=True)])
 
         def of_parameters() -> Gradients:
-            return {p: g for p, g in zip(parameters, later(), strict=True) if g is not None}
+            return {p: g for p, g in zip(self._trained, later(), strict=True) if g is not None}
 
         return detached(stored.inputs), dx, of_parameters
 
@@ -206,8 +198,8 @@ class Recompute(BlockRunner):
 
     def forward(self, m: int, x: Streams) -> Streams:
         version = self._choose_version(m, x)
-        with torch.no_grad(), frozen_statistics(self.forward_function.normalisations):
-            if self._graphs is None or version is not None:
+        with self.forward_function.frozen_statistics():
+            if self._graphs is None or version is not None or self.function.draws is not False:
                 y = self.forward_function(m, x, version)
             else:
                 y = self._graphs.forward(lambda tensors: self.function(m, tensors, None), x)
@@ -253,8 +245,8 @@ class Reconstruct(BlockRunner):
 
     def forward(self, m: int, x: Streams) -> Streams:
         version = self._choose_version(m, x)
-        with torch.no_grad(), frozen_statistics(self.forward_function.normalisations):
-            if self._graphs is None or version is not None:
+        with self.forward_function.frozen_statistics():
+            if self._graphs is None or version is not None or self.function.draws is not False:
                 return self.forward_function(m, x, version)
             return self._graphs.forward(lambda tensors: self.function(m, tensors, None), x)
 
@@ -292,7 +284,6 @@ def block_runner(
     input_needs_gradient: bool,
     autocast: torch.dtype | None,
     stale: bool = False,
-    concurrent: bool = False,
     beside: bool = False,
     pools: Pools | None = None,
     grid: Grid | None = None,
@@ -310,7 +301,6 @@ def block_runner(
         input_needs_gradient: False for the first block of the model, which takes the data.
         autocast: Type in which the block computes, or None.
         stale: Whether updates may come between the passes of a microbatch.
-        concurrent: Whether other blocks run at the same time in other threads.
         beside: Whether forwards run in one thread while backwards run in another.
         pools: Memory pools for CUDA graphs of the passes; None to launch each kernel. Blocks that store their graph have none.
         grid: Grid for exact streams, or None.
@@ -319,8 +309,7 @@ def block_runner(
     """
     graphs = None if pools is None or keep is Keep.GRAPH else BlockGraphs(module, pools)
     kinds: dict[Keep, type[BlockRunner]] = {kind.keep: kind for kind in (KeepGraph, Recompute, Refetch, Reconstruct)}
-    detects_rng = concurrent or beside or graphs is not None
-    function = BlockFunction(module, seed=seed, autocast=autocast, detects_rng=detects_rng, grid=grid)
+    function = BlockFunction(module, seed=seed, autocast=autocast, grid=grid)
     versions = weight_versions(function.parameters, weights, keeps_graph=keep is Keep.GRAPH, k=k)
     runner = kinds[keep](
         function,

@@ -105,7 +105,6 @@ def build_stages(
             stale=stage.staleness > 0,
             returns_input=j > 0 and returns_activations(plan.stages[j - 1].keeps[-1]),
             channels_last=plan.numerics.channels_last,
-            concurrent=runtime.concurrency > 1 or beside,
             beside=beside and j in overlapped_stages(plan.boundary_delays),
             pools=Pools.create() if runtime.cuda_graphs else None,
             grid=build_grid(plan, device),

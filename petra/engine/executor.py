@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
+
 from petra.engine.early_stop import EarlyStop
 from petra.engine.steps import BoundStep, StepRunner
 from petra.engine.worker import Worker
@@ -84,7 +86,7 @@ class Executor:
             ModelError: If a parameter was frozen or unfrozen since the pipeline was built.
         """
         for worker in self._workers.values():
-            worker.stage.gradients.check_trained(worker.index + 1)
+            worker.begin_run()
             for runner in worker.stage.runners:
                 runner.prepare_training()
         plan = self._plan
@@ -123,23 +125,24 @@ class Executor:
             part.shifted(shift, shift // mine.period * mine.length)
             for shift, part in (mine if early is None else mine.iterate(early))
         )
-        for round_, following in _with_next(mine_shifted) if looks_ahead else _alone(mine_shifted):
-            for part in (round_.steps, round_.second_parts) if round_.second_parts else (round_.steps,):
-                if self._runner is not None:
-                    self._runner.run(part, following)
-                else:  # few calls lie between train() and a block
-                    for step in part:
-                        try:
-                            step.call(step.microbatch)
-                        except Exception as error:
-                            step.locate(error)
-                            raise
-                if transport is not None and round_.transfers and part is round_.steps:
-                    self._exchange(transport, round_.transfers, training)
-            if self._on_completed is not None and round_.completed is not None:
-                self._on_completed(round_.completed)
-        for worker in self._workers.values():
-            worker.drain()
+        with torch.no_grad():  # blocks record the graphs that they need
+            for round_, following in _with_next(mine_shifted) if looks_ahead else _alone(mine_shifted):
+                for part in (round_.steps, round_.second_parts) if round_.second_parts else (round_.steps,):
+                    if self._runner is not None:
+                        self._runner.run(part, following)
+                    else:  # few calls lie between train() and a block
+                        for step in part:
+                            try:
+                                step.call(step.microbatch)
+                            except Exception as error:
+                                step.locate(error)
+                                raise
+                    if transport is not None and round_.transfers and part is round_.steps:
+                        self._exchange(transport, round_.transfers, training)
+                if self._on_completed is not None and round_.completed is not None:
+                    self._on_completed(round_.completed)
+            for worker in self._workers.values():
+                worker.drain()
         if transport is not None:
             transport.finish()
         self._drained = True

@@ -40,7 +40,8 @@ class BoundStep(NamedTuple):
     def located(self, part: Callable[[], None]) -> None:
         """Call a part of the step. Exceptions get a note that names stage, microbatch and pass."""
         try:
-            part()
+            with torch.no_grad():  # blocks record the graphs that they need
+                part()
         except Exception as error:
             self.locate(error)
             raise

@@ -24,8 +24,8 @@ class TwinFunction(BlockFunction):
     """
 
     def __init__(self, function: BlockFunction) -> None:
-        super().__init__(twin(function.module), seed=function.seed, autocast=function.autocast, detects_rng=True)
-        self.uses_rng = function.uses_rng
+        super().__init__(twin(function.module), seed=function.seed, autocast=function.autocast)
+        self._function = function
         self._called = False
 
     def __call__(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
@@ -34,6 +34,7 @@ class TwinFunction(BlockFunction):
         before = buffer_marks(self.module)
         y = super().__call__(m, x, version)
         require_unchanged(self.module, before)
+        self._function.draws = self.draws
         self._called = True
         return y
 

@@ -47,6 +47,16 @@ class Worker:
         self.lag, self._unfinished = lag, deque[int]()  # microbatches whose gradients of the parameters are missing
         self.t = 0
 
+    def begin_run(self) -> None:
+        """Prepare for a run of training.
+
+        Raises:
+            ModelError: If a parameter was frozen or unfrozen since the pipeline was built.
+        """
+        self.stage.gradients.check_trained(self.index + 1)
+        for runner in self.stage.runners:
+            runner.function.begin_run()
+
     def forward(self, m: int) -> None:
         """Receive x_(j−1), run the stage, and send x_j."""
         (x,) = self._receive(self.upstream, self.index - 1, m)
