@@ -42,6 +42,7 @@ __all__ = [
     "set_recompile_limit",
     "skips_steps",
     "storage_key",
+    "vector_jacobian_products",
     "version",
 ]
 
@@ -119,6 +120,23 @@ def preserve_version_counter(tensors: tuple[Tensor, ...]) -> AbstractContextMana
         raise PetraError(f"torch {torch.__version__} can't update weights of stored graphs: use method.keep=input or another torch")
     context: AbstractContextManager[None] = found(tensors)
     return context
+
+
+autograd_engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+
+
+def vector_jacobian_products(outputs: Tensors, inputs: Tensors, gradients: Tensors) -> tuple[Tensor | None, ...]:
+    """Return the vector-Jacobian products of ``outputs`` with respect to ``inputs``; None for inputs that were not used.
+
+    ``torch.autograd.grad`` checks and converts its arguments in Python, which takes half as long as the backward pass of a small
+    block. Autograd's engine checks shapes and types too. Without it, the public function is used.
+    """
+    if autograd_engine is None:
+        return torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+    found: tuple[Tensor | None, ...] = autograd_engine.run_backward(
+        tuple(outputs), tuple(gradients), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+    )
+    return found
 
 
 def version(tensor: Tensor) -> int | None:

@@ -102,7 +102,6 @@ def build_stages(
             stale=stage.staleness > 0,
             returns_input=j > 0 and returns_activations(plan.stages[j - 1].keeps[-1]),
             channels_last=plan.numerics.channels_last,
-            concurrent=runtime.concurrency > 1,
             grid=build_grid(plan, device),
             index=j,
             hooks=hooks,

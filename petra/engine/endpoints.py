@@ -13,7 +13,7 @@ from petra.engine.metrics import Metric, count_targets, size_of
 from petra.engine.staging import Read, staged
 from petra.errors import ConfigError, ModelError, invalid, require
 from petra.specs import Message, Streams, TensorSpec
-from petra.torch_private import storage_key
+from petra.torch_private import storage_key, vector_jacobian_products
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Function of (output, targets) that returns the mean over the targets that are not ignored."""
@@ -165,10 +165,10 @@ class Objective:
         """Take the output of microbatch ``m``, and compute its loss and gradient."""
         ((output,),) = message
         targets = self._targets(m)
+        count = count_targets(targets)
         loss, gradient = _loss_and_gradient(self.losses.training, output, targets)
-        # The mean over no targets is NaN.
-        gradient = torch.where(count_targets(targets) > 0, gradient, 0.0)
-        self._pending[m] = ((output,), (gradient,), (self._report(output, targets, loss),))
+        gradient, report = _unless_empty(count, gradient), self._report(output, targets, loss, count)
+        self._pending[m] = ((output,), (gradient,), (report,))
 
     def receive(self, m: int) -> Message:
         """Return the backward message of microbatch ``m``."""
@@ -185,19 +185,26 @@ class Objective:
         targets = self._targets(m)
         loss = self.losses.evaluation(output, targets)
         _require_scalar("loss", loss)
-        self.totals += self._report(output, targets, loss)
+        self.totals += self._report(output, targets, loss, count_targets(targets))
 
-    def _report(self, output: Tensor, targets: Tensor, loss: Tensor) -> Tensor:
-        count, metrics = count_targets(targets), {name: metric(output, targets) for name, metric in self.metrics.items()}
+    def _report(self, output: Tensor, targets: Tensor, loss: Tensor, count: Tensor) -> Tensor:
+        metrics = {name: metric(output, targets) for name, metric in self.metrics.items()}
         for name, value in metrics.items():
             if size_of(self.metrics[name]) == 1:
                 _require_scalar(f"metric {name}", value)
         report = torch.cat([v.double().view(-1) for v in (count, loss * count, *metrics.values())])
-        return torch.where(count > 0, report, 0.0)
+        return _unless_empty(count, report)
 
     def _targets(self, m: int) -> Tensor:
         assert self._read is not None
         return self._read(m)
+
+
+def _unless_empty(count: Tensor, values: Tensor) -> Tensor:
+    """Return ``values``, or zeros if ``count`` is 0: the mean over no targets is NaN."""
+    if count.is_cpu and count.item():  # reading a value on the CPU needs no synchronization
+        return values
+    return torch.where(count > 0, values, 0.0)
 
 
 def _require_scalar(name: str, value: object) -> None:
@@ -212,5 +219,7 @@ def _loss_and_gradient(loss: Loss, output: Tensor, targets: Tensor) -> tuple[Ten
     with torch.enable_grad():
         value = loss(output, targets)
     _require_scalar("loss", value)
-    (gradient,) = torch.autograd.grad(value, output)
+    (gradient,) = vector_jacobian_products([value], [output], [torch.ones_like(value)])
+    if gradient is None:
+        raise invalid("loss", "a function of the output", "one that does not depend on it", ModelError)
     return value.detach(), gradient

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from petra.errors import ModelError, require
+from petra.errors import ModelError, invalid
 from petra.specs import IGNORED, TensorSpec
 
 Metric = Callable[[Tensor, Tensor], Tensor]
@@ -47,9 +47,9 @@ def top5_correct(output: Tensor, targets: Tensor) -> Tensor:
 
 
 def _require_classes(name: str, targets: Tensor) -> None:
-    expected = "integer targets (for others, pass metrics= to Pipeline; metrics={} computes none)"
-    got = TensorSpec(tuple(targets.shape), targets.dtype)
-    require(not targets.is_floating_point(), f"metric {name}", expected, got, ModelError)
+    if targets.is_floating_point():
+        expected = "integer targets (for others, pass metrics= to Pipeline; metrics={} computes none)"
+        raise invalid(f"metric {name}", expected, TensorSpec(tuple(targets.shape), targets.dtype), ModelError)
 
 
 @dataclass(frozen=True)
