@@ -33,16 +33,12 @@ class Stage:
             microbatch, so they don't depend on the partition.
         k: Microbatches per update. Gradients are accumulated as their mean.
         seed: Seed of the run.
-        autocast: Type in which blocks compute, or None.
-        stale: Whether updates may come between the forward and the backward pass of a microbatch.
+        autocast, stale, beside, pools, fetch: As for :func:`petra.engine.block.block_runner`.
         returns_input: Whether the previous stage needs x̃, this stage's reconstructed or stored input, for its own backward pass.
         channels_last: Whether 4-d streams use the channels-last memory format.
-        beside: Whether forwards and backwards of this stage run at the same time in two threads.
-        pools: Memory pools for CUDA graphs of the passes of blocks (:mod:`petra.engine.graphs`), or None.
         grid: Grid for exact streams (:mod:`petra.reversible.grid`), or None.
         hooks: Hooks to call for each block, or None.
         split: Whether :meth:`backward` leaves the gradients of the parameters to :meth:`backward_weights`.
-        fetch: Returns the first stage's input for a microbatch again, if its first block does not store it.
         delay_compensation: Factor λ of :mod:`petra.staleness.delay_compensation`; 0 is off.
 
     Attributes:
