@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.distributed_c10d import Store
 
+START = timedelta(seconds=60)
+"""Time in which all ranks must start, however short the timeout of communication is. Programs load at different speeds."""
 _group_numbers = count()
 """Number of the next process group of this process."""
 
@@ -125,7 +127,7 @@ class Process:
         # torchrun keeps its store across restarts, and one process may open several groups in turn. Prefixes keep each group from
         # reading the keys of earlier ones.
         store = PrefixStore(f"group{next(_group_numbers)}", store)
-        store = PrefixStore(agree_on_start(store, self.rank, self.world, limit), store)
+        store = PrefixStore(agree_on_start(store, self.rank, self.world, max(limit, START)), store)
         if on_gpu:
             uuid = str(torch.cuda.get_device_properties(device).uuid)
             require_distinct_gpus(PrefixStore("gpu", store), self.rank, self.world, uuid)
