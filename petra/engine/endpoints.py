@@ -202,7 +202,8 @@ class Objective:
 
 def _unless_empty(count: Tensor, values: Tensor) -> Tensor:
     """Return ``values``, or zeros if ``count`` is 0: the mean over no targets is NaN."""
-    if count.is_cpu and count.item():  # reading a value on the CPU needs no synchronization
+    # Reading a value on the CPU needs no synchronization. A fake tensor, of a subclass, has no value.
+    if type(count) is Tensor and count.is_cpu and count.item():
         return values
     return torch.where(count > 0, values, 0.0)
 
