@@ -31,7 +31,7 @@ DOCTOR_SECONDS = 180
 """Time limit of the doctor."""
 LARGE_MESSAGE = 64 * 10**6
 """Size in bytes above which NCCL certainly sends a message only when it is received. Tests of transports use larger ones."""
-VARIANTS: dict[str, dict[str, Any]] = {"": {}, ", compiled": {"compile": "inductor"}}
+VARIANTS: dict[str, dict[str, Any]] = {"": {}, ", graphs": {"cuda_graphs": True}, ", compiled": {"compile": "inductor"}}
 """Options of the runs that measure speed, by the end of their names."""
 
 

@@ -59,7 +59,7 @@ def build(options: dict[str, Any], device: torch.device) -> tuple[Pipeline, Rand
 
     Args:
         options: ``model``, ``batch``, ``method``, ``k``, and optionally ``width``, ``size``, ``stages``, ``delay``, ``transport``,
-            ``precision``, ``channels_last`` and ``compile``.
+            ``precision``, ``channels_last``, ``compile`` and ``cuda_graphs``.
     """
     method = METHODS[options["method"]]
     if "delay" in options:
@@ -81,7 +81,12 @@ def build(options: dict[str, Any], device: torch.device) -> tuple[Pipeline, Rand
         optimizer=sgd,
         learning_rate=lambda t: 0.01,
         numerics=Numerics(PRECISIONS[options.get("precision", "float32")], options.get("channels_last", False)),
-        runtime=Runtime(device, options.get("transport", "auto"), compile=options.get("compile")),
+        runtime=Runtime(
+            device,
+            options.get("transport", "auto"),
+            compile=options.get("compile"),
+            cuda_graphs=options.get("cuda_graphs", False),
+        ),
     )
     return pipeline, RandomData(inputs, classes)
 

@@ -26,6 +26,7 @@ def findings(run: Run, folder: Path) -> dict[str, Any]:
 def test_tiny_parts_pass_and_make_a_report(tmp_path: Path) -> None:
     runs = {run.name: run for run in plan(2, tiny=True)}
     parts = []
+    runs[NAMES[-1]].options["cuda_graphs"] = True
     for run in (runs[name] for name in NAMES):
         assert run.options["device"] == "cuda"
         found = findings(run, tmp_path)
