@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CUDA_VENV ?= .venv-cuda
 CUDA_TORCH := torch==2.14.1
 
-.PHONY: check cuda-torch demo docs lint test test-cuda-build
+.PHONY: check demo docs lint test test-cuda-build
 
 TESTS := $(BIN)/python -m pytest -n 2 --dist worksteal
 
@@ -30,9 +30,6 @@ test-cuda-build: $(CUDA_VENV)/installed
 	$(CUDA_VENV)/bin/petra doctor trainer.device=cpu
 	OMP_NUM_THREADS=1 $(CUDA_VENV)/bin/petra train --nproc 2 data=synthetic data.images=64 data.batch_size=8 model.width=0.0625 \
 		trainer.epochs=1 trainer.device=cpu run_dir=$(CUDA_VENV)/run
-
-cuda-torch:
-	@echo $(CUDA_TORCH)
 
 # the documentation site, in build/site
 docs: $(VENV)/installed

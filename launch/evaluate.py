@@ -1,13 +1,14 @@
 """Evaluate the trained network of a run on the test data, in one process or in several under torchrun.
 
-``petra evaluate run=FOLDER [weights=FILE] [key=value ...]``
+``petra evaluate run=FOLDER [weights=FILE] [pictures=N] [key=value ...]``
 
     run      folder of a run, which may still be training
     weights  file of exported weights, or folder of a checkpoint. Default: ema.* in the run's folder if it exists, else model.*,
              else the run's best checkpoint, with its moving average if it has one
+    pictures for segmentation: write overlays of the first N test images, and a table of the classes, to FOLDER/pictures
     key      any key of the run's configuration, such as data.root, data.batch_size, trainer.device or trainer.limit_batches
 
-Prints one JSON object: loss in nats, accuracies between 0 and 1.
+Prints one JSON object: loss in nats, accuracies between 0 and 1, for segmentation also the intersection over union of each class.
 """
 
 from __future__ import annotations
@@ -37,17 +38,32 @@ def main(arguments: list[str] | None = None) -> None:
         return
     process = Process.from_environment()
     with report_errors(process):
-        folder, weights, config = parse(words)
+        pictures, others = number_of_pictures(words)
+        folder, weights, config = parse(others)
         import torch
 
         from .run.evaluation import evaluate
+        from .run.pictures import Pictures
         from .run.resume import trained_weights
 
         if arguments is None:
             torch.set_num_interop_threads(1)
-        numbers = evaluate(config, weights or trained_weights(folder, "run"), process)
+        place = Pictures(folder / "pictures", pictures) if pictures else None
+        numbers = evaluate(config, weights or trained_weights(folder, "run"), process, place)
         if process.first:
             print(json.dumps(numbers), flush=True)
+
+
+def number_of_pictures(words: list[str]) -> tuple[int, list[str]]:
+    """Return the number of pictures that the command line asks for, and its other words.
+
+    Raises:
+        ConfigError: If the number is not an integer >= 1.
+    """
+    found = [word.removeprefix("pictures=") for word in words if word.startswith("pictures=")]
+    for value in found:
+        require(value.isdecimal() and int(value) >= 1, "pictures", "an integer >= 1", value)
+    return int(found[-1]) if found else 0, [word for word in words if not word.startswith("pictures=")]
 
 
 def parse(words: list[str]) -> tuple[Path, Path | None, Config]:

@@ -13,12 +13,14 @@ from petra.errors import invalid
 from . import own_module
 from .runtime.agent import run_agent
 from .runtime.rank import Process
+from .runtime.signals import stop_before_start
 from .runtime.terminal import command
 
 
 @command
 def main() -> None:
     """Check the configuration, then run torchrun's agent."""
+    stop_before_start()
     from .config.compose import training_configs
 
     parser = argparse.ArgumentParser(
@@ -44,6 +46,10 @@ def main() -> None:
     processes = options.processes or torch.cuda.device_count() or 1
     for config in configs:
         set_up(config, Process(rank=0, world=processes, local_rank=0, local_world=processes))
+    if configs[0].cluster.elastic:
+        from .runtime.replicas import run_replicas
+
+        run_replicas(processes, configs[0].dp, own_module("launch.train"), overrides)
     run_agent(["--standalone", "--nproc-per-node", str(processes)], own_module("launch.train"), overrides)
 
 

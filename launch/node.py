@@ -12,6 +12,10 @@ Environment variables describe the node. In each row, the first variable that is
 
 The number of processes is an integer, ``auto`` (one for each GPU, or for each core without a GPU), or a list with a number for
 each node, such as 8,2. Ranks are assigned node by node, so neighbouring stages share a node wherever possible.
+
+With NPROC, the processes of the whole run are counted first, and the row "processes on this node" is the most that a node takes:
+the first nodes are filled. ``NPROC=stages`` means one process for each stage, so with eight GPUs per node, RevNet-18 has 8 + 2
+processes and RevNet-34 has 8 + 8 + 2. If the nodes together take fewer, all are used, and some processes run several stages.
 """
 
 from __future__ import annotations
@@ -19,16 +23,20 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from petra.errors import invalid, require
 
 from . import own_module
 from .runtime.agent import run_agent
+from .runtime.signals import stop_before_start
 from .runtime.terminal import command
 
 WORDS = ("auto", "cpu", "gpu")
+STAGES = "stages"
+TRAIN = "launch.train"
 
 
 @dataclass(frozen=True)
@@ -83,10 +91,82 @@ class Node:
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Run the processes of this node."""
+    stop_before_start()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--module", default="launch.train", help="module to run: launch.train (default) or launch.doctor")
+    parser.add_argument("--module", default=TRAIN, help="module to run: launch.train (default) or launch.doctor")
     options, overrides = parser.parse_known_args(arguments)
-    run_agent(Node.from_environment(os.environ).flags(), own_module(options.module), overrides)
+    node = Node.from_environment(os.environ)
+    if wanted := os.environ.get("NPROC"):
+        found = _shares(wanted, node, options.module, overrides)
+        if found is None:
+            return
+        node = replace(node, processes=str(found[node.rank]))
+    run_agent(node.flags(), own_module(options.module), overrides)
+
+
+def share(processes: int, room: Sequence[int]) -> list[int]:
+    """Return the number of processes on each node: the first nodes are filled, and each node has at least one.
+
+    Args:
+        processes: Number of processes of the run.
+        room: Number of processes that each node takes.
+
+    Raises:
+        ConfigError: If there are more processes than room, or fewer than nodes.
+    """
+    nodes = len(room)
+    require(nodes <= processes <= sum(room), "NPROC", f"{nodes} to {sum(room)} on {nodes} node(s) with {_sum(room)}", processes)
+    result: list[int] = []
+    for i, most in enumerate(room):
+        result.append(min(most, processes - sum(result) - (nodes - i - 1)))
+    return result
+
+
+def room_on_nodes(environment: Mapping[str, str], nodes: int, gpus: int) -> list[int] | None:
+    """Return how many processes each node takes. None if neither a variable nor the GPUs of this node limit their number.
+
+    Args:
+        nodes: Number of nodes.
+        gpus: Number of GPUs of this node.
+
+    Raises:
+        ConfigError: If a variable has an invalid value.
+    """
+    found = [_processes(environment, nodes, rank) for rank in range(nodes)]
+    if all(value in WORDS for value in found):
+        return [gpus] * nodes if gpus else None
+    require(not {*found} & {*WORDS}, "NPROC_PER_NODE", "only numbers in a list with NPROC", ",".join(found))
+    return [int(value) for value in found]
+
+
+def _shares(wanted: str, node: Node, module: str, overrides: list[str]) -> list[int] | None:
+    """Return the number of processes on each node for a value of NPROC. None with ``--help``.
+
+    Raises:
+        PetraError: If the value or the configuration is invalid.
+    """
+    valid = wanted == STAGES or (wanted.isdecimal() and int(wanted) >= 1)
+    require(valid, "NPROC", f"an integer >= 1, or {STAGES}", wanted)
+    if wanted == STAGES:
+        from .run.stages import count_stages
+
+        sys.argv[1:] = overrides
+        stages = count_stages(arguments_required=module == TRAIN)
+        if stages is None:
+            return None
+        room = room_on_nodes(os.environ, node.nodes, stages.gpus)
+        total, note = stages.most(None if room is None else sum(room)), f" for the {stages}"
+    else:
+        room = room_on_nodes(os.environ, node.nodes, gpus=0)
+        total, note = int(wanted), ""
+    result = share(total, [-(-total // node.nodes)] * node.nodes if room is None else room)
+    if node.rank == 0:
+        print(f"{total} process(es){note}: {_sum(result)} on {node.nodes} node(s)", flush=True)
+    return result
+
+
+def _sum(numbers: Sequence[int]) -> str:
+    return " + ".join(map(str, numbers))
 
 
 def first_host(nodes: str) -> str:

@@ -22,9 +22,11 @@ from petra.cost_model.autotune import Tuned, tune
 from petra.cost_model.costs import BlockCost, count_blocks, profile_blocks
 from petra.cost_model.links import Link
 from petra.cost_model.machines import Machines
+from petra.cost_model.memory import predict_memory
 from petra.cost_model.simulator import Prediction, predict, simulate
 from petra.errors import ConfigError, require
 from petra.method import METHODS, Method, Split
+from petra.plan import make_plan
 from petra.plan.transport import simulated_transport
 from petra.settings import TransportName
 
@@ -32,7 +34,9 @@ from .config.compose import compose_overrides
 from .config.machines import read_machines
 from .config.schema import Config
 from .run import recipe
-from .run.build import PRECISIONS, set_up
+from .run.build import PRECISIONS, Setup, set_up
+from .run.data import describe_inputs
+from .run.dry_run import targets_of
 from .run.markdown import aligned_table
 from .runtime.rank import Process
 from .runtime.terminal import command
@@ -156,10 +160,32 @@ def report(config: Config, options: argparse.Namespace) -> str:
         best = recommend(rows)
         lines += [aligned_table(HEADER, [row.cells(samples) for row in sorted(rows, key=lambda row: row.prediction.period)]), ""]
         lines.append(f"recommended: {setting(best)}")
+        lines += fullest_device(setup, best, count)
         if options.out is not None:
             _draw(options.out, rows, best, machines, config.k, transport)
             lines.append(f"figure: {options.out}")
     return "\n".join([*lines, *(["", "not possible:", *refused] if refused else [])])
+
+
+def fullest_device(setup: Setup, row: Row, devices: int) -> list[str]:
+    """Return a line with the memory of a row's fullest device, with every allocation of the engine counted."""
+    try:
+        plan = make_plan(
+            setup.plan.model,
+            setup.plan.inputs,
+            method=row.method,
+            k=setup.plan.k,
+            stages=row.tuned.stages,
+            processes=devices,
+            numerics=setup.plan.numerics,
+            device_type="cuda",
+            refetch=describe_inputs(setup.config.data).refetch,
+        )
+    except ConfigError as error:
+        return [f"memory of its fullest device: not known ({error})"]
+    fullest = max(range(devices), key=row.prediction.memory.__getitem__)
+    found = predict_memory(plan, setup.recipe(setup.learning_rate(1)), targets_of(setup), process=fullest)
+    return [f"memory of its fullest device, {fullest + 1}, with messages and stashed weights: {found.total / 1e9:.3g} GB"]
 
 
 def setting(row: Row) -> str:

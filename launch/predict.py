@@ -28,9 +28,10 @@ from .run.build import set_up
 from .run.resume import read_weights, trained_weights
 from .runtime.rank import Process
 from .runtime.reporting import report_errors
-from .runtime.terminal import words_or_help
+from .runtime.terminal import command, words_or_help
 
 
+@command
 def main(arguments: list[str] | None = None) -> None:
     """Print a prediction for each image."""
     words = words_or_help(arguments, __doc__)

@@ -18,7 +18,7 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from .config.compose import hydra_errors, require_arguments
+from .config.compose import hydra_errors, require_arguments, search_path
 from .run.jobs import Job, check_job, run_here, submit
 from .run.markdown import table
 from .runtime.terminal import command
@@ -40,8 +40,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs", "sweep"), help="folder of the sweep (default: runs/sweep)")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes of each run on this machine (default: 1)")
     parser.add_argument("--slurm", metavar="OPTIONS", help="submit the runs to Slurm with these options of sbatch, which may be ''")
+    parser.add_argument("--config-dir", metavar="FOLDER", help="further folder with configuration files, searched after conf/")
     options, overrides = parser.parse_known_args(arguments)
     require_arguments(overrides)
+    if options.config_dir is not None:
+        overrides.insert(0, search_path(options.config_dir))
     sweep = jobs(overrides, options.out.resolve())
     for config in [job.config for job in sweep]:  # checks all values before the first job is planned
         check_job(config, options.processes, here=options.slurm is None)

@@ -64,6 +64,11 @@ def bind_device(device: torch.device | str) -> torch.device:
     return device
 
 
+def is_communication_error(error: Exception) -> bool:
+    """Return whether torch.distributed raised the error. gloo has no error class of its own."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
 @contextmanager
 def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raise the same error on every rank if the body raises a :class:`PetraError` on any rank.

@@ -27,8 +27,8 @@ class Hook:
     """Base class of observers. Every event does nothing by default.
 
     Stages, blocks and microbatches ``m`` count from 0; ``block`` is an index into the whole model. Events receive the
-    run's own tensors: clone what you keep, and never write to them. Events are emitted in the thread that runs the stage. If an
-    exception ends a run, the ``_end`` events of unfinished work are not emitted.
+    run's own tensors: clone what you keep, and never write to them. Events are emitted in the thread that runs the stage,
+    with gradients disabled. If an exception ends a run, the ``_end`` events of unfinished work are not emitted.
     """
 
     def train_begin(self, start: int, stop: int) -> None:

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from petra.distributed import all_gather_objects, bind_device
-from petra.engine.build import Recipe, build_remedies, build_stages, build_workers, check_range, load_blocks
-from petra.engine.data_parallel import Replicas, Share, ShareObjective
+from petra.engine.build import Recipe, build_remedies, build_stages, build_workers, check_drained, load_blocks
+from petra.engine.data_parallel import ShareObjective
+from petra.engine.elastic import make_replicas
 from petra.engine.endpoints import DataPort, DataSource, Loss, Losses, Objective, require_source
 from petra.engine.executor import Executor, stage_threads
 from petra.engine.global_clip import GlobalClip
-from petra.engine.metrics import Metric, correct_predictions
+from petra.engine.metrics import Metric, correct_predictions, size_of
 from petra.engine.stage import evaluating
 from petra.engine.totals import Result, Totals, reduce_totals, warn_without_update
 from petra.engine.update import OptimizerFactory
@@ -29,6 +30,9 @@ from petra.settings import Numerics, Runtime
 from petra.specs import TensorSpec
 from petra.staleness import Remedy
 from petra.transport import check_ranks_agree, connect, open_transport
+from petra.transport.membership import Membership
+
+DEFAULT = Runtime()
 
 
 class Pipeline:
@@ -46,7 +50,7 @@ class Pipeline:
         dp: Number of replicas. Each takes an equal share of every microbatch (docs/data_parallel.md).
         learning_rate: Maps the number of microbatches done to a learning rate; None keeps the optimizer's own.
         loss: Mean loss of (output, targets); :class:`Losses` for two different ones. Targets of -100 do not count.
-        metrics: Metrics by name, each a sum over targets. By default ``accuracy``, the number of correct predictions.
+        metrics: Metrics by name: sums over targets, or confusion matrices. By default ``accuracy``, the correct predictions.
         seed: Seed of the weights and of the random numbers that blocks draw.
         numerics: Number formats and memory layouts.
         runtime: Device, transport, threads and compilation.
@@ -103,33 +107,34 @@ class Pipeline:
             numerics=numerics,
             transport=runtime.transport,
             device_type=torch.device(runtime.device).type,
-            metrics=len(metrics),
+            metrics=sum(map(size_of, metrics.values())),
             refetch=runtime.refetch,
         )
         self._build(plan, Recipe(optimizer, learning_rate, losses, metrics, seed, rules, remedy), runtime)
 
     @classmethod
-    def from_plan(cls, plan: Plan, recipe: Recipe, runtime: Runtime = Runtime()) -> Pipeline:  # noqa: B008 (frozen)
-        """Build the pipeline of a plan, which must have been made for the current number of ranks."""
+    def from_plan(cls, plan: Plan, recipe: Recipe, runtime: Runtime = DEFAULT, membership: Membership | None = None) -> Pipeline:
+        """Build the pipeline of a plan for the current ranks. With a membership, replicas may be lost while it trains."""
         pipeline = cls.__new__(cls)
-        pipeline._build(plan, recipe, runtime)
+        pipeline._build(plan, recipe, runtime, membership)
         return pipeline
 
-    def _build(self, plan: Plan, recipe: Recipe, runtime: Runtime) -> None:
+    def _build(self, plan: Plan, recipe: Recipe, runtime: Runtime, membership: Membership | None = None) -> None:
         recipe.check(plan)
         self.plan, self.recipe, self.concurrency = plan, recipe, runtime.concurrency
-        self.device = bind_device(runtime.device)
+        device = self.device = bind_device(runtime.device)
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.replica, process = plan.layout.locate(self.rank)
+        position, process = plan.layout.locate(self.rank)
+        self.replica = position if membership is None else membership.replica
         self.hooks, self.clock = Hooks(), 0
         self.measures: list[Callable[[], dict[str, float]]] = []
-        self._totals = Totals(len(recipe.metrics), plan.layout.dp, self.device)
+        self._totals = Totals(recipe.metrics, plan.layout.dp, self.device)
         self._source = DataPort(plan.layout.inputs, self.device, plan.numerics.channels_last, self._totals.add)
         self.objective = (Objective if plan.layout.dp == 1 else ShareObjective)(self.device, recipe.losses, recipe.metrics)
         if self.world > 1:
             check_ranks_agree({**plan.settings(), **recipe.settings()}, plan)
-        self.stages = build_stages(plan, recipe, runtime, self.device, self.rank, self.hooks, fetch=self._source.refetch)
-        self.replicas = None if plan.layout.dp == 1 else Replicas(plan.layout, self.replica, self.device)
+        self.stages = build_stages(plan, recipe, runtime, device, (self.replica, process), self.hooks, None, self._source.refetch)
+        self.replicas = make_replicas(plan.layout, position, self.device, membership)
         group = None if self.replicas is None else self.replicas.pipeline_group
         transport = open_transport(plan, self.device, group)
         ports = connect(plan.layout.processes[process], self._source, self.objective, plan.boundaries, transport)
@@ -137,8 +142,7 @@ class Pipeline:
         if self.replicas is not None:
             self.replicas.attach([*self.workers.values()], self.hooks)
         self.remedies = build_remedies(plan, recipe, self.workers)
-        updates = [worker.update for worker in self.workers.values()]
-        clip = GlobalClip(updates, plan.k, self.device, group) if recipe.rules.clip_globally else None
+        clip = GlobalClip([*self.workers.values()], plan.k, self.device, group) if recipe.rules.clip_globally else None
         threads = stage_threads(runtime.concurrency, self.world, self.device)
         self._executor = Executor(plan, self.workers, transport, self.hooks, threads=threads, on_completed=clip)
 
@@ -165,7 +169,7 @@ class Pipeline:
             NumericsError: If a loss, a gradient or running statistics are not finite (:class:`petra.UpdateRules`).
         """
         start = self.clock
-        self._set_data(data, start, microbatches, self.plan.refetches)
+        self._set_data(data, start, microbatches, training=True)
         self._totals.start(on_microbatch)
         for begin in self.hooks.train_begin:
             begin(start, start + microbatches)
@@ -174,21 +178,18 @@ class Pipeline:
             end()
         if self.replicas is not None:
             self.replicas.synchronize()
-        if self.plan.numerics.exact_streams:
-            check_range(self.plan, self.stages, self.device)
-        for worker in reversed(self.workers.values()):  # check later stages first: gradients flow upstream
-            worker.update.check_drained()
+        check_drained(self.plan, self.workers, self.device)
         warn_without_update(self.plan.k, self.clock, self.rank, watched=bool(on_microbatch or stop))
-        result = reduce_totals(self._totals.values, [*self.recipe.metrics], self.world > 1)
+        result = reduce_totals(self._totals.values, self.recipe.metrics, self.world > 1, self.replicas)
         return result if self.recipe.rules.may_skip else result.finite(len(self.plan.stages), start + 1, self.clock, self.rank)
 
     def evaluate(self, data: DataSource, microbatches: int) -> Result:
         """Evaluate microbatches 0 to ``microbatches`` - 1, with averaged weights if the rules ask for averages."""
-        self._set_data(data, 0, microbatches, refetches=False)
+        microbatches = self._set_data(data, 0, microbatches, training=False)
         self.objective.totals.zero_()
         with self.averaged(), evaluating(self.stages.values()):
             self._executor.evaluate(microbatches)
-        return reduce_totals(self.objective.totals, [*self.recipe.metrics], self.world > 1)
+        return reduce_totals(self.objective.totals, self.recipe.metrics, self.world > 1, self.replicas)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -227,7 +228,10 @@ class Pipeline:
     def __repr__(self) -> str:
         return f"Pipeline({self.plan}, rank {self.rank} of {self.world}, {self.clock} microbatches done)"
 
-    def _set_data(self, data: DataSource, start: int, microbatches: int, refetches: bool) -> None:
-        require_source(data, microbatches, refetches=refetches)
+    def _set_data(self, data: DataSource, start: int, microbatches: int, *, training: bool) -> int:
+        require_source(data, microbatches, refetches=training and self.plan.refetches)
+        if self.replicas is not None:
+            data, microbatches = self.replicas.share(data, microbatches, evaluation=not training)
         for port in (self._source, self.objective):
-            port.start(data if self.replicas is None else Share(data, self.plan.layout, self.replica), start, microbatches)
+            port.start(data, start, microbatches)
+        return microbatches

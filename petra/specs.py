@@ -87,6 +87,11 @@ def as_streams(value: Tensor | Sequence[Tensor]) -> Streams:
     return (value,) if isinstance(value, Tensor) else tuple(value)
 
 
+def in_own_memory(tensor: Tensor) -> Tensor:
+    """Return the tensor, copied if it is a view: a view of a received message would keep the whole message alive."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+
 def detached(streams: Streams) -> Streams:
     """Return the tensors detached from their autograd graph."""
-    return tuple(t.detach() for t in streams)
+    return tuple([t.detach() for t in streams])

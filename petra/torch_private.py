@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from petra.errors import PetraError
@@ -36,10 +37,12 @@ __all__ = [
     "foreach_sub",
     "foreach_sub_",
     "foreach_zero_",
+    "gloo_group",
     "preserve_version_counter",
     "set_recompile_limit",
     "skips_steps",
     "storage_key",
+    "vector_jacobian_products",
     "version",
 ]
 
@@ -119,6 +122,23 @@ def preserve_version_counter(tensors: tuple[Tensor, ...]) -> AbstractContextMana
     return context
 
 
+autograd_engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+
+
+def vector_jacobian_products(outputs: Tensors, inputs: Tensors, gradients: Tensors) -> tuple[Tensor | None, ...]:
+    """Return the vector-Jacobian products of ``outputs`` with respect to ``inputs``; None for inputs that were not used.
+
+    ``torch.autograd.grad`` checks and converts its arguments in Python, which takes half as long as the backward pass of a small
+    block. Autograd's engine checks shapes and types too. Without it, the public function is used.
+    """
+    if autograd_engine is None:
+        return torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+    found: tuple[Tensor | None, ...] = autograd_engine.run_backward(
+        tuple(outputs), tuple(gradients), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+    )
+    return found
+
+
 def version(tensor: Tensor) -> int | None:
     """Return a number that grows when an operation writes to ``tensor``.
 
@@ -176,6 +196,18 @@ def default_store() -> Any:
     if get is None or not dist.is_initialized():
         return None
     return get()
+
+
+def gloo_group(store: Any, prefix: str, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return a gloo group of some processes, made from a store. Other processes, which may be dead, take no part.
+
+    ``torch.distributed.new_group`` needs the default group, whose processes may have been lost. The class is documented, its
+    constructor is not.
+
+    Raises:
+        RuntimeError: If a process can't be reached.
+    """
+    return dist.ProcessGroupGloo(PrefixStore(prefix, store), rank, size, timeout)
 
 
 def skips_steps(optimizer: torch.optim.Optimizer) -> bool:

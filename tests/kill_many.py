@@ -3,7 +3,7 @@
 ``python -m tests.kill_many --kills 200 --torchrun 10`` runs launch.train in four processes, with a checkpoint every three
 microbatches, and kills at any time from start-up to the last file. The other processes then get SIGTERM, as from torchrun's agent,
 and must end by themselves. ``--torchrun`` is the number of additional kills under torchrun, which restarts the processes
-(``--max-restarts``).
+(``--max-restarts``). With ``--agents 2``, the processes are shared by two agents, as on two machines.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -144,44 +147,81 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], name: str) -> N
         assert found[key] == expected[key], f"{name}: {key}: {found[key]}, expected {expected[key]}"
 
 
-def under_torchrun(kills: int, folder: Path, seconds: float, expected: dict[str, Any], seed: int = 0) -> int:
-    """Kill one process in each of ``kills`` runs under torchrun, which restarts them, and return the number of processes killed.
+def under_torchrun(
+    kills: int, folder: Path, seconds: float, expected: dict[str, Any], seed: int = 0, agents: int = 1
+) -> tuple[int, list[float]]:
+    """Kill one process in each of ``kills`` runs under torchrun, which restarts them.
 
     Args:
         seconds: Processor seconds of a process, from :func:`uninterrupted`.
         expected: Results of :func:`uninterrupted`.
+        agents: Number of torchrun's agents that share the processes, as on so many machines.
+
+    Returns:
+        The number of processes killed, and the seconds from each kill until the same number of processes ran again.
     """
-    chance, killed = random.Random(seed), 0
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1", "--nproc-per-node", str(WORLD)]
+    chance, killed, waits = random.Random(seed), 0, list[float]()
     for number in range(kills):
-        place = folder / f"torchrun{number}"
+        place = folder / f"torchrun{agents}_{number}"
         place.mkdir()
-        agent = subprocess.Popen(
-            [*command, "-m", "launch.train", *RUN],
-            cwd=place,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        running = start_agents(place, agents)
         try:
-            while agent.poll() is None and len(children(agent.pid)) < WORLD:
+            while all(agent.poll() is None for agent in running) and len(workers(running)) < WORLD:
                 time.sleep(0.05)
-            victim = chance.choice(children(agent.pid))
+            before = workers(running)
+            victim = chance.choice(before)
             used(victim, chance.uniform(0, IMPORTS + seconds))
             with suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
                 killed += 1
-            _, stderr = agent.communicate(timeout=2 * PATIENCE)
+                waits += restarted(running, before)
+            errors = [agent.communicate(timeout=2 * PATIENCE)[1] for agent in running]
         finally:
-            for pid in (*children(agent.pid), agent.pid):
+            for pid in (*workers(running), *(agent.pid for agent in running)):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            agent.wait()
-        assert agent.returncode == 0, stderr
+            for agent in running:
+                agent.wait()
+        assert [agent.returncode for agent in running] == [0] * agents, "".join(errors)
         assert_same(results(place / "run"), expected, place.name)
         print(f"{place.name}: equal; {killed} killed", flush=True)
-    return killed
+    return killed, waits
+
+
+def start_agents(place: Path, agents: int) -> list[subprocess.Popen[str]]:
+    """Start agents that share :data:`WORLD` processes. Each restarts its own after a failure, and all after one of another's."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3", "--nproc-per-node", str(WORLD // agents)]
+    command += ["--nnodes", str(agents), "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", place.name]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [*command, "-m", "launch.train", *RUN],
+            cwd=place,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(agents)
+    ]
+
+
+def restarted(agents: Sequence[subprocess.Popen[str]], before: Sequence[int]) -> list[float]:
+    """Wait until as many new processes run as before. Return the seconds, or nothing if the run has ended without them."""
+    started = time.monotonic()
+    while len({*workers(agents)} - {*before}) < len(before):
+        if any(agent.poll() is not None for agent in agents) or time.monotonic() > started + PATIENCE:
+            return []
+        time.sleep(0.05)
+    return [time.monotonic() - started]
+
+
+def workers(agents: Sequence[subprocess.Popen[str]]) -> list[int]:
+    """Return the processes of all agents."""
+    return [pid for agent in agents for pid in children(agent.pid)]
 
 
 def children(pid: int) -> list[int]:
@@ -196,15 +236,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--torchrun", type=int, default=0, metavar="KILLS", help="additional kills under torchrun")
+    parser.add_argument("--agents", type=int, default=1, help="agents of torchrun that share the processes, as on several machines")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         moments = kill_many(options.kills, Path(folder), options.seed)
         whole = uninterrupted(Path(folder, "again")) if options.torchrun else (0.0, dict[str, Any]())
-        more = under_torchrun(options.torchrun, Path(folder), *whole, options.seed)
+        more, waits = under_torchrun(options.torchrun, Path(folder), *whole, options.seed, options.agents)
     counts = ", ".join(f"{count} {moment}" for moment, count in moments.most_common())
     print(f"{moments.total()} kills ({counts}), {more} under torchrun, in {time.monotonic() - started:.0f} s:")
+    if waits:
+        print(f"seconds until all processes ran again: median {median(waits):.1f}, longest {max(waits):.1f}")
     print("every run ended with the weights, metrics and files of an uninterrupted run; no folder was damaged")
 
 

@@ -14,6 +14,7 @@ import torch
 from benchmarks import pipelines, plan_check, refetch, reversible_sequence, scaling, simulator_check, split_backward
 from benchmarks.pipeline_peers import Batches, Run, Setting
 from benchmarks.reversible_peers import LIBRARIES, PEERS, gradients
+from benchmarks.shaped_link import QUEUE, Direction, Shape
 from benchmarks.two_stages import build, coupling
 from petra import Keep
 from petra.cost_model.costs import StageCost
@@ -104,6 +105,18 @@ def test_simulator_check_measures_and_predicts_every_method(tmp_path: Path) -> N
 def compare_simulator(rank: int) -> dict[str, dict[str, list[float]]]:
     options = argparse.Namespace(blocks="1,1", channels=4, size=4, batch=2, k=2, microbatches=4, rounds=1)
     return simulator_check.compare(rank, options)
+
+
+def test_packets_of_a_shaped_link_arrive_one_after_the_other() -> None:
+    """At 1000 bytes/s and 2 s of delay. A pause of the sender frees the link."""
+    link = Direction(Shape(rate=1000, delay=2))
+    found = [link.arrival(size, now) for size, now in ((100, 0), (200, 0), (300, 0.1), (100, 5))]
+    assert found == pytest.approx([2.1, 2.3, 2.6, 7.1])
+    full = Direction(Shape(rate=1000, delay=2))
+    assert [full.arrival(QUEUE // 2, 0) is None for _ in range(3)] == [False, False, True]
+    lossy = Direction(Shape(rate=1e9, delay=0, loss=0.1))
+    lost = sum(lossy.arrival(1, now) is None for now in range(10_000))
+    assert 900 < lost < 1100
 
 
 @pytest.mark.processes

@@ -52,6 +52,19 @@ def test_operations_on_many_tensors_one_by_one(name: str, arguments: tuple[objec
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("engine", [True, False])
+def test_differentiation_of_some_outputs(monkeypatch: pytest.MonkeyPatch, engine: bool) -> None:
+    """Autograd's engine and the public function return the same gradients, and None for an input that was not used."""
+    x, w, unused = (torch.randn(3, 3, requires_grad=True) for _ in range(3))
+    outputs, gradients = (x @ w, w.sin()), (torch.randn(3, 3), torch.randn(3, 3))
+    expected = torch.autograd.grad(outputs, [x, w], gradients, retain_graph=True)
+    if not engine:
+        monkeypatch.setattr(torch_private, "autograd_engine", None)
+    *found, none = torch_private.vector_jacobian_products(outputs, [x, w, unused], gradients)
+    assert none is None
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_convolution_with_other_weights(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
     conv, x = nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect", bias=bias), torch.randn(1, 2, 5, 5)

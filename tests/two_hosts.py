@@ -1,15 +1,20 @@
-"""Interrupt the link between two hosts during a run, and resume the run once the link is restored.
+"""Runs on two hosts with a shared folder: an interrupted link, a second job, a killed agent, and restarts by torchrun.
 
 Run ``python -m tests.two_hosts`` as root. The hosts are two network namespaces of this machine with two processes each, joined by a
-virtual Ethernet link (Linux, iproute2, nftables). The link is interrupted in two ways: one end goes down, or all packets are
-dropped silently. Both sides must end by themselves with an error within the timeout. The same commands must then resume the run to
-the same weights and metrics as an uninterrupted run.
+virtual Ethernet link (Linux, iproute2, nftables).
+
+The link is interrupted in two ways: one end goes down, or all packets are dropped silently. Both sides must end by themselves with
+an error within the timeout. If one host's agent is killed, the processes of both hosts must end by themselves, too. The same
+commands must then resume the run to the same weights and metrics as an uninterrupted run. A second job that starts with the folder
+of a running one must be refused on both hosts, without effect on the first. If a process is killed under torchrun with
+--max-restarts, the agents of both hosts must restart the run, to the same weights and metrics.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,9 +22,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tests.commands import ROOT
-from tests.kill_many import RUN, assert_same, assert_undamaged, results
+from tests.kill_many import RUN, assert_same, assert_undamaged, children, results
 
 HOSTS = ("petra-a", "petra-b")
 ADDRESSES = ("10.98.0.1", "10.98.0.2")
@@ -33,6 +39,11 @@ INTERRUPTIONS = {
     "drop": (f"nft {DROP}", "nft delete table inet interrupt"),
 }
 """Commands that interrupt and restore the link, on the second host."""
+RESTARTS = (
+    *("torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "3"),
+    *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29400", "--rdzv-id", "petra"),
+)
+"""torchrun on each host."""
 
 
 @contextmanager
@@ -59,44 +70,121 @@ def command(line: str, host: str | None = None) -> None:
     subprocess.run([*(["ip", "netns", "exec", host] if host else []), *line.split()], check=True)
 
 
-def start(folder: Path, timeout: int) -> list[subprocess.Popen[str]]:
-    """Start the run's agents, one per host. Their output goes to files in ``folder``."""
+def start(folder: Path, timeout: int, name: str = "", torchrun: bool = False) -> list[subprocess.Popen[str]]:
+    """Start the run's agents, one per host.
+
+    Args:
+        folder: Folder of the run. The agents' output goes to files in it.
+        timeout: Value of trainer.timeout.
+        name: Start of the names of these files.
+        torchrun: Start torchrun with restarts instead of launch.node.
+    """
     folder.mkdir(exist_ok=True)
     agents = []
     for rank, host in enumerate(HOSTS):
         variables = {"NNODES": "2", "NODE_RANK": str(rank), "NPROC_PER_NODE": "2", "MASTER_ADDR": ADDRESSES[0]}
-        words = ["ip", "netns", "exec", host, sys.executable, "-m", "launch.node", *RUN]
+        launcher = (
+            [*RESTARTS, "--local-addr", ADDRESSES[rank], "--rdzv-conf", f"is_host={1 - rank}", "-m", "launch.train"]
+            if torchrun
+            else ["launch.node"]
+        )
+        words = ["ip", "netns", "exec", host, sys.executable, "-m", *launcher, *RUN]
         words += ["trainer.epochs=20", "cluster.interfaces=[eth0]", f"trainer.timeout={timeout}"]
-        with (folder / f"{host}.txt").open("w") as printed:
+        with (folder / f"{name}{host}.txt").open("w") as printed:
             environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            if name:
+                environment["MASTER_PORT"] = "29600"
             agents.append(subprocess.Popen(words, cwd=folder, env=environment, stdout=printed, stderr=printed, text=True))
     return agents
+
+
+def until_saved(folder: Path, agents: list[subprocess.Popen[str]]) -> None:
+    """Wait until a run has written two checkpoints."""
+    deadline = time.monotonic() + PATIENCE
+    while len(list(folder.glob("run/checkpoints/0*[0-9]"))) < 2:
+        assert all(agent.poll() is None for agent in agents), "".join(path.read_text() for path in folder.glob("*.txt"))
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def errors(path: Path) -> list[str]:
+    """Return the errors in an agent's output."""
+    return [line for line in path.read_text().splitlines() if line.startswith(("error: ", "Traceback"))]
 
 
 def interrupt(folder: Path, how: str, timeout: int) -> None:
     """Start a run, interrupt the link once checkpoints exist, and restore it once both sides have ended."""
     break_, restore = INTERRUPTIONS[how]
     agents = start(folder, timeout)
-    deadline = time.monotonic() + PATIENCE
-    while len(list(folder.glob("run/checkpoints/0*[0-9]"))) < 2:
-        assert all(agent.poll() is None for agent in agents)
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until_saved(folder, agents)
     command(break_, HOSTS[1])
     started = time.monotonic()
     try:
         for host, agent in zip(HOSTS, agents, strict=True):
             status = agent.wait(max(0.1, timeout + END_SECONDS - (time.monotonic() - started)))
             print(f"{how}: {host} ended after {time.monotonic() - started:.1f} s with status {status}:", flush=True)
-            errors = [
-                line for line in (folder / f"{host}.txt").read_text().splitlines() if line.startswith(("error: ", "Traceback"))
-            ]
-            print(*(f"  {line}" for line in errors), sep="\n", flush=True)
+            found = errors(folder / f"{host}.txt")
+            print(*(f"  {line}" for line in found), sep="\n", flush=True)
             assert status != 0
-            assert len(errors) == 1
-            assert errors[0].startswith("error: ")
+            assert len(found) == 1
+            assert found[0].startswith("error: ")
     finally:
         command(restore, HOSTS[1])
+
+
+def refuse_second_job(folder: Path, expected: dict[str, Any]) -> None:
+    """Start a second job with the folder of a running one."""
+    first = start(folder, 60)
+    until_saved(folder, first)
+    started = time.monotonic()
+    second = start(folder, 60, name="second-")
+    assert [agent.wait(PATIENCE) for agent in second] == [2, 2]
+    seconds = time.monotonic() - started
+    for host in HOSTS:
+        found = errors(folder / f"second-{host}.txt")
+        assert len(found) <= 1, found  # the other host may have reported the error
+        assert all("run_dir: expected a folder that no other run uses now, got run, in use by process" in line for line in found)
+    found = errors(folder / f"second-{HOSTS[0]}.txt")
+    assert [agent.wait(PATIENCE) for agent in first] == [0, 0]
+    assert_same(results(folder / "run"), expected, "second job")
+    print(f"second job: refused after {seconds:.1f} s; the first ended as if alone\n  {found[0]}", flush=True)
+
+
+def kill_agent(folder: Path, expected: dict[str, Any]) -> None:
+    """Kill the agent of the second host, wait until all processes have ended, and resume."""
+    agents = start(folder, 60)
+    until_saved(folder, agents)
+    processes = [pid for host in HOSTS for pid in inside(host)]
+    agents[1].kill()
+    started = time.monotonic()
+    while left := {*processes} & {pid for host in HOSTS for pid in inside(host)}:
+        assert time.monotonic() < started + END_SECONDS + 60, left
+        time.sleep(0.05)
+    seconds, status = time.monotonic() - started, agents[0].wait(PATIENCE)
+    agents[1].wait()
+    assert_undamaged(folder / "run", expected)
+    assert [agent.wait(PATIENCE) for agent in start(folder, 60)] == [0, 0]
+    assert_same(results(folder / "run"), expected, "killed agent")
+    print(f"killed agent: all processes ended after {seconds:.1f} s, the other agent with status {status}; resumed", flush=True)
+
+
+def restart_killed_process(folder: Path, expected: dict[str, Any]) -> None:
+    """Kill a process of the second host under torchrun, whose agents restart the run."""
+    agents = start(folder, 60, torchrun=True)
+    until_saved(folder, agents)
+    victim = [pid for pid in inside(HOSTS[1]) if pid in children(agents[1].pid)][-1]
+    os.kill(victim, signal.SIGKILL)
+    started = time.monotonic()
+    assert [agent.wait(PATIENCE) for agent in agents] == [0, 0], "".join(path.read_text() for path in folder.glob("*.txt"))
+    assert "resuming from" in (folder / f"{HOSTS[0]}.txt").read_text() + (folder / f"{HOSTS[1]}.txt").read_text()
+    assert_same(results(folder / "run"), expected, "restart")
+    print(f"torchrun: restarted and finished {time.monotonic() - started:.1f} s after the kill, equal", flush=True)
+
+
+def inside(host: str) -> list[int]:
+    """Return the processes of a host."""
+    found = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True, check=True).stdout
+    return [int(pid) for pid in found.split()]
 
 
 def main() -> None:
@@ -108,6 +196,9 @@ def main() -> None:
         folder = Path(name)
         assert [agent.wait(PATIENCE) for agent in start(folder / "uninterrupted", 60)] == [0, 0]
         expected = results(folder / "uninterrupted" / "run")
+        refuse_second_job(folder / "second", expected)
+        kill_agent(folder / "agent", expected)
+        restart_killed_process(folder / "restart", expected)
         for how in INTERRUPTIONS:
             interrupt(folder / how, how, options.timeout)
             assert_undamaged(folder / how / "run", expected)

@@ -6,12 +6,13 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from unittest.mock import patch
 
 import hydra
 from omegaconf import DictConfig
 
-from petra.errors import PetraError, invalid
+from petra.errors import PetraError, invalid, require
 
 from . import CONF
 from .errors import config_error
@@ -62,6 +63,18 @@ def compose_overrides(overrides: Sequence[str]) -> Config:
     register()
     with hydra_errors(overrides), hydra.initialize_config_dir(CONF, version_base="1.3"):
         return to_config(hydra.compose("config", list(overrides)))
+
+
+def search_path(folder: str) -> str:
+    """Return the override by which Hydra finds the files of ``folder``, too, as with its flag ``--config-dir``.
+
+    Raises:
+        ConfigError: If there is no such folder.
+    """
+    path = Path(folder).resolve()
+    require(path.is_dir(), "--config-dir", "a folder", folder)
+    quoted = str(path).replace("\\", "\\\\").replace("'", "\\'")
+    return f"hydra.searchpath=['file://{quoted}']"
 
 
 @contextmanager

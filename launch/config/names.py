@@ -10,10 +10,13 @@ MODELS = (
     *("resnet18", "resnet34", "resnet50", "resnet101", "resnet32", "resnet110", "resnet164", "resnet101_preact"),
     *("resnext101", "resnext152", "wide_resnet38"),
     *("revnet18", "revnet34", "revnet50", "revnet101", "revnet38", "revnet110", "revnet164", "revnet104", "revnet602"),
-    *("irevnet163", "irevnet301", "gpt", "revgpt", "revvit"),
+    *("irevnet163", "irevnet301", "deeplabv3", "gpt", "revgpt", "revvit"),
 )
 """Keys of ``petra.models.MODELS``."""
-DATASETS = ("digits", "cifar10", "cifar100", "imagenet32", "imagenet", "synthetic", "text", "tokens")
+DATASETS = (
+    *("digits", "cifar10", "cifar100", "imagenet32", "imagenet", "synthetic"),
+    *("segmentation", "cityscapes", "vistas", "cocostuff", "text", "tokens"),
+)
 """Keys of ``petra.data.DATASETS``."""
 OPTIMIZERS = ("sgd", "lars", "adam", "adamw", "muon", "nadam", "basis_rotation")
 """Keys of ``petra.training.OPTIMIZERS``."""

@@ -47,6 +47,7 @@ class ModelConfig:
     """The model's name, and the options of all models. An option that is null keeps the model's default."""
 
     name: str = key(one_of_or_own(MODELS))
+    body: str | None = None
     width: float | None = None
     stem: str | None = None
     downsampling: str | None = None
@@ -91,6 +92,13 @@ class DataConfig:
     validation: float | None = None
     mean_image: bool | None = None
     distort: bool | None = None
+    height: int | None = key(integer(1, 10**6), None)
+    void: int | None = None
+    sampling: str | None = None
+    crop: str | None = None
+    jitter: bool | None = None
+    crops: int | None = None
+    split: str | None = None
 
 
 @dataclass
@@ -153,6 +161,7 @@ class ScheduleConfig:
     milestones: list[int] | None = None
     gamma: float | None = None
     power: float | None = None
+    final: float | None = None
 
 
 @dataclass
@@ -168,6 +177,7 @@ class TrainerConfig:
     loss_scale: Any = None
     nonfinite: str = MISSING
     label_smoothing: float = key(number(least=0, below=1))
+    bootstrap: float | None = key(number(above=0, most=1), None)
     channels_last: bool = MISSING
     matmul_precision: str = key(one_of(("highest", "high", "medium")))
     cudnn_benchmark: bool = MISSING
@@ -192,6 +202,7 @@ class CheckpointConfig:
 
     every: int | None = key(integer(1), None)
     keep: int = key(integer(0))
+    mirror: int | None = key(integer(1), None)
     background: bool = MISSING
 
 
@@ -207,6 +218,7 @@ class ClusterConfig:
     heartbeat: int = key(integer(1))
     flight_recorder: int = key(integer(0))
     dumps: str | None = None
+    elastic: bool = False
 
 
 @dataclass

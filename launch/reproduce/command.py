@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +23,8 @@ from petra.analysis.plots import panels
 from petra.errors import PetraError, invalid, require
 from petra.training import write_json
 
+from ..config.compose import search_path
+from ..runtime.terminal import command
 from .report import Report, Request, Scale
 from .targets import PAPERS, TARGETS
 
@@ -32,25 +33,23 @@ BEGIN, END = "<!-- begin launch.reproduce -->", "<!-- end launch.reproduce -->"
 """Marks of the part of a page that ``--page`` writes."""
 
 
+@command
 def main(arguments: list[str] | None = None) -> None:
-    """Make one target and print its text. Exit with status 2 if that is impossible."""
+    """Make one target and print its text."""
     options, words = _parser().parse_known_args(arguments)
     trains = options.target == ALL or TARGETS[options.target].trains
-    try:
-        scale, overrides = parse(words, trains, options.target)
-        require(options.page is None or options.target == ALL, "--page", f"none with {options.target}", str(options.page))
-        torch.set_num_threads(1)
-        request = Request(scale, options.out, overrides, tuple(options.runs), options.processes, options.gather)
-        if options.target == ALL:
-            write_all(request, options.page)
-        else:
-            target = TARGETS[options.target]
-            print(write(request, options.target, target.title, target.make(request)), end="")
-    except PetraError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    scale, overrides = parse(words, trains, options.target)
+    if options.config_dir is not None:
+        require(trains, "--config-dir", f"none with {options.target}, which trains nothing", options.config_dir)
+        overrides = (search_path(options.config_dir), *overrides)
+    require(options.page is None or options.target == ALL, "--page", f"none with {options.target}", str(options.page))
+    torch.set_num_threads(1)
+    request = Request(scale, options.out, overrides, tuple(options.runs), options.processes, options.gather)
+    if options.target == ALL:
+        write_all(request, options.page)
+    else:
+        target = TARGETS[options.target]
+        print(write(request, options.target, target.title, target.make(request)), end="")
 
 
 def parse(words: list[str], trains: bool, target: str) -> tuple[Scale, tuple[str, ...]]:
@@ -135,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         "--runs", type=Path, nargs="+", default=[], metavar="FOLDER", help="further folders with finished runs to use"
     )
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes of each run on this machine (default: 1)")
+    parser.add_argument("--config-dir", metavar="FOLDER", help="further folder with configuration files, searched after conf/")
     parser.add_argument("--gather", action="store_true", help="train nothing, use only finished runs")
     parser.add_argument("--page", type=Path, metavar="FILE", help=f"with {ALL}: page to write the tables to, between its marks")
     return parser

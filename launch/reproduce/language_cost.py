@@ -18,7 +18,7 @@ from petra.engine.build import Recipe
 from petra.engine.endpoints import Losses
 from petra.engine.metrics import correct_predictions
 from petra.engine.update_rules import UpdateRules
-from petra.method import METHODS, Keep, Method
+from petra.method import METHODS, Keep, Method, Split
 from petra.model import Model
 from petra.models import MODELS
 from petra.plan.plan import Plan, make_plan
@@ -52,6 +52,7 @@ BATCH = 256
 LINKS = (12.5, 300.0)
 """GB/s in each direction: 100 Gb/s Ethernet, NVLink."""
 SIMULATED = (8, 16, 32, 64)
+FRESH = "petra, d = 1, small microbatches"
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,12 @@ SCHEDULES = {
     "GPipe": Schedule("gpt", METHODS["gpipe"], "backprop"),
     "1F1B": Schedule("gpt", METHODS["1f1b"], "backprop"),
     CHECKPOINTING: Schedule("gpt", replace(METHODS["1f1b"], keep=Keep.INPUT), "backprop"),
+    "ZB-H1": Schedule("gpt", METHODS["zb_h1"], "backprop"),
     "PipeDream-2BW": Schedule("gpt", replace(METHODS["pipedream_2bw"], keep=Keep.GRAPH), "PipeDream-2BW"),
     "PipeDream-2BW, activation checkpointing": Schedule("gpt", METHODS["pipedream_2bw"], "PipeDream-2BW"),
     "PETRA": Schedule("revgpt", METHODS["petra"], "petra"),
-    "PETRA, d = 1": Schedule("revgpt", replace(METHODS["petra"], delay=1), "petra, d = 1, small microbatches"),
+    "PETRA, d = 1": Schedule("revgpt", replace(METHODS["petra"], delay=1), FRESH),
+    "PETRA, d = 1, early messages": Schedule("revgpt", replace(METHODS["petra"], delay=1, split=Split.INPUT_FIRST), FRESH),
 }
 
 
@@ -174,8 +177,7 @@ def time(request: Request) -> Report:
     note = (
         f"Simulated: devices of {FLOPS / 1e12:g} TFLOP/s, two layers of `{PRESET}` per device, {BATCH} windows of {CONTEXT} "
         f"tokens per update, one per microbatch; bf16 messages, {1e6 * LATENCY:g} µs each. *Tokens to the loss* are measured "
-        "with 8 stages (`lm-search`): tokens until the training loss is that of backpropagation at its end, relative to it. "
-        "PipeDream-2BW with stored graphs has no bubble and computes nothing again, so zero-bubble schedules are at most as fast."
+        "with 8 stages (`lm-search`): tokens until the training loss is that of backpropagation at its end, relative to it."
     )
     return Report(f"{table(header, lines)}\n{note}\n", data, panels)
 
@@ -208,7 +210,15 @@ def stage_costs(plan: Plan) -> list[StageCost]:
         again = sum(profile.flops for profile, keep in pairs if keep is not Keep.GRAPH)
         after = plan.boundaries[stage.index].forward_bytes if stage.index < len(plan.boundaries) else 0
         before = plan.boundaries[stage.index - 1].backward_bytes if stage.index else 0
-        costs.append(StageCost(stage.flops / FLOPS, (2 * stage.flops + again) / FLOPS, forward_bytes=after, backward_bytes=before))
+        costs.append(
+            StageCost(
+                stage.flops / FLOPS,
+                (2 * stage.flops + again) / FLOPS,
+                forward_bytes=after,
+                backward_bytes=before,
+                weights=stage.flops / FLOPS,
+            )
+        )
     return costs
 
 

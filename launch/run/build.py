@@ -9,12 +9,14 @@ from typing import Any, cast
 
 import torch
 
-from petra.data import EvalSource, TrainSource
+from petra.data import PIXEL_DATASETS, EvalSource, TrainSource
 from petra.engine.build import Recipe
+from petra.engine.metrics import size_of
 from petra.errors import ConfigError, alternatives, invalid, require
 from petra.method import Keep, Method, Split, Weights
 from petra.model import Model
-from petra.models import MODELS, TOKEN_MODELS
+from petra.models import MODELS, SEGMENTATION_MODELS, TOKEN_MODELS
+from petra.models.segmentation import OUTPUT_STRIDE
 from petra.pipeline import Pipeline
 from petra.plan import Plan, make_plan
 from petra.plan.layout import processes_per_replica
@@ -22,10 +24,11 @@ from petra.settings import Numerics, Runtime, TransportName
 from petra.specs import TensorSpec
 from petra.staleness import Prediction, Remedy
 from petra.training import Schedule
+from petra.transport.membership import Membership
 
 from ..config.names import is_own
 from ..config.options import options
-from ..config.schema import AUTO, Config
+from ..config.schema import AUTO, Config, DataConfig
 from ..runtime.rank import Process
 from . import recipe
 from .checks import check
@@ -60,21 +63,25 @@ class Setup:
 
     @property
     def unit(self) -> str:
-        """Unit in which targets are counted: ``images`` or ``tokens``."""
-        return _unit(self.plan.inputs)
+        """Unit in which targets are counted: ``images``, ``tokens`` or ``pixels``."""
+        return _unit(self.config.data, self.plan.inputs)
 
     def with_choice(self, stages: list[int], method: Method) -> Setup:
         """Return the setup with the chosen values for all settings that were ``auto``."""
         plan = _plan(self.config, self.plan.model, method, stages, self.processes, self.device)
         return replace(self, plan=plan, auto=frozenset())
 
-    def data(self) -> tuple[TrainSource, EvalSource]:
+    def data(self, membership: Membership | None = None) -> tuple[TrainSource, EvalSource]:
         """Return this rank's part of the data. Every rank must call this method.
+
+        Args:
+            membership: Agreement on the replicas that take part; None if none may be lost.
 
         Raises:
             PetraError: If the data set cannot be used. Raised on every rank.
         """
-        return data_sources(self.config.data, self.config.seed, self.plan.layout, self.config.trainer.timeout)
+        replicas = None if membership is None else membership.generation.replicas
+        return data_sources(self.config.data, self.config.seed, self.plan.layout, self.config.trainer.timeout, replicas)
 
     def learning_rate(self, microbatches_per_epoch: int) -> Schedule:
         """Return the learning rate schedule of all stages. With ``optim.scaling=goyal``, its peak depends on batch_size * k."""
@@ -90,17 +97,17 @@ class Setup:
             optimizer=recipe.optimizer(self.config),
             learning_rate=learning_rate,
             losses=recipe.losses(self.config),
-            metrics=recipe.metrics(self.config.data.classes, self.unit),
+            metrics=recipe.metrics(self.config.data, self.unit),
             seed=self.config.seed,
             rules=recipe.rules(self.config),
             remedy=_remedy(self.config, learning_rate.microbatches_per_epoch),
         )
 
-    def pipeline(self, learning_rate: Schedule) -> Pipeline:
+    def pipeline(self, learning_rate: Schedule, membership: Membership | None = None) -> Pipeline:
         """Build this rank's part of the pipeline."""
         trainer = self.config.trainer
         runtime = Runtime(self.device, cast(TransportName, trainer.transport), trainer.concurrency, trainer.compile)
-        return Pipeline.from_plan(self.plan, self.recipe(learning_rate), runtime)
+        return Pipeline.from_plan(self.plan, self.recipe(learning_rate), runtime, membership)
 
 
 def set_up(config: Config, process: Process) -> Setup:
@@ -146,7 +153,7 @@ def _plan(
             numerics=Numerics(PRECISIONS[trainer.precision], trainer.channels_last, trainer.exact_streams, WIRES[trainer.wire]),
             transport=cast(TransportName, trainer.transport),
             device_type=device.type,
-            metrics=len(recipe.metrics(config.data.classes, _unit(inputs))),
+            metrics=sum(map(size_of, recipe.metrics(config.data, _unit(config.data, inputs)).values())),
             refetch=refetch,
         )
     except ConfigError as error:  # names the argument
@@ -154,21 +161,31 @@ def _plan(
 
 
 def _check_data_fits(config: Config) -> None:
-    """Check that the model takes what the data set has: images, or tokens. A model outside the package may take anything.
+    """Check that the model takes what the data set has: images, pixels or tokens. A model outside the package may take anything.
 
     Raises:
         ConfigError: If it does not. The message names both.
     """
     if is_own(config.model.name):
         return
-    tokens = _unit(describe_inputs(config.data).spec) == "tokens"
-    expected = alternatives(TOKEN_MODELS) if tokens else "a model of images"
-    fits = (config.model.name in TOKEN_MODELS) == tokens
-    require(fits, "model", f"{expected} with data={config.data.name}", config.model.name)
+    form, name = describe_inputs(config.data).spec, config.model.name
+    unit = _unit(config.data, form)
+    accepted = {
+        "tokens": TOKEN_MODELS,
+        "pixels": SEGMENTATION_MODELS,
+        "images": [own for own in MODELS if own not in (*TOKEN_MODELS, *SEGMENTATION_MODELS)],
+    }
+    expected = "a model of images" if unit == "images" else alternatives(accepted[unit])
+    require(name in accepted[unit], "model", f"{expected} with data={config.data.name}", name)
+    if unit == "pixels":
+        for key, side in (("height", form.shape[2]), ("size", form.shape[3])):
+            require(side % OUTPUT_STRIDE == 0, f"data.{key}", f"a multiple of {OUTPUT_STRIDE} with model={name}", side)
 
 
-def _unit(inputs: TensorSpec) -> str:
-    return "images" if inputs.dtype.is_floating_point else "tokens"
+def _unit(data: DataConfig, inputs: TensorSpec) -> str:
+    if not inputs.dtype.is_floating_point:
+        return "tokens"
+    return "pixels" if data.name in PIXEL_DATASETS else "images"
 
 
 def _model(config: Config) -> Model:

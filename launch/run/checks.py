@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from petra.data import PIXEL_DATASETS
 from petra.errors import alternatives, require
 from petra.plan.layout import processes_per_replica
 from petra.training import FORMATS, TensorBoardLogger, WandbLogger
@@ -21,6 +22,12 @@ def check(config: Config, process: Process) -> None:
     _check_installed(config)
     _check_processes(config, process)
     _check_automatic(config)
+    if config.cluster.elastic:
+        _check_elastic(config, process)
+    selects = config.trainer.bootstrap is None or config.data.name in PIXEL_DATASETS
+    require(selects, "trainer.bootstrap", f"null with data={config.data.name}, which has no pixels", config.trainer.bootstrap)
+    crops, rows = config.data.crops or 1, config.data.batch_size
+    require(rows % crops == 0, "data.batch_size", f"a multiple of {crops} with data.crops={crops}", rows)
     wire = config.trainer.wire
     exact = not config.trainer.exact_streams or wire == "float32"
     require(exact, "trainer.exact_streams", f"false with trainer.wire={wire}", "true")
@@ -29,6 +36,8 @@ def check(config: Config, process: Process) -> None:
 def _check_start(config: Config) -> None:
     located = config.resume != AUTO or config.run_dir is not None
     require(located, "resume", "auto only with run_dir=<the run's folder>", AUTO)
+    mirror = config.checkpoint.mirror
+    require(mirror is None or config.resume == AUTO, "checkpoint.mirror", "null without resume=auto", mirror)
     require(config.resume_change is None or config.resume is not None, "resume_change", "null without resume", config.resume_change)
     require(config.init_skip is None or config.init_from is not None, "init_skip", "null without init_from", config.init_skip)
     single = config.init_from is None or config.resume in (None, AUTO)
@@ -53,6 +62,20 @@ def _check_processes(config: Config, process: Process) -> None:
     require(trainer.concurrency == 1 or cpu, "trainer.concurrency", "1, except for one process on the CPU", trainer.concurrency)
     got = f"{trainer.diagnose} in {process.world} processes"
     require(trainer.diagnose is None or alone, "trainer.diagnose", "null, or one process", got)
+
+
+def _check_elastic(config: Config, process: Process) -> None:
+    """Check that a run can lose replicas."""
+    require(config.dp > 1, "cluster.elastic", "false without replicas (dp > 1)", "true")
+    require(config.checkpoint.every is not None, "checkpoint.every", "an integer >= 1 with cluster.elastic=true", "null")
+    require(
+        config.run_dir is not None and config.resume == AUTO, "cluster.elastic", "false without run_dir and resume=auto", "true"
+    )
+    require(process.device(config.trainer.device).type == "cpu", "cluster.elastic", "false on GPUs", "true")
+    require(not config.trainer.exact_streams, "trainer.exact_streams", "false with cluster.elastic=true", "true")
+    require(config.checkpoint.mirror is None, "checkpoint.mirror", "null with cluster.elastic=true", config.checkpoint.mirror)
+    automatic = AUTO in (config.trainer.stages, config.method.keep, config.method.delay)
+    require(not automatic, "cluster.elastic", "false with automatic settings", "true")
 
 
 def _check_automatic(config: Config) -> None:

@@ -5,6 +5,7 @@ With replicas, the rank of each replica's first stage reads the replica's share.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import NamedTuple
 
@@ -24,7 +25,20 @@ from .own import require_arguments
 
 REQUIRED = ("classes", "size")
 """Keys that every data set has, because the model depends on them. Most data sets fix their values."""
-OPTIONAL = ("root", "images", "validation", "mean_image", "distort")
+OPTIONAL = (
+    "root",
+    "images",
+    "validation",
+    "mean_image",
+    "distort",
+    "height",
+    "void",
+    "sampling",
+    "split",
+    "crop",
+    "jitter",
+    "crops",
+)
 """Keys that only some data sets have. They are null for the others."""
 
 
@@ -51,10 +65,10 @@ def describe_inputs(config: DataConfig) -> Inputs:
         value = getattr(config, key)
         require(value is None or key in own, f"data.{key}", f"null for {config.name}", value)
     if is_own(config.name):
-        dataset = _load(config)
+        dataset = load(config)
         spec, cheap = _form_of(dataset, config.batch_size), dataset.train.in_memory
     else:
-        spec, cheap = microbatch_form(config.name, config.batch_size, config.size), in_memory(config.name)
+        spec, cheap = microbatch_form(config.name, config.batch_size, config.size, config.height), in_memory(config.name)
     return Inputs(spec, cheap if config.refetch == AUTO else config.refetch)
 
 
@@ -71,7 +85,9 @@ def _form_of(dataset: Dataset, batch_size: int) -> TensorSpec:
     return TensorSpec((batch_size, *sample.shape[1:]), sample.dtype)
 
 
-def data_sources(config: DataConfig, seed: int, layout: Layout, timeout: float = TIMEOUT) -> tuple[TrainSource, EvalSource]:
+def data_sources(
+    config: DataConfig, seed: int, layout: Layout, timeout: float = TIMEOUT, replicas: Sequence[int] | None = None
+) -> tuple[TrainSource, EvalSource]:
     """Return the data sources for training and for evaluation. Every rank must call this function.
 
     In each replica, only the rank of the first stage opens files, so only its machine needs them. A data set outside the package
@@ -79,25 +95,29 @@ def data_sources(config: DataConfig, seed: int, layout: Layout, timeout: float =
 
     Args:
         timeout: Seconds to wait for a microbatch from a worker process.
+        replicas: Indices of the replicas that take part, in the order of their ranks; None for all. If some take no part, the
+            source for evaluation returns whole microbatches, because the others evaluate their shares.
 
     Raises:
         PetraError: If the data set can't be used, or replicas have different data sets. Raised on every rank.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    replica, process = layout.locate(rank)
+    position, process = layout.locate(rank)
+    replica = position if replicas is None else replicas[position]
     with raise_on_all_ranks():
-        loaded = _load(config) if process == 0 or is_own(config.name) else None
+        loaded = load(config) if process == 0 or is_own(config.name) else None
     last = sum(bool(stages) for stages in layout.processes) - 1
     dataset = _distribute(loaded, rank, first=rank - process, last=rank - process + last)
     rows = layout.inputs.shape[0]
     share = slice(replica * rows, (replica + 1) * rows)
+    complete = replicas is None or len(replicas) == layout.dp
     return (
         TrainSource(dataset, config.batch_size, seed, config.augment, config.workers, share, timeout),
-        EvalSource(dataset, config.batch_size, config.workers, share, timeout),
+        EvalSource(dataset, config.batch_size, config.workers, share if complete else slice(None), timeout),
     )
 
 
-def _load(config: DataConfig) -> Dataset:
+def load(config: DataConfig) -> Dataset:
     """Load the data set, and check the keys that the model depends on."""
     wanted = {key: value for key, value in asdict(config).items() if key in REQUIRED + OPTIONAL and value is not None}
     given = {key: value for key, value in wanted.items() if key in settings(config.name)}

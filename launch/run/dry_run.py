@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -109,22 +110,30 @@ def stage_map(setup: Setup) -> str:
     return f"{title}\n\n{aligned_table(tuple(COLUMNS), rows)}"
 
 
-def memory_table(setup: Setup) -> str:
-    """Return a Markdown table with the memory that each process of a replica would reach on a GPU, in MB (10^6 bytes).
+def targets_of(setup: Setup) -> TensorSpec:
+    """Return shape and type of a microbatch's targets, or of a replica's share of them."""
+    shape = setup.plan.layout.inputs.shape
+    forms = {"images": shape[:1], "tokens": (math.prod(shape[:2]),), "pixels": (shape[0], *shape[2:])}
+    return TensorSpec(forms[setup.unit], torch.int64)
 
+
+def memory_table(setup: Setup) -> str:
+    """Return a Markdown table with the memory that stages and processes of a replica would reach on a GPU, in MB (10^6 bytes).
+
+    A process with several stages has a row for each, and one for all of them, whose temporary memory is that of one step.
     Auto-tuned settings have provisional values. Takes seconds to minutes, without a GPU and without the memory that it predicts.
     """
-    plan, rows = setup.plan, []
-    shape = plan.layout.inputs.shape
-    targets = TensorSpec(shape[:1] if setup.unit == "images" else (shape[0] * shape[1],), torch.int64)
+    plan, rows, targets = setup.plan, [], targets_of(setup)
     recipe = setup.recipe(setup.learning_rate(microbatches_per_epoch=1))
     for process, stages in enumerate(plan.layout.processes):
         if stages:
             found = predict_memory(plan, recipe, targets, process=process)
-            parts = (*(getattr(found, name) for name in MEMORY_PARTS), found.total)
             numbers = f"{stages[0] + 1} … {stages[-1] + 1}" if len(stages) > 1 else str(stages[0] + 1)
-            rows.append([str(process), numbers, *(f"{size / 1e6:.1f}" for size in parts)])
-    return aligned_table(("process", "stages", *MEMORY_PARTS, "total (MB)"), rows)
+            several = {str(j + 1): found.stages[j] for j in stages} if len(stages) > 1 else {}
+            for name, memory in {**several, numbers: found}.items():
+                parts = (*(getattr(memory, part) for part in MEMORY_PARTS), memory.total)
+                rows.append([str(process), name, *(f"{size / 1e6:.1f}" for size in parts)])
+    return aligned_table(("process", "stage", *MEMORY_PARTS, "total (MB)"), rows)
 
 
 def stage_rows(plan: Plan) -> list[StageRow]:

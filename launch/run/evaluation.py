@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import isnan
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from petra.data.segmentation import CITYSCAPES_CLASSES
 from petra.distributed import raise_on_all_ranks
+from petra.engine.metrics import ConfusionMatrix
+from petra.engine.totals import Result
+from petra.errors import require
 from petra.training import limited, load_into, means
 
 from ..config.schema import Config, LoggerConfig
 from ..runtime.rank import Process
 from .build import Setup, set_up
+from .pictures import Pictures
 from .resume import read_weights
 
 
-def evaluate(config: Config, weights: Path, process: Process) -> dict[str, float | str]:
+def evaluate(config: Config, weights: Path, process: Process, pictures: Pictures | None = None) -> dict[str, Any]:
     """Return loss and metrics on the test data, the same on every rank.
 
     Args:
         config: Configuration of the run.
         weights: File of exported weights, or folder of a checkpoint.
         process: This process.
+        pictures: Pictures of test images to write, or None.
 
     Raises:
         PetraError: If the configuration, the data or the weights can't be used. Raised on every rank.
@@ -32,11 +40,16 @@ def evaluate(config: Config, weights: Path, process: Process) -> dict[str, float
     config = replace(config, dp=1, optim=replace(config.optim, ema=None), trainer=trainer, logger=LoggerConfig(name="jsonl"))
     checked = set_up(config, process)
     torch.set_num_threads(config.trainer.threads)
+    if pictures is not None:
+        require(checked.unit == "pixels", "pictures", f"none with data={config.data.name}, which has no pixels", pictures.count)
     with process.process_group(checked.device, config.trainer.timeout):
-        return evaluate_in_group(checked, weights)
+        numbers = evaluate_in_group(checked, weights)
+    if pictures is not None and process.first:
+        pictures.write(checked, read_weights(weights), numbers["iou"])
+    return numbers
 
 
-def evaluate_in_group(setup: Setup, weights: Path) -> dict[str, float | str]:
+def evaluate_in_group(setup: Setup, weights: Path) -> dict[str, Any]:
     """Implement :func:`evaluate` inside the process group. The pipeline ends with this function, before the group does."""
     _, test = setup.data()
     with raise_on_all_ranks():
@@ -45,4 +58,18 @@ def evaluate_in_group(setup: Setup, weights: Path) -> dict[str, float | str]:
     with raise_on_all_ranks():
         load_into(pipeline, state, str(weights))
     result = pipeline.evaluate(test, limited(test.batches, setup.config.trainer.limit_batches))
-    return {"weights": str(weights), setup.unit: result.targets, **means(result, setup.unit, test.bytes_per_target)}
+    return {
+        "weights": str(weights),
+        setup.unit: result.targets,
+        **means(result, setup.unit, test.bytes_per_target),
+        **_per_class(setup, result),
+    }
+
+
+def _per_class(setup: Setup, result: Result) -> dict[str, dict[str, float | None]]:
+    """Return the intersection over union by class, None for classes that don't occur. Nothing without a confusion matrix."""
+    if "miou" not in result.counts:
+        return {}
+    values = ConfusionMatrix(setup.config.data.classes).per_class(result.counts["miou"])
+    names = CITYSCAPES_CLASSES if setup.config.data.name == "cityscapes" else range(len(values))
+    return {"iou": {str(name): None if isnan(iou) else iou for name, iou in zip(names, values, strict=True)}}

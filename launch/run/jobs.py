@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from .. import own_module
 from ..config.compose import compose_overrides
 from ..config.schema import AUTO, Config
 from ..runtime.rank import Process
+from ..runtime.reporting import CANCELLED, STOPPED
 
 SBATCH = Path(__file__).parents[1] / "templates" / "slurm.sbatch"
 RESUME = f"resume={AUTO}"
@@ -87,12 +89,24 @@ def check_job(config: Config, processes: int, here: bool) -> None:
 
 
 def run_here(unfinished: Sequence[Job], processes: int) -> list[Job]:
-    """Run jobs on this machine, one after another. Return those that failed."""
+    """Run jobs on this machine, one after another. Return those that failed.
+
+    Exit with the status of a job that was stopped. Ctrl-C reaches the job, too: this process waits until the job has saved.
+    """
     failed = []
     for job in unfinished:
         print(f"--- {job.folder.name}", flush=True)
         launch = [sys.executable, "-m", own_module("launch.local"), "--processes", str(processes)]
-        if subprocess.run([*launch, *job.command()]).returncode:
+        before = signal.getsignal(signal.SIGINT)
+        if before is not signal.SIG_IGN:  # which the job would inherit, unlike a function
+            signal.signal(signal.SIGINT, lambda number, frame: None)
+        try:
+            status = subprocess.run([*launch, *job.command()]).returncode
+        finally:
+            signal.signal(signal.SIGINT, before)
+        if status in (STOPPED, CANCELLED):
+            sys.exit(status)
+        if status:
             failed.append(job)
     return failed
 

@@ -8,14 +8,15 @@ from typing import Literal, cast
 from torch.nn import functional as F
 
 from petra.engine.endpoints import Losses
-from petra.engine.metrics import Metric, correct_predictions, top5_correct
+from petra.engine.metrics import ConfusionMatrix, MeanOutput, Metric, correct_predictions, top5_correct
 from petra.engine.update import OptimizerFactory
 from petra.engine.update_rules import UpdateRules
 from petra.errors import invalid, require
+from petra.nn.losses import bootstrapped_cross_entropy
 from petra.training import OPTIMIZERS, SCHEDULES, Schedule, peak_rate
 
 from ..config.options import options
-from ..config.schema import Config
+from ..config.schema import Config, DataConfig
 
 
 def optimizer(config: Config) -> OptimizerFactory:
@@ -66,13 +67,21 @@ def rules(config: Config) -> UpdateRules:
 
 
 def losses(config: Config) -> Losses:
-    """Return the losses of training and of evaluation. Only training smooths labels."""
-    return Losses(partial(F.cross_entropy, label_smoothing=config.trainer.label_smoothing), F.cross_entropy)
+    """Return the losses of training and of evaluation. Only training smooths labels and selects pixels."""
+    trainer = config.trainer
+    training = partial(F.cross_entropy, label_smoothing=trainer.label_smoothing)
+    if trainer.bootstrap is not None:
+        training = partial(bootstrapped_cross_entropy, fraction=trainer.bootstrap, label_smoothing=trainer.label_smoothing)
+    crops = config.data.crops or 1
+    return Losses(training, F.cross_entropy if crops == 1 else MeanOutput(F.cross_entropy, crops))
 
 
-def metrics(classes: int, unit: str) -> dict[str, Metric]:
-    """Return the metrics: top-1 accuracy, and top-5 accuracy for images of more than five classes."""
+def metrics(data: DataConfig, unit: str) -> dict[str, Metric]:
+    """Return the metrics: top-1 accuracy, top-5 accuracy for images of more than five classes, and for pixels the mIoU."""
     found: dict[str, Metric] = {"accuracy": correct_predictions}
-    if unit == "images" and classes > 5:
+    if unit == "images" and data.classes > 5:
         found["top5"] = top5_correct
-    return found
+    if unit == "pixels":
+        found["miou"] = ConfusionMatrix(data.classes)
+    crops = data.crops or 1
+    return found if crops == 1 else {name: MeanOutput(metric, crops) for name, metric in found.items()}

@@ -118,7 +118,7 @@ def _numbers(rows: Sequence[Row], summary: Row) -> Iterator[tuple[str, str]]:
     yield "train loss", f"{last['train_loss']:.4f}"
     yield "epochs", f"{last['epoch']}"
     yield "microbatches", f"{last['microbatches']:,}"
-    for unit in ("images", "tokens"):
+    for unit in ("images", "tokens", "pixels"):
         speed = summary.get(f"{unit}_per_second", last.get(f"{unit}_per_second"))
         if speed is not None:
             yield f"{unit}/s", f"{speed:,.0f}"

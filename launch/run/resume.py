@@ -14,8 +14,10 @@ from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.errors import invalid, require
 from petra.method import Keep
 from petra.pipeline import Pipeline
+from petra.plan.layout import processes_per_replica
 from petra.training import FORMATS, best_of, facts_of, load, load_into, network, newest, restore
 from petra.training.checkpoint import FACTS, verify
+from petra.training.mirror import newest_mirrored, read_mirrored, restore_mirrored
 from petra.training.records import writing
 from petra.training.weight_files import State
 
@@ -64,14 +66,16 @@ class Start:
     """The checkpoint that a run starts from.
 
     Attributes:
-        path: Folder of the checkpoint, or None if the run starts without one.
+        path: Folder of the checkpoint, or of the copies in memory; None if the run starts without either.
         facts: Facts stored in the checkpoint: configuration, chosen settings, state of the trainer.
         changes: Keys that the run changes, with their values in the checkpoint and in the run.
+        state: State of this rank's stages, if the run starts from copies in memory.
     """
 
     path: Path | None
     facts: Mapping[str, Any]
     changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    state: State | None = None
 
     @property
     def trainer(self) -> Mapping[str, Any] | None:
@@ -79,8 +83,11 @@ class Start:
         return self.facts.get("trainer")
 
 
-def find_start(config: Config, process: Process) -> Start:
+def find_start(config: Config, process: Process, memory: Path | None = None) -> Start:
     """Return the checkpoint that the configuration asks to start from. Every rank must call this function; rank 0 searches.
+
+    Args:
+        memory: Folder in memory with copies of the state. If they are not older than the last checkpoint, the run starts from them.
 
     Raises:
         PetraError: If ``resume`` names a folder without a complete checkpoint, or if its configuration differs in a key that
@@ -93,7 +100,15 @@ def find_start(config: Config, process: Process) -> Start:
             facts = {} if path is None else facts_of(path)
             if path is not None:
                 changes = require_same(facts.get("config", {}), asdict(config), path, config.resume_change or ())
-    return Start(*all_gather_objects((path, facts, changes))[0])
+    path, facts, changes = all_gather_objects((path, facts, changes))[0]
+    if memory is not None:
+        processes = processes_per_replica(process.world, config.dp)
+        clock = newest_mirrored(memory, processes)
+        if clock is not None and clock >= facts.get("clock", 0):
+            state, facts = read_mirrored(memory, clock, processes)
+            changes = require_same(facts["config"], asdict(config), memory, config.resume_change or ())
+            return Start(memory, facts | {"clock": clock}, changes, state)
+    return Start(path, facts, changes)
 
 
 def require_same(
@@ -208,9 +223,13 @@ def load_start(pipeline: Pipeline, config: Config, start: Start, epoch: int) -> 
     notes: list[str] = []
     with raise_on_all_ranks():
         if start.path is not None:
-            restore(pipeline, start.path)
+            if start.state is None:
+                restore(pipeline, start.path)
+            else:
+                restore_mirrored(pipeline, start.state, start.facts["clock"])
             move_clock(pipeline, start, epoch)
-            notes.append(f"resuming from {start.path}, after microbatch {pipeline.clock}")
+            source = start.path if start.state is None else "copies in memory"
+            notes.append(f"resuming from {source}, after microbatch {pipeline.clock}")
             notes += [f"{key} is {now} from here on, was {before}" for key, (before, now) in start.changes.items()]
         elif config.init_from is not None:
             notes.append(load_initial(pipeline, Path(config.init_from), config.init_skip or ()))

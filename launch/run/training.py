@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ import torch
 from petra.data import EvalSource, TrainSource
 from petra.diagnostics.weight_drift import WeightDrift
 from petra.distributed import all_gather_objects, raise_on_all_ranks
+from petra.errors import require
 from petra.pipeline import Pipeline
 from petra.process_memory import keep_freed_memory, release_memory
 from petra.training import (
     FORMATS,
     Bar,
     Checkpoints,
+    Epoch,
     Lines,
+    Mirror,
     Schedule,
     Trainer,
     UpdateLog,
@@ -28,8 +32,10 @@ from petra.training import (
     limited,
     peak_memory,
 )
+from petra.transport.membership import Membership
 
 from ..config.schema import MEMORY, Config
+from ..runtime.memory import memory_of
 from ..runtime.network import set_variables
 from ..runtime.rank import Process
 from ..runtime.signals import StopRequest
@@ -53,6 +59,7 @@ def run(config: Config, process: Process) -> None:
         PetraError: If the configuration or its data cannot be used. Raised in every process.
     """
     setup = set_up(config, process)
+    require(config.data.crops in (None, 1), "data.crops", "1 in training (petra evaluate accepts others)", config.data.crops)
     if config.dry_run:
         if process.first:
             print(stage_map(setup), flush=True)
@@ -60,11 +67,35 @@ def run(config: Config, process: Process) -> None:
                 print(f"\n{memory_table(setup)}", flush=True)
         return
     notes = prepare_process(setup)
-    with process.process_group(setup.device, config.trainer.timeout), exclusive_folder(config, process):
-        train_in_group(setup, notes, process)
+    group = process.process_group(setup.device, config.trainer.timeout)
+    with group, exclusive_folder(config, process), memory_of(config, process) as copies:
+        train_in_group(setup, notes, process, copies)
 
 
-def train_in_group(setup: Setup, notes: Sequence[str], process: Process) -> None:
+@dataclass
+class Run:
+    """A run that is ready to train.
+
+    Attributes:
+        setup: The setup, with the values that auto-tuning has chosen.
+        folder: Folder of the run.
+        records: Records of the run in the first process, None in the others.
+        facts: Facts of the data, stored with exported weights.
+        stop: Whether this process was asked to stop.
+        started: Time at which the run was opened.
+    """
+
+    setup: Setup
+    pipeline: Pipeline
+    trainer: Trainer
+    folder: Path
+    records: Records | None
+    facts: Mapping[str, Any]
+    stop: StopRequest
+    started: float
+
+
+def train_in_group(setup: Setup, notes: Sequence[str], process: Process, copies: Path | None) -> None:
     """Train a set-up run inside its process group.
 
     The pipeline and all that refers to it end with this function, before the process group does: destroyed the other way round,
@@ -72,15 +103,37 @@ def train_in_group(setup: Setup, notes: Sequence[str], process: Process) -> None
 
     Args:
         notes: Lines to print first.
+        copies: Folder for copies of the state in memory, or None.
+    """
+    run = open_run(setup, notes, process, find_start(setup.config, process, copies), StopRequest(), copies)
+    finish_run(run, fit(run))
+
+
+def open_run(
+    setup: Setup,
+    notes: Sequence[str],
+    process: Process,
+    start: Start,
+    stop: StopRequest,
+    copies: Path | None = None,
+    membership: Membership | None = None,
+) -> Run:
+    """Load the data, build the pipeline, load what the run starts from, and open its records. Every process must call this.
+
+    Args:
+        notes: Lines to print first.
+        start: What the run starts from.
+        stop: Whether this process was asked to stop.
+        copies: Folder for copies of the state in memory, or None.
+        membership: Agreement on the replicas that take part; None if none may be lost.
     """
     config, started = setup.config, time.perf_counter()
-    start = find_start(config, process)
     setup = tune_setup(restore_choices(setup, start), process)
-    train, test = setup.data()
+    train, test = setup.data(membership)
     prepared = {"preparation": None if train.preparation is None else train.preparation.as_dict()}
     batches = limited(train.batches_per_epoch, config.trainer.limit_batches)
     learning_rate = setup.learning_rate(batches)
-    pipeline = setup.pipeline(learning_rate)
+    pipeline = setup.pipeline(learning_rate, membership)
     loaded = load_start(pipeline, config, start, batches)
     records = open_records(config, start, pipeline.clock, process)
     if records is not None:
@@ -90,16 +143,28 @@ def train_in_group(setup: Setup, notes: Sequence[str], process: Process) -> None
         records.log_changes(pipeline.clock, start.changes)
     folder = all_gather_objects(None if records is None else records.folder)[0]
     checkpoints = open_checkpoints(config, folder, process)
-    stop = StopRequest()
-    trainer = make_trainer(setup, pipeline, (train, test), learning_rate, records, checkpoints, stop, prepared)
+    mirror = None if copies is None else Mirror(copies, pipeline.clock, config.trainer.timeout)
+    data = train, test
+    trainer = make_trainer(setup, pipeline, data, learning_rate, records, (checkpoints, mirror), stop, prepared, membership)
     if start.trainer is not None:
         trainer.resume(start.trainer)
-    with attach_diagnostics(config.trainer, pipeline, None if records is None else records.folder), stop.handle_signals():
-        history = trainer.fit(config.trainer.epochs)
-    export_weights(pipeline, folder, config, prepared)
-    memory = all_gather_objects(peak_memory(setup.device))
-    if records is not None:
-        records.finish(summarise(setup, pipeline.clock, history, memory, time.perf_counter() - started), history)
+    return Run(setup, pipeline, trainer, folder, records, prepared, stop, started)
+
+
+def fit(run: Run) -> list[Epoch]:
+    """Train a run to its last epoch. Every process must call this function."""
+    config = run.setup.config.trainer
+    with attach_diagnostics(config, run.pipeline, None if run.records is None else run.folder), run.stop.handle_signals():
+        return run.trainer.fit(config.epochs)
+
+
+def finish_run(run: Run, history: Sequence[Epoch]) -> None:
+    """Export the weights and write the summary. Every process must call this function."""
+    export_weights(run.pipeline, run.folder, run.setup.config, run.facts)
+    memory = all_gather_objects(peak_memory(run.setup.device))
+    if run.records is not None:
+        seconds = time.perf_counter() - run.started
+        run.records.finish(summarise(run.setup, run.pipeline.clock, history, memory, seconds), history)
 
 
 def prepare_process(setup: Setup) -> list[str]:
@@ -127,7 +192,8 @@ def open_records(config: Config, start: Start, clock: int, process: Process) -> 
     with raise_on_all_ranks():
         rows = [] if start.trainer is None else [epoch.row() for epoch in finished_epochs(start.trainer)]
         if process.first:
-            updates = [] if start.path is None else read_updates(start.path.parent.parent, clock)
+            before = Path(str(config.run_dir)) if start.state is not None else start.path and start.path.parent.parent
+            updates = [] if before is None else read_updates(before, clock)
             records = Records(config, rows, updates, clock)
     return records
 
@@ -151,9 +217,10 @@ def make_trainer(
     data: tuple[TrainSource, EvalSource],
     learning_rate: Schedule,
     records: Records | None,
-    checkpoints: Checkpoints | None,
+    writers: tuple[Checkpoints | None, Mirror | None],
     stop: Callable[[], bool],
     facts: Mapping[str, Any],
+    membership: Membership | None = None,
 ) -> Trainer:
     """Return the trainer of a run. It logs and displays progress only if ``records`` is not None."""
     config, progress, updates = setup.config, None, None
@@ -162,7 +229,7 @@ def make_trainer(
     pipeline.measures.append(drift.metrics)
     if records is not None:
         display = Bar if sys.stdout.isatty() else Lines
-        metrics = tuple(pipeline.recipe.metrics)
+        metrics = pipeline.recipe.metrics
         if config.trainer.log_every is not None:
             measure, loggers = drift.of_first_stage, records.update_loggers
             updates = UpdateLog(config.trainer.log_every, config.k, learning_rate, metrics, loggers, measure)
@@ -175,9 +242,12 @@ def make_trainer(
         unit=setup.unit,
         bytes_per_target=data[1].bytes_per_target,
         every=config.checkpoint.every,
-        checkpoints=checkpoints,
+        checkpoints=writers[0],
+        mirror=writers[1],
+        mirror_every=config.checkpoint.mirror,
         facts=checkpoint_facts(setup) | dict(facts),
         stop=stop,
+        membership=membership,
         loggers=() if records is None else records.loggers,
         updates=updates,
         progress=progress,

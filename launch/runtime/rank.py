@@ -13,10 +13,14 @@ from typing import TYPE_CHECKING
 
 from petra.errors import invalid, require
 
+from .starts import agree_on_start
+
 if TYPE_CHECKING:
     import torch
     from torch.distributed.distributed_c10d import Store
 
+START = timedelta(seconds=60)
+"""Time in which all ranks must start, however short the timeout of communication is. Programs load at different speeds."""
 _group_numbers = count()
 """Number of the next process group of this process."""
 
@@ -120,9 +124,10 @@ class Process:
             return
         limit = timedelta(seconds=timeout)
         store, _, _ = next(rendezvous("env://", timeout=limit))
-        # torchrun keeps its store across restarts, and one process may open several groups in turn. A prefix keeps each group
-        # from reading the keys of earlier ones.
-        store = PrefixStore(f"start{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}_{next(_group_numbers)}", store)
+        # torchrun keeps its store across restarts, and one process may open several groups in turn. Prefixes keep each group from
+        # reading the keys of earlier ones.
+        store = PrefixStore(f"group{next(_group_numbers)}", store)
+        store = PrefixStore(agree_on_start(store, self.rank, self.world, max(limit, START)), store)
         if on_gpu:
             uuid = str(torch.cuda.get_device_properties(device).uuid)
             require_distinct_gpus(PrefixStore("gpu", store), self.rank, self.world, uuid)

@@ -51,6 +51,8 @@ def report_errors(process: Process) -> Iterator[None]:
     except KeyboardInterrupt:
         sys.exit(CANCELLED)
     except Exception as error:
+        from petra.distributed import is_communication_error
+
         where = getattr(error, "__notes__", ["before training"])[0]
         if is_out_of_memory(error):
             _exit_with_error(f"out of memory {where}: {first_sentence(error)}")
@@ -82,13 +84,6 @@ def only_first_prints(process: Process) -> Iterator[None]:
     except SystemExit:
         time.sleep(ORIGIN_WAIT)
         raise
-
-
-def is_communication_error(error: Exception) -> bool:
-    """Return whether torch.distributed raised the error. gloo has no error class of its own."""
-    import torch.distributed as dist
-
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -5,10 +5,11 @@ OPTIONS are JSON. The first process writes its findings to OUT, as JSON.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from petra import METHODS, Numerics, Pipeline, Runtime, TensorSpec
+from petra.cost_model.memory import predict_memory
 from petra.distributed import all_gather_objects
 from petra.models import MODELS
 from petra.process_memory import peak_memory, release_memory
@@ -26,6 +28,9 @@ from ..run.build import PRECISIONS
 from ..runtime.rank import Process
 from ..runtime.reporting import report_errors
 
+LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaGraphLaunch")
+"""Beginnings of the names of CUDA functions that start work on the GPU."""
+
 
 class RandomData:
     """Microbatches that depend on their number only."""
@@ -33,7 +38,7 @@ class RandomData:
     def __init__(self, inputs: TensorSpec, classes: int) -> None:
         self._inputs, self._classes = inputs, classes
         tokens = not inputs.dtype.is_floating_point
-        self._targets = inputs.shape[0] * (inputs.shape[1] if tokens else 1)
+        self.targets_spec = TensorSpec((inputs.shape[0] * (inputs.shape[1] if tokens else 1),), torch.int64)
         generator = torch.Generator().manual_seed(0)
         if tokens:
             self._made = [torch.randint(classes, inputs.shape, generator=generator) for _ in range(4)]
@@ -46,14 +51,14 @@ class RandomData:
 
     def targets(self, m: int) -> Tensor:
         """Return random classes."""
-        return torch.randint(self._classes, (self._targets,), generator=torch.Generator().manual_seed(m))
+        return torch.randint(self._classes, self.targets_spec.shape, generator=torch.Generator().manual_seed(m))
 
 
 def build(options: dict[str, Any], device: torch.device) -> tuple[Pipeline, RandomData]:
     """Build a pipeline and its data.
 
     Args:
-        options: ``model``, ``batch``, ``method``, ``k``, and optionally ``width``, ``size``, ``delay``, ``transport``,
+        options: ``model``, ``batch``, ``method``, ``k``, and optionally ``width``, ``size``, ``stages``, ``delay``, ``transport``,
             ``precision``, ``channels_last`` and ``compile``.
     """
     method = METHODS[options["method"]]
@@ -72,6 +77,7 @@ def build(options: dict[str, Any], device: torch.device) -> tuple[Pipeline, Rand
         inputs,
         method=method,
         k=options["k"],
+        stages=options.get("stages"),
         optimizer=sgd,
         learning_rate=lambda t: 0.01,
         numerics=Numerics(PRECISIONS[options.get("precision", "float32")], options.get("channels_last", False)),
@@ -96,18 +102,45 @@ def compare_with_cpu(options: dict[str, Any], device: torch.device, process: Pro
 
 
 def train_in_processes(options: dict[str, Any], device: torch.device, process: Process) -> dict[str, Any]:
-    """Train over a transport. Return the size of a message, the loss and the seconds per microbatch."""
+    """Train over a transport twice. Return the size of a message, the loss, the seconds per microbatch, and digests of the weights.
+
+    The first run includes what happens once, such as loading kernels; the second one is timed.
+    """
+    digests = []
+    for _ in range(2):
+        release_memory(device)
+        pipeline, data = build(options, device)
+        started = time.perf_counter()
+        result = pipeline.train(data, options["microbatches"])
+        seconds = (time.perf_counter() - started) / options["microbatches"]
+        digests.append(_digest(pipeline))
+        plan = pipeline.plan
+        del pipeline
+    largest = max((boundary.backward_bytes for boundary in plan.boundaries), default=0)
+    found = {"transport": plan.transport, "message_bytes": largest, "loss": result.loss, "seconds": seconds}
+    return {**found, "digest": digests[0], "repeatable": digests[0] == digests[1]}
+
+
+def _digest(pipeline: Pipeline) -> str:
+    """Return the beginning of a digest of all weights. Every process must call this function."""
+    own = hashlib.sha256()
+    for value in pipeline.state_dict().values():
+        own.update(value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return hashlib.sha256("".join(all_gather_objects(own.hexdigest())).encode()).hexdigest()[:12]
+
+
+def compare_memory(options: dict[str, Any], device: torch.device, process: Process) -> dict[str, Any]:
+    """Train, and return the peak of the allocator and the prediction of this process, without workspaces."""
+    release_memory(device)
     pipeline, data = build(options, device)
-    started = time.perf_counter()
-    result = pipeline.train(data, options["microbatches"])
-    seconds = (time.perf_counter() - started) / options["microbatches"]
-    boundaries = pipeline.plan.boundaries
-    largest = max((b.backward_bytes for b in boundaries), default=0)
-    return {"transport": pipeline.plan.transport, "message_bytes": largest, "loss": result.loss, "seconds": seconds}
+    pipeline.train(data, max(pipeline.plan.delays) + 2 * options["k"] + 2)
+    peak = peak_memory(device) if device.type == "cuda" else None
+    predicted = predict_memory(pipeline.plan, pipeline.recipe, data.targets_spec, process=0)
+    return {"peak_bytes": peak, "predicted_bytes": predicted.tensors}
 
 
 def measure_speed(options: dict[str, Any], device: torch.device, process: Process) -> dict[str, Any]:
-    """Return the throughput after a warm-up, the peak memory of each process, and how kernels keep the GPU busy."""
+    """Return the throughput after a warm-up, the peak memory of each process, and what the GPU and its host did meanwhile."""
     release_memory(device)
     pipeline, data = build(options, device)
     pipeline.train(data, options["microbatches"])
@@ -122,20 +155,37 @@ def measure_speed(options: dict[str, Any], device: torch.device, process: Proces
 
 
 def _kernels(pipeline: Pipeline, data: RandomData, microbatches: int) -> dict[str, float]:
-    """Return the number of kernels per microbatch, and the fraction of the time in which one runs."""
-    started = time.perf_counter()
+    """Train under the profiler, and return :func:`shares`."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        started = time.perf_counter()
         pipeline.train(data, microbatches)
         seconds = time.perf_counter() - started
-    rows = profile.key_averages()
-    kernels = sum(row.count for row in rows)
-    busy = sum(row.self_device_time_total for row in rows) * 1e-6
-    return {"kernels_per_microbatch": kernels / microbatches, "device_busy": busy / seconds}
+    return shares(profile.key_averages(), seconds, microbatches)
+
+
+def shares(rows: Iterable[Any], seconds: float, microbatches: int) -> dict[str, float]:
+    """Return the kernels per microbatch, and fractions of the time: of kernels, of NCCL's kernels, and of launches by the host.
+
+    Args:
+        rows: Averages of the profiler. Those of the GPU are kernels and copies, those of the CPU are calls of CUDA.
+        seconds: Duration of the training.
+        microbatches: Number of its microbatches.
+    """
+    found = dict.fromkeys(("kernels_per_microbatch", "device_busy", "communication", "launching"), 0.0)
+    for row in rows:
+        if row.device_type == torch.profiler.DeviceType.CUDA:
+            part = "communication" if row.key.startswith("nccl") else "device_busy"
+            found[part] += row.self_device_time_total * 1e-6 / seconds
+            found["kernels_per_microbatch"] += row.count / microbatches
+        elif row.key.startswith(LAUNCHES):
+            found["launching"] += row.self_cpu_time_total * 1e-6 / seconds
+    return found
 
 
 PARTS: dict[str, Callable[[dict[str, Any], torch.device, Process], dict[str, Any]]] = {
     "compare": compare_with_cpu,
     "transport": train_in_processes,
+    "memory": compare_memory,
     "speed": measure_speed,
 }
 """Parts by name."""

@@ -1,4 +1,4 @@
-"""Memory that a GPU's allocator will reach, predicted by running the engine on tensors without data.
+"""Memory that a GPU's allocator will reach, per process and per stage, predicted by running the engine on tensors without data.
 
 The prediction runs the code of a training run: stages, optimizer, messages and schedule of one process, in torch's FakeTensorMode.
 Every allocation and release is counted in the order in which they happen, so the peak includes what exists for a moment only.
@@ -7,8 +7,10 @@ Every allocation and release is counted in the order in which they happen, so th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from petra.engine.update import Update
 from petra.hooks import Hook, Hooks
 from petra.plan import Plan
 from petra.settings import Runtime
-from petra.specs import Streams, TensorSpec
+from petra.specs import Message, Streams, TensorSpec
 from petra.torch_private import TorchDispatchMode, fake_tensor_mode, storage_key
 from petra.transport import LockstepTransport, connect, pack_boundaries
 
@@ -35,16 +37,17 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class PredictedMemory:
-    """Bytes of one process at the peak of training.
+    """Bytes of one process at the peak of training, or the part of one of its stages.
 
     Attributes:
         weights: Parameters and buffers.
         gradients: Accumulated gradients.
         optimizer: States of the optimizer, and moving averages.
-        stored: What else exists when a forward ends: stored activations, stashed weights, and messages that have arrived or are
-            being sent.
-        temporary: What is added during the step that reaches the peak: the graph of a backward, and its gradients.
-        workspace: Allowance for workspaces of libraries.
+        stored: What else exists when a forward ends, at the time when the process has most of it: stored activations, stashed
+            weights, and messages that have arrived or are being sent.
+        temporary: What the step that needs most adds for a moment: the graph of a backward, and its gradients.
+        workspace: Allowance for workspaces of libraries; 0 for a stage.
+        stages: The stages of the process by index; empty for a stage. A message counts for the stage that received it last.
     """
 
     weights: int
@@ -53,11 +56,23 @@ class PredictedMemory:
     stored: int
     temporary: int
     workspace: int = WORKSPACE
+    stages: Mapping[int, PredictedMemory] = field(default_factory=dict)
+
+    @property
+    def between(self) -> int:
+        """Bytes that exist when a forward ends."""
+        return self.weights + self.gradients + self.optimizer + self.stored
+
+    @property
+    def summed(self) -> int:
+        """Peak of the tensors, summed from the stages: only one of them runs a step at a time."""
+        stages = self.stages.values()
+        return sum(stage.between for stage in stages) + max((stage.temporary for stage in stages), default=0)
 
     @property
     def tensors(self) -> int:
         """Peak of torch's allocator without workspaces."""
-        return self.weights + self.gradients + self.optimizer + self.stored + self.temporary
+        return self.between + self.temporary
 
     @property
     def total(self) -> int:
@@ -66,12 +81,20 @@ class PredictedMemory:
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of storages that operations inside the ``with`` block create, while they live."""
+    """Counts the bytes of storages that operations inside the ``with`` block create, while they live.
+
+    Attributes:
+        now: Bytes that live now.
+        owner: Stage that runs, which new storages count for.
+        own: Bytes that live now, by the stage that they count for.
+        peaks: Most bytes that lived at a time, of all stages, by the stage that ran.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
-        self._seen: dict[int, weakref.ref[Any]] = {}
+        self.now = self.owner = 0
+        self.own, self.peaks = Counter[int](), Counter[int]()
+        self._seen: dict[int, _Storage] = {}
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -83,19 +106,38 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._add(tensor)
         return found
 
+    def assign(self, tensors: Iterable[Tensor], owner: int) -> None:
+        """Count the storages of tensors for another stage from now on."""
+        for tensor in tensors:
+            if (found := self._seen.get(storage_key(tensor))) is not None:
+                self.own[found.owner] -= found.size
+                self.own[owner] += found.size
+                found.owner = owner
+
     def _add(self, tensor: Tensor) -> None:
         key, storage = storage_key(tensor), tensor.untyped_storage()
         if key in self._seen:
             return
-        size = -(-storage.nbytes() // BLOCK) * BLOCK
 
         def freed(_: object) -> None:
-            self.now -= size
-            del self._seen[key]
+            gone = self._seen.pop(key)
+            self.now -= gone.size
+            self.own[gone.owner] -= gone.size
 
-        self._seen[key] = weakref.ref(storage, freed)
-        self.now += size
-        self.peak = max(self.peak, self.now)
+        found = _Storage(weakref.ref(storage, freed), -(-storage.nbytes() // BLOCK) * BLOCK, self.owner)
+        self._seen[key] = found
+        self.now += found.size
+        self.own[self.owner] += found.size
+        self.peaks[self.owner] = max(self.peaks[self.owner], self.now)
+
+
+@dataclass
+class _Storage:
+    """A storage that lives, its size, and the stage that it counts for."""
+
+    reference: weakref.ref[Any]
+    size: int
+    owner: int
 
 
 class _Update(Update):
@@ -133,13 +175,20 @@ class _Blank:
 
 
 class _Watch(Hook):
-    """Records the bytes that live when a forward ends."""
+    """Records the bytes that live when a forward ends, and tells which stage they belong to."""
 
     def __init__(self, live: LiveBytes) -> None:
-        self._live, self.between = live, 0
+        self._live, self.between, self.own_between = live, 0, Counter[int]()
+
+    def receive_begin(self, stage: int, peer: int, m: int) -> None:
+        self._live.owner = stage
+
+    def receive_end(self, stage: int, peer: int, m: int, message: Message) -> None:
+        self._live.assign((t for part in message for t in part), stage)
 
     def forward_end(self, stage: int, m: int, y: Streams) -> None:
-        self.between = max(self.between, self._live.now)
+        if self._live.now > self.between:
+            self.between, self.own_between = self._live.now, self._live.own.copy()
 
 
 class _Done:
@@ -150,7 +199,7 @@ class _Done:
 
 
 def predict_memory(plan: Plan, recipe: Recipe, targets: TensorSpec, *, process: int = 0) -> PredictedMemory:
-    """Predict the memory of one process, with all its stages. Needs neither a GPU nor the memory that it predicts.
+    """Predict the memory of one process, and of each of its stages. Needs neither a GPU nor the memory that it predicts.
 
     Args:
         plan: Plan of the run. Between processes, the lockstep transport is assumed.
@@ -167,16 +216,31 @@ def predict_memory(plan: Plan, recipe: Recipe, targets: TensorSpec, *, process: 
     with fake_tensor_mode(), live:
         data = _Blank(plan.layout.inputs, targets)
         channels_last = plan.numerics.channels_last
+        live.owner = min(plan.layout.processes[process], default=0)
         executor, updates = _executor(plan, recipe, data, process, hooks, lambda b: _without_data(blocks[b], channels_last))
+        for update in updates:
+            live.assign(chain(*_tensors(update)), update.stage.index)
         watch = _Watch(live)
         hooks.attach(watch)
         longest = max((plan.delays[j] for j in plan.layout.processes[process]), default=0)
         executor.train(0, longest + 2 * plan.k + 2)
-        weights = _bytes(t for u in updates for t in (*u.stage.module.parameters(), *u.stage.module.buffers()))
-        gradients = _bytes(p.grad for u in updates for p in u.stage.module.parameters() if p.grad is not None)
-        optimizer = _bytes(t for u in updates for t in u.states)
-    fixed = weights + gradients + optimizer
-    return PredictedMemory(weights, gradients, optimizer, watch.between - fixed, live.peak - watch.between)
+        fixed = {update.stage.index: [_bytes(tensors) for tensors in _tensors(update)] for update in updates}
+    temporary = {j: max(live.peaks[j] - watch.between, 0) for j in fixed}
+    stages = {j: _predicted(sizes, watch.own_between[j], temporary[j], workspace=0) for j, sizes in fixed.items()}
+    together = [sum(parts) for parts in zip(*fixed.values(), strict=True)] or [0, 0, 0]
+    return _predicted(together, watch.between, max(temporary.values(), default=0), stages=stages)
+
+
+def _predicted(fixed: Sequence[int], between: int, temporary: int, **options: Any) -> PredictedMemory:
+    weights, gradients, optimizer = fixed
+    return PredictedMemory(weights, gradients, optimizer, between - sum(fixed), temporary, **options)
+
+
+def _tensors(update: _Update) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Return weights and buffers, gradients, and states of the optimizer of a stage."""
+    module = update.stage.module
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    return [*module.parameters(), *module.buffers()], gradients, update.states
 
 
 def _executor(
@@ -188,7 +252,7 @@ def _executor(
     objective = Objective(CPU, recipe.losses, recipe.metrics)
     for port in (source, objective):
         port.start(data, 0, 0)
-    stages = build_stages(plan, recipe, Runtime(), CPU, process, hooks, blocks, source.refetch)
+    stages = build_stages(plan, recipe, Runtime(), CPU, (0, process), hooks, blocks, source.refetch)
     transport = None
     if len(processes) > 1:
         transport = LockstepTransport(pack_boundaries(plan, CPU), processes, process, post=lambda operations: [_Done()])

@@ -106,7 +106,7 @@ def _relax(graph: EventGraph, outgoing: Indices, policy: _Policy, passes: int) -
     chosen, value, ratio = policy.chosen, policy.value, policy.ratio.max()
     tolerance = 1e-13 * max(np.abs(value).max(), ratio)
     weights = graph.seconds - ratio * graph.repetitions
-    events, left = np.arange(len(value)), passes * len(value)
+    events, left, waiting = np.arange(len(value)), passes * len(value), np.zeros(len(value), bool)
     while left > 0:
         left -= len(events) + STEP_COST
         times = weights[:, events] + value[graph.sources[:, events]]
@@ -117,7 +117,9 @@ def _relax(graph: EventGraph, outgoing: Indices, policy: _Policy, passes: int) -
         if not len(improved):
             return True
         chosen[improved], value[improved] = best[later], latest[later]
-        events = np.unique(outgoing[:, improved])
+        waiting[outgoing[:, improved]] = True
+        events = np.flatnonzero(waiting)
+        waiting[events] = False
     return False
 
 

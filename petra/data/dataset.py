@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from torch import Tensor
+from torch import Generator, Tensor
 
 from petra.data.preparation import Preparation
 
@@ -23,12 +23,14 @@ class Split:
         count: Number of samples.
         inputs: Reader of normalised float32 images (B, 3, H, W), or of int64 tokens (B, T). None in a process whose stages don't
             need inputs.
-        targets: Reader of int64 classes (B,) for images or (B·T,) for tokens, -100 where there is nothing to predict. None in a
-            process whose stages don't need targets.
+        targets: Reader of int64 classes, (B,) for images, (B·T,) for tokens or (B, H, W) for pixels, -100 where there is nothing to
+            predict. None in a process whose stages don't need targets.
         per_sample_augmentation: Whether the augmentation of a sample depends on the seed and the sample only, and not on the other
             samples that are read with it.
         samples: Reader of inputs and targets together, for data in which one can't be read without the other.
         integer_targets: Whether targets are integers, so that targets of padding rows can be ignored.
+        decodes_targets: Whether ``targets`` decodes files, which worker processes can do in advance.
+        order: Function that draws the indices of an epoch (N,), which the readers may interpret. None: a random permutation.
         in_memory: Whether the samples are in memory, or in files mapped into memory. Inputs can then be read twice at little cost.
     """
 
@@ -38,6 +40,8 @@ class Split:
     per_sample_augmentation: bool = False
     samples: PairReader | None = None
     integer_targets: bool = True
+    decodes_targets: bool = False
+    order: Callable[[Generator], Tensor] | None = None
     in_memory: bool = False
 
     def part(self, *, inputs: bool, targets: bool) -> Split:
@@ -47,17 +51,18 @@ class Split:
             inputs=self.inputs if inputs else None,
             targets=self.targets if targets else None,
             samples=self.samples if targets else None,
+            order=self.order if inputs or targets else None,
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A classification data set: images with their classes, or windows of tokens with the next token at each position.
+    """A classification data set: images with their classes or a class for each pixel, or windows of tokens with the next tokens.
 
     Attributes:
         name: Name of the data set.
         classes: Number of classes, or of different tokens.
-        size: Side of an image in pixels, or number of tokens of a window.
+        size: Side of an image in pixels (its width, if the height differs), or number of tokens of a window.
         train: Training samples.
         test: Test samples.
         bytes_per_target: Mean number of bytes of text per token of the test samples. None for images, and for unknown vocabularies.

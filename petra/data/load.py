@@ -13,15 +13,18 @@ from petra.data.dataset import Dataset
 from petra.data.generated import digits, synthetic
 from petra.data.imagenet import imagenet
 from petra.data.imagenet32 import imagenet32
+from petra.data.segmentation import cityscapes, cocostuff, segmentation, vistas
 from petra.data.text import text
 from petra.data.tokens import tokens
 from petra.errors import ConfigError, alternatives, require
 from petra.specs import TensorSpec
 
-DATASETS: dict[str, Callable[..., Dataset]] = {
-    load.__name__: load for load in (digits, cifar10, cifar100, imagenet32, imagenet, synthetic, text, tokens)
-}
+_IMAGES = (digits, cifar10, cifar100, imagenet32, imagenet, synthetic)
+_PIXELS = (segmentation, cityscapes, vistas, cocostuff)
+DATASETS: dict[str, Callable[..., Dataset]] = {load.__name__: load for load in (*_IMAGES, *_PIXELS, text, tokens)}
 """Functions that return a data set, by name. Their arguments are the settings of the data set."""
+PIXEL_DATASETS = tuple(load.__name__ for load in _PIXELS)
+"""Names of the data sets that have a class for each pixel."""
 
 
 def settings(name: str) -> frozenset[str]:
@@ -54,17 +57,18 @@ def load_dataset(name: str, **options: Any) -> Dataset:
 
 def in_memory(name: str) -> bool:
     """Return :attr:`petra.data.Split.in_memory` of a data set without reading data."""
-    return name != "imagenet"
+    return name not in ("imagenet", *PIXEL_DATASETS)
 
 
-def microbatch_form(name: str, batch_size: int, size: int) -> TensorSpec:
+def microbatch_form(name: str, batch_size: int, size: int, height: int | None = None) -> TensorSpec:
     """Return shape and type of a microbatch of inputs without reading data.
 
     Args:
         name: Name of the data set.
         batch_size: Samples per microbatch.
         size: Side of an image in pixels, or tokens of a window.
+        height: Height of an image in pixels if it is not ``size``.
     """
     if name in ("text", "tokens"):
         return TensorSpec((batch_size, size), torch.int64)
-    return TensorSpec((batch_size, 3, size, size), torch.float32)
+    return TensorSpec((batch_size, 3, height or size, size), torch.float32)

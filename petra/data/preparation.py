@@ -85,10 +85,16 @@ def encoded(mean_image: Tensor) -> str:
 
 def centre_crop(image: Image.Image, size: int, fraction: float) -> Image.Image:
     """Return the centre (size, size) of an image whose shorter side is first resized to size / ``fraction``."""
+    resized = resize_shorter_side(image, size, fraction)
+    left, top = (round((side - size) / 2) for side in resized.size)
+    return resized.crop((left, top, left + size, top + size))
+
+
+def resize_shorter_side(image: Image.Image, size: int, fraction: float) -> Image.Image:
+    """Return an image whose shorter side is resized to size / ``fraction``."""
     shorter = round(size / fraction)
     width, height = (max(shorter, int(shorter * side / min(image.size))) for side in image.size)
-    left, top = (round((side - size) / 2) for side in (width, height))
-    return image.resize((width, height), Image.Resampling.BILINEAR).crop((left, top, left + size, top + size))
+    return image.resize((width, height), Image.Resampling.BILINEAR)
 
 
 def unreadable(path: Path, error: Exception) -> DataError:

@@ -20,6 +20,8 @@ _ORDER, _AUGMENTATION = 1, 2
 
 RECENT = 256
 """Number of microbatches whose targets are kept if they were read together with the inputs. More than are in flight at a time."""
+RECENT_DECODED = 2
+"""Number of microbatches whose targets are kept if they are decoded from files, since they are large."""
 
 
 class _Source(ABC):
@@ -37,8 +39,11 @@ class _Source(ABC):
         self._split, self._share = split, share
         self._recent: OrderedDict[int, Tensor] = OrderedDict()
         self._reads_inputs = False
+        self._newest_targets = -1
         self._read = Prefetcher(self._inputs, workers, stop, timeout) if workers else self._inputs
         self._read_both = Prefetcher(self._both, workers, stop, timeout) if workers else self._both
+        decoded = workers and split.decodes_targets
+        self._read_targets = Prefetcher(self._targets, workers, stop, timeout) if decoded else self._targets
         self._read_again = Prefetcher(self._again, workers, stop, timeout) if workers else self._again
 
     @abstractmethod
@@ -66,14 +71,30 @@ class _Source(ABC):
         return self._read_again(m)
 
     def targets(self, m: int) -> Tensor:
-        """Return the targets of microbatch ``m``: int64 (B,) for images, (B·T,) for tokens."""
+        """Return the targets of microbatch ``m``: int64 (B,) for images, (B·T,) for tokens, (B, H, W) for pixels."""
         assert self._split.targets is not None, "this process reads no targets"
+        if self._split.decodes_targets:
+            return self._decoded_targets(m)
         if self._split.samples is None:
-            return self._split.targets(*self._request(m))
+            return self._targets(m)
         if m in self._recent:
             return self._recent[m]
         # Reading out of order would restart the workers that prepare inputs.
         return self._both(m)[1] if self._reads_inputs else self._read_both(m)[1]
+
+    def _decoded_targets(self, m: int) -> Tensor:
+        """Return targets from the workers, or decode them again. The last ones are kept, because replicas read them twice."""
+        if m not in self._recent:
+            restart = m <= self._newest_targets and m > 0  # an evaluation starts at 0 again
+            self._recent[m] = self._targets(m) if restart else self._read_targets(m).clone()
+            self._newest_targets = self._newest_targets if restart else m
+            if len(self._recent) > RECENT_DECODED:
+                self._recent.popitem(last=False)
+        return self._recent[m]
+
+    def _targets(self, m: int) -> Tensor:
+        assert self._split.targets is not None, "this process reads no targets"
+        return self._split.targets(*self._request(m))
 
     def _inputs(self, m: int) -> Tensor:
         assert self._split.inputs is not None, "this process reads no inputs"
@@ -143,6 +164,8 @@ class TrainSource(_Source):
 
     def _permutation(self, epoch: int) -> Tensor:
         generator = torch.Generator().manual_seed(derive_seed(self._seed, _ORDER, epoch))
+        if self._split.order is not None:
+            return self._split.order(generator)
         return torch.randperm(self._split.count, generator=generator)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from petra.torch_private import foreach_add_, foreach_zero_
 class Accumulation:
     """Gradients that the microbatches of an update add to ``.grad`` of a stage's trained parameters, as their mean.
 
-    ``.grad`` always holds a tensor, except during an optimizer step (:meth:`stepping`).
+    ``.grad`` always holds a tensor, except during an optimizer step (:meth:`hide_unused`).
 
     Args:
         module: Blocks of the stage.
@@ -35,7 +34,8 @@ class Accumulation:
 
     def add(self, gradients: Gradients) -> None:
         """Add 1/k of the gradients of one block."""
-        self._used.update(gradients)
+        if not self._all_used():
+            self._used.update(gradients)
         foreach_add_([p.grad for p in gradients], list(gradients.values()), alpha=1 / self._k)
 
     def zero(self) -> None:
@@ -43,17 +43,21 @@ class Accumulation:
         if self.parameters:
             foreach_zero_([p.grad for p in self.parameters])
 
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Prepare for an optimizer step in the body of the ``with`` statement, and set the gradients to zero after it.
+    def hide_unused(self) -> Sequence[tuple[nn.Parameter, Tensor | None]]:
+        """Set ``.grad`` to None for parameters that no backward pass has reached since the last update, before an optimizer step.
 
-        Inside, ``.grad`` is None for parameters that no backward pass has reached since the last update, so that optimizers leave
-        them as they are: zeros would let them decay.
+        Optimizers leave these parameters as they are. Zeros would let them decay.
+
+        Returns:
+            The parameters and their zeros, for :meth:`restart`.
         """
         unused = [] if self._all_used() else [(p, p.grad) for p in self.parameters if p not in self._used]
         for parameter, _ in unused:
             parameter.grad = None
-        yield
+        return unused
+
+    def restart(self, unused: Sequence[tuple[nn.Parameter, Tensor | None]]) -> None:
+        """Set all gradients to zero after an optimizer step, including those that :meth:`hide_unused` returned."""
         for parameter, zeros in unused:
             parameter.grad = zeros
         self._used.clear()

@@ -29,8 +29,8 @@ from petra.engine.block_function import BlockFunction
 from petra.engine.weights import WeightVersion, WeightVersions, weight_versions
 from petra.errors import ModelError
 from petra.method import Keep, Weights
-from petra.reversible import Gradients, Grid, LaterGradients, differentiate, differentiate_inputs, frozen_statistics
-from petra.specs import Streams, detached
+from petra.reversible import Gradients, Grid, LaterGradients, differentiate, differentiate_inputs
+from petra.specs import Streams, detached, in_own_memory
 
 Fetch = Callable[[int], Streams]
 """Function of a microbatch that returns the input of the model's first block."""
@@ -83,6 +83,7 @@ class BlockRunner(ABC):
     ) -> None:
         self.function, self.versions, self.parameters = function, versions, function.parameters
         self.stored: dict[int, Stored] = {}
+        self._trained = tuple(self.parameters.values())
         self._input_needs_gradient, self._overwritten = input_needs_gradient, overwritten
         self._split: bool | None = None if split else False  # None until the first forward pass
 
@@ -102,14 +103,12 @@ class BlockRunner(ABC):
         """
 
     def replay(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
-        """Run the forward pass of microbatch ``m`` again with a graph; nothing is stored or updated."""
-        with torch.enable_grad(), frozen_statistics(self.function.normalisations):
+        """Run the forward pass of microbatch ``m`` again; nothing is stored or updated."""
+        with self.function.frozen_statistics():
             return self.function(m, x, version)
 
     def _choose_version(self, m: int, x: Streams) -> WeightVersion | None:
         """Return the weights for the forward pass of microbatch ``m``, and stash them if the backward pass needs them too."""
-        if self.function.uses_rng is None:
-            self.function.detect_rng(x)
         if self._split is None:
             self._split = not self.function.recomputes(x)
         version = self.versions.for_forward(m)
@@ -122,8 +121,7 @@ class BlockRunner(ABC):
             return Stored(inputs, self.function(m, inputs, version))
 
     def _differentiate(self, stored: Stored, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, LaterGradients]:
-        parameters = list(self.parameters.values())
-        weights: Sequence[Tensor] = parameters if version is None else [version[name] for name in self.parameters]
+        weights: Sequence[Tensor] = self._trained if version is None else [version[name] for name in self.parameters]
         connected = [(y, d) for y, d in zip(stored.outputs, dy, strict=True) if y.requires_grad]
         if not connected:  # neither the data nor any weight needs a gradient
             return detached(stored.inputs), (), dict
@@ -131,10 +129,10 @@ class BlockRunner(ABC):
         outputs, gradients = zip(*connected, strict=True)
         with self.function.using(version):  # activation checkpointing inside the block reads the parameters again
             found, later = (differentiate_inputs if self._split else differentiate)(outputs, inputs, weights, gradients)
-        dx = tuple(torch.zeros_like(t) if d is None else d for t, d in zip(inputs, found, strict=True))
+        dx = tuple([torch.zeros_like(t) if d is None else d for t, d in zip(inputs, found, strict=True)])
 
         def of_parameters() -> Gradients:
-            return {p: g for p, g in zip(parameters, later(), strict=True) if g is not None}
+            return {p: g for p, g in zip(self._trained, later(), strict=True) if g is not None}
 
         return detached(stored.inputs), dx, of_parameters
 
@@ -171,7 +169,7 @@ class Recompute(BlockRunner):
 
     def forward(self, m: int, x: Streams) -> Streams:
         version = self._choose_version(m, x)
-        with torch.no_grad(), frozen_statistics(self.function.normalisations):
+        with self.function.frozen_statistics():
             y = self.function(m, x, version)
         self._keep_input(m, x)
         return y
@@ -182,7 +180,7 @@ class Recompute(BlockRunner):
         return self._differentiate(recomputed, dy, version)
 
     def _keep_input(self, m: int, x: Streams) -> None:
-        self.stored[m] = Stored(tuple(_in_own_memory(t) for t in x))
+        self.stored[m] = Stored(tuple(in_own_memory(t) for t in x))
 
     def _take_input(self, m: int) -> Streams:
         return self.stored.pop(m).inputs
@@ -211,7 +209,7 @@ class Reconstruct(BlockRunner):
 
     def forward(self, m: int, x: Streams) -> Streams:
         version = self._choose_version(m, x)
-        with torch.no_grad(), frozen_statistics(self.function.normalisations):
+        with self.function.frozen_statistics():
             return self.function(m, x, version)
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, LaterGradients]:
@@ -243,7 +241,6 @@ def block_runner(
     input_needs_gradient: bool,
     autocast: torch.dtype | None,
     stale: bool = False,
-    concurrent: bool = False,
     grid: Grid | None = None,
     split: bool = False,
     fetch: Fetch | None = None,
@@ -259,21 +256,15 @@ def block_runner(
         input_needs_gradient: False for the first block of the model, which takes the data.
         autocast: Type in which the block computes, or None.
         stale: Whether updates may come between the passes of a microbatch.
-        concurrent: Whether other blocks run at the same time in other threads.
         grid: Grid for exact streams, or None.
         split: As for :class:`BlockRunner`.
         fetch: Returns the block's input for a microbatch again; for ``Keep.REFETCH``.
     """
     kinds: dict[Keep, type[BlockRunner]] = {kind.keep: kind for kind in (KeepGraph, Recompute, Refetch, Reconstruct)}
-    function = BlockFunction(module, seed=seed, autocast=autocast, concurrent=concurrent, grid=grid)
+    function = BlockFunction(module, seed=seed, autocast=autocast, grid=grid)
     versions = weight_versions(function.parameters, weights, keeps_graph=keep is Keep.GRAPH, k=k)
     overwritten = stale and weights is Weights.CURRENT
     runner = kinds[keep](function, versions, input_needs_gradient=input_needs_gradient, overwritten=overwritten, split=split)
     if isinstance(runner, Refetch):
         runner.fetch = fetch
     return runner
-
-
-def _in_own_memory(tensor: Tensor) -> Tensor:
-    """Return the tensor, copied if it is a view: a view of a received message would keep the whole message alive."""
-    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -11,16 +11,8 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call
 
 from petra.engine.weights import WeightVersion
-from petra.reversible import (
-    Grid,
-    LaterGradients,
-    ReversibleBlock,
-    derive_seed,
-    forbid_inplace,
-    frozen_statistics,
-    normalisations,
-    seeded,
-)
+from petra.reversible import Coupling, Grid, LaterGradients, ReversibleBlock, TwoFunctionCoupling, derive_seed
+from petra.reversible.replay import NOTHING, forbid_inplace, frozen_statistics, normalisations, seeded, watch_draws
 from petra.specs import Streams, as_streams
 
 RECOMPUTES = "the graph of the block recomputes saved tensors"
@@ -33,29 +25,37 @@ class BlockFunction:
         module: The block, on its device and in training mode.
         seed: Seed of this block in this run. The random numbers of microbatch m derive from it and m.
         autocast: Type in which the block computes, or None. Its inputs and outputs keep the type of the streams.
-        concurrent: Whether other blocks run at the same time in other threads. PyTorch's generators are global, so blocks that draw
-            random numbers must take turns. :meth:`detect_rng` finds them.
         grid: Grid for exact streams (:mod:`petra.reversible.grid`), or None.
 
     Attributes:
         parameters: Trained parameters by name.
         normalisations: Layers with running statistics.
-        uses_rng: Whether to seed the generators for the block. Always True unless other blocks run at the same time. Then it is
-            None until :meth:`detect_rng` has found whether the block draws random numbers.
+        draws: Whether the block draws random numbers, so that the generators are seeded for it. They are global: threads that run
+            such blocks take turns. None until the first forward pass of a run has found it.
     """
 
-    def __init__(
-        self, module: nn.Module, *, seed: int, autocast: torch.dtype | None, concurrent: bool = False, grid: Grid | None = None
-    ) -> None:
+    def __init__(self, module: nn.Module, *, seed: int, autocast: torch.dtype | None, grid: Grid | None = None) -> None:
         self.module = module
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.normalisations = normalisations(module)
-        self.uses_rng: bool | None = None if concurrent else True
         self._seed, self._autocast_dtype, self._grid = seed, autocast, grid
         self._reversible = module if isinstance(module, ReversibleBlock) else None
+        # Couplings seed the generators and check their functions themselves. Other reversible blocks may use the seed otherwise.
+        self._is_coupling = isinstance(module, Coupling | TwoFunctionCoupling)
+        self._needs_no_context = self._is_coupling and autocast is None
+        self.begin_run()
         if self._reversible is not None and grid is not None:
             self._reversible.enable_exact_streams(grid)
             self._grid = None
+
+    def begin_run(self) -> None:
+        """Find again which parameters are trained, and whether the block draws random numbers.
+
+        Rates of dropout may have changed since the last run.
+        """
+        if self._reversible is not None:
+            self._reversible.fix_trained()
+        self.draws: bool | None = True if self._reversible is not None and not self._is_coupling else None
 
     def __call__(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
         """Return the block's output for microbatch ``m``.
@@ -67,8 +67,11 @@ class BlockFunction:
             ModelError: If the block changes its input in place.
         """
         seed = self._seed_of(m)
-        arguments, seed = ({"seed": seed}, None) if self._reversible is not None else ({}, seed)
-        with self._autocast(x[0]), forbid_inplace(x, self.module), seeded(seed, x[0].device):
+        if self._needs_no_context and self.draws is not None and version is None:
+            return self.module(*x, seed=seed)  # type: ignore[no-any-return]
+        arguments, seed = ({}, seed) if self._reversible is None else ({"seed": seed}, None)
+        watch = NOTHING if self.draws is not None else watch_draws(self._set_draws)
+        with self._autocast(x[0]), watch, forbid_inplace(x, self.module), seeded(seed, x[0].device):
             y = self.module(*x, **arguments) if version is None else functional_call(self.module, version, x, arguments)
             return self._as_streams(y, x[0])
 
@@ -88,6 +91,9 @@ class BlockFunction:
             split: Whether the returned function computes the gradients. Otherwise, it only returns them.
         """
         assert self._reversible is not None
+        if self._needs_no_context and version is None and not split:
+            x, dx, gradients = self._reversible.inverse_vjp(y, dy, seed=self._seed_of(m))
+            return x, dx, lambda: gradients
         with self._autocast(y[0]), self.using(version):
             if split:
                 return self._reversible.inverse_input_vjp(y, dy, seed=self._seed_of(m))
@@ -96,7 +102,11 @@ class BlockFunction:
 
     def using(self, version: WeightVersion | None) -> AbstractContextManager[None]:
         """Give the block's parameters the values of ``version`` inside the ``with`` block; None leaves them as they are."""
-        return nullcontext() if version is None else _replaced(self.parameters, version)
+        return NOTHING if version is None else _replaced(self.parameters, version)
+
+    def frozen_statistics(self) -> AbstractContextManager[None]:
+        """Disable updates of running statistics inside the ``with`` block."""
+        return frozen_statistics(self.normalisations) if self.normalisations else NOTHING
 
     @torch.no_grad()
     def evaluate(self, x: Streams) -> Streams:
@@ -104,12 +114,8 @@ class BlockFunction:
         with self._autocast(x[0]):
             return self._as_streams(self.module(*x), x[0])
 
-    def detect_rng(self, x: Streams) -> None:
-        """Evaluate the block once more to set :attr:`uses_rng`. Running statistics and generators are left unchanged."""
-        with seeded(self._seed), torch.no_grad(), frozen_statistics(self.normalisations), self._autocast(x[0]):
-            before = torch.get_rng_state()
-            self.module(*x)
-            self.uses_rng = not torch.equal(before, torch.get_rng_state())
+    def _set_draws(self, draws: bool) -> None:
+        self.draws = draws
 
     def recomputes(self, x: Streams) -> bool:
         """Evaluate the block once more to find whether its graph recomputes saved tensors, as activation checkpointing does.
@@ -133,11 +139,11 @@ class BlockFunction:
         return False
 
     def _seed_of(self, m: int) -> int | None:
-        return derive_seed(self._seed, m) if self.uses_rng else None
+        return None if self.draws is False else derive_seed(self._seed, m)
 
     def _autocast(self, x: Tensor) -> AbstractContextManager[object]:
         if self._autocast_dtype is None:
-            return nullcontext()
+            return NOTHING
         # Autocast caches casts of the weights. A cast made under no_grad has no graph, so it must not be used for gradients.
         return torch.autocast(x.device.type, self._autocast_dtype, cache_enabled=False)
 
@@ -147,6 +153,8 @@ class BlockFunction:
         All streams have one type, because reconstruction must subtract exactly what the forward pass added. With exact streams,
         the streams that a non-reversible block returns are rounded to the grid.
         """
+        if self._autocast_dtype is None and self._grid is None:
+            return as_streams(y)
         dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
         streams = tuple(t.to(dtype) if t.dtype == self._autocast_dtype else t for t in as_streams(y))
         return streams if self._grid is None or len(streams) < 2 else tuple(self._grid.enter(t) for t in streams)

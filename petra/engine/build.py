@@ -74,7 +74,7 @@ def build_stages(
     recipe: Recipe,
     runtime: Runtime,
     device: torch.device,
-    rank: int,
+    place: tuple[int, int],
     hooks: Hooks,
     make_block: Callable[[int], nn.Module] | None = None,
     fetch: Fetch | None = None,
@@ -82,11 +82,12 @@ def build_stages(
     """Build the stages of a rank, by index. Weights depend on the seed and the block only, not on the partition.
 
     Args:
+        place: Index of the rank's replica, and of its process in the replica.
         make_block: Returns a block on its device, given its index. By default, blocks are built for this run.
         fetch: Returns the inputs of a microbatch again, on the device; for plans that refetch.
     """
     make_block = partial(_block, plan, recipe, runtime, device) if make_block is None else make_block
-    replica, process = plan.layout.locate(rank)
+    replica, process = place
     stages = {}
     for j in plan.layout.processes[process]:
         stage = plan.stages[j]
@@ -101,7 +102,6 @@ def build_stages(
             stale=stage.staleness > 0,
             returns_input=j > 0 and returns_activations(plan.stages[j - 1].keeps[-1]),
             channels_last=plan.numerics.channels_last,
-            concurrent=runtime.concurrency > 1,
             grid=build_grid(plan, device),
             index=j,
             hooks=hooks,
@@ -120,18 +120,21 @@ def build_grid(plan: Plan, device: torch.device) -> Grid | None:
     return Grid(pairs[0][0].dtype if pairs else torch.float32, device)
 
 
-def check_range(plan: Plan, stages: Mapping[int, Stage], device: torch.device) -> None:
-    """Check that exact streams stayed within the range of the grid at all stages. Every rank must call this function.
+def check_drained(plan: Plan, workers: Mapping[int, Worker], device: torch.device) -> None:
+    """Check the values of a drained pipeline: exact streams and non-finite numbers. Every rank must call this function.
 
     Raises:
-        ModelError: If they exceeded it. Raised on every rank.
+        ModelError: If exact streams exceeded the range of the grid at a stage. Raised on every rank.
+        NumericsError: If a value is non-finite and the update rules say stop.
     """
-    grid = build_grid(plan, device)
-    assert grid is not None
-    grid.largest = torch.stack([grid.largest, *(stage.grid.largest for stage in stages.values() if stage.grid)]).amax()
-    if dist.is_initialized():
-        dist.all_reduce(grid.largest, dist.ReduceOp.MAX)
-    grid.require()
+    if (grid := build_grid(plan, device)) is not None:
+        own = [worker.stage.grid.largest for worker in workers.values() if worker.stage.grid]
+        grid.largest = torch.stack([grid.largest, *own]).amax()
+        if dist.is_initialized():
+            dist.all_reduce(grid.largest, dist.ReduceOp.MAX)
+        grid.require()
+    for worker in reversed([*workers.values()]):  # check later stages first: gradients flow upstream
+        worker.update.check_drained()
 
 
 def build_workers(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from petra.engine.endpoints import DataSource, Objective, RefetchSource
 from petra.engine.metrics import count_targets
 from petra.engine.worker import Worker
 from petra.hooks import Gradients, Hook, Hooks
+from petra.nn import InPlaceABN
 from petra.plan.layout import Layout
 from petra.reversible import derive_seed, normalisations
 from petra.specs import Message, Streams
@@ -77,26 +79,69 @@ class ShareObjective(Objective):
         self._pending[m] = output, (self.data.weight(m) * gradient,), report
 
 
+class Sums(Protocol):
+    """Sums of tensors over the processes that own the same stages, one in each replica."""
+
+    def start(self, tensor: Tensor) -> None:
+        """Start to replace a tensor by its sum."""
+
+    def finish(self) -> float:
+        """Wait for all tensors since the last call. Return the factor that makes their sum the sum over all replicas."""
+
+
+class AllReduces:
+    """Sums over a process group, in place.
+
+    Args:
+        group: Processes that own the same stages.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._works: list[dist.Work] = []
+
+    def start(self, tensor: Tensor) -> None:
+        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        assert work is not None
+        self._works.append(work)
+
+    def finish(self) -> float:
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        return 1.0
+
+
 class Replicas(Hook):
     """All-reduces the gradients of this process's stages over replicas. Every process makes the same calls.
 
     Attributes:
-        dp_group: Processes that own the same stages, one in each replica.
         pipeline_group: Processes of this replica.
+        replica: Index of this replica.
+        first: Whether this replica provides the state of the run.
+        size: Number of replicas that take part.
     """
 
-    def __init__(self, layout: Layout, replica: int, device: torch.device) -> None:
-        mesh = init_device_mesh(device.type, (layout.dp, len(layout.processes)), mesh_dim_names=("dp", "stage"))
-        self.dp_group, self.pipeline_group = mesh.get_group("dp"), mesh.get_group("stage")
-        for group in (self.dp_group, self.pipeline_group):
+    def __init__(self, layout: Layout, position: int, size: int, device: torch.device) -> None:
+        mesh = init_device_mesh(device.type, (size, len(layout.processes)), mesh_dim_names=("dp", "stage"))
+        self._dp_group, self.pipeline_group = mesh.get_group("dp"), mesh.get_group("stage")
+        for group in (self._dp_group, self.pipeline_group):
             group.set_timeout(default_timeout(device))
-        self.layout, self.replica = layout, replica
+        self.layout, self.replica, self.first, self.size = layout, position, position == 0, size
+        self.sums: Sums = AllReduces(self._dp_group)
         self._stages: dict[int, StageReplicas] = {}
 
     def attach(self, workers: Sequence[Worker], hooks: Hooks) -> None:
-        """All-reduce the gradients of ``workers`` from now on. Gradients become views of buffers, each all-reduced as a whole."""
+        """All-reduce the gradients of ``workers`` from now on. Gradients become views of buffers, each all-reduced as a whole.
+
+        Synchronized layers share their batch statistics from now on. All replicas run the same steps in the same order, so these
+        collectives also have the same order in every replica.
+        """
         for worker in workers:
-            replicas = StageReplicas(worker, self.layout.stages[worker.index].start, self.dp_group)
+            for layer in worker.stage.module.modules():
+                if isinstance(layer, InPlaceABN) and layer.synchronized:
+                    layer.group = self._dp_group
+            replicas = StageReplicas(worker, self.layout.stages[worker.index].start, self.sums)
             self._stages[worker.index], worker.update.all_reduce = replicas, replicas.finish
         hooks.attach(self)
 
@@ -110,17 +155,37 @@ class Replicas(Hook):
         statistics become their mean over replicas. Moving averages are linear, so this equals a mean after each microbatch.
         """
         for replicas in self._stages.values():
-            for bucket in replicas.buckets():
-                dist.all_reduce(bucket, group=self.dp_group)
-                if self.replica:
-                    bucket.zero_()
+            buckets = replicas.buckets()
             statistics = [t for layer in normalisations(replicas.worker.stage.module) for t in _statistics(layer)]
-            for tensors in _by_dtype(statistics):
-                joint = torch.cat([t.flatten() for t in tensors])
-                dist.all_reduce(joint, group=self.dp_group)
-                means = torch.split(joint / self.layout.dp, [t.numel() for t in tensors])
+            parts = _by_dtype(statistics)
+            joints = [torch.cat([t.flatten() for t in tensors]) for tensors in parts]
+            for tensor in (*buckets, *joints):
+                self.sums.start(tensor)
+            factor = self.sums.finish()
+            self._carry_over(replicas.worker, buckets, factor)
+            for tensors, joint in zip(parts, joints, strict=True):
+                means = torch.split(joint * factor / self.size, [t.numel() for t in tensors])
                 for tensor, mean in zip(tensors, means, strict=True):
                     tensor.copy_(mean.view_as(tensor))
+
+    def _carry_over(self, worker: Worker, buckets: Sequence[Tensor], factor: float) -> None:
+        """Keep gradients of a drained pipeline, which are sums over replicas now, so that the next update counts them once."""
+        for bucket in buckets:
+            if not self.first:
+                bucket.zero_()
+
+    def restored(self, worker: Worker) -> None:
+        """Adapt the gradients that a stage has loaded, which are sums over replicas."""
+        if not self.first:
+            worker.stage.gradients.zero()
+
+    def share(self, data: DataSource, microbatches: int, *, evaluation: bool) -> tuple[DataSource, int]:
+        """Return this replica's part of ``microbatches`` microbatches of a data source, and its number of microbatches."""
+        return Share(data, self.layout, self.replica), microbatches
+
+    def total(self, values: Tensor) -> None:
+        """Replace values of one process of each replica by their sum, in all processes. The others pass zeros."""
+        dist.all_reduce(values)
 
 
 class StageReplicas:
@@ -128,14 +193,13 @@ class StageReplicas:
 
     Args:
         first_block: Index of the stage's first block in the model.
-        group: Processes that own the stage.
+        sums: Sums over the processes that own the stage.
     """
 
-    def __init__(self, worker: Worker, first_block: int, group: dist.ProcessGroup) -> None:
-        self.worker, self.group = worker, group
+    def __init__(self, worker: Worker, first_block: int, sums: Sums) -> None:
+        self.worker, self.sums = worker, sums
         runners = enumerate(worker.stage.runners, first_block)
         self._buckets = {block: _buckets(list(runner.parameters.values())) for block, runner in runners}
-        self._works: list[dist.Work] = []
 
     def buckets(self) -> list[Tensor]:
         """Return the buffers of the stage's accumulated gradients."""
@@ -145,9 +209,7 @@ class StageReplicas:
         """Start to all-reduce a block's gradients after its backward, if an update follows this microbatch."""
         if (self.worker.t + 1) % self.worker.stage.k == 0:
             for bucket in self._buckets[block]:
-                work = dist.all_reduce(bucket, group=self.group, async_op=True)
-                assert work is not None
-                self._works.append(work)
+                self.sums.start(bucket)
 
     def finish(self, m: int, *values: Tensor) -> tuple[Tensor, ...]:
         """Wait until all gradients are sums over replicas, and return the sums of ``values``. On a GPU, only the CUDA stream waits.
@@ -157,10 +219,11 @@ class StageReplicas:
         """
         joint = torch.cat([value.flatten() for value in values])
         with locate_errors("all-reducing", f"the gradients of stage {self.worker.index + 1} over replicas", m):
-            for work in self._works:
-                work.wait()
-            dist.all_reduce(joint, group=self.group)
-        self._works.clear()
+            self.sums.start(joint)
+            factor = self.sums.finish()
+        if factor != 1:
+            for bucket in self.buckets():
+                bucket *= factor
         parts = torch.split(joint, [value.numel() for value in values])
         return tuple(part.view_as(value) for part, value in zip(parts, values, strict=True))
 

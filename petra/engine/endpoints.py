@@ -9,11 +9,11 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from petra.engine.metrics import Metric, count_targets
+from petra.engine.metrics import Metric, count_targets, size_of
 from petra.engine.staging import Read, staged
 from petra.errors import ConfigError, ModelError, invalid, require
 from petra.specs import Message, Streams, TensorSpec
-from petra.torch_private import storage_key
+from petra.torch_private import storage_key, vector_jacobian_products
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Function of (output, targets) that returns the mean over the targets that are not ignored."""
@@ -137,8 +137,8 @@ class DataPort:
 class Objective:
     """Port after the last stage: turns an output into the backward message (output, gradient, report).
 
-    A report is a float64 vector: number of targets that are not ignored, sum of their losses, sums of the metrics. It travels with
-    the backward messages to the first stage, so reporting the progress of training needs no collective.
+    A report is a float64 vector: number of targets that are not ignored, sum of their losses, sums of the metrics, which may be
+    vectors. It travels with the backward messages to the first stage, so reporting the progress of training needs no collective.
 
     Args:
         device: Device of the last stage.
@@ -155,7 +155,7 @@ class Objective:
         self.data: DataSource | None = None
         self._read: Callable[[int], Tensor] | None = None
         self._pending: dict[int, Message] = {}
-        self.totals = torch.zeros(2 + len(self.metrics), dtype=torch.float64, device=device)
+        self.totals = torch.zeros(2 + sum(map(size_of, self.metrics.values())), dtype=torch.float64, device=device)
 
     def start(self, data: DataSource, start: int, microbatches: int) -> None:
         """Read the targets of ``microbatches`` microbatches from number ``start`` on in the next run of the pipeline."""
@@ -165,10 +165,10 @@ class Objective:
         """Take the output of microbatch ``m``, and compute its loss and gradient."""
         ((output,),) = message
         targets = self._targets(m)
+        count = count_targets(targets)
         loss, gradient = _loss_and_gradient(self.losses.training, output, targets)
-        # The mean over no targets is NaN.
-        gradient = torch.where(count_targets(targets) > 0, gradient, 0.0)
-        self._pending[m] = ((output,), (gradient,), (self._report(output, targets, loss),))
+        gradient, report = _unless_empty(count, gradient), self._report(output, targets, loss, count)
+        self._pending[m] = ((output,), (gradient,), (report,))
 
     def receive(self, m: int) -> Message:
         """Return the backward message of microbatch ``m``."""
@@ -185,18 +185,26 @@ class Objective:
         targets = self._targets(m)
         loss = self.losses.evaluation(output, targets)
         _require_scalar("loss", loss)
-        self.totals += self._report(output, targets, loss)
+        self.totals += self._report(output, targets, loss, count_targets(targets))
 
-    def _report(self, output: Tensor, targets: Tensor, loss: Tensor) -> Tensor:
-        count, metrics = count_targets(targets), {name: metric(output, targets) for name, metric in self.metrics.items()}
+    def _report(self, output: Tensor, targets: Tensor, loss: Tensor, count: Tensor) -> Tensor:
+        metrics = {name: metric(output, targets) for name, metric in self.metrics.items()}
         for name, value in metrics.items():
-            _require_scalar(f"metric {name}", value)
-        report = torch.stack([v.double() for v in (count, loss * count, *metrics.values())])
-        return torch.where(count > 0, report, 0.0)
+            if size_of(self.metrics[name]) == 1:
+                _require_scalar(f"metric {name}", value)
+        report = torch.cat([v.double().view(-1) for v in (count, loss * count, *metrics.values())])
+        return _unless_empty(count, report)
 
     def _targets(self, m: int) -> Tensor:
         assert self._read is not None
         return self._read(m)
+
+
+def _unless_empty(count: Tensor, values: Tensor) -> Tensor:
+    """Return ``values``, or zeros if ``count`` is 0: the mean over no targets is NaN."""
+    if count.is_cpu and count.item():  # reading a value on the CPU needs no synchronization
+        return values
+    return torch.where(count > 0, values, 0.0)
 
 
 def _require_scalar(name: str, value: object) -> None:
@@ -211,5 +219,7 @@ def _loss_and_gradient(loss: Loss, output: Tensor, targets: Tensor) -> tuple[Ten
     with torch.enable_grad():
         value = loss(output, targets)
     _require_scalar("loss", value)
-    (gradient,) = torch.autograd.grad(value, output)
+    (gradient,) = vector_jacobian_products([value], [output], [torch.ones_like(value)])
+    if gradient is None:
+        raise invalid("loss", "a function of the output", "one that does not depend on it", ModelError)
     return value.detach(), gradient

@@ -67,7 +67,7 @@ class Executor:
             ModelError: If a parameter was frozen or unfrozen since the pipeline was built.
         """
         for worker in self._workers.values():
-            worker.stage.gradients.check_trained(worker.index + 1)
+            worker.begin_run()
         plan = self._plan
         rounds = training_rounds(plan.delays, plan.boundary_delays, start, end, plan.flush_every)
         return self._run(rounds, end - start, TRAINING, stop)
@@ -99,25 +99,23 @@ class Executor:
             shorten = transport.shorten if transport is not None else lambda messages: None
             early = EarlyStop(stop, self._processes, lambda bodies: shorten(bodies * rounds.period))
         mine = rounds.map(lambda round_: self._select(round_, calls))
-        for shift, (steps, transfers, second_parts, completed) in mine if early is None else mine.iterate(early):
-            for part in (steps, second_parts) if second_parts else (steps,):
-                if self._threads is None:
-                    for call, worker, m in part:
+        with torch.no_grad():  # blocks record the graphs that they need
+            for shift, (steps, transfers, second_parts, completed) in mine if early is None else mine.iterate(early):
+                for part in (steps, second_parts) if second_parts else (steps,):
+                    if self._threads is not None:
+                        _run_together(self._threads, part, shift)
+                    for call, worker, m in part if self._threads is None else ():
                         try:
                             call(worker, m + shift)
                         except Exception as error:
                             _locate(error, call, worker, m + shift)
                             raise
-                else:  # steps of one round don't depend on each other
-                    started = [self._threads.submit(_step, call, worker, m + shift) for call, worker, m in part]
-                    for future in started:
-                        future.result()
-                if transport is not None and transfers and part is steps:
-                    self._exchange(transport, transfers, training)
-            if self._on_completed is not None and completed is not None:
-                self._on_completed(completed + shift)
-        for worker in self._workers.values():
-            worker.drain()
+                    if transport is not None and transfers and part is steps:
+                        self._exchange(transport, transfers, training)
+                if self._on_completed is not None and completed is not None:
+                    self._on_completed(completed + shift)
+            for worker in self._workers.values():
+                worker.drain()
         if transport is not None:
             transport.finish()
         self._drained = True
@@ -153,6 +151,13 @@ class Executor:
         return self._plan.stages[step.stage].flops * (1 if step.op is Op.FORWARD else 3)
 
 
+def _run_together(threads: ThreadPoolExecutor, steps: Sequence[tuple[Call, Worker, int]], shift: int) -> None:
+    """Run the steps of one round in threads. They don't depend on each other."""
+    for future in [threads.submit(_step, call, worker, m + shift) for call, worker, m in steps]:
+        future.result()
+
+
+@torch.no_grad()
 def _step(call: Call, worker: Worker, m: int) -> None:
     """Run one step in a thread."""
     try:

@@ -24,6 +24,9 @@ ADVICE = "Lower optim.lr or set optim.clip"
 CHECK_EVERY = 50
 """Number of updates after which the host reads their outcomes from a GPU. On the CPU it reads them at every update."""
 
+SMALL = 2048
+"""Largest number of elements that are summed about as fast as a view of some of them is made."""
+
 
 @dataclass
 class MeanNorm:
@@ -73,16 +76,15 @@ class FiniteCheck:
 
     def add_received(self, delta: Streams) -> None:
         """Include a received gradient, before scaling."""
-        if self.loss_scale.scale is None:  # Without a scale, non-finite values spread over each sample, so one number is enough.
-            self._received += [d.as_strided(d.shape[:1], d.stride()[:1]).sum() for d in delta]
+        if self.loss_scale.scale is None:
+            self._received += [_sampled_sum(d) for d in delta]
         else:
             self._received += [d.sum() for d in delta]
 
     def add_sent(self, delta: Streams) -> None:
-        """Include a gradient to be sent, before the division by the scale."""
-        if self.loss_scale.scale is not None:
-            for d in delta:
-                self._sent += d.sum()
+        """Include a gradient to be sent, before the division by the scale. Called only if there is a scale."""
+        for d in delta:
+            self._sent += d.sum()
 
     def sums(self) -> tuple[Tensor, Tensor]:
         """Return the sums of received and of sent gradients since the last update, for an all-reduce over replicas."""
@@ -103,10 +105,13 @@ class FiniteCheck:
         Returns:
             A flag on the device, or None if all values are known to be finite.
         """
-        received, scale = self._sum_received(), self.loss_scale.scale
         if self._log is None:  # reading a value on the CPU needs no synchronization
-            outcome = Outcome(t, squared_norm.item(), own.item(), received.item())
+            norm = squared_norm.item()
+            own_norm = norm if own is squared_norm else own.item()
+            needed = self.last or not isfinite(norm + own_norm)  # otherwise, nothing depends on the received gradients
+            outcome = Outcome(t, norm, own_norm, self._sum_received().item() if needed else 0.0)
             return torch.tensor(True) if self._record(outcome) else None
+        received, scale = self._sum_received(), self.loss_scale.scale
         if self._log.full:
             self.settle()
         self._log.add(t, squared_norm, own, received, *(() if scale is None else (self._sent, scale)))
@@ -215,7 +220,7 @@ class FiniteCheck:
             )
 
     def _sum_received(self) -> Tensor:
-        return torch.stack(self._received).double().sum() if self._received else scalar(0, self.device)
+        return torch.stack(self._received).sum(dtype=torch.float64) if self._received else scalar(0, self.device)
 
 
 class FiniteStatistics:
@@ -243,6 +248,15 @@ class FiniteStatistics:
 
     def _joint(self) -> Tensor:
         return torch.cat([s.flatten() for s in self._statistics])
+
+
+def _sampled_sum(delta: Tensor) -> Tensor:
+    """Return the sum of the first number of each sample. Without a loss scale, non-finite values spread over each sample.
+
+    The sum of all numbers is the faster one for small tensors.
+    """
+    first = delta if delta.numel() <= SMALL else delta.as_strided(delta.shape[:1], delta.stride()[:1])
+    return first.sum()
 
 
 def _running_statistics(stage: Stage) -> list[Tensor]:

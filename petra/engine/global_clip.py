@@ -7,20 +7,21 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from petra.engine.update import Update
+from petra.engine.worker import Worker
 
 
 class GlobalClip:
     """Runs the updates of a rank together, once every stage has done the last microbatch of an update.
 
     Args:
-        updates: Updates of this rank's stages.
+        workers: Workers of this rank's stages.
         k: Microbatches per update.
         group: The ranks of this replica; None for all ranks.
     """
 
-    def __init__(self, updates: Sequence[Update], k: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        self._updates, self._k, self._device, self._group = updates, k, device, group
+    def __init__(self, workers: Sequence[Worker], k: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        self._updates = [worker.update for worker in workers]
+        self._k, self._device, self._group = k, device, group
 
     def __call__(self, m: int) -> None:
         """Update if microbatch ``m``, which every stage has done, is the last of an update."""

@@ -44,14 +44,14 @@ class LossScale:
         self.good = scalar(0, device)
 
     def multiply(self, delta: Streams) -> Streams:
-        """Return ``delta`` times the scale."""
-        scale = self.scale
-        return delta if scale is None else tuple(d * scale.to(d.dtype) for d in delta)
+        """Return ``delta`` times the scale, which must not be None."""
+        assert self.scale is not None
+        return tuple(d * self.scale.to(d.dtype) for d in delta)
 
     def divide(self, delta: Streams) -> Streams:
-        """Return ``delta`` divided by the scale."""
-        scale = self.scale
-        return delta if scale is None else tuple(d / scale.to(d.dtype) for d in delta)
+        """Return ``delta`` divided by the scale, which must not be None."""
+        assert self.scale is not None
+        return tuple(d / self.scale.to(d.dtype) for d in delta)
 
     def adapt(self, overflow: Tensor, bad: Tensor) -> None:
         """Adapt a dynamic scale after an update.

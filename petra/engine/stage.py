@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from petra.engine.weights import WeightVersion
 from petra.hooks import Hooks
 from petra.method import Keep, Weights
 from petra.reversible import Gradients, Grid, LaterGradients, derive_seed
+from petra.reversible.replay import NOTHING
 from petra.specs import Streams
 from petra.staleness.delay_compensation import compensated
 from petra.torch_private import preserve_version_counter
@@ -35,7 +36,6 @@ class Stage:
         stale: Whether updates may come between the forward and the backward pass of a microbatch.
         returns_input: Whether the previous stage needs x̃, this stage's reconstructed or stored input, for its own backward pass.
         channels_last: Whether 4-d streams use the channels-last memory format.
-        concurrent: Whether other stages run at the same time in other threads.
         grid: Grid for exact streams (:mod:`petra.reversible.grid`), or None.
         hooks: Hooks to call for each block, or None.
         split: Whether :meth:`backward` leaves the gradients of the parameters to :meth:`backward_weights`.
@@ -60,7 +60,6 @@ class Stage:
         stale: bool = False,
         returns_input: bool = True,
         channels_last: bool = False,
-        concurrent: bool = False,
         grid: Grid | None = None,
         hooks: Hooks | None = None,
         split: bool = False,
@@ -82,7 +81,6 @@ class Stage:
                 input_needs_gradient=b > 0,
                 autocast=autocast,
                 stale=stale,
-                concurrent=concurrent,
                 grid=grid,
                 split=split,
                 fetch=fetch,
@@ -94,6 +92,9 @@ class Stage:
 
     def forward(self, m: int, x: Streams) -> Streams:
         """Run the forward pass of microbatch ``m`` and return the stage's output, detached."""
+        if torch.is_grad_enabled():  # blocks enable gradients where they need a graph
+            with torch.no_grad():
+                return self.forward(m, x)
         for b, runner in self._numbered:
             for call in self.hooks.block_forward_begin:
                 call(self.index, b, m, x)
@@ -110,6 +111,9 @@ class Stage:
         Returns:
             The stage's input x̃ (empty unless the previous stage needs it), and the gradient with respect to it.
         """
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.backward(m, y, dy)
         unfinished = []
         for b, runner in reversed(self._numbered):
             version = runner.versions.stashed.get(m) if self._delay_compensation else None
@@ -147,8 +151,9 @@ class Stage:
         Args:
             versions: Weights of each block; None for its parameters.
         """
-        for runner, version in zip(self.runners, versions, strict=True):
-            x = self._contiguous(runner.replay(m, x, version))
+        with torch.enable_grad():
+            for runner, version in zip(self.runners, versions, strict=True):
+                x = self._contiguous(runner.replay(m, x, version))
         return x
 
     @contextmanager
@@ -179,9 +184,10 @@ class Stage:
         graphs_in_flight = any(stored.outputs for runner in self.runners for stored in runner.stored.values())
         for runner in self.runners:
             runner.versions.before_update()
-        trained = tuple(self.gradients.parameters)
-        with preserve_version_counter(trained) if graphs_in_flight else nullcontext(), self.gradients.stepping():
+        unused = self.gradients.hide_unused()
+        with preserve_version_counter(tuple(self.gradients.parameters)) if graphs_in_flight else NOTHING:
             yield
+        self.gradients.restart(unused)
 
     def use_weights(self, predicted: Mapping[Tensor, Tensor] | None, corrected: Mapping[Tensor, Tensor] | None) -> None:
         """Set the weights, by parameter, that all passes use until the next update. None means the parameters themselves.
@@ -212,9 +218,11 @@ class Stage:
 
     def _contiguous(self, streams: Streams) -> Streams:
         """Return the streams in the stage's memory format. Results could otherwise depend on the partition."""
-        if not self.channels_last:
-            return tuple([t.contiguous() for t in streams])
-        return tuple([t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t.contiguous() for t in streams])
+        return tuple(map(_channels_last if self.channels_last else Tensor.contiguous, streams))
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor.contiguous()
 
 
 @contextmanager

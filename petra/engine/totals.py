@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import isfinite
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from petra.engine.data_parallel import Replicas
+from petra.engine.metrics import ConfusionMatrix, Metric, counts_of, size_of, values_of
 from petra.errors import NumericsError
 
 log = logging.getLogger(__name__)
@@ -18,11 +20,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Result:
-    """Loss and metrics of one ``train()`` or ``evaluate()`` call, averaged over targets."""
+    """Loss and metrics of one ``train()`` or ``evaluate()`` call, averaged over targets.
+
+    Attributes:
+        targets: Number of targets that are not ignored.
+        loss: Mean loss.
+        metrics: Values of the metrics by name.
+        counts: Counts of the vector metrics by name, such as a confusion matrix row by row.
+    """
 
     targets: int
     loss: float
     metrics: dict[str, float]
+    counts: dict[str, list[int]] = field(default_factory=dict)
 
     def finite(self, stage: int, first: int, last: int, rank: int) -> Result:
         """Return the result, after a check that the loss is finite.
@@ -47,12 +57,12 @@ class Totals:
     """Sum of the reports (:class:`petra.engine.endpoints.Objective`) of one ``train()`` call.
 
     Args:
-        metrics: Number of metrics in a report.
+        metrics: Metrics by name.
         dp: Number of replicas, each of which reports on its share of a microbatch.
     """
 
-    def __init__(self, metrics: int, dp: int, device: torch.device) -> None:
-        self.values = torch.zeros(2 + metrics, dtype=torch.float64, device=device)
+    def __init__(self, metrics: Mapping[str, Metric], dp: int, device: torch.device) -> None:
+        self.values = torch.zeros(2 + sum(map(size_of, metrics.values())), dtype=torch.float64, device=device)
         self._dp = dp
         self._on_microbatch: Callable[[Tensor], None] | None = None
 
@@ -77,11 +87,31 @@ def warn_without_update(k: int, microbatches: int, rank: int, *, watched: bool) 
         log.warning("k=%d: no update yet, after %d microbatches; the weights have not changed", k, microbatches)
 
 
-def reduce_totals(totals: Tensor, metrics: Sequence[str], distributed: bool) -> Result:
+def reduce_totals(totals: Tensor, metrics: Mapping[str, Metric], distributed: bool, replicas: Replicas | None) -> Result:
     """All-reduce summed reports and return the means over targets, or zeros if no target counts."""
     totals = totals.cpu()
-    if distributed:
+    if replicas is not None:
+        replicas.total(totals)
+    elif distributed:
         dist.all_reduce(totals)
-    targets, *sums = totals.tolist()
-    loss, *means = (s / max(targets, 1) for s in sums)
-    return Result(int(targets), loss, dict(zip(metrics, means, strict=True)))
+    targets, loss, *sums = totals.tolist()
+    return Result(int(targets), loss / max(targets, 1), values_of(metrics, targets, sums), counts_of(metrics, sums))
+
+
+def combined(parts: Sequence[Result], metrics: Mapping[str, Metric]) -> Result:
+    """Return the result over all targets of several :meth:`petra.Pipeline.train` calls."""
+    if len(parts) == 1:
+        return parts[0]
+    targets = sum(part.targets for part in parts)
+
+    def over(values: Sequence[float]) -> float:
+        return sum(value * part.targets for value, part in zip(values, parts, strict=True)) / max(targets, 1)
+
+    found, counts = dict[str, float](), dict[str, list[int]]()
+    for name, metric in metrics.items():
+        if isinstance(metric, ConfusionMatrix):
+            counts[name] = [sum(column) for column in zip(*(part.counts[name] for part in parts), strict=True)]
+            found[name] = metric.value(counts[name])
+        else:
+            found[name] = over([part.metrics[name] for part in parts])
+    return Result(targets, over([part.loss for part in parts]), found, counts)

@@ -82,10 +82,12 @@ class Update:
     def scaled(self, delta: Streams) -> Streams:
         """Return a received gradient multiplied by the loss scale."""
         self._finite.add_received(delta)
-        return self._loss_scale.multiply(delta)
+        return delta if self.scale is None else self._loss_scale.multiply(delta)
 
     def unscaled(self, delta: Streams) -> Streams:
         """Return a gradient to be sent, divided by the loss scale."""
+        if self.scale is None:
+            return delta
         self._finite.add_sent(delta)
         return self._loss_scale.divide(delta)
 

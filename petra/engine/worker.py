@@ -8,7 +8,7 @@ from petra.engine.endpoints import Objective
 from petra.engine.stage import Stage
 from petra.engine.update import Update
 from petra.hooks import Hooks
-from petra.specs import Message
+from petra.specs import Message, in_own_memory
 from petra.transport import Port
 
 
@@ -47,6 +47,16 @@ class Worker:
         self.lag, self._unfinished = lag, deque[int]()  # microbatches whose gradients of the parameters are missing
         self.t = 0
 
+    def begin_run(self) -> None:
+        """Prepare for a run of training.
+
+        Raises:
+            ModelError: If a parameter was frozen or unfrozen since the pipeline was built.
+        """
+        self.stage.gradients.check_trained(self.index + 1)
+        for runner in self.stage.runners:
+            runner.function.begin_run()
+
     def forward(self, m: int) -> None:
         """Receive x_(j−1), run the stage, and send x_j."""
         (x,) = self._receive(self.upstream, self.index - 1, m)
@@ -72,8 +82,7 @@ class Worker:
         delta = self.update.unscaled(delta)
         if self.shrink != 1:
             delta = tuple(d * self.shrink for d in delta)
-        # A received report is a view that keeps the whole message alive, so send a copy.
-        self._send(self.upstream, self.index - 1, m, (x, delta, (report.clone(),)))
+        self._send(self.upstream, self.index - 1, m, (x, delta, (in_own_memory(report),)))
         if self.stage.split:
             self._unfinished.append(m)
         else:

@@ -19,6 +19,7 @@ from petra.models.preactivation import (
 from petra.models.resnet import resnet18, resnet34, resnet50, resnet101
 from petra.models.resnext import resnext101, resnext152
 from petra.models.revnet import revnet18, revnet34, revnet50, revnet101
+from petra.models.segmentation import deeplabv3
 from petra.models.vision_transformer import revvit
 from petra.models.wide_resnet import wide_resnet38
 
@@ -27,7 +28,7 @@ _WIDER = (resnext101, resnext152, wide_resnet38)
 _REVNETS = (revnet18, revnet34, revnet50, revnet101, revnet38, revnet110, revnet164, revnet104, revnet602)
 
 MODELS: dict[str, Callable[..., Model]] = {
-    build.__name__: build for build in (*_RESNETS, *_WIDER, *_REVNETS, irevnet163, irevnet301, gpt, revgpt, revvit)
+    build.__name__: build for build in (*_RESNETS, *_WIDER, *_REVNETS, irevnet163, irevnet301, deeplabv3, gpt, revgpt, revvit)
 }
 """Builders by name.
 
@@ -37,10 +38,14 @@ other arguments are options, which the configuration reads from the builders' si
 
 TOKEN_MODELS = ("gpt", "revgpt")
 """Names of the models that take tokens. All others take images."""
+SEGMENTATION_MODELS = ("deeplabv3",)
+"""Names of the models that classify each pixel of an image."""
 
 __all__ = [
     "MODELS",
+    "SEGMENTATION_MODELS",
     "TOKEN_MODELS",
+    "deeplabv3",
     "gpt",
     "irevnet163",
     "irevnet301",

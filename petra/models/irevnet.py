@@ -115,7 +115,7 @@ def _irevnet(
             rows.append(layers.Residual(f"layer{layer + 1}_{i}", channels, wider // 4, wider, stride if i == 0 else 1))
             channels = wider
     residual = partial(_residual, rows[0], kernels)
-    return layers.network(name, stem, rows, residual, streams=2, classes=classes, head=layers.ActivatedHead)
+    return layers.network(layers.Body(name, stem, rows, residual, streams=2, preactivation=True), classes)
 
 
 def _residual(first: layers.Residual, kernels: Sequence[int], row: layers.Residual) -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import gcd
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from petra.nn import InPlaceABN
 STEMS = ("cifar", "imagenet")
 PARTITIONS = ("channels", "rows", "columns", "checkerboard")
 """How the units of a layer are divided into two streams (Gomez et al. 2017, section 3.1, footnote 2; Dinh et al. 2017)."""
-NORMS = {"batchnorm": ("relu", "leaky_relu"), "inplace_abn": ("leaky_relu",)}
+NORMS = {"batchnorm": ("relu", "leaky_relu"), "inplace_abn": ("leaky_relu",), "inplace_abn_sync": ("leaky_relu",)}
 """Normalisations, each with the activations that may follow it. The first activation is the default."""
 LEAK = 0.01
 """Slope of ``leaky_relu`` for negative inputs."""
@@ -44,13 +44,14 @@ class StridedPointwise(nn.Conv2d):
         return F.conv2d(x[..., ::rows, ::columns], self.weight, self.bias)
 
 
-def conv(in_channels: int, out_channels: int, kernel: int, stride: int = 1, groups: int = 1) -> nn.Conv2d:
+def conv(in_channels: int, out_channels: int, kernel: int, stride: int = 1, groups: int = 1, dilation: int = 1) -> nn.Conv2d:
     """Return a convolution without bias whose output has the size of its input at stride 1.
 
     Weights are normal with variance 2 / fan_out (He et al. 2015, "Delving deep into rectifiers", section 2.2).
     """
     kind = StridedPointwise if (kernel, groups) == (1, 1) and stride > 1 else nn.Conv2d
-    layer = kind(in_channels, out_channels, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
+    padding = dilation * (kernel // 2)
+    layer = kind(in_channels, out_channels, kernel, stride, padding, dilation, groups, bias=False)
     nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
     return layer
 
@@ -90,8 +91,9 @@ def norm_act(channels: int, style: Style = STANDARD, *, activate: bool = True, o
         activate: Whether an activation follows.
         overwrite: Whether InPlace-ABN may overwrite the input. Set False if another operation needs the input.
     """
-    if style.norm == "inplace_abn":
-        norm = InPlaceABN(channels, style.activation if activate else "identity", slope=LEAK, overwrite=overwrite)
+    if style.norm != "batchnorm":
+        kind, synchronized = style.activation if activate else "identity", style.norm == "inplace_abn_sync"
+        norm = InPlaceABN(channels, kind, slope=LEAK, overwrite=overwrite, synchronized=synchronized)
         # The identity takes the place of the activation, so that state dictionaries have the same keys with every norm.
         return [norm, *([nn.Identity()] if activate else [])]
     activation = nn.ReLU(inplace=True) if style.activation == "relu" else nn.LeakyReLU(LEAK, inplace=True)
@@ -104,13 +106,14 @@ def conv_norm(
     kernel: int,
     stride: int = 1,
     groups: int = 1,
+    dilation: int = 1,
     *,
     style: Style = STANDARD,
     activate: bool = True,
 ) -> nn.Sequential:
     """Return convolution, normalisation, and the activation if ``activate`` is set."""
     norm = norm_act(out_channels, style, activate=activate)
-    return nn.Sequential(conv(in_channels, out_channels, kernel, stride, groups), *norm)
+    return nn.Sequential(conv(in_channels, out_channels, kernel, stride, groups, dilation), *norm)
 
 
 def stem(kind: str, channels: int, style: Style = STANDARD) -> nn.Sequential:
@@ -212,6 +215,7 @@ class Residual(NamedTuple):
         channels: Channels of the output.
         stride: Factor by which the block downsamples the image.
         groups: Groups of a bottleneck's 3x3 convolution.
+        dilation: Dilation of the 3x3 convolutions.
     """
 
     name: str
@@ -220,6 +224,7 @@ class Residual(NamedTuple):
     channels: int
     stride: int
     groups: int = 1
+    dilation: int = 1
 
     @property
     def bottleneck(self) -> bool:
@@ -231,15 +236,16 @@ class Residual(NamedTuple):
         """Whether the output's shape differs from the input's."""
         return self.stride != 1 or self.in_channels != self.channels
 
-    def convolutions(self) -> list[tuple[int, int, int, int, int]]:
-        """Return input channels, output channels, kernel size, stride and groups of each convolution of the branch."""
+    def convolutions(self) -> list[tuple[int, int, int, int, int, int]]:
+        """Return input channels, output channels, kernel size, stride, groups and dilation of each convolution of the branch."""
         if self.bottleneck:
             return [
-                (self.in_channels, self.hidden, 1, 1, 1),
-                (self.hidden, self.hidden, 3, self.stride, self.groups),
-                (self.hidden, self.channels, 1, 1, 1),
+                (self.in_channels, self.hidden, 1, 1, 1, 1),
+                (self.hidden, self.hidden, 3, self.stride, self.groups, self.dilation),
+                (self.hidden, self.channels, 1, 1, 1, 1),
             ]
-        return [(self.in_channels, self.channels, 3, self.stride, 1), (self.channels, self.channels, 3, 1, 1)]
+        first = (self.in_channels, self.channels, 3, self.stride, 1, self.dilation)
+        return [first, (self.channels, self.channels, 3, 1, 1, self.dilation)]
 
 
 def residuals(repeats: Sequence[int], hidden: Sequence[int], expansion: int) -> list[Residual]:
@@ -260,7 +266,7 @@ def residuals(repeats: Sequence[int], hidden: Sequence[int], expansion: int) -> 
 
 
 class Row(Protocol):
-    """What :func:`network` needs to know of a block."""
+    """What :class:`Body` needs to know of a block."""
 
     @property
     def name(self) -> str: ...
@@ -270,42 +276,46 @@ class Row(Protocol):
         """Channels of the output, of each stream."""
 
 
-R = TypeVar("R", bound=Row)
+class Body(NamedTuple):
+    """A residual network without its head: a stem and one block per row.
 
-
-def network(
-    name: str,
-    stem: Callable[[], nn.Module],
-    rows: Sequence[R],
-    residual: Callable[[R], nn.Module],
-    *,
-    streams: int,
-    classes: int,
-    head: Callable[[int, int], nn.Module] = Head,
-) -> Model:
-    """Return a model of a stem, one block per row, and a head that reads all streams.
-
-    Args:
-        name: Name of the model.
+    Attributes:
+        name: Name of the network.
         stem: Builder of the stem.
         rows: Sizes of the residual blocks.
         residual: Builder of a residual block from its row.
         streams: Number of streams, 1 or 2.
-        classes: Number of classes.
-        head: Builder of the head from the total channels of the streams and the number of classes.
+        style: Normalisation and activation.
+        preactivation: Whether the head must start with normalisation and activation.
+    """
+
+    name: str
+    stem: Callable[[], nn.Module]
+    rows: Sequence[Row]
+    residual: Callable[[Any], nn.Module]
+    streams: int
+    style: Style = STANDARD
+    preactivation: bool = False
+
+    @property
+    def features(self) -> int:
+        """Total channels of the output streams."""
+        return self.streams * self.rows[-1].channels
+
+    def blocks(self) -> tuple[BlockSpec, ...]:
+        """Return the stem and the residual blocks."""
+        return BlockSpec("stem", self.stem), *(BlockSpec(row.name, partial(self.residual, row)) for row in self.rows)
+
+
+def network(body: Body, classes: int) -> Model:
+    """Return a classification network: a body, and a head that reads all streams.
 
     Raises:
         ConfigError: If ``classes`` is not an integer >= 1.
     """
     require(classes >= 1, "model.classes", "an integer >= 1", classes)
-    return Model(
-        name,
-        (
-            BlockSpec("stem", stem),
-            *(BlockSpec(row.name, partial(residual, row)) for row in rows),
-            BlockSpec("head", partial(head, streams * rows[-1].channels, classes)),
-        ),
-    )
+    head: Callable[[int, int], nn.Module] = partial(ActivatedHead, style=body.style) if body.preactivation else Head
+    return Model(body.name, (*body.blocks(), BlockSpec("head", partial(head, body.features, classes))))
 
 
 def scaled(channels: Sequence[int], width: float) -> list[int]:

@@ -166,9 +166,8 @@ def _network(
     classes: int,
 ) -> Model:
     start = partial(build_stem, layers.choice("stem", stem, layers.STEMS), rows[0].in_channels)
-    return layers.network(
-        name, start, rows, partial(build_block, rows[0]), streams=streams, classes=classes, head=layers.ActivatedHead
-    )
+    body = layers.Body(name, start, rows, partial(build_block, rows[0]), streams=streams, preactivation=True)
+    return layers.network(body, classes)
 
 
 def _preactivation_block(first: layers.Residual, row: layers.Residual) -> nn.Module:

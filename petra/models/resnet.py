@@ -49,9 +49,10 @@ def resnet18(
         width: Factor of all channel counts, which are 64, 128, 256 and 512 at 1.
         stem: ``cifar`` (3x3 convolution of stride 1, for images of 32x32 pixels) or ``imagenet`` (7x7 convolution of stride 2 and
             3x3 max pooling of stride 2).
-        norm: ``batchnorm`` or ``inplace_abn`` (:class:`petra.nn.InPlaceABN`), which stores half as much for the backward pass.
+        norm: ``batchnorm``; or ``inplace_abn`` (:class:`petra.nn.InPlaceABN`), which stores half as much for the backward pass;
+            or ``inplace_abn_sync``, the same with batch statistics that the replicas of a stage share.
         activation: ``relu`` or ``leaky_relu`` with slope 0.01. None selects ``relu`` for ``batchnorm`` and ``leaky_relu`` for
-            ``inplace_abn``, which can't invert ReLU.
+            InPlace-ABN, which can't invert ReLU.
 
     Raises:
         ConfigError: If an argument is out of range.
@@ -90,11 +91,26 @@ def _resnet(
     norm: str,
     activation: str | None,
 ) -> Model:
-    rows = layers.residuals(repeats, layers.scaled((64, 128, 256, 512), width), expansion)
-    return residual_network(name, rows, classes, stem, layers.Style.chosen(norm, activation))
+    return layers.network(resnet_body(name, repeats, expansion, width, stem, layers.Style.chosen(norm, activation)), classes)
 
 
-def residual_network(name: str, rows: Sequence[layers.Residual], classes: int, stem: str, style: layers.Style) -> Model:
-    """Build a network of one :class:`ResidualBlock` per row."""
+def resnet_body(name: str, repeats: Sequence[int], expansion: int, width: float, stem: str, style: layers.Style) -> layers.Body:
+    """Build a ResNet without its head.
+
+    Args:
+        name: Name of the model.
+        repeats: Number of residual blocks in each of the four groups.
+        expansion: 1 for basic blocks, 4 for bottlenecks.
+        width, stem: As for :func:`resnet18`.
+        style: Normalisation and activation.
+
+    Raises:
+        ConfigError: If an argument is out of range.
+    """
+    return residual_body(name, layers.residuals(repeats, layers.scaled((64, 128, 256, 512), width), expansion), stem, style)
+
+
+def residual_body(name: str, rows: Sequence[layers.Residual], stem: str, style: layers.Style) -> layers.Body:
+    """Build a network of one :class:`ResidualBlock` per row, without its head."""
     start = partial(layers.stem, layers.choice("stem", stem, layers.STEMS), rows[0].in_channels, style)
-    return layers.network(name, start, rows, partial(ResidualBlock, style), streams=1, classes=classes)
+    return layers.Body(name, start, rows, partial(ResidualBlock, style), streams=1, style=style)

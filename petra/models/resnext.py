@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from petra.errors import require
 from petra.model import Model
 from petra.models import layers
-from petra.models.resnet import residual_network
+from petra.models.resnet import residual_body
 
 
 def resnext101(
@@ -59,6 +59,24 @@ def _resnext(
     norm: str,
     activation: str | None,
 ) -> Model:
+    style = layers.Style.chosen(norm, activation)
+    return layers.network(resnext_body(name, repeats, width, stem, cardinality, base_width, style), classes)
+
+
+def resnext_body(
+    name: str, repeats: Sequence[int], width: float, stem: str, cardinality: int, base_width: int, style: layers.Style
+) -> layers.Body:
+    """Build a ResNeXt without its head.
+
+    Args:
+        name: Name of the model.
+        repeats: Number of residual blocks in each of the four groups.
+        width, stem, cardinality, base_width: As for :func:`resnext101`.
+        style: Normalisation and activation.
+
+    Raises:
+        ConfigError: If an argument is out of range.
+    """
     require(cardinality >= 1, "model.cardinality", "an integer >= 1", cardinality)
     require(base_width >= 1, "model.base_width", "an integer >= 1", base_width)
     *channels, group = layers.scaled((64, 128, 256, 512, base_width), width)
@@ -66,4 +84,4 @@ def _resnext(
         row._replace(hidden=cardinality * group * row.hidden // channels[0], groups=cardinality)
         for row in layers.residuals(repeats, channels, expansion=4)
     ]
-    return residual_network(name, rows, classes, stem, layers.Style.chosen(norm, activation))
+    return residual_body(name, rows, stem, style)

@@ -137,10 +137,27 @@ def revnet(
         ConfigError: If an argument is out of range.
     """
     style = layers.Style.chosen(norm, activation)
+    return layers.network(revnet_body(name, repeats, expansion, width, stem, style, downsampling), classes)
+
+
+def revnet_body(
+    name: str,
+    repeats: Sequence[int],
+    expansion: int,
+    width: float,
+    stem: str,
+    style: layers.Style,
+    downsampling: str = "projection",
+) -> layers.Body:
+    """Build a RevNet without its head. Arguments as for :func:`revnet`, and its normalisation and activation.
+
+    Raises:
+        ConfigError: If an argument is out of range.
+    """
     rows = layers.residuals(repeats, layers.scaled((64, 128, 256, 512), width), expansion)
     start = partial(layers.PairStem, layers.choice("stem", stem, layers.STEMS), rows[0].in_channels, style)
     residual = partial(_residual, style, layers.choice("downsampling", downsampling, DOWNSAMPLINGS))
-    return layers.network(name, start, rows, residual, streams=2, classes=classes)
+    return layers.Body(name, start, rows, residual, streams=2, style=style)
 
 
 def _residual(style: layers.Style, downsampling: str, row: layers.Residual) -> nn.Module:

@@ -22,12 +22,14 @@ class Row(NamedTuple):
     Attributes:
         name: Name of the block.
         widths: Channels of the input, then of the output of each convolution.
-        pool: Whether the block first halves the image by max pooling.
+        stride: 2 if the block first halves the image by max pooling, 1 otherwise.
+        dilation: Dilation of the 3x3 convolutions.
     """
 
     name: str
     widths: tuple[int, ...]
-    pool: bool
+    stride: int
+    dilation: int = 1
 
     @property
     def channels(self) -> int:
@@ -49,12 +51,12 @@ class WideBlock(nn.Module):
     def __init__(self, style: layers.Style, row: Row) -> None:
         super().__init__()
         kernels = (3, 3) if len(row.widths) == 3 else (1, 3, 1)
-        self.pool = nn.MaxPool2d(3, stride=2, padding=1) if row.pool else nn.Identity()
+        self.pool = nn.MaxPool2d(3, stride=2, padding=1) if row.stride == 2 else nn.Identity()
         # The normalisation must not overwrite its input, which is also the shortcut.
         self.first = nn.Sequential(*layers.norm_act(row.widths[0], style, overwrite=False))
         self.branch = nn.Sequential()
         for i, ((a, b), kernel) in enumerate(zip(pairwise(row.widths), kernels, strict=True)):
-            self.branch.extend([*(layers.norm_act(a, style) if i else []), layers.conv(a, b, kernel)])
+            self.branch.extend([*(layers.norm_act(a, style) if i else []), layers.conv(a, b, kernel, dilation=row.dilation)])
         self.shortcut = layers.conv(row.widths[0], row.channels, 1) if row.widths[0] != row.channels else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,15 +80,26 @@ def wide_resnet38(classes: int = 10, width: float = 1.0, norm: str = "batchnorm"
     Raises:
         ConfigError: If an argument is out of range.
     """
-    style = layers.Style.chosen(norm, activation)
+    return layers.network(wide_resnet38_body(width, layers.Style.chosen(norm, activation)), classes)
+
+
+def wide_resnet38_body(width: float, style: layers.Style) -> layers.Body:
+    """Build a WideResNet-38 without its head.
+
+    Args:
+        width: As for :func:`wide_resnet38`.
+        style: Normalisation and activation.
+
+    Raises:
+        ConfigError: If ``width`` is out of range.
+    """
     channels = iter(layers.scaled([64, *(c for layer in CHANNELS for c in layer)], width))
     in_channels = stem = next(channels)
     rows = []
     for layer, (repeat, branch) in enumerate(zip(REPEATS, CHANNELS, strict=True)):
         inner = tuple(next(channels) for _ in branch)
         for i in range(repeat):
-            rows.append(Row(f"layer{layer + 1}_{i}", (in_channels, *inner), pool=i == 0 and layer < 5))
+            rows.append(Row(f"layer{layer + 1}_{i}", (in_channels, *inner), stride=2 if i == 0 and layer < 5 else 1))
             in_channels = inner[-1]
-    head = partial(layers.ActivatedHead, style=style)
     start, residual = partial(layers.conv, 3, stem, 3), partial(WideBlock, style)
-    return layers.network("wide_resnet38", start, rows, residual, streams=1, classes=classes, head=head)
+    return layers.Body("wide_resnet38", start, rows, residual, streams=1, style=style, preactivation=True)

@@ -11,7 +11,9 @@ from torch.nn import functional as F
 from petra.errors import alternatives, require
 
 aten = torch.ops.aten
-ACTIVATIONS = ("leaky_relu", "elu", "identity")
+ACTIVATIONS = ("leaky_relu", "elu", "sigmoid", "tanh", "identity")
+FUSED = ("leaky_relu", "elu", "identity")
+"""Activations that the CUDA kernels of :class:`petra.nn.InPlaceABN` support."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Activation:
     """An elementwise, strictly increasing activation z = φ(y).
 
     Attributes:
-        name: ``leaky_relu``, ``elu`` or ``identity``.
+        name: ``leaky_relu``, ``elu``, ``sigmoid``, ``tanh`` or ``identity``.
         slope: Slope of ``leaky_relu`` for negative inputs.
 
     Raises:
@@ -37,7 +39,11 @@ class Activation:
         """Compute z in the memory of y and return it."""
         if self.name == "leaky_relu":
             return F.leaky_relu_(y, self.slope)
-        return F.elu_(y) if self.name == "elu" else y
+        if self.name == "elu":
+            return F.elu_(y)
+        if self.name == "sigmoid":
+            return y.sigmoid_()
+        return y.tanh_() if self.name == "tanh" else y
 
     def gradient(self, dz: Tensor, z: Tensor) -> Tensor:
         """Return dL/dy, given dL/dz and z."""
@@ -46,6 +52,10 @@ class Activation:
             dy = aten.leaky_relu_backward(dz, z, self.slope, True)
         elif self.name == "elu":
             dy = aten.elu_backward(dz, 1, 1, 1, True, z)
+        elif self.name == "sigmoid":
+            dy = aten.sigmoid_backward(dz, z)
+        elif self.name == "tanh":
+            dy = aten.tanh_backward(dz, z)
         return dy
 
     def inverse(self, z: Tensor) -> Tensor:
@@ -56,4 +66,8 @@ class Activation:
             # For very negative y, z rounds to -1, whose inverse would be -inf.
             y = torch.log1p(z.clamp(min=-1 + torch.finfo(z.dtype).eps))
             return torch.where(z > 0, z, y)
-        return z
+        # Saturated outputs round to the ends of the range, whose inverse would be infinite.
+        limit = 1 - torch.finfo(z.dtype).eps
+        if self.name == "sigmoid":
+            return torch.logit(z.clamp(1 - limit, limit))
+        return torch.atanh(z.clamp(-limit, limit)) if self.name == "tanh" else z

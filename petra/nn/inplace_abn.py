@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from petra.errors import first_line, require
-from petra.nn.activation import Activation
+from petra.nn.activation import FUSED, Activation
 from petra.nn.normalise import affine, away_from_zero, check_input, normalise, normalise_backward, safe_affine
 from petra.torch_private import NormBase
 
@@ -34,7 +34,7 @@ class InPlaceABN(NormBase):
 
     Args:
         channels: Number of channels C.
-        activation: ``leaky_relu``, ``elu`` or ``identity``.
+        activation: ``leaky_relu``, ``elu``, ``sigmoid``, ``tanh`` or ``identity``.
         slope: Slope of ``leaky_relu`` for negative inputs.
         variant: Quantity in which the gradients are expressed. ``I`` uses x̂. ``II`` uses y, which saves one pass over the data.
             Algorithm 2 is the backward pass of both.
@@ -42,6 +42,8 @@ class InPlaceABN(NormBase):
             store the input in either case.
         group: Process group that shares batch statistics. Each process gets the gradients of its own part of the batch, so
             gradients of parameters must be summed over the group. None: each process uses its own batch.
+        synchronized: Whether a pipeline with replicas shares batch statistics over the replicas of a stage, by setting ``group``.
+        fixed_scale: Whether γ is 1 and not trained. A layer after a scale-covariant activation can absorb γ (section 3.3).
         eps, momentum, affine, track_running_stats: As in :class:`torch.nn.BatchNorm2d`.
 
     Raises:
@@ -59,6 +61,8 @@ class InPlaceABN(NormBase):
         variant: Literal["I", "II"] = "II",
         overwrite: bool = True,
         group: dist.ProcessGroup | None = None,
+        synchronized: bool = False,
+        fixed_scale: bool = False,
         eps: float = 1e-5,
         momentum: float | None = 0.1,
         affine: bool = True,
@@ -67,7 +71,10 @@ class InPlaceABN(NormBase):
         super().__init__(channels, eps, momentum, affine, track_running_stats)
         require(variant in ("I", "II"), "variant", "I or II", variant)
         self.activation = Activation(activation, slope)
-        self.variant, self.overwrite, self.group = variant, overwrite, group
+        self.variant, self.overwrite, self.group, self.synchronized = variant, overwrite, group, synchronized
+        if fixed_scale:
+            require(affine, "fixed_scale", "false with affine=False", fixed_scale)
+            self.weight.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return z, in the memory of ``x`` if ``overwrite`` is set."""
@@ -107,7 +114,7 @@ class _InPlaceABN(torch.autograd.Function):
             dy, y = invert_activation(dz, z)
             return dy, affine(y, 1 / scale, -shift / scale)
 
-        kernels = _kernels(z) if layer.variant == "II" else None
+        kernels = _kernels(z) if layer.variant == "II" and layer.activation.name in FUSED else None
         if kernels is not None:
             dx, dgamma, dbeta = kernels.backward(dz, z, scale, shift, rate, statistics, layer.activation, needs_dx)
         elif layer.variant == "II":

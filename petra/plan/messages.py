@@ -53,7 +53,7 @@ def boundary(outputs: Sequence[TensorSpec], keep: Keep, numerics: Numerics, metr
     Args:
         outputs: Specs of the stage's output.
         keep: What the stage's last block stores.
-        metrics: Number of metrics in a report, besides targets and loss.
+        metrics: Number of entries of the metrics in a report, besides targets and loss.
     """
     streams = tuple(
         replace(

@@ -157,7 +157,7 @@ def make_plan(
         stages: Number of stages; None for one per block; or the number of blocks in each stage.
         processes, dp: Number of processes, of all replicas together, and number of replicas.
         transport, device_type: As for :func:`petra.plan.transport.choose_transport`.
-        metrics: Number of metrics in the report that travels with the gradients.
+        metrics: Number of entries of the metrics in the report that travels with the gradients.
         refetch: Whether the first block fetches its input from the data source again instead of storing it, if several microbatches
             are in flight.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +51,12 @@ class ReversibleBlock(nn.Module, ABC):
             The input, the gradient with respect to it, and the gradients of the parameters.
         """
 
+    def fix_trained(self) -> None:
+        """Differentiate the parameters that require gradients now. Blocks may otherwise look for them in every call.
+
+        Call this method again after freezing or unfreezing parameters.
+        """
+
     def inverse_input_vjp(self, y: Streams, dy: Streams, *, seed: int | None = None) -> tuple[Streams, Streams, LaterGradients]:
         """Do the same as :meth:`inverse_vjp` in two parts, so that a pipeline can send the input and its gradient after the first.
 
@@ -86,6 +91,7 @@ class Coupling(ReversibleBlock):
         super().__init__()
         self.f = f
         self.grid: Grid | None = None
+        self._trained: list[nn.Parameter] | None = None
 
     def forward(self, x1: Tensor, x2: Tensor, *context: Tensor, seed: int | None = None) -> Streams:
         y2 = x1 + self._rounded(self._evaluate(x2, context, seed))
@@ -105,25 +111,30 @@ class Coupling(ReversibleBlock):
     def inverse_input_vjp(self, y: Streams, dy: Streams, *, seed: int | None = None) -> tuple[Streams, Streams, LaterGradients]:
         return self._inverse_vjp(y, dy, seed, differentiate_inputs)
 
-    @torch.no_grad()
     def _inverse_vjp(
         self, y: Streams, dy: Streams, seed: int | None, differentiate: Differentiate
     ) -> tuple[Streams, Streams, LaterGradients]:
         (y1, y2, *context), (dy1, dy2, *dcontext) = y, dy
-        x2 = y1.detach().requires_grad_()
+        x2, parameters = y1.detach().requires_grad_(), self._trained
+        if parameters is None:
+            parameters = trainable_parameters(self.f)
         with torch.enable_grad():
             f = self._evaluate(x2, context, seed)
-        x1 = y2 - self._rounded(f.detach())
-        parameters = trainable_parameters(self.f)
-        device = x2.device.type
-        # Autocast applies to forwards only: plain autograd runs its backward outside of it too.
-        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-            (dx2,), gradients = differentiate([f], [x2], parameters, [dy2.to(f.dtype)])
+        x1 = y2.detach() - self._rounded(f.detach())
+        device, df = x2.device.type, dy2.to(f.dtype)
+        if torch.is_autocast_enabled(device):  # for forwards only: plain autograd runs its backward outside of it too
+            with torch.autocast(device, enabled=False):
+                (dx2,), gradients = differentiate([f], [x2], parameters, [df])
+        else:
+            (dx2,), gradients = differentiate([f], [x2], parameters, [df])
 
         def used() -> Gradients:
             return {p: g for p, g in zip(parameters, gradients(), strict=True) if g is not None}
 
         return (x1, y1, *context), (dy2, dy1 if dx2 is None else dy1 + dx2, *dcontext), used
+
+    def fix_trained(self) -> None:
+        self._trained = trainable_parameters(self.f)
 
     def enable_exact_streams(self, grid: Grid) -> None:
         self.grid = grid
@@ -132,9 +143,12 @@ class Coupling(ReversibleBlock):
         return f if self.grid is None else self.grid.round(f)
 
     def _evaluate(self, x: Tensor, context: Sequence[Tensor], seed: int | None) -> Tensor:
-        with forbid_inplace((x, *context), self.f), seeded(seed, x.device):
-            f: Tensor = self.f(x, *context)
-        return f
+        f, inputs = self.f, (x, *context)
+        if seed is None:
+            with forbid_inplace(inputs, f):
+                return f(*inputs)  # type: ignore[no-any-return]
+        with forbid_inplace(inputs, f), seeded(seed, x.device):
+            return f(*inputs)  # type: ignore[no-any-return]
 
 
 class DownsamplingCoupling(Coupling):
@@ -216,6 +230,10 @@ class TwoFunctionCoupling(ReversibleBlock):
             return found
 
         return x, dx, gradients
+
+    def fix_trained(self) -> None:
+        for half in self._halves:
+            half.fix_trained()
 
     def enable_exact_streams(self, grid: Grid) -> None:
         for half in self._halves:

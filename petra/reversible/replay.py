@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,9 @@ from petra.torch_private import NormBase, version
 _MASK = (1 << 64) - 1
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _global_generators = threading.RLock()
+_watch = threading.local()
+NOTHING: AbstractContextManager[None] = nullcontext()
+"""Context that does nothing. A new one would take twice as long."""
 
 
 def derive_seed(*parts: int) -> int:
@@ -58,9 +62,33 @@ class seeded:
     def __exit__(self, *_: object) -> None:
         if self._seed is None:
             return
+        watch: watch_draws | None = getattr(_watch, "current", None)
+        if watch is not None:
+            ends = [generator.get_state() for generator in self._generators]
+            begins = [generator.manual_seed(self._seed).get_state() for generator in self._generators]
+            watch.drew |= not all(map(torch.equal, begins, ends))
         for generator, state in zip(self._generators, self._states, strict=True):
             generator.set_state(state)
         _global_generators.release()
+
+
+class watch_draws:
+    """Find whether functions that this thread evaluates under :class:`seeded` inside the ``with`` block draw random numbers.
+
+    Args:
+        report: Called with the answer at the end of the ``with`` block.
+    """
+
+    def __init__(self, report: Callable[[bool], None]) -> None:
+        self._report, self.drew = report, False
+
+    def __enter__(self) -> None:
+        _watch.current = self
+
+    def __exit__(self, failed: object, *_: object) -> None:
+        _watch.current = None
+        if not failed:
+            self._report(self.drew)
 
 
 class forbid_inplace:
@@ -79,14 +107,11 @@ class forbid_inplace:
         self._versions = [version(t) for t in self._tensors]
 
     def __exit__(self, failed: object, *_: object) -> None:
-        if failed:
-            return
-        for tensor, before in zip(self._tensors, self._versions, strict=True):
-            if version(tensor) != before:
-                raise ModelError(
-                    f"{type(self._module).__name__} modifies its input in place, but other blocks still need this input; remove "
-                    "the in-place operation (often inplace=True in the first layer)"
-                )
+        if not failed and [version(t) for t in self._tensors] != self._versions:
+            raise ModelError(
+                f"{type(self._module).__name__} modifies its input in place, but other blocks still need this input; remove "
+                "the in-place operation (often inplace=True in the first layer)"
+            )
 
 
 def normalisations(module: nn.Module) -> list[NormBase]:

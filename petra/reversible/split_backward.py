@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from petra.torch_private import vector_jacobian_products
+
 PRODUCTS = frozenset(f"{name}Backward0" for name in ("Convolution", "Linear", "Addmm", "Mm", "Bmm", "Baddbmm"))
 """Operations whose gradients of input and weight are two separate products. Others share work between their gradients, which would
 be done twice, and are cheap."""
@@ -53,7 +55,7 @@ def differentiate(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor], gradients: Sequence[Tensor]
 ) -> tuple[Found, Callable[[], Found]]:
     """Compute all gradients at once; see :class:`Differentiate`."""
-    found: Found = list(torch.autograd.grad(outputs, [*inputs, *weights], gradients, allow_unused=True))
+    found: Found = list(vector_jacobian_products(outputs, [*inputs, *weights], gradients))
     return found[: len(inputs)], lambda: found[len(inputs) :]
 
 

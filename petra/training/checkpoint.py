@@ -16,6 +16,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -41,7 +42,8 @@ class Checkpoints:
     Args:
         folder: Folder of the checkpoints, on storage that all processes share.
         keep: Number of newest checkpoints to keep. The one with the highest score is kept as well.
-        background: Write from a copy in memory, in a thread, while training continues. The next call raises the thread's error.
+        background: Write from a copy in memory, in a thread, while training continues. The next call raises the thread's error,
+            and :attr:`failed` tells it before.
         timeout: Seconds that processes wait for each other while they write in the background.
 
     Raises:
@@ -78,11 +80,21 @@ class Checkpoints:
             copies = {key: value.to("cpu", copy=True) for key, value in state.items()}
             self._pending = self._thread.submit(self._write, copies, name, content)
 
+    @property
+    def failed(self) -> bool:
+        """Whether the last save has failed in the background, so that the next call raises its error."""
+        return self._pending is not None and self._pending.done() and self._pending.exception() is not None
+
     def wait(self) -> None:
         """Wait until nothing is being written. Raises the errors of :meth:`save`."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
+
+    def settle(self, seconds: float = 10.0) -> None:
+        """Give a save in the background some seconds to end. If it fails, it frees the space that its files take on a full disk."""
+        if self._pending is not None:
+            wait_for([self._pending], seconds)
 
     def _write(self, state: State, name: str, facts: Mapping[str, Any]) -> None:
         draft = self.folder / f"{name}{PART}"

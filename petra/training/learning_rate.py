@@ -76,16 +76,21 @@ class Cosine(Schedule):
 
 @dataclass(frozen=True)
 class Polynomial(Schedule):
-    """(1 − progress)^power. You et al. 2017, section 5, use power 2 for LARS; power 1 is linear."""
+    """(1 − progress)^power from the peak to ``final``. You et al. 2017, section 5, use power 2 for LARS; power 1 is linear."""
 
     power: float = 2.0
+    final: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(0 < self.power < math.inf, "schedule.power", "a finite number > 0", self.power)
+        expected = f"a number >= 0 and <= {self.peak:g}, the peak learning rate"
+        require(0 <= self.final <= self.peak, "schedule.final", expected, self.final)
 
     def factor(self, done: int) -> float:
-        return float((1 - self.progress(done)) ** self.power)
+        decay = (1 - self.progress(done)) ** self.power
+        lowest = self.final / self.peak if self.peak else 0.0
+        return float(lowest + (1 - lowest) * decay)
 
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {"multistep": MultiStep, "cosine": Cosine, "polynomial": Polynomial}

@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 from tqdm import tqdm
+
+from petra.engine.metrics import Metric, values_of
+from petra.training.updates import ACCURACY
 
 
 class Progress(ABC):
@@ -18,8 +21,8 @@ class Progress(ABC):
         epochs: Number of epochs in the run.
         microbatches: Number of microbatches in an epoch.
         learning_rate: Learning rate as a function of microbatches.
-        metrics: Names of the metrics in a report, which follow the number of targets and the loss.
-        unit: What a target belongs to: ``images`` or ``tokens``.
+        metrics: Metrics by name. In a report they follow the number of targets and the loss.
+        unit: What a target belongs to: ``images``, ``tokens`` or ``pixels``.
     """
 
     seconds: float
@@ -30,7 +33,7 @@ class Progress(ABC):
         epochs: int,
         microbatches: int,
         learning_rate: Callable[[int], float],
-        metrics: Sequence[str] = ("accuracy",),
+        metrics: Mapping[str, Metric] = ACCURACY,
         unit: str = "images",
     ) -> None:
         self.epochs, self.microbatches, self.learning_rate = epochs, microbatches, learning_rate
@@ -51,9 +54,9 @@ class Progress(ABC):
         now = time.perf_counter()
         if now >= self._next:
             self._next = now + self.seconds
-            targets, *sums = self._totals.tolist()
+            targets, loss, *sums = self._totals.tolist()
             speed, rate = targets / (now - self._started), self.learning_rate(self._clock + self.done)
-            means = means_text(dict(zip(("loss", *self.metrics), (s / targets for s in sums), strict=True)))
+            means = means_text({"loss": loss / max(targets, 1), **values_of(self.metrics, targets, sums)})
             self.show(f"{means}, {speed:.0f} {self.unit}/s, learning rate {rate:.4g}")
 
     @abstractmethod

@@ -24,13 +24,14 @@ Parts = dict[str, State]
 """State of one block, by part."""
 
 
-def state_of(pipeline: Pipeline) -> State:
+def state_of(pipeline: Pipeline, *, every_replica: bool = False) -> State:
     """Return the state of this process's blocks. The pipeline must be drained; most tensors are its own, not copies.
 
-    The first replica holds the whole state (:meth:`petra.engine.data_parallel.Replicas.synchronize`). The others return nothing.
+    The first replica holds the whole state (:meth:`petra.engine.data_parallel.Replicas.synchronize`). The others return nothing,
+    unless ``every_replica`` asks for it: their accumulated gradients are complete only if replicas may be lost.
     """
     state: State = {}
-    if pipeline.replica:
+    if pipeline.replicas is not None and not (pipeline.replicas.first or every_replica):
         return state
     for j, worker in pipeline.workers.items():
         update = worker.update.state_dict()
@@ -60,8 +61,8 @@ def load_state(pipeline: Pipeline, state: Mapping[str, Tensor], clock: int, sour
     for j, worker in pipeline.workers.items():
         worker.update.load_state_dict(_update_state(pipeline, j, blocks, source))
         worker.t = clock
-        if pipeline.replica:
-            worker.stage.gradients.zero()
+        if pipeline.replicas is not None:
+            pipeline.replicas.restored(worker)
     pipeline.clock = clock
     load_method_state(pipeline.plan, pipeline.workers, pipeline.remedies, _method_state(pipeline, blocks))
 

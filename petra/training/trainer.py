@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from petra.data import EvalSource, TrainSource
 from petra.distributed import all_gather_objects
-from petra.engine.totals import Result
+from petra.engine.totals import Result, combined
 from petra.errors import DataError, Interrupted, first_line
 from petra.pipeline import Pipeline
 from petra.training.checkpoint import Checkpoints
 from petra.training.loggers import Logger
+from petra.training.mirror import Mirror
 from petra.training.progress import Progress
 from petra.training.updates import UpdateLog
+from petra.transport.membership import Membership
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Epoch:
         training_seconds: Duration of training alone.
         learning_rate: Learning rate at the end of the epoch.
         stages: Metrics of stages, ``stage/<j>/<name>`` (:meth:`petra.Pipeline.stage_metrics`).
-        unit: What a target belongs to: ``images`` or ``tokens``.
+        unit: What a target belongs to: ``images``, ``tokens`` or ``pixels``.
         bytes_per_target: Mean number of bytes of text per token of the test data, or None.
     """
 
@@ -89,13 +92,16 @@ class Trainer:
         updates: Log of numbers between the ends of epochs. Pass it only in the process of the first stage.
         progress: Display of the epoch in progress. Pass it only in the process of the first stage.
         limit: Largest number of microbatches in an epoch and in an evaluation, or None.
-        unit: What a target belongs to: ``images`` or ``tokens``.
+        unit: What a target belongs to: ``images``, ``tokens`` or ``pixels``.
         bytes_per_target: Mean number of bytes of text per token of the test data, for the bits per byte.
         checkpoints: Writer of checkpoints, or None. The trainer saves one after each epoch.
         every: Number of microbatches, counted from the start of the run, after which the pipeline is drained and a checkpoint is
-            saved; None to drain only at the end of an epoch.
+            saved; None to save only at the end of an epoch.
+        mirror: Writer of copies of the state in memory, or None. The trainer calls it after each drain.
+        mirror_every: Number of microbatches, counted like ``every``, after which the pipeline is drained for the mirror.
         facts: Facts of the run to save with each checkpoint.
-        stop: Returns whether this process was asked to stop. Called after each drain; without ``every`` also during training.
+        membership: Agreement on the replicas that take part; None if none may be lost.
+        stop: Returns whether this process was asked to stop. Called after each drain; without planned drains also during training.
     """
 
     def __init__(
@@ -113,13 +119,17 @@ class Trainer:
         bytes_per_target: float | None = None,
         checkpoints: Checkpoints | None = None,
         every: int | None = None,
+        mirror: Mirror | None = None,
+        mirror_every: int | None = None,
         facts: Mapping[str, Any] | None = None,
         stop: Callable[[], bool] = lambda: False,
+        membership: Membership | None = None,
     ) -> None:
         self.pipeline, self.learning_rate = pipeline, learning_rate
         self.train, self.test, self.unit, self.bytes_per_target = train, test, unit, bytes_per_target
         self.checkpoints, self.every, self.facts, self.stop = checkpoints, every, dict(facts or {}), stop
-        self.loggers, self.updates, self.progress = loggers, updates, progress
+        self.mirror, self._intervals = mirror, [n for n in (every, mirror_every) if n is not None]
+        self.loggers, self.updates, self.progress, self.membership = loggers, updates, progress, membership
         self.microbatches, self.test_batches = limited(train.batches_per_epoch, limit), limited(test.batches, limit)
 
         self.history: list[Epoch] = []
@@ -131,6 +141,7 @@ class Trainer:
 
         Raises:
             Interrupted: In every process, if any was asked to stop. The last checkpoint is complete.
+            MembershipChanged: In every process, if replicas were lost or return. The pipeline has drained.
             PetraError: In every process, if a checkpoint cannot be written.
         """
         while len(self.history) < epochs:
@@ -138,9 +149,13 @@ class Trainer:
                 self._run_epoch(len(self.history) + 1)
             except Exception as error:
                 error.add_note(f"the pipeline was last drained after microbatch {self.pipeline.clock}")
+                if self.checkpoints is not None and isinstance(error, DataError):  # there may be no space even for the message
+                    self.checkpoints.settle()
                 raise
         if self.checkpoints is not None:
             self.checkpoints.wait()
+        if self.mirror is not None:
+            self.mirror.wait()
         return self.history
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -164,25 +179,35 @@ class Trainer:
             self.progress.start(epoch, start, self.pipeline.clock - start)
         while self.pipeline.clock < end:
             self._train_to_drain(end)
+            with self._phase("trained", admit=True):
+                pass
             if self.pipeline.clock < end:
-                self._save_and_stop(None)
-        finished = self._evaluate(epoch)
-        self.history.append(finished)
-        self._parts, self._seconds = [], 0.0
-        for logger in self.loggers:
-            logger.log(finished.row())
-        if self.progress is not None:
-            self.progress.end(finished.row())
-        self._save_and_stop(finished.test.metrics.get("accuracy", -finished.test.loss))
+                with self._phase("saved"):
+                    self._save_and_stop(None)
+        with self._phase("evaluated"):
+            finished = self._evaluate(epoch)
+            self.history.append(finished)
+            self._parts, self._seconds = [], 0.0
+            for logger in self.loggers:
+                logger.log(finished.row())
+            if self.progress is not None:
+                self.progress.end(finished.row())
+            scores = finished.test.metrics
+            self._save_and_stop(scores.get("miou", scores.get("accuracy", -finished.test.loss)))
+
+    def _phase(self, name: str, *, admit: bool = False) -> AbstractContextManager[None]:
+        """Return a context in which replicas may be lost. At its end, all processes agree whether to continue."""
+        if self.membership is None:
+            return nullcontext()
+        return self.membership.concluding(f"{name} after microbatch {self.pipeline.clock}", admit=admit)
 
     def _train_to_drain(self, end: int) -> None:
         """Train up to the next planned drain or the end of the epoch, or until a process is asked to stop."""
         started = time.perf_counter()
         count = end - self.pipeline.clock
-        if self.every is not None:
-            count = min(count, self.every - self.pipeline.clock % self.every)
+        count = min([count, *(n - self.pipeline.clock % n for n in self._intervals)])
         # An unplanned drain changes the weights of a run. With planned drains, a run that stops there resumes bit for bit.
-        stop = self.stop if self.every is None else None
+        stop = None if self._intervals else self._stop_early
         watchers = [watcher.microbatch for watcher in (self.updates, self.progress) if watcher is not None]
 
         def on_microbatch(report: Tensor) -> None:
@@ -192,14 +217,19 @@ class Trainer:
         self._parts.append(self.pipeline.train(self.train, count, on_microbatch if watchers else None, stop))
         self._seconds += time.perf_counter() - started
 
+    def _stop_early(self) -> bool:
+        """Return whether to drain before the end of the epoch: on request, or because a checkpoint could not be written."""
+        return self.stop() or (self.checkpoints is not None and self.checkpoints.failed)
+
     def _evaluate(self, epoch: int) -> Epoch:
         started = time.perf_counter()
         test = self.pipeline.evaluate(self.test, self.test_batches)
         return Epoch(
             epoch=epoch,
             microbatches=self.pipeline.clock,
-            train=mean(self._parts),
-            test=test,
+            # Counts are large, and only needed until the parts of an epoch are combined.
+            train=replace(combined(self._parts, self.pipeline.recipe.metrics), counts={}),
+            test=replace(test, counts={}),
             seconds=self._seconds + time.perf_counter() - started,
             training_seconds=self._seconds,
             learning_rate=self.learning_rate(self.pipeline.clock),
@@ -209,17 +239,30 @@ class Trainer:
         )
 
     def _save_and_stop(self, score: float | None) -> None:
-        """Save a checkpoint of the drained pipeline, and raise :class:`Interrupted` if any process was asked to stop."""
-        if self.checkpoints is not None:
-            history = [asdict(epoch) for epoch in self.history]
-            state = {"history": history, "parts": [asdict(part) for part in self._parts], "seconds": self._seconds}
-            if self.updates is not None:
-                state["updates"] = self.updates.totals
-            self.checkpoints.save(self.pipeline, {**self.facts, "trainer": state}, score)
+        """Copy and save the drained pipeline, and raise :class:`Interrupted` if any process was asked to stop.
+
+        Between two epochs, only drains at a multiple of ``every`` write a checkpoint, and a drain that ends the run.
+        """
+        facts = self.resumable_facts()
+        if self.mirror is not None:
+            self.mirror.save(self.pipeline, facts)
+        due = score is not None or self.mirror is None or (self.every is not None and self.pipeline.clock % self.every == 0)
+        if self.checkpoints is not None and due:
+            self.checkpoints.save(self.pipeline, facts, score)
         if any(all_gather_objects(self.stop())):
             if self.checkpoints is not None:
+                if not due:
+                    self.checkpoints.save(self.pipeline, facts, score)
                 self.checkpoints.wait()
+            if self.mirror is not None:
+                self.mirror.wait()
             raise Interrupted(self.pipeline.clock, saved=self.checkpoints is not None)
+
+    def resumable_facts(self) -> dict[str, Any]:
+        """Return the facts of the run, and under ``trainer`` what :meth:`resume` needs."""
+        history = [asdict(epoch) for epoch in self.history]
+        state = {"history": history, "parts": [asdict(part) for part in self._parts], "seconds": self._seconds}
+        return {**self.facts, "trainer": state if self.updates is None else state | {"updates": self.updates.totals}}
 
 
 def finished_epochs(state: Mapping[str, Any]) -> list[Epoch]:
@@ -234,19 +277,6 @@ def finished_epochs(state: Mapping[str, Any]) -> list[Epoch]:
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise _bad_state(error) from error
-
-
-def mean(parts: Sequence[Result]) -> Result:
-    """Return loss and metrics averaged over all targets of several :meth:`petra.Pipeline.train` calls."""
-    if len(parts) == 1:
-        return parts[0]
-    targets = sum(part.targets for part in parts)
-
-    def over(values: Sequence[float]) -> float:
-        return sum(value * part.targets for value, part in zip(values, parts, strict=True)) / max(targets, 1)
-
-    metrics = {name: over([part.metrics[name] for part in parts]) for name in parts[0].metrics}
-    return Result(targets, over([part.loss for part in parts]), metrics)
 
 
 def limited(batches: int, limit: int | None) -> int:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from petra.engine.metrics import Metric, correct_predictions, values_of
 from petra.errors import require
 from petra.training.loggers import Logger
+
+ACCURACY: Mapping[str, Metric] = MappingProxyType({"accuracy": correct_predictions})
+"""The metrics of a pipeline by default."""
 
 
 class UpdateLog:
@@ -20,7 +25,7 @@ class UpdateLog:
         every: Number of updates between two rows.
         k: Number of microbatches per update.
         learning_rate: Learning rate as a function of microbatches.
-        metrics: Names of the metrics in a report, which follow the number of targets and the loss.
+        metrics: Metrics by name. In a report they follow the number of targets and the loss.
         loggers: Receivers of the rows.
         measure: Returns further entries of a row.
 
@@ -36,7 +41,7 @@ class UpdateLog:
         every: int,
         k: int,
         learning_rate: Callable[[int], float],
-        metrics: Sequence[str] = ("accuracy",),
+        metrics: Mapping[str, Metric] = ACCURACY,
         loggers: Sequence[Logger] = (),
         measure: Callable[[], dict[str, float]] = dict,
     ) -> None:
@@ -62,13 +67,13 @@ class UpdateLog:
         self._clock += 1
         if self._clock % self._microbatches:
             return
-        targets, *sums = self.totals
+        targets, loss, *sums = self.totals
         self._sum = ()
-        means = zip(("loss", *self._metrics), (value / max(targets, 1) for value in sums), strict=True)
+        means = {"loss": loss / max(targets, 1), **values_of(self._metrics, targets, sums)}
         row = {
             "microbatches": self._clock,
             "updates": self._clock // self._k,
-            **{f"update/{name}": value for name, value in means},
+            **{f"update/{name}": value for name, value in means.items()},
             "update/learning_rate": self._learning_rate(self._clock),
             **self._measure(),
         }

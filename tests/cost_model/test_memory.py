@@ -28,13 +28,21 @@ def predicted(
     processes: int = 1,
     process: int = 0,
     average: float | None = None,
+    refetch: bool = False,
     split: Split = Split.NONE,
     stages: list[int] | None = None,
 ) -> PredictedMemory:
 
     method = replace(METHODS["petra"], delay=delay, split=split)
     plan = make_plan(
-        mixed_net(dtype=torch.float32), INPUTS, method=method, k=2, processes=processes, device_type="cuda", stages=stages
+        mixed_net(dtype=torch.float32),
+        INPUTS,
+        method=method,
+        k=2,
+        processes=processes,
+        device_type="cuda",
+        stages=stages,
+        refetch=refetch,
     )
     recipe = Recipe(
         OPTIMIZERS[optimizer],
@@ -74,6 +82,23 @@ def test_every_process_has_its_own_stages() -> None:
     parts = [predicted(processes=3, process=process) for process in range(3)]
     assert sum(part.weights for part in parts) == predicted().weights
     assert all(part.total == part.tensors + part.workspace for part in parts)
+
+
+@pytest.mark.parametrize(("processes", "process"), [(1, 0), (3, 1), (6, 3)])
+def test_stages_add_up_to_their_process(processes: int, process: int) -> None:
+    whole = predicted(processes=processes, process=process)
+    assert len(whole.stages) == 6 // processes
+    for part in ("weights", "gradients", "optimizer", "stored"):
+        assert sum(getattr(stage, part) for stage in whole.stages.values()) == getattr(whole, part)
+    assert max(stage.temporary for stage in whole.stages.values()) == whole.temporary
+    assert whole.summed == whole.tensors
+    assert all(stage.total == stage.tensors > 0 for stage in whole.stages.values())
+
+
+def test_a_stage_that_fetches_its_input_again_does_not_store_it() -> None:
+    """The last microbatch in flight is the input of the forward that has just ended."""
+    stored, refetched = (predicted(processes=6, refetch=refetch) for refetch in (False, True))
+    assert stored.stored - refetched.stored == 10 * INPUTS.bytes
 
 
 def test_a_split_backward_keeps_the_graphs_of_all_blocks() -> None:

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 from petra.data import EvalSource, TrainSource, imagenet, load_dataset
-from petra.data.imagenet import decoded, distorted, random_box
-from petra.errors import DataError
+from petra.data.imagenet import decoded, distorted, jittered, one_of_ten, random_box
+from petra.errors import ConfigError, DataError
 from tests.support.fakes import jpeg, smooth_image, write_image_folders
 
 MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
@@ -125,7 +125,12 @@ def test_a_share_decodes_only_its_own_files(tmp_path, monkeypatch):
     data = load_dataset("imagenet", root=tmp_path, size=12)
     whole = TrainSource(data, 4, seed=3).inputs(2)
     decoder, opened = imagenet.decoded, []
-    monkeypatch.setattr(imagenet, "decoded", lambda path, *rest: (opened.append(path), decoder(path, *rest))[1])
+
+    def spy(path, *rest, **options):
+        opened.append(path)
+        return decoder(path, *rest, **options)
+
+    monkeypatch.setattr(imagenet, "decoded", spy)
     assert torch.equal(TrainSource(data, 4, seed=3, share=slice(2, 4)).inputs(2), whole[2:])
     assert len(opened) == 2
 
@@ -195,3 +200,65 @@ def test_invalid_folders(tmp_path):
         folder.rename(tmp_path / folder.name)
     with pytest.raises(DataError, match=r"val: expected at least 2 folders of classes, got 0; .*move the validation images"):
         load_dataset("imagenet", root=tmp_path)
+
+
+def test_crops_of_the_shorter_side_show_the_resized_image_at_every_position(tmp_path):
+    """The shorter side of 90x45 becomes 32. Crops of 28 pixels start at 0 to 36 in a row, at 0 to 4 in a column."""
+    path = tmp_path / "wide.png"
+    smooth_image(90, 45).save(path)
+    resized = np.asarray(smooth_image(90, 45).resize((64, 32), Image.Resampling.BILINEAR))
+    windows = {
+        (flip, left, top): np.ascontiguousarray(resized[top : top + 28, left : left + 28][:, :: -1 if flip else 1]).tobytes()
+        for flip in (False, True)
+        for left in range(37)
+        for top in range(5)
+    }
+    known = {pixels: place for place, pixels in windows.items()}
+    found = [known[decoded(path, 28, random.Random(seed), shorter_side=True).tobytes()] for seed in range(300)]
+    flips, lefts, tops = zip(*found, strict=True)
+    assert 0.4 < np.mean(flips) < 0.6
+    assert (min(lefts), max(lefts), {*tops}) == (0, 36, {*range(5)})
+
+
+def test_ten_crops_are_corners_centre_and_mirror_images(tmp_path):
+    image = smooth_image(80, 40)
+    resized = image.resize((64, 32), Image.Resampling.BILINEAR)
+    places = [(0, 0), (36, 0), (0, 4), (36, 4), (18, 2)]
+    expected = [np.asarray(resized.crop((x, y, x + 28, y + 28))) for x, y in places]
+    expected += [crop[:, ::-1] for crop in expected]
+    assert all(np.array_equal(one_of_ten(image, 28, part), crop) for part, crop in enumerate(expected))
+    write_image_folders(tmp_path)
+    data = load_dataset("imagenet", root=tmp_path, size=16, crops=10)
+    source = EvalSource(data, 20)
+    assert (data.test.count, source.batches) == (60, 3)
+    assert source.targets(1).reshape(2, 10).tolist() == [[1] + [-100] * 9] * 2
+    path = tmp_path / "val" / "n01" / "1.JPEG"
+    for part in range(10):
+        pixels = (255 * (source.inputs(1)[10 + part] * STD + MEAN)).round().permute(1, 2, 0).numpy()
+        assert np.array_equal(pixels, decoded(path, 16, None, part=part))
+
+
+def test_jitter_changes_brightness_contrast_and_saturation_within_their_ranges():
+    """A grey image has no contrast or saturation: its brightness changes by 0.6 to 1.4, and lighting shifts it a little."""
+    grey = np.full((4, 4, 3), 100, np.uint8)
+    means = np.array([jittered(grey, random.Random(seed)).mean() for seed in range(400)])
+    assert 50 < means.min() < 70
+    assert 130 < means.max() < 150
+    photograph = np.asarray(smooth_image(32, 32))
+    seen = [jittered(photograph, random.Random(seed)) for seed in range(20)]
+    assert all(image.shape == (32, 32, 3) and image.dtype == np.uint8 for image in seen)
+    assert len({image.tobytes() for image in seen}) == 20
+    assert np.array_equal(seen[0], jittered(photograph, random.Random(0)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"crop": "centre"}, "data.crop: expected area or shorter_side, got centre"),
+        ({"crops": 5}, "data.crops: expected 1 or 10, got 5"),
+    ],
+)
+def test_invalid_crops_are_errors(options, message, tmp_path):
+    write_image_folders(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        load_dataset("imagenet", root=tmp_path, size=16, **options)

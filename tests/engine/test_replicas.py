@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from petra import BlockSpec, ConfigError, Model, ModelError, Pipeline, TensorSpec, UpdateRules
 from petra.errors import CommunicationError
 from petra.hooks import Gradients, Hook
+from petra.models import revnet18
 from petra.plan.layout import make_layout
 from petra.specs import IGNORED, Streams
 from petra.training import Checkpoints, newest, restore
@@ -352,3 +353,36 @@ def test_neighbouring_stages_of_a_replica_have_neighbouring_ranks() -> None:
     layout = make_layout(mixed_net(), TensorSpec((8, 3, 8, 8), torch.float64), 2, 4, 2)
     assert [layout.locate(rank) for rank in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert layout.inputs.shape == (4, 3, 8, 8)
+
+
+def train_synchronized(rank: int, method: str, dp: int, norm: str) -> tuple[dict[str, Tensor], list[float]]:
+    """Train a RevNet in float64 on microbatches of 6 images with ignored targets, and evaluate it."""
+    model = revnet18(5, 0.0625, norm=norm, activation="leaky_relu")
+    model = Model(model.name, tuple(BlockSpec(block.name, partial(_as_double, block.build)) for block in model.blocks))
+    source = Ignoring(batch=6)
+    pipeline = Pipeline(model, source.spec, method=method, k=2, stages=4, optimizer=sgd, learning_rate=lambda t: 0.1, dp=dp)
+    results = [pipeline.train(source, 5), pipeline.train(source, 3), pipeline.evaluate(source, 3)]
+    return pipeline.state_dict(), [result.loss for result in results]
+
+
+def _as_double(build: Any) -> nn.Module:
+    module: nn.Module = build().double()
+    return module
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("method", "world", "dp"), [("petra", 4, 2), ("1f1b", 3, 3)])
+def test_replicas_with_synchronized_statistics_equal_one_process_on_the_joint_batch(
+    method: str, world: int, dp: int, tmp_path: Path
+) -> None:
+    """Weights, running statistics and losses; without synchronization they differ."""
+    expected, losses = train_synchronized(0, method, 1, "inplace_abn_sync")
+    parts = run_processes(world, train_synchronized, tmp_path / "shared", method, dp, "inplace_abn_sync")
+    found = {key: value for state, _ in parts for key, value in state.items()}
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-7, atol=1e-9, msg=key)
+    assert all(own == pytest.approx(losses, rel=1e-8) for _, own in parts)
+    if dp == 2:
+        separate = run_processes(world, train_synchronized, tmp_path / "separate", method, dp, "inplace_abn")
+        assert separate[0][1] != pytest.approx(losses, rel=1e-4)

@@ -13,7 +13,7 @@ from petra.engine.stage import Stage
 from petra.hooks import Hook, Hooks
 from petra.method import METHODS
 from petra.model import Chain, Model
-from petra.reversible import Coupling, derive_seed, seeded
+from petra.reversible import Coupling, Gradients, ReversibleBlock, derive_seed, seeded
 from petra.specs import Streams
 from tests.support.nets import RandomSource, branch, mixed_net
 
@@ -60,6 +60,49 @@ def test_gradient_of_frozen_weights_equals_plain_autograd(keep: Keep, weights: W
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-9, atol=1e-11, msg=name)
     for (name, a), b in zip(chain.named_buffers(), made.module.buffers(), strict=True):
         torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12, msg=f"{name}: running statistics")
+
+
+def test_generators_are_seeded_only_for_blocks_that_draw() -> None:
+    """Each run finds again which blocks draw random numbers: a rate of dropout may have been 0 in the run before."""
+    torch.manual_seed(0)
+    functions = [nn.Sequential(nn.Linear(3, 3), nn.Dropout(rate)) for rate in (0.0, 0.5)]
+    made = Stage([Coupling(f) for f in functions] + [nn.Bilinear(3, 3, 2)], [Keep.NOTHING] * 2 + [Keep.INPUT], first_block=1)
+    x = (torch.randn(4, 3), torch.randn(4, 3))
+
+    def backward_repeats_the_masks() -> bool:
+        y = made.forward(7, x)
+        found, _ = made.backward(7, y, (torch.ones_like(y[0]),))
+        return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, x, strict=True))
+
+    assert backward_repeats_the_masks()
+    assert [runner.function.draws for runner in made.runners] == [False, True, False]
+    functions[0][1].p = 0.5
+    for runner in made.runners:
+        runner.function.begin_run()
+    assert backward_repeats_the_masks()
+    assert [runner.function.draws for runner in made.runners] == [True, True, False]
+
+
+class Offset(ReversibleBlock):
+    """A reversible block that uses its seed in its own way."""
+
+    def forward(self, x1: Tensor, x2: Tensor, *context: Tensor, seed: int | None = None) -> Streams:
+        assert seed is not None
+        return x1 + seed % 5, x2
+
+    def inverse(self, y1: Tensor, y2: Tensor, *context: Tensor, seed: int | None = None) -> Streams:
+        assert seed is not None
+        return y1 - seed % 5, y2
+
+    def inverse_vjp(self, y: Streams, dy: Streams, *, seed: int | None = None) -> tuple[Streams, Streams, Gradients]:
+        return self.inverse(*y, seed=seed), dy, {}
+
+
+def test_other_reversible_blocks_always_get_a_seed() -> None:
+    made = Stage([Offset()], [Keep.NOTHING], first_block=1)
+    x = (torch.zeros(2), torch.zeros(2))
+    for m in range(3):
+        assert torch.equal(made.backward(m, made.forward(m, x), x)[0][0], x[0])
 
 
 def live_bytes() -> int:

@@ -72,6 +72,108 @@ def test_invalid_environments(environment: dict[str, str], message: str) -> None
         Node.from_environment(environment)
 
 
+@pytest.mark.parametrize(
+    ("environment", "model", "expected"),
+    [
+        ({"NNODES": "2", "SLURM_GPUS_ON_NODE": "8"}, "revnet18", [8, 2]),
+        ({"NNODES": "3", "PET_NPROC_PER_NODE": "8"}, "revnet34", [8, 8, 2]),
+        ({"NNODES": "3", "NPROC_PER_NODE": "8"}, "revnet50", [8, 8, 2]),
+        ({"NNODES": "2", "NPROC_PER_NODE": "8"}, "revnet50", [8, 8]),
+        ({"NNODES": "4", "NPROC_PER_NODE": "8"}, "revnet18", [7, 1, 1, 1]),
+        ({"NNODES": "2", "NPROC_PER_NODE": "3,9"}, "revnet18", [3, 7]),
+        ({"NNODES": "2"}, "revnet34", [9, 9]),
+        ({"NNODES": "1"}, "revnet18", [10]),
+        ({"NNODES": "2", "NPROC_PER_NODE": "8", "NPROC": "4"}, "revnet18", [3, 1]),
+        ({"NNODES": "2", "NPROC": "3"}, "revnet18", [2, 1]),
+    ],
+)
+def test_processes_of_a_run_fill_the_nodes(
+    environment: dict[str, str],
+    model: str,
+    expected: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without NPROC_PER_NODE and without GPUs, they are spread evenly. The first node prints the sum."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(node, "run_agent", lambda flags, module, words: started.append([*flags, module, *words]))
+    words = [f"model={model}", "data=synthetic", "trainer.device=cpu"]
+    for rank in range(len(expected)):
+        variables = {"NPROC": "stages", "MASTER_ADDR": "a", "NODE_RANK": str(rank), "PATH": os.environ["PATH"]}
+        monkeypatch.setattr(os, "environ", variables | environment)
+        monkeypatch.setattr(sys, "argv", ["node", *words])
+        node.main(words)
+    assert [int(flags[flags.index("--nproc-per-node") + 1]) for flags in started] == expected
+    assert [flags[-4:] for flags in started] == [["launch.train", *words]] * len(expected)
+    number = environment.get("NPROC") or f"{sum(expected)}"
+    blocks = {"revnet18": 10, "revnet34": 18, "revnet50": 18}[model]
+    stages = "" if "NPROC" in environment else f" for the {blocks} stages of {model}"
+    total = " + ".join(map(str, expected))
+    assert capsys.readouterr().out == f"{number} process(es){stages}: {total} on {len(expected)} node(s)\n"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["trainer.stages=4"], [3, 1]),
+        (["trainer.stages=auto"], [3, 3]),
+        (["dp=2", "trainer.stages=2"], [3, 1]),
+        (["dp=4"], [3, 1]),
+        (["trainer.epochs=1,2", "--multirun"], [3, 3]),
+    ],
+)
+def test_processes_for_the_stages_of_the_configuration(
+    overrides: list[str], expected: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With replicas, each has the same number of processes."""
+    monkeypatch.chdir(tmp_path)  # Hydra writes multirun.yaml
+    found = []
+    monkeypatch.setattr(node, "run_agent", lambda flags, module, words: found.append(flags[flags.index("--nproc-per-node") + 1]))
+    words = ["model=revnet18", "data=synthetic", "trainer.device=cpu", *overrides]
+    for rank in (0, 1):
+        for name, value in {"NPROC": "stages", "NNODES": "2", "NPROC_PER_NODE": "3", "MASTER_ADDR": "a"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("NODE_RANK", str(rank))
+        monkeypatch.setattr(sys, "argv", ["node", *words])
+        node.main(words)
+    assert [int(number) for number in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "words", "message"),
+    [
+        ({"NPROC": "many"}, [], "NPROC: expected an integer >= 1, or stages, got many"),
+        ({"NPROC": "0"}, [], "NPROC: expected an integer >= 1, or stages, got 0"),
+        ({"NPROC": "1"}, [], "NPROC: expected 2 to 4 on 2 node(s) with 2 + 2, got 1"),
+        ({"NPROC": "5"}, [], "NPROC: expected 2 to 4 on 2 node(s) with 2 + 2, got 5"),
+        ({"NPROC": "5", "NPROC_PER_NODE": "auto,2"}, [], "NPROC_PER_NODE: expected only numbers in a list with NPROC, got auto,2"),
+        ({"NPROC": "stages"}, ["k=0"], "k: expected an integer >= 1, got 0"),
+        ({"NPROC": "stages"}, [], "command line: expected arguments such as experiment=demo"),
+        (
+            {"NPROC": "stages"},
+            ["data=synthetic", "model=revnet18,revnet34", "--multirun"],
+            "NPROC: expected a number, since the runs have different stages, got stages",
+        ),
+    ],
+)
+def test_invalid_numbers_of_processes(
+    environment: dict[str, str],
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(node, "run_agent", lambda *arguments: pytest.fail("started"))
+    for name, value in ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a", "NPROC_PER_NODE": "2"} | environment).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["node", *words])
+    with pytest.raises(SystemExit, match="2"):
+        node.main(words)
+    assert message in capsys.readouterr().err
+
+
 def test_first_host_of_a_slurm_list() -> None:
     found = [first_host(nodes) for nodes in ("login", "a,b", "gpu[003-010,12],login", "rack[2,4]n[07-09]x", "n7,n[1-2]")]
     assert found == ["login", "a", "gpu003", "rack2n07x", "n7"]
@@ -202,7 +304,17 @@ def test_a_missing_variable_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys:
     assert capsys.readouterr() == ("", "error: NODE_RANK: expected a value on each of 2 nodes, got nothing\n")
 
 
-@pytest.mark.parametrize(("code", "cause", "status"), [(2, "status 2", 2), (-9, "signal SIGKILL", 137)])
+@pytest.mark.parametrize(
+    ("code", "cause", "status"),
+    [
+        (2, "process 3 failed first, with status 2", 2),
+        (-9, "process 3 failed first, with signal SIGKILL", 137),
+        (75, "process 3 failed first, with status 75", 75),
+        (-10, "process 3 was stopped before training, by SIGUSR1", 75),
+        (-15, "process 3 was stopped before training, by SIGTERM", 75),
+        (-2, "process 3 failed first, with signal SIGINT", 130),
+    ],
+)
 def test_the_first_failure_is_one_line(
     code: int, cause: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,6 +323,7 @@ def test_the_first_failure_is_one_line(
         raise ChildFailedError("launch.train", {3: ProcessFailure(local_rank=1, pid=1, exitcode=code, error_file="")})
 
     monkeypatch.setattr("torch.distributed.run.main", fail)
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)  # of this process
     with pytest.raises(SystemExit, match=str(status)):
         agent.run_agent(["--standalone"], "launch.train", ["k=1"])
-    assert capsys.readouterr().err == f"process 3 failed first, with {cause}\n"
+    assert capsys.readouterr().err == f"{cause}\n"

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import yaml
 
 from launch.node import Node
+from tests import manifests
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,12 +46,14 @@ def test_docker_compose_reads_both_nodes() -> None:
 
 def test_composed_nodes_find_their_places() -> None:
     services = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
+    gpus = yaml.safe_load((ROOT / "docker" / "compose.gpu.yaml").read_text())["services"]
+    assert services.keys() == gpus.keys() == {"node0", "node1"}
     for rank in (0, 1):
         service = services[f"node{rank}"]
-        environment = service["environment"] | {"NPROC_PER_NODE": "1"}
-        assert Node.from_environment(environment) == Node(2, rank, "1", "node0", 29500)
-        gpus = service["deploy"]["resources"]["reservations"]["devices"]
-        assert gpus == [{"driver": "nvidia", "device_ids": [str(rank)], "capabilities": ["gpu"]}]
+        environment = service["environment"] | {"NPROC_PER_NODE": ""}
+        assert Node.from_environment(environment) == Node(2, rank, "auto", "node0", 29500)
+        found = gpus[f"node{rank}"]["deploy"]["resources"]["reservations"]["devices"]
+        assert found == [{"driver": "nvidia", "device_ids": [str(rank)], "capabilities": ["gpu"]}]
         assert service["ulimits"]["memlock"] == -1
 
 
@@ -66,6 +70,36 @@ def test_kubeflows_schema_accepts_the_manifests() -> None:
         assert schema.from_dict(manifest).to_dict() == manifest  # the schema ignores unknown keys
 
 
+def test_kubernetes_schema_accepts_the_pods() -> None:
+    validate = pytest.importorskip("kubernetes_validate")
+    runtime, job = kubeflow()
+    replicated = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]
+    pod = replicated["template"]["spec"]["template"]
+    container = pod["spec"]["containers"][0] | {"env": job["spec"]["trainer"]["env"]}
+    container |= {"args": job["spec"]["trainer"]["args"], "resources": job["spec"]["trainer"]["resourcesPerNode"]}
+    whole = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "petra"}, "spec": pod["spec"] | {"containers": [container]}}
+    validate.validate(whole, validate.latest_version(), strict=True)
+    with pytest.raises(validate.ValidationError):
+        validate.validate({**whole, "spec": {**whole["spec"], "container": []}}, validate.latest_version(), strict=True)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("file", ["docker/compose.yaml", "launch/templates/kubeflow.yaml"])
+def test_the_nodes_of_a_manifest_train_together(file: str, tmp_path: Path) -> None:
+    """Two nodes run as in their file, with a narrow network in two processes."""
+    small = ("data=synthetic", "data.images=40", "data.batch_size=4", "data.size=16", "model.width=0.0625", "trainer.epochs=1")
+    own = ("trainer.device=cpu", "model=revnet18", "method=petra", "run_dir=run")
+    found = manifests.containers(ROOT / file, {"OVERRIDES": "model=revnet18"})
+    found = [replace(node, environment={**node.environment, "NPROC": "2"}) for node in found]
+    assert manifests.run(found, tmp_path, (*small, *own), timeout=150) == [0, 0]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["processes"] == 2
+
+
+def test_variables_of_a_compose_file() -> None:
+    text = "a: ${A:-1 2} b: ${B:-} c: ${C:-3}"
+    assert manifests.substituted(text, {"A": "x", "B": "y", "C": ""}) == "a: x b: y c: 3"
+
+
 def test_the_training_uses_the_runtime_and_the_image_is_started_as_built() -> None:
     runtime, job = kubeflow()
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
@@ -77,30 +111,50 @@ def test_the_training_uses_the_runtime_and_the_image_is_started_as_built() -> No
     assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
-def started(script: str, tmp_path: Path, environment: dict[str, str], *arguments: str) -> tuple[Node, list[str]]:
-    """Run a script with a fake ``python`` that records its arguments and environment. Return the node and the arguments."""
+def started(script: str, tmp_path: Path, environment: dict[str, str], *arguments: str, status: int = 0) -> tuple[Node, list[str]]:
+    """Run a script with a fake ``python`` that records its arguments and environment. Return the node and the arguments.
+
+    Args:
+        status: Exit status of ``python``, which must be that of the script.
+    """
     tools = tmp_path / "bin"
     tools.mkdir()
     for name, lines in (
-        ("python", f'printf "%s\\n" "$@" > {tmp_path}/arguments; env -0 > {tmp_path}/environment'),
+        ("python", f'printf "%s\\n" "$@" > {tmp_path}/arguments; env -0 > {tmp_path}/environment; exit {status}'),
         ("srun", 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"'),
-        ("scontrol", '[ "$*" = "show hostnames gpu[3-4]" ] && printf "gpu3\\ngpu4\\n"'),
+        ("scontrol", f'[ "$*" = "show hostnames gpu[3-4]" ] && printf "gpu3\\ngpu4\\n" || echo "$*" > {tmp_path}/scontrol'),
     ):
         (tools / name).write_text(f"#!/bin/sh\n{lines}\n")
         (tools / name).chmod(0o755)
     variables = environment | {"PATH": f"{tools}:{os.environ['PATH']}"}
-    subprocess.run(["bash", "-c", script, "job", *arguments], env=variables, check=True, timeout=60)
+    done = subprocess.run(["bash", "-c", script, "job", *arguments], env=variables, timeout=60)
+    assert done.returncode == status
     found = dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().split("\0") if line)
     return Node.from_environment(found), (tmp_path / "arguments").read_text().splitlines()
 
 
+SLURM = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_NODELIST": "gpu[3-4]"}
+SLURM |= {"SLURM_JOB_ID": "123456"}
+
+
 def test_slurm_starts_a_node(tmp_path: Path) -> None:
-    slurm = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_GPUS_ON_NODE": "8"}
-    slurm |= {"SLURM_JOB_NODELIST": "gpu[3-4]", "SLURM_JOB_ID": "123456"}
     script = (ROOT / "launch" / "templates" / "slurm.sbatch").read_text()
-    node, arguments = started(script, tmp_path, slurm, "k=2", "run_dir='two words'")
+    node, arguments = started(script, tmp_path, SLURM, "k=2", "run_dir='two words'")
     assert node == Node(2, 1, "8", "gpu3", 20000 + 3456)
     assert arguments == ["-m", "petra", "node", "k=2", "run_dir='two words'"]
+    assert b"\0NPROC=stages\0" in (tmp_path / "environment").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("status", "resume", "expected"),
+    [(75, "resume=auto", True), (75, "k=1", False), (2, "resume=auto", False), (0, "resume=auto", False)],
+)
+def test_a_stopped_slurm_job_joins_the_queue_again(status: int, resume: str, expected: bool, tmp_path: Path) -> None:
+    """Only if it resumes by itself."""
+    script = (ROOT / "launch" / "templates" / "slurm.sbatch").read_text()
+    started(script, tmp_path, SLURM, "run_dir=a", resume, "k=2", status=status)
+    called = tmp_path / "scontrol"
+    assert (called.read_text() if called.exists() else None) == ("requeue 123456\n" if expected else None)
 
 
 def test_skypilot_starts_a_node(tmp_path: Path) -> None:
@@ -110,4 +164,5 @@ def test_skypilot_starts_a_node(tmp_path: Path) -> None:
     sky |= {"SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6"}
     node, arguments = started(task["run"], tmp_path, sky | task["envs"])
     assert node == Node(2, 1, "8", "10.0.0.5", 29500)
-    assert arguments == ["-m", "petra", "node", "model=revnet34", "data=synthetic", "trainer.epochs=1", "checkpoint.keep=0"]
+    assert arguments == ["-m", "petra", "node", "model=revnet18", "data=synthetic", "trainer.epochs=1", "checkpoint.keep=0"]
+    assert b"\0NPROC=stages\0" in (tmp_path / "environment").read_bytes()

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from launch.config.compose import compose_overrides
 from launch.config.machines import read_machines, write_machines
 from launch.doctor.links import Link as Measured
 from launch.doctor.machine import Report
 from launch.doctor.speed import describe, measure_speeds
 from launch.plan import main
+from launch.run.build import set_up
+from launch.run.dry_run import memory_table
+from launch.runtime.rank import Process
 from petra import METHODS, ConfigError, Split
 from petra.cost_model.autotune import tune
 from petra.cost_model.costs import BlockCost
@@ -110,6 +115,13 @@ def test_plan_prints_all_methods_and_recommends_one(tmp_path: Path, capsys: pyte
     assert all(f"| {name} " in out for name in METHODS)
     assert "recommended: method=" in out
     assert (tmp_path / "plan.png").stat().st_size > 10_000
+    stages, method = re.search(r"method=(\S+) trainer\.stages=\[([\d,]+)\]", out).group(2, 1)  # type: ignore[union-attr]
+    device, memory = re.search(r"fullest device, (\d), with messages and stashed weights: (\S+) GB", out).groups()  # type: ignore[union-attr]
+    overrides = [*SMALL, "k=8", f"method={method}", f"trainer.stages=[{stages}]", "trainer.transport=lockstep"]
+    setup = set_up(compose_overrides(overrides), Process(rank=0, world=4, local_rank=0, local_world=4))
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in memory_table(setup).splitlines()[2:]]
+    assert [row[:2] for row in rows] == [[str(j), str(j + 1)] for j in range(4)]
+    assert float(rows[int(device) - 1][-1]) / 1e3 == pytest.approx(float(memory), rel=0.01)
 
 
 def test_fast_links_and_large_k_favour_exact_gradients(capsys: pytest.CaptureFixture[str]) -> None:

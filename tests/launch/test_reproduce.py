@@ -363,6 +363,8 @@ def test_all_targets_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["table5", "scale=paper"], "scale: expected cpu (the simulator"),
         (["fig4", "scale=gpu"], "scale: expected one of paper, cpu, got gpu"),
         (["table3", "k=2"], "command line: expected only scale=... with table3, which trains nothing, got k=2"),
+        (["table3", "--config-dir", "."], "--config-dir: expected none with table3, which trains nothing, got ."),
+        (["fig5", "--config-dir", "absent"], "--config-dir: expected a folder, got absent"),
         (["table4", "k"], "command line: expected scale=paper, scale=cpu or key=value, got k"),
         (["fig5", "k=0", *TINY], "k: expected an integer >= 1, got 0"),
         (

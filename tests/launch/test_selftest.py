@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ import torch
 
 from launch.runtime.rank import Process
 from launch.selftest import command
-from launch.selftest.command import LARGEST_DIFFERENCE, Run, judge, plan, run_part
-from launch.selftest.parts import PARTS
+from launch.selftest.command import LARGE_MESSAGE, LARGEST_DIFFERENCE, Run, judge, plan, run_part
+from launch.selftest.parts import PARTS, shares
 from launch.selftest.report import markdown
 from petra import METHODS
 
@@ -30,6 +31,10 @@ def test_all_methods_and_both_transports_are_tested_in_any_machine() -> None:
     speeds = [run for run in plan(4, False) if run.part == "speed"]
     assert {run.options["batch"] for run in speeds} == {64, 256}
     assert {run.options["model"] for run in speeds} == {"revnet18", "revnet50", "revgpt"}
+    methods = {run.options["method"] for run in speeds}
+    combinations = {(run.options["model"], run.options["batch"], run.options["method"], "compile" in run.options) for run in speeds}
+    assert methods == {"petra", "reversible", "backprop", "1f1b"}
+    assert len(combinations) == len(speeds) == 3 * 2 * 4 * 2
     assert not [run for run in plan(1, False) if run.part == "transport"]  # NCCL refuses two processes on one GPU
 
 
@@ -43,6 +48,43 @@ def test_speed_and_loss_are_measured() -> None:
     assert found["samples_per_second"] > 0
     assert found["loss"] > 0
     assert len(found["peak_bytes"]) == 1
+
+
+def test_the_memory_of_a_cpu_is_predicted_but_not_known() -> None:
+    found = PARTS["memory"]({**TINY, "stages": 4}, CPU, ALONE)
+    assert found["peak_bytes"] is None
+    assert found["predicted_bytes"] > 0
+
+
+def test_runs_over_a_transport_are_repeated() -> None:
+    first, second = (PARTS["transport"]({**TINY, "microbatches": 4}, CPU, ALONE) for _ in range(2))
+    assert first["repeatable"]
+    assert first["digest"] == second["digest"]
+    assert first["digest"] != PARTS["transport"]({**TINY, "microbatches": 5}, CPU, ALONE)["digest"]
+
+
+def test_shares_of_the_time() -> None:
+    """Two kernels and one of NCCL on the GPU, and three launches on the host, in one second."""
+
+    def row(key: str, device: str, count: int, milliseconds: float) -> SimpleNamespace:
+        times = dict.fromkeys(("self_device_time_total", "self_cpu_time_total"), 1000 * milliseconds)
+        return SimpleNamespace(key=key, count=count, device_type=getattr(torch.profiler.DeviceType, device), **times)
+
+    rows = [
+        row("void gemm", "CUDA", 2, 400),
+        row("ncclDevKernel_SendRecv", "CUDA", 1, 100),
+        row("cudaLaunchKernelExC", "CPU", 3, 250),
+        row("cudaDeviceSynchronize", "CPU", 1, 90),
+    ]
+    found = shares(rows, seconds=1, microbatches=1)
+    assert found == pytest.approx({"kernels_per_microbatch": 3, "device_busy": 0.4, "communication": 0.1, "launching": 0.25})
+
+
+def test_messages_must_be_large_where_they_can() -> None:
+    found = {"repeatable": True, "message_bytes": LARGE_MESSAGE}
+    assert judge("transport", found) == {}
+    assert judge("transport", found, large=True)["failed"] == "messages have 64.0 MB, not more than 64"
+    assert "two runs" in judge("transport", {"repeatable": False, "message_bytes": 1})["failed"]
 
 
 def test_differences_from_the_cpu_fail() -> None:
@@ -68,6 +110,8 @@ def test_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "peak_bytes": [10**9, 2 * 10**9],
             "kernels_per_microbatch": 599.0,
             "device_busy": 0.5,
+            "communication": 0.125,
+            "launching": 0.25,
         },
     ]
     runs = [Run("compare", "petra against the CPU", {}), Run("transport", "edge, d = 1", {}, 2), Run("speed", "revnet18", {}, 2)]
@@ -77,9 +121,11 @@ def test_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert command.main(["--out", str(tmp_path)]) == 1
     text = (tmp_path / "selftest.md").read_text()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
-    assert ["petra against the CPU", "1.0e-07", "true", "passed"] in rows
-    assert ["edge, d = 1", "2", "", "", "", "failed: did not end within 180 s"] in rows
-    assert ["revnet18", "2", "123", "2.00", "599", "50%", "passed"] in rows
+    assert "2 of 3 parts passed" in text
+    assert "Failed: edge, d = 1." in text
+    assert ["petra against the CPU", "1.0e-07", "yes", "passed"] in rows
+    assert ["edge, d = 1", "2", "", "", "", "", "", "failed: did not end within 180 s"] in rows
+    assert ["revnet18", "2", "123", "2.00", "599", "50%", "12%", "25%", "passed"] in rows
     found = json.loads((tmp_path / "selftest.json").read_text())
     assert text == markdown(found)
     assert len(found["parts"]) == 3
@@ -88,4 +134,6 @@ def test_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parts_without_time_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "_doctor", lambda processes: "")
     command.main(["--out", str(tmp_path), "--minutes", "0"])
-    assert "left out: no time left" in (tmp_path / "selftest.md").read_text()
+    text = (tmp_path / "selftest.md").read_text()
+    assert "0 of " in text
+    assert "No time was left for: petra against the CPU; " in text

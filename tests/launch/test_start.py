@@ -85,6 +85,14 @@ def test_a_resumed_run_changes_only_what_resume_change_names(trained: Path, caps
         train(*again, "resume_change=[optim.rate]")
 
 
+def test_a_run_resumes_without_its_config_file(trained: Path) -> None:
+    """The checkpoint has the configuration, so a damaged config.yaml is replaced."""
+    before = (trained / "config.yaml").read_text()
+    (trained / "config.yaml").write_bytes(b"\0: [damaged")
+    train("run_dir=first", "resume=auto", "trainer.epochs=2")
+    assert (trained / "config.yaml").read_text() == before.replace("epochs: 1", "epochs: 2").replace("resume: null", "resume: auto")
+
+
 def test_another_batch_size_begins_with_an_epoch(trained: Path) -> None:
     """An epoch has 4 microbatches of 8 images, then 8 of 4 images: the clock of the resumed run begins at 8."""
     train("run_dir=first", "resume=auto", "trainer.epochs=2", "data.batch_size=4", "resume_change=[data.batch_size]")

@@ -22,8 +22,10 @@ from tests.support.forked import Forked
 
 
 @pytest.mark.processes
-def test_torchrun_starts_a_killed_run_again_from_its_last_checkpoint(tmp_path: Path) -> None:
-    assert under_torchrun(1, tmp_path, *uninterrupted(tmp_path)) == 1
+@pytest.mark.parametrize("agents", [1, 2])
+def test_torchrun_starts_a_killed_run_again_from_its_last_checkpoint(agents: int, tmp_path: Path) -> None:
+    killed, _ = under_torchrun(1, tmp_path, *uninterrupted(tmp_path), agents=agents)
+    assert killed == 1
 
 
 LOCAL = ("launch.local", "--processes", "2")

@@ -23,6 +23,8 @@ from tests.support.processes import run_processes
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "leaky_relu": lambda y: F.leaky_relu(y, 0.01),
     "elu": F.elu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
     "identity": lambda y: y,
 }
 VARIANTS = ("I", "II")
@@ -165,6 +167,38 @@ def test_gamma_near_zero_is_replaced_and_gets_a_gradient() -> None:
     assert (found[2] != 0).all()
 
 
+def test_fixed_gamma_is_1_and_not_trained() -> None:
+    """The other gradients are those of a batch normalisation with γ = 1, and the state has the same keys."""
+    layer, (reference, batch_norm) = InPlaceABN(3, fixed_scale=True).double(), pair(3, "leaky_relu")
+    assert layer.state_dict().keys() == reference.state_dict().keys()
+    with torch.no_grad():
+        batch_norm.weight.fill_(1)
+        layer.bias.copy_(batch_norm.bias)
+    x, delta = torch.randn(2, 6, 3, 5, dtype=torch.float64)
+    copies = x.clone().requires_grad_(), x.clone().requires_grad_()
+    layer(copies[0].clone()).backward(delta)
+    F.leaky_relu(batch_norm(copies[1]), 0.01).backward(delta)
+    assert layer.weight.grad is None
+    assert_same([copies[0].grad, layer.bias.grad], [copies[1].grad, batch_norm.bias.grad])
+    with pytest.raises(ConfigError, match="fixed_scale: expected false with affine=False, got true"):
+        InPlaceABN(3, affine=False, fixed_scale=True)
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "tanh"])
+def test_saturated_activations_give_finite_gradients(activation: str) -> None:
+    layer = InPlaceABN(1, activation)
+    x = torch.full((4000, 1), 0.1)
+    x[0], x[1] = 100.0, -100.0
+    with torch.no_grad():
+        layer.weight.fill_(10.0)
+    z = layer(x.requires_grad_().clone())
+    assert z[0] == 1
+    z.square().sum().backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+    assert layer.weight.grad.isfinite().all()
+
+
 def test_elu_far_below_zero_gives_finite_gradients() -> None:
     layer = InPlaceABN(1, "elu")
     x = torch.full((2000, 1), 0.1)
@@ -269,7 +303,8 @@ def test_without_data() -> None:
 
 
 def test_bad_arguments_and_inputs() -> None:
-    with pytest.raises(ConfigError, match="activation: expected leaky_relu, elu or identity, which are invertible, got relu"):
+    expected = "leaky_relu, elu, sigmoid, tanh or identity, which are invertible"
+    with pytest.raises(ConfigError, match=f"activation: expected {expected}, got relu"):
         InPlaceABN(3, "relu")
     with pytest.raises(ConfigError, match="slope: expected a number > 0 and <= 1, got 0"):
         InPlaceABN(3, slope=0)

@@ -150,7 +150,7 @@ def test_a_block_may_not_normalise_its_input_in_place() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"norm": "groupnorm"}, "model.norm: expected batchnorm or inplace_abn, got groupnorm"),
+        ({"norm": "groupnorm"}, "model.norm: expected batchnorm, inplace_abn or inplace_abn_sync, got groupnorm"),
         (
             {"norm": "inplace_abn", "activation": "relu"},
             "model.activation: expected leaky_relu with model.norm=inplace_abn, got relu",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -245,6 +246,22 @@ def test_a_run_asked_to_stop_stops_at_the_next_checkpoint(tmp_path: Path) -> Non
     with pytest.raises(Interrupted, match="stopped on request after microbatch 8, checkpoint written"):
         stopped.fit(2)
     assert newest(tmp_path / "c") == tmp_path / "c" / "000000008"
+
+
+def test_a_failed_write_in_the_background_ends_the_run_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It drains in the middle of the second epoch, although nothing is to be saved there."""
+    store = Checkpoints(tmp_path / "c", background=True)
+    failing = trainer(tmp_path, every=None, batches=400, checkpoints=store)
+
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("petra.training.storage.write", fail)
+    with pytest.raises(PetraError, match=r"checkpoint .*/000000400: cannot be written \(No space left on device\)") as ended:
+        failing.fit(2)
+    assert 400 < failing.pipeline.clock < 800
+    assert any("last drained after microbatch" in note for note in ended.value.__notes__)
+    assert not store.failed
 
 
 def test_a_run_without_planned_drains_stops_at_once(tmp_path: Path) -> None:

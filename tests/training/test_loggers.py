@@ -11,6 +11,7 @@ from PIL import Image
 
 from petra.errors import ConfigError, DataError
 from petra.training import JsonLines, TensorBoardLogger, UpdateLog, WandbLogger, read_rows
+from petra.training.updates import ACCURACY
 from tests.support.wandb_files import OfflineRun
 
 
@@ -31,7 +32,7 @@ def report(targets: float, loss: float, correct: float) -> torch.Tensor:
 
 def test_a_row_has_the_means_over_the_targets_of_its_updates() -> None:
     received = Received()
-    log = UpdateLog(2, 2, lambda t: t / 10, ("accuracy",), [received])
+    log = UpdateLog(2, 2, lambda t: t / 10, ACCURACY, [received])
     for m in range(9):
         log.microbatch(report(m, 3.0 * m, 1))
     assert [(row["microbatches"], row["updates"]) for row in received.rows] == [(4, 2), (8, 4)]
@@ -48,13 +49,13 @@ def test_a_row_has_the_means_over_the_targets_of_its_updates() -> None:
 def test_rows_of_a_resumed_run_are_those_of_an_uninterrupted_one() -> None:
     reports = [report(7, 0.1 * m, m % 3) for m in range(12)]
     whole, parts = Received(), Received()
-    log = UpdateLog(3, 2, lambda t: 0.1, ("accuracy",), [whole])
+    log = UpdateLog(3, 2, lambda t: 0.1, ACCURACY, [whole])
     for one in reports:
         log.microbatch(one)
-    first = UpdateLog(3, 2, lambda t: 0.1, ("accuracy",), [parts])
+    first = UpdateLog(3, 2, lambda t: 0.1, ACCURACY, [parts])
     for one in reports[:8]:
         first.microbatch(one)
-    second = UpdateLog(3, 2, lambda t: 0.1, ("accuracy",), [parts])
+    second = UpdateLog(3, 2, lambda t: 0.1, ACCURACY, [parts])
     second.resume(8, first.totals)
     for one in reports[8:]:
         second.microbatch(one)
@@ -65,7 +66,7 @@ def test_rows_of_a_resumed_run_are_those_of_an_uninterrupted_one() -> None:
 
 def test_microbatches_without_targets_do_not_divide_by_zero() -> None:
     received = Received()
-    UpdateLog(1, 1, lambda t: 0.1, ("accuracy",), [received]).microbatch(report(0, 0, 0))
+    UpdateLog(1, 1, lambda t: 0.1, ACCURACY, [received]).microbatch(report(0, 0, 0))
     assert received.rows[0]["update/loss"] == 0
     with pytest.raises(ConfigError, match=r"trainer\.log_every: expected null or an integer >= 1, got 0"):
         UpdateLog(0, 1, lambda t: 0.1)

@@ -188,6 +188,9 @@ def test_schedules_check_their_values() -> None:
     for power in (0.0, math.inf):
         with pytest.raises(ConfigError, match=r"schedule\.power: expected"):
             Polynomial(0.1, 10, 5, power=power)
+    for final in (-0.1, 0.2):
+        with pytest.raises(ConfigError, match=r"schedule\.final: expected a number >= 0 and <= 0\.1"):
+            Polynomial(0.1, 10, 5, final=final)
     with pytest.raises(ConfigError, match=r"schedule\.warmup_epochs: expected a finite number >= 0, got nan"):
         MultiStep(0.1, 10, 5, warmup_epochs=math.nan)
 

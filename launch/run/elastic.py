@@ -1,0 +1,208 @@
+"""A run that continues when replicas are lost, and takes restarted ones back (``cluster.elastic``).
+
+The processes of each replica are started together, and restarted together if one of them fails. Between two changes of the
+replicas, a *generation* trains as any other run does, in process groups of its own. A new generation starts from the state that the
+replicas of the last one have in memory, which the first of them sends to the others.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from petra.distributed import all_gather_objects
+from petra.engine.elastic import ElasticReplicas
+from petra.errors import PetraError, require
+from petra.training.records import writing
+from petra.training.state import state_of
+from petra.training.weight_files import State
+from petra.transport.liveness import Member
+from petra.transport.membership import Membership, MembershipChanged
+
+from ..config.schema import Config
+from ..runtime.rank import Process
+from ..runtime.replicas import Replica
+from ..runtime.reporting import STOPPED
+from ..runtime.signals import StopRequest
+from . import training
+from .build import Setup, set_up
+from .exclusive import exclusive_folder
+from .resume import Start, find_start
+from .training import Run, finish_run, fit, open_run, prepare_process
+
+EVENTS = "replicas.jsonl"
+"""File in the run's folder with the replicas that were lost and that returned."""
+
+
+@dataclass
+class Kept:
+    """What a process keeps in memory from one generation to the next.
+
+    Attributes:
+        facts: Facts as in a checkpoint, with the clock.
+        members: Replicas of the last generation.
+        lost: First microbatch without a replica, by stage and replica, for replicas lost in the last generation.
+        absent: First microbatch without a replica, for replicas that were lost earlier and have not returned.
+        stalls: Seconds that a loss has delayed a process of the last generation.
+        since: Time at which the generation ended, in seconds since the epoch.
+        state: State of this process's stages.
+    """
+
+    facts: dict[str, Any]
+    members: tuple[Member, ...]
+    lost: dict[tuple[int, int], int] = field(default_factory=dict)
+    absent: dict[int, int] = field(default_factory=dict)
+    stalls: list[float] = field(default_factory=list)
+    since: float = 0.0
+    state: State = field(default_factory=dict)
+
+
+def run(config: Config, process: Process) -> None:
+    """Train one configuration. Every process of the run must call this function.
+
+    Raises:
+        PetraError: If the configuration or its data cannot be used, or if this process can't reach the others of its replica.
+    """
+    if not config.cluster.elastic or config.dry_run:
+        training.run(config, process)
+        return
+    replica = Replica.from_environment(process, config.dp)
+    setup = set_up(config, replica.in_run(range(config.dp)))
+    idle = not all(setup.plan.layout.processes)
+    require(not idle, "cluster.elastic", "false if processes have no stage", "true")
+    notes = prepare_process(setup)
+    membership = replica.membership(str(config.run_dir), config.trainer.timeout)
+    stop, kept = StopRequest(), None
+    with stop.handle_signals():
+        while (generation := membership.join(stop if kept is None else None)) is not None:
+            own = replica.in_run(generation.replicas)
+            with replica.process_group(membership, own, config.trainer.timeout), exclusive_folder(config, own):
+                finished, kept = run_generation(setup, notes, own, membership, stop, kept)
+            if finished:
+                membership.finish()
+    if stop():
+        sys.exit(STOPPED)  # while it waited for a generation
+
+
+def run_generation(
+    setup: Setup, notes: Sequence[str], process: Process, membership: Membership, stop: StopRequest, kept: Kept | None
+) -> tuple[bool, Kept | None]:
+    """Train until the end of the run or until the replicas change. Return whether the run has ended, and what is kept.
+
+    Args:
+        notes: Lines to print first.
+        process: Rank in the generation.
+        stop: Whether this process was asked to stop.
+        kept: What this process has kept from the generation before; None after its start.
+    """
+    try:
+        with membership.concluding("started"):
+            shared = share_kept(kept, membership)
+            start = find_start(setup.config, process) if shared is None else start_from(shared, setup.config)
+            current = open_run(setup, notes, process, start, stop, membership=membership)
+            absent = report_changes(current, membership, shared)
+    except MembershipChanged:
+        return False, kept
+    try:
+        history = fit(current)
+        with membership.concluding("finished"):
+            finish_run(current, history)
+    except MembershipChanged:
+        return False, keep(current, membership, absent)
+    except Exception:
+        membership.leave()
+        raise
+    return True, None
+
+
+def keep(run: Run, membership: Membership, absent: dict[int, int]) -> Kept:
+    """Return what the next generation needs, from a drained pipeline."""
+    if run.trainer.checkpoints is not None:
+        with suppress(PetraError, RuntimeError):  # a save in the background that a lost process has interrupted
+            run.trainer.checkpoints.wait()
+    replicas = run.pipeline.replicas
+    assert isinstance(replicas, ElasticReplicas)
+    state = {key: value.to("cpu", copy=True) for key, value in state_of(run.pipeline, every_replica=True).items()}
+    facts = {**run.trainer.resumable_facts(), "clock": run.pipeline.clock}
+    return Kept(
+        facts, membership.generation.members, dict(replicas.lost), absent, replicas.tolerant_sums.stalls, time.time(), state
+    )
+
+
+def share_kept(kept: Kept | None, membership: Membership) -> Kept | None:
+    """Return what the first replica of the generation has kept, and its state for this process. None if it has kept nothing.
+
+    Every process must call this function.
+    """
+    processes, rank = membership.liveness.processes, dist.get_rank()
+    own = None if kept is None else Kept(kept.facts, kept.members, kept.lost, kept.absent, kept.stalls, kept.since)
+    gathered: list[Kept | None] = all_gather_objects(own)
+    first = gathered[0]
+    if first is None:
+        return None
+    first.lost = {key: m for other in gathered if other is not None for key, m in other.lost.items()}
+    first.stalls = [seconds for other in gathered if other is not None for seconds in other.stalls]
+    message = [None if kept is None else kept.state]
+    for receiver in range(processes, dist.get_world_size()):
+        if rank == receiver % processes:
+            dist.send_object_list(message, receiver, device=torch.device("cpu"))
+        if rank == receiver:
+            dist.recv_object_list(message, receiver % processes, device=torch.device("cpu"))
+    assert message[0] is not None
+    first.state = message[0]
+    return first
+
+
+def start_from(kept: Kept, config: Config) -> Start:
+    """Return the start of a generation from the state of the one before."""
+    return Start(Path(str(config.run_dir)), kept.facts, state=kept.state)
+
+
+def report_changes(run: Run, membership: Membership, kept: Kept | None) -> dict[int, int]:
+    """Print and record which replicas were lost and which return. Return the first microbatch without each absent one.
+
+    The number of samples counts each sample of a lost replica that at least one stage was not trained on.
+    """
+    if kept is None:
+        return {}
+    clock, rows, members = int(kept.facts["clock"]), run.pipeline.plan.layout.inputs.shape[0], membership.generation.members
+    absent, events = dict(kept.absent), list[dict[str, Any]]()
+    for replica, _ in (member for member in kept.members if member not in members):
+        stages = {stage + 1: m + 1 for (stage, r), m in sorted(kept.lost.items()) if r == replica}
+        absent[replica] = min((m - 1 for m in stages.values()), default=clock)
+        events.append(
+            {"event": "lost", "replica": replica + 1, "microbatch": absent[replica] + 1, "stages": stages, "stalls": kept.stalls}
+        )
+    for replica, _ in (member for member in members if member not in kept.members):
+        first = absent.pop(replica, clock)
+        samples = (clock - first) * rows
+        facts = {"first": first + 1, "last": clock, "rows": [replica * rows, (replica + 1) * rows - 1], "samples": samples}
+        events.append({"event": "back", "replica": replica + 1, "microbatch": clock, "lost": facts})
+    if run.records is not None:
+        for event in events:
+            print(_describe(event), flush=True)
+        path = run.folder / EVENTS
+        with writing(path), path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(event | {"time": time.time(), "pause": time.time() - kept.since}) + "\n" for event in events)
+    return absent
+
+
+def _describe(event: Mapping[str, Any]) -> str:
+    if event["event"] == "lost":
+        return f"replica {event['replica']} was lost; the others continue without it from microbatch {event['microbatch']} on"
+    lost = event["lost"]
+    if not lost["samples"]:
+        return f"replica {event['replica']} returns after microbatch {event['microbatch']}; no samples were lost"
+    return (
+        f"replica {event['replica']} returns after microbatch {event['microbatch']}; lost: samples {lost['rows'][0]} to "
+        f"{lost['rows'][1]} of microbatches {lost['first']} to {lost['last']} ({lost['samples']} samples)"
+    )

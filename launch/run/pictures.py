@@ -1,0 +1,117 @@
+"""Pictures of a segmentation run: test images with their labels and predictions, and a table of the classes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+from torch import Tensor, nn
+
+from petra.data.crops import Classes
+from petra.data.label_maps import TileImages, read_image
+from petra.errors import ModelError
+from petra.specs import IGNORED
+from petra.training.records import write_text_atomically, writing
+
+from .build import Setup
+from .data import load
+from .markdown import aligned_table
+
+OPACITY = 0.6
+"""Opacity of the colours of classes over an image."""
+LINE = 16
+"""Height of a line of text in pixels."""
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Pictures to write after an evaluation.
+
+    Attributes:
+        folder: Folder of the pictures, which is created.
+        count: Number of test images.
+    """
+
+    folder: Path
+    count: int
+
+    def write(self, setup: Setup, state: Mapping[str, Tensor], per_class: Mapping[str, float | None]) -> None:
+        """Write one PNG file per image, and ``iou.md``.
+
+        Args:
+            setup: Configuration and plan of the evaluation.
+            state: Weights of the whole network.
+            per_class: Intersection over union by class name.
+
+        Raises:
+            ModelError: If the weights don't fit.
+            DataError: If a file can't be read or written.
+        """
+        network = setup.plan.model.build(setup.config.seed)
+        try:
+            network.load_state_dict(state)
+        except RuntimeError as error:
+            raise ModelError(f"weights: do not fit {setup.plan.model.name} ({' '.join(str(error).split())})") from error
+        reader = load(setup.config.data).test.inputs
+        assert isinstance(reader, TileImages)
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        rows = [[name, "–" if iou is None else f"{iou:.1%}"] for name, iou in per_class.items()]
+        write_text_atomically(self.folder / "iou.md", aligned_table(("class", "IoU"), rows) + "\n")
+        for index, pair in enumerate(reader.files.pairs[: self.count]):
+            labels, found = reader.files.read_labels(index), predicted(network.eval(), reader, index)
+            path = self.folder / f"{pair.image.stem}.png"
+            with writing(path):
+                overview(read_image(pair.image), labels, found, [*per_class]).save(path)
+
+
+def predicted(network: nn.Module, reader: TileImages, index: int) -> Classes:
+    """Return the class with the highest score for each pixel of a test image, (H, W)."""
+    height, width = reader.files.read_labels(index).shape
+    found: Classes = np.full((height, width), IGNORED, np.int16)
+    for number, tile in enumerate(reader.tiles):
+        if tile.image == index:
+            with torch.no_grad():
+                classes = network(reader(torch.tensor([number]), None)).argmax(1)[0].numpy()
+            x0, y0, x1, y1 = tile.counted
+            found[tile.top + y0 : tile.top + y1, tile.left + x0 : tile.left + x1] = classes[y0:y1, x0:x1]
+    return found
+
+
+def overview(image: Image.Image, labels: Classes, found: Classes, names: Sequence[str]) -> Image.Image:
+    """Return an image beside its labels and its predictions, above a legend. Pixels without a label are black."""
+    parts = {"image": image, "labels": overlay(image, labels), "prediction": overlay(image, found)}
+    columns = max(1, 3 * image.width // 120)
+    rows = -(-len(names) // columns)
+    sheet = Image.new("RGB", (3 * image.width, image.height + (rows + 1) * LINE), "white")
+    draw = ImageDraw.Draw(sheet)
+    for place, (title, part) in enumerate(parts.items()):
+        draw.text((place * image.width + 4, 2), title, "black")
+        sheet.paste(part, (place * image.width, LINE))
+    for c, name in enumerate(names):
+        left, top = c % columns * 120 + 4, LINE + image.height + c // columns * LINE + 2
+        draw.rectangle((left, top, left + 11, top + 11), tuple(colours(len(names))[c].tolist()))
+        draw.text((left + 16, top), name, "black")
+    return sheet
+
+
+def overlay(image: Image.Image, classes: Classes) -> Image.Image:
+    """Return an image with the colours of the classes of its pixels over it, black where the class is ignored."""
+    palette = colours(int(classes.max(initial=0)) + 1)
+    shown = classes >= 0
+    mixed = (1 - OPACITY) * np.asarray(image, np.float32) + OPACITY * palette[np.where(shown, classes, 0)]
+    return Image.fromarray(np.where(shown[..., None], mixed, 0).round().astype(np.uint8))
+
+
+def colours(count: int) -> NDArray[np.uint8]:
+    """Return a distinct RGB colour for each class, (count, 3): hues apart by the golden ratio, at three levels of brightness."""
+    hues = (np.arange(count) * 0.6180339887) % 1
+    values = np.array([255, 190, 130])[np.arange(count) % 3]
+    hsv = np.stack([255 * hues, np.full(count, 200), values], axis=1).astype(np.uint8)[None]
+    found: NDArray[np.uint8] = np.asarray(Image.frombytes("HSV", (count, 1), hsv.tobytes()).convert("RGB"))[0]
+    return found

@@ -1,0 +1,233 @@
+"""Replicas whose processes are started and restarted separately: the replica of this process, and the supervisor of all replicas.
+
+The supervisor keeps a store in which the replicas find each other, and restarts all processes of a replica if one of them fails.
+Elsewhere, torchrun can start the processes of a replica, with the variables of this module in its environment.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+from typing import Protocol
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from petra.errors import require
+from petra.transport.liveness import Liveness
+from petra.transport.membership import Membership
+
+from .agent import LOOPBACK, require_loopback
+from .rank import Process
+from .reporting import CANCELLED, FAILED, STOPPED
+from .signals import stop_signals
+from .starts import agree_on_start
+
+REPLICA, STORE = "PETRA_REPLICA", "PETRA_STORE"
+"""Environment variables: the index of a replica, and address and port of the store that all replicas share."""
+SHUTDOWN = 3.0
+"""Seconds that the other processes of a replica have to end after one of them has failed."""
+SOON, ATTEMPTS = 60.0, 5
+"""A replica is given up if it fails by itself this many times in a row, each time within this many seconds."""
+
+
+@dataclass(frozen=True)
+class Replica:
+    """The replica that this process belongs to.
+
+    Attributes:
+        index: Index of the replica.
+        process: Rank of this process in the replica, and the number of its processes.
+        replicas: Number of replicas of the run.
+        host, port: Address of the store that all replicas share.
+    """
+
+    index: int
+    process: Process
+    replicas: int
+    host: str
+    port: int
+
+    @staticmethod
+    def from_environment(process: Process, replicas: int) -> Replica:
+        """Read the variables of this process.
+
+        Raises:
+            ConfigError: If one is missing or invalid.
+        """
+        index, store = os.environ.get(REPLICA, ""), os.environ.get(STORE, "")
+        expected = f"an integer from 0 to {replicas - 1} with cluster.elastic=true (petra train --nproc sets it)"
+        valid = index.isdecimal() and int(index) < replicas
+        require(valid, f"environment variable {REPLICA}", expected, index or "nothing")
+        host, _, port = store.rpartition(":")
+        require(bool(host) and port.isdecimal(), f"environment variable {STORE}", "<host>:<port>", store or "nothing")
+        return Replica(int(index), process, replicas, host, int(port))
+
+    def in_run(self, replicas: Sequence[int]) -> Process:
+        """Return the rank of this process among those of ``replicas``."""
+        own, position = self.process, replicas.index(self.index)
+        return Process(position * own.world + own.rank, len(replicas) * own.world, own.local_rank, own.local_world)
+
+    def membership(self, run: str, timeout: float) -> Membership:
+        """Return this process's view of the replicas that take part. Every process of the replica must call this method.
+
+        Args:
+            run: Name of the run.
+            timeout: Seconds after which a process that is missing counts as lost.
+        """
+        own = self.process
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        incarnation = agree_on_start(PrefixStore(run, store), own.rank, own.world, timedelta(seconds=timeout))
+        liveness = Liveness(self.host, self.port, run, incarnation, own.rank, own.world, timeout)
+        return Membership(self.index, self.replicas, liveness)
+
+    @contextmanager
+    def process_group(self, membership: Membership, process: Process, timeout: float) -> Iterator[None]:
+        """Open the default process group of the current generation for the duration of the context."""
+        store = PrefixStore(f"{membership.generation.number}/group", membership.store)
+        limit = timedelta(seconds=timeout)
+        dist.init_process_group("gloo", timeout=limit, store=store, rank=process.rank, world_size=process.world)
+        yield
+        gc.collect()  # of pipelines, whose groups of replicas must end before the default group
+        dist.destroy_process_group()
+
+
+class Started(Protocol):
+    """A started process, such as :class:`subprocess.Popen`."""
+
+    def poll(self) -> int | None:
+        """Return the exit status, minus the number of the signal that ended the process, or None if it runs."""
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process."""
+
+
+Start = Callable[[Mapping[str, str]], Started]
+"""Starts a process with these variables in its environment."""
+
+
+class ReplicaProcesses:
+    """The processes of one replica. If one of them fails, all of them are ended and started again.
+
+    Args:
+        start: Starts a process.
+        index: Index of the replica.
+        processes: Number of processes of the replica.
+        port: Port of the store that all replicas share.
+
+    Attributes:
+        running: The processes, by rank.
+        status: Exit status of the replica, or None while it runs or is restarted.
+        restarts: Number of restarts.
+    """
+
+    def __init__(self, start: Start, index: int, processes: int, port: int) -> None:
+        self._start, self._processes = start, processes
+        self._store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        self._environment = {
+            REPLICA: str(index),
+            STORE: f"{LOOPBACK}:{port}",
+            "WORLD_SIZE": str(processes),
+            "LOCAL_WORLD_SIZE": str(processes),
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": f"replica{index}",
+        }
+        self.status: int | None = None
+        self.restarts = self._failures = 0
+        self._failed: float | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Start all processes."""
+        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(self._processes)]
+        self.running = [self._start({**self._environment, **rank}) for rank in ranks]
+        self._started, self._failed = time.monotonic(), None
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the processes that still run."""
+        for process in self.running:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    process.send_signal(number)
+
+    def supervise(self, *, restart: bool) -> None:
+        """Look after the processes. Call this method a few times per second.
+
+        Args:
+            restart: Whether to restart a replica that has failed.
+        """
+        statuses = [process.poll() for process in self.running]
+        if self.status is not None or (all(status in (None, 0) for status in statuses) and None in statuses):
+            return
+        if None in statuses:
+            if self._failed is None:
+                self._failed = time.monotonic()
+            elif time.monotonic() - self._failed > SHUTDOWN and not set(statuses) & {STOPPED, CANCELLED}:
+                self.signal(signal.SIGKILL)
+            return
+        failures = [status for status in statuses if status]
+        now = time.monotonic()
+        by_itself = all(status > 0 for status in failures if status) and now - self._started < SOON
+        self._failures = self._failures + 1 if by_itself else 0
+        if not failures or not restart or set(failures) & {STOPPED, CANCELLED} or self._failures == ATTEMPTS:
+            first = failures[0] if failures else 0
+            self.status = first if first is not None and first >= 0 else 128 - (first or 0)
+        else:
+            self.restarts += 1
+            self.begin()
+
+
+def run_replicas(processes: int, replicas: int, module: str, arguments: Sequence[str]) -> None:
+    """Start ``python -m module arguments`` in the processes of all replicas, restart replicas that fail, and exit with a status.
+
+    The status is 0 if a replica has finished the run. Signals that ask a run to stop are forwarded each time they arrive.
+
+    Args:
+        processes: Number of processes, of all replicas together.
+        replicas: Number of replicas.
+
+    Raises:
+        ConfigError: If processes on this machine can't connect to each other.
+    """
+    require_loopback()
+    command = [sys.executable, "-m", module, *arguments]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+
+    def start(variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, env={**environment, **variables})
+
+    store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    started = [ReplicaProcesses(start, index, processes // replicas, store.port) for index in range(replicas)]
+    stopping = False
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        nonlocal stopping
+        stopping = True
+        for replica in started:
+            replica.signal(number)
+
+    for number in stop_signals():
+        signal.signal(number, forward)
+    try:
+        while any(replica.status is None for replica in started):
+            for replica in started:
+                replica.supervise(restart=not stopping)
+            time.sleep(0.05)
+    finally:
+        for replica in started:
+            replica.signal(signal.SIGKILL)
+    statuses = [replica.status or 0 for replica in started]
+    ended = next((status for status in (0, STOPPED, CANCELLED) if status in statuses), FAILED)
+    sys.exit(ended)

@@ -1,0 +1,291 @@
+"""Images with a class for each pixel, read from pairs of files: an image, and a label file of the same size."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from petra.data.crops import Classes, Pixels, Size, Tile, Window, cut_image, cut_labels, random_pixel, random_window
+from petra.data.imagenet import MOMENTS
+from petra.data.preparation import normalise
+from petra.errors import DataError, first_line, invalid
+from petra.reversible import derive_seed
+from petra.specs import IGNORED
+
+FORMATS = ("JPEG", "PNG", "WEBP")
+"""Image formats that can be read."""
+OUT_OF_RANGE = IGNORED - 1
+"""Class of values that may not occur."""
+
+
+class Pair(NamedTuple):
+    """Paths of an image and of its labels."""
+
+    image: Path
+    labels: Path
+
+
+@dataclass(frozen=True)
+class LabelValues:
+    """Meaning of the values in a label file.
+
+    Attributes:
+        classes: Class of each of the values 0 to 255: 0, 1, ...; -100 for values to ignore; -101 for values that may not occur.
+        expected: Describes the values that may occur.
+    """
+
+    classes: tuple[int, ...]
+    expected: str
+
+    @staticmethod
+    def of(known: dict[int, int], ignored: Sequence[int], expected: str) -> LabelValues:
+        """Return the meaning of values.
+
+        Args:
+            known: Class of each value that has one.
+            ignored: Values to ignore.
+            expected: Describes both.
+        """
+        void = dict.fromkeys(ignored, IGNORED)
+        return LabelValues(tuple({**void, **known}.get(value, OUT_OF_RANGE) for value in range(256)), expected)
+
+    def read(self, path: Path) -> Classes:
+        """Return the class of each pixel, (H, W), -100 where it is ignored.
+
+        Raises:
+            DataError: If the file can't be decoded, has more than one 8-bit channel, or has a value that may not occur.
+        """
+        try:
+            with Image.open(path, formats=("PNG",)) as image:
+                mode = image.mode
+                values = np.asarray(image)
+        except Exception as error:  # decoders raise many types
+            raise _unreadable(path, error, "labels in a PNG file") from error
+        if mode not in ("L", "P") or values.dtype != np.uint8:
+            raise invalid(str(path), "labels in one channel of 8 bits (PNG mode L or P)", f"mode {mode}", DataError)
+        classes: Classes = np.array(self.classes, np.int16)[values]
+        wrong = values[classes == OUT_OF_RANGE]
+        if len(wrong):
+            got = ", ".join(map(str, np.unique(wrong)[:5]))
+            raise invalid(str(path), f"labels {self.expected}", got, DataError)
+        return classes
+
+
+def read_image(path: Path) -> Image.Image:
+    """Return an image file as RGB.
+
+    Raises:
+        DataError: If it can't be decoded.
+    """
+    try:
+        with Image.open(path, formats=FORMATS) as image:
+            return image.convert("RGB")
+    except Exception as error:
+        raise _unreadable(path, error, "a JPEG, PNG or WebP image") from error
+
+
+def size_of(path: Path) -> Size:
+    """Return width and height of an image file from its header.
+
+    Raises:
+        DataError: If the file can't be read.
+    """
+    try:
+        with Image.open(path, formats=FORMATS) as image:
+            return image.size
+    except Exception as error:
+        raise _unreadable(path, error, "a JPEG, PNG or WebP image") from error
+
+
+def require_same_size(pair: Pair, labels: Classes) -> None:
+    """Check that an image has the size of its labels.
+
+    Raises:
+        DataError: If it does not, or can't be read.
+    """
+    (width, height), (rows, columns) = size_of(pair.image), labels.shape
+    if (width, height) != (columns, rows):
+        expected = f"labels of {width}x{height} pixels, the size of {pair.image.name}"
+        raise invalid(str(pair.labels), expected, f"{columns}x{rows}", DataError)
+
+
+@dataclass(frozen=True, eq=False)
+class Files:
+    """Pairs of files of one split, and how they are read.
+
+    Attributes:
+        pairs: Images and labels, in order.
+        values: Meaning of the values in label files.
+        size: Width and height of a sample.
+        classes: Number of classes.
+    """
+
+    pairs: Sequence[Pair]
+    values: LabelValues
+    size: Size
+    classes: int
+
+    def sample(self, index: int) -> SampleIndex:
+        """Return what the index of a training sample means."""
+        return SampleIndex.decode(index, len(self.pairs), self.classes)
+
+    def read_labels(self, index: int) -> Classes:
+        """Return the labels of an image, (H, W).
+
+        Raises:
+            DataError: If they can't be used, or do not have the image's size.
+        """
+        labels = self.values.read(self.pairs[index].labels)
+        require_same_size(self.pairs[index], labels)
+        return labels
+
+
+class SampleIndex(NamedTuple):
+    """What the index of a training sample means.
+
+    Attributes:
+        image: Number of the image.
+        shown: Class that the sample must show, or None.
+        place: Number of the sample in its epoch, so that repetitions of an image differ. 0 if images don't repeat.
+    """
+
+    image: int
+    shown: int | None = None
+    place: int = 0
+
+    def encode(self, images: int, classes: int) -> int:
+        """Return the index, for the given numbers of images and classes. It is the image's number if nothing else is set."""
+        shown = 0 if self.shown is None else self.shown + 1
+        return (self.place * (classes + 1) + shown) * images + self.image
+
+    @staticmethod
+    def decode(index: int, images: int, classes: int) -> SampleIndex:
+        """Return what an index means."""
+        rest, image = divmod(index, images)
+        place, shown = divmod(rest, classes + 1)
+        return SampleIndex(image, shown - 1 if shown else None, place)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingImages:
+    """Reader of random windows of training images.
+
+    Attributes:
+        files: The files. The index of a sample is a :class:`SampleIndex`.
+    """
+
+    files: Files
+
+    def __call__(self, indices: Tensor, seed: int | None) -> Tensor:
+        """Return normalised float32 images (B, 3, H, W). Without a seed, windows show the centre.
+
+        Raises:
+            DataError: If a file can't be used.
+        """
+        return _as_images([self._one(index, seed) for index in indices.tolist()])
+
+    def _one(self, index: int, seed: int | None) -> Pixels:
+        sample = self.files.sample(index)
+        image = read_image(self.files.pairs[sample.image].image)
+        labels = None if sample.shown is None else self.files.read_labels(sample.image)
+        return cut_image(image, _training_window(self.files, index, image.size, labels, seed), self.files.size)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingLabels:
+    """Reader of the labels in the windows of :class:`TrainingImages`.
+
+    Attributes:
+        files: The files.
+    """
+
+    files: Files
+
+    def __call__(self, indices: Tensor, seed: int | None) -> Tensor:
+        """Return int64 targets (B, H, W). Arguments and errors as for :class:`TrainingImages`."""
+        return _as_targets([self._one(index, seed) for index in indices.tolist()])
+
+    def _one(self, index: int, seed: int | None) -> Classes:
+        labels = self.files.read_labels(self.files.sample(index).image)
+        rows, columns = labels.shape
+        return cut_labels(labels, _training_window(self.files, index, (columns, rows), labels, seed), self.files.size)
+
+
+def _training_window(files: Files, index: int, whole: Size, labels: Classes | None, seed: int | None) -> Window:
+    """Return the window of a training sample. ``labels`` may be None if the sample need not show a class."""
+    if seed is None:
+        return Window((whole[0] - files.size[0]) // 2, (whole[1] - files.size[1]) // 2)
+    rng, shown = random.Random(derive_seed(seed, index)), files.sample(index).shown
+    pixel = None if shown is None or labels is None else random_pixel(labels, shown, rng)
+    return random_window(whole, files.size, rng, pixel)
+
+
+@dataclass(frozen=True, eq=False)
+class TileImages:
+    """Reader of tiles of test images.
+
+    Attributes:
+        files: The files.
+        tiles: All tiles, image by image.
+    """
+
+    files: Files
+    tiles: Sequence[Tile]
+
+    def __call__(self, indices: Tensor, seed: int | None) -> Tensor:
+        """Return normalised float32 images (B, 3, H, W).
+
+        Raises:
+            DataError: If a file can't be used.
+        """
+        read = lru_cache(maxsize=1)(read_image)  # consecutive tiles show the same image
+        found = (self.tiles[index] for index in indices.tolist())
+        return _as_images(
+            [cut_image(read(self.files.pairs[tile.image].image), Window(tile.left, tile.top), self.files.size) for tile in found]
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class TileLabels:
+    """Reader of the labels of tiles. Attributes as for :class:`TileImages`."""
+
+    files: Files
+    tiles: Sequence[Tile]
+
+    def __call__(self, indices: Tensor, seed: int | None) -> Tensor:
+        """Return int64 targets (B, H, W), -100 where another tile counts the pixel.
+
+        Raises:
+            DataError: If a file can't be used.
+        """
+        read = lru_cache(maxsize=1)(self.files.read_labels)
+        found = []
+        for tile in (self.tiles[index] for index in indices.tolist()):
+            labels = cut_labels(read(tile.image), Window(tile.left, tile.top), self.files.size)
+            x0, y0, x1, y1 = tile.counted
+            counted = np.full_like(labels, IGNORED)
+            counted[y0:y1, x0:x1] = labels[y0:y1, x0:x1]
+            found.append(counted)
+        return _as_targets(found)
+
+
+def _as_images(windows: Sequence[Pixels]) -> Tensor:
+    return normalise(torch.from_numpy(np.stack(windows)).permute(0, 3, 1, 2), MOMENTS)
+
+
+def _as_targets(windows: Sequence[Classes]) -> Tensor:
+    return torch.from_numpy(np.stack(windows)).long()
+
+
+def _unreadable(path: Path, error: Exception, what: str) -> DataError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error) or type(error).__name__
+    return DataError(f"{path}: can't be read as {what} ({reason}); replace or remove the file")

@@ -1,0 +1,219 @@
+"""Data sets for semantic segmentation, in the folders in which they are published."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from petra.data.class_uniform import ClassUniform, class_presence
+from petra.data.crops import tiles_of
+from petra.data.dataset import Dataset, Split
+from petra.data.files import folder_of
+from petra.data.label_maps import Files, LabelValues, Pair, TileImages, TileLabels, TrainingImages, TrainingLabels, size_of
+from petra.errors import DataError, alternatives, invalid, require
+
+SAMPLINGS = ("shuffle", "class_uniform")
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
+"""Extensions of image files, in lower case."""
+HELP = "data.root is a folder with images/SPLIT/NAME.jpg (or .png, .webp) and labels/SPLIT/NAME.png"
+CITYSCAPES_HELP = (
+    "data.root is a folder with leftImg8bit/SPLIT/CITY/*_leftImg8bit.png and gtFine/SPLIT/CITY/*_gtFine_labelIds.png: unpack "
+    "leftImg8bit_trainvaltest.zip and gtFine_trainvaltest.zip of https://www.cityscapes-dataset.com"
+)
+VISTAS_HELP = (
+    "data.root is a folder with training/images/*.jpg and training/labels/*.png (or training/v1.2/labels), and the same under "
+    "validation: unpack Mapillary Vistas, https://www.mapillary.com/dataset/vistas"
+)
+COCOSTUFF_HELP = (
+    "data.root is a folder with images/train2017/*.jpg and annotations/train2017/*.png, and the same for val2017: unpack "
+    "train2017.zip and val2017.zip of https://cocodataset.org, and stuffthingmaps_trainval2017.zip of "
+    "https://github.com/nightrome/cocostuff"
+)
+CITYSCAPES_CLASSES = {
+    **{"road": 7, "sidewalk": 8, "building": 11, "wall": 12, "fence": 13, "pole": 17, "traffic light": 19, "traffic sign": 20},
+    **{"vegetation": 21, "terrain": 22, "sky": 23, "person": 24, "rider": 25, "car": 26, "truck": 27, "bus": 28, "train": 31},
+    **{"motorcycle": 32, "bicycle": 33},
+}
+"""Value in a file of ``labelIds`` of each class that is evaluated. The other values from 0 to 33 are ignored."""
+VISTAS_CLASSES = 65
+"""Number of classes; the value 65 is ignored."""
+COCO_THINGS, COCO_STUFF = 91, 91
+"""Numbers of values of things, which are ignored, and of stuff, which follow. 255 is ignored too."""
+
+
+def segmentation(
+    root: str | Path | None = None,
+    classes: int = 2,
+    size: int = 512,
+    height: int | None = None,
+    void: int = 255,
+    sampling: str = "shuffle",
+    split: str = "val",
+) -> Dataset:
+    """Return the images in ``root``/images/SPLIT with the labels in ``root``/labels/SPLIT, for the splits train and ``split``.
+
+    Training reads random windows: flip with probability 1/2, resized by 0.7 to 2.0, then cropped. Evaluation reads whole images as
+    tiles of the same size, which count each pixel once. Pixels beyond the edges of an image are ignored.
+
+    Args:
+        root: Folder with ``images`` and ``labels``.
+        classes: Number of classes. Labels are 0, 1, ..., and ``void``.
+        size: Width of a sample in pixels.
+        height: Height of a sample in pixels; None for ``size``.
+        void: Label of pixels to ignore.
+        sampling: ``shuffle``: each epoch shows each image once; ``class_uniform``: an epoch shows all classes equally often
+            (:class:`petra.data.class_uniform.ClassUniform`).
+        split: Split for evaluation.
+
+    Raises:
+        ConfigError: If a value is out of range.
+        DataError: If ``root`` is None, or a folder or a label file is missing.
+    """
+    folder = folder_of(root, "segmentation", HELP)
+    require(2 <= classes <= 255, "data.classes", "an integer from 2 to 255", classes)
+    require(classes <= void <= 255, "data.void", f"an integer from {classes}, the number of classes, to 255", void)
+
+    def pairs(split: str) -> list[Pair]:
+        found = _files(folder / "images" / split, EXTENSIONS, HELP)
+        return [Pair(image, folder / "labels" / split / f"{image.stem}.png") for image in found]
+
+    known = {value: value for value in range(classes)}
+    values = LabelValues.of(known, [void], f"from 0 to {classes - 1}, or {void} for pixels to ignore")
+    return _dataset("segmentation", pairs, ("train", split), values, classes, (size, height or size), sampling, HELP)
+
+
+def cityscapes(
+    root: str | Path | None = None, size: int = 512, height: int | None = None, sampling: str = "shuffle", split: str = "val"
+) -> Dataset:
+    """Return Cityscapes with fine annotations: 2975 training and 500 validation images of 2048x1024 pixels, 19 classes.
+
+    Args:
+        root: Folder with ``leftImg8bit`` and ``gtFine``.
+        size, height, sampling, split: As for :func:`segmentation`.
+
+    Raises:
+        ConfigError, DataError: As for :func:`segmentation`.
+    """
+    folder = folder_of(root, "cityscapes", CITYSCAPES_HELP)
+
+    def pairs(split: str) -> list[Pair]:
+        found = []
+        for city in _folders(folder / "leftImg8bit" / split, CITYSCAPES_HELP):
+            for image in _files(city, ("_leftimg8bit.png",), CITYSCAPES_HELP):
+                name = image.name.replace("_leftImg8bit.png", "_gtFine_labelIds.png")
+                found.append(Pair(image, folder / "gtFine" / split / city.name / name))
+        return found
+
+    known = {value: number for number, value in enumerate(CITYSCAPES_CLASSES.values())}
+    values = LabelValues.of(known, range(34), "from 0 to 33 (labelIds)")
+    splits, size_ = ("train", split), (size, height or size)
+    return _dataset("cityscapes", pairs, splits, values, len(CITYSCAPES_CLASSES), size_, sampling, CITYSCAPES_HELP)
+
+
+def vistas(root: str | Path | None = None, size: int = 776, height: int | None = None, sampling: str = "shuffle") -> Dataset:
+    """Return Mapillary Vistas (research edition, labels of version 1.2): 18,000 training and 2000 validation images, 65 classes.
+
+    Args:
+        root: Folder with ``training`` and ``validation``.
+        size, height, sampling: As for :func:`segmentation`.
+
+    Raises:
+        ConfigError, DataError: As for :func:`segmentation`.
+    """
+    folder = folder_of(root, "vistas", VISTAS_HELP)
+
+    def pairs(split: str) -> list[Pair]:
+        labels = folder / split / "v1.2" / "labels"
+        labels = labels if labels.is_dir() else folder / split / "labels"
+        return [Pair(image, labels / f"{image.stem}.png") for image in _files(folder / split / "images", EXTENSIONS, VISTAS_HELP)]
+
+    known = {value: value for value in range(VISTAS_CLASSES)}
+    values = LabelValues.of(known, [VISTAS_CLASSES], f"from 0 to {VISTAS_CLASSES}")
+    splits, size_ = ("training", "validation"), (size, height or size)
+    return _dataset("vistas", pairs, splits, values, VISTAS_CLASSES, size_, sampling, VISTAS_HELP)
+
+
+def cocostuff(root: str | Path | None = None, size: int = 480, height: int | None = None, sampling: str = "shuffle") -> Dataset:
+    """Return COCO-Stuff: the images of COCO 2017 that have annotations, and the 91 classes of stuff. Things are ignored.
+
+    Args:
+        root: Folder with ``images`` and ``annotations``.
+        size, height, sampling: As for :func:`segmentation`.
+
+    Raises:
+        ConfigError, DataError: As for :func:`segmentation`.
+    """
+    folder = folder_of(root, "cocostuff", COCOSTUFF_HELP)
+
+    def pairs(split: str) -> list[Pair]:
+        # Some releases annotate a part of the images only, so the labels determine the samples.
+        found = _files(folder / "annotations" / split, (".png",), COCOSTUFF_HELP)
+        return [Pair(folder / "images" / split / f"{labels.stem}.jpg", labels) for labels in found]
+
+    known = {COCO_THINGS + number: number for number in range(COCO_STUFF)}
+    values = LabelValues.of(known, [*range(COCO_THINGS), 255], f"from 0 to {COCO_THINGS + COCO_STUFF - 1}, or 255")
+    splits, size_ = ("train2017", "val2017"), (size, height or size)
+    return _dataset("cocostuff", pairs, splits, values, COCO_STUFF, size_, sampling, COCOSTUFF_HELP)
+
+
+def _dataset(
+    name: str,
+    pairs: Callable[[str], list[Pair]],
+    splits: tuple[str, str],
+    values: LabelValues,
+    classes: int,
+    size: tuple[int, int],
+    sampling: str,
+    help: str,
+) -> Dataset:
+    require(sampling in SAMPLINGS, "data.sampling", alternatives(SAMPLINGS), sampling)
+    train, test = (Files(_complete(pairs(split), help), values, size, classes) for split in splits)
+    order = ClassUniform(class_presence(train)) if sampling == "class_uniform" else None
+    tiles = [tile for i, pair in enumerate(test.pairs) for tile in tiles_of(i, size_of(pair.image), size)]
+    return Dataset(
+        name,
+        classes,
+        size[0],
+        Split(
+            len(train.pairs),
+            TrainingImages(train),
+            TrainingLabels(train),
+            per_sample_augmentation=True,
+            decodes_targets=True,
+            order=order,
+        ),
+        Split(len(tiles), TileImages(test, tiles), TileLabels(test, tiles), decodes_targets=True),
+    )
+
+
+def _complete(pairs: Sequence[Pair], help: str) -> Sequence[Pair]:
+    """Return the pairs, after a check that both files of each exist.
+
+    Raises:
+        DataError: If one does not.
+    """
+    for pair in pairs:
+        for path, other in ((pair.labels, pair.image), (pair.image, pair.labels)):
+            if not path.is_file():
+                raise invalid(str(path), f"a file, which belongs to {other.name}", f"none; {help}", DataError)
+    return pairs
+
+
+def _files(folder: Path, endings: tuple[str, ...], help: str) -> list[Path]:
+    found = [path for path in _listed(folder, help) if path.name.lower().endswith(endings)]
+    if not found:
+        raise invalid(str(folder), f"files that end in {alternatives(endings)}", f"none; {help}", DataError)
+    return found
+
+
+def _folders(folder: Path, help: str) -> list[Path]:
+    found = [path for path in _listed(folder, help) if path.is_dir()]
+    require(len(found) > 0, str(folder), "folders", f"none; {help}", DataError)
+    return found
+
+
+def _listed(folder: Path, help: str) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError as error:
+        raise DataError(f"{folder}: can't be read ({error.strerror}); {help}") from error

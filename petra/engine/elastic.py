@@ -1,0 +1,231 @@
+"""Replicas that may be lost: the others finish the update without them.
+
+A process all-reduces copies of its gradients, so its own gradients are intact if another process dies meanwhile. After the
+all-reduce, the processes that own a stage agree whether all of them have succeeded (:mod:`petra.transport.membership`). If not,
+those that remain make a new process group and reduce their gradients again. They multiply the sums by (number of replicas before) /
+(number that remain): the mean over the samples of the replicas that remain. When the pipeline has drained, the run continues in a
+new generation, in which the shares of targets are those of its members.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from petra.distributed import default_timeout
+from petra.engine.data_parallel import Replicas, Share
+from petra.engine.endpoints import DataSource
+from petra.engine.metrics import count_targets
+from petra.engine.worker import Worker
+from petra.errors import require
+from petra.hooks import Hooks
+from petra.nn import InPlaceABN
+from petra.plan.layout import Layout
+from petra.specs import IGNORED
+from petra.torch_private import gloo_group
+from petra.transport.membership import Membership
+
+
+class LossTolerantSums:
+    """Sums over the processes that own the same stages, which complete although some of these processes are lost.
+
+    Args:
+        membership: Agreement between the processes.
+        group: The processes of the current generation.
+
+    Attributes:
+        replicas: Indices of the replicas that still take part.
+        stalls: Seconds that each loss of a replica has delayed this process, from the failed all-reduce to the one without it.
+    """
+
+    def __init__(self, membership: Membership, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.membership, self.replicas = membership, [*membership.generation.replicas]
+        self._group: Any = group  # None if no other replica is left
+        self._limit = default_timeout(device)
+        self._size, self._number, self._remakes = len(self.replicas), 0, 0
+        self._started: list[tuple[Tensor, Tensor]] = []
+        self._works: list[dist.Work] = []
+        self._failed = False
+        self.stalls: list[float] = []
+
+    def start(self, tensor: Tensor) -> None:
+        copy = tensor.clone()
+        self._started.append((tensor, copy))
+        self._reduce(copy)
+
+    def finish(self) -> float:
+        self._number += 1
+        failed = None
+        while not self._succeeded():
+            failed = failed or time.perf_counter()
+            self._remake_group()
+            for tensor, copy in self._started:
+                self._reduce(copy.copy_(tensor))
+        for tensor, copy in self._started:
+            tensor.copy_(copy)
+        self._started.clear()
+        if failed is not None:
+            self.stalls.append(time.perf_counter() - failed)
+        return self._size / len(self.replicas)
+
+    def _reduce(self, copy: Tensor) -> None:
+        if self._group is None or self._failed:
+            return
+        try:
+            self._works.append(self._group.allreduce([copy]))
+        except RuntimeError:
+            self._failed = True
+
+    def _succeeded(self) -> bool:
+        """Wait for the all-reduces, and return whether they have succeeded in all replicas that take part."""
+        for work in self._works:  # all of them: gloo must not use a copy any more when it is written again
+            try:
+                work.wait()
+            except RuntimeError:
+                self._failed = True
+        self._works.clear()
+        if len(self.replicas) == 1:
+            return True
+        name = f"sums {self._number} of process {self.membership.process}, group {self._remakes}"
+        return self.membership.agree(name, not self._failed, self.replicas)
+
+    def _remake_group(self) -> None:
+        """Make a group of the processes that remain. If that fails, so does the next all-reduce."""
+        self._remakes += 1
+        name = f"group {self._remakes} of process {self.membership.process}"
+        self.replicas = self.membership.remaining(name, self.replicas)
+        self._group, self._failed = None, False
+        if len(self.replicas) > 1:
+            position = self.replicas.index(self.membership.replica)
+            prefix = f"{self.membership.generation.number}/{name}/gloo"
+            try:
+                self._group = gloo_group(self.membership.store, prefix, position, len(self.replicas), self._limit)
+            except RuntimeError:
+                self._failed = True
+
+
+class ElasticReplicas(Replicas):
+    """Replicas of which some may be lost until the pipeline has drained.
+
+    Accumulated gradients are carried over a drain in equal parts by all replicas, so that the factor of :class:`LossTolerantSums`
+    applies to all that an update sums.
+
+    Attributes:
+        tolerant_sums: The sums, also as ``sums``.
+        lost: For each stage and replica that were lost since the last :meth:`train_begin`: the first microbatch without it.
+    """
+
+    def __init__(self, layout: Layout, position: int, device: torch.device, membership: Membership) -> None:
+        super().__init__(layout, position, len(membership.generation.members), device)
+        self.replica = membership.replica
+        self.sums = self.tolerant_sums = LossTolerantSums(membership, self._dp_group, device)
+        self._members = membership.generation.replicas
+        self.lost: dict[tuple[int, int], int] = {}
+        self._start = 0
+
+    def attach(self, workers: Sequence[Worker], hooks: Hooks) -> None:
+        """See :meth:`Replicas.attach`.
+
+        Raises:
+            ConfigError: If a layer shares batch statistics between replicas, which a lost replica would interrupt.
+        """
+        layers = [layer for worker in workers for layer in worker.stage.module.modules()]
+        synchronized = any(isinstance(layer, InPlaceABN) and layer.synchronized for layer in layers)
+        require(not synchronized, "cluster.elastic", "false with layers that share batch statistics between replicas", "true")
+        super().attach(workers, hooks)
+
+    def train_begin(self, start: int, stop: int) -> None:
+        self._start = start
+        self.lost.clear()
+        for replicas in self._stages.values():
+            for bucket in replicas.buckets():
+                bucket /= self.size
+
+    def all_reduce_end(self, stage: int, m: int) -> None:
+        k = self._stages[stage].worker.stage.k
+        self._note_lost(stage, max(self._start, m + 1 - k))
+
+    def _note_lost(self, stage: int, first: int) -> None:
+        for replica in self._members:
+            if replica not in self.tolerant_sums.replicas:
+                self.lost.setdefault((stage, replica), first)
+
+    def _carry_over(self, worker: Worker, buckets: Sequence[Tensor], factor: float) -> None:
+        for bucket in buckets:
+            bucket *= factor
+        self._note_lost(worker.index, max(self._start, worker.t - worker.t % worker.stage.k))
+
+    def restored(self, worker: Worker) -> None:
+        """Keep the gradients: :meth:`train_begin` divides them between the replicas."""
+
+    def share(self, data: DataSource, microbatches: int, *, evaluation: bool) -> tuple[DataSource, int]:
+        if not evaluation or self.size == self.layout.dp:
+            return MembersShare(data, self.layout, self.replica, self._members), microbatches
+        share = DealtShares(data, self.layout, self._members.index(self.replica), self.size, microbatches)
+        return share, -(-microbatches * self.layout.dp // self.size)
+
+    def total(self, values: Tensor) -> None:
+        self.sums.start(values)
+        self.sums.finish()
+        dist.all_reduce(values, group=self.pipeline_group)
+
+
+def make_replicas(layout: Layout, position: int, device: torch.device, membership: Membership | None) -> Replicas | None:
+    """Return the all-reduces of a process over replicas, or None if there is only one replica.
+
+    Args:
+        position: Position of this process's replica among those that take part.
+        membership: Agreement on the replicas that take part; None if none may be lost.
+    """
+    if membership is not None:
+        return ElasticReplicas(layout, position, device, membership)
+    return None if layout.dp == 1 else Replicas(layout, position, layout.dp, device)
+
+
+class MembersShare(Share):
+    """One replica's rows of a data source. The rows of replicas that take no part in the generation are left out.
+
+    Args:
+        members: Replicas that take part.
+    """
+
+    def __init__(self, source: DataSource, layout: Layout, replica: int, members: Sequence[int]) -> None:
+        super().__init__(source, layout, replica)
+        self._members = members
+
+    def weight(self, m: int) -> float:
+        """Return the fraction of microbatch m's counted targets, among those of all members, that are in this share."""
+        parts = self._source.targets(m).chunk(self._dp)
+        counts = [int(count_targets(parts[member])) for member in self._members]
+        return counts[self._members.index(self._replica)] / max(sum(counts), 1)
+
+
+class DealtShares:
+    """All shares of an evaluation, dealt to fewer replicas than there are shares: replica q of n gets shares q, q + n, ...
+
+    Args:
+        source: Source that returns whole microbatches.
+        position: q.
+        size: n.
+        microbatches: Number of microbatches of the evaluation.
+    """
+
+    def __init__(self, source: DataSource, layout: Layout, position: int, size: int, microbatches: int) -> None:
+        self._source, self._dp, self._position, self._size = source, layout.dp, position, size
+        self._shares = microbatches * layout.dp
+
+    def inputs(self, m: int) -> Tensor:
+        return self._part(self._source.inputs, m)
+
+    def targets(self, m: int) -> Tensor:
+        targets = self._part(self._source.targets, m)
+        return targets if m * self._size + self._position < self._shares else targets.new_full(targets.shape, IGNORED)
+
+    def _part(self, read: Callable[[int], Tensor], m: int) -> Tensor:
+        joint, part = divmod(min(m * self._size + self._position, self._shares - 1), self._dp)
+        return read(joint).chunk(self._dp)[part]

@@ -1,0 +1,315 @@
+"""Images with a class for each pixel: layouts, windows, tiles, sampling, and errors that name the file."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy.stats import chisquare
+
+from petra.data import EvalSource, TrainSource, load_dataset
+from petra.data.class_uniform import ClassUniform
+from petra.data.crops import MEAN_COLOUR, random_pixel, random_window, scaled, tiles_of
+from petra.data.label_maps import SampleIndex
+from petra.data.segmentation import CITYSCAPES_CLASSES
+from petra.errors import ConfigError, DataError
+from petra.specs import IGNORED
+
+CLASSES = 4
+MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep the cache of class presence in the test's folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def save(path: Path, pixels: np.ndarray[Any, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path)
+
+
+def write_pair(root: Path, split: str, name: str, labels: np.ndarray[Any, Any]) -> None:
+    """Write labels, and an image whose colour tells the label: 60 times the value in every channel."""
+    save(root / "labels" / split / f"{name}.png", labels)
+    save(root / "images" / split / f"{name}.png", np.repeat(60 * labels[..., None], 3, axis=2))
+
+
+def blocks(height: int, width: int, seed: int, values: int = CLASSES) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return labels in squares of 8 pixels."""
+    small = np.random.default_rng(seed).integers(0, values, (-(-height // 8), -(-width // 8)), dtype=np.uint8)
+    return np.kron(small, np.ones((8, 8), np.uint8))[:height, :width]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for i in range(6):
+        write_pair(tmp_path, "train", f"{i}", blocks(40 + 3 * i, 52, i))
+    for i, (height, width) in enumerate([(40, 52), (24, 24), (30, 70)]):
+        write_pair(tmp_path, "val", f"{i}", blocks(height, width, 50 + i))
+    return tmp_path
+
+
+def load(root: Path, **options: Any) -> Any:
+    return load_dataset("segmentation", root=root, **{"classes": CLASSES, "size": 24, **options})
+
+
+def values_in(images: torch.Tensor) -> torch.Tensor:
+    """Return the label that the colour of each pixel tells, (B, H, W), before rounding."""
+    return (255 * (images * STD + MEAN)).mean(1) / 60
+
+
+@pytest.mark.parametrize("sampling", ["shuffle", "class_uniform"])
+def test_training_images_and_labels_show_the_same_window(root: Path, sampling: str) -> None:
+    """Both are read on their own, as in different processes, and agree wherever the colour is not interpolated."""
+    images, labels = (TrainSource(load(root, sampling=sampling), 3, seed=5) for _ in range(2))
+    compared = 0
+    for m in range(8):
+        found, targets = values_in(images.inputs(m)), labels.targets(m)
+        assert (found.shape, targets.shape, targets.dtype) == ((3, 24, 24), (3, 24, 24), torch.int64)
+        # Compare where all neighbours have the same label, away from the edges.
+        found, centre = found[:, 2:-2, 2:-2], targets[:, 2:-2, 2:-2]
+        neighbours = torch.nn.functional.unfold(targets[:, None].float(), 5).view(3, 25, 20, 20)
+        inner = (neighbours == centre[:, None]).all(1) & (centre != IGNORED)
+        assert torch.allclose(found[inner], centre[inner].float(), atol=0.02)
+        compared += int(inner.sum())
+    assert compared > 500
+
+
+def test_windows_change_with_epoch_and_seed_and_are_reproducible(root: Path) -> None:
+    source, other = TrainSource(load(root), 6, seed=0), TrainSource(load(root), 6, seed=1)
+    first = source.inputs(0)
+    assert not torch.equal(first, source.inputs(1))
+    assert not torch.equal(first, other.inputs(0))
+    assert torch.equal(first, TrainSource(load(root), 6, seed=0).inputs(0))
+
+
+@pytest.mark.processes
+def test_workers_change_nothing(root: Path) -> None:
+    """Also if targets are read twice, as by replicas, or out of order."""
+    alone, helped = TrainSource(load(root), 2, seed=0), TrainSource(load(root), 2, seed=0, workers=2)
+    for m in (0, 1, 1, 2, 0, 3, 4):
+        assert torch.equal(alone.targets(m), helped.targets(m))
+        assert torch.equal(alone.inputs(m), helped.inputs(m))
+    test, helped_test = EvalSource(load(root), 2), EvalSource(load(root), 2, workers=1)
+    for m in [*range(test.batches), 0, 1]:
+        assert torch.equal(test.targets(m), helped_test.targets(m))
+
+
+def test_scales_flips_and_positions() -> None:
+    rng, whole, size = random.Random(0), (100, 60), (30, 50)
+    windows = [random_window(whole, size, rng) for _ in range(4000)]
+    assert 0.47 < np.mean([w.flip for w in windows]) < 0.53
+    scales = np.array([w.scale for w in windows])
+    assert 0.7 <= scales.min() < 0.71
+    assert 1.99 < scales.max() <= 2.0
+    assert abs(scales.mean() - 1.35) < 0.02
+    for w in windows:
+        for start, side, part in zip((w.left, w.top), whole, size, strict=True):
+            resized = scaled(side, w.scale)
+            assert min(0, resized - part) <= start <= max(0, resized - part)
+
+
+def test_tiles_count_every_pixel_once(root: Path) -> None:
+    """Images of 40x52, 24x24 and 30x70 pixels in tiles of 24x24, with a padded last microbatch."""
+    data = load(root)
+    assert data.test.count == 2 * 3 + 1 + 2 * 3
+    source, seen = EvalSource(data, 4), Counter[int]()
+    targets = torch.cat([source.targets(m) for m in range(source.batches)])
+    images = torch.cat([source.inputs(m) for m in range(source.batches)])
+    counted = targets != IGNORED
+    assert torch.allclose(values_in(images)[counted], targets[counted].float(), atol=0.02)
+    seen.update(targets[counted].tolist())
+    expected = Counter[int]()
+    for path in (root / "labels" / "val").iterdir():
+        expected.update(np.asarray(Image.open(path)).flatten().tolist())
+    assert seen == expected
+
+
+@pytest.mark.parametrize(
+    ("whole", "size"), [((70, 30), (24, 24)), ((100, 100), (24, 40)), ((5, 60), (8, 16)), ((48, 24), (24, 24))]
+)
+def test_tiles_cover_an_image(whole: tuple[int, int], size: tuple[int, int]) -> None:
+    hits = np.zeros((whole[1], whole[0]), int)
+    for tile in tiles_of(0, whole, size):
+        x0, y0, x1, y1 = tile.counted
+        assert 0 <= x0 < x1 <= size[0]
+        assert 0 <= y0 < y1 <= size[1]
+        hits[tile.top + y0 : tile.top + y1, tile.left + x0 : tile.left + x1] += 1
+    assert (hits == 1).all()
+
+
+def test_an_image_smaller_than_the_sample_is_surrounded_by_ignored_pixels_of_the_mean_colour(root: Path) -> None:
+    data = load(root, size=64, height=48)
+    images, targets = data.test.inputs(torch.tensor([1]), None), data.test.targets(torch.tensor([1]), None)
+    assert images.shape == (1, 3, 48, 64)
+    outside = targets == IGNORED
+    assert int((~outside).sum()) == 24 * 24
+    colour = (255 * (images[0] * STD + MEAN))[:, outside[0]]
+    assert torch.allclose(colour, torch.tensor(MEAN_COLOUR).float().view(3, 1).expand_as(colour), atol=1e-3)
+
+
+def test_class_uniform_sampling_shows_all_classes_equally_often() -> None:
+    """Class 2 is in one image of twenty, class 3 in none."""
+    presence = np.zeros((20, 4), bool)
+    presence[:, 0], presence[::2, 1], presence[7, 2] = True, True, True
+    order, generator = ClassUniform(presence), torch.Generator().manual_seed(0)
+    samples = [SampleIndex.decode(i, 20, 4) for _ in range(150) for i in order(generator).tolist()]
+    shown = Counter(sample.shown for sample in samples)
+    assert set(shown) == {0, 1, 2}
+    assert chisquare([*shown.values()]).pvalue > 1e-3
+    assert all(presence[sample.image, sample.shown] for sample in samples)
+    for c, images in ((0, range(20)), (1, range(0, 20, 2))):
+        frequency = Counter(sample.image for sample in samples if sample.shown == c)
+        assert chisquare([frequency[i] for i in images]).pvalue > 1e-3
+    assert len({*order(generator).tolist()}) == 20  # repetitions of an image differ
+
+
+def test_class_uniform_windows_contain_their_class(root: Path) -> None:
+    """A rare class: 16 pixels in one image. Without the sampling, few windows show it."""
+    labels = blocks(120, 160, 9, values=2)
+    labels[60:64, 100:104] = 3
+    write_pair(root, "train", "rare", labels)
+    data = load(root, sampling="class_uniform")
+    source = TrainSource(data, 7, seed=0)
+    order, hits = data.train.order(torch.Generator().manual_seed(0)), 0
+    assert order.shape == (7,)
+    for m in range(12):
+        indices, seed = source._request(m)
+        for index in indices.tolist():
+            shown = SampleIndex.decode(index, 7, CLASSES).shown
+            assert (data.train.targets(torch.tensor([index]), seed) == shown).any()
+            hits += shown == 3
+    assert hits > 10
+
+
+def test_random_pixels_have_the_class() -> None:
+    labels, rng = blocks(40, 40, 1).astype(np.int16), random.Random(0)
+    for _ in range(50):
+        column, row = random_pixel(labels, 2, rng)
+        assert labels[row, column] == 2
+    assert random_pixel(labels, 9, rng) is None
+
+
+def test_class_presence_is_cached_until_a_label_file_changes(root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = load(root, sampling="class_uniform").train.order.presence
+    expected = [
+        [bool((np.asarray(Image.open(root / f"labels/train/{i}.png")) == c).any()) for c in range(CLASSES)] for i in range(6)
+    ]
+    assert first.tolist() == expected
+    (stored,) = (cache / "petra").iterdir()
+    np.save(stored, ~first)
+    assert (load(root, sampling="class_uniform").train.order.presence == ~first).all()
+    write_pair(root, "train", "0", np.zeros((9, 9), np.uint8))
+    assert load(root, sampling="class_uniform").train.order.presence[0].tolist() == [True, False, False, False]
+    for path in (cache / "petra").iterdir():
+        path.write_bytes(b"damaged")
+    assert load(root, sampling="class_uniform").train.order.presence[0].tolist() == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("missing", r"labels/train/0\.png: expected a file, which belongs to 0\.png, got none"),
+        ("range", r"labels/train/0\.png: expected labels from 0 to 3, or 255 for pixels to ignore, got 9"),
+        ("size", r"labels/train/0\.png: expected labels of 52x40 pixels, the size of 0\.png, got 9x8"),
+        ("image", r"images/train/0\.png: can't be read as a JPEG, PNG or WebP image"),
+        ("labels", r"labels/train/0\.png: can't be read as labels in a PNG file"),
+        ("mode", r"labels/train/0\.png: expected labels in one channel of 8 bits \(PNG mode L or P\), got mode RGB"),
+        ("empty", r"images/train: expected files that end in \.jpg, \.jpeg, \.png or \.webp, got none"),
+        ("folder", r"images/val: can't be read \(No such file or directory\)"),
+    ],
+)
+def test_unusable_files_are_errors_that_name_them(root: Path, change: str, message: str) -> None:
+    image, labels = root / "images/train/0.png", root / "labels/train/0.png"
+    actions = {
+        "missing": labels.unlink,
+        "range": lambda: save(labels, np.full((40, 52), 9, np.uint8)),
+        "size": lambda: save(labels, np.zeros((8, 9), np.uint8)),
+        "image": lambda: image.write_bytes(image.read_bytes()[:60]),
+        "labels": lambda: labels.write_bytes(b"nothing"),
+        "mode": lambda: save(labels, np.zeros((40, 52, 3), np.uint8)),
+        "empty": lambda: [path.unlink() for path in (root / "images/train").iterdir()],
+        "folder": lambda: (root / "images/val").rename(root / "images/other"),
+    }
+    actions[change]()
+    with pytest.raises(DataError, match=message):
+        _read_everything(root)
+
+
+def _read_everything(root: Path) -> None:
+    source = TrainSource(load(root), 6, seed=0)
+    source.inputs(0)
+    source.targets(0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"classes": 1}, "data.classes: expected an integer from 2 to 255, got 1"),
+        ({"void": 2}, "data.void: expected an integer from 4, the number of classes, to 255, got 2"),
+        ({"sampling": "often"}, "data.sampling: expected shuffle or class_uniform, got often"),
+    ],
+)
+def test_invalid_settings_are_errors(root: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(root, **options)
+
+
+def test_without_a_folder_the_error_explains_the_layout() -> None:
+    for name in ("segmentation", "cityscapes", "vistas", "cocostuff"):
+        with pytest.raises(DataError, match="data.root: expected a path to the files of " + name):
+            load_dataset(name)
+
+
+def all_targets(data: Any) -> torch.Tensor:
+    return data.test.targets(torch.arange(data.test.count), None)
+
+
+def test_cityscapes_label_ids_become_19_classes(tmp_path: Path) -> None:
+    """The values of labelIds in a row of 34 pixels, in two cities."""
+    ids = np.arange(34, dtype=np.uint8)[None].repeat(2, 0)
+    for split, city in (("train", "aachen"), ("train", "ulm"), ("val", "lindau")):
+        name = f"{city}_000001_000019"
+        save(tmp_path / "leftImg8bit" / split / city / f"{name}_leftImg8bit.png", np.zeros((2, 34, 3), np.uint8))
+        save(tmp_path / "gtFine" / split / city / f"{name}_gtFine_labelIds.png", ids)
+        save(tmp_path / "gtFine" / split / city / f"{name}_gtFine_color.png", np.zeros((2, 34, 4), np.uint8))
+    data = load_dataset("cityscapes", root=tmp_path, size=34, height=2)
+    evaluated = [7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33]  # published as trainId 0 ... 18
+    expected = [evaluated.index(i) if i in evaluated else IGNORED for i in range(34)]
+    assert (data.classes, data.train.count, [*CITYSCAPES_CLASSES][13]) == (19, 2, "car")
+    assert all_targets(data)[0, 0].tolist() == expected
+
+
+@pytest.mark.parametrize("labels", ["labels", "v1.2/labels"])
+def test_vistas_ignores_value_65(tmp_path: Path, labels: str) -> None:
+    values = np.arange(66, dtype=np.uint8)[None]
+    for split in ("training", "validation"):
+        save(tmp_path / split / "images" / "a.jpg", np.zeros((1, 66, 3), np.uint8))
+        (tmp_path / split / labels).mkdir(parents=True)
+        palette = Image.fromarray(values, "P")
+        palette.putpalette(list(range(198)))
+        palette.save(tmp_path / split / labels / "a.png")
+    data = load_dataset("vistas", root=tmp_path, size=66, height=1)
+    assert data.classes == 65
+    assert all_targets(data)[0, 0].tolist() == [*range(65), IGNORED]
+
+
+def test_cocostuff_has_the_91_classes_of_stuff(tmp_path: Path) -> None:
+    """Values are 0 ... 90 for things, 91 ... 181 for stuff, 255 for unlabelled pixels. Images without annotations don't count."""
+    values = np.array([[*range(182), 255]], np.uint8)
+    for split in ("train2017", "val2017"):
+        save(tmp_path / "annotations" / split / "000000000009.png", values)
+        for name in ("000000000009", "000000000010"):
+            save(tmp_path / "images" / split / f"{name}.jpg", np.zeros((1, 183, 3), np.uint8))
+    data = load_dataset("cocostuff", root=tmp_path, size=184, height=8)
+    assert (data.classes, data.train.count) == (91, 1)
+    assert all_targets(data)[0, 0, :183].tolist() == [IGNORED] * 91 + [*range(91)] + [IGNORED]

@@ -1,0 +1,147 @@
+"""Loss of a replica while the pipeline trains, against one pipeline that leaves out the same samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from petra import Pipeline, UpdateRules
+from petra.engine.build import Recipe
+from petra.engine.elastic import DealtShares, ElasticReplicas, MembersShare
+from petra.engine.endpoints import Losses
+from petra.errors import CommunicationError
+from petra.plan import make_plan
+from petra.plan.layout import make_layout
+from petra.specs import IGNORED
+from petra.staleness import Remedy
+from petra.transport.liveness import Liveness
+from petra.transport.membership import Membership, MembershipChanged
+from tests.engine.test_replicas import sgd, without_norms
+from tests.support.nets import RandomSource
+from tests.support.processes import run_processes
+
+BATCH, MICROBATCHES, LAST, LOST = 6, 9, 5, 1
+"""Replica ``LOST`` can't read the inputs of microbatch ``LAST``."""
+
+
+class Lost(Exception):
+    """The end of a process."""
+
+
+class Ending(RandomSource):
+    """Source of a process that ends when it reads microbatch ``LAST``."""
+
+    def inputs(self, m: int) -> Tensor:
+        if m == LAST:
+            raise Lost
+        return super().inputs(m)
+
+
+class WithoutLost(RandomSource):
+    """Targets of the lost replica are ignored from microbatch ``first`` on."""
+
+    def __init__(self, dp: int, first: int) -> None:
+        super().__init__(batch=BATCH)
+        self.dp, self.first = dp, first
+
+    def targets(self, m: int) -> Tensor:
+        parts = [*super().targets(m).chunk(self.dp)]
+        if m >= self.first:
+            parts[LOST] = torch.full_like(parts[LOST], IGNORED)
+        return torch.cat(parts)
+
+
+def membership_of(rank: int, dp: int, processes: int, port: int) -> Membership:
+    replica, process = divmod(rank, processes)
+    membership = Membership(replica, dp, Liveness("127.0.0.1", port, "run", f"replica {replica}", process, processes, 20))
+    membership.join()
+    return membership
+
+
+def in_replicas(rank: int, dp: int, world: int, method: str, k: int, port: int) -> dict[str, Any]:
+    """Train until the pipeline has drained without the lost replica, and conclude the generation."""
+    membership = membership_of(rank, dp, world // dp, port)
+    plan = make_plan(without_norms(), RandomSource(batch=BATCH).spec, method=method, k=k, processes=world, dp=dp, metrics=0)
+    recipe = Recipe(sgd, lambda t: 0.1, Losses(F.cross_entropy, F.cross_entropy), {}, 0, UpdateRules(), Remedy())
+    pipeline = Pipeline.from_plan(plan, recipe, membership=membership)
+    data = (Ending if membership.replica == LOST else RandomSource)(batch=BATCH)
+    try:
+        result = pipeline.train(data, MICROBATCHES)
+    except (Lost, CommunicationError) as error:
+        membership.leave()
+        dist.destroy_process_group()  # closes the connections, as the end of a process does
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return {"error": type(error)}
+    assert isinstance(pipeline.replicas, ElasticReplicas)
+    found = {"weights": pipeline.state_dict(), "lost": pipeline.replicas.lost, "targets": result.targets, "loss": result.loss}
+    with pytest.raises(MembershipChanged):
+        membership.conclude("trained")
+    following = membership.store.get("generation").decode()
+    found["following"] = following
+    dist.barrier(pipeline.replicas.pipeline_group)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("world", "dp", "method", "k"), [(3, 3, "backprop", 2), (2, 2, "backprop", 1), (4, 2, "petra", 2)])
+def test_the_others_train_on_the_joint_batch_of_those_that_remain(world: int, dp: int, method: str, k: int, tmp_path: Path) -> None:
+    """In float64. Without delays, the update that was interrupted leaves out the same samples in all stages."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    parts = run_processes(world, in_replicas, tmp_path, dp, world, method, k, store.port)
+    processes = world // dp
+    left = [part for rank, part in enumerate(parts) if rank // processes != LOST]
+    assert all("error" in part for rank, part in enumerate(parts) if rank // processes == LOST)
+    replicas = [left[start : start + processes] for start in range(0, len(left), processes)]
+    states = [{key: w for part in replica for key, w in part["weights"].items()} for replica in replicas]
+    for state in states[1:]:
+        assert all(torch.equal(value, state[key]) for key, value in states[0].items())
+    lost = {key: m for part in left for key, m in part["lost"].items()}
+    assert sorted(lost) == [(stage, LOST) for stage in range(6)]
+    assert left[0]["targets"] == MICROBATCHES * BATCH * (dp - 1) // dp
+    assert all(part["loss"] == left[0]["loss"] for part in left)
+    assert all(f'[{LOST}, "replica {LOST}"]' not in part["following"] for part in left)
+    if method == "backprop":
+        first = LAST // k * k
+        assert set(lost.values()) == {first}
+        spec = RandomSource(batch=BATCH).spec
+        alone = Pipeline(without_norms(), spec, method=method, k=k, optimizer=sgd, learning_rate=lambda t: 0.1, metrics={})
+        alone.train(WithoutLost(dp, first), MICROBATCHES)
+        for key, value in alone.state_dict().items():
+            torch.testing.assert_close(states[0][key], value, rtol=1e-9, atol=1e-12, msg=key)
+
+
+def test_shares_of_an_evaluation_are_dealt_to_the_replicas_that_remain() -> None:
+    """Each share is evaluated once. Replicas with fewer shares repeat one whose targets are ignored."""
+    source, dp, microbatches = RandomSource(batch=6), 3, 3
+    layout = make_layout(without_norms(), source.spec, None, 3, dp)
+    found = []
+    for position in range(2):
+        share = DealtShares(source, layout, position, 2, microbatches)
+        for m in range(5):
+            targets = share.targets(m)
+            assert len(share.inputs(m)) == len(targets) == 2
+            if (targets != IGNORED).all():
+                found.append(torch.cat([share.inputs(m).flatten(), targets.double()]))
+    expected = [
+        torch.cat([x.flatten(), t.double()])
+        for m in range(microbatches)
+        for x, t in zip(source.inputs(m).chunk(dp), source.targets(m).chunk(dp), strict=True)
+    ]
+    assert len(found) == len(expected)
+    assert all(any(torch.equal(one, other) for other in found) for one in expected)
+
+
+def test_weights_of_shares_sum_to_one_over_the_replicas_that_take_part() -> None:
+    source = WithoutLost(3, 0)
+    source.targets = lambda m: RandomSource.targets(source, m).masked_fill(torch.arange(BATCH) == 0, IGNORED)  # type: ignore[method-assign]
+    layout = make_layout(without_norms(), source.spec, None, 3, 3)
+    assert MembersShare(source, layout, 0, (2, 0)).weight(0) == pytest.approx(1 / 3)
+    assert MembersShare(source, layout, 2, (2, 0)).weight(0) == pytest.approx(2 / 3)

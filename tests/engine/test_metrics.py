@@ -1,0 +1,157 @@
+"""Metrics that are vectors of counts, and their sums over stages and microbatches."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import confusion_matrix
+from torch import Tensor, nn
+
+from petra import ModelError, Pipeline, TensorSpec
+from petra.data import EvalSource, Split
+from petra.engine.metrics import ConfusionMatrix, MeanOutput, correct_predictions, top5_correct
+from petra.engine.totals import combined
+from petra.model import BlockSpec, Model
+from petra.specs import IGNORED
+from tests.support.processes import run_processes
+
+CLASSES = 5
+METRICS = {"accuracy": correct_predictions, "miou": ConfusionMatrix(CLASSES)}
+
+
+def expected_miou(targets: Tensor, predictions: Tensor) -> tuple[list[int], float]:
+    """Return the confusion matrix of scikit-learn, row by row, and the mIoU computed from it."""
+    counted = (targets != IGNORED).numpy()
+    matrix = confusion_matrix(targets.numpy()[counted], predictions.numpy()[counted], labels=range(CLASSES))
+    ious = []
+    for c in range(CLASSES):
+        union = matrix[c].sum() + matrix[:, c].sum() - matrix[c, c]
+        if union:
+            ious.append(matrix[c, c] / union)
+    return matrix.flatten().tolist(), float(np.mean(ious))
+
+
+def random_targets(count: int, seed: int, classes: int = CLASSES) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    targets = torch.randint(classes, (count, 6, 8), generator=generator)
+    return targets.masked_fill(torch.rand(targets.shape, generator=generator) < 0.3, IGNORED)
+
+
+@pytest.mark.parametrize("classes", [CLASSES, 2])
+def test_confusion_matrix_equals_scikit_learns(classes: int) -> None:
+    """With targets of two of five classes, the other classes are wrong predictions only, or don't occur."""
+    output, targets = torch.randn(4, CLASSES, 6, 8), random_targets(4, 1, classes)
+    output[:, -1] = -9.0  # this class is never predicted
+    counts = METRICS["miou"](output, targets)
+    matrix, miou = expected_miou(targets, output.argmax(1))
+    assert counts.dtype == torch.int64
+    assert counts.tolist() == matrix
+    assert ConfusionMatrix(CLASSES).value(matrix) == pytest.approx(miou, rel=1e-12)
+    assert math.isnan(ConfusionMatrix(CLASSES).per_class(matrix)[-1]) == (classes == 2)
+
+
+def test_without_counted_targets_the_miou_is_0() -> None:
+    counts = METRICS["miou"](torch.randn(1, CLASSES, 2, 2), torch.full((1, 2, 2), IGNORED))
+    assert counts.sum() == 0
+    assert ConfusionMatrix(CLASSES).value(counts.tolist()) == 0
+
+
+def test_targets_must_be_classes() -> None:
+    with pytest.raises(ModelError, match="metric miou"):
+        METRICS["miou"](torch.randn(1, CLASSES, 2, 2), torch.randn(1, 2, 2))
+
+
+class Scores(nn.Module):
+    """Three channels to scores of the classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, CLASSES, 3, padding=1, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class First(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 3, 1, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def pixel_model() -> Model:
+    return Model("pixels", (BlockSpec("first", First), BlockSpec("scores", Scores)))
+
+
+def pixel_split(count: int) -> Split:
+    generator = torch.Generator().manual_seed(3)
+    images, targets = torch.randn(count, 3, 6, 8, generator=generator, dtype=torch.float64), random_targets(count, 2)
+    return Split(count, lambda indices, seed: images[indices], lambda indices, seed: targets[indices])
+
+
+def make_pipeline(batch: int, dp: int = 1) -> Pipeline:
+    return Pipeline(
+        pixel_model(),
+        TensorSpec((batch, 3, 6, 8), torch.float64),
+        optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.0),
+        dp=dp,
+        metrics=METRICS,
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4, 10])
+def test_evaluation_is_exact_for_any_batch_size(batch: int) -> None:
+    """10 images: the last microbatch of 3 or 4 is padded. All sizes give the counts of one pass over all images."""
+    split = pixel_split(10)
+    pipeline, source = make_pipeline(batch), EvalSource(split, batch)
+    result = pipeline.evaluate(source, source.batches)
+    everything = torch.arange(10)
+    network = pixel_model().build(0)
+    output, targets = network(split.inputs(everything, None)), split.targets(everything, None)
+    matrix, miou = expected_miou(targets, output.argmax(1))
+    assert result.counts == {"miou": matrix}
+    assert result.metrics["miou"] == pytest.approx(miou, rel=1e-12)
+    assert result.metrics["accuracy"] == pytest.approx(float((output.argmax(1) == targets).sum()) / result.targets)
+    assert result.targets == int((targets != IGNORED).sum())
+
+
+def test_training_sums_the_counts_of_all_microbatches_and_calls() -> None:
+    split, pipeline, reports = pixel_split(10), make_pipeline(2), []
+    source = EvalSource(split, 2)
+    parts = [pipeline.train(source, count, reports.append) for count in (2, 3)]
+    whole = make_pipeline(2).train(source, 5)
+    assert combined(parts, METRICS).counts == whole.counts
+    assert combined(parts, METRICS).metrics == pytest.approx(whole.metrics)
+    assert sum(reports)[-(CLASSES**2) :].tolist() == whole.counts["miou"]
+
+
+def counts_on_rank(rank: int, dp: int) -> tuple[list[int], list[int], float]:
+    pipeline, source = make_pipeline(4, dp), EvalSource(pixel_split(10), 4)
+    test, train = pipeline.evaluate(source, source.batches), pipeline.train(source, source.batches)
+    return test.counts["miou"], train.counts["miou"], test.metrics["miou"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("dp", [1, 2])
+def test_counts_are_the_same_in_several_processes(dp: int, tmp_path: Path) -> None:
+    """Two stages in two processes, alone and with two replicas; the last microbatch has two of four images."""
+    source, alone = EvalSource(pixel_split(10), 4), make_pipeline(4)
+    expected = alone.evaluate(source, source.batches)
+    for found in run_processes(2 * dp, counts_on_rank, tmp_path, dp):
+        assert found == (expected.counts["miou"], expected.counts["miou"], expected.metrics["miou"])
+
+
+def test_mean_outputs_equal_averaging_ten_forwards_by_hand() -> None:
+    """Three samples of ten rows each, of which one is padding."""
+    output, classes = torch.randn(30, 8, dtype=torch.float64), torch.tensor([2, 7, IGNORED])
+    targets = torch.full((30,), IGNORED)
+    targets[::10] = classes
+    means = torch.stack([sum(output[10 * i + part] for part in range(10)) / 10 for i in range(3)])
+    for function in (correct_predictions, top5_correct, torch.nn.functional.cross_entropy):
+        assert torch.allclose(MeanOutput(function, 10)(output, targets), function(means, classes))

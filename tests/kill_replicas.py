@@ -1,0 +1,246 @@
+"""Kill or stop a random process of a run with replicas at a random moment, many times, and compare the replicas afterwards.
+
+``python -m tests.kill_replicas --kills 50 --processes 4`` trains with two replicas of two processes each. After each kill, it waits
+until the lost replica has returned. Every drain of every process records a digest of weights, optimizer state and running
+statistics, which must be equal in all replicas.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from launch import train
+from launch.runtime import reporting
+from launch.runtime.replicas import ReplicaProcesses
+from petra.engine.elastic import ElasticReplicas
+from petra.training import Trainer
+from petra.training.state import state_of
+from tests.support.processes import context
+
+RUN = (
+    *("data=synthetic", "data.images=64", "data.size=16", "model.width=0.0625", "trainer.device=cpu", "trainer.epochs=100000"),
+    *("trainer.timeout=30", "checkpoint.every=6", "run_dir=run", "resume=auto", "cluster.elastic=true", "k=2"),
+)
+"""A run that never ends by itself. Two updates of two microbatches fit into the interval of drains three times."""
+PATIENCE = 300
+
+
+class ForkedProcess:
+    """A process of launch.train, forked from a process that has imported torch. See :class:`launch.runtime.replicas.Started`."""
+
+    def __init__(self, folder: Path, overrides: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._process: ForkServerProcess = context.Process(target=_main, args=(str(folder), [*overrides], dict(environment)))
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        assert self.pid is not None
+        os.kill(self.pid, number)
+
+
+class Replicas:
+    """The processes of a run with replicas. All of them are killed when the context ends.
+
+    Args:
+        folder: Working directory of the processes.
+        replicas: Number of replicas.
+        processes: Number of processes of each replica.
+        overrides: Further overrides of launch.train.
+    """
+
+    def __init__(self, folder: Path, replicas: int, processes: int, overrides: Sequence[str] = ()) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        words = [*RUN, f"dp={replicas}", f"data.batch_size={2 * replicas}", *overrides]
+
+        def start(environment: Mapping[str, str]) -> ForkedProcess:
+            return ForkedProcess(folder, words, environment)
+
+        self.replicas = [ReplicaProcesses(start, index, processes, self._store.port) for index in range(replicas)]
+
+    def __enter__(self) -> Replicas:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for replica in self.replicas:
+            replica.signal(signal.SIGKILL)
+        for replica in self.replicas:
+            while any(process.poll() is None for process in replica.running):
+                time.sleep(0.01)
+
+    def wait(self, *, restart: bool = True, seconds: float = PATIENCE) -> list[int | None]:
+        """Wait until all replicas have ended, and return their statuses."""
+        deadline = time.monotonic() + seconds
+        while any(replica.status is None for replica in self.replicas):
+            assert time.monotonic() < deadline, self.output()
+            self.supervise(restart=restart)
+        return [replica.status for replica in self.replicas]
+
+    def wait_for(self, event: str, count: int, seconds: float = PATIENCE) -> dict[str, Any]:
+        """Wait until ``count`` events of a kind have been recorded, and return the last of them."""
+        deadline = time.monotonic() + seconds
+        while len(found := [row for row in self.events() if row["event"] == event]) < count:
+            assert time.monotonic() < deadline, self.output()
+            self.supervise()
+        return found[-1]
+
+    def supervise(self, *, restart: bool = True) -> None:
+        for replica in self.replicas:
+            replica.supervise(restart=restart)
+        time.sleep(0.01)
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return the rows of replicas.jsonl."""
+        path = self.folder / "run" / "replicas.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def trained(self) -> int:
+        """Return the last clock of which any process has written a digest."""
+        return max((clock for path in self.folder.glob("digests*") for clock in digests(path)), default=0)
+
+    def output(self) -> str:
+        return "".join(path.read_text() for path in sorted(self.folder.glob("output*")))
+
+    def assert_equal(self) -> int:
+        """Assert that all replicas had equal states after every drain. Return the number of drains of several replicas."""
+        found: dict[tuple[str, int], set[str]] = defaultdict(set)
+        several: dict[int, set[str]] = defaultdict(set)
+        for path in self.folder.glob("digests*"):
+            _, replica, process = path.name.split("-")
+            for clock, digest in digests(path).items():
+                found[process, clock].add(digest)
+                several[clock].add(replica)
+        different = [key for key, values in found.items() if len(values) > 1]
+        assert not different, f"process and microbatch {different[0]}"
+        return sum(len(replicas) > 1 for replicas in several.values())
+
+
+@dataclass
+class Kill:
+    """A kill and how the run has recovered.
+
+    Attributes:
+        back: Seconds from the kill until the replica trains again.
+        stall: Longest time in seconds for which the other replicas waited in an all-reduce.
+        pause: Seconds from the drain at which the replica returned until training continued.
+        samples: Number of samples that were lost.
+    """
+
+    back: float
+    stall: float
+    pause: float
+    samples: int
+
+
+def kill_many(run: Replicas, kills: int, chance: random.Random, longest: float = 1.0) -> list[Kill]:
+    """Kill ``kills`` processes, one after the other, and wait each time until the replica has returned."""
+    found = []
+    while run.trained() == 0:
+        run.supervise()
+        assert all(replica.restarts == 0 for replica in run.replicas), run.output()
+    for number in range(1, kills + 1):
+        drained = run.trained() if chance.random() < 0.5 else -1
+        while run.trained() == drained:  # compare the replicas before every second kill
+            run.supervise()
+        until = time.monotonic() + chance.uniform(0, longest)
+        while time.monotonic() < until:
+            run.supervise()
+        victim = chance.choice(chance.choice(run.replicas).running)
+        killed = time.time()
+        victim.send_signal(signal.SIGKILL)
+        event = run.wait_for("back", number)
+        lost = [row for row in run.events() if row["event"] == "lost"]
+        assert len(lost) == number, run.output()
+        stall = max(lost[-1]["stalls"], default=0.0)
+        found.append(Kill(event["time"] - killed, stall, event["pause"], event["lost"]["samples"]))
+        print(f"{number} of {kills}: {found[-1]}", flush=True)
+    return found
+
+
+def digests(path: Path) -> dict[int, str]:
+    """Return the digests that a process has written, by clock."""
+    lines = path.read_text().splitlines(keepends=True)
+    pairs = [line.split() for line in lines if line.endswith("\n")]
+    return {int(clock): digest for clock, digest in pairs}
+
+
+def _main(folder: str, overrides: list[str], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    os.chdir(folder)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    name = f"{environment['PETRA_REPLICA']}-{environment['RANK']}"
+    file = os.open(f"output-{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    reporting.ORIGIN_WAIT = reporting.REPORT_WAIT = 0.1
+    save = Trainer._save_and_stop
+
+    def noting_save(self: Trainer, score: float | None) -> None:
+        replicas = self.pipeline.replicas
+        assert isinstance(replicas, ElasticReplicas)
+        digest = hashlib.sha256()
+        for key, value in sorted(state_of(self.pipeline, every_replica=True).items()):
+            digest.update(key.encode())
+            digest.update(value.contiguous().numpy().tobytes())
+        with Path(f"digests-{name}").open("a") as notes:
+            notes.write(f"{self.pipeline.clock} {digest.hexdigest()}\n")
+        save(self, score)
+
+    Trainer._save_and_stop = noting_save  # type: ignore[method-assign]
+    torch.set_num_threads(1)
+    sys.argv = ["launch.train", *overrides]
+    with suppress(KeyboardInterrupt):
+        train.main()
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--processes", type=int, default=4, help="number of processes, of both replicas together")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, Replicas(Path(folder), 2, options.processes // 2) as run:
+        kills = kill_many(run, options.kills, random.Random(options.seed))
+        for replica in run.replicas:
+            replica.signal(signal.SIGTERM)
+        statuses = run.wait(restart=False)
+        assert set(statuses) == {reporting.STOPPED}, run.output()
+        drains, trained = run.assert_equal(), run.trained()
+    print(f"{len(kills)} kills, {options.processes} processes, {trained} microbatches, {time.monotonic() - started:.0f} s:")
+    for name in ("back", "stall", "pause"):
+        values = [getattr(kill, name) for kill in kills]
+        print(f"{name}: median {median(values):.2f} s, worst {max(values):.2f} s")
+    print(
+        f"samples lost: {sum(kill.samples for kill in kills)} of {trained * 4}; states of both replicas equal after {drains} drains"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Runs that lose a replica: a killed and a stopped process, the end of the run, and refused settings."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.config.compose import compose_overrides
+from launch.run.checks import check
+from launch.runtime.rank import Process
+from launch.runtime.replicas import Replica
+from launch.runtime.reporting import STOPPED
+from petra.errors import ConfigError
+from tests.kill_replicas import RUN, Replicas, kill_many
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(400)
+def test_a_killed_replica_returns_with_the_state_of_the_other(tmp_path: Path) -> None:
+    """Also the replica whose first process writes the records. A signal to stop ends both with the same checkpoint."""
+    with Replicas(tmp_path, 2, 2) as run:
+        kills = kill_many(run, 2, random.Random(1))
+        restarts = [replica.restarts for replica in run.replicas]
+        assert sum(restarts) == 2
+        trained = run.trained()
+        while run.trained() < trained + 6:
+            run.supervise()
+        for replica in run.replicas:
+            replica.signal(signal.SIGTERM)
+        assert run.wait(restart=False) == [STOPPED] * 2, run.output()
+        assert run.assert_equal() >= 2
+        lost = [event["lost"] for event in run.events() if event["event"] == "back"]
+        assert [kill.samples for kill in kills] == [2 * (row["last"] - row["first"] + 1) for row in lost]
+        assert "Traceback" not in run.output()
+        clock = int((tmp_path / "run" / "checkpoints" / "latest").read_text())
+        rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+        assert [row["microbatches"] for row in rows] == [16 * (i + 1) for i in range(len(rows))]
+        assert clock >= rows[-1]["microbatches"]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(400)
+def test_a_stopped_process_is_excluded_after_the_timeout_and_the_run_ends(tmp_path: Path) -> None:
+    with Replicas(tmp_path, 2, 1, ["trainer.timeout=12", "trainer.epochs=3"]) as run:
+        while run.trained() == 0:
+            run.supervise()
+        run.replicas[1].running[0].send_signal(signal.SIGSTOP)
+        time.sleep(0.1)
+        trained = run.trained()
+        while run.trained() <= trained + 6:
+            run.supervise()
+        assert run.replicas[1].running[0].poll() is None
+        run.replicas[1].signal(signal.SIGCONT)
+        assert run.wait() == [0, 0], run.output()
+        lost = [event for event in run.events() if event["event"] == "lost"]
+        assert [event["replica"] for event in lost] == [2]
+        assert "replica 2: excluded by the other replicas" in run.output()
+        summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+        assert summary["microbatches"] == 3 * 16
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["dp=1"], "cluster.elastic: expected false without replicas (dp > 1), got true"),
+        (["checkpoint.every=null"], "checkpoint.every: expected an integer >= 1 with cluster.elastic=true, got null"),
+        (["resume=null"], "cluster.elastic: expected false without run_dir and resume=auto, got true"),
+        (["checkpoint.mirror=5"], "checkpoint.mirror: expected null with cluster.elastic=true, got 5"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings: list[str], message: str) -> None:
+    config = compose_overrides([*RUN, "dp=2", "data.batch_size=4", *settings])
+    with pytest.raises(ConfigError) as caught:
+        check(config, Process(0, 4, 0, 4))
+    assert str(caught.value) == message
+
+
+def test_processes_must_be_told_their_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value, message in (
+        ("PETRA_REPLICA", "2", "environment variable PETRA_REPLICA: expected an integer from 0 to 1 with cluster.elastic=true"),
+        ("PETRA_STORE", "here", "environment variable PETRA_STORE: expected <host>:<port>, got here"),
+    ):
+        monkeypatch.setenv("PETRA_REPLICA", "1")
+        monkeypatch.setenv("PETRA_STORE", "host:1")
+        monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError) as caught:
+            Replica.from_environment(Process(0, 2, 0, 2), 2)
+        assert str(caught.value).startswith(message)

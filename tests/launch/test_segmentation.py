@@ -1,0 +1,182 @@
+"""Segmentation runs from a configuration: training, evaluation, and settings that don't fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn import functional as F
+
+from launch import evaluate
+from launch.config.compose import compose_overrides
+from launch.run.build import set_up
+from launch.run.dry_run import memory_table
+from launch.run.pictures import predicted
+from launch.run.training import run
+from launch.runtime.rank import Process
+from petra.data import load_dataset
+from petra.errors import ConfigError
+from petra.models import deeplabv3, resnet18
+from petra.training import load, read_rows
+from tests.support.fakes import write_image_folders
+from tests.support.forked import Forked
+
+NETWORK = ("model=deeplabv3", "model.body=revnet18", "model.width=0.125", "model.norm=inplace_abn")
+SHAPE = ("data=segmentation", "data.classes=3", "data.size=32", "data.height=24", "data.batch_size=4", "data.workers=0")
+RUN = (*NETWORK, *SHAPE, "trainer.epochs=2", "trainer.device=cpu", "trainer.export=pt", "k=1", "trainer.bootstrap=0.25")
+
+
+def write_folders(root: Path) -> None:
+    """Write images of three colours: the class of a pixel is its colour."""
+    for split, count in (("train", 8), ("val", 3)):
+        for i in range(count):
+            small = np.random.default_rng(i).integers(0, 3, (4, 6), dtype=np.uint8)
+            labels = np.kron(small, np.ones((10, 10), np.uint8))
+            labels[0] = 255
+            for kind, pixels in (("labels", labels), ("images", np.eye(3, dtype=np.uint8)[labels % 3] * 200)):
+                path = root / kind / split / f"{i}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(pixels).save(path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a short run in two processes, with class-uniform sampling."""
+    base = tmp_path_factory.mktemp("segmentation")
+    write_folders(base / "data")
+    words = [*RUN, f"data.root={base}/data", "run_dir=run", "trainer.stages=3", "data.sampling=class_uniform"]
+    with Forked(base, words, 2) as started:
+        started.finish()
+    return base / "run"
+
+
+@pytest.mark.processes
+def test_records_have_the_miou(folder: Path) -> None:
+    rows = read_rows(folder / "metrics.jsonl")
+    assert len(rows) == 2
+    for row in rows:
+        assert {"train_miou", "test_miou", "train_accuracy", "pixels_per_second"} <= row.keys()
+        assert 0 < row["test_miou"] < 1
+    assert "counts" not in json.dumps(json.loads((folder / "summary.json").read_text()))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("changes", [[], ["data.batch_size=5"]])
+def test_evaluation_repeats_the_last_epochs(folder: Path, changes: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    evaluate.main([f"run={folder}", *changes])
+    found, last = json.loads(capsys.readouterr().out), read_rows(folder / "metrics.jsonl")[-1]
+    assert found["pixels"] == 3 * 39 * 60
+    for name in ("loss", "accuracy", "miou"):
+        assert found[name] == pytest.approx(last[f"test_{name}"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["data.size=30"], "data.size: expected a multiple of 8 with model=deeplabv3, got 30"),
+        (["data.height=20"], "data.height: expected a multiple of 8 with model=deeplabv3, got 20"),
+        (["model=revnet18"], "model: expected deeplabv3 with data=segmentation, got revnet18"),
+        (["data=digits", "data.height=null"], "model: expected a model of images with data=digits, got deeplabv3"),
+        (["trainer.bootstrap=0"], "trainer.bootstrap: expected null or a number > 0 and <= 1, got 0.0"),
+        (
+            ["data=digits", "trainer.bootstrap=0.5"],
+            "trainer.bootstrap: expected null with data=digits, which has no pixels, got 0.5",
+        ),
+        (["data=cityscapes", "data.void=3"], "data.void: expected null for cityscapes, got 3"),
+    ],
+)
+def test_settings_that_do_not_fit_are_errors(words: list[str], message: str) -> None:
+    own = () if any(word == "data=digits" for word in words) else SHAPE
+    with pytest.raises(ConfigError) as error:
+        set_up(compose_overrides([*NETWORK, *own, *words]), Process.from_environment())
+    assert message in str(error.value)
+
+
+def test_a_dry_run_predicts_the_memory() -> None:
+    setup = set_up(compose_overrides([*NETWORK, *SHAPE, "trainer.stages=2", "trainer.device=cpu"]), Process.from_environment())
+    assert setup.plan.boundaries[0].backward[-1][0].shape == (2 + 1 + 9,)
+    assert "total (MB)" in memory_table(setup)
+
+
+@pytest.mark.processes
+def test_pictures_show_images_labels_and_predictions(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The prediction of the whole image is put together from tiles, and the table is that of the printed numbers."""
+    evaluate.main([f"run={folder}", "pictures=2"])
+    printed = json.loads(capsys.readouterr().out)["iou"]
+    assert sorted(path.name for path in (folder / "pictures").iterdir()) == ["0.png", "1.png", "iou.md"]
+    with Image.open(folder / "pictures" / "1.png") as picture:
+        assert picture.size == (3 * 60, 40 + 16 * 4)
+        image, labels, found = (np.asarray(picture.crop((60 * i, 16, 60 * i + 60, 56))).astype(int) for i in range(3))
+    with Image.open(folder.parent / "data" / "images" / "val" / "1.png") as original:
+        assert np.array_equal(image, np.asarray(original.convert("RGB")))
+    classes = np.asarray(Image.open(folder.parent / "data" / "labels" / "val" / "1.png"))
+    assert (labels[classes == 255] == 0).all()
+    for c in range(3):
+        assert len({tuple(colour) for colour in labels[classes == c]}) == 1
+    # Where the prediction is right, its colour is that of the label.
+    counted = classes != 255
+    right = (labels == found).all(2) & counted
+    network = deeplabv3(3, "revnet18", 0.125, norm="inplace_abn").build(0)
+    network.load_state_dict(load(folder / "model.pt"))
+    data = load_dataset("segmentation", root=folder.parent / "data", classes=3, size=32, height=24)
+    mine = predicted(network.eval(), data.test.inputs, 1)
+    assert np.array_equal(right, (mine == classes) & counted)
+    table = (folder / "pictures" / "iou.md").read_text()
+    assert all(name in table and (iou is None or f"{iou:.1%}" in table) for name, iou in printed.items())
+
+
+@pytest.mark.processes
+def test_evaluations_iou_by_class_averages_to_the_miou(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evaluate.main([f"run={folder}"])
+    found = json.loads(capsys.readouterr().out)
+    values = [iou for iou in found["iou"].values() if iou is not None]
+    assert sum(values) / len(values) == pytest.approx(found["miou"])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("word", ["pictures=0", "pictures=many"])
+def test_the_number_of_pictures_is_checked(word: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        evaluate.main([f"run={folder}", word])
+    assert "error: pictures: expected an integer >= 1" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+def test_classification_as_published(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Train with in-place leaky ReLU; evaluate with ReLU, and on ten crops, against forwards by hand."""
+    write_image_folders(tmp_path / "data", train=4, val=2)
+    words = ["data=imagenet", f"data.root={tmp_path}/data", "data.classes=3", "data.size=32", "data.workers=0", "data.batch_size=4"]
+    words += ["data.crop=shorter_side", "data.jitter=true", "model=resnet18", "model.width=0.125", "model.norm=inplace_abn"]
+    arguments = [*words, "trainer.epochs=1", "run_dir=run", "trainer.device=cpu", "trainer.export=pt", "k=1"]
+    with Forked(tmp_path, arguments, 1) as started:
+        started.finish()
+    data = load_dataset("imagenet", root=tmp_path / "data", size=32, crops=10)
+    images, targets = data.test.inputs(torch.arange(60), None), data.test.targets(torch.arange(60), None)[::10]
+    for activation, changes in (
+        ("relu", ["model.norm=batchnorm", "model.activation=relu"]),
+        ("leaky_relu", ["data.crops=10", "data.batch_size=10"]),
+    ):
+        network = resnet18(3, 0.125, activation=activation).build(0)
+        network.load_state_dict(load(tmp_path / "run" / "model.pt"))
+        with torch.no_grad():
+            scores = torch.stack([network.eval()(images[part::10]) for part in range(10)])
+        scores = scores[4] if activation == "relu" else scores.mean(0)
+        evaluate.main([f"run={tmp_path}/run", *changes])
+        found = json.loads(capsys.readouterr().out)
+        assert found["images"] == 6
+        assert found["loss"] == pytest.approx(float(F.cross_entropy(scores, targets)), rel=1e-4)
+        assert found["accuracy"] == pytest.approx(float((scores.argmax(1) == targets).float().mean()))
+
+
+@pytest.mark.parametrize(("words", "message"), [(["data.crops=10", "data.batch_size=10"], "data.crops: expected 1 in training")])
+def test_ten_crops_are_for_evaluation(words: list[str], message: str) -> None:
+    config = compose_overrides(["data=imagenet", "data.size=32", "data.classes=3", "model=resnet18", *words])
+    with pytest.raises(ConfigError, match=message):
+        run(config, Process.from_environment())
+    odd = compose_overrides(["data=imagenet", "data.crops=10", "data.batch_size=8", "model=resnet18"])
+    with pytest.raises(ConfigError, match=r"data\.batch_size: expected a multiple of 10 with data\.crops=10, got 8"):
+        set_up(odd, Process.from_environment())

@@ -1,0 +1,19 @@
+"""The shipped Slurm job on a cluster of three nodes on this machine. Skipped without Slurm and root."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import slurm_suite
+from tests.support import slurm
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(slurm.missing() is not None, reason=f"{slurm.missing()} (see tests/slurm_suite.py)")
+def test_a_requeued_job_on_unequal_nodes_ends_with_the_bits_of_the_uninterrupted_run(tmp_path: Path) -> None:
+    """``python -m tests.slurm_suite`` runs this and all other scenarios."""
+    with slurm.cluster(tmp_path / "slurm", nodes=3) as running:
+        assert "resumed after microbatch" in slurm_suite.requeue(slurm_suite.Suite(running, tmp_path))

@@ -1,0 +1,149 @@
+"""DeepLabV3: shapes, parameters, dilation, and exact gradients in a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from petra import ConfigError, Model, Pipeline, TensorSpec
+from petra.models import MODELS, deeplabv3
+from petra.models.segmentation import BODIES
+from petra.specs import IGNORED
+
+IMAGE = TensorSpec((2, 3, 64, 96), torch.float32)
+CLASSES = 7
+
+
+def head_parameters(features: int, classes: int, streams: int = 0) -> int:
+    """Return the parameters of the published head: four branches of 256 channels, global features, reduction, prediction.
+
+    Args:
+        features: Channels of the body's output.
+        classes: Number of classes.
+        streams: Channels that the head normalises first.
+    """
+    branches = sum(features * 256 * kernel**2 for kernel in (1, 3, 3, 3, 1))
+    return 2 * streams + branches + 2 * 1280 + 1280 * 256 + 2 * 256 + 256 * classes + classes
+
+
+@pytest.mark.parametrize(
+    ("body", "features", "options"),
+    [
+        ("resnet18", 512, {}),
+        ("resnet50", 2048, {}),
+        ("revnet18", 1024, {}),
+        ("resnext101", 2048, {"cardinality": 64}),
+        ("resnext152", 2048, {"cardinality": 64}),
+        ("wide_resnet38", 4096, {}),
+    ],
+)
+def test_parameters_are_those_of_the_classification_network_and_the_head(body: str, features: int, options: dict[str, int]) -> None:
+    stem = {} if body == "wide_resnet38" else {"stem": "imagenet"}
+    classifier = MODELS[body](classes=1, **stem, **options).profile(TensorSpec((2, 3, 64, 64), torch.float32))
+    *blocks, context, predict = deeplabv3(CLASSES, body).profile(IMAGE)
+    assert [block.parameters for block in blocks] == [block.parameters for block in classifier[:-1]]
+    normalised = features if body == "wide_resnet38" else 0
+    assert context.parameters + predict.parameters == head_parameters(features, CLASSES, normalised)
+    assert blocks[-1].outputs[0].shape[2:] == (8, 12)
+    assert predict.outputs[0].shape == (2, CLASSES, 64, 96)
+
+
+def test_known_sizes_of_the_papers_bodies() -> None:
+    """ResNeXt-101 64x4d has 83.5 M parameters and WideResNet-38 about 109 M with 1000 classes."""
+    count = {}
+    for body, head in (("resnext101", 2048 * 1000 + 1000), ("wide_resnet38", 4096 * 1000 + 1000 + 2 * 4096)):
+        count[body] = sum(block.parameters for block in deeplabv3(CLASSES, body).profile(IMAGE)[:-2]) + head
+    assert count["resnext101"] == pytest.approx(83.46e6, rel=1e-3)
+    assert count["wide_resnet38"] == pytest.approx(109.2e6, rel=1e-3)
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_every_body_is_dilated_to_output_stride_8(body: str) -> None:
+    with torch.device("meta"):
+        network = deeplabv3(CLASSES, body, 0.25).build(0)
+    dilations = {
+        m.dilation[0] for name, m in network.named_modules() if isinstance(m, nn.Conv2d) and not name.startswith("context")
+    }
+    assert dilations == {1, 2, 4}
+    branches = [(m.kernel_size[0], m.dilation[0], m.padding[0]) for m in network.context.branches]
+    assert branches == [(1, 1, 0), (3, 12, 12), (3, 24, 24), (3, 36, 36)]
+
+
+def test_a_dilated_block_computes_what_the_strided_one_computes_and_more() -> None:
+    """With weights at the centre of the kernels only, every second row and column equals the output of stride 2."""
+    dense, strided = deeplabv3(CLASSES, "resnet18", 0.25).build(0), MODELS["resnet18"](CLASSES, 0.25, stem="imagenet").build(0)
+    x = torch.randn(2, 16 * 2, 8, 8)
+    outputs = []
+    for network in (dense, strided):
+        first = network.layer3_0.branch[0]
+        with torch.no_grad():
+            centre = dense.layer3_0.branch[0].weight[..., 1:2, 1:2].clone()
+            first.weight.zero_()
+            first.weight[..., 1:2, 1:2] = centre
+        outputs.append(first(x))
+    assert torch.equal(outputs[0][..., ::2, ::2], outputs[1])
+
+
+@pytest.mark.parametrize("norm", ["batchnorm", "inplace_abn"])
+@pytest.mark.parametrize(
+    ("body", "method", "stages"), [("resnet18", "backprop", 3), ("resnet18", "1f1b", 4), ("revnet18", "reversible", 4)]
+)
+def test_gradients_equal_those_of_autograd(body: str, method: str, stages: int, norm: str) -> None:
+    """Two microbatches, float64, ignored pixels; a pipeline of stages against one backward pass of the whole network."""
+    torch.manual_seed(0)
+    images = torch.randn(2, 2, 3, 32, 32, dtype=torch.float64)
+    targets = torch.randint(CLASSES, (2, 2, 32, 32)).masked_fill(torch.rand(2, 2, 32, 32) < 0.2, IGNORED)
+    model = _double(deeplabv3(CLASSES, body, 0.125, norm=norm))
+
+    class Source:
+        def inputs(self, m: int) -> torch.Tensor:
+            return images[m]
+
+        def targets(self, m: int) -> torch.Tensor:
+            return targets[m]
+
+    pipeline = Pipeline(
+        model,
+        TensorSpec((2, 3, 32, 32), torch.float64),
+        optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=1.0),
+        method=method,
+        k=2,
+        stages=stages,
+    )
+    before = {key: value.clone() for key, value in pipeline.state_dict().items()}
+    pipeline.train(Source(), 2)
+    network = model.build(0)
+    network.load_state_dict(before)
+    (sum(F.cross_entropy(network(x), y) for x, y in zip(images, targets, strict=True)) / 2).backward()
+    after = pipeline.state_dict()
+    for name, parameter in network.named_parameters():
+        assert torch.allclose(before[name] - after[name], parameter.grad, rtol=1e-9, atol=1e-12), name
+
+
+def _double(model: Model) -> Model:
+    return replace(model, blocks=tuple(replace(block, build=partial(_as_double, block.build)) for block in model.blocks))
+
+
+def _as_double(build: Callable[[], nn.Module]) -> nn.Module:
+    return build().double()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"body": "vgg16"}, "model.body: expected resnet18"),
+        ({"body": "resnet18", "cardinality": 32}, "model.cardinality: expected null with model.body=resnet18, got 32"),
+        ({"body": "resnext101", "cardinality": 0}, "model.cardinality: expected an integer >= 1, got 0"),
+        ({"classes": 0}, "model.classes: expected an integer >= 1, got 0"),
+    ],
+)
+def test_invalid_options_are_errors(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        deeplabv3(**options)
+    assert message in str(error.value)
