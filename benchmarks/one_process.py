@@ -26,9 +26,9 @@ METHODS_HERE = {
 }
 
 
-def pipelined(pipeline: Pipeline, data: Noise, microbatches: int) -> float:
+def pipelined(pipeline: Pipeline, data: Noise, microbatches: int, threads: int = 1) -> float:
     """Return the seconds per microbatch over whole updates while the pipeline is full."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     times: list[float] = []
     pipeline.train(data, microbatches + pipeline.plan.delays[0], on_microbatch=lambda _: times.append(time.perf_counter()))
     whole = (microbatches - 1) // pipeline.plan.k * pipeline.plan.k

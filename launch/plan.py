@@ -92,9 +92,16 @@ class Row:
 
 
 def predict_method(
-    blocks: Sequence[BlockCost], method: Method, k: int, machines: Machines, transport: TransportName, *, tune_delay: bool = False
+    blocks: Sequence[BlockCost],
+    method: Method,
+    k: int,
+    machines: Machines,
+    transport: TransportName,
+    *,
+    tune_delay: bool = False,
+    overlap: bool = False,
 ) -> Row:
-    """Partition the blocks over the machines for a method, and predict its steady state.
+    """Partition the blocks over the machines for a method, and predict its steady state, with ``overlap`` where stages can.
 
     Raises:
         ConfigError: If no partition fits the memory of the devices, or if the method does not fit k.
@@ -104,7 +111,7 @@ def predict_method(
     tuned = tune(blocks, method, k, count, tune_delay=tune_delay, devices=devices, link=links, transport=transport)
     method = replace(method, delay=tuned.delay)
     boundary_delays = method.boundary_delays(count - 1)[: count - 1]
-    found = predict(tuned.costs, method, k, link=links, transport=simulated_transport(transport, boundary_delays))
+    found = predict(tuned.costs, method, k, link=links, transport=simulated_transport(transport, boundary_delays), overlap=overlap)
     forward = [(cost.forward_bytes, link.forward) for cost, link in zip(tuned.costs, links, strict=False)]
     backward = [(cost.backward_bytes, link.backward) for cost, link in zip(tuned.costs[1:], links, strict=True)]
     messages = [*forward, *backward]
@@ -146,14 +153,17 @@ def report(config: Config, options: argparse.Namespace) -> str:
     candidates += [(replace(petra, name=f"petra, d=auto, {split}", split=split), True) for split in (Split.NONE, Split.INPUT_FIRST)]
     for method, tune_delay in candidates:
         try:
-            rows.append(predict_method(blocks, method, config.k, machines, transport, tune_delay=tune_delay))
+            rows.append(
+                predict_method(blocks, method, config.k, machines, transport, tune_delay=tune_delay, overlap=config.trainer.overlap)
+            )
         except ConfigError as error:
             refused.append(f"- {method.name}: {error}")
     samples, count = inputs.shape[0], min(len(machines.devices), len(blocks))
     parameters = sum(block.parameter_bytes for block in blocks) / 4
     lines = [
         f"{model.name}: {len(blocks)} blocks, {parameters / 1e9:.3g} billion parameters; microbatches of {inputs}, k = {config.k}, "
-        f"{count} of {len(machines.devices)} devices",
+        f"{count} of {len(machines.devices)} devices"
+        + (", forward beside backward at stages whose next boundary has d >= 2" if config.trainer.overlap else ""),
         "",
     ]
     if rows:
@@ -162,7 +172,7 @@ def report(config: Config, options: argparse.Namespace) -> str:
         lines.append(f"recommended: {setting(best)}")
         lines += fullest_device(setup, best, count)
         if options.out is not None:
-            _draw(options.out, rows, best, machines, config.k, transport)
+            _draw(options.out, rows, best, machines, config.k, transport, overlap=config.trainer.overlap)
             lines.append(f"figure: {options.out}")
     return "\n".join([*lines, *(["", "not possible:", *refused] if refused else [])])
 
@@ -197,7 +207,9 @@ def setting(row: Row) -> str:
     return " ".join([*chosen, *([] if row.method.split == METHODS[name].split else [f"method.split={row.method.split}"])])
 
 
-def _draw(path: Path, rows: Sequence[Row], best: Row, machines: Machines, k: int, requested: TransportName) -> None:
+def _draw(
+    path: Path, rows: Sequence[Row], best: Row, machines: Machines, k: int, requested: TransportName, *, overlap: bool
+) -> None:
     """Draw the schedule of the first stages of the recommended method, and the use of the links by all methods."""
     count = min(len(best.tuned.costs), DRAWN_STAGES)
     delay = best.method.delay if isinstance(best.method.delay, int) else best.method.delay[: count - 1]
@@ -205,8 +217,8 @@ def _draw(path: Path, rows: Sequence[Row], best: Row, machines: Machines, k: int
     delays = method.boundary_delays(count - 1)[: count - 1]
     microbatches = 2 * max(method.delays(count, k)) + DRAWN_MICROBATCHES
     links, transport = machines.connections[: count - 1], simulated_transport(requested, delays)
-    intervals = simulate(best.tuned.costs[:count], method, k, microbatches, link=links, transport=transport)
-    period = predict(best.tuned.costs[:count], method, k, link=links, transport=transport).period
+    intervals = simulate(best.tuned.costs[:count], method, k, microbatches, link=links, transport=transport, overlap=overlap)
+    period = predict(best.tuned.costs[:count], method, k, link=links, transport=transport, overlap=overlap).period
     middle = max(i.stop for i in intervals) / 2
     shown = [i for i in intervals if abs((i.start + i.stop) / 2 - middle) <= DRAWN_MICROBATCHES / 2 * period]
     use = {row.method.name: (row.link_use, row.prediction.efficiency) for row in rows}

@@ -15,9 +15,10 @@ from petra.engine.build import Recipe, build_remedies, build_stages, build_worke
 from petra.engine.data_parallel import ShareObjective
 from petra.engine.elastic import make_replicas
 from petra.engine.endpoints import DataPort, DataSource, Loss, Losses, Objective, require_source
-from petra.engine.executor import Executor, stage_threads
+from petra.engine.executor import Executor
 from petra.engine.global_clip import GlobalClip
 from petra.engine.metrics import Metric, correct_predictions, size_of
+from petra.engine.runner import step_runner
 from petra.engine.stage import evaluating
 from petra.engine.totals import Result, Totals, reduce_totals, warn_without_update
 from petra.engine.update import OptimizerFactory
@@ -65,7 +66,7 @@ class Pipeline:
         replicas: All-reduces over replicas; None if there is only one replica.
         stages, workers, remedies: Stages of this rank, their workers, and the remedies that act at their updates, by index.
         objective: Port after the last stage, which computes the loss.
-        concurrency: Number of stages that run at the same time.
+        runtime: Device, transport, threads and compilation, as given.
         clock: Number of microbatches trained since the start.
         hooks: Hooks that observe training.
         measures: Functions whose results :meth:`stage_metrics` includes. Each returns metrics of this rank's stages since its
@@ -121,11 +122,12 @@ class Pipeline:
 
     def _build(self, plan: Plan, recipe: Recipe, runtime: Runtime, membership: Membership | None = None) -> None:
         recipe.check(plan)
-        self.plan, self.recipe, self.concurrency = plan, recipe, runtime.concurrency
+        self.plan, self.recipe, self.runtime = plan, recipe, runtime
         device = self.device = bind_device(runtime.device)
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         position, process = plan.layout.locate(self.rank)
         self.replica = position if membership is None else membership.replica
+        runner = step_runner(plan, runtime, self.device, process)
         self.hooks, self.clock = Hooks(), 0
         self.measures: list[Callable[[], dict[str, float]]] = []
         self._totals = Totals(recipe.metrics, plan.layout.dp, self.device)
@@ -138,13 +140,12 @@ class Pipeline:
         group = None if self.replicas is None else self.replicas.pipeline_group
         transport = open_transport(plan, self.device, group)
         ports = connect(plan.layout.processes[process], self._source, self.objective, plan.boundaries, transport)
-        self.workers = build_workers(plan, recipe, self.stages, ports, self.device, self.hooks)
+        self.workers = build_workers(plan, recipe, self.stages, runner.ports(ports) if runner else ports, self.device, self.hooks)
         if self.replicas is not None:
             self.replicas.attach([*self.workers.values()], self.hooks)
         self.remedies = build_remedies(plan, recipe, self.workers)
         clip = GlobalClip([*self.workers.values()], plan.k, self.device, group) if recipe.rules.clip_globally else None
-        threads = stage_threads(runtime.concurrency, self.world, self.device)
-        self._executor = Executor(plan, self.workers, transport, self.hooks, threads=threads, on_completed=clip)
+        self._executor = Executor(plan, self.workers, transport, self.hooks, runner=runner, on_completed=clip)
 
     def train(
         self,

@@ -44,7 +44,7 @@ class Numerics:
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where and how a pipeline runs. Results don't depend on ``transport``, ``concurrency`` or ``refetch``.
+    """Where and how a pipeline runs. Results depend on ``device`` and ``compile`` only.
 
     Attributes:
         device: Device of this process. A GPU becomes the process's current device; ``cuda`` is the one that the process group is
@@ -55,6 +55,10 @@ class Runtime:
         compile: Backend of ``torch.compile`` for the functions inside blocks, or None.
         refetch: Whether the first block fetches its input from the data source again in its backward pass instead of storing it.
             Saves the memory of one input for each microbatch in flight. Training data need a method ``refetch``.
+        overlap: Run the forward of one microbatch beside the backward of another, in another thread on the CPU and on another CUDA
+            stream on a GPU, at the stages of :func:`petra.plan.overlap.overlapped_stages`.
+        stage_streams: Run the stages of this process on parallel CUDA streams.
+        cuda_graphs: Capture the passes of blocks as CUDA graphs (:mod:`petra.engine.graphs`).
     """
 
     device: torch.device | str = "cpu"
@@ -62,3 +66,6 @@ class Runtime:
     concurrency: int = 1
     compile: str | None = None
     refetch: bool = False
+    overlap: bool = False
+    stage_streams: bool = False
+    cuda_graphs: bool = False

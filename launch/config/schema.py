@@ -186,6 +186,9 @@ class TrainerConfig:
     export: str = key(one_of(("none", *FORMATS)))
     threads: int = key(integer(1, 1000))
     concurrency: int = key(integer(1, 1000))
+    overlap: bool = MISSING
+    stage_streams: bool = MISSING
+    cuda_graphs: Any = key(satisfies(lambda value: value in (False, AUTO), "false or auto"))
     device: str = key(one_of((AUTO, "cpu", "cuda")))
     timeout: float = key(number(above=0, most=LONGEST_TIMEOUT))
     memory_limit: float | None = key(number(above=0), None)

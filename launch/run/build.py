@@ -12,6 +12,7 @@ import torch
 from petra.data import PIXEL_DATASETS, EvalSource, TrainSource
 from petra.engine.build import Recipe
 from petra.engine.metrics import size_of
+from petra.engine.runner import check_runtime
 from petra.errors import ConfigError, alternatives, invalid, require
 from petra.method import Keep, Method, Split, Weights
 from petra.model import Model
@@ -105,9 +106,21 @@ class Setup:
 
     def pipeline(self, learning_rate: Schedule, membership: Membership | None = None) -> Pipeline:
         """Build this rank's part of the pipeline."""
+        return Pipeline.from_plan(self.plan, self.recipe(learning_rate), self.runtime, membership)
+
+    @property
+    def runtime(self) -> Runtime:
+        """Device, transport, threads and streams of this process."""
         trainer = self.config.trainer
-        runtime = Runtime(self.device, cast(TransportName, trainer.transport), trainer.concurrency, trainer.compile)
-        return Pipeline.from_plan(self.plan, self.recipe(learning_rate), runtime, membership)
+        return Runtime(
+            self.device,
+            cast(TransportName, trainer.transport),
+            trainer.concurrency,
+            trainer.compile,
+            overlap=trainer.overlap,
+            stage_streams=trainer.stage_streams,
+            cuda_graphs=trainer.cuda_graphs == AUTO,
+        )
 
 
 def set_up(config: Config, process: Process) -> Setup:
@@ -131,6 +144,7 @@ def set_up(config: Config, process: Process) -> Setup:
         processes=process.world,
         auto=frozenset(name for name, value in settings.items() if value == AUTO),
     )
+    check_runtime(setup.plan, setup.runtime, device)
     checked = setup.recipe(setup.learning_rate(microbatches_per_epoch=1))
     checked.check(setup.plan)
     checked.remedy.prepare_optimizer(checked.optimizer(torch.nn.Linear(1, 1)))  # raises if a remedy doesn't support the optimizer
@@ -154,7 +168,8 @@ def _plan(
             transport=cast(TransportName, trainer.transport),
             device_type=device.type,
             metrics=sum(map(size_of, recipe.metrics(config.data, _unit(config.data, inputs)).values())),
-            refetch=refetch,
+            # Two threads must not read the data at once.
+            refetch=refetch and not (trainer.overlap and config.data.refetch == AUTO),
         )
     except ConfigError as error:  # names the argument
         raise ConfigError(re.sub("^stages: ", "trainer.stages: ", str(error))) from error

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 
 from petra.analysis.plots import curves
 from petra.errors import invalid
+from petra.plan.overlap import describe_overlap
 from petra.training import (
     Epoch,
     JsonLines,
@@ -130,6 +131,7 @@ def headline(setup: Setup) -> str:
     return (
         f"{facts['model']} with {facts['parameters']:,} parameters by {facts['method']} (d = {facts['delay']}, k = {facts['k']}): "
         f"{facts['stages']} stages in {facts['processes']} process(es) on {facts['device']}, transport {facts['transport']}"
+        + (f"; {describe_overlap(plan.boundary_delays)}" if setup.config.trainer.overlap else "")
         + (f"; {facts['dp']} replicas with {plan.layout.inputs.shape[0]} samples each" if facts["dp"] > 1 else "")
         + (f"; {idle} process(es) without a stage are idle" if idle else "")
     )

@@ -19,6 +19,7 @@ from petra.hooks import Hook
 from petra.method import METHODS, Keep, Method, Weights
 from petra.model import BlockSpec, Model
 from petra.pipeline import Pipeline
+from petra.plan.overlap import overlapped_stages
 from petra.reversible import Coupling
 from petra.specs import Message, Streams, TensorSpec
 from petra.torch_private import storage_key
@@ -71,6 +72,7 @@ class Complexity:
         backward: Size of a message from the second stage, in the same unit.
         flops: Work of all stages, in forwards of one stage.
         period: Simulated time of a microbatch in the steady state, in forwards of one stage. Messages take no time.
+        overlapped: The same if stages run forward beside backward where they can.
     """
 
     graphs: float
@@ -80,6 +82,7 @@ class Complexity:
     backward: float
     flops: float
     period: float
+    overlapped: float
 
 
 def measure(variant: Variant, stages: int) -> Complexity:
@@ -123,7 +126,15 @@ def measure(variant: Variant, stages: int) -> Complexity:
         backward=messages.bytes[2, 1] / microbatches / activation,
         flops=counter.total / microbatches / forward,
         period=predict([StageCost(1, backward)] * stages, body, k).period,
+        overlapped=_overlapped_period(stages, backward, body, k),
     )
+
+
+def _overlapped_period(stages: int, backward: float, method: Method, k: int) -> float:
+    """Return the period with forward beside backward. The last stage does not overlap, and stores its graph: 3 units, too."""
+    beside = overlapped_stages(method.boundary_delays(stages - 1)[: stages - 1])
+    last = StageCost(1, 2 if beside else backward)
+    return predict([*[StageCost(1, backward)] * (stages - 1), last], method, k, overlap=True).period
 
 
 def chain(stages: int, reversible: bool) -> Model:

@@ -95,8 +95,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             method = replace(method, delay=options.delay)
         if options.split is not None:
             method = replace(method, split=Split(options.split))
-        intervals = simulate(costs, method, options.k, options.microbatches, link=link, transport=options.transport)
-        steady = predict(costs, method, options.k, link=link, transport=options.transport)
+        intervals = simulate(
+            costs, method, options.k, options.microbatches, link=link, transport=options.transport, overlap=options.overlap
+        )
+        steady = predict(costs, method, options.k, link=link, transport=options.transport, overlap=options.overlap)
     except PetraError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -121,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backward", type=float, help="time of a backward (default: 2 forwards if graphs are stored, else 3)")
     parser.add_argument("--latency", type=float, default=0.0, help="travel time of a message")
     parser.add_argument("--transport", choices=("edge", "lockstep"), default="edge")
+    parser.add_argument("--overlap", action="store_true", help="run forward beside backward where d >= 2")
     parser.add_argument("--out", type=Path, default=Path("timeline.svg"), help="PNG, SVG or PDF for a figure, .json for a trace")
     return parser
 

@@ -26,6 +26,7 @@ def event_graph(
     transport: WireModel,
     splits: Sequence[bool],
     lags: Sequence[int],
+    overlapped: Sequence[int] = (),
 ) -> EventGraph:
     """Return the event graph of one repetition of ``steady``, whose number of microbatches must be a multiple of k.
 
@@ -37,8 +38,9 @@ def event_graph(
         boundary_delays: Delay d of each boundary.
         transport: Transport whose rules the messages follow.
         splits, lags: Whether each stage splits its backward, and by how many microbatches it postpones the second part.
+        overlapped: Stages that run forward beside backward; none if stages split their backward.
     """
-    steps = _Steps.of(steady, costs, k, processes, connections, splits, lags)
+    steps = _Steps.of(steady, costs, k, processes, connections, splits, lags, overlapped)
     return _edge_graph(steps, np.array(boundary_delays, np.int64)) if transport == "edge" else _lockstep_graph(steps)
 
 
@@ -57,6 +59,7 @@ class _Steps:
         later: For each message, number of repetitions by which its receiver is later.
         transfer, latency: Seconds of each message on its link.
         boundary: Boundary of each message.
+        beside: Indices of the backwards that run beside the forward of their stage in the round before.
     """
 
     steady: SteadyState
@@ -70,6 +73,7 @@ class _Steps:
     transfer: Values
     latency: Values
     boundary: Indices
+    beside: Indices
 
     @staticmethod
     def of(
@@ -80,6 +84,7 @@ class _Steps:
         connections: Sequence[Connection],
         splits: Sequence[bool],
         lags: Sequence[int],
+        overlapped: Sequence[int],
     ) -> _Steps:
         stage, forward, m = steady.stage, steady.forward, steady.microbatch
         owner = np.repeat(np.arange(len(processes)), [len(stages) for stages in processes])
@@ -112,6 +117,7 @@ class _Steps:
             transfer=np.where(down, bytes_f[stage[sender]], bytes_b[stage[sender]]) / bandwidth,
             latency=latency,
             boundary=np.minimum(stage[sender], target[sender]),
+            beside=_beside(steady, overlapped),
         )
 
     def other_message(self, earlier: Indices | int) -> tuple[Indices, Indices]:
@@ -121,6 +127,51 @@ class _Steps:
         number = np.full(len(self.process), -1)
         number[self.sender] = np.arange(len(self.sender))
         return number[step], -before
+
+
+def _beside(steady: SteadyState, overlapped: Sequence[int]) -> Indices:
+    """Return the indices of the backwards of ``overlapped`` stages whose stage runs a forward in the round before."""
+    forwards = set(zip(steady.stage[steady.forward].tolist(), steady.round[steady.forward].tolist(), strict=True))
+    columns = zip(steady.stage.tolist(), steady.round.tolist(), steady.forward.tolist(), strict=True)
+    chosen = set(overlapped)
+    return np.array(
+        [
+            i
+            for i, (stage, round_, forward) in enumerate(columns)
+            if not forward and stage in chosen and (stage, (round_ - 1) % steady.rounds) in forwards
+        ],
+        np.int64,
+    )
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """What backwards beside forwards wait for, as arrays with one entry for each of them.
+
+    Attributes:
+        step: Index of the step.
+        start, started: Event that ends the rounds before the forward's in the process, and by how many repetitions it is earlier.
+        previous, passed: Number of the backward that ran before in the same thread, and by how many repetitions it is earlier.
+    """
+
+    step: Indices
+    start: Indices
+    started: Indices
+    previous: Indices
+    passed: Indices
+
+    @staticmethod
+    def of(steps: _Steps, process: Indices, round_: Indices, order: Indices, before: Indices, wrapped: Indices) -> _Beside:
+        """Return them, given process, round and predecessor of each event, and the order of events; steps come first."""
+        first: dict[tuple[int, int], int] = {}
+        for event in order.tolist():
+            first.setdefault((int(process[event]), int(round_[event])), event)
+        chosen = steps.beside
+        forward_round = round_[chosen] - 1
+        rounds, own = steps.steady.rounds, process[chosen]
+        heads = np.array([first[p, r % rounds] for p, r in zip(own.tolist(), forward_round.tolist(), strict=True)], np.int64)
+        previous, passed = _previous(own)
+        return _Beside(chosen, before[heads], wrapped[heads] + (forward_round < 0), previous, passed)
 
 
 def _finished(microbatch: Indices, lag: Indices, k: int) -> Indices:
@@ -167,7 +218,10 @@ def _previous(process: Indices) -> tuple[Indices, Indices]:
 
 
 def _edge_graph(steps: _Steps, boundary_delays: Indices) -> EventGraph:
-    """Events: start of each step, its end after sending, and the end of each transfer. See ``EdgeWires``."""
+    """Events: start of each step, its end after sending, the end of each transfer, and the end of each computation beside another.
+
+    See ``EdgeWires``.
+    """
     count, messages = len(steps.process), len(steps.sender)
     start, end = np.arange(count), np.arange(count, 2 * count)
     wire = np.arange(2 * count, 2 * count + messages)
@@ -176,20 +230,30 @@ def _edge_graph(steps: _Steps, boundary_delays: Indices) -> EventGraph:
     oldest, oldest_before = steps.other_message(boundary_delays[steps.boundary] + 1)
     previous, previous_before = steps.other_message(1)
     posted, posted_before = steps.other_message(POSTED_RECEIVES)
+    beside = _Beside.of(steps, steps.process, steps.steady.round, start, before, wrapped)
+    alone = np.setdiff1d(start, beside.step)
+    done = np.arange(len(beside.step)) + 2 * count + messages  # end of the computation of a backward beside a forward
+    at_once = np.zeros(len(done), np.int64)
     edges: list[Edges] = [
-        (end[before], start, (steps.update + steps.late)[before], wrapped),
-        (start, end, steps.compute, nothing),
+        (end[before[alone]], start[alone], (steps.update + steps.late)[before[alone]], wrapped[alone]),
+        (start[alone], end[alone], steps.compute[alone], nothing[alone]),
+        (end[beside.start], start[beside.step], steps.update[beside.start], beside.started),
+        (done[beside.previous], start[beside.step], at_once.astype(float), beside.passed),
+        (start[beside.step], done, steps.compute[beside.step], at_once),
+        (done, end[beside.step], at_once.astype(float), at_once),
+        (end[before[beside.step]], end[beside.step], steps.update[before[beside.step]], wrapped[beside.step]),
         (wire, start[steps.receiver], steps.latency, steps.later),
         (wire[oldest], end[steps.sender], steps.latency, oldest_before),
         (end[steps.sender], wire, steps.transfer, none),
         (wire[previous], wire, steps.transfer, previous_before),
         (start[steps.receiver[posted]], wire, steps.transfer, posted_before - steps.later[posted]),
     ]
-    return EventGraph.of(2 * count + messages, edges)
+    return EventGraph.of(2 * count + messages + len(done), edges)
 
 
 def _lockstep_graph(steps: _Steps) -> EventGraph:
-    """Events: end of each step with its update, of each exchange of a process, and of each transfer. See ``LockstepWires``."""
+    """Events: end of each step with its update, of each exchange of a process, of each transfer, and of each computation beside
+    another. See ``LockstepWires``."""
     count, messages = len(steps.process), len(steps.sender)
     round_ = steps.steady.round
     # A process takes part in the exchange of a round in which it sends or a neighbour sends to it.
@@ -208,6 +272,13 @@ def _lockstep_graph(steps: _Steps) -> EventGraph:
     clock = np.arange(count + len(exchanges))
     wire = np.arange(len(clock), len(clock) + messages)
     seconds = np.concatenate([steps.compute + steps.update, np.zeros(len(exchanges))])
+    beside = _Beside.of(steps, process, event_round, order, before, wrapped)
+    done = np.arange(len(beside.step)) + len(clock) + messages
+    at_once = np.zeros(len(done), np.int64)
+    computed, joined = np.arange(len(clock)), seconds.copy()  # the event that a step's computation ends in, and seconds after it
+    computed[beside.step] = done
+    joined[beside.step] = steps.update[beside.step]
+    waiting = np.where(np.isin(steps.receiver, beside.step), steps.compute[steps.receiver], seconds[steps.receiver])
     late = np.concatenate([steps.late, np.zeros(len(exchanges))])
     # An exchange comes after the last step of its round, if its process has any, and before the second parts.
     own = count + np.flatnonzero((before[count:] < count) & (event_round[before[count:]] == exchange_round))
@@ -219,10 +290,13 @@ def _lockstep_graph(steps: _Steps) -> EventGraph:
     previous, previous_before = steps.other_message(1)
     none = np.zeros(messages, np.int64)
     edges: list[Edges] = [
-        (before, clock, seconds + late[before], wrapped),
-        (wire, clock[steps.receiver], steps.latency + seconds[steps.receiver], steps.later),
+        (before, clock, joined + late[before], wrapped),
+        (done, clock[beside.step], joined[beside.step], at_once),
+        (beside.start, done, steps.compute[beside.step], beside.started),
+        (done[beside.previous], done, steps.compute[beside.step], beside.passed),
+        (wire, computed[steps.receiver], steps.latency + waiting, steps.later),
         (wire, count + following[exchange[0]], steps.latency, following_wrapped[exchange[0]]),
         (wire[previous], wire, steps.transfer, previous_before),
         *((before[count + side], wire, steps.transfer, none + wrapped[count + side]) for side in exchange),
     ]
-    return EventGraph.of(len(clock) + messages, edges)
+    return EventGraph.of(len(clock) + messages + len(done), edges)

@@ -260,7 +260,7 @@ def _executor(
     workers = build_workers(plan, recipe, stages, ports, CPU, hooks, _Update)
     build_remedies(plan, recipe, workers)
     updates = [worker.update for worker in workers.values() if isinstance(worker.update, _Update)]
-    return Executor(plan, workers, transport, hooks, threads=None, on_completed=None), updates
+    return Executor(plan, workers, transport, hooks, runner=None, on_completed=None), updates
 
 
 def _without_data(block: nn.Module, channels_last: bool) -> nn.Module:

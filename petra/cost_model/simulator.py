@@ -13,7 +13,8 @@ from petra.cost_model.links import INSTANT, Connection, Link, connections
 from petra.cost_model.period import maximum_cycle_ratio
 from petra.cost_model.wires import Edge, WireModel, Wires, make_wires
 from petra.diagnostics.events import Interval, Kind
-from petra.method import Method
+from petra.method import Method, Split
+from petra.plan.overlap import overlapped_stages
 from petra.plan.schedule import Op, Step, in_flight, timetable, training_orders
 from petra.plan.steady import steady_state
 
@@ -52,8 +53,9 @@ def predict(
     processes: Sequence[range] | None = None,
     link: Link | Sequence[Connection] = INSTANT,
     transport: WireModel = "edge",
+    overlap: bool = False,
 ) -> Prediction:
-    """Predict the steady state of a pipeline trained by ``method``. A process runs one step at a time.
+    """Predict the steady state of a pipeline trained by ``method``. A process runs one step at a time, or two with ``overlap``.
 
     The period is the one that a long simulation approaches, computed without simulating (:mod:`petra.cost_model.period`).
 
@@ -63,6 +65,7 @@ def predict(
         processes: Stages of each process; None for one stage per process.
         link: Link between neighbouring processes, the same everywhere; or the connection of each process to the next one.
         transport: Transport whose rules the messages follow.
+        overlap: Whether stages run forward beside backward where they can (:mod:`petra.plan.overlap`), at no loss of speed.
 
     Raises:
         ConfigError: If the method's delays don't fit the number of stages.
@@ -75,9 +78,10 @@ def predict(
         steady = steady.repeated(k // steady.microbatches)
     neighbours = connections(link, len(processes))
     lags, splits = method.lags(delays), method.splits(processes)
-    graph = event_graph(steady, costs, k, processes, neighbours, boundary_delays, transport, splits, lags)
+    beside = overlapped_stages(boundary_delays) if overlap and method.split is Split.NONE else ()
+    graph = event_graph(steady, costs, k, processes, neighbours, boundary_delays, transport, splits, lags, beside)
     period = maximum_cycle_ratio(graph) / steady.microbatches
-    compute = [sum(costs[j].forward + costs[j].backward + costs[j].update / k for j in process) for process in processes]
+    compute = [_busy_seconds(costs, k, process, set(process).intersection(beside)) for process in processes]
     microbatches = [in_flight(delay + lag, k, method.flush) for delay, lag in zip(delays, lags, strict=True)]
     unfinished = [in_flight(lag, k, method.flush) if split else 0 for lag, split in zip(lags, splits, strict=True)]
     return Prediction(
@@ -90,6 +94,13 @@ def predict(
     )
 
 
+def _busy_seconds(costs: Sequence[StageCost], k: int, process: range, beside: set[int]) -> float:
+    """Return the seconds per microbatch that a process computes in the thread that computes longer."""
+    main = sum(costs[j].forward + costs[j].update / k + (0.0 if j in beside else costs[j].backward) for j in process)
+    other = sum(costs[j].backward for j in beside)
+    return max(main, other, *(costs[j].backward + costs[j].update / k for j in beside))
+
+
 def simulate(
     costs: Sequence[StageCost],
     method: Method,
@@ -99,6 +110,7 @@ def simulate(
     processes: Sequence[range] | None = None,
     link: Link | Sequence[Connection] = INSTANT,
     transport: WireModel = "edge",
+    overlap: bool = False,
 ) -> list[Interval]:
     """Simulate the training of ``microbatches`` microbatches, from an empty pipeline until it has drained.
 
@@ -114,7 +126,8 @@ def simulate(
     orders = training_orders(delays, 0, microbatches, k if method.flush else None)
     processes = processes or [range(j, j + 1) for j in range(stages)]
     wires = make_wires(transport, _edge_links(processes, link), boundary_delays)
-    simulation = _Simulation(costs, k, processes, wires, method.splits(processes), method.lags(delays))
+    beside = overlapped_stages(boundary_delays) if overlap and method.split is Split.NONE else ()
+    simulation = _Simulation(costs, k, processes, wires, method.splits(processes), method.lags(delays), beside)
     for _, round_ in groupby(timetable(orders, boundary_delays), key=lambda step: step.round):
         for step in round_:
             simulation.run(step)
@@ -142,9 +155,13 @@ class _Simulation:
         wires: Wires,
         splits: Sequence[bool],
         lags: Sequence[int],
+        overlapped: Sequence[int],
     ) -> None:
         self._costs, self._k, self._processes, self._wires = costs, k, processes, wires
-        self._splits, self._lags = splits, lags
+        self._splits, self._lags, self._overlapped = splits, lags, frozenset(overlapped)
+        self._round_start = [(-1, 0.0)] * len(processes)  # number of the round, and the process's clock when it started
+        self._forward = [(-2, 0.0)] * len(costs)  # the same of the round of each stage's last forward
+        self._free_from = [0.0] * len(processes)  # when the thread for backwards beside forwards is idle
         self._due: list[tuple[int, int]] = []  # stages and microbatches whose split backward has had its first part in this round
         self._unfinished = [deque[int]() for _ in costs]
         self._owner = [p for p, stages in enumerate(processes) for _ in stages]
@@ -153,17 +170,25 @@ class _Simulation:
 
     def run(self, step: Step) -> None:
         """Receive the step's input, compute, send the output, and update the parameters if the step ends an update."""
-        _, stage, op, m = step
+        round_, stage, op, m = step
         cost, process = self._costs[stage], self._owner[stage]
+        if self._round_start[process][0] != round_:
+            self._round_start[process] = round_, self._clock[process]
+        if op is Op.FORWARD:
+            self._forward[stage] = self._round_start[process]
         if op is Op.FORWARD:
             source, target, kind, seconds, nbytes = stage - 1, stage + 1, Kind.FORWARD, cost.forward, cost.forward_bytes
         else:
             source, target, kind, seconds, nbytes = stage + 1, stage - 1, Kind.BACKWARD, cost.backward, cost.backward_bytes
             seconds -= cost.weights if self._splits[stage] else 0.0
-        if self._is_remote(source, process):
-            arrival = self._wires.receive((op, min(stage, source)), self._clock[process])
-            self._occupy(stage, Kind.WAIT, m, arrival, source)
-        self._occupy(stage, kind, m, self._clock[process] + seconds)
+        forward_round, start = self._forward[stage]
+        if op is Op.BACKWARD and stage in self._overlapped and forward_round == round_ - 1:
+            self._run_beside(step, start)
+        else:
+            if self._is_remote(source, process):
+                arrival = self._wires.receive((op, min(stage, source)), self._clock[process])
+                self._occupy(stage, Kind.WAIT, m, arrival, source)
+            self._occupy(stage, kind, m, self._clock[process] + seconds)
         if self._is_remote(target, process):
             route = (process, self._owner[target])
             sent = self._wires.send((op, min(stage, target)), self._clock[process], nbytes, route)
@@ -173,6 +198,18 @@ class _Simulation:
             self._due.append((stage, m))
         elif op is Op.BACKWARD:
             self._update(stage, m)
+
+    def _run_beside(self, step: Step, start: float) -> None:
+        """Receive and compute in the process's other thread, from ``start`` on. Then the process waits for this thread."""
+        _, stage, op, m = step
+        process = self._owner[stage]
+        start = max(start, self._free_from[process])
+        if self._is_remote(stage + 1, process):
+            start = max(start, self._wires.receive((op, stage), start))
+        self._free_from[process] = stop = start + self._costs[stage].backward
+        if stop > start:
+            self.intervals.append(Interval(stage, Kind.BACKWARD, m, start, stop))
+        self._clock[process] = max(self._clock[process], stop)
 
     def end_round(self) -> None:
         """Exchange the messages of a round, if the transport works in rounds, and run the second parts that are due."""

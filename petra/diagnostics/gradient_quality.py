@@ -79,8 +79,9 @@ class GradientQuality(Hook):
     def __init__(self, pipeline: Pipeline, every: int, path: Path | None = None) -> None:
         require(every >= 1, "trainer.diagnose", "null or an integer >= 1", every)
         require(pipeline.world == 1, "trainer.diagnose", "null in several processes", f"{every} in {pipeline.world} processes")
-        got = f"{every} with concurrency={pipeline.concurrency}"
-        require(pipeline.concurrency == 1, "trainer.diagnose", "null if stages run concurrently", got)
+        runtime = pipeline.runtime
+        got = f"{every} with concurrency={runtime.concurrency} and overlap={runtime.overlap}"
+        require(runtime.concurrency == 1 and not runtime.overlap, "trainer.diagnose", "null if stages run concurrently", got)
         self.pipeline, self.every, self.path = pipeline, every, path
         self.rows: list[dict[str, float]] = []
         self._cases: dict[int, _Case] = {}

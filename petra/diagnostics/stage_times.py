@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from threading import Lock
 
 import torch
 
@@ -22,7 +23,7 @@ class StageTimes(StageTimer):
         super().__init__(pipeline)
         self._pending: list[Mark] = []
         self._seconds: defaultdict[tuple[int, Kind], float] = defaultdict(float)
-        self._data = 0.0
+        self._data, self._lock = 0.0, Lock()
         self._buffer_bytes: dict[int, int] = {}
 
     def metrics(self) -> dict[str, float]:
@@ -73,6 +74,7 @@ class StageTimes(StageTimer):
         del self._pending[:count]
 
     def _sum(self, mark: Mark, seconds: float) -> None:
-        self._seconds[mark.stage, mark.kind] += seconds
-        if mark.stage == 0 and mark.kind is Kind.RECEIVE and mark.peer is None:
-            self._data += seconds
+        with self._lock:  # two threads may run a stage
+            self._seconds[mark.stage, mark.kind] += seconds
+            if mark.stage == 0 and mark.kind is Kind.RECEIVE and mark.peer is None:
+                self._data += seconds

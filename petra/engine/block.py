@@ -16,8 +16,8 @@ parameters. A split backward pass leaves the gradients of the parameters to a fu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,11 +26,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from petra.engine.block_function import BlockFunction
+from petra.engine.graphs import BlockGraphs, Pools
+from petra.engine.twin import TwinFunction
 from petra.engine.weights import WeightVersion, WeightVersions, weight_versions
 from petra.errors import ModelError
 from petra.method import Keep, Weights
 from petra.reversible import Gradients, Grid, LaterGradients, differentiate, differentiate_inputs
 from petra.specs import Streams, detached, in_own_memory
+
+Propagate = Callable[[int, Streams, Streams, WeightVersion | None], tuple[Streams, Streams, LaterGradients]]
+"""Function of microbatch, input or output, gradient and weights, which returns what :meth:`BlockRunner.backward` does."""
 
 Fetch = Callable[[int], Streams]
 """Function of a microbatch that returns the input of the model's first block."""
@@ -38,6 +43,11 @@ RECOMPUTES = (
     "activation checkpointing and other saved-tensor hooks inside a block can't be used with method.keep=graph and "
     "method.weights=current where updates come between forward and backward: the recomputation would use newer weights; use "
     "method.keep=input or method.weights=stashed"
+)
+
+HOOKS_BESIDE = (
+    "activation checkpointing and other saved-tensor hooks inside a block can't be used with trainer.overlap on the CPU if the "
+    "block stores its graph or draws random numbers: they could run the block in two threads at once"
 )
 
 
@@ -62,11 +72,15 @@ class BlockRunner(ABC):
         versions: The versions of its weights.
         input_needs_gradient: False for the first block of the model, which takes the data.
         overwritten: Whether updates may overwrite the weights between the passes of a microbatch.
+        beside: Whether forwards run in one thread while backwards run in another.
+        graphs: CUDA graphs of the passes; None to launch each kernel. Passes that use other weights than the parameters, and blocks
+            that draw random numbers, have none.
         split: Whether the backward pass leaves the gradients of the parameters for later. It never does if the block's graph
             recomputes saved tensors, as activation checkpointing does, because it would do so more than once.
 
     Attributes:
         parameters: Trained parameters by name.
+        forward_function: The function that forwards evaluate, ``function`` unless :meth:`prepare_training` copies the block.
         stored: Stored activations of each microbatch in flight.
     """
 
@@ -79,13 +93,21 @@ class BlockRunner(ABC):
         *,
         input_needs_gradient: bool,
         overwritten: bool = False,
+        beside: bool = False,
+        graphs: BlockGraphs | None = None,
         split: bool = False,
     ) -> None:
         self.function, self.versions, self.parameters = function, versions, function.parameters
+        self.forward_function, self._graphs = function, graphs
         self.stored: dict[int, Stored] = {}
         self._trained = tuple(self.parameters.values())
-        self._input_needs_gradient, self._overwritten = input_needs_gradient, overwritten
+        self._input_needs_gradient, self._overwritten, self._beside = input_needs_gradient, overwritten, beside
         self._split: bool | None = None if split else False  # None until the first forward pass
+
+    def prepare_training(self) -> None:
+        """Copy the block for forwards, in its present mode, if backwards run at the same time in another thread."""
+        if self._beside:
+            self.forward_function = TwinFunction(self.function)
 
     @abstractmethod
     def forward(self, m: int, x: Streams) -> Streams:
@@ -115,10 +137,23 @@ class BlockRunner(ABC):
         self.versions.stash(m, version)
         return version
 
+    def _propagate(
+        self, propagate: Propagate, m: int, x: Streams, dy: Streams, version: WeightVersion | None
+    ) -> tuple[Streams, Streams, LaterGradients]:
+        """Return ``propagate(m, x, dy, version)``, as a CUDA graph if the block has graphs."""
+        if self._graphs is None or version is not None or self.function.draws is not False:
+            return propagate(m, x, dy, version)
+        return self._graphs.backward(lambda tensors, gradients: propagate(m, tensors, gradients, None), x, dy)
+
     def _forward_with_graph(self, m: int, x: Streams, version: WeightVersion | None) -> Stored:
         inputs = tuple(t.detach().requires_grad_(self._input_needs_gradient and t.is_floating_point()) for t in x)
         with torch.enable_grad():
             return Stored(inputs, self.function(m, inputs, version))
+
+    def _recomputing(self) -> AbstractContextManager[None]:
+        """Return the context of an evaluation of the block in a backward pass."""
+        forbidden = self._beside and self.function.draws is not False
+        return _without_hooks(self.function.module, HOOKS_BESIDE) if forbidden else nullcontext()
 
     def _differentiate(self, stored: Stored, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, LaterGradients]:
         weights: Sequence[Tensor] = self._trained if version is None else [version[name] for name in self.parameters]
@@ -127,7 +162,8 @@ class BlockRunner(ABC):
             return detached(stored.inputs), (), dict
         inputs = [t for t in stored.inputs if t.requires_grad]
         outputs, gradients = zip(*connected, strict=True)
-        with self.function.using(version):  # activation checkpointing inside the block reads the parameters again
+        # Activation checkpointing inside the block reads the parameters again.
+        with nullcontext() if self._beside and self.keep is Keep.GRAPH else self.function.using(version):
             found, later = (differentiate_inputs if self._split else differentiate)(outputs, inputs, weights, gradients)
         dx = tuple([torch.zeros_like(t) if d is None else d for t, d in zip(inputs, found, strict=True)])
 
@@ -142,20 +178,13 @@ class KeepGraph(BlockRunner):
 
     keep = Keep.GRAPH
 
+    def prepare_training(self) -> None:
+        """Do nothing: backwards don't evaluate the block, so forwards need no copy."""
+
     def forward(self, m: int, x: Streams) -> Streams:
         version = self._choose_version(m, x)
-        if not self._overwritten:
+        with _without_hooks(self.function.module, RECOMPUTES if self._overwritten else HOOKS_BESIDE if self._beside else None):
             self.stored[m] = self._forward_with_graph(m, x, version)
-        else:
-            try:
-                with ExitStack() as stack:
-                    with suppress(RuntimeError):  # a measurement outside of the block has hooks of its own
-                        stack.enter_context(disable_saved_tensors_hooks(RECOMPUTES))
-                    self.stored[m] = self._forward_with_graph(m, x, version)
-            except RuntimeError as error:
-                if str(error) != RECOMPUTES:
-                    raise
-                raise ModelError(f"{type(self.function.module).__name__}: {RECOMPUTES}") from error
         return detached(self.stored[m].outputs)
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, LaterGradients]:
@@ -169,14 +198,21 @@ class Recompute(BlockRunner):
 
     def forward(self, m: int, x: Streams) -> Streams:
         version = self._choose_version(m, x)
-        with self.function.frozen_statistics():
-            y = self.function(m, x, version)
+        with self.forward_function.frozen_statistics():
+            if self._graphs is None or version is not None or self.function.draws is not False:
+                y = self.forward_function(m, x, version)
+            else:
+                y = self._graphs.forward(lambda tensors: self.function(m, tensors, None), x)
         self._keep_input(m, x)
         return y
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, LaterGradients]:
         version = self.versions.for_backward(m)
-        recomputed = self._forward_with_graph(m, self._take_input(m), version)
+        return self._propagate(self._recompute, m, self._take_input(m), dy, version)
+
+    def _recompute(self, m: int, x: Streams, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, LaterGradients]:
+        with self._recomputing():
+            recomputed = self._forward_with_graph(m, x, version)
         return self._differentiate(recomputed, dy, version)
 
     def _keep_input(self, m: int, x: Streams) -> None:
@@ -209,16 +245,23 @@ class Reconstruct(BlockRunner):
 
     def forward(self, m: int, x: Streams) -> Streams:
         version = self._choose_version(m, x)
-        with self.function.frozen_statistics():
-            return self.function(m, x, version)
+        with self.forward_function.frozen_statistics():
+            if self._graphs is None or version is not None or self.function.draws is not False:
+                return self.forward_function(m, x, version)
+            return self._graphs.forward(lambda tensors: self.function(m, tensors, None), x)
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, LaterGradients]:
-        version = self.versions.for_backward(m)
-        if version is None or not self.versions.reconstructs_with_current:
-            x, dx, gradients = self.function.inverse_vjp(m, y, dy, version, split=bool(self._split))
-            return x, dx, self._at(version, gradients) if self._split else gradients
-        # Reconstruct with the current parameters, but compute the gradient at the stashed version.
-        recomputed = self._forward_with_graph(m, self.function.inverse(m, y), version)
+        return self._propagate(self._reconstruct, m, y, dy, self.versions.for_backward(m))
+
+    def _reconstruct(
+        self, m: int, y: Streams, dy: Streams, version: WeightVersion | None
+    ) -> tuple[Streams, Streams, LaterGradients]:
+        with self._recomputing():
+            if version is None or not self.versions.reconstructs_with_current:
+                x, dx, gradients = self.function.inverse_vjp(m, y, dy, version, split=bool(self._split))
+                return x, dx, self._at(version, gradients) if self._split else gradients
+            # Reconstruct with the current parameters, but compute the gradient at the stashed version.
+            recomputed = self._forward_with_graph(m, self.function.inverse(m, y), version)
         return self._differentiate(recomputed, dy, version)
 
     def _at(self, version: WeightVersion | None, gradients: LaterGradients) -> LaterGradients:
@@ -241,6 +284,8 @@ def block_runner(
     input_needs_gradient: bool,
     autocast: torch.dtype | None,
     stale: bool = False,
+    beside: bool = False,
+    pools: Pools | None = None,
     grid: Grid | None = None,
     split: bool = False,
     fetch: Fetch | None = None,
@@ -256,15 +301,46 @@ def block_runner(
         input_needs_gradient: False for the first block of the model, which takes the data.
         autocast: Type in which the block computes, or None.
         stale: Whether updates may come between the passes of a microbatch.
+        beside: Whether forwards run in one thread while backwards run in another.
+        pools: Memory pools for CUDA graphs of the passes; None to launch each kernel. Blocks that store their graph have none.
         grid: Grid for exact streams, or None.
         split: As for :class:`BlockRunner`.
         fetch: Returns the block's input for a microbatch again; for ``Keep.REFETCH``.
     """
+    graphs = None if pools is None or keep is Keep.GRAPH else BlockGraphs(module, pools)
     kinds: dict[Keep, type[BlockRunner]] = {kind.keep: kind for kind in (KeepGraph, Recompute, Refetch, Reconstruct)}
     function = BlockFunction(module, seed=seed, autocast=autocast, grid=grid)
     versions = weight_versions(function.parameters, weights, keeps_graph=keep is Keep.GRAPH, k=k)
-    overwritten = stale and weights is Weights.CURRENT
-    runner = kinds[keep](function, versions, input_needs_gradient=input_needs_gradient, overwritten=overwritten, split=split)
+    runner = kinds[keep](
+        function,
+        versions,
+        input_needs_gradient=input_needs_gradient,
+        overwritten=stale and weights is Weights.CURRENT,
+        beside=beside,
+        graphs=graphs,
+        split=split,
+    )
     if isinstance(runner, Refetch):
         runner.fetch = fetch
     return runner
+
+
+@contextmanager
+def _without_hooks(module: nn.Module, reason: str | None) -> Iterator[None]:
+    """Forbid saved-tensor hooks inside the ``with`` block, unless ``reason`` is None.
+
+    Raises:
+        ModelError: If the body sets such hooks. The message contains the reason.
+    """
+    if reason is None:
+        yield
+        return
+    try:
+        with ExitStack() as stack:
+            with suppress(RuntimeError):  # a measurement outside of the block has hooks of its own
+                stack.enter_context(disable_saved_tensors_hooks(reason))
+            yield
+    except RuntimeError as error:
+        if str(error) != reason:
+            raise
+        raise ModelError(f"{type(module).__name__}: {reason}") from error

@@ -28,6 +28,7 @@ class BlockFunction:
         grid: Grid for exact streams (:mod:`petra.reversible.grid`), or None.
 
     Attributes:
+        seed, autocast: As given.
         parameters: Trained parameters by name.
         normalisations: Layers with running statistics.
         draws: Whether the block draws random numbers, so that the generators are seeded for it. They are global: threads that run
@@ -38,7 +39,7 @@ class BlockFunction:
         self.module = module
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.normalisations = normalisations(module)
-        self._seed, self._autocast_dtype, self._grid = seed, autocast, grid
+        self.seed, self.autocast, self._grid = seed, autocast, grid
         self._reversible = module if isinstance(module, ReversibleBlock) else None
         # Couplings seed the generators and check their functions themselves. Other reversible blocks may use the seed otherwise.
         self._is_coupling = isinstance(module, Coupling | TwoFunctionCoupling)
@@ -125,7 +126,7 @@ class BlockFunction:
         inputs = [t.detach().requires_grad_(t.is_floating_point()) for t in x]
         try:
             with (
-                seeded(self._seed, x[0].device),
+                seeded(self.seed, x[0].device),
                 torch.enable_grad(),
                 frozen_statistics(self.normalisations),
                 self._autocast(x[0]),
@@ -139,13 +140,13 @@ class BlockFunction:
         return False
 
     def _seed_of(self, m: int) -> int | None:
-        return None if self.draws is False else derive_seed(self._seed, m)
+        return None if self.draws is False else derive_seed(self.seed, m)
 
     def _autocast(self, x: Tensor) -> AbstractContextManager[object]:
-        if self._autocast_dtype is None:
+        if self.autocast is None:
             return NOTHING
         # Autocast caches casts of the weights. A cast made under no_grad has no graph, so it must not be used for gradients.
-        return torch.autocast(x.device.type, self._autocast_dtype, cache_enabled=False)
+        return torch.autocast(x.device.type, self.autocast, cache_enabled=False)
 
     def _as_streams(self, y: Tensor | Streams, x: Tensor) -> Streams:
         """Return the outputs as a tuple, in the type of the input ``x``.
@@ -153,10 +154,10 @@ class BlockFunction:
         All streams have one type, because reconstruction must subtract exactly what the forward pass added. With exact streams,
         the streams that a non-reversible block returns are rounded to the grid.
         """
-        if self._autocast_dtype is None and self._grid is None:
+        if self.autocast is None and self._grid is None:
             return as_streams(y)
         dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
-        streams = tuple(t.to(dtype) if t.dtype == self._autocast_dtype else t for t in as_streams(y))
+        streams = tuple(t.to(dtype) if t.dtype == self.autocast else t for t in as_streams(y))
         return streams if self._grid is None or len(streams) < 2 else tuple(self._grid.enter(t) for t in streams)
 
 

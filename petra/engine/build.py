@@ -14,6 +14,7 @@ from petra.engine.block import Fetch
 from petra.engine.compile import compile_block
 from petra.engine.data_parallel import replica_seed
 from petra.engine.endpoints import Losses
+from petra.engine.graphs import Pools
 from petra.engine.metrics import Metric
 from petra.engine.stage import Stage
 from petra.engine.update import OptimizerFactory, Update
@@ -24,6 +25,7 @@ from petra.hooks import Hooks
 from petra.model import Model
 from petra.plan import Plan
 from petra.plan.messages import returns_activations
+from petra.plan.overlap import overlapped_stages
 from petra.reversible import Grid
 from petra.settings import Runtime
 from petra.staleness import Remedy, StageRemedy
@@ -89,6 +91,7 @@ def build_stages(
     make_block = partial(_block, plan, recipe, runtime, device) if make_block is None else make_block
     replica, process = place
     stages = {}
+    beside = runtime.overlap and device.type == "cpu"
     for j in plan.layout.processes[process]:
         stage = plan.stages[j]
         stages[j] = Stage(
@@ -102,6 +105,8 @@ def build_stages(
             stale=stage.staleness > 0,
             returns_input=j > 0 and returns_activations(plan.stages[j - 1].keeps[-1]),
             channels_last=plan.numerics.channels_last,
+            beside=beside and j in overlapped_stages(plan.boundary_delays),
+            pools=Pools.create() if runtime.cuda_graphs else None,
             grid=build_grid(plan, device),
             index=j,
             hooks=hooks,

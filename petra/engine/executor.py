@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from petra.engine.early_stop import EarlyStop
+from petra.engine.steps import BoundStep, StepRunner
 from petra.engine.worker import Worker
-from petra.errors import PetraError, invalid, require
+from petra.errors import PetraError, invalid
 from petra.hooks import Hooks
 from petra.plan import Plan
 from petra.plan.rounds import PeriodicRounds, evaluation_rounds, training_rounds
 from petra.plan.schedule import Op, Step
 from petra.transport import Transfer, Transport
 
-TRAINING = {Op.FORWARD: Worker.forward, Op.BACKWARD: Worker.backward}
-EVALUATION = {Op.FORWARD: Worker.evaluate}
-Call = Callable[[Worker, int], None]
-Steps = list[tuple[Call, Worker, int]]
-ProcessRound = tuple[Steps, Sequence[Transfer], Steps, int | None]
-"""One process's part of a round: its steps; its transfers; the second parts of split backward passes, while which the messages
-travel; and the microbatch whose backward ends at the first stage, if any."""
+
+class ProcessRound(NamedTuple):
+    """One process's part of a round.
+
+    Attributes:
+        number: Number of the round.
+        steps: Its steps.
+        transfers: Its transfers.
+        second_parts: Second parts of split backward passes, while which the messages travel.
+        completed: The microbatch whose backward ends at the first stage in this round, if any.
+    """
+
+    number: int
+    steps: list[BoundStep]
+    transfers: Sequence[Transfer]
+    second_parts: list[BoundStep]
+    completed: int | None
+
+    def shifted(self, shift: int, rounds: int) -> ProcessRound:
+        """Return the round that is ``rounds`` later, for microbatches whose numbers are larger by ``shift``."""
+        if not shift:
+            return self
+        steps, second = ([s._replace(microbatch=s.microbatch + shift) for s in part] for part in (self.steps, self.second_parts))
+        completed = None if self.completed is None else self.completed + shift
+        return ProcessRound(self.number + rounds, steps, self.transfers, second, completed)
 
 
 class Executor:
@@ -33,7 +52,7 @@ class Executor:
         workers: Workers of this process, by stage.
         transport: Transport to the other processes of this replica; None if there are none.
         hooks: Hooks that observe training.
-        threads: Threads that run the stages of a round at the same time; None runs them one after another.
+        runner: Runs the steps of a round; None runs them in turn.
         on_completed: Called with each microbatch after the round in which its last backward, that of the first stage, has run. No
             message of the microbatch is in flight then.
     """
@@ -45,11 +64,11 @@ class Executor:
         transport: Transport | None,
         hooks: Hooks,
         *,
-        threads: ThreadPoolExecutor | None,
+        runner: StepRunner | None,
         on_completed: Callable[[int], None] | None,
     ) -> None:
         self._plan, self._workers, self._transport, self._hooks = plan, workers, transport, hooks
-        self._threads, self._on_completed = threads, on_completed
+        self._runner, self._on_completed = runner, on_completed
         self._processes = plan.layout.dp * len(plan.layout.processes)
         # A rank without a stage would wait in the last collective for the whole run, and time out. Polls for an early stop, which
         # are collectives too, keep such ranks in step with the others.
@@ -68,19 +87,22 @@ class Executor:
         """
         for worker in self._workers.values():
             worker.begin_run()
+            for runner in worker.stage.runners:
+                runner.prepare_training()
         plan = self._plan
         rounds = training_rounds(plan.delays, plan.boundary_delays, start, end, plan.flush_every)
-        return self._run(rounds, end - start, TRAINING, stop)
+        return self._run(rounds, end - start, training=True, stop=stop)
 
     def evaluate(self, microbatches: int) -> None:
         """Run forwards of microbatches 0 ... ``microbatches`` - 1."""
-        self._run(evaluation_rounds(self._plan.boundary_delays, microbatches), microbatches, EVALUATION)
+        self._run(evaluation_rounds(self._plan.boundary_delays, microbatches), microbatches, training=False)
 
     def _run(
         self,
         rounds: PeriodicRounds[list[Step]],
         microbatches: int,
-        calls: Mapping[Op, Call],
+        *,
+        training: bool,
         stop: Callable[[], bool] | None = None,
     ) -> int:
         if not self._drained:
@@ -88,7 +110,6 @@ class Executor:
                 "pipeline", "a new one", "one whose last run ended in an error, with messages still in flight", PetraError
             )
         self._drained = False
-        training = calls is TRAINING
         transport = self._transport
         if transport is not None:
             transport.begin(microbatches, training)
@@ -98,22 +119,28 @@ class Executor:
         if stop is not None:
             shorten = transport.shorten if transport is not None else lambda messages: None
             early = EarlyStop(stop, self._processes, lambda bodies: shorten(bodies * rounds.period))
-        mine = rounds.map(lambda round_: self._select(round_, calls))
+        mine = rounds.map(lambda round_: self._select(round_, training))
+        looks_ahead = self._runner is not None and self._runner.looks_ahead
+        mine_shifted = (
+            part.shifted(shift, shift // mine.period * mine.length)
+            for shift, part in (mine if early is None else mine.iterate(early))
+        )
         with torch.no_grad():  # blocks record the graphs that they need
-            for shift, (steps, transfers, second_parts, completed) in mine if early is None else mine.iterate(early):
-                for part in (steps, second_parts) if second_parts else (steps,):
-                    if self._threads is not None:
-                        _run_together(self._threads, part, shift)
-                    for call, worker, m in part if self._threads is None else ():
-                        try:
-                            call(worker, m + shift)
-                        except Exception as error:
-                            _locate(error, call, worker, m + shift)
-                            raise
-                    if transport is not None and transfers and part is steps:
-                        self._exchange(transport, transfers, training)
-                if self._on_completed is not None and completed is not None:
-                    self._on_completed(completed + shift)
+            for round_, following in _with_next(mine_shifted) if looks_ahead else _alone(mine_shifted):
+                for part in (round_.steps, round_.second_parts) if round_.second_parts else (round_.steps,):
+                    if self._runner is not None:
+                        self._runner.run(part, following)
+                    else:  # few calls lie between train() and a block
+                        for step in part:
+                            try:
+                                step.call(step.microbatch)
+                            except Exception as error:
+                                step.locate(error)
+                                raise
+                    if transport is not None and round_.transfers and part is round_.steps:
+                        self._exchange(transport, round_.transfers, training)
+                if self._on_completed is not None and round_.completed is not None:
+                    self._on_completed(round_.completed)
             for worker in self._workers.values():
                 worker.drain()
         if transport is not None:
@@ -134,61 +161,34 @@ class Executor:
         for call in self._hooks.exchange_end:
             call(self._last_stage)
 
-    def _select(self, round_: Sequence[Step], calls: Mapping[Op, Call]) -> ProcessRound:
+    def _select(self, round_: Sequence[Step], training: bool) -> ProcessRound:
         """Return this process's part of a round."""
         mine = [step for step in round_ if step.stage in self._workers]
-        if self._threads is not None:
-            mine.sort(key=self._cost, reverse=True)
-        steps = [(calls[step.op], self._workers[step.stage], step.microbatch) for step in mine]
-        second_parts: Steps = [
-            (Worker.backward_weights, worker, m) for call, worker, m in steps if call is Worker.backward and worker.stage.split
+        steps = []
+        for _, stage, op, m in mine:
+            worker = self._workers[stage]
+            call = worker.backward if op is Op.BACKWARD else worker.forward if training else worker.evaluate
+            steps.append(BoundStep(op, worker, call, m))
+        second_parts = [
+            step._replace(call=step.worker.backward_weights) for step in steps if step.op is Op.BACKWARD and step.worker.stage.split
         ]
         completed = next((step.microbatch for step in round_ if step.stage == 0 and step.op is Op.BACKWARD), None)
-        return steps, self._transport.transfers(round_) if self._transport is not None else (), second_parts, completed
-
-    def _cost(self, step: Step) -> int:
-        """Estimate the FLOPs of a step. The longest steps of a round start first, so that threads finish at about the same time."""
-        return self._plan.stages[step.stage].flops * (1 if step.op is Op.FORWARD else 3)
+        transfers = self._transport.transfers(round_) if self._transport is not None else ()
+        return ProcessRound(round_[0].round, steps, transfers, second_parts, completed)
 
 
-def _run_together(threads: ThreadPoolExecutor, steps: Sequence[tuple[Call, Worker, int]], shift: int) -> None:
-    """Run the steps of one round in threads. They don't depend on each other."""
-    for future in [threads.submit(_step, call, worker, m + shift) for call, worker, m in steps]:
-        future.result()
+def _alone(rounds: Iterator[ProcessRound]) -> Iterator[tuple[ProcessRound, Sequence[BoundStep]]]:
+    return ((round_, ()) for round_ in rounds)
 
 
-@torch.no_grad()
-def _step(call: Call, worker: Worker, m: int) -> None:
-    """Run one step in a thread."""
-    try:
-        call(worker, m)
-    except Exception as error:
-        _locate(error, call, worker, m)
-        raise
-
-
-def _locate(error: Exception, call: Call, worker: Worker, m: int) -> None:
-    """Add a note to an exception that names stage, microbatch and pass."""
-    operation = "evaluation" if call is Worker.evaluate else call.__name__
-    error.add_note(f"in stage {worker.index + 1}, microbatch {m}, {operation}")
+def _with_next(rounds: Iterator[ProcessRound]) -> Iterator[tuple[ProcessRound, Sequence[BoundStep]]]:
+    """Yield each round with the steps of the next one. Empty rounds are left out of ``rounds``, and have no steps."""
+    current = next(rounds, None)
+    while current is not None:
+        following = next(rounds, None)
+        yield current, following.steps if following is not None and following.number == current.number + 1 else ()
+        current = following
 
 
 def _never() -> bool:
     return False
-
-
-def stage_threads(concurrency: int, processes: int, device: torch.device) -> ThreadPoolExecutor | None:
-    """Return a pool of threads that run ``concurrency`` stages at the same time, or None for one stage at a time.
-
-    Each thread computes with as many threads as this one (``torch.get_num_threads``).
-
-    Raises:
-        ConfigError: If ``concurrency`` is not an integer >= 1, or is above 1 on a GPU or with several processes.
-    """
-    require(isinstance(concurrency, int) and concurrency >= 1, "concurrency", "an integer >= 1", concurrency)
-    if concurrency == 1:
-        return None
-    alone = processes == 1 and device.type == "cpu"
-    got = f"{concurrency} with {processes} process(es) on {device.type}"
-    require(alone, "concurrency", "1, or several stages in one process on the CPU", got)
-    return ThreadPoolExecutor(concurrency, "stage", torch.set_num_threads, (torch.get_num_threads(),))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from petra.engine.accumulation import Accumulation
 from petra.engine.block import Fetch, block_runner
+from petra.engine.graphs import Pools
 from petra.engine.weights import WeightVersion
 from petra.hooks import Hooks
 from petra.method import Keep, Weights
@@ -32,14 +33,12 @@ class Stage:
             microbatch, so they don't depend on the partition.
         k: Microbatches per update. Gradients are accumulated as their mean.
         seed: Seed of the run.
-        autocast: Type in which blocks compute, or None.
-        stale: Whether updates may come between the forward and the backward pass of a microbatch.
+        autocast, stale, beside, pools, fetch: As for :func:`petra.engine.block.block_runner`.
         returns_input: Whether the previous stage needs x̃, this stage's reconstructed or stored input, for its own backward pass.
         channels_last: Whether 4-d streams use the channels-last memory format.
         grid: Grid for exact streams (:mod:`petra.reversible.grid`), or None.
         hooks: Hooks to call for each block, or None.
         split: Whether :meth:`backward` leaves the gradients of the parameters to :meth:`backward_weights`.
-        fetch: Returns the first stage's input for a microbatch again, if its first block does not store it.
         delay_compensation: Factor λ of :mod:`petra.staleness.delay_compensation`; 0 is off.
 
     Attributes:
@@ -60,14 +59,15 @@ class Stage:
         stale: bool = False,
         returns_input: bool = True,
         channels_last: bool = False,
+        beside: bool = False,
+        pools: Pools | None = None,
         grid: Grid | None = None,
         hooks: Hooks | None = None,
         split: bool = False,
         fetch: Fetch | None = None,
         delay_compensation: float = 0.0,
     ) -> None:
-        self._delay_compensation = delay_compensation
-        self.module, self.grid = nn.ModuleList(blocks), grid
+        self.module, self.grid, self._delay_compensation = nn.ModuleList(blocks), grid, delay_compensation
         self.index, self.hooks = index, Hooks() if hooks is None else hooks
         self.k, self.returns_input, self.channels_last, self.split = k, returns_input, channels_last, split
         self._unfinished: dict[int, list[tuple[int, Streams, LaterGradients]]] = {}  # of split backward passes, by microbatch
@@ -81,6 +81,8 @@ class Stage:
                 input_needs_gradient=b > 0,
                 autocast=autocast,
                 stale=stale,
+                beside=beside,
+                pools=pools,
                 grid=grid,
                 split=split,
                 fetch=fetch,
@@ -214,7 +216,7 @@ class Stage:
 
     def stored_bytes(self) -> int:
         """Return the size of the inputs that blocks store for all microbatches in flight."""
-        return sum(stored.bytes() for runner in self.runners for stored in runner.stored.values())
+        return sum(stored.bytes() for runner in self.runners for stored in list(runner.stored.values()))
 
     def _contiguous(self, streams: Streams) -> Streams:
         """Return the streams in the stage's memory format. Results could otherwise depend on the partition."""

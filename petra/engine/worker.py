@@ -72,6 +72,14 @@ class Worker:
 
         If the stage splits its backward passes, :meth:`backward_weights` has to follow, which updates.
         """
+        self.propagate(m)
+        if self.stage.split:
+            self._unfinished.append(m)
+        else:
+            self.count_and_update()
+
+    def propagate(self, m: int) -> None:
+        """Do the part of :meth:`backward` that leaves the weights as they are. :meth:`count_and_update` must follow."""
         y, delta, (report,) = self._receive(self.downstream, self.index + 1, m)
         delta = self.update.scaled(delta)
         for before in self.hooks.backward_begin:
@@ -83,10 +91,6 @@ class Worker:
         if self.shrink != 1:
             delta = tuple(d * self.shrink for d in delta)
         self._send(self.upstream, self.index - 1, m, (x, delta, (in_own_memory(report),)))
-        if self.stage.split:
-            self._unfinished.append(m)
-        else:
-            self._finish()
 
     def backward_weights(self, m: int) -> None:
         """Compute the gradients of the parameters that are due after the first part of the backward pass of microbatch ``m``.
@@ -108,9 +112,10 @@ class Worker:
             self.stage.backward_weights(m)
             for end in self.hooks.backward_weights_end:
                 end(self.index, m)
-            self._finish()
+            self.count_and_update()
 
-    def _finish(self) -> None:
+    def count_and_update(self) -> None:
+        """Count a microbatch whose backward has run, and update every k microbatches."""
         self.t += 1
         if self.t % self.stage.k == 0:
             self.update(self.t)

@@ -167,6 +167,7 @@ class PeriodicRounds(Generic[T]):
 
     Attributes:
         period: Microbatches in one period of the steady state.
+        length: Rounds in one period, once they are known.
         body: Rounds of one period, once they are known.
         start_of_body: Number of the first round after the period before ``body``.
         repeats: Number of times that they are repeated.
@@ -175,7 +176,7 @@ class PeriodicRounds(Generic[T]):
     def __init__(self, timetable: Timetable, period: int, convert: Callable[[Round], T]) -> None:
         self._timetable, self._convert, self.period = timetable, convert, period
         self.body: list[T] = []
-        self.repeats = self.start_of_body = 0
+        self.repeats = self.start_of_body = self.length = 0
 
     def __iter__(self) -> Iterator[tuple[int, T]]:
         return self.iterate(lambda remaining: remaining)
@@ -215,7 +216,7 @@ class PeriodicRounds(Generic[T]):
             if timetable.forwards[0] >= since + self.period:
                 before, state = state, timetable.state()
                 if timetable.forwards[0] == since + self.period and all(map(np.array_equal, before, state)):
-                    self.body, self.start_of_body = rounds, start
+                    self.body, self.start_of_body, self.length = rounds, start, timetable.now - start
                     return
                 since, rounds, start = timetable.forwards[0], [], timetable.now
 

@@ -20,7 +20,7 @@ from petra.plan.steady import SteadyState, run_until_steady, steady_state
 from petra.plan.transport import simulated_transport
 from tests.plan.test_schedule import random_case
 
-Case = tuple[list[StageCost], Method, int, list[range], list[Connection], str]
+Case = tuple[list[StageCost], Method, int, list[range], list[Connection], str, bool]
 
 
 @st.composite
@@ -48,15 +48,32 @@ def pipelines(draw: st.DrawFn) -> Case:
     processes = [range(a, b) for a, b in zip([0, *cuts], [*cuts, stages], strict=True)]
     link = st.builds(Link, bandwidth=st.sampled_from([5.0, 40.0, float("inf")]), latency=st.sampled_from([0.0, 0.3, 1.7]))
     links = [Connection(draw(link), draw(link)) for _ in processes[1:]]
-    return costs, method, draw(st.integers(1, 4)), processes, links, draw(st.sampled_from(["edge", "lockstep"]))
+    return (
+        costs,
+        method,
+        draw(st.integers(1, 4)),
+        processes,
+        links,
+        draw(st.sampled_from(["edge", "lockstep"])),
+        draw(st.booleans()),
+    )
 
 
 def simulated_period(case: Case) -> float | None:
     """Return the time per microbatch of a long simulation in which it repeats, or None if it doesn't yet."""
-    costs, method, k, processes, links, transport = case
+    costs, method, k, processes, links, transport, overlap = case
     delays = method.delays(len(costs), k)
     count = 30 * k + 4 * max(delays) + 60
-    intervals = simulate(costs, method, k, count, processes=processes, link=links, transport=transport)  # type: ignore[arg-type]
+    intervals = simulate(
+        costs,
+        method,
+        k,
+        count,
+        processes=processes,
+        link=links,
+        transport=transport,  # type: ignore[arg-type]
+        overlap=overlap,
+    )
     kinds = (Kind.BACKWARD, Kind.BACKWARD_WEIGHTS, Kind.UPDATE)
     done = {i.microbatch: i.stop for i in intervals if i.stage == 0 and i.kind in kinds}
     times = [done[m] for m in range(count // k * k - (0 if method.flush else k * -(-max(delays) // k)))]
@@ -73,8 +90,17 @@ def simulated_period(case: Case) -> float | None:
 def test_period_is_that_of_a_long_simulation(case: Case) -> None:
     expected = simulated_period(case)
     assume(expected is not None)
-    costs, method, k, processes, links, transport = case
-    found = predict(costs, method, k, processes=processes, link=links, transport=transport)  # type: ignore[arg-type]
+    costs, method, k, processes, links, transport, overlap = case
+    found = predict(
+        costs,
+        method,
+        k,
+        processes=processes,
+        link=links,
+        transport=transport,
+        overlap=overlap,  # type: ignore[arg-type]
+    )
+    assert found.compute <= found.period * (1 + 1e-9)
     assert found.period == pytest.approx(expected, rel=1e-9)
 
 

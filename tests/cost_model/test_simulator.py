@@ -184,3 +184,15 @@ def test_every_process_does_one_thing_at_a_time(transport: str) -> None:
 def test_delays_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"method\.delay"):
         predict([NOTHING] * 4, Method("x", (1, 2), Keep.NOTHING))
+
+
+@pytest.mark.parametrize("transport", ["edge", "lockstep"])
+def test_forward_beside_backward_takes_three_units(transport: str) -> None:
+    """Table 1 of PETRA: the last stage stores its graph, and the others run B (3 units) beside F (1 unit)."""
+    costs = [NOTHING] * 5 + [GRAPH]
+    settings = {"transport": transport, "overlap": True}
+    assert predict(costs, METHODS["petra"], **settings).period == pytest.approx(3)  # type: ignore[arg-type]
+    half = Method("half", 1, Keep.NOTHING)
+    assert predict(costs, half, **settings).period == predict(costs, half, transport=transport).period  # type: ignore[arg-type]
+    late = predict(costs, METHODS["petra"], link=Link(latency=1.5), **settings).period  # type: ignore[arg-type]
+    assert 3 < late <= 5

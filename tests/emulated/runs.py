@@ -39,6 +39,7 @@ NETS: Mapping[str, tuple[Callable[[], Model], Callable[[], Any]]] = {
     "mixed": (lambda: mixed_net(dtype=torch.float32), lambda: _images(8)),
     "dropout": (lambda: mixed_net(dropout=0.1, dtype=torch.float32), lambda: _images(8)),
     "revnet18": (lambda: MODELS["revnet18"](5, width=0.125), lambda: _images(16)),
+    "revnet50": (lambda: MODELS["revnet50"](5, width=0.125), lambda: _images(16)),
     "abn": (lambda: MODELS["revnet18"](5, width=0.125, norm="inplace_abn"), lambda: _images(16)),
     "irevnet": (lambda: MODELS["irevnet163"](5, width=0.25), lambda: _images(8)),
     "resnet18": (lambda: MODELS["resnet18"](5, width=0.125), lambda: _images(16)),
@@ -60,6 +61,7 @@ class Case:
         arguments: Further arguments of the pipeline.
         numerics: Arguments of :class:`petra.Numerics`.
         transport: Transport between processes.
+        runtime: Further arguments of :class:`petra.Runtime`.
         refetch: Whether the first block fetches its input again.
     """
 
@@ -71,6 +73,7 @@ class Case:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     numerics: Mapping[str, Any] = field(default_factory=dict)
     transport: Any = "auto"
+    runtime: Mapping[str, Any] = field(default_factory=dict)
     refetch: bool = False
 
     def pipeline(self, device: str | torch.device) -> Pipeline:
@@ -84,7 +87,7 @@ class Case:
             optimizer=OPTIMIZERS[self.optimizer],
             learning_rate=lambda t: 0.01,
             numerics=Numerics(**self.numerics),
-            runtime=Runtime(device, self.transport if dist.is_initialized() else "auto", refetch=self.refetch),
+            runtime=Runtime(device, self.transport if dist.is_initialized() else "auto", refetch=self.refetch, **self.runtime),
             **self.arguments,
         )
 

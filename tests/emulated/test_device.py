@@ -266,3 +266,39 @@ def test_faults_strike_at_their_launch(fault: str, status: int | None) -> None:
 def test_the_device_comes_before_torch() -> None:
     with pytest.raises(RuntimeError, match="before torch is imported"):
         emulated.install(Options())
+
+
+def forbidden(what: str) -> str:
+    """Do something during a capture that CUDA forbids; return the error."""
+    x, side, graph = torch.ones(4, device="cuda"), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    generator = torch.cuda.default_generators[0]
+
+    def outside() -> None:
+        with torch.cuda.stream(torch.cuda.default_stream()):
+            x * 2
+
+    def unjoined() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x * 2
+
+    actions: dict[str, Callable[[], object]] = {
+        "reads": lambda: x.tolist(),
+        "synchronizes": torch.cuda.synchronize,
+        "seeds": lambda: generator.manual_seed(1),
+        "reads the generator": generator.get_state,
+        "pins": lambda: torch.ones(4).pin_memory(),
+        "allocates outside": outside,
+        "leaves work unjoined": unjoined,
+    }
+    with pytest.raises(RuntimeError) as caught, torch.cuda.graph(graph):
+        actions[what]()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "what", ["reads", "synchronizes", "seeds", "reads the generator", "pins", "allocates outside", "leaves work unjoined"]
+)
+def test_what_a_capture_forbids_is_an_error(what: str) -> None:
+    expected = "unjoined" if what == "leaves work unjoined" else "capturing"
+    assert expected in run(forbidden, what)[0]

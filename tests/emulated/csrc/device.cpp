@@ -14,9 +14,29 @@ using c10::Device;
 using c10::DeviceIndex;
 using c10::DeviceType;
 
+namespace {
+
+// A generator whose state the host can't use during a capture, as CUDA's
+struct DeviceGenerator final : at::CPUGeneratorImpl {
+  void set_current_seed(uint64_t seed) override {
+    forbid_in_capture("seeding a generator");
+    at::CPUGeneratorImpl::set_current_seed(seed);
+  }
+  void set_state(const c10::TensorImpl& state) override {
+    forbid_in_capture("setting the state of a generator");
+    at::CPUGeneratorImpl::set_state(state);
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    forbid_in_capture("reading the state of a generator");
+    return at::CPUGeneratorImpl::get_state();
+  }
+};
+
+}  // namespace
+
 at::Generator& default_generator(int device) {
   static auto* all = new std::vector<at::Generator>;
-  while (int(all->size()) <= device) all->push_back(at::detail::createCPUGenerator());
+  while (int(all->size()) <= device) all->push_back(at::make_generator<DeviceGenerator>());
   return (*all)[device];
 }
 

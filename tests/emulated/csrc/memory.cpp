@@ -33,6 +33,7 @@ struct Cache {
   std::mutex mutex;
   std::map<Key, std::vector<Block*>> free;
   std::vector<std::pair<Block*, std::vector<Mark>>> pending;  // freed, but used by other streams until the marks
+  std::vector<Block*> elsewhere;  // freed while another stream was current: their stream may reuse them when it allocates next
   Usage usage[DEVICES];
 };
 Cache& cache() {
@@ -49,6 +50,18 @@ void offer(Block* block) {
   if (block->graph && block->graph == block->stream->graph) block->stream->submit("free", job);
   else block->stream->submit_now("free", job);
   cache().free[{block->stream, block->graph, block->bytes}].push_back(block);
+}
+
+void offer_freed_elsewhere(Stream* stream) {
+  auto& blocks = cache().elsewhere;
+  for (size_t i = 0; i < blocks.size();) {
+    if (stream && blocks[i]->stream != stream) {
+      i++;
+      continue;
+    }
+    offer(blocks[i]);
+    blocks.erase(blocks.begin() + i);
+  }
 }
 
 void collect() {
@@ -73,7 +86,8 @@ void release(void* context) {
   std::vector<Mark> marks;
   for (auto* user : block->users) marks.push_back(record(*user));
   block->users.clear();
-  if (marks.empty()) offer(block);
+  if (marks.empty() && block->stream == &current_stream(block->stream->device)) offer(block);
+  else if (marks.empty()) cache().elsewhere.push_back(block);
   else cache().pending.emplace_back(block, std::move(marks));
 }
 
@@ -82,9 +96,11 @@ struct DeviceAllocator final : c10::Allocator {
     c10::Device device(c10::DeviceType::CUDA, device_now);
     if (size == 0) return {nullptr, device};
     auto& stream = current_stream(device_now);
+    if (!stream.graph) forbid_in_capture("an allocation outside of the graph's pool");
     auto bytes = (size + ROUND - 1) / ROUND * ROUND;
     std::lock_guard<std::mutex> lock(cache().mutex);
     collect();
+    offer_freed_elsewhere(&stream);
     auto& used = cache().usage[device_now];
     auto& free = cache().free[{&stream, stream.graph, bytes}];
     Block* block;
@@ -147,6 +163,7 @@ struct PinnedAllocator final : c10::Allocator {
   }
   c10::DataPtr allocate(size_t size) override {
     c10::Device cpu(c10::DeviceType::CPU);
+    forbid_in_capture("an allocation of pinned memory");
     auto bytes = std::max<size_t>((size + ROUND - 1) / ROUND * ROUND, ROUND);
     std::lock_guard<std::mutex> lock(pinned().mutex);
     for (auto& [data, block] : pinned().blocks)
@@ -210,6 +227,7 @@ void empty_cache() {
   synchronize_device(-1, "empty_cache");
   std::lock_guard<std::mutex> lock(cache().mutex);
   collect();
+  offer_freed_elsewhere(nullptr);
   synchronize_device(-1, "empty_cache");
   for (auto found = cache().free.begin(); found != cache().free.end();) {
     if (std::get<1>(found->first)) {  // a graph may be replayed

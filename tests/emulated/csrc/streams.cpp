@@ -94,7 +94,7 @@ void Stream::loop() {
 uint64_t Stream::submit(const char* what, Job job, Job prepare) {
   check_failure();
   if (graph) {
-    graph->add(what, std::move(job), std::move(prepare));
+    graph->add(*this, what, std::move(job), std::move(prepare));
     return 0;
   }
   return submit_now(what, std::move(job));
@@ -156,7 +156,7 @@ Mark record(Stream& stream) {
 
 void wait_for(Stream& stream, const Mark& mark) {
   if (mark.graph) {  // the waiting stream joins the capture, which records jobs in the order of their submission
-    mark.graph->join(stream);
+    mark.graph->join(stream, mark.stream);
     return;
   }
   if (!mark.stream || mark.stream == &stream || mark.done()) return;
@@ -245,13 +245,20 @@ void on_sync(const char* kind, const std::string& what) {
   if (state().handler) state().handler(kind, what);
 }
 
+thread_local bool captures_here = false;
+
 void Graph::begin(Stream& stream) {
+  if (stream.id == 0) throw std::runtime_error("CUDA error: operation not permitted on the default stream (capture)");
   nodes_.clear();
+  unjoined_.clear();
   state().captures++;
+  captures_here = true;
+  origin_ = &stream;
   join(stream);
 }
 
-void Graph::join(Stream& stream) {
+void Graph::join(Stream& stream, Stream* other) {
+  if (other && &stream == origin_) unjoined_.erase(other);
   if (stream.graph == this) return;
   if (stream.graph) throw std::runtime_error("CUDA error: a stream can't be captured by two graphs");
   stream.graph = this;
@@ -263,9 +270,18 @@ void Graph::end(Stream& stream) {
   for (auto* joined : streams_) joined->graph = nullptr;
   streams_.clear();
   state().captures--;
+  captures_here = false;
+  if (!unjoined_.empty()) throw std::runtime_error("CUDA error: capturing stream has unjoined work (" + (*unjoined_.begin())->name + ")");
 }
 
-void Graph::add(const char* what, Job job, Job prepare) { nodes_.push_back({what, std::move(job), std::move(prepare)}); }
+void forbid_in_capture(const char* what) {
+  if (captures_here) throw std::runtime_error(std::string("CUDA error: operation not permitted when stream is capturing (") + what + ")");
+}
+
+void Graph::add(Stream& stream, const char* what, Job job, Job prepare) {
+  if (&stream != origin_) unjoined_.insert(&stream);
+  nodes_.push_back({what, std::move(job), std::move(prepare)});
+}
 
 void Graph::replay(Stream& stream) {
   count_launch(stream.device, "graph");

@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -119,15 +120,20 @@ class Graph {
   void begin(Stream& stream);
   void end(Stream& stream);
   void replay(Stream& stream);
-  void add(const char* what, Job job, Job prepare);
-  void join(Stream& stream);
+  void add(Stream& stream, const char* what, Job job, Job prepare);
+  // `stream` waits for what `other`, which is captured, has recorded.
+  void join(Stream& stream, Stream* other = nullptr);
 
  private:
   struct Node { const char* what; Job job, prepare; };
   std::vector<Node> nodes_;
   std::vector<Stream*> streams_;
+  Stream* origin_ = nullptr;
+  std::set<Stream*> unjoined_;  // have recorded jobs for which the first stream does not wait
 };
 bool capturing();
+// Raise an error if the calling thread captures a graph.
+void forbid_in_capture(const char* what);
 
 // Everything that is under way, for messages about deadlocks.
 std::string dump();

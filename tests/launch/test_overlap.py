@@ -1,0 +1,46 @@
+"""Overlap, streams and graphs in configurations, in the plan of machines, and in the first line of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from launch.plan import predict_method
+from launch.run.folder import headline
+from petra import METHODS, ConfigError
+from petra.cost_model.autotune import BlockCost
+from petra.cost_model.links import Link
+from petra.cost_model.machines import Machines
+from tests.launch.test_launch import planned
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("trainer.overlap=true", "method=1f1b"), r"trainer\.overlap: expected false unless a boundary .* d >= 2, got true with"),
+        (("trainer.overlap=true", "trainer.exact_streams=true"), r"trainer\.exact_streams: expected false with trainer\.overlap"),
+        (("trainer.stage_streams=true",), r"trainer\.stage_streams: expected false on the CPU"),
+        (("trainer.cuda_graphs=auto",), r"trainer\.cuda_graphs: expected false on the CPU, got auto"),
+        (("trainer.cuda_graphs=true",), r"trainer\.cuda_graphs: expected false or auto, got true"),
+    ],
+)
+def test_settings_that_are_refused(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planned(*overrides)
+
+
+def test_the_first_line_names_the_stages_that_overlap() -> None:
+    assert "; forward beside backward at stages 1–9 of 10" in headline(planned("trainer.overlap=true"))
+    assert "beside" not in headline(planned())
+
+
+def test_the_plan_of_machines_knows_overlap() -> None:
+    blocks = [BlockCost(f"b{i}", True, 1.0, 3.0, 1.0, 2.0, 0.0, 8, 8, 8, 4) for i in range(4)]
+    machines = Machines.equal(4, Link(1e12, 0.0), float("inf"))
+    turns, beside = (
+        predict_method(blocks, METHODS["petra"], 2, machines, "auto", overlap=overlap).prediction.period
+        for overlap in (False, True)
+    )
+    assert turns == pytest.approx(4)
+    assert beside == pytest.approx(4)  # the last block is reversible, so the last stage needs F + B = 4 in turn
+    last = [*blocks[:3], BlockCost("head", False, 1.0, 3.0, 1.0, 2.0, 0.0, 8, 8, 8, 4)]
+    assert predict_method(last, METHODS["petra"], 2, machines, "auto", overlap=True).prediction.period == pytest.approx(3)
