@@ -106,7 +106,7 @@ def measure(rank: int, folder: str, processes: int, options: argparse.Namespace)
 
 
 def main() -> None:
-    parser = benchmark_parser(__doc__, 5, "predictions and runs of each case")
+    parser = benchmark_parser(__doc__, 3, "predictions and runs of each case")
     parser.add_argument("--model", default="revnet18", choices=MODELS, metavar="NAME", help="name of a model")
     parser.add_argument("--width", type=float, default=0.5, help="factor of the number of channels")
     parser.add_argument("--batch", type=int, default=16, help="images per microbatch")

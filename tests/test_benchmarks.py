@@ -142,3 +142,20 @@ def test_parts_of_a_backward_are_timed() -> None:
     stage = Stage([coupling(4)], [Keep.NOTHING], first_block=1, channels_last=True, split=True)
     stage.forward(1, (torch.randn(2, 4, 5, 5), torch.randn(2, 4, 5, 5)))
     assert split_backward.seconds(stage, 4, 5, 2) > 0
+
+
+@pytest.mark.processes
+def test_plans_are_compared_with_runs_in_two_processes(tmp_path: Path) -> None:
+    found, _ = run_processes(2, compare_plans, tmp_path)
+    assert set(found) == set(SOME_CASES)
+    assert all(len(values) == 1 and values[0] > 0 for figures in found.values() for values in figures.values())
+
+
+SOME_CASES = ("petra, d = 2, lockstep", "zb_h1")
+
+
+def compare_plans(rank: int) -> dict[str, dict[str, list[float]]]:
+    options = argparse.Namespace(model="revnet18", width=1 / 16, batch=2, k=2, microbatches=4, rounds=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_check, "CASES", {name: plan_check.CASES[name] for name in SOME_CASES})
+        return plan_check.compare(options)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from ctypes import string_at
 
 import torch
 from torch import Tensor, nn
@@ -67,15 +67,15 @@ class seeded:
         if watch is not None:
             ends = [generator.get_state() for generator in self._generators]
             begins = [generator.manual_seed(self._seed).get_state() for generator in self._generators]
-            watch.drew |= [_values(state) for state in begins] != [_values(state) for state in ends]
+            watch.drew |= list(map(_bytes, begins)) != list(map(_bytes, ends))
         for generator, state in zip(self._generators, self._states, strict=True):
             generator.set_state(state)
         _global_generators.release()
 
 
-def _values(state: Tensor) -> bytes:
-    """Return the values of a generator's state. An operation on it would fail beside fake tensors."""
-    return ctypes.string_at(state.data_ptr(), state.nbytes)
+def _bytes(state: Tensor) -> bytes:
+    """Return the bytes of a generator's state. FakeTensorMode allows no operation of torch on it."""
+    return string_at(state.data_ptr(), state.nbytes)
 
 
 class watch_draws:
