@@ -59,11 +59,11 @@ _LATE_BUCKETS = {  # the second replica starts its all-reduces at the end, and i
 """,
 }
 _BROADCAST = {
-    "            dist.all_reduce(joint, group=self.group)\n": """\
-            if dist.get_rank(self.group):
-                dist.broadcast(joint, group=self.group, group_src=0)
+    "            self.sums.start(joint)\n": """\
+            if dist.get_rank(group := self.sums._group):
+                dist.broadcast(joint, group=group, group_src=0)
             else:
-                dist.all_reduce(joint, group=self.group)
+                self.sums.start(joint)
 """
 }
 _SENDS_FIRST = {

@@ -75,7 +75,7 @@ def test_gradients_with_a_grid_equal_those_without() -> None:
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-8)
 
 
-@pytest.mark.parametrize("keep", Keep)
+@pytest.mark.parametrize("keep", [keep for keep in Keep if keep is not Keep.REFETCH])
 def test_a_stage_returns_its_input_bit_for_bit(keep: Keep) -> None:
     model = mixed_net(dropout=0.2, dtype=torch.float32)
     made = [model.build_block(i, 4) for i in range(5)]

@@ -208,7 +208,7 @@ def test_invalid_values(override: str, message: str) -> None:
         ("+trainer.epoch=3", "trainer.epoch: no such key; did you mean trainer.epochs?"),
         ("epochs=3", "epochs: no such key; did you mean trainer.epochs?"),
         ("modle=revnet18", "modle: no such key; did you mean model?"),
-        ("schedule.colour=red", "schedule.colour: no such key; expected name, warmup_epochs, milestones, gamma or power"),
+        ("schedule.colour=red", "schedule.colour: no such key; expected name, warmup_epochs, milestones, gamma, power or final"),
         ("model.width=wide", "model.width: expected null or a number, got wide"),
         ("optim.betas=[a]", "optim.betas[0]: expected null or a list of two numbers >= 0 and < 1, got a"),
         ("optim.betas=3", "optim.betas: expected null or a list of two numbers >= 0 and < 1, got int"),
@@ -446,7 +446,7 @@ def test_runs_are_compared_from_their_folders(tmp_path: Path, capsys: pytest.Cap
     ("overrides", "message"),
     [
         (["k=0"], "error: k: expected an integer >= 1, got 0"),
-        (["model=revnet99"], "error: model: expected gpt, gpt_4m, irevnet163, "),
+        (["model=revnet99"], "error: model: expected deeplabv3, gpt, gpt_4m, irevnet163, "),
         (["data=cifar10", "data.root=nowhere"], "data_batch_1: can't be read"),
     ],
     ids=["value", "composition", "data"],

@@ -197,5 +197,6 @@ def test_a_sweep_through_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert swept(*arguments) == 1
     assert "no such partition" in capsys.readouterr().err
     (tools / "sbatch").unlink()
+    monkeypatch.setenv("PATH", str(tools))
     assert swept(*arguments) == 2
     assert "--slurm: expected a machine with Slurm, got one without the command sbatch" in capsys.readouterr().err
