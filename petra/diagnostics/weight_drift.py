@@ -68,7 +68,8 @@ class WeightDrift(Hook):
         """Return, for each stage j from 1 of this process, ``stage/<j>/staleness`` and ``stage/<j>/weight_drift``.
 
         ``staleness`` is the mean number of updates between forward and backward passes. ``weight_drift`` is the mean since the
-        last call, or the value before if nothing has been measured since.
+        last call, or the value before if nothing has been measured since. Checkpoints don't contain measurements, so the mean of an
+        epoch that a run resumes covers its rest.
         """
         rows: dict[str, float] = {}
         for j in self.pipeline.stages:
