@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from petra.engine.update_rules import UpdateRules
     from petra.errors import ConfigError, DataError, ModelError, NumericsError, PetraError, ScheduleError
     from petra.hooks import Hook
-    from petra.method import METHODS, Keep, Method, Weights
+    from petra.method import METHODS, Keep, Method, Split, Weights
     from petra.model import BlockSpec, Model
     from petra.pipeline import Pipeline
     from petra.plan import Plan, make_plan
