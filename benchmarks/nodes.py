@@ -24,18 +24,30 @@ def run_nodes(processes: str, arguments: Sequence[str], timeout: float | None = 
     Raises:
         subprocess.TimeoutExpired: If a node still runs after ``timeout``. All nodes are terminated.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     nodes = processes.count(",") + 1
     environment = os.environ | {
         "NNODES": str(nodes),
         "NPROC_PER_NODE": processes,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
     }
     command = [sys.executable, "-m", "launch.node", *arguments]
-    agents = [subprocess.Popen(command, env=environment | {"NODE_RANK": str(rank)}) for rank in range(nodes)]
+    return statuses([subprocess.Popen(command, env=environment | {"NODE_RANK": str(rank)}) for rank in range(nodes)], timeout)
+
+
+def free_port() -> int:
+    """Return a port of this machine that no program listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def statuses(agents: Sequence[subprocess.Popen[bytes]], timeout: float | None) -> list[int]:
+    """Wait for the agents of all nodes, and return their exit statuses. No agent is left running.
+
+    Raises:
+        subprocess.TimeoutExpired: If an agent still runs after ``timeout`` seconds.
+    """
     try:
         return [agent.wait(timeout) for agent in agents]
     finally:

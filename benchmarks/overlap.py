@@ -13,8 +13,8 @@ from functools import partial
 
 import torch
 
-from benchmarks.one_process import pipelined
-from benchmarks.report import alternate, benchmark_parser, machine, ratio, save, spread, table
+from benchmarks.one_process import model_parser, pipelined
+from benchmarks.report import alternate, machine, ratio, save, spread, table
 from benchmarks.two_stages import Noise, sgd
 from petra import METHODS, Pipeline, TensorSpec
 from petra.cost_model.autotune import tune
@@ -25,13 +25,8 @@ from petra.settings import Numerics, Runtime
 
 
 def main() -> None:
-    parser = benchmark_parser(__doc__, 9)
-    parser.add_argument("--model", default="revnet18", choices=MODELS, metavar="NAME", help="name of a model")
-    parser.add_argument("--width", type=float, default=0.25, help="factor of the number of channels")
-    parser.add_argument("--batch", type=int, default=64, help="images per microbatch")
-    parser.add_argument("--k", type=int, default=4, help="microbatches per update")
+    parser = model_parser(__doc__)
     parser.add_argument("--bf16", action="store_true", help="compute in bf16 instead of float32")
-    parser.add_argument("--microbatches", type=int, default=21, help="microbatches of one round of one contestant")
     options = parser.parse_args()
 
     model, autocast = MODELS[options.model](10, width=options.width), torch.bfloat16 if options.bf16 else None

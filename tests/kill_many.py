@@ -13,7 +13,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from benchmarks.nodes import free_port
 from petra.training.checkpoint import LATEST, checkpoints, verify
 from tests.support.forked import Forked, used
 
@@ -191,9 +191,7 @@ def under_torchrun(
 
 def start_agents(place: Path, agents: int) -> list[subprocess.Popen[str]]:
     """Start agents that share :data:`WORLD` processes. Each restarts its own after a failure, and all after one of another's."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3", "--nproc-per-node", str(WORLD // agents)]
     command += ["--nnodes", str(agents), "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", place.name]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}

@@ -15,7 +15,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.nodes import free_port, statuses
 from tests.commands import ROOT
 
 
@@ -101,9 +101,7 @@ def run(nodes: Sequence[Container], folder: Path, overrides: Sequence[str], time
     Raises:
         subprocess.TimeoutExpired: If a node still runs after ``timeout`` seconds.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     here = {node.name: "127.0.0.1" for node in nodes}
     agents = []
     for node in nodes:
@@ -113,12 +111,7 @@ def run(nodes: Sequence[Container], folder: Path, overrides: Sequence[str], time
         python, *words = node.command
         assert python == "python3"
         agents.append(subprocess.Popen([sys.executable, *words, *overrides], cwd=folder, env=variables))
-    try:
-        return [agent.wait(timeout) for agent in agents]
-    finally:
-        for agent in agents:
-            agent.terminate()
-            agent.wait()
+    return statuses(agents, timeout)
 
 
 def main() -> None:
