@@ -85,7 +85,7 @@ class Suite:
         """Wait until a condition holds."""
         deadline = time.monotonic() + PATIENCE
         while not reached():
-            assert time.monotonic() < deadline, self.log(name)
+            assert time.monotonic() < deadline, self.log(name) + self.cluster.call("squeue", "--long")
             time.sleep(POLL)
 
     def until_saved(self, name: str, number: int = 2) -> None:

@@ -35,6 +35,7 @@ pytestmark = pytest.mark.usefixtures("shared_profiles")
 
 ROOT = Path(__file__).parents[2]
 ALONE = Process(rank=0, world=1, local_rank=0, local_world=1)
+SEGMENTATION = ("segmentation", "camvid", "cityscapes", "vistas", "cocostuff")
 TINY = ["data=synthetic", "data.images=64", "data.batch_size=8", "model.width=0.0625", "trainer.epochs=1", "trainer.device=cpu"]
 
 
@@ -66,6 +67,10 @@ def test_every_file_of_every_group_works(group: Path) -> None:
     elif group.stem == "own":
         with pytest.raises(ConfigError, match=rf"{group.parent}\.name: expected .* or module:function, got nothing"):
             planned(f"{group.parent}=own")
+    elif group.parent.name == "data" and group.stem in SEGMENTATION:
+        assert planned(f"data={group.stem}", "model=deeplabv3").plan.inputs.shape[1] == 3
+    elif group.stem == "deeplabv3":
+        assert planned("data=segmentation", "model=deeplabv3").plan.inputs == TensorSpec((8, 3, 512, 512), torch.float32)
     elif group.parent.name == "data" and group.stem in ("text", "tokens"):
         assert planned(f"data={group.stem}", "model=revgpt").plan.inputs.dtype == torch.int64
     elif "gpt" in group.stem:
@@ -144,7 +149,7 @@ def test_precision_and_stages() -> None:
         ("seed=-1", "seed: expected an integer >= 0, got -1"),
         (
             "data.name=mnist",
-            "data.name: expected digits, cifar10, .*, synthetic, text, tokens or module:function, got mnist",
+            "data.name: expected digits, cifar10, .*, synthetic, .*, text, tokens or module:function, got mnist",
         ),
         ("data.batch_size=0", "data.batch_size: expected an integer from 1 to 1000000, got 0"),
         ("data.size=0", "data.size: expected an integer from 1 to 1000000, got 0"),
