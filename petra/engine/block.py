@@ -124,6 +124,12 @@ class BlockRunner(ABC):
             dy: Gradient with respect to the output.
         """
 
+    def begin_update(self) -> None:
+        """Prepare for an optimizer step."""
+        self.versions.before_update()
+        for function in {self.function, self.forward_function}:
+            function.begin_update()
+
     def replay(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
         """Run the forward pass of microbatch ``m`` again; nothing is stored or updated."""
         with self.function.frozen_statistics():
@@ -289,6 +295,7 @@ def block_runner(
     grid: Grid | None = None,
     split: bool = False,
     fetch: Fetch | None = None,
+    cast_once: bool = False,
 ) -> BlockRunner:
     """Return the runner of a block.
 
@@ -306,10 +313,11 @@ def block_runner(
         grid: Grid for exact streams, or None.
         split: As for :class:`BlockRunner`.
         fetch: Returns the block's input for a microbatch again; for ``Keep.REFETCH``.
+        cast_once: As for :class:`petra.engine.block_function.BlockFunction`.
     """
     graphs = None if pools is None or keep is Keep.GRAPH else BlockGraphs(module, pools)
     kinds: dict[Keep, type[BlockRunner]] = {kind.keep: kind for kind in (KeepGraph, Recompute, Refetch, Reconstruct)}
-    function = BlockFunction(module, seed=seed, autocast=autocast, grid=grid)
+    function = BlockFunction(module, seed=seed, autocast=autocast, grid=grid, cast_once=cast_once)
     versions = weight_versions(function.parameters, weights, keeps_graph=keep is Keep.GRAPH, k=k)
     runner = kinds[keep](
         function,
