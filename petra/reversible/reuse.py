@@ -7,6 +7,8 @@ from torch import Tensor
 from petra.torch_private import ONE_HOLDER
 
 Holders = tuple[int, int, int] | None
+SMALL = 2**14
+"""Elements up to which allocating memory takes less time than finding out whether it can be saved."""
 
 
 def can_hold_sum(held: Holders, term: Tensor, other: Tensor) -> bool:

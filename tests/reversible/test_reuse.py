@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from petra.reversible import Coupling, ReversibleSequence
+from petra.reversible import Coupling, ReversibleSequence, coupling
+
+
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reuse the memory of small tensors too."""
+    monkeypatch.setattr(coupling, "SMALL", 0)
 
 
 class Function(nn.Module):
