@@ -177,7 +177,8 @@ def make_plan(
         require(keeps == blocks, "method.keep", f"one value, or {blocks}, one per block", f"{keeps} values")
     method.check(delays, k, autocast=numerics.autocast is not None)
     boundary_delays = method.boundary_delays(count - 1)[: count - 1]
-    stage_plans = tuple(_stage_plan(layout, method, k, delays, j) for j in range(count))
+    lags, splits = method.lags(delays), method.splits(layout.processes)
+    stage_plans = tuple(_stage_plan(layout, method, k, delays, j, lags[j], splits[j]) for j in range(count))
     stage_plans = (_with_refetch(stage_plans[0]), *stage_plans[1:]) if refetch else stage_plans
     plan = Plan(
         model=model,
@@ -210,8 +211,8 @@ def _named_method(method: str | Method) -> Method:
     return METHODS[method]
 
 
-def _stage_plan(layout: Layout, method: Method, k: int, delays: Sequence[int], j: int) -> StagePlan:
-    blocks, delay, lag = layout.stages[j], delays[j], method.lags(delays)[j]
+def _stage_plan(layout: Layout, method: Method, k: int, delays: Sequence[int], j: int, lag: int, split: bool) -> StagePlan:
+    blocks, delay = layout.stages[j], delays[j]
     profiles = tuple(layout.profiles[b] for b in blocks)
     last = j == len(delays) - 1 and delay == 0
     nothing_to_stash = method.weights is Weights.STASHED and delay == 0
@@ -225,7 +226,7 @@ def _stage_plan(layout: Layout, method: Method, k: int, delays: Sequence[int], j
         delay=delay,
         in_flight=in_flight(delay + lag, k, method.flush),
         staleness=method.staleness(delay, k),
-        split=method.splits(layout.processes)[j],
+        split=split,
         lag=lag,
     )
 
