@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -177,8 +177,7 @@ def make_plan(
         require(keeps == blocks, "method.keep", f"one value, or {blocks}, one per block", f"{keeps} values")
     method.check(delays, k, autocast=numerics.autocast is not None)
     boundary_delays = method.boundary_delays(count - 1)[: count - 1]
-    lags, splits = method.lags(delays), method.splits(layout.processes)
-    stage_plans = tuple(_stage_plan(layout, method, k, delays, j, lags[j], splits[j]) for j in range(count))
+    stage_plans = tuple(_stage_plans(layout, method, k, delays))
     stage_plans = (_with_refetch(stage_plans[0]), *stage_plans[1:]) if refetch else stage_plans
     plan = Plan(
         model=model,
@@ -209,6 +208,11 @@ def _named_method(method: str | Method) -> Method:
     if method not in METHODS:
         raise invalid("method", alternatives(METHODS), method)
     return METHODS[method]
+
+
+def _stage_plans(layout: Layout, method: Method, k: int, delays: Sequence[int]) -> Iterator[StagePlan]:
+    for j, (lag, split) in enumerate(zip(method.lags(delays), method.splits(layout.processes), strict=True)):
+        yield _stage_plan(layout, method, k, delays, j, lag, split)
 
 
 def _stage_plan(layout: Layout, method: Method, k: int, delays: Sequence[int], j: int, lag: int, split: bool) -> StagePlan:
