@@ -1,7 +1,7 @@
 """A process with the emulated device, torch and petra imported. It forks the processes of a test, which then start in milliseconds.
 
-``python -m tests.emulated.server SOCKET [petra]``: it listens on a Unix socket until its stdin is closed. For each connection it forks
-a process, which reads requests and answers each with a line. :mod:`tests.emulated.processes` is its client.
+``python -m tests.emulated.server SOCKET [petra]`` listens on a Unix socket until its stdin is closed. For each connection it
+forks a process that reads requests and answers each with a line. :mod:`tests.emulated.processes` is its client.
 """
 
 from __future__ import annotations
