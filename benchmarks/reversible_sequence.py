@@ -2,8 +2,8 @@
 
 python -m benchmarks.reversible_sequence --out runs/reversible_sequence.json
 
-Measures CPU time and peak memory of a training step at each depth, after checking in float64 that all gradients are equal. Libraries
-that aren't installed are listed and skipped (``pip install --no-deps revtorch revlib memcnn``).
+Measures CPU time and peak memory of a training step at each depth, after checking in float64 that all gradients are equal.
+Libraries that aren't installed are listed and skipped (``pip install --no-deps revtorch revlib memcnn``).
 """
 
 from __future__ import annotations
