@@ -1,11 +1,12 @@
 """Runs on two hosts with a shared folder: an interrupted link, a second job, a killed agent, and restarts by torchrun.
 
 Run ``python -m tests.two_hosts`` as root. The hosts are two network namespaces of this machine with two processes each, joined by a
-virtual Ethernet link (Linux, iproute2, nftables).
+virtual Ethernet link (Linux, iproute2).
 
-The link is interrupted in two ways: one end goes down, or all packets are dropped silently. Both sides must end by themselves with
-an error within the timeout. If one host's agent is killed, the processes of both hosts must end by themselves, too. The same
-commands must then resume the run to the same weights and metrics as an uninterrupted run. A second job that starts with the folder
+The link is interrupted in two ways: one end goes down, or all packets of the second host are lost silently, because they have a
+wrong hardware address. Both sides must end by themselves with an error within the timeout. If one host's agent is killed, the
+processes of both hosts must end by themselves, too. The same commands must then resume the run to the same weights and metrics as
+an uninterrupted run. A second job that starts with the folder
 of a running one must be refused on both hosts, without effect on the first. If a process is killed under torchrun with
 --max-restarts, the agents of both hosts must restart the run, to the same weights and metrics.
 """
@@ -33,10 +34,12 @@ END_SECONDS = 15
 """Seconds in addition to trainer.timeout that the processes of a host and torchrun may take to end."""
 PATIENCE = 600
 """Seconds that any other step may take."""
-DROP = "table inet interrupt { chain input { type filter hook input priority 0; policy accept; iif eth0 drop; }; }"
 INTERRUPTIONS = {
     "down": ("ip link set eth0 down", "ip link set eth0 up"),
-    "drop": (f"nft {DROP}", "nft delete table inet interrupt"),
+    "drop": (
+        f"ip neighbour replace {ADDRESSES[0]} lladdr 02:00:00:00:00:01 dev eth0 nud permanent",
+        f"ip neighbour delete {ADDRESSES[0]} dev eth0",
+    ),
 }
 """Commands that interrupt and restore the link, on the second host."""
 RESTARTS = (
