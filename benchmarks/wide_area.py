@@ -202,7 +202,7 @@ def table(rows: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = benchmark_parser(__doc__, 3, "measured runs of each setting")
+    parser = benchmark_parser(__doc__, 1, "measured runs of each setting")
     parser.add_argument("--rate", type=float, default=1.0, help="gigabits per second")
     parser.add_argument("--delay", type=float, default=20.0, help="milliseconds that a packet travels in one direction")
     parser.add_argument("--loss", type=float, default=0.0, help="probability that a packet is lost")
@@ -219,7 +219,7 @@ def main() -> None:
     )
     parser.add_argument("--wires", type=lambda text: text.split(","), default="float32,bf16", help="types of messages")
     parser.add_argument("--k", type=int, default=4, help="microbatches per update at the largest batch; more at smaller ones")
-    parser.add_argument("--microbatches", type=int, default=24, help="microbatches of each run")
+    parser.add_argument("--microbatches", type=int, default=16, help="microbatches of each run")
     parser.add_argument("--max-delay", type=int, default=8, help="largest delay of petra_fresh")
     parser.add_argument("--process", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
