@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shaped_link import only_one
 from tests.commands import ROOT
 from tests.kill_many import RUN, assert_same, assert_undamaged, children, results
 
@@ -51,21 +52,25 @@ RESTARTS = (
 
 @contextmanager
 def hosts() -> Iterator[None]:
-    """Create and join the namespaces. Remove them, with all their processes, at the end."""
-    try:
-        for host in HOSTS:
-            command(f"ip netns add {host}")
-        command(f"ip link add eth0 netns {HOSTS[0]} type veth peer name eth0 netns {HOSTS[1]}")
-        for host, address in zip(HOSTS, ADDRESSES, strict=True):
-            command(f"ip -n {host} address add {address}/24 dev eth0")
-            for link in ("lo", "eth0"):
-                command(f"ip -n {host} link set {link} up")
-        yield
-    finally:
-        for host in HOSTS:
-            inside = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout.split()
-            subprocess.run(["kill", "-9", *inside], stderr=subprocess.DEVNULL)
-            subprocess.run(["ip", "netns", "delete", host], stderr=subprocess.DEVNULL)
+    """Create and join the namespaces. Remove them, with all their processes, at the end.
+
+    If another process of this machine has such namespaces, wait for its end.
+    """
+    with only_one("petra-two-hosts"):
+        try:
+            for host in HOSTS:
+                command(f"ip netns add {host}")
+            command(f"ip link add eth0 netns {HOSTS[0]} type veth peer name eth0 netns {HOSTS[1]}")
+            for host, address in zip(HOSTS, ADDRESSES, strict=True):
+                command(f"ip -n {host} address add {address}/24 dev eth0")
+                for link in ("lo", "eth0"):
+                    command(f"ip -n {host} link set {link} up")
+            yield
+        finally:
+            for host in HOSTS:
+                inside = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout.split()
+                subprocess.run(["kill", "-9", *inside], stderr=subprocess.DEVNULL)
+                subprocess.run(["ip", "netns", "delete", host], stderr=subprocess.DEVNULL)
 
 
 def command(line: str, host: str | None = None) -> None:
