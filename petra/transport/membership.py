@@ -200,15 +200,19 @@ class Membership:
     def remaining(self, name: str, replicas: Sequence[int]) -> list[int]:
         """Return those of ``replicas`` whose counterpart of this process still takes part. All of them get the same answer.
 
+        Of two replicas that can't communicate, only one can remain: the same one for all pairs of their processes.
+
         Args:
             name: Name of the question, used once in a generation.
 
         Raises:
             CommunicationError: If the others have excluded this process.
         """
+        self._require_not_lost()  # a process that outlives its replica for a moment must not decide
         prefix, incarnations = f"{self.generation.number}/{name}", dict(self.generation.members)
         decision = f"{prefix}/decision"
-        if len(replicas) == 2:  # they can't communicate, so only one of them can remain
+        if len(replicas) == 2:
+            decision = f"{self.generation.number}/one of {sorted(replicas)}"
             alive = [(self.replica, self.liveness.incarnation)]
         else:
             self.store.set(f"{prefix}/{self.liveness.incarnation}/{self.process}", PRESENT)
