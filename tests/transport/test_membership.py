@@ -19,10 +19,11 @@ REPLICAS, PROCESSES = 2, 2
 def members() -> Iterator[list[list[Membership]]]:
     """Yield the memberships of each process of each replica, in the same generation."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
 
     def join(rank: int) -> Membership:
         replica, process = divmod(rank, PROCESSES)
-        liveness = Liveness("127.0.0.1", store.port, "run", f"replica {replica}", process, PROCESSES, 20)
+        liveness = Liveness("127.0.0.1", port, "run", f"replica {replica}", process, PROCESSES, 20)
         membership = Membership(replica, REPLICAS, liveness)
         membership.join()
         return membership
