@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -220,6 +220,11 @@ def _previous(process: Indices) -> tuple[Indices, Indices]:
     return before, wrapped
 
 
+def _phases(kinds: Iterable[tuple[Indices, int]]) -> Indices:
+    """Return the phases of all events: four in each round. A kind is the rounds of its events, and their place among the four."""
+    return np.concatenate([4 * rounds + place for rounds, place in kinds])
+
+
 def _edge_graph(steps: _Steps, boundary_delays: Indices) -> EventGraph:
     """Events: start of each step, its end after sending, the end of each transfer, and the end of each computation beside another.
 
@@ -252,7 +257,9 @@ def _edge_graph(steps: _Steps, boundary_delays: Indices) -> EventGraph:
         (wire[previous], wire, steps.transfer, previous_before),
         (start[steps.receiver[posted]], wire, steps.notice + steps.transfer, posted_before - steps.later[posted]),
     ]
-    return EventGraph.of(2 * count + messages + len(done), edges)
+    round_ = steps.steady.round
+    phases = (round_, round_, round_[steps.sender], round_[beside.step])
+    return EventGraph.of(_phases(zip(phases, (0, 2, 3, 1), strict=True)), edges)
 
 
 def _lockstep_graph(steps: _Steps) -> EventGraph:
@@ -303,4 +310,5 @@ def _lockstep_graph(steps: _Steps) -> EventGraph:
         (before[count + exchange[0]], wire, steps.transfer, wrapped[count + exchange[0]]),
         (before[count + exchange[1]], wire, steps.notice + steps.transfer, wrapped[count + exchange[1]]),
     ]
-    return EventGraph.of(len(clock) + messages + len(done), edges)
+    phases = (round_, exchange_round, round_[steps.sender], round_[beside.step])
+    return EventGraph.of(_phases(zip(phases, (1, 2, 3, 0), strict=True)), edges)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,8 @@ RELATIVE_ERROR = 1e-12
 FIRST_PASSES, STEP_COST = 3, 50
 """Work between two evaluations, in passes over all events; doubled each time that the second one finds no larger ratio. A step
 costs as much as some events, besides those that it looks at."""
+SMALLEST_PHASE = 8
+"""Events per phase, on average, from which on it pays to choose the first edges phase by phase."""
 
 
 @dataclass(frozen=True)
@@ -39,21 +42,24 @@ class EventGraph:
         sources: Events that an event waits for.
         seconds: Time from the source until the event can happen. Minus infinity for edges that fill up the array.
         repetitions: Number of repetitions by which the source is earlier than the event.
+        phase: Part of the repetition in which each event happens, an integer. Most edges of one repetition lead to later phases.
     """
 
     sources: Indices
     seconds: Values
     repetitions: Indices
+    phase: Indices
 
     @staticmethod
-    def of(events: int, edges: Sequence[Edges]) -> EventGraph:
-        """Return the graph of all ``edges``. Each event must be the target of one at least."""
+    def of(phase: Indices, edges: Sequence[Edges]) -> EventGraph:
+        """Return the graph of all ``edges``, given the phase of each event. Each event must be the target of one edge at least."""
+        events = len(phase)
         sources, targets, seconds, repetitions = (np.concatenate(parts) for parts in zip(*edges, strict=True))
         order = np.argsort(targets, kind="stable")
         targets = targets[order]
         slot = np.arange(len(targets)) - np.searchsorted(targets, targets)
         shape = (int(slot.max()) + 1, events)
-        graph = EventGraph(np.tile(np.arange(events), (shape[0], 1)), np.full(shape, -np.inf), np.zeros(shape, np.int64))
+        graph = EventGraph(np.tile(np.arange(events), (shape[0], 1)), np.full(shape, -np.inf), np.zeros(shape, np.int64), phase)
         graph.sources[slot, targets] = sources[order]
         graph.seconds[slot, targets] = seconds[order]
         graph.repetitions[slot, targets] = repetitions[order]
@@ -90,7 +96,7 @@ def maximum_cycle_ratio(graph: EventGraph) -> float:
     choices are evaluated again, which finds a cycle with a larger ratio if there is one.
     """
     outgoing = _outgoing(graph)
-    policy = _evaluate(graph, np.where(graph.exists, graph.seconds - graph.repetitions * graph.seconds.max(), -np.inf).argmax(0))
+    policy = _evaluate(graph, _first_choice(graph))
     policy = _reach_best(graph, policy, policy.root != policy.root[policy.ratio.argmax()])
     passes = FIRST_PASSES
     while not _relax(graph, outgoing, policy, passes):
@@ -99,6 +105,30 @@ def maximum_cycle_ratio(graph: EventGraph) -> float:
         policy = _reach_best(graph, policy, policy.ratio < policy.ratio.max() * (1 - RELATIVE_ERROR))
         passes = FIRST_PASSES if policy.ratio.max() > ratio * (1 + RELATIVE_ERROR) else 2 * passes
     return float(policy.ratio.max())
+
+
+def _first_choice(graph: EventGraph) -> Indices:
+    """Choose the edge that each event waits for longest if all that is earlier by a repetition happened long ago.
+
+    Times are computed phase by phase. If phases are small, only the edges of each event are compared.
+    """
+    weights = graph.seconds - graph.repetitions * (graph.seconds.max() * graph.seconds.size)
+    events = len(graph.phase)
+    order = np.argsort(graph.phase, kind="stable")
+    starts = np.flatnonzero(np.diff(graph.phase[order], prepend=-1))
+    chosen: Indices = weights.argmax(0)
+    if SMALLEST_PHASE * len(starts) > events:
+        return chosen
+    place = np.empty_like(order)
+    place[order] = np.arange(events)
+    sources, weights = place[graph.sources[:, order]], weights[:, order]
+    time = np.zeros(events)
+    for start, end in pairwise([*starts.tolist(), events]):
+        times = time[sources[:, start:end]] + weights[:, start:end]
+        chosen[start:end] = times.argmax(0)
+        time[start:end] = times.max(0)
+    chosen[order] = chosen.copy()
+    return chosen
 
 
 def _relax(graph: EventGraph, outgoing: Indices, policy: _Policy, passes: int) -> bool:

@@ -104,6 +104,21 @@ def test_period_is_that_of_a_long_simulation(case: Case) -> None:
     assert found.period == pytest.approx(expected, rel=1e-9)
 
 
+CASES = [(name, transport) for name in ("petra", "1f1b", "gpipe") for transport in ("edge", "lockstep")]
+
+
+@pytest.mark.parametrize(("name", "transport"), [*CASES, ("zb_h1", "edge")])
+def test_period_of_many_stages_is_that_of_a_long_simulation(name: str, transport: str) -> None:
+    """The period of graphs whose first edges are chosen phase by phase."""
+    random = Random(name)
+    costs = [StageCost(random.uniform(1, 2), random.uniform(2, 4), 0.3, 10, 20, weights=0.5) for _ in range(24)]
+    link = [Connection(Link(40.0, random.uniform(0, 0.5)), Link(60.0, random.uniform(0, 0.5))) for _ in range(23)]
+    case = (costs, METHODS[name], 16, [range(j, j + 1) for j in range(24)], link, transport, False)
+    expected = simulated_period(case)
+    assert expected is not None
+    assert predict(costs, METHODS[name], 16, link=link, transport=transport).period == pytest.approx(expected, rel=1e-9)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("method", [METHODS["petra"], METHODS["1f1b"], METHODS["gpipe"], Method("d=1", 1, Keep.NOTHING)])
 def test_many_stages(method: Method) -> None:
     """Fast links: 4 units per microbatch without flushes, and 4 (k + J − 1) / k with them."""
