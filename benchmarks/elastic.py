@@ -54,7 +54,7 @@ def measure(rank: int, folder: str, port: int, rounds: int, microbatches: int, w
     if rank == 0:
         Path(folder, "figures.json").write_text(json.dumps(found))
     dist.barrier()
-    del pipelines
+    pipelines.clear()  # their groups must end before the default group
     dist.destroy_process_group()
 
 
