@@ -62,7 +62,12 @@ class Liveness:
         return lost
 
     def wait_for(
-        self, members: Sequence[Member], prefix: str, decided: Callable[[], bool], processes: Sequence[int] | None = None
+        self,
+        members: Sequence[Member],
+        prefix: str,
+        decided: Callable[[], bool],
+        processes: Sequence[int] | None = None,
+        timeouts: int = 1,
     ) -> list[Member]:
         """Return the members whose processes have all set the key ``<prefix>/<incarnation>/<process>``.
 
@@ -71,9 +76,10 @@ class Liveness:
         Args:
             decided: Returns whether to stop waiting.
             processes: Processes to wait for in each replica; None for all.
+            timeouts: Number of timeouts after which a missing process counts as lost.
         """
         processes = range(self.processes) if processes is None else processes
-        present, missing, until = list[Member](), list(members), time.monotonic() + self.timeout
+        present, missing, until = list[Member](), list(members), time.monotonic() + timeouts * self.timeout
         while missing and not decided():
             for member in [*missing]:
                 absent = [p for p in processes if not self.store.check([f"{prefix}/{member[1]}/{p}"])]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch.distributed.distributed_c10d import Store
 
-from petra.distributed import is_communication_error
+from petra.distributed import is_communication_error, watched
 from petra.errors import CommunicationError, Interrupted, PetraError
 from petra.transport.liveness import POLL, PRESENT, PROBE, Liveness, Member
 
@@ -130,7 +130,8 @@ class Membership:
         members, prefix = self.generation.members, f"{self.generation.number}/{phase}"
         self.store.set(f"{prefix}/{self.liveness.incarnation}/{self.process}", DONE if ok else FAILED)
         decision = f"{prefix}/decision"
-        alive = self.liveness.wait_for(members, prefix, lambda: bool(self.store.check([decision])))
+        # A process may wait in the phase for the whole timeout, because another one has died.
+        alive = self.liveness.wait_for(members, prefix, lambda: bool(self.store.check([decision])), timeouts=2)
         if not self.store.check([decision]):
             keys = [f"{prefix}/{i}/{p}" for _, i in alive for p in range(self.liveness.processes)]
             finished = all(self.store.get(key) == DONE.encode() for key in keys)
@@ -152,7 +153,8 @@ class Membership:
         """
         ok = True
         try:
-            yield
+            with watched(self._require_all):
+                yield
         except Interrupted:
             raise
         except Exception as error:
@@ -254,6 +256,10 @@ class Membership:
         newest = {replica: (replica, incarnation) for replica, incarnation in members}
         following = Generation(current.number + 1, tuple(newest.values()))
         self.store.compare_set("generation", current.to_json() if current.number else "", following.to_json())
+
+    def _require_all(self) -> None:
+        if any(self.liveness.is_lost(incarnation) for _, incarnation in self.generation.members):
+            raise CommunicationError("a replica was lost")
 
     def _require_not_lost(self) -> None:
         if self.liveness.declared_lost(self.liveness.incarnation):
