@@ -43,6 +43,8 @@ RUN = (
 VARIANTS = ("trainer.transport=edge", "trainer.transport=lockstep", "checkpoint.background=true", "checkpoint.background=false")
 """Settings that may change at a restart without changing the results."""
 PATIENCE = 180
+AFTER_TRAINING = 3
+"""Starts of a run that may be killed when its last checkpoint has been written."""
 IMPORTS = 2.0
 """Processor seconds that a process under torchrun takes to import torch and Hydra."""
 
@@ -68,11 +70,14 @@ def kill_many(kills: int, folder: Path, seed: int = 0, run: Sequence[str] = RUN)
     chance, moments, runs, resumes = random.Random(seed), Counter[str](), 0, 0
     seconds, expected = uninterrupted(folder, run)
     while moments.total() < kills:
-        place, before = folder / f"run{runs}", moments.total()
+        place, before, trained = folder / f"run{runs}", moments.total(), 0
         while not finished(place / "run"):
-            found, resumed = start(place, chance, seconds if moments.total() < kills else None, run)
+            # After the last checkpoint, a start consists of imports, which would get most kills.
+            alive = moments.total() < kills and trained < AFTER_TRAINING
+            found, resumed = start(place, chance, seconds if alive else None, run)
             moments.update(found)
             resumes += resumed
+            trained += latest(place / "run") == expected["latest"]
             assert_undamaged(place / "run", expected)
         assert_same(results(place / "run"), expected, f"run {runs}")
         runs += 1
@@ -138,9 +143,8 @@ def assert_undamaged(run: Path, expected: dict[str, Any]) -> None:
     """Assert that all files with a final name in the folder of a killed run are complete."""
     for path in checkpoints(run / "checkpoints"):
         verify(path)
-    latest = run / "checkpoints" / LATEST
-    if latest.exists():
-        assert (run / "checkpoints" / latest.read_text().strip()).is_dir()
+    if (newest := latest(run)) is not None:
+        assert (run / "checkpoints" / newest.strip()).is_dir()
     if (run / "config.yaml").exists():
         assert OmegaConf.load(run / "config.yaml")["run_dir"] == "run"
     if (run / "metrics.jsonl").exists():
@@ -154,8 +158,14 @@ def results(run: Path) -> dict[str, Any]:
         "files": sorted(str(path.relative_to(run)) for path in run.rglob("*")),
         "metrics": rows(run),
         "weights": torch.load(run / "model.pt", weights_only=True),
-        "latest": (run / "checkpoints" / LATEST).read_text(),
+        "latest": latest(run),
     }
+
+
+def latest(run: Path) -> str | None:
+    """Return the content of the file that names the newest checkpoint, or None if there is no such file."""
+    path = run / "checkpoints" / LATEST
+    return path.read_text() if path.exists() else None
 
 
 def rows(run: Path) -> list[dict[str, float]]:
