@@ -26,6 +26,7 @@ from petra.settings import Numerics, Runtime
 
 def main() -> None:
     parser = model_parser(__doc__)
+    parser.set_defaults(rounds=3, microbatches=9)
     parser.add_argument("--bf16", action="store_true", help="compute in bf16 instead of float32")
     options = parser.parse_args()
 

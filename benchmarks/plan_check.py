@@ -2,9 +2,9 @@
 
 python -m benchmarks.plan_check --out runs/plan_check.json
 
-Before each run, the costs of the blocks and the link are measured as ``petra plan --measure`` and ``method.delay=auto`` do, but in
-both processes at the same time, because they share caches and memory in the run too. From these figures alone, the planner chooses
-the partition and predicts the period. Then the same partition is trained and timed while the pipeline is full.
+In each round, the costs of the blocks and the link are measured as ``petra plan --measure`` and ``method.delay=auto`` do, but in
+both processes at the same time, because they share caches and memory in the runs too. From these figures alone, the planner chooses
+the partition of each case and predicts its period. Then the same partition is trained and timed while the pipeline is full.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from benchmarks.report import benchmark_parser, machine, ratio, save, spread, table
 from benchmarks.two_stages import Noise, period, sgd
-from launch.plan import predict_method
+from launch.plan import Row, predict_method
 from petra import METHODS, Keep, Method, Numerics, Pipeline, Runtime, Split, TensorSpec
 from petra.cost_model.costs import BlockCost, profile_blocks
 from petra.cost_model.links import measure_link
@@ -57,29 +57,25 @@ def compare(options: argparse.Namespace) -> Figures:
     cases = CASES if processes > 1 else {name: CASES[name] for name in ALONE}
     figures: Figures = {name: {"predicted": [], "measured": []} for name in cases}
     for round_ in range(options.rounds + 1):
+        link, blocks = measure_link(), _measured_blocks(model, inputs)
         for name, (method, transport) in cases.items():
-            predicted, measured = _compare_one(model, inputs, method, transport if processes > 1 else "local", options)
+            row = predict_method(blocks, method, options.k, Machines.equal(processes, link), transport)
+            measured = _run(model, inputs, row, transport if processes > 1 else "local", options)
             if round_ > 0:
-                figures[name]["predicted"].append(predicted)
+                figures[name]["predicted"].append(row.prediction.period)
                 figures[name]["measured"].append(measured)
     return figures
 
 
-def _compare_one(
-    model: Model, inputs: TensorSpec, method: Method, transport: TransportName, options: argparse.Namespace
-) -> tuple[float, float]:
-    processes = dist.get_world_size() if dist.is_initialized() else 1
-    link, blocks = measure_link(), _measured_blocks(model, inputs)
-    planned = "edge" if transport == "local" else transport
-    row = predict_method(blocks, method, options.k, Machines.equal(processes, link), planned)
+def _run(model: Model, inputs: TensorSpec, row: Row, transport: TransportName, options: argparse.Namespace) -> float:
+    """Train the partition of ``row`` and return the seconds per microbatch of the slower process."""
     pipeline = Pipeline(
         model, inputs, method=row.method, stages=list(row.tuned.stages), k=options.k, optimizer=sgd,
         numerics=Numerics(channels_last=True), runtime=Runtime(transport=transport),
     )  # fmt: skip
     data, warm_up = Noise(inputs), options.k
     pipeline.train(data, warm_up)
-    measured = period(pipeline, data, options.microbatches + pipeline.plan.delays[0])
-    return row.prediction.period, max(all_gather_objects(measured))
+    return max(all_gather_objects(period(pipeline, data, options.microbatches + pipeline.plan.delays[0])))
 
 
 def _measured_blocks(model: Model, inputs: TensorSpec) -> list[BlockCost]:

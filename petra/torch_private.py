@@ -6,6 +6,7 @@ No other file uses private names of torch, so a new release of torch has to be c
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -21,6 +22,7 @@ from petra.errors import PetraError
 
 Tensors = Sequence[Tensor]
 __all__ = [
+    "ONE_HOLDER",
     "NormBase",
     "TorchDispatchMode",  # torch documents it as the way to see every operation, in a module with a private name
     "conv_forward",
@@ -38,6 +40,7 @@ __all__ = [
     "foreach_sub_",
     "foreach_zero_",
     "gloo_group",
+    "holders",
     "preserve_version_counter",
     "set_recompile_limit",
     "skips_steps",
@@ -154,6 +157,31 @@ def storage_key(tensor: Tensor) -> int:
     """
     storage = tensor.untyped_storage()
     return int(getattr(storage, "_cdata", None) or storage.data_ptr())
+
+
+def holders(tensor: Tensor) -> tuple[int, int, int] | None:
+    """Return how many objects refer to ``tensor``: in Python, in C++, and to its memory.
+
+    None without the attributes, or for a tensor without memory of its own.
+    """
+    count = getattr(tensor, "_use_count", None)
+    count_of_storage = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None or count_of_storage is None:
+        return None
+    try:
+        key = storage_key(tensor)
+    except (NotImplementedError, RuntimeError):
+        return None
+    return sys.getrefcount(tensor), count(), count_of_storage(key)
+
+
+def _holders_of_a_new_tensor() -> tuple[int, int, int] | None:
+    tensor = torch.empty(1)
+    return holders(tensor)
+
+
+ONE_HOLDER = _holders_of_a_new_tensor()
+"""What :func:`holders` returns if one local variable of its caller refers to the tensor."""
 
 
 def fake_tensor_mode() -> AbstractContextManager[Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import pipelines, plan_check, refetch, reversible_sequence, scaling, simulator_check, split_backward
+from benchmarks import cast_once, pipelines, plan_check, refetch, reversible_sequence, scaling, simulator_check, split_backward
 from benchmarks.pipeline_peers import Batches, Run, Setting
 from benchmarks.reversible_peers import LIBRARIES, PEERS, gradients
 from benchmarks.shaped_link import QUEUE, Direction, Shape
@@ -142,6 +142,11 @@ def test_parts_of_a_backward_are_timed() -> None:
     stage = Stage([coupling(4)], [Keep.NOTHING], first_block=1, channels_last=True, split=True)
     stage.forward(1, (torch.randn(2, 4, 5, 5), torch.randn(2, 4, 5, 5)))
     assert split_backward.seconds(stage, 4, 5, 2) > 0
+
+
+def test_casts_are_timed() -> None:
+    stage = cast_once.build("GPT, 256 channels, 1 x 256 tokens", 2, cast_once=True)
+    assert cast_once.seconds(stage, (1, 4, 256)) > 0
 
 
 @pytest.mark.processes

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,10 @@ from petra.plan.messages import returns_activations
 from petra.specs import Streams, TensorSpec
 
 BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+TIMES = ("forward", "backward", "graph_forward", "graph_backward", "update", "weights")
+"""Attributes of a :class:`BlockCost` that are times, in the order in which they are measured."""
+CACHE_BYTES = 1 << 26
+"""Memory beyond which writing to more of it hardly changes what the caches still contain."""
 PARAMETER_COPIES = 3
 """Copies of the parameters in a stage by default: weights, gradients and one optimizer state (momentum)."""
 
@@ -182,8 +188,9 @@ def profile_blocks(
 ) -> tuple[BlockCost, ...]:
     """Measure costs on the device with the code that a pipeline runs. Only one block at a time is on the device.
 
-    Each time is the minimum of ``rounds`` measurements, because other work of the machine can only add to it. The blocks are built
-    for the measurement. Integer inputs are zeros, others are random.
+    Each time is the median of ``rounds`` measurements. Before each of them, as much memory is written as the other blocks use for a
+    microbatch: in a run, they replace the block's weights in the caches. The blocks are built for the measurement. Integer inputs
+    are zeros, others are random.
 
     Args:
         inputs: Form of one microbatch.
@@ -193,8 +200,12 @@ def profile_blocks(
         ModelError: As :meth:`petra.model.Model.profile`.
     """
     device = torch.device(device)
-    costs = []
-    for b, (profile, specs) in enumerate(_profiles_with_inputs(model, inputs)):
+    profiles = _profiles_with_inputs(model, inputs)
+    unknown = (0.0,) * len(TIMES)
+    costs = [_block_cost(model, profile, specs, b, unknown, autocast) for b, (profile, specs) in enumerate(profiles)]
+    sizes = [cost.graph_bytes + PARAMETER_COPIES * cost.parameter_bytes for cost in costs]
+    for b, (profile, specs) in enumerate(profiles):
+        others = _Memory(sum(sizes) - sizes[b], device)
         module = model.build_block(b, seed).to(device).train()
         if channels_last:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -203,10 +214,11 @@ def profile_blocks(
         smallest = Keep.NOTHING if profile.reversible else Keep.INPUT
         for keep, split in ((smallest, False), (Keep.GRAPH, False), (smallest, True)):
             stage = Stage([module], [keep], first_block=b, seed=seed, autocast=autocast, channels_last=channels_last, split=split)
-            *seconds, weights = _forward_backward_seconds(stage, x, dy, device, rounds)
+            *seconds, weights = _forward_backward_seconds(stage, x, dy, device, rounds, others)
             times += [weights] if split else seconds
-        times.insert(4, _update_seconds(module, optimizer, device, rounds))
-        costs.append(_block_cost(model, profile, specs, b, times, autocast))
+        times.insert(4, _update_seconds(module, optimizer, device, rounds, others))
+        measured: dict[str, Any] = dict(zip(TIMES, times, strict=True))
+        costs[b] = replace(costs[b], **measured)
     return tuple(costs)
 
 
@@ -224,45 +236,67 @@ def _block_cost(
     seconds: Sequence[float],
     autocast: torch.dtype | None = None,
 ) -> BlockCost:
-    forward, backward, graph_forward, graph_backward, update, weights = seconds
     with torch.device("meta"):
         parameters = model.blocks[block].build().parameters()
     return BlockCost(
         name=profile.name,
         reversible=profile.reversible,
-        forward=forward,
-        backward=backward,
-        graph_forward=graph_forward,
-        graph_backward=graph_backward,
-        update=update,
+        **dict(zip(TIMES, seconds, strict=True)),
         input_bytes=sum(spec.bytes for spec in inputs),
         output_bytes=sum(spec.bytes for spec in profile.outputs),
         graph_bytes=graph_bytes(model, range(block, block + 1), inputs, [Keep.GRAPH], autocast=autocast),
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
-        weights=weights,
     )
 
 
+class _Memory:
+    """Memory that other blocks use between two passes of a block.
+
+    Args:
+        nbytes: Its size. Of more than ``CACHE_BYTES``, only these are allocated.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._tensor = torch.zeros(min(nbytes, CACHE_BYTES) // 4, device=device)
+
+    def use(self) -> None:
+        """Write to all of it, which replaces other data in the caches."""
+        self._tensor.add_(1)
+
+
 def _forward_backward_seconds(
-    stage: Stage, x: Streams, dy: Streams, device: torch.device, rounds: int
+    stage: Stage, x: Streams, dy: Streams, device: torch.device, rounds: int, others: _Memory
 ) -> tuple[float, float, float]:
-    """Measure forward, backward, and the second part of a split backward. The first round is a warm-up."""
+    """Measure forward, backward, and the second part of a split backward. The first round is a warm-up.
+
+    Before each pass, the other blocks have used their memory, and the neighbour has just computed what the pass receives.
+    """
     forward, backward, weights = [], [], []
     for m in range(rounds + 1):
+        others.use()
+        x = _copied(x)
         start = synchronized_time(device)
         y = stage.forward(m, x)
-        middle = synchronized_time(device)
+        forward.append(synchronized_time(device) - start)
+        others.use()
+        y, dy = _copied(y), _copied(dy)
+        start = synchronized_time(device)
         stage.backward(m, y, dy)
-        forward.append(middle - start)
         end = synchronized_time(device)
-        backward.append(end - middle)
+        backward.append(end - start)
         if stage.split:
             stage.backward_weights(m)
         weights.append(synchronized_time(device) - end)
-    return min(forward[1:]), min(backward[1:]), min(weights[1:])
+    return median(forward[1:]), median(backward[1:]), median(weights[1:])
 
 
-def _update_seconds(module: nn.Module, build_optimizer: BuildOptimizer, device: torch.device, rounds: int) -> float:
+def _copied(streams: Streams) -> Streams:
+    return tuple(t.clone() for t in streams)
+
+
+def _update_seconds(
+    module: nn.Module, build_optimizer: BuildOptimizer, device: torch.device, rounds: int, others: _Memory
+) -> float:
     """Measure the optimizer's step. The first round is a warm-up."""
     if not any(p.requires_grad for p in module.parameters()):
         return 0.0
@@ -270,10 +304,11 @@ def _update_seconds(module: nn.Module, build_optimizer: BuildOptimizer, device: 
         p.grad = torch.zeros_like(p)
     optimizer, seconds = build_optimizer(module), []
     for _ in range(rounds + 1):
+        others.use()
         start = synchronized_time(device)
         optimizer.step()
         seconds.append(synchronized_time(device) - start)
-    return min(seconds[1:])
+    return median(seconds[1:])
 
 
 def _example(spec: TensorSpec, device: torch.device, channels_last: bool) -> Tensor:

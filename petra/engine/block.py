@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -32,6 +32,7 @@ from petra.engine.weights import WeightVersion, WeightVersions, weight_versions
 from petra.errors import ModelError
 from petra.method import Keep, Weights
 from petra.reversible import Gradients, Grid, LaterGradients, differentiate, differentiate_inputs
+from petra.reversible.replay import NOTHING
 from petra.specs import Streams, detached, in_own_memory
 
 Propagate = Callable[[int, Streams, Streams, WeightVersion | None], tuple[Streams, Streams, LaterGradients]]
@@ -124,6 +125,12 @@ class BlockRunner(ABC):
             dy: Gradient with respect to the output.
         """
 
+    def begin_update(self) -> None:
+        """Prepare for an optimizer step."""
+        self.versions.before_update()
+        for function in {self.function, self.forward_function}:
+            function.begin_update()
+
     def replay(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
         """Run the forward pass of microbatch ``m`` again; nothing is stored or updated."""
         with self.function.frozen_statistics():
@@ -153,7 +160,7 @@ class BlockRunner(ABC):
     def _recomputing(self) -> AbstractContextManager[None]:
         """Return the context of an evaluation of the block in a backward pass."""
         forbidden = self._beside and self.function.draws is not False
-        return _without_hooks(self.function.module, HOOKS_BESIDE) if forbidden else nullcontext()
+        return _without_hooks(self.function.module, HOOKS_BESIDE) if forbidden else NOTHING
 
     def _differentiate(self, stored: Stored, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, LaterGradients]:
         weights: Sequence[Tensor] = self._trained if version is None else [version[name] for name in self.parameters]
@@ -163,7 +170,7 @@ class BlockRunner(ABC):
         inputs = [t for t in stored.inputs if t.requires_grad]
         outputs, gradients = zip(*connected, strict=True)
         # Activation checkpointing inside the block reads the parameters again.
-        with nullcontext() if self._beside and self.keep is Keep.GRAPH else self.function.using(version):
+        with NOTHING if self._beside and self.keep is Keep.GRAPH else self.function.using(version):
             found, later = (differentiate_inputs if self._split else differentiate)(outputs, inputs, weights, gradients)
         dx = tuple([torch.zeros_like(t) if d is None else d for t, d in zip(inputs, found, strict=True)])
 
@@ -289,6 +296,7 @@ def block_runner(
     grid: Grid | None = None,
     split: bool = False,
     fetch: Fetch | None = None,
+    cast_once: bool = False,
 ) -> BlockRunner:
     """Return the runner of a block.
 
@@ -306,10 +314,11 @@ def block_runner(
         grid: Grid for exact streams, or None.
         split: As for :class:`BlockRunner`.
         fetch: Returns the block's input for a microbatch again; for ``Keep.REFETCH``.
+        cast_once: As for :class:`petra.engine.block_function.BlockFunction`.
     """
     graphs = None if pools is None or keep is Keep.GRAPH else BlockGraphs(module, pools)
     kinds: dict[Keep, type[BlockRunner]] = {kind.keep: kind for kind in (KeepGraph, Recompute, Refetch, Reconstruct)}
-    function = BlockFunction(module, seed=seed, autocast=autocast, grid=grid)
+    function = BlockFunction(module, seed=seed, autocast=autocast, grid=grid, cast_once=cast_once)
     versions = weight_versions(function.parameters, weights, keeps_graph=keep is Keep.GRAPH, k=k)
     runner = kinds[keep](
         function,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call
 
+from petra.engine.casts import WeightCasts
 from petra.engine.weights import WeightVersion
 from petra.reversible import Coupling, Grid, LaterGradients, ReversibleBlock, TwoFunctionCoupling, derive_seed
 from petra.reversible.replay import NOTHING, forbid_inplace, frozen_statistics, normalisations, seeded, watch_draws
@@ -26,36 +27,43 @@ class BlockFunction:
         seed: Seed of this block in this run. The random numbers of microbatch m derive from it and m.
         autocast: Type in which the block computes, or None. Its inputs and outputs keep the type of the streams.
         grid: Grid for exact streams (:mod:`petra.reversible.grid`), or None.
+        cast_once: Whether to keep the casts of the parameters until :meth:`begin_update`, instead of casting in each evaluation.
 
     Attributes:
-        seed, autocast: As given.
+        seed, autocast, cast_once: As given.
         parameters: Trained parameters by name.
         normalisations: Layers with running statistics.
         draws: Whether the block draws random numbers, so that the generators are seeded for it. They are global: threads that run
             such blocks take turns. None until the first forward pass of a run has found it.
     """
 
-    def __init__(self, module: nn.Module, *, seed: int, autocast: torch.dtype | None, grid: Grid | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, *, seed: int, autocast: torch.dtype | None, grid: Grid | None = None, cast_once: bool = False
+    ) -> None:
         self.module = module
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.normalisations = normalisations(module)
-        self.seed, self.autocast, self._grid = seed, autocast, grid
+        self.seed, self.autocast, self.cast_once, self._grid = seed, autocast, cast_once, grid
         self._reversible = module if isinstance(module, ReversibleBlock) else None
         # Couplings seed the generators and check their functions themselves. Other reversible blocks may use the seed otherwise.
         self._is_coupling = isinstance(module, Coupling | TwoFunctionCoupling)
         self._needs_no_context = self._is_coupling and autocast is None
+        # Other reversible blocks may look for their parameters when they differentiate.
+        own = self._reversible is not None and not self._is_coupling
+        self._casts = WeightCasts(module, autocast) if cast_once and autocast is not None and not own else None
         self.begin_run()
         if self._reversible is not None and grid is not None:
             self._reversible.enable_exact_streams(grid)
             self._grid = None
 
     def begin_run(self) -> None:
-        """Find again which parameters are trained, and whether the block draws random numbers.
+        """Find again which parameters are trained and cast, and whether the block draws random numbers.
 
         Rates of dropout may have changed since the last run.
         """
         if self._reversible is not None:
             self._reversible.fix_trained()
+        self._watched = self._casts is None
         self.draws: bool | None = True if self._reversible is not None and not self._is_coupling else None
 
     def __call__(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
@@ -72,14 +80,14 @@ class BlockFunction:
             return self.module(*x, seed=seed)  # type: ignore[no-any-return]
         arguments, seed = ({}, seed) if self._reversible is None else ({"seed": seed}, None)
         watch = NOTHING if self.draws is not None else watch_draws(self._set_draws)
-        with self._autocast(x[0]), watch, forbid_inplace(x, self.module), seeded(seed, x[0].device):
+        with self._autocast(x[0]), self._cast(version), watch, forbid_inplace(x, self.module), seeded(seed, x[0].device):
             y = self.module(*x, **arguments) if version is None else functional_call(self.module, version, x, arguments)
             return self._as_streams(y, x[0])
 
     def inverse(self, m: int, y: Streams) -> Streams:
         """Reconstruct the input of a reversible block from its output, with the parameters."""
         assert self._reversible is not None
-        with self._autocast(y[0]):
+        with self._autocast(y[0]), self._cast(None):
             return self._reversible.inverse(*y, seed=self._seed_of(m))
 
     def inverse_vjp(
@@ -95,11 +103,25 @@ class BlockFunction:
         if self._needs_no_context and version is None and not split:
             x, dx, gradients = self._reversible.inverse_vjp(y, dy, seed=self._seed_of(m))
             return x, dx, lambda: gradients
-        with self._autocast(y[0]), self.using(version):
+        with self._autocast(y[0]), self._cast(version), self.using(version):
             if split:
                 return self._reversible.inverse_input_vjp(y, dy, seed=self._seed_of(m))
             x, dx, gradients = self._reversible.inverse_vjp(y, dy, seed=self._seed_of(m))
             return x, dx, lambda: gradients
+
+    def begin_update(self) -> None:
+        """Drop the casts of the parameters, because an update follows."""
+        if self._casts is not None:
+            self._casts.drop()
+
+    def _cast(self, version: WeightVersion | None) -> AbstractContextManager[object]:
+        """Return the context that replaces parameters by their casts. In the first evaluation, it finds which ones."""
+        if self._casts is None or version is not None:
+            return NOTHING
+        if not self._watched:
+            self._watched = True
+            return self._casts.watch()
+        return self._casts
 
     def using(self, version: WeightVersion | None) -> AbstractContextManager[None]:
         """Give the block's parameters the values of ``version`` inside the ``with`` block; None leaves them as they are."""
@@ -145,7 +167,7 @@ class BlockFunction:
     def _autocast(self, x: Tensor) -> AbstractContextManager[object]:
         if self.autocast is None:
             return NOTHING
-        # Autocast caches casts of the weights. A cast made under no_grad has no graph, so it must not be used for gradients.
+        # Autocast's own cache would keep casts made under no_grad, which have no graph and must not be used for gradients.
         return torch.autocast(x.device.type, self.autocast, cache_enabled=False)
 
     def _as_streams(self, y: Tensor | Streams, x: Tensor) -> Streams:

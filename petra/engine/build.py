@@ -112,6 +112,7 @@ def build_stages(
             hooks=hooks,
             split=stage.split,
             fetch=fetch,
+            cast_once=runtime.compile is None and not runtime.cuda_graphs,  # those fuse casts, or replay them
             delay_compensation=recipe.remedy.delay_compensation,
         )
     return stages

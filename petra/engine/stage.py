@@ -27,16 +27,14 @@ class Stage:
     Args:
         blocks: Modules on their device, in training mode.
         keeps: What each block stores between its forward and its backward pass.
-        weights: Which weights the backward pass differentiates.
         index: Number of the stage, from 0, passed to hooks.
         first_block: Index of the first block in the model. A block's random numbers derive from the seed, its index and the
             microbatch, so they don't depend on the partition.
         k: Microbatches per update. Gradients are accumulated as their mean.
         seed: Seed of the run.
-        autocast, stale, beside, pools, fetch: As for :func:`petra.engine.block.block_runner`.
+        weights, autocast, stale, beside, pools, grid, fetch, cast_once: As for :func:`petra.engine.block.block_runner`.
         returns_input: Whether the previous stage needs x̃, this stage's reconstructed or stored input, for its own backward pass.
         channels_last: Whether 4-d streams use the channels-last memory format.
-        grid: Grid for exact streams (:mod:`petra.reversible.grid`), or None.
         hooks: Hooks to call for each block, or None.
         split: Whether :meth:`backward` leaves the gradients of the parameters to :meth:`backward_weights`.
         delay_compensation: Factor λ of :mod:`petra.staleness.delay_compensation`; 0 is off.
@@ -65,6 +63,7 @@ class Stage:
         hooks: Hooks | None = None,
         split: bool = False,
         fetch: Fetch | None = None,
+        cast_once: bool = False,
         delay_compensation: float = 0.0,
     ) -> None:
         self.module, self.grid, self._delay_compensation = nn.ModuleList(blocks), grid, delay_compensation
@@ -86,6 +85,7 @@ class Stage:
                 grid=grid,
                 split=split,
                 fetch=fetch,
+                cast_once=cast_once,
             )
             for b, (block, keep) in enumerate(zip(blocks, keeps, strict=True), first_block)
         ]
@@ -185,7 +185,7 @@ class Stage:
         """
         graphs_in_flight = any(stored.outputs for runner in self.runners for stored in runner.stored.values())
         for runner in self.runners:
-            runner.versions.before_update()
+            runner.begin_update()
         unused = self.gradients.hide_unused()
         with preserve_version_counter(tuple(self.gradients.parameters)) if graphs_in_flight else NOTHING:
             yield

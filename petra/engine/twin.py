@@ -24,7 +24,7 @@ class TwinFunction(BlockFunction):
     """
 
     def __init__(self, function: BlockFunction) -> None:
-        super().__init__(twin(function.module), seed=function.seed, autocast=function.autocast)
+        super().__init__(twin(function.module), seed=function.seed, autocast=function.autocast, cast_once=function.cast_once)
         self._function = function
         self._called = False
 

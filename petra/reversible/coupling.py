@@ -11,9 +11,11 @@ from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from petra.errors import ModelError, invalid
 from petra.reversible.grid import Grid
-from petra.reversible.replay import derive_seed, forbid_inplace, frozen_statistics, normalisations, seeded
+from petra.reversible.replay import derive_seed, forbid_inplace, frozen_statistics, modified, normalisations, seeded
+from petra.reversible.reuse import SMALL, can_hold_sum
 from petra.reversible.split_backward import Differentiate, differentiate, differentiate_inputs
 from petra.specs import Streams
+from petra.torch_private import holders, version
 
 Pair = tuple[Tensor, Tensor]
 Gradients = dict[nn.Parameter, Tensor]
@@ -94,7 +96,10 @@ class Coupling(ReversibleBlock):
         self._trained: list[nn.Parameter] | None = None
 
     def forward(self, x1: Tensor, x2: Tensor, *context: Tensor, seed: int | None = None) -> Streams:
-        y2 = x1 + self._rounded(self._evaluate(x2, context, seed))
+        f = self._rounded(self._evaluate(x2, context, seed))
+        in_place = f.numel() > SMALL and not torch.is_grad_enabled()
+        reused = in_place and f.stride() == x1.stride() and can_hold_sum(holders(f), f, x1)
+        y2 = f.add_(x1) if reused else x1 + f
         if self.grid is not None:
             self.grid.record(y2)
         return x2, y2, *context
@@ -120,7 +125,10 @@ class Coupling(ReversibleBlock):
             parameters = trainable_parameters(self.f)
         with torch.enable_grad():
             f = self._evaluate(x2, context, seed)
-        x1 = y2.detach() - self._rounded(f.detach())
+        y2, large = y2.detach(), f.numel() > SMALL
+        reused = large and f.stride() == y2.stride() and can_hold_sum(holders(f), f, y2)
+        rounded = self._rounded(f.detach())
+        x1 = torch.sub(y2, rounded, out=rounded) if reused else y2 - rounded
         device, df = x2.device.type, dy2.to(f.dtype)
         if torch.is_autocast_enabled(device):  # for forwards only: plain autograd runs its backward outside of it too
             with torch.autocast(device, enabled=False):
@@ -131,7 +139,9 @@ class Coupling(ReversibleBlock):
         def used() -> Gradients:
             return {p: g for p, g in zip(parameters, gradients(), strict=True) if g is not None}
 
-        return (x1, y1, *context), (dy2, dy1 if dx2 is None else dy1 + dx2, *dcontext), used
+        if dx2 is not None:
+            dy1 = dx2.add_(dy1) if large and can_hold_sum(holders(dx2), dx2, dy1) else dx2 + dy1
+        return (x1, y1, *context), (dy2, dy1, *dcontext), used
 
     def fix_trained(self) -> None:
         self._trained = trainable_parameters(self.f)
@@ -144,9 +154,11 @@ class Coupling(ReversibleBlock):
 
     def _evaluate(self, x: Tensor, context: Sequence[Tensor], seed: int | None) -> Tensor:
         f, inputs = self.f, (x, *context)
-        if seed is None:
-            with forbid_inplace(inputs, f):
-                return f(*inputs)  # type: ignore[no-any-return]
+        if seed is None and not context:  # the context managers below would take as long as a small function
+            before, y = version(x), f(x)
+            if version(x) != before:
+                raise modified(f)
+            return y  # type: ignore[no-any-return]
         with forbid_inplace(inputs, f), seeded(seed, x.device):
             return f(*inputs)  # type: ignore[no-any-return]
 

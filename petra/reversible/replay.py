@@ -114,10 +114,15 @@ class forbid_inplace:
 
     def __exit__(self, failed: object, *_: object) -> None:
         if not failed and [version(t) for t in self._tensors] != self._versions:
-            raise ModelError(
-                f"{type(self._module).__name__} modifies its input in place, but other blocks still need this input; remove "
-                "the in-place operation (often inplace=True in the first layer)"
-            )
+            raise modified(self._module)
+
+
+def modified(module: nn.Module) -> ModelError:
+    """Return the error of a module that modifies its input in place."""
+    return ModelError(
+        f"{type(module).__name__} modifies its input in place, but other blocks still need this input; remove "
+        "the in-place operation (often inplace=True in the first layer)"
+    )
 
 
 def normalisations(module: nn.Module) -> list[NormBase]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from petra.reversible.coupling import Pair, ReversibleBlock
+from petra.reversible.coupling import Pair, ReversibleBlock, trainable_parameters
 from petra.reversible.grid import Grid
-from petra.reversible.replay import derive_seed, frozen_statistics, normalisations
+from petra.reversible.replay import NOTHING, derive_seed, frozen_statistics, normalisations
 from petra.specs import Streams
 
 
@@ -48,7 +49,7 @@ class ReversibleSequence(nn.Module):
     def forward(self, x1: Tensor, x2: Tensor) -> Pair:
         if self.grid is not None:
             x1, x2 = self.grid.enter(x1), self.grid.enter(x2)
-        trainable = [[p for p in block.parameters() if p.requires_grad] for block in self.blocks]
+        trainable = [trainable_parameters(block) for block in self.blocks]
         if torch.is_grad_enabled() and (any(trainable) or x1.requires_grad or x2.requires_grad):
             seed, reconstructed = int(torch.randint(1 << 62, ())), _Reconstructed(len(trainable) - 1)
             for i, (block, parameters) in enumerate(zip(self.blocks, trainable, strict=True)):
@@ -89,16 +90,9 @@ class _ReversibleBackprop(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, step: _Step, x1: Tensor, x2: Tensor, *_: Tensor) -> Pair:
-        device = x1.device.type
-        # Casts cached under no_grad have no graph, so a later evaluation that reused them would lose the weights' gradients.
-        ctx.step = step
-        ctx.autocast = {
-            "device_type": device,
-            "enabled": torch.is_autocast_enabled(device),
-            "dtype": torch.get_autocast_dtype(device),
-            "cache_enabled": False,
-        }
-        with frozen_statistics(normalisations(step.block)), torch.autocast(**ctx.autocast):
+        ctx.step, device = step, x1.device.type
+        ctx.device, ctx.autocast = device, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        with frozen_statistics(normalisations(step.block)), _autocast(device, ctx.autocast):
             y = step.block(x1, x2, seed=step.seed)
         if step.index == step.reconstructed.last:
             ctx.save_for_backward(*y)
@@ -108,8 +102,27 @@ class _ReversibleBackprop(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy1: Tensor, dy2: Tensor) -> tuple[Any, ...]:
         step: _Step = ctx.step
-        y = ctx.saved_tensors if step.index == step.reconstructed.last else step.reconstructed.y
-        with torch.autocast(**ctx.autocast):
-            x, dx, gradients = step.block.inverse_vjp(cast(Streams, y), (dy1, dy2), seed=step.seed)
+        y, dy = step.reconstructed.y, (dy1, dy2)
+        if step.index == step.reconstructed.last:
+            y = ctx.saved_tensors
+            dy = _in_format_of(y[0], dy1), _in_format_of(y[1], dy2)
+        with _autocast(ctx.device, ctx.autocast):
+            x, dx, gradients = step.block.inverse_vjp(cast(Streams, y), dy, seed=step.seed)
         step.reconstructed.y = x if step.index > 0 else None
         return None, *dx, *(gradients.get(p) for p in step.parameters)
+
+
+def _autocast(device: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Return a context that computes in ``dtype``, or without autocast if it is None.
+
+    Casts are not cached: those cached under no_grad have no graph, so a later evaluation that reused them would lose the weights'
+    gradients.
+    """
+    if dtype is None and not torch.is_autocast_enabled(device):
+        return NOTHING
+    return torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
+
+
+def _in_format_of(y: Tensor, dy: Tensor) -> Tensor:
+    """Return ``dy`` in the memory format of ``y``. A loss often returns another one, which every kernel would have to convert."""
+    return dy if dy.stride() == y.stride() else torch.empty_like(y, dtype=dy.dtype).copy_(dy)

@@ -56,7 +56,8 @@ def differentiate(
 ) -> tuple[Found, Callable[[], Found]]:
     """Compute all gradients at once; see :class:`Differentiate`."""
     found: Found = list(vector_jacobian_products(outputs, [*inputs, *weights], gradients))
-    return found[: len(inputs)], lambda: found[len(inputs) :]
+    of_weights = found[len(inputs) :]
+    return found[: len(inputs)], lambda: of_weights
 
 
 def differentiate_inputs(

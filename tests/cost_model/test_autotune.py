@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from petra import METHODS, ConfigError, Keep, Method, Pipeline, TensorSpec
+from petra.cost_model import costs
 from petra.cost_model.autotune import choose_keeps, tune
 from petra.cost_model.costs import BlockCost, StageCost, count_blocks, pipeline_costs, profile_blocks, stage_cost
 from petra.cost_model.delays import choose_delays
@@ -180,12 +181,43 @@ def test_counted_costs() -> None:
 
 
 def test_measured_costs_are_those_of_the_pipelines_code() -> None:
-    costs = profile_blocks(mixed_net(), RandomSource().spec, optimizer=partial(_sgd, lr=0.1), rounds=1)
-    assert [c.name for c in costs] == ["stem", "block1", "down", "block2", "block3", "head"]
-    assert all(t > 0 for c in costs for t in (c.forward, c.backward, c.graph_forward, c.graph_backward, c.update))
+    measured = profile_blocks(mixed_net(), RandomSource().spec, optimizer=partial(_sgd, lr=0.1), rounds=1)
+    assert [c.name for c in measured] == ["stem", "block1", "down", "block2", "block3", "head"]
+    assert all(t > 0 for c in measured for t in (c.forward, c.backward, c.graph_forward, c.graph_backward, c.update))
     counted = count_blocks(mixed_net(), RandomSource().spec)
-    for a, b in zip(costs, counted, strict=True):
+    for a, b in zip(measured, counted, strict=True):
         assert (a.input_bytes, a.graph_bytes, a.parameter_bytes) == (b.input_bytes, b.graph_bytes, b.parameter_bytes)
+
+
+def test_costs_are_medians_of_passes_between_which_other_blocks_use_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes take scripted seconds: 100 to warm up, then forwards and updates 1, 9 and 2, backwards 3, 30 and 4."""
+    script = [100, 100, 1, 3, 9, 30, 2, 4] * 3 + [100, 1, 9, 2]
+    sizes: list[int] = []
+    uses = calls = 0
+    now = 0.0
+
+    class Recorded:
+        def __init__(self, nbytes: int, device: torch.device) -> None:
+            nonlocal uses
+            sizes.append(nbytes)
+            uses = 0
+
+        def use(self) -> None:
+            nonlocal uses, calls
+            uses, calls = uses + 1, 0
+
+    def clock(device: torch.device) -> float:
+        nonlocal now, calls
+        calls += 1
+        now += script[uses - 1] if calls == 2 else 0  # the end of a pass is the second call after each use
+        return now
+
+    monkeypatch.setattr(costs, "_Memory", Recorded)
+    monkeypatch.setattr(costs, "synchronized_time", clock)
+    found = profile_blocks(mixed_net(), RandomSource().spec, optimizer=partial(_sgd, lr=0.1), rounds=3)
+    assert {(c.forward, c.backward, c.graph_forward, c.graph_backward, c.update) for c in found} == {(2, 4, 2, 4, 2)}
+    own = [block.graph_bytes + 3 * block.parameter_bytes for block in found]
+    assert sizes == [sum(own) - size for size in own]
 
 
 def _sgd(module: torch.nn.Module, lr: float) -> torch.optim.SGD:

@@ -1,0 +1,96 @@
+"""Casts of one block's weights under autocast, each made once per update instead of once per evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from petra.torch_private import TorchDispatchMode, version
+
+CAST = torch.ops.aten._to_copy.default
+
+
+class WeightCasts:
+    """Copies in the type of autocast of those parameters that an evaluation of the block casts exactly once, and uses nowhere else.
+
+    Entering the ``with`` block replaces these parameters by their copies. The copies are part of the autograd graph, so gradients
+    with respect to the parameters are the same as with a cast in each evaluation.
+
+    Args:
+        module: The block.
+        dtype: Type of autocast.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self._module, self._dtype = module, dtype
+        self._places: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        self._copies: list[Tensor] = []
+        self._versions: list[int | None] = []
+
+    def watch(self) -> watch_casts:
+        """Return a context that finds which parameters to replace from one evaluation of the block inside its ``with`` block."""
+        self._places = []
+        self.drop()
+        trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad and p.dtype == torch.float32}
+        return watch_casts(trained, self._dtype, self._replace)
+
+    def drop(self) -> None:
+        """Drop the copies, because the parameters are about to change."""
+        self._copies = []
+
+    def __enter__(self) -> None:
+        if self._copies and [version(p) for _, _, p in self._places] != self._versions:
+            self.drop()
+        if not self._copies:
+            self._versions = [version(p) for _, _, p in self._places]
+            with torch.enable_grad():  # also for copies that a forward pass without a graph makes
+                self._copies = [p.to(self._dtype) for _, _, p in self._places]
+        for (owner, name, _), copy in zip(self._places, self._copies, strict=True):
+            owner[name] = copy
+
+    def __exit__(self, *_: object) -> None:
+        for owner, name, parameter in self._places:
+            owner[name] = parameter
+
+    def _replace(self, names: list[str]) -> None:
+        for name in names:
+            path, _, own = name.rpartition(".")
+            owner = self._module.get_submodule(path)._parameters
+            parameter = owner[own]
+            assert parameter is not None
+            self._places.append((owner, own, parameter))
+
+
+class watch_casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Find which parameters are cast exactly once, and used by no other operation, inside the ``with`` block.
+
+    Args:
+        parameters: Parameters by name.
+        dtype: Type of the casts.
+        report: Called with the names at the end of the ``with`` block.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype, report: Callable[[list[str]], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = {id(p): name for name, p in parameters.items()}
+        self._dtype, self._report = dtype, report
+        self._casts = dict.fromkeys(self._names, 0)
+        self._others = set[int]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for key in {id(a) for a in tree_leaves((args, kwargs)) if id(a) in self._names}:
+            if function is CAST and kwargs.get("dtype") is self._dtype:
+                self._casts[key] += 1
+            else:
+                self._others.add(key)
+        return function(*args, **kwargs)
+
+    def __exit__(self, failed: Any, *rest: Any) -> None:
+        super().__exit__(failed, *rest)  # type: ignore[no-untyped-call]
+        if not failed:
+            self._report([name for key, name in self._names.items() if self._casts[key] == 1 and key not in self._others])
