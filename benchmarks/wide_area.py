@@ -6,7 +6,7 @@ python -m benchmarks.wide_area --loss 0.001 --congestion bbr --wires float32
 Two network namespaces of this machine with one process each are joined by a shaped link (:mod:`benchmarks.shaped_link`). Each round
 measures the link, runs each method, and records the mean time of forward, backward and update of each stage. The simulator gets
 only these times, the link and the schedule. The bandwidth is that of the fastest of seven messages or, with ``--loss``, the mean of
-30 messages of the pipeline, which includes retransmissions. ``petra_fresh`` uses the smallest delay that costs no throughput
+120 messages of the pipeline, which includes retransmissions. ``petra_fresh`` uses the smallest delay that costs no throughput
 according to the simulator. ``--wires bf16`` sends messages of half the size; ``--batches`` divides the microbatches and their
 messages.
 
@@ -50,7 +50,7 @@ from petra.settings import Numerics, Runtime, TransportName
 TRANSPORTS: tuple[TransportName, ...] = ("lockstep", "edge")
 WIRES = {"float32": None, "bf16": torch.bfloat16}
 PORT = "29555"
-EXCHANGES = 15
+EXCHANGES = 60
 """Messages in each direction over which the bandwidth of a lossy link is averaged."""
 
 
