@@ -18,6 +18,7 @@ from benchmarks.report import alternate, benchmark_parser, machine, ratio, save,
 from benchmarks.two_stages import Noise, sgd
 from petra import METHODS, Keep, Method, Pipeline, TensorSpec, Weights
 from petra.models import MODELS
+from petra.process_memory import keep_freed_memory
 from petra.settings import Numerics, Runtime
 
 METHODS_HERE = {
@@ -70,6 +71,7 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=2, help="cores, and stages that run at the same time")
     parser.add_argument("--float32", action="store_true", help="compute in float32 instead of bf16")
     options = parser.parse_args()
+    keep_freed_memory()  # as in training runs
 
     model = MODELS[options.model](10, width=options.width)
     inputs = TensorSpec((options.batch, 3, 32, 32), torch.float32)

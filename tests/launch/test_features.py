@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -20,9 +21,11 @@ from launch.run.build import set_up
 from launch.run.dry_run import stage_map, stage_rows
 from launch.run.training import run
 from petra import BlockSpec, ConfigError, DataError, Keep, Method, Model, Pipeline, TensorSpec, UpdateRules, Weights
+from petra.engine.compile import compile_block
 from petra.engine.endpoints import Losses
 from petra.engine.metrics import top5_correct
 from petra.models import revnet18
+from petra.reversible import Coupling
 from petra.settings import Numerics, Runtime
 from petra.training import export, gathered_blocks, load, load_into, means, sgd
 from tests.launch.test_launch import ALONE, ROOT, TINY, planned, to_composed
@@ -46,6 +49,22 @@ def test_compiled_blocks_train_like_uncompiled_ones(method: str | Method) -> Non
         torch.testing.assert_close(compiled.state_dict()[key], value, rtol=1e-9, atol=1e-11)
     data = RandomSource()
     assert compiled.evaluate(data, 2).loss == pytest.approx(plain.evaluate(data, 2).loss, rel=1e-9)
+
+
+@pytest.mark.parametrize("function", [nn.Sequential(nn.Linear(3, 3), nn.ReLU()), nn.Linear(3, 3)], ids=["Sequential", "Linear"])
+def test_functions_that_are_modules_of_torch_are_compiled(function: nn.Module) -> None:
+    """``Module.compile`` leaves them uncompiled without a message."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def record(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    block, x = Coupling(function), (torch.randn(2, 3), torch.randn(2, 3))
+    before = block(*x)
+    compile_block(block, record)
+    assert torch.equal(block(*x)[1], before[1])
+    assert len(graphs) == 1
 
 
 def test_fp16_trains_with_streams_in_float32() -> None:
