@@ -13,6 +13,8 @@ from threading import Thread
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from petra.errors import CommunicationError
+
 POLL, PROBE = 0.01, 0.2
 """Seconds between two looks at the store, and between two attempts to connect to a process that is missing."""
 PRESENT = "present"
@@ -60,6 +62,15 @@ class Liveness:
         if lost:
             self.declare_lost(incarnation)
         return lost
+
+    def require(self, members: Iterable[Member]) -> None:
+        """Check that no replica is lost.
+
+        Raises:
+            CommunicationError: If one is.
+        """
+        if any(self.is_lost(incarnation) for _, incarnation in members):
+            raise CommunicationError("a replica was lost")
 
     def wait_for(
         self,

@@ -44,6 +44,12 @@ class Generation:
         """Indices of the replicas."""
         return tuple(replica for replica, _ in self.members)
 
+    @staticmethod
+    def current(store: Store) -> Generation:
+        """Read the last generation from the store. Generation 0 has no members."""
+        key = "generation"
+        return Generation.from_json(store.get(key).decode()) if store.check([key]) else Generation(0, ())
+
     def to_json(self) -> str:
         """Return the generation as a value for the store."""
         return json.dumps([self.number, self.members])
@@ -102,7 +108,7 @@ class Membership:
         if self.process == 0:
             self.store.set(f"waiting/{self.replica}", own)
         while True:
-            current = self._current()
+            current = Generation.current(self.store)
             self._require_not_lost()
             if (stop is not None and stop()) or self.store.check(["finished"]):
                 return None
@@ -153,7 +159,7 @@ class Membership:
         """
         ok = True
         try:
-            with watched(self._require_all):
+            with watched(lambda: self.liveness.require(self.generation.members)):
                 yield
         except Interrupted:
             raise
@@ -232,8 +238,8 @@ class Membership:
         """Wait until all processes have entered a generation. Return False if another one replaces it."""
         prefix = f"{generation.number}/entered"
         self.store.set(f"{prefix}/{self.liveness.incarnation}/{self.process}", PRESENT)
-        alive = self.liveness.wait_for(generation.members, prefix, lambda: self._current() != generation)
-        if self._current() != generation:
+        alive = self.liveness.wait_for(generation.members, prefix, lambda: Generation.current(self.store) != generation)
+        if Generation.current(self.store) != generation:
             return False
         if len(alive) < len(generation.members):
             self._publish(generation, alive)
@@ -246,20 +252,11 @@ class Membership:
         members = dict(self.generation.members).values()
         return [member for member in found if member[1] not in members and not self.liveness.is_lost(member[1])]
 
-    def _current(self) -> Generation:
-        """Return the last generation. Generation 0 has no members."""
-        key = "generation"
-        return Generation.from_json(self.store.get(key).decode()) if self.store.check([key]) else Generation(0, ())
-
     def _publish(self, current: Generation, members: Sequence[Member]) -> None:
         """Replace the current generation, unless another process has done so."""
         newest = {replica: (replica, incarnation) for replica, incarnation in members}
         following = Generation(current.number + 1, tuple(newest.values()))
         self.store.compare_set("generation", current.to_json() if current.number else "", following.to_json())
-
-    def _require_all(self) -> None:
-        if any(self.liveness.is_lost(incarnation) for _, incarnation in self.generation.members):
-            raise CommunicationError("a replica was lost")
 
     def _require_not_lost(self) -> None:
         if self.liveness.declared_lost(self.liveness.incarnation):
