@@ -8,6 +8,8 @@ CUDA_TORCH := torch==2.14.1
 .PHONY: check demo docs lint test test-cuda-build
 
 TESTS := $(BIN)/python -m pytest -n 2 --dist worksteal
+# they wait for delays and timeouts much of the time
+EMULATED_TESTS := $(BIN)/python -m pytest -n 4 --dist worksteal tests/emulated
 
 # PETRA over four processes: loss and accuracy in runs/*/curves.png
 demo: $(VENV)/installed
@@ -15,7 +17,8 @@ demo: $(VENV)/installed
 
 # everything
 test: lint
-	$(TESTS)
+	$(TESTS) -m "not emulated"
+	$(EMULATED_TESTS)
 
 # lint, types, and the tests that need one process
 check: lint

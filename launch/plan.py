@@ -11,8 +11,9 @@ Costs are counted: a device computes ``--teraflops`` on average. With ``--measur
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,12 +22,12 @@ from petra.analysis.planning import draw_plan
 from petra.cost_model.autotune import Tuned, tune
 from petra.cost_model.costs import BlockCost, count_blocks, profile_blocks
 from petra.cost_model.links import Link
-from petra.cost_model.machines import Machines
-from petra.cost_model.memory import predict_memory
+from petra.cost_model.machines import Device, Machines
+from petra.cost_model.memory import PredictedMemory
 from petra.cost_model.simulator import Prediction, predict, simulate
-from petra.errors import ConfigError, require
+from petra.cost_model.stage_memory import predict_stages
+from petra.errors import ConfigError, invalid, require
 from petra.method import METHODS, Method, Split
-from petra.plan import make_plan
 from petra.plan.transport import simulated_transport
 from petra.settings import TransportName
 
@@ -35,8 +36,7 @@ from .config.machines import read_machines
 from .config.schema import Config
 from .run import recipe
 from .run.build import PRECISIONS, Setup, set_up
-from .run.data import describe_inputs
-from .run.dry_run import targets_of
+from .run.dry_run import MEMORY_PARTS, targets_of
 from .run.markdown import aligned_table
 from .runtime.rank import Process
 from .runtime.terminal import command
@@ -44,6 +44,8 @@ from .runtime.terminal import command
 HEADER = ("method", "d", "split", "samples/s", "bubble", "staleness", "GB per device", "MB per microbatch", "link use")
 EXACT_ENOUGH = 0.95
 """A method with exact gradients is recommended if it reaches this fraction of the highest throughput."""
+SEARCHES = 4
+"""Searches for a partition that fits the memory of the devices."""
 DRAWN_STAGES, DRAWN_MICROBATCHES = 12, 10
 
 
@@ -57,6 +59,7 @@ class Row:
         prediction: Steady state.
         traffic: Bytes that cross all boundaries per microbatch.
         link_use: Fraction of the period in which the busiest direction of a link transfers.
+        memory: Memory of each device.
     """
 
     method: Method
@@ -64,6 +67,7 @@ class Row:
     prediction: Prediction
     traffic: int
     link_use: float
+    memory: Sequence[PredictedMemory]
 
     def throughput(self, samples: int) -> float:
         """Return samples per second."""
@@ -85,10 +89,14 @@ class Row:
             f"{self.throughput(samples):.4g}",
             f"{sum(self.prediction.bubble) / len(self.prediction.bubble):.0%}",
             f"{self.staleness:.3g}",
-            f"{max(self.prediction.memory) / 1e9:.3g}",
+            f"{max(memory.total for memory in self.memory) / 1e9:.3g}",
             f"{self.traffic / 1e6:.4g}",
             f"{self.link_use:.0%}",
         )
+
+
+Memories = Callable[[Method, Tuned], list[PredictedMemory]]
+"""Predicts the memory of each stage of a method with its partition."""
 
 
 def predict_method(
@@ -98,25 +106,58 @@ def predict_method(
     machines: Machines,
     transport: TransportName,
     *,
+    memories: Memories | None = None,
     tune_delay: bool = False,
     overlap: bool = False,
 ) -> Row:
     """Partition the blocks over the machines for a method, and predict its steady state, with ``overlap`` where stages can.
 
+    Args:
+        memories: Predicts the memory, which is unknown and not limited without it.
+
     Raises:
         ConfigError: If no partition fits the memory of the devices, or if the method does not fit k.
     """
     count = min(len(machines.devices), len(blocks))
-    devices, links = machines.devices[:count], machines.connections[: count - 1]
-    tuned = tune(blocks, method, k, count, tune_delay=tune_delay, devices=devices, link=links, transport=transport)
-    method = replace(method, delay=tuned.delay)
+    links = machines.connections[: count - 1]
+
+    def search(devices: Sequence[Device]) -> tuple[Method, Tuned]:
+        tuned = tune(blocks, method, k, count, tune_delay=tune_delay, devices=devices, link=links, transport=transport)
+        return replace(method, delay=tuned.delay), tuned
+
+    method, tuned, memory = _fitting(machines.devices[:count], search, memories)
     boundary_delays = method.boundary_delays(count - 1)[: count - 1]
     found = predict(tuned.costs, method, k, link=links, transport=simulated_transport(transport, boundary_delays), overlap=overlap)
     forward = [(cost.forward_bytes, link.forward) for cost, link in zip(tuned.costs, links, strict=False)]
     backward = [(cost.backward_bytes, link.backward) for cost, link in zip(tuned.costs[1:], links, strict=True)]
     messages = [*forward, *backward]
     busiest = max((size / link.bandwidth for size, link in messages), default=0.0)
-    return Row(method, tuned, found, sum(size for size, _ in messages), busiest / found.period)
+    return Row(method, tuned, found, sum(size for size, _ in messages), busiest / found.period, memory)
+
+
+def _fitting(
+    devices: Sequence[Device], search: Callable[[Sequence[Device]], tuple[Method, Tuned]], memories: Memories | None
+) -> tuple[Method, Tuned, list[PredictedMemory]]:
+    """Search for a partition that fits the memory of the devices.
+
+    The search estimates memory from sums over blocks. If a device needs more, the next search gives it less in proportion.
+
+    Raises:
+        ConfigError: If none of a few partitions fits.
+    """
+    limited = list(devices)
+    for _ in range(SEARCHES):
+        method, tuned = search(limited)
+        if memories is None:
+            return method, tuned, []
+        memory = memories(method, tuned)
+        excess = [found.total / device.memory for found, device in zip(memory, devices, strict=True)]
+        if max(excess) <= 1:
+            return method, tuned, memory
+        limited = [replace(device, memory=device.memory / max(ratio, 1)) for device, ratio in zip(limited, excess, strict=True)]
+    worst = max(range(len(devices)), key=excess.__getitem__)
+    expected = f"at least {memory[worst].total / 1e9:.3g} GB for device {worst + 1}"
+    raise invalid("memory", expected, f"{devices[worst].memory / 1e9:.3g} GB")
 
 
 def recommend(rows: Sequence[Row]) -> Row:
@@ -154,8 +195,11 @@ def report(config: Config, options: argparse.Namespace) -> str:
     for method, tune_delay in candidates:
         try:
             rows.append(
-                predict_method(blocks, method, config.k, machines, transport, tune_delay=tune_delay, overlap=config.trainer.overlap)
-            )
+                predict_method(
+                    blocks, method, config.k, machines, transport, memories=partial(_memories, setup), tune_delay=tune_delay,
+                    overlap=config.trainer.overlap,
+                )
+            )  # fmt: skip
         except ConfigError as error:
             refused.append(f"- {method.name}: {error}")
     samples, count = inputs.shape[0], min(len(machines.devices), len(blocks))
@@ -170,32 +214,24 @@ def report(config: Config, options: argparse.Namespace) -> str:
         best = recommend(rows)
         lines += [aligned_table(HEADER, [row.cells(samples) for row in sorted(rows, key=lambda row: row.prediction.period)]), ""]
         lines.append(f"recommended: {setting(best)}")
-        lines += fullest_device(setup, best, count)
+        lines.append(fullest_device(best))
         if options.out is not None:
             _draw(options.out, rows, best, machines, config.k, transport, overlap=config.trainer.overlap)
             lines.append(f"figure: {options.out}")
     return "\n".join([*lines, *(["", "not possible:", *refused] if refused else [])])
 
 
-def fullest_device(setup: Setup, row: Row, devices: int) -> list[str]:
-    """Return a line with the memory of a row's fullest device, with every allocation of the engine counted."""
-    try:
-        plan = make_plan(
-            setup.plan.model,
-            setup.plan.inputs,
-            method=row.method,
-            k=setup.plan.k,
-            stages=row.tuned.stages,
-            processes=devices,
-            numerics=setup.plan.numerics,
-            device_type="cuda",
-            refetch=describe_inputs(setup.config.data).refetch,
-        )
-    except ConfigError as error:
-        return [f"memory of its fullest device: not known ({error})"]
-    fullest = max(range(devices), key=row.prediction.memory.__getitem__)
-    found = predict_memory(plan, setup.recipe(setup.learning_rate(1)), targets_of(setup), process=fullest)
-    return [f"memory of its fullest device, {fullest + 1}, with messages and stashed weights: {found.total / 1e9:.3g} GB"]
+def _memories(setup: Setup, method: Method, tuned: Tuned) -> list[PredictedMemory]:
+    """Predict the memory of each device, which has one stage. Nothing is allocated."""
+    chosen = replace(setup, processes=len(tuned.stages) * setup.config.dp).with_choice(list(tuned.stages), method)
+    return predict_stages(chosen.plan, chosen.recipe(chosen.learning_rate(1)), targets_of(chosen))
+
+
+def fullest_device(row: Row) -> str:
+    """Return a line with the parts of the memory of a row's fullest device."""
+    fullest = max(range(len(row.memory)), key=lambda j: row.memory[j].total)
+    parts = (f"{part} {getattr(row.memory[fullest], part) / 1e9:.3g}" for part in MEMORY_PARTS)
+    return f"memory of its fullest device, {fullest + 1}, in GB: {', '.join(parts)}"
 
 
 def setting(row: Row) -> str:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,8 +44,17 @@ class Run(NamedTuple):
     processes: int = 1
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all parts and write the report. Return 1 if a part failed, otherwise 0."""
+Start = Callable[[str, Sequence[str], int, float], "subprocess.CompletedProcess[str]"]
+"""Runs a module with arguments in a number of processes, within a number of seconds."""
+
+
+def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> int:
+    """Run all parts and write the report. Return 1 if a part failed, otherwise 0.
+
+    Args:
+        start: Starts the processes of a part; None for :func:`start_processes`.
+    """
+    start = start or start_processes
     parser = argparse.ArgumentParser(prog="petra selftest", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of the report")
     parser.add_argument("--minutes", type=float, default=10.0, help="time limit; parts that don't fit are left out and named")
@@ -55,11 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     tiny = given.tiny or not gpus
     end = time.monotonic() + 60 * given.minutes
-    found: dict[str, Any] = {"gpus": gpus, "tiny": tiny, "doctor": _doctor(max(gpus, 1)), "parts": []}
+    found: dict[str, Any] = {"gpus": gpus, "tiny": tiny, "doctor": _doctor(max(gpus, 1), start), "parts": []}
     print(found["doctor"], flush=True)
     for run in (run for run in plan(gpus, tiny) if not given.only or any(text in run.name for text in given.only)):
         left, started = end - time.monotonic(), time.monotonic()
-        result = run_part(run, min(left, 180)) if left > 5 else {"left_out": "no time left"}
+        result = run_part(run, min(left, 180), start) if left > 5 else {"left_out": "no time left"}
         found["parts"].append({"part": run.part, "name": run.name, **run.options, "processes": run.processes, **result})
         found["parts"][-1]["duration"] = round(time.monotonic() - started, 1)
         print(f"{run.name}: {_summary(found['parts'][-1])}", flush=True)
@@ -103,22 +112,30 @@ def _speeds(common: dict[str, Any], tiny: bool, processes: int) -> Iterator[Run]
                         yield Run("speed", f"{model}, batch {batch}, {method}{variant}", {**options, **fast, **counts}, processes)
 
 
-def run_part(run: Run, seconds: float) -> dict[str, Any]:
+def run_part(run: Run, seconds: float, start: Start) -> dict[str, Any]:
     """Run a part in processes of its own. Return its findings, or why it ``failed``."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
-        module = ["-m", f"{__package__}.parts"]
-        agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.processes)] if run.processes > 1 else []
         options = json.dumps({"timeout": min(seconds, 60), **run.options})
-        command = [sys.executable, *agent, *module, run.part, options, str(out)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+            done = start(f"{__package__}.parts", [run.part, options, str(out)], run.processes, seconds)
         except subprocess.TimeoutExpired:
             return {"failed": f"did not end within {seconds:.0f} s"}
         if done.returncode or not out.exists():
             return {"failed": _reason(done.stderr)}
         found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return {**found, **judge(run.part, found, large="width" not in run.options)}
+
+
+def start_processes(module: str, arguments: Sequence[str], processes: int, seconds: float) -> subprocess.CompletedProcess[str]:
+    """Run a module in new processes, with torchrun if there are several.
+
+    Raises:
+        subprocess.TimeoutExpired: If they do not end within the time limit.
+    """
+    agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
+    command = [sys.executable, *agent, "-m", module, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
 
 
 def judge(part: str, found: dict[str, Any], large: bool = False) -> dict[str, str]:
@@ -136,12 +153,11 @@ def judge(part: str, found: dict[str, Any], large: bool = False) -> dict[str, st
     return {}
 
 
-def _doctor(processes: int) -> str:
+def _doctor(processes: int, start: Start) -> str:
     """Return the report of ``launch.doctor`` for all GPUs."""
-    agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
     module = f"{(__package__ or '').rpartition('.')[0]}.doctor"
     try:
-        done = subprocess.run([sys.executable, *agent, "-m", module], capture_output=True, text=True, timeout=DOCTOR_SECONDS)
+        done = start(module, [], processes, DOCTOR_SECONDS)
     except subprocess.TimeoutExpired:
         return f"petra doctor did not end within {DOCTOR_SECONDS} s"
     return done.stdout.strip() or _reason(done.stderr)

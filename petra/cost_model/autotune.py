@@ -159,10 +159,10 @@ class _Stages:
         return stage == len(self.devices) - 1 and self.delays[stage] == 0
 
     def _in_flight(self, stage: int) -> int:
-        return in_flight(self.delays[stage] + self.method.lags(self.delays)[stage], self.k, self.method.flush)
+        return in_flight(self.delays[stage] + self._lags[stage], self.k, self.method.flush)
 
     def _unfinished(self, stage: int) -> int:
-        return in_flight(self.method.lags(self.delays)[stage], self.k, self.method.flush) if self.splits[stage] else 0
+        return in_flight(self._lags[stage], self.k, self.method.flush) if self.splits[stage] else 0
 
     def _seconds(self, starts: Indices, ends: Indices, stage: int) -> Values:
         """Return the time per microbatch of each range of blocks as a stage; infinity if it doesn't fit into memory."""
@@ -185,6 +185,10 @@ class _Stages:
         cost = stage_cost(costs, keeps, previous_keep=None, parameter_copies=self.parameter_copies).on(self.devices[stage].speed)
         fits = self.memory(cost, stage) <= self.devices[stage].memory
         return cost.forward + cost.backward + cost.update / self.k if fits else float("inf")
+
+    @cached_property
+    def _lags(self) -> tuple[int, ...]:
+        return self.method.lags(self.delays)
 
     @cached_property
     def _sums(self) -> _Sums:

@@ -92,7 +92,9 @@ class StageCost:
     largest_graph_bytes: int = 0
 
     def memory(self, microbatches: int, unfinished: int = 0) -> int:
-        """Return the bytes of the stage.
+        """Estimate the bytes of the stage from sums over its blocks, to search for a partition.
+
+        :func:`petra.cost_model.stage_memory.predict_stages` counts every allocation, also of messages and stashed weights.
 
         Args:
             microbatches: Microbatches in flight.

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from petra.engine.endpoints import DataPort, Objective
 from petra.engine.executor import Executor
 from petra.engine.update import Update
 from petra.hooks import Hook, Hooks
+from petra.method import Weights
 from petra.plan import Plan
 from petra.settings import Runtime
 from petra.specs import Message, Streams, TensorSpec
@@ -99,6 +100,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if function.name().startswith("aten::_fused_") and not function._schema.returns:
+            return None  # updates in place; FakeTensorMode would run the optimizer's kernel on real tensors
         found = function(*args, **(kwargs or {}))
         for value in found if isinstance(found, list | tuple) else (found,):
             for tensor in value if isinstance(value, list | tuple) else (value,):
@@ -175,10 +178,11 @@ class _Blank:
 
 
 class _Watch(Hook):
-    """Records the bytes that live when a forward ends, and tells which stage they belong to."""
+    """Records the bytes that live when forwards end, and tells which stage they belong to."""
 
     def __init__(self, live: LiveBytes) -> None:
         self._live, self.between, self.own_between = live, 0, Counter[int]()
+        self.ends: list[int] = []
 
     def receive_begin(self, stage: int, peer: int, m: int) -> None:
         self._live.owner = stage
@@ -187,6 +191,7 @@ class _Watch(Hook):
         self._live.assign((t for part in message for t in part), stage)
 
     def forward_end(self, stage: int, m: int, y: Streams) -> None:
+        self.ends.append(self._live.now)
         if self._live.now > self.between:
             self.between, self.own_between = self._live.now, self._live.own.copy()
 
@@ -198,8 +203,20 @@ class _Done:
         return
 
 
+class Account(NamedTuple):
+    """Memory of a process, and the bytes that it had when each forward ended, in order."""
+
+    memory: PredictedMemory
+    ends: list[int]
+
+
 def predict_memory(plan: Plan, recipe: Recipe, targets: TensorSpec, *, process: int = 0) -> PredictedMemory:
-    """Predict the memory of one process, and of each of its stages. Needs neither a GPU nor the memory that it predicts.
+    """Predict the memory of one process, and of each of its stages; see :func:`account`."""
+    return account(plan, recipe, targets, process=process).memory
+
+
+def account(plan: Plan, recipe: Recipe, targets: TensorSpec, *, process: int = 0) -> Account:
+    """Count the memory of one process, and of each of its stages. Needs neither a GPU nor the memory that it counts.
 
     Args:
         plan: Plan of the run. Between processes, the lockstep transport is assumed.
@@ -222,13 +239,21 @@ def predict_memory(plan: Plan, recipe: Recipe, targets: TensorSpec, *, process: 
             live.assign(chain(*_tensors(update)), update.stage.index)
         watch = _Watch(live)
         hooks.attach(watch)
-        longest = max((plan.delays[j] for j in plan.layout.processes[process]), default=0)
-        executor.train(0, longest + 2 * plan.k + 2)
+        executor.train(0, _enough(plan, process))
         fixed = {update.stage.index: [_bytes(tensors) for tensors in _tensors(update)] for update in updates}
     temporary = {j: max(live.peaks[j] - watch.between, 0) for j in fixed}
     stages = {j: _predicted(sizes, watch.own_between[j], temporary[j], workspace=0) for j, sizes in fixed.items()}
     together = [sum(parts) for parts in zip(*fixed.values(), strict=True)] or [0, 0, 0]
-    return _predicted(together, watch.between, max(temporary.values(), default=0), stages=stages)
+    return Account(_predicted(together, watch.between, max(temporary.values(), default=0), stages=stages), watch.ends)
+
+
+def _enough(plan: Plan, process: int) -> int:
+    """Return a number of microbatches after which a process has had all that it ever has at the same time."""
+    stages = [plan.stages[j] for j in plan.layout.processes[process]]
+    filled = max((stage.delay for stage in stages), default=0)
+    stashes = any(stage.weights is not Weights.CURRENT for stage in stages)  # the first microbatches in flight share a version
+    unequal = len({*plan.boundary_delays}) > 1  # earlier stages may get ahead until messages wait wherever there is room
+    return filled * (1 + stashes) + unequal * plan.delays[0] + 2 * plan.k + 2
 
 
 def _predicted(fixed: Sequence[int], between: int, temporary: int, **options: Any) -> PredictedMemory:

@@ -30,8 +30,8 @@ RELATIVE_ERROR = 1e-12
 FIRST_PASSES, STEP_COST = 3, 50
 """Work between two evaluations, in passes over all events; doubled each time that the second one finds no larger ratio. A step
 costs as much as some events, besides those that it looks at."""
-SMALLEST_PHASE = 8
-"""Events per phase, on average, from which on it pays to choose the first edges phase by phase."""
+SMALLEST_PHASE, SIMULATED = 8, 4
+"""Events per phase, on average, from which on it pays to simulate phase by phase, and repetitions simulated if phases are large."""
 
 
 @dataclass(frozen=True)
@@ -108,25 +108,30 @@ def maximum_cycle_ratio(graph: EventGraph) -> float:
 
 
 def _first_choice(graph: EventGraph) -> Indices:
-    """Choose the edge that each event waits for longest if all that is earlier by a repetition happened long ago.
+    """Choose the edge that each event waits for longest in a pipeline that starts.
 
-    Times are computed phase by phase. If phases are small, only the edges of each event are compared.
+    If phases are large, the first repetitions are simulated phase by phase. Otherwise each event waits for the latest phase.
     """
-    weights = graph.seconds - graph.repetitions * (graph.seconds.max() * graph.seconds.size)
-    events = len(graph.phase)
     order = np.argsort(graph.phase, kind="stable")
     starts = np.flatnonzero(np.diff(graph.phase[order], prepend=-1))
-    chosen: Indices = weights.argmax(0)
-    if SMALLEST_PHASE * len(starts) > events:
+    if SMALLEST_PHASE * len(starts) > len(order):
+        latest = graph.phase[graph.sources] - 2 * graph.repetitions * (graph.phase.max() + 1)
+        among_equals = graph.seconds / (2 * graph.seconds.max() or 1.0)
+        chosen: Indices = np.where(graph.exists, latest + among_equals, -np.inf).argmax(0)
         return chosen
-    place = np.empty_like(order)
-    place[order] = np.arange(events)
-    sources, weights = place[graph.sources[:, order]], weights[:, order]
-    time = np.zeros(events)
-    for start, end in pairwise([*starts.tolist(), events]):
-        times = time[sources[:, start:end]] + weights[:, start:end]
-        chosen[start:end] = times.argmax(0)
-        time[start:end] = times.max(0)
+    chosen, place = np.empty_like(order), np.empty_like(order)
+    place[order] = np.arange(len(order))
+    sources, seconds, repetitions = place[graph.sources[:, order]], graph.seconds[:, order], graph.repetitions[:, order]
+    phases = list(pairwise([*starts.tolist(), len(order)]))
+    long_ago = seconds.max() * seconds.size
+    now, before = np.zeros(len(order)), np.full(len(order), -long_ago)  # times in this repetition and in the one before
+    for _ in range(SIMULATED if STEP_COST * len(phases) <= len(order) else 1):
+        earlier = np.where(repetitions > 0, before[sources] - long_ago * (repetitions - 1) + seconds, -np.inf)
+        within = np.where(repetitions > 0, -np.inf, seconds)
+        for start, end in phases:
+            times = np.maximum(now[sources[:, start:end]] + within[:, start:end], earlier[:, start:end])
+            chosen[start:end], now[start:end] = times.argmax(0), times.max(0)
+        before = now.copy()
     chosen[order] = chosen.copy()
     return chosen
 

@@ -29,7 +29,6 @@ class Prediction:
         bubble: Fraction of the period in which the process of the stage is idle.
         in_flight: Largest number of microbatches between forward and backward.
         staleness: Average number of updates between forward and backward of a microbatch.
-        memory: Bytes.
     """
 
     period: float
@@ -37,7 +36,6 @@ class Prediction:
     bubble: list[float]
     in_flight: list[int]
     staleness: list[float]
-    memory: list[int]
 
     @property
     def efficiency(self) -> float:
@@ -82,15 +80,12 @@ def predict(
     graph = event_graph(steady, costs, k, processes, neighbours, boundary_delays, transport, splits, lags, beside)
     period = maximum_cycle_ratio(graph) / steady.microbatches
     compute = [_busy_seconds(costs, k, process, set(process).intersection(beside)) for process in processes]
-    microbatches = [in_flight(delay + lag, k, method.flush) for delay, lag in zip(delays, lags, strict=True)]
-    unfinished = [in_flight(lag, k, method.flush) if split else 0 for lag, split in zip(lags, splits, strict=True)]
     return Prediction(
         period=period,
         compute=max(compute),
         bubble=[1 - busy / period for process, busy in zip(processes, compute, strict=True) for _ in process],
-        in_flight=microbatches,
+        in_flight=[in_flight(delay + lag, k, method.flush) for delay, lag in zip(delays, lags, strict=True)],
         staleness=[method.staleness(delay, k) for delay in delays],
-        memory=[cost.memory(*counts) for cost, *counts in zip(costs, microbatches, unfinished, strict=True)],
     )
 
 

@@ -27,6 +27,8 @@ def balanced_partition(costs: Sequence[float], parts: int) -> list[range]:
     Raises:
         ConfigError: If there are fewer items than parts.
     """
+    if parts == len(costs):
+        return [range(i, i + 1) for i in range(parts)]
     total = prefix_sums(costs)
     return best_partition(len(costs), parts, lambda starts, ends, part: total[ends] - total[starts])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -177,7 +177,7 @@ def make_plan(
         require(keeps == blocks, "method.keep", f"one value, or {blocks}, one per block", f"{keeps} values")
     method.check(delays, k, autocast=numerics.autocast is not None)
     boundary_delays = method.boundary_delays(count - 1)[: count - 1]
-    stage_plans = tuple(_stage_plan(layout, method, k, delays, j) for j in range(count))
+    stage_plans = tuple(_stage_plans(layout, method, k, delays))
     stage_plans = (_with_refetch(stage_plans[0]), *stage_plans[1:]) if refetch else stage_plans
     plan = Plan(
         model=model,
@@ -210,8 +210,13 @@ def _named_method(method: str | Method) -> Method:
     return METHODS[method]
 
 
-def _stage_plan(layout: Layout, method: Method, k: int, delays: Sequence[int], j: int) -> StagePlan:
-    blocks, delay, lag = layout.stages[j], delays[j], method.lags(delays)[j]
+def _stage_plans(layout: Layout, method: Method, k: int, delays: Sequence[int]) -> Iterator[StagePlan]:
+    for j, (lag, split) in enumerate(zip(method.lags(delays), method.splits(layout.processes), strict=True)):
+        yield _stage_plan(layout, method, k, delays, j, lag, split)
+
+
+def _stage_plan(layout: Layout, method: Method, k: int, delays: Sequence[int], j: int, lag: int, split: bool) -> StagePlan:
+    blocks, delay = layout.stages[j], delays[j]
     profiles = tuple(layout.profiles[b] for b in blocks)
     last = j == len(delays) - 1 and delay == 0
     nothing_to_stash = method.weights is Weights.STASHED and delay == 0
@@ -225,7 +230,7 @@ def _stage_plan(layout: Layout, method: Method, k: int, delays: Sequence[int], j
         delay=delay,
         in_flight=in_flight(delay + lag, k, method.flush),
         staleness=method.staleness(delay, k),
-        split=method.splits(layout.processes)[j],
+        split=split,
         lag=lag,
     )
 

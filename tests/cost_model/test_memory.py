@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses import fake_tensor
 from torch.nn import functional as F
 
 from petra import METHODS, Split, TensorSpec, UpdateRules
@@ -106,3 +107,13 @@ def test_a_split_backward_keeps_the_graphs_of_all_blocks() -> None:
     whole, split = (predicted(processes=2, process=1, stages=[3, 3], split=split) for split in (Split.NONE, Split.INPUT_FIRST))
     assert split.stored == whole.stored
     assert whole.temporary < split.temporary < 2 * whole.temporary
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_nothing_is_allocated(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FakeTensorMode runs kernels that it doesn't know on real tensors; those of fused optimizers would need all weights."""
+    fallbacks = []
+    kernel = fake_tensor.run_fallback_kernel
+    monkeypatch.setattr(fake_tensor, "run_fallback_kernel", lambda mode, op, *rest: fallbacks.append(op) or kernel(mode, op, *rest))
+    predicted(optimizer)
+    assert fallbacks == []

@@ -14,7 +14,6 @@ from petra.cost_model.costs import StageCost
 from petra.cost_model.links import Link
 from petra.cost_model.simulator import predict, simulate
 from petra.diagnostics.events import Interval, Kind
-from petra.method import Split
 from petra.plan.schedule import Op, training_order
 
 NOTHING, GRAPH = StageCost(1, 3), StageCost(1, 2)
@@ -64,16 +63,6 @@ def test_bubble_of_zb_h1(stages: int) -> None:
         assert found.in_flight == [stages] * stages
 
 
-def test_memory_between_the_two_parts() -> None:
-    """The graphs of all blocks of a stage exist at once, instead of one after the other."""
-    cost = StageCost(1, 3, fixed_bytes=100, stored_bytes=10, weights=1, graphs_bytes=60, largest_graph_bytes=40)
-    for split, expected in ((Split.NONE, [130, 120, 110]), (Split.INPUT_FIRST, [130, 140, 130])):
-        method = Method("x", 1, Keep.NOTHING, flush=True, split=split)
-        assert predict([cost] * 3, method, 8).memory == expected
-    late = Method("x", 1, Keep.NOTHING, flush=True, split=Split.ZERO_BUBBLE)
-    assert predict([cost] * 3, late, 8).memory == [130, 130 + 2 * 60 - 40, 130 + 3 * 60 - 40]
-
-
 def test_bubble_and_efficiency() -> None:
     found = predict([GRAPH] * 4, ONE_F_ONE_B, k=5)
     assert found.bubble == pytest.approx([1 - 5 / 8] * 4)
@@ -92,12 +81,12 @@ def test_stages_of_one_process_take_turns() -> None:
     assert predict([NOTHING] * 6, METHODS["petra"], processes=[range(6)]).period == pytest.approx(24)
 
 
-def test_memory_and_staleness() -> None:
-    costs = [StageCost(1, 3, stored_bytes=10, fixed_bytes=5)] * 3
+def test_microbatches_in_flight_and_staleness() -> None:
+    costs = [StageCost(1, 3)] * 3
     found = predict(costs, METHODS["petra"], k=4)
-    assert (found.in_flight, found.staleness, found.memory) == ([5, 3, 1], [1.0, 0.5, 0.0], [55, 35, 15])
-    assert predict(costs, GPIPE, k=4).memory == [45, 45, 45]
-    assert predict(costs, ONE_F_ONE_B, k=2).memory == [25, 25, 15]
+    assert (found.in_flight, found.staleness) == ([5, 3, 1], [1.0, 0.5, 0.0])
+    assert predict(costs, GPIPE, k=4).in_flight == [4, 4, 4]
+    assert predict(costs, ONE_F_ONE_B, k=2).in_flight == [2, 2, 1]
 
 
 def test_messages_that_hide_behind_compute_cost_nothing() -> None:

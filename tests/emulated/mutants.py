@@ -47,14 +47,14 @@ def _without(line: str, following: str) -> dict[str, str]:
 _LATE_BUCKETS = {  # the second replica starts its all-reduces at the end, and in the reverse order
     "            for bucket in self._buckets[block]:\n": """\
             late = self.__dict__.setdefault("late", [])
-            if dist.get_rank(self.group):
+            if dist.get_rank(self.sums._group):
                 late[:0] = self._buckets[block]
                 return
             for bucket in self._buckets[block]:
 """,
     "        joint = torch.cat([value.flatten() for value in values])\n": """\
         for bucket in self.__dict__.pop("late", []):
-            self._works.append(dist.all_reduce(bucket, group=self.group, async_op=True))
+            self.sums.start(bucket)
         joint = torch.cat([value.flatten() for value in values])
 """,
 }
@@ -250,11 +250,19 @@ SCENARIOS: dict[str, Callable[[Mutant | None, int], str]] = {
 """Runs by name. Each returns what is wrong with a mutant, or an empty string. Without a mutant it returns an empty string."""
 
 
+BROKEN = ("LookupError", "AttributeError", "NameError", "TypeError", "SyntaxError", "ImportError")
+"""Errors of a mutant whose source no longer fits, rather than of the emulation."""
+
+
 def caught(mutant: Mutant, seeds: int = 3) -> str:
-    """Return how a mutant was caught by one of the first seeds, or an empty string."""
+    """Return how a mutant was caught by one of the first seeds, or an empty string.
+
+    Raises:
+        LookupError: If the mutant doesn't fit the source any more.
+    """
     for seed in range(1, seeds + 1):
         if found := SCENARIOS[mutant.scenario](mutant, seed):
-            if "LookupError" in found:
+            if any(error in found for error in BROKEN):
                 raise LookupError(found)
             return f"seed {seed}, {found}"
     return ""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import fcntl
 import functools
 import json
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +22,7 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
+from tests.emulated.build import library
 from tests.emulated.device import Options
 
 ROOT = Path(__file__).parents[2]
@@ -92,9 +96,9 @@ def start(
             "waits_for_all": waits_for_all,
             "environment": _torchrun(store, world) if store is not None else {},
         }
-        requests, answers = _server(preloads_petra)
-        print(json.dumps(request), file=requests, flush=True)
-        statuses = json.loads(answers.readline())
+        server = _server(preloads_petra)
+        print(json.dumps(request), file=server, flush=True)
+        statuses = json.loads(server.readline())
         outputs = [(folder / f"output{rank}.txt").read_text() for rank in range(world)]
         found = [folder / f"result{rank}.pt" for rank in range(world)]
         results = [torch.load(path, weights_only=False, map_location="cpu") if path.exists() else None for path in found]
@@ -107,21 +111,35 @@ def _torchrun(store: dist.TCPStore, world: int) -> dict[str, str]:
 
 
 @functools.cache
-def _server(preloads_petra: bool) -> tuple[IO[str], IO[str]]:
-    """Start a server of this process."""
+def _server(preloads_petra: bool) -> IO[str]:
+    """Connect this process to the server of the test run, which the first process that needs it starts."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    cache = library().parent.parent
+    path = cache / f"{run}{'-petra' * preloads_petra}.socket"
+    client = socket.socket(socket.AF_UNIX)
+    with open(cache / "servers.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if client.connect_ex(str(path)):  # not started yet, or the process that started it has ended
+            path.unlink(missing_ok=True)
+            server = _start_server(path, preloads_petra)
+            while client.connect_ex(str(path)):
+                assert server.poll() is None, "the server of the emulated device did not start"
+                time.sleep(0.01)
+    return client.makefile("rw")
+
+
+def _start_server(path: Path, preloads_petra: bool) -> subprocess.Popen[bytes]:
+    """Start a server that ends with this process."""
     environment = {
         **os.environ,
         **Options(devices=DEVICES).environment(),
         "PYTHONPATH": os.pathsep.join(_paths()),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "tests.emulated.server", *(["petra"] if preloads_petra else [])]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-    assert server.stdin is not None
-    assert server.stdout is not None
-    atexit.register(server.kill)
-    assert server.stdout.readline() == "ready\n", "the server of the emulated device did not start"
-    return server.stdin, server.stdout
+    command = [sys.executable, "-m", "tests.emulated.server", str(path), *(["petra"] if preloads_petra else [])]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+    atexit.register(server.communicate)  # closes its stdin, which ends it
+    return server
 
 
 def _paths() -> list[str]:

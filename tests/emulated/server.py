@@ -1,6 +1,7 @@
 """A process with the emulated device, torch and petra imported. It forks the processes of a test, which then start in milliseconds.
 
-It reads requests from stdin and answers each with a line on stdout; :mod:`tests.emulated.processes` is its client.
+``python -m tests.emulated.server SOCKET [petra]`` listens on a Unix socket until its stdin is closed. For each connection it
+forks a process that reads requests and answers each with a line. :mod:`tests.emulated.processes` is its client.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import importlib
 import json
 import os
 import pickle
+import select
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -24,21 +27,41 @@ PETRA = ["petra", "petra.models", "petra.training", "petra.diagnostics.recorder"
 
 
 def main() -> None:
-    """Answer requests until stdin is closed."""
+    """Serve connections until stdin is closed."""
+    path, *preloaded = sys.argv[1:]
     options = device.Options.from_environment()
     assert options is not None
     device.install(options)
     import torch
 
     torch.set_num_threads(1)
-    for name in PRELOADED + PETRA * ("petra" in sys.argv):
+    for name in PRELOADED + PETRA * ("petra" in preloaded):
         importlib.import_module(name)
     gc.freeze()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what tests print must not get between the answers
-    print("ready", file=answers, flush=True)
-    for line in sys.stdin:
-        print(json.dumps(_run(json.loads(line))), file=answers, flush=True)
+    os.dup2(2, 1)  # what tests print goes to files of their own
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes of connections
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        while sys.stdin not in (ready := select.select([listener, sys.stdin], [], [])[0]):
+            assert ready == [listener]
+            connection, _ = listener.accept()
+            if not os.fork():
+                listener.close()
+                _serve(connection)
+            connection.close()
+    os.unlink(path)
+
+
+def _serve(connection: socket.socket) -> None:
+    """Answer requests until the client closes the connection, and exit."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        with connection, connection.makefile("rw") as stream:
+            for line in stream:
+                print(json.dumps(_run(json.loads(line))), file=stream, flush=True)
+    finally:
+        os._exit(0)
 
 
 def _run(request: dict[str, Any]) -> list[int | None]:

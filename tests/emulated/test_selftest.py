@@ -1,43 +1,57 @@
-"""Parts of ``petra selftest`` on emulated devices."""
+"""``petra selftest`` on two emulated devices, as a whole command."""
 
 from __future__ import annotations
 
 import json
+import runpy
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from launch.selftest.command import Run, judge, plan
-from launch.selftest.report import markdown
-from tests.emulated.test_paths import launched
-
-pytestmark = pytest.mark.emulated
-
-NAMES = ("petra against the CPU", "lockstep, d = 2", "edge, d = 1", "memory of petra", "revnet18, batch 4, 1f1b")
+from launch.selftest import command
+from tests.emulated.processes import run, start
 
 
-def findings(run: Run, folder: Path) -> dict[str, Any]:
-    out = folder / "found.json"
-    launched("launch.selftest.parts", folder, run.part, json.dumps(run.options), str(out), world=run.processes)
-    return json.loads(out.read_text())
+def module(rank: int, name: str, *arguments: str) -> None:
+    """Run a module as ``python -m`` does."""
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def test_tiny_parts_pass_and_make_a_report(tmp_path: Path) -> None:
-    runs = {run.name: run for run in plan(2, tiny=True)}
-    parts = []
-    runs[NAMES[-1]].options["cuda_graphs"] = True
-    for run in (runs[name] for name in NAMES):
-        assert run.options["device"] == "cuda"
-        found = findings(run, tmp_path)
-        assert judge(run.part, found) == {}
-        parts.append({"part": run.part, "name": run.name, **run.options, "processes": run.processes, **found})
-    compare, lockstep, edge, memory, speed = parts
-    assert compare["difference"] == 0
-    assert (lockstep["transport"], edge["transport"]) == ("lockstep", "edge")
-    assert lockstep["digest"] != edge["digest"]  # of different delays
-    assert memory["predicted_bytes"] == pytest.approx(memory["peak_bytes"], rel=0.05)
-    assert len(speed["peak_bytes"]) == 2
-    text = markdown({"gpus": 2, "tiny": True, "doctor": "No problems found.", "parts": parts})
-    assert f"{len(NAMES)} of {len(NAMES)} parts passed" in text
-    assert text.count("| passed |") == len(NAMES)
+def forked(name: str, arguments: Sequence[str], processes: int, seconds: float) -> subprocess.CompletedProcess[str]:
+    """Run a module in processes of the server, which start faster than new ones."""
+    ended = start(module, name, *arguments, world=processes, torchrun=True, timeout=seconds)
+    return subprocess.CompletedProcess([], ended.statuses != [0] * processes, ended.outputs[0], "\n".join(ended.outputs))
+
+
+def selftest(devices: int, out: str) -> int:
+    """Run the command as on a machine with a number of devices."""
+    import torch
+
+    torch.cuda.device_count = lambda: devices
+    return command.main(["--tiny", "--out", out], start=forked)
+
+
+def test_all_parts_pass_and_the_report_is_written(tmp_path: Path) -> None:
+    assert run(selftest, 2, str(tmp_path), timeout=170) == [0]
+    found = json.loads((tmp_path / "selftest.json").read_text())
+    assert (found["gpus"], found["tiny"]) == (2, True)
+    planned = [*command.plan(2, tiny=True)]
+    parts = {part["name"]: part for part in found["parts"]}
+    assert [*parts] == [run.name for run in planned]
+    assert all(part["device"] == "cuda" and command.judge(part["part"], part) == {} for part in parts.values())
+    assert {part["difference"] for part in parts.values() if part["part"] == "compare"} == {0}
+    transports = {name: part for name, part in parts.items() if part["part"] == "transport"}
+    assert {part["transport"] for part in transports.values()} == {"lockstep", "edge"}
+    assert transports["lockstep, d = 2"]["digest"] == transports["edge, d = 2"]["digest"]
+    assert transports["lockstep, d = 2"]["digest"] != transports["lockstep, d = 1"]["digest"]
+    for part in parts.values():
+        if part["part"] == "memory":
+            assert part["predicted_bytes"] == pytest.approx(part["peak_bytes"], rel=0.05)
+    text = (tmp_path / "selftest.md").read_text()
+    assert f"{len(planned)} of {len(planned)} parts passed" in text
+    assert text.count("| passed |") == len(planned)
+    assert "cuda:1" in text  # the doctor's table of links

@@ -14,15 +14,16 @@ from launch.config.machines import read_machines, write_machines
 from launch.doctor.links import Link as Measured
 from launch.doctor.machine import Report
 from launch.doctor.speed import describe, measure_speeds
-from launch.plan import main
+from launch.plan import main, predict_method
 from launch.run.build import set_up
 from launch.run.dry_run import memory_table
 from launch.runtime.rank import Process
-from petra import METHODS, ConfigError, Split
-from petra.cost_model.autotune import tune
+from petra import METHODS, ConfigError, Method, Split
+from petra.cost_model.autotune import Tuned, tune
 from petra.cost_model.costs import BlockCost
 from petra.cost_model.links import Connection, Link
 from petra.cost_model.machines import Device, Machines
+from petra.cost_model.memory import PredictedMemory
 
 SMALL = ["model=revnet18", "model.width=0.0625", "data=synthetic", "data.batch_size=2"]
 FILE = """
@@ -116,17 +117,42 @@ def test_plan_prints_all_methods_and_recommends_one(tmp_path: Path, capsys: pyte
     assert "recommended: method=" in out
     assert (tmp_path / "plan.png").stat().st_size > 10_000
     stages, method = re.search(r"method=(\S+) trainer\.stages=\[([\d,]+)\]", out).group(2, 1)  # type: ignore[union-attr]
-    device, memory = re.search(r"fullest device, (\d), with messages and stashed weights: (\S+) GB", out).groups()  # type: ignore[union-attr]
+    device, parts = re.search(r"fullest device, (\d), in GB: (.*)", out).groups()  # type: ignore[union-attr]
     overrides = [*SMALL, "k=8", f"method={method}", f"trainer.stages=[{stages}]", "trainer.transport=lockstep"]
     setup = set_up(compose_overrides(overrides), Process(rank=0, world=4, local_rank=0, local_world=4))
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in memory_table(setup).splitlines()[2:]]
     assert [row[:2] for row in rows] == [[str(j), str(j + 1)] for j in range(4)]
-    assert float(rows[int(device) - 1][-1]) / 1e3 == pytest.approx(float(memory), rel=0.01)
+    totals = [float(row[-1]) / 1e3 for row in rows]
+    (column,) = [float(line.split("|")[7]) for line in out.splitlines() if line.startswith(f"| {method} ")]
+    assert totals[int(device) - 1] == max(totals) == pytest.approx(column, rel=0.01)
+    assert sum(float(part.split()[1]) for part in parts.split(", ")) == pytest.approx(column, rel=0.01)
 
 
 def test_fast_links_and_large_k_favour_exact_gradients(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--devices", "2", "--bandwidth", "1e6", "--latency", "0", *SMALL, "k=64"])
     assert "recommended: method=zb_h1" in capsys.readouterr().out
+
+
+def test_a_partition_fits_the_memory_that_is_counted() -> None:
+    """A stage needs 5 bytes per block; the estimate of 42 bytes for a block, and 12 for each further one, allows three."""
+    machines = Machines((Device(memory=30 + 3 * 12), Device(), Device()), (Connection(Link(1e9), Link(1e9)),) * 2)
+    for size in (20, 25, 30):
+        counted: list[tuple[int, ...]] = []
+
+        def memories(
+            method: Method, tuned: Tuned, size: int = size, counted: list[tuple[int, ...]] = counted
+        ) -> list[PredictedMemory]:
+            counted.append(tuned.stages)
+            return [PredictedMemory(size * n, 0, 0, 0, 0, workspace=0) for n in tuned.stages]
+
+        row = predict_method([block()] * 6, METHODS["petra"], 1, machines, "auto", memories=memories)
+        assert row.tuned.stages == counted[-1]
+        assert row.memory[0].total <= machines.devices[0].memory
+    with pytest.raises(ConfigError, match="memory: expected at least"):
+        predict_method(
+            [block()] * 3, METHODS["petra"], 1, machines, "auto",
+            memories=lambda method, tuned: [PredictedMemory(67, 0, 0, 0, 0, workspace=0)] * 3,
+        )  # fmt: skip
 
 
 def test_memory_that_is_too_small(capsys: pytest.CaptureFixture[str]) -> None:

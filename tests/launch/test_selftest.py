@@ -96,7 +96,7 @@ def test_differences_from_the_cpu_fail() -> None:
 
 @pytest.mark.processes
 def test_a_part_that_fails_is_reported_with_its_reason() -> None:
-    found = run_part(Run("compare", "wrong", {**TINY, "device": "tpu"}), seconds=100)
+    found = run_part(Run("compare", "wrong", {**TINY, "device": "tpu"}), seconds=100, start=command.start_processes)
     assert found["failed"].startswith("error: trainer.device: expected ")
     assert "got tpu" in found["failed"]
 
@@ -117,8 +117,8 @@ def test_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     runs = [Run("compare", "petra against the CPU", {}), Run("transport", "edge, d = 1", {}, 2), Run("speed", "revnet18", {}, 2)]
     monkeypatch.setattr(command, "plan", lambda gpus, tiny: iter(runs))
-    monkeypatch.setattr(command, "run_part", lambda run, seconds: results[runs.index(run)])
-    monkeypatch.setattr(command, "_doctor", lambda processes: "No problems found.")
+    monkeypatch.setattr(command, "run_part", lambda run, seconds, start: results[runs.index(run)])
+    monkeypatch.setattr(command, "_doctor", lambda processes, start: "No problems found.")
     assert command.main(["--out", str(tmp_path)]) == 1
     text = (tmp_path / "selftest.md").read_text()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
@@ -133,7 +133,7 @@ def test_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parts_without_time_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_doctor", lambda processes: "")
+    monkeypatch.setattr(command, "_doctor", lambda processes, start: "")
     command.main(["--out", str(tmp_path), "--minutes", "0"])
     text = (tmp_path / "selftest.md").read_text()
     assert "0 of " in text
