@@ -14,11 +14,13 @@ import random
 import select
 import struct
 import subprocess
+import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 HOSTS = ("petra-wan-a", "petra-wan-b")
 ADDRESSES = ("10.96.0.1", "10.96.0.2")
@@ -73,36 +75,52 @@ class Direction:
 
 
 @contextmanager
+def only_one(name: str) -> Iterator[None]:
+    """Wait until no other process of this machine is in this context. Its programs use the same names of namespaces and devices."""
+    with Path(tempfile.gettempdir(), f"{name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
 def shaped_link(shape: Shape) -> Iterator[str]:
     """Create the two namespaces of :data:`HOSTS` and the link between their devices. Remove all of it at the end.
+
+    If another process of this machine has such a link, wait for its end.
 
     Yields:
         ``netem`` or ``TUN``: what shapes the link.
     """
     carriers: list[multiprocessing.Process] = []
-    _remove()
-    try:
-        for host in HOSTS:
-            _run("ip", "netns", "add", host)
-        kind = "netem" if _has_netem() else "TUN"
-        if kind == "netem":
-            _cable(shape)
-        else:
-            carriers = _carriers(shape)
-        for host, address in zip(HOSTS, ADDRESSES, strict=True):
-            _run("ip", "-n", host, "address", "add", f"{address}/24", "dev", DEVICE)
-            for device in ("lo", DEVICE):
-                _run("ip", "-n", host, "link", "set", device, "up")
-            _run("ip", "-n", host, "link", "set", DEVICE, "mtu", str(shape.mtu))
-            chosen = () if shape.congestion is None else (f"net.ipv4.tcp_congestion_control={shape.congestion}",)
-            for setting in (*SETTINGS, *chosen):
-                _run("ip", "netns", "exec", host, "sysctl", "--quiet", setting)
-        yield kind
-    finally:
-        for carrier in carriers:
-            carrier.kill()
-            carrier.join()
+    with only_one("petra-shaped-link"):
         _remove()
+        try:
+            for host in HOSTS:
+                _run("ip", "netns", "add", host)
+            kind = "netem" if _has_netem() else "TUN"
+            if kind == "netem":
+                _cable(shape)
+            else:
+                carriers = _carriers(shape)
+            for host, address in zip(HOSTS, ADDRESSES, strict=True):
+                _configure(host, address, shape)
+            yield kind
+        finally:
+            for carrier in carriers:
+                carrier.kill()
+                carrier.join()
+            _remove()
+
+
+def _configure(host: str, address: str, shape: Shape) -> None:
+    """Set up a namespace's devices and TCP."""
+    _run("ip", "-n", host, "address", "add", f"{address}/24", "dev", DEVICE)
+    for device in ("lo", DEVICE):
+        _run("ip", "-n", host, "link", "set", device, "up")
+    _run("ip", "-n", host, "link", "set", DEVICE, "mtu", str(shape.mtu))
+    chosen = () if shape.congestion is None else (f"net.ipv4.tcp_congestion_control={shape.congestion}",)
+    for setting in (*SETTINGS, *chosen):
+        _run("ip", "netns", "exec", host, "sysctl", "--quiet", setting)
 
 
 def _has_netem() -> bool:

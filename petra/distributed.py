@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
+from functools import partial
+from threading import Thread
 from typing import Any
 
 import torch
@@ -12,6 +16,24 @@ import torch.distributed as dist
 
 from petra.errors import PetraError, invalid
 from petra.torch_private import default_group_timeout
+
+WATCH_SECONDS = 0.1
+"""Seconds between two calls of a function that watches a collective."""
+_watch: ContextVar[Callable[[], None] | None] = ContextVar("watch", default=None)
+
+
+@contextmanager
+def watched(watch: Callable[[], None]) -> Iterator[None]:
+    """Call ``watch`` from time to time while this thread waits in :func:`all_gather_objects`. An error of ``watch`` ends the wait.
+
+    A collective of gloo fails at once only in ranks that exchange data with one that has died. The others wait for a rank that
+    has failed, until the timeout.
+    """
+    token = _watch.set(watch)
+    try:
+        yield
+    finally:
+        _watch.reset(token)
 
 
 def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -24,8 +46,30 @@ def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> li
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group)
+    gather, watch = partial(dist.all_gather_object, values, value, group), _watch.get()
+    if watch is None:
+        gather()
+    else:
+        _run_watched(gather, watch)
     return values
+
+
+def _run_watched(collective: Callable[[], object], watch: Callable[[], None]) -> None:
+    """Run a collective in a thread. If ``watch`` raises an error, the thread ends when the process group does."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            collective()
+        except Exception as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    Thread(target=run, daemon=True).start()
+    while not wait([done], WATCH_SECONDS).done:
+        watch()
+    done.result()
 
 
 def default_timeout(device: torch.device) -> timedelta:

@@ -2,7 +2,8 @@
 
 Needs root, and ``apt-get install slurmctld slurmd slurm-client iproute2``. Each node has a network namespace, a host name, eight
 GPUs that Slurm counts but no program can use, and a slurmd (:mod:`tests.support.slurm`). Networks are narrow and train on the
-CPU. The output is a Markdown table of what happened. An assertion fails where that differs from docs/clusters.md.
+CPU. The output is a Markdown table of what happened. "Equal" means: with the weights, metrics and files of a run without Slurm and
+without interruption. An assertion fails where the result differs from docs/clusters.md.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Suite:
         """Wait until a condition holds."""
         deadline = time.monotonic() + PATIENCE
         while not reached():
-            assert time.monotonic() < deadline, self.log(name) + self.cluster.call("squeue", "--long")
+            assert time.monotonic() < deadline, self.log(name) + self.cluster.state()
             time.sleep(POLL)
 
     def until_saved(self, name: str, number: int = 2) -> None:
@@ -149,7 +150,7 @@ def requeue(suite: Suite) -> str:
     suite.until("requeue", (suite.folder / "requeue" / "run" / "summary.json").exists)
     suite.until_ended(number, "requeue", "COMPLETED")
     suite.assert_equal("requeue")
-    return f"resumed after microbatch {resumed_at(suite.log('requeue'))}; weights, metrics and files of the uninterrupted run"
+    return f"resumed after microbatch {resumed_at(suite.log('requeue'))}; equal"
 
 
 def killed_process(suite: Suite) -> str:
@@ -166,9 +167,7 @@ def killed_process(suite: Suite) -> str:
     suite.until_ended(number, "killed", "COMPLETED")
     suite.assert_equal("killed")
     assert log.count("Traceback") == 0, log
-    return (
-        f"state FAILED, exit code {facts['ExitCode']}; after the requeue, the weights, metrics and files of the uninterrupted run"
-    )
+    return f"state FAILED, exit code {facts['ExitCode']}; after the requeue, equal"
 
 
 def preemption(suite: Suite) -> str:
@@ -184,7 +183,7 @@ def preemption(suite: Suite) -> str:
     log = suite.log("preempted")
     assert log.count("stopped on request") == 1, log
     restarts = facts["Restarts"]
-    return f"saved, {restarts} restart(s), resumed after microbatch {resumed_at(log)}; equal to the uninterrupted run"
+    return f"saved, {restarts} restart(s), resumed after microbatch {resumed_at(log)}; equal"
 
 
 def lost_node(suite: Suite) -> str:
@@ -199,7 +198,7 @@ def lost_node(suite: Suite) -> str:
     assert facts["NodeList"] == "petra-n[1,3]", facts
     suite.assert_equal("lost")
     suite.cluster.repair_node(lost)
-    return f"resumed on {facts['NodeList']} after microbatch {resumed_at(suite.log('lost'))}; equal to the uninterrupted run"
+    return f"resumed on {facts['NodeList']} after microbatch {resumed_at(suite.log('lost'))}; equal"
 
 
 def sweep(suite: Suite) -> str:

@@ -1,7 +1,9 @@
-"""The device that a process binds, on a machine with two fake GPUs."""
+"""The device that a process binds, on a machine with two fake GPUs; collectives that end because another rank has given up."""
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from petra import ConfigError
-from petra.distributed import bind_device
+from petra.distributed import all_gather_objects, bind_device, watched
+from petra.errors import CommunicationError
+from tests.support.processes import run_processes
 
 
 class FakeGPUs:
@@ -68,3 +72,33 @@ def test_a_device_that_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> Non
     FakeGPUs(monkeypatch, count=0)
     with pytest.raises(ConfigError, match="device: expected cpu on a machine without GPUs, got cuda"):
         bind_device("cuda")
+
+
+def gives_up(rank: int, folder: Path) -> list[int]:
+    """Rank 0 stops waiting for rank 1, which takes part afterwards so that the collective ends."""
+    left = 3
+
+    def watch() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise CommunicationError("lost")
+
+    with watched(watch):
+        found = all_gather_objects(rank)
+    mine, other = (folder / name for name in (("gave up", "joined") if rank == 0 else ("joined", "gave up")))
+    if rank == 0:
+        with watched(watch), pytest.raises(CommunicationError, match="lost"):
+            all_gather_objects(rank)
+        mine.touch()
+    while not other.exists():
+        time.sleep(0.01)
+    if rank == 1:
+        all_gather_objects(rank)
+        mine.touch()
+    return found
+
+
+@pytest.mark.processes
+def test_a_watch_ends_the_wait_for_another_rank(tmp_path: Path) -> None:
+    assert run_processes(2, gives_up, tmp_path / "processes", tmp_path) == [[0, 1], [0, 1]]

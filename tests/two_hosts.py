@@ -1,11 +1,12 @@
 """Runs on two hosts with a shared folder: an interrupted link, a second job, a killed agent, and restarts by torchrun.
 
 Run ``python -m tests.two_hosts`` as root. The hosts are two network namespaces of this machine with two processes each, joined by a
-virtual Ethernet link (Linux, iproute2, nftables).
+virtual Ethernet link (Linux, iproute2).
 
-The link is interrupted in two ways: one end goes down, or all packets are dropped silently. Both sides must end by themselves with
-an error within the timeout. If one host's agent is killed, the processes of both hosts must end by themselves, too. The same
-commands must then resume the run to the same weights and metrics as an uninterrupted run. A second job that starts with the folder
+The link is interrupted in two ways: one end goes down, or all packets of the second host are lost silently, because they have a
+wrong hardware address. Both sides must end by themselves with an error within the timeout. If one host's agent is killed, the
+processes of both hosts must end by themselves, too. The same commands must then resume the run to the same weights and metrics as
+an uninterrupted run. A second job that starts with the folder
 of a running one must be refused on both hosts, without effect on the first. If a process is killed under torchrun with
 --max-restarts, the agents of both hosts must restart the run, to the same weights and metrics.
 """
@@ -24,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shaped_link import only_one
 from tests.commands import ROOT
 from tests.kill_many import RUN, assert_same, assert_undamaged, children, results
 
@@ -33,10 +35,12 @@ END_SECONDS = 15
 """Seconds in addition to trainer.timeout that the processes of a host and torchrun may take to end."""
 PATIENCE = 600
 """Seconds that any other step may take."""
-DROP = "table inet interrupt { chain input { type filter hook input priority 0; policy accept; iif eth0 drop; }; }"
 INTERRUPTIONS = {
     "down": ("ip link set eth0 down", "ip link set eth0 up"),
-    "drop": (f"nft {DROP}", "nft delete table inet interrupt"),
+    "drop": (
+        f"ip neighbour replace {ADDRESSES[0]} lladdr 02:00:00:00:00:01 dev eth0 nud permanent",
+        f"ip neighbour delete {ADDRESSES[0]} dev eth0",
+    ),
 }
 """Commands that interrupt and restore the link, on the second host."""
 RESTARTS = (
@@ -48,21 +52,25 @@ RESTARTS = (
 
 @contextmanager
 def hosts() -> Iterator[None]:
-    """Create and join the namespaces. Remove them, with all their processes, at the end."""
-    try:
-        for host in HOSTS:
-            command(f"ip netns add {host}")
-        command(f"ip link add eth0 netns {HOSTS[0]} type veth peer name eth0 netns {HOSTS[1]}")
-        for host, address in zip(HOSTS, ADDRESSES, strict=True):
-            command(f"ip -n {host} address add {address}/24 dev eth0")
-            for link in ("lo", "eth0"):
-                command(f"ip -n {host} link set {link} up")
-        yield
-    finally:
-        for host in HOSTS:
-            inside = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout.split()
-            subprocess.run(["kill", "-9", *inside], stderr=subprocess.DEVNULL)
-            subprocess.run(["ip", "netns", "delete", host], stderr=subprocess.DEVNULL)
+    """Create and join the namespaces. Remove them, with all their processes, at the end.
+
+    If another process of this machine has such namespaces, wait for its end.
+    """
+    with only_one("petra-two-hosts"):
+        try:
+            for host in HOSTS:
+                command(f"ip netns add {host}")
+            command(f"ip link add eth0 netns {HOSTS[0]} type veth peer name eth0 netns {HOSTS[1]}")
+            for host, address in zip(HOSTS, ADDRESSES, strict=True):
+                command(f"ip -n {host} address add {address}/24 dev eth0")
+                for link in ("lo", "eth0"):
+                    command(f"ip -n {host} link set {link} up")
+            yield
+        finally:
+            for host in HOSTS:
+                inside = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout.split()
+                subprocess.run(["kill", "-9", *inside], stderr=subprocess.DEVNULL)
+                subprocess.run(["ip", "netns", "delete", host], stderr=subprocess.DEVNULL)
 
 
 def command(line: str, host: str | None = None) -> None:

@@ -13,7 +13,7 @@ from petra.cost_model.links import Connection
 from petra.cost_model.period import Edges, EventGraph, Indices, Values
 from petra.cost_model.wires import WireModel
 from petra.plan.steady import SteadyState
-from petra.transport.edge import POSTED_RECEIVES
+from petra.transport.edge import posted_receives
 
 
 def event_graph(
@@ -58,6 +58,7 @@ class _Steps:
         sender, receiver: Indices of the steps that send and that receive a message between two processes.
         later: For each message, number of repetitions by which its receiver is later.
         transfer, latency: Seconds of each message on its link.
+        notice: Seconds until the sender of each message knows that its receive has been posted.
         boundary: Boundary of each message.
         beside: Indices of the backwards that run beside the forward of their stage in the round before.
     """
@@ -72,6 +73,7 @@ class _Steps:
     later: Indices
     transfer: Values
     latency: Values
+    notice: Values
     boundary: Indices
     beside: Indices
 
@@ -102,7 +104,7 @@ class _Steps:
         receiver, later = _find(steady, forward[sender], target[sender], m[sender])
         down, link = forward[sender], np.minimum(owner[stage[sender]], owner[target[sender]])
         bandwidth, latency = (
-            np.where(down, *(np.array([getattr(side, name) for side in sides])[link] for sides in _sides(connections)))
+            [np.array([getattr(side, name) for side in sides])[link] for sides in _sides(connections)]
             for name in ("bandwidth", "latency")
         )
         return _Steps(
@@ -114,8 +116,9 @@ class _Steps:
             sender=sender,
             receiver=receiver,
             later=later,
-            transfer=np.where(down, bytes_f[stage[sender]], bytes_b[stage[sender]]) / bandwidth,
-            latency=latency,
+            transfer=np.where(down, bytes_f[stage[sender]], bytes_b[stage[sender]]) / np.where(down, *bandwidth),
+            latency=np.where(down, *latency),
+            notice=np.where(down, *reversed(latency)),
             boundary=np.minimum(stage[sender], target[sender]),
             beside=_beside(steady, overlapped),
         )
@@ -234,7 +237,8 @@ def _edge_graph(steps: _Steps, boundary_delays: Indices) -> EventGraph:
     none, nothing = np.zeros(messages, np.int64), np.zeros(count, np.int64)
     oldest, oldest_before = steps.other_message(boundary_delays[steps.boundary] + 1)
     previous, previous_before = steps.other_message(1)
-    posted, posted_before = steps.other_message(POSTED_RECEIVES)
+    ahead = np.array([posted_receives(delay) for delay in boundary_delays.tolist()], np.int64)
+    posted, posted_before = steps.other_message(ahead[steps.boundary])
     beside = _Beside.of(steps, steps.process, steps.steady.round, start, before, wrapped)
     alone = np.setdiff1d(start, beside.step)
     done = np.arange(len(beside.step)) + 2 * count + messages  # end of the computation of a backward beside a forward
@@ -248,10 +252,10 @@ def _edge_graph(steps: _Steps, boundary_delays: Indices) -> EventGraph:
         (done, end[beside.step], at_once.astype(float), at_once),
         (end[before[beside.step]], end[beside.step], steps.update[before[beside.step]], wrapped[beside.step]),
         (wire, start[steps.receiver], steps.latency, steps.later),
-        (wire[oldest], end[steps.sender], steps.latency, oldest_before),
+        (wire[oldest], end[steps.sender], np.zeros(messages), oldest_before),
         (end[steps.sender], wire, steps.transfer, none),
         (wire[previous], wire, steps.transfer, previous_before),
-        (start[steps.receiver[posted]], wire, steps.transfer, posted_before - steps.later[posted]),
+        (start[steps.receiver[posted]], wire, steps.notice + steps.transfer, posted_before - steps.later[posted]),
     ]
     round_ = steps.steady.round
     phases = (round_, round_, round_[steps.sender], round_[beside.step])
@@ -295,16 +299,16 @@ def _lockstep_graph(steps: _Steps) -> EventGraph:
     following, following_wrapped = np.empty_like(earlier), np.empty_like(earlier)
     following[earlier], following_wrapped[earlier] = np.arange(len(exchanges)), earlier_wrapped
     previous, previous_before = steps.other_message(1)
-    none = np.zeros(messages, np.int64)
     edges: list[Edges] = [
         (before, clock, joined + late[before], wrapped),
         (done, clock[beside.step], joined[beside.step], at_once),
         (beside.start, done, steps.compute[beside.step], beside.started),
         (done[beside.previous], done, steps.compute[beside.step], beside.passed),
         (wire, computed[steps.receiver], steps.latency + waiting, steps.later),
-        (wire, count + following[exchange[0]], steps.latency, following_wrapped[exchange[0]]),
+        (wire, count + following[exchange[0]], np.zeros(messages), following_wrapped[exchange[0]]),
         (wire[previous], wire, steps.transfer, previous_before),
-        *((before[count + side], wire, steps.transfer, none + wrapped[count + side]) for side in exchange),
+        (before[count + exchange[0]], wire, steps.transfer, wrapped[count + exchange[0]]),
+        (before[count + exchange[1]], wire, steps.notice + steps.transfer, wrapped[count + exchange[1]]),
     ]
     phases = (round_, exchange_round, round_[steps.sender], round_[beside.step])
     return EventGraph.of(_phases(zip(phases, (1, 2, 3, 0), strict=True)), edges)

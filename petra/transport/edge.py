@@ -23,8 +23,14 @@ from petra.transport.lockstep import Transfer
 from petra.transport.packing import Packing
 from petra.transport.port import locate_errors
 
-POSTED_RECEIVES = 2
-"""Receives that are posted in advance on each edge between CPUs: one is filled while the stage still works on another."""
+
+def posted_receives(delay: int) -> int:
+    """Return how many receives are posted in advance on each edge of a boundary between CPUs, given the boundary's delay d.
+
+    At most d + 1 messages wait at a boundary. With as many receives, the sender knows of a receive before it sends, so that no
+    message pays the latency twice. With at least two, one is filled while the stage still works on another.
+    """
+    return max(2, delay + 1)
 
 
 @dataclass
@@ -60,6 +66,7 @@ class _Receiver:
     packing: Packing
     group: dist.ProcessGroup
     peer: int
+    delay: int
     _posted: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
     _unposted: int = 0
 
@@ -86,7 +93,7 @@ class _Receiver:
     @property
     def _ahead(self) -> int:
         """Number of receives to post before their messages are due."""
-        return POSTED_RECEIVES if self.packing.device.type == "cpu" else 0
+        return posted_receives(self.delay) if self.packing.device.type == "cpu" else 0
 
     def _post(self) -> None:
         if self._unposted:
@@ -140,9 +147,9 @@ class EdgeTransport:
                 _warm_up(down, r, r + 1, forward.device)
                 _warm_up(up, r + 1, r, forward.device)
             if rank == r:
-                self.downstream = EdgePort(_Sender(forward, down, r + 1, delay + 1), _Receiver(backward, up, r + 1))
+                self.downstream = EdgePort(_Sender(forward, down, r + 1, delay + 1), _Receiver(backward, up, r + 1, delay))
             if rank == r + 1:
-                self.upstream = EdgePort(_Sender(backward, up, r, delay + 1), _Receiver(forward, down, r))
+                self.upstream = EdgePort(_Sender(backward, up, r, delay + 1), _Receiver(forward, down, r, delay))
 
     def begin(self, microbatches: int, backward: bool) -> None:
         """Post the first receives of a run over ``microbatches``, with or without backward messages."""

@@ -13,6 +13,8 @@ from threading import Thread
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from petra.errors import CommunicationError
+
 POLL, PROBE = 0.01, 0.2
 """Seconds between two looks at the store, and between two attempts to connect to a process that is missing."""
 PRESENT = "present"
@@ -61,8 +63,22 @@ class Liveness:
             self.declare_lost(incarnation)
         return lost
 
+    def require(self, members: Iterable[Member]) -> None:
+        """Check that no replica is lost.
+
+        Raises:
+            CommunicationError: If one is.
+        """
+        if any(self.is_lost(incarnation) for _, incarnation in members):
+            raise CommunicationError("a replica was lost")
+
     def wait_for(
-        self, members: Sequence[Member], prefix: str, decided: Callable[[], bool], processes: Sequence[int] | None = None
+        self,
+        members: Sequence[Member],
+        prefix: str,
+        decided: Callable[[], bool],
+        processes: Sequence[int] | None = None,
+        timeouts: int = 1,
     ) -> list[Member]:
         """Return the members whose processes have all set the key ``<prefix>/<incarnation>/<process>``.
 
@@ -71,9 +87,10 @@ class Liveness:
         Args:
             decided: Returns whether to stop waiting.
             processes: Processes to wait for in each replica; None for all.
+            timeouts: Number of timeouts after which a missing process counts as lost.
         """
         processes = range(self.processes) if processes is None else processes
-        present, missing, until = list[Member](), list(members), time.monotonic() + self.timeout
+        present, missing, until = list[Member](), list(members), time.monotonic() + timeouts * self.timeout
         while missing and not decided():
             for member in [*missing]:
                 absent = [p for p in processes if not self.store.check([f"{prefix}/{member[1]}/{p}"])]

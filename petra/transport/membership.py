@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch.distributed.distributed_c10d import Store
 
-from petra.distributed import is_communication_error
+from petra.distributed import is_communication_error, watched
 from petra.errors import CommunicationError, Interrupted, PetraError
 from petra.transport.liveness import POLL, PRESENT, PROBE, Liveness, Member
 
@@ -43,6 +43,12 @@ class Generation:
     def replicas(self) -> tuple[int, ...]:
         """Indices of the replicas."""
         return tuple(replica for replica, _ in self.members)
+
+    @staticmethod
+    def current(store: Store) -> Generation:
+        """Read the last generation from the store. Generation 0 has no members."""
+        key = "generation"
+        return Generation.from_json(store.get(key).decode()) if store.check([key]) else Generation(0, ())
 
     def to_json(self) -> str:
         """Return the generation as a value for the store."""
@@ -102,7 +108,7 @@ class Membership:
         if self.process == 0:
             self.store.set(f"waiting/{self.replica}", own)
         while True:
-            current = self._current()
+            current = Generation.current(self.store)
             self._require_not_lost()
             if (stop is not None and stop()) or self.store.check(["finished"]):
                 return None
@@ -130,7 +136,8 @@ class Membership:
         members, prefix = self.generation.members, f"{self.generation.number}/{phase}"
         self.store.set(f"{prefix}/{self.liveness.incarnation}/{self.process}", DONE if ok else FAILED)
         decision = f"{prefix}/decision"
-        alive = self.liveness.wait_for(members, prefix, lambda: bool(self.store.check([decision])))
+        # A process may wait in the phase for the whole timeout, because another one has died.
+        alive = self.liveness.wait_for(members, prefix, lambda: bool(self.store.check([decision])), timeouts=2)
         if not self.store.check([decision]):
             keys = [f"{prefix}/{i}/{p}" for _, i in alive for p in range(self.liveness.processes)]
             finished = all(self.store.get(key) == DONE.encode() for key in keys)
@@ -152,7 +159,8 @@ class Membership:
         """
         ok = True
         try:
-            yield
+            with watched(lambda: self.liveness.require(self.generation.members)):
+                yield
         except Interrupted:
             raise
         except Exception as error:
@@ -200,15 +208,19 @@ class Membership:
     def remaining(self, name: str, replicas: Sequence[int]) -> list[int]:
         """Return those of ``replicas`` whose counterpart of this process still takes part. All of them get the same answer.
 
+        Of two replicas that can't communicate, only one can remain: the same one for all pairs of their processes.
+
         Args:
             name: Name of the question, used once in a generation.
 
         Raises:
             CommunicationError: If the others have excluded this process.
         """
+        self._require_not_lost()  # a process that outlives its replica for a moment must not decide
         prefix, incarnations = f"{self.generation.number}/{name}", dict(self.generation.members)
         decision = f"{prefix}/decision"
-        if len(replicas) == 2:  # they can't communicate, so only one of them can remain
+        if len(replicas) == 2:
+            decision = f"{self.generation.number}/one of {sorted(replicas)}"
             alive = [(self.replica, self.liveness.incarnation)]
         else:
             self.store.set(f"{prefix}/{self.liveness.incarnation}/{self.process}", PRESENT)
@@ -226,8 +238,8 @@ class Membership:
         """Wait until all processes have entered a generation. Return False if another one replaces it."""
         prefix = f"{generation.number}/entered"
         self.store.set(f"{prefix}/{self.liveness.incarnation}/{self.process}", PRESENT)
-        alive = self.liveness.wait_for(generation.members, prefix, lambda: self._current() != generation)
-        if self._current() != generation:
+        alive = self.liveness.wait_for(generation.members, prefix, lambda: Generation.current(self.store) != generation)
+        if Generation.current(self.store) != generation:
             return False
         if len(alive) < len(generation.members):
             self._publish(generation, alive)
@@ -239,11 +251,6 @@ class Membership:
         found = [(replica, self.store.get(key).decode()) for replica, key in keys.items() if self.store.check([key])]
         members = dict(self.generation.members).values()
         return [member for member in found if member[1] not in members and not self.liveness.is_lost(member[1])]
-
-    def _current(self) -> Generation:
-        """Return the last generation. Generation 0 has no members."""
-        key = "generation"
-        return Generation.from_json(self.store.get(key).decode()) if self.store.check([key]) else Generation(0, ())
 
     def _publish(self, current: Generation, members: Sequence[Member]) -> None:
         """Replace the current generation, unless another process has done so."""

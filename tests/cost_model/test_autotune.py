@@ -96,9 +96,9 @@ def test_double_weights_limit_the_delays() -> None:
     assert sum(delays) <= 8
 
 
-@pytest.mark.parametrize(("latency", "expected"), [(0.0, (1, 1, 1)), (0.9, (2, 2, 2))])
+@pytest.mark.parametrize(("latency", "expected"), [(0.0, (1, 1, 1)), (0.45, (2, 2, 2))])
 def test_delays_of_equal_stages(latency: float, expected: tuple[int, ...]) -> None:
-    """With fast links d = 1 suffices. If a message takes at most half a tick, d = 2 suffices."""
+    """With fast links d = 1 suffices. If the notice of a receive and the message take less than F, d = 2 suffices."""
     found = choose_delays([StageCost(1, 3)] * 4, PETRA, 1, link=Link(latency=latency))
     assert all(d <= e for d, e in zip(found, expected, strict=True))
     best = predict([StageCost(1, 3)] * 4, replace(PETRA, delay=4), link=Link(latency=latency)).period

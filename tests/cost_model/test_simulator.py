@@ -97,6 +97,15 @@ def test_messages_that_hide_behind_compute_cost_nothing() -> None:
     assert predict([NOTHING] * 3, METHODS["reversible"], link=link).period == pytest.approx(12 + 4 * 0.5)
 
 
+def test_a_receive_that_is_posted_with_its_send_costs_the_latency_twice() -> None:
+    """Lockstep: a message is sent when the notice of its receive has arrived, and needed two rounds later. Edge: d + 1 receives are
+    posted in advance, so the latency counts once in each direction, for d + 1 microbatches."""
+    costs, link = [StageCost(1, 1)] * 2, Link(latency=10)
+    assert predict(costs, METHODS["petra"], link=link, transport="lockstep").period == pytest.approx(2 * 10 + 1)
+    for d in range(1, 6):
+        assert predict(costs, Method("x", d, Keep.NOTHING), link=link).period == pytest.approx((2 * 10 + 4) / (d + 1))
+
+
 def test_a_slow_wire_sets_the_period() -> None:
     costs = [StageCost(1, 3, forward_bytes=50, backward_bytes=100)] * 3
     assert predict(costs, METHODS["petra"], link=Link(bandwidth=10)).period >= 10
@@ -183,5 +192,6 @@ def test_forward_beside_backward_takes_three_units(transport: str) -> None:
     assert predict(costs, METHODS["petra"], **settings).period == pytest.approx(3)  # type: ignore[arg-type]
     half = Method("half", 1, Keep.NOTHING)
     assert predict(costs, half, **settings).period == predict(costs, half, transport=transport).period  # type: ignore[arg-type]
-    late = predict(costs, METHODS["petra"], link=Link(latency=1.5), **settings).period  # type: ignore[arg-type]
+    link = Link(latency=1.5 if transport == "edge" else 0.75)  # which counts twice there
+    late = predict(costs, METHODS["petra"], link=link, **settings).period  # type: ignore[arg-type]
     assert 3 < late <= 5

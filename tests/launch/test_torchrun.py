@@ -24,7 +24,7 @@ from tests.support.forked import Forked
 @pytest.mark.processes
 @pytest.mark.parametrize("agents", [1, 2])
 def test_torchrun_starts_a_killed_run_again_from_its_last_checkpoint(agents: int, tmp_path: Path) -> None:
-    killed, _ = under_torchrun(1, tmp_path, *uninterrupted(tmp_path), agents=agents)
+    killed, *_ = under_torchrun(1, tmp_path, *uninterrupted(tmp_path), agents=agents)
     assert killed == 1
 
 

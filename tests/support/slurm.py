@@ -17,7 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-PROGRAMS = ("slurmctld", "slurmd", "sbatch", "ip", "unshare")
+from benchmarks.shaped_link import only_one
+
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "ip", "unshare", "setpriv")
 PREFIX, BRIDGE, NETWORK, CONTROLLER = "petra-n", "petra-slurm", "10.97.0", "10.97.0.254"
 GPUS = 8
 START, POLL = 30.0, 0.2
@@ -116,6 +118,12 @@ class Cluster:
         assert done.returncode == 0, f"{' '.join(words)}: {done.stdout}{done.stderr}"
         return done.stdout
 
+    def state(self) -> str:
+        """Return what Slurm knows of all jobs and nodes, and the last lines of the daemons' logs, for error messages."""
+        shown = [self.call("scontrol", "show", kind) for kind in ("job", "node")]
+        logs = [f"{path.name}: " + "\n".join(path.read_text().splitlines()[-20:]) for path in sorted(self.folder.glob("*.log"))]
+        return "\n".join([*shown, *logs])
+
     def job(self, number: str) -> dict[str, str]:
         """Return the facts of a job that ``scontrol show job`` prints."""
         words = self.call("scontrol", "--oneliner", "show", "job", number).split()
@@ -129,7 +137,7 @@ class Cluster:
         """
         deadline = time.monotonic() + seconds
         while not reached(facts := self.job(number)):
-            assert time.monotonic() < deadline, f"job {number} is {facts['JobState']} ({facts['Reason']}) after {seconds} s"
+            assert time.monotonic() < deadline, f"job {number} is {facts['JobState']} after {seconds} s\n{self.state()}"
             time.sleep(POLL)
         return facts
 
@@ -138,26 +146,29 @@ class Cluster:
 def cluster(folder: Path, nodes: int) -> Iterator[Cluster]:
     """Start a cluster, and remove it with all its processes at the end.
 
+    If another process of this machine runs such a cluster, wait for its end: both would have the same names and addresses.
+
     Raises:
         AssertionError: If the nodes are not idle in time.
     """
     folder.mkdir(parents=True, exist_ok=True)
     result = Cluster(folder, tuple(f"{PREFIX}{i}" for i in range(1, nodes + 1)))
     controller = None
-    _remove_network(result.nodes)  # of a cluster that was killed
-    try:
-        _make_network(result.nodes)
-        _configure(result)
-        controller = _daemon(["slurmctld", "-D"], folder, "slurmctld")
-        for node in result.nodes:
-            result.start_node(node)
-        result.wait_until_idle()
-        yield result
-    finally:
-        if controller is not None:
-            controller.kill()
-            controller.wait()
-        _remove_network(result.nodes)
+    with only_one("petra-slurm"):
+        _remove_network(result.nodes)  # of a cluster that was killed
+        try:
+            _make_network(result.nodes)
+            _configure(result)
+            controller = _daemon(["setpriv", "--pdeathsig", "KILL", "slurmctld", "-D"], folder, "slurmctld")
+            for node in result.nodes:
+                result.start_node(node)
+            result.wait_until_idle()
+            yield result
+        finally:
+            if controller is not None:
+                controller.kill()
+                controller.wait()
+            _remove_network(result.nodes)
 
 
 def _end_processes(node: str) -> None:

@@ -10,9 +10,9 @@ from petra.specs import TensorSpec
 from petra.transport import Packing, edge
 
 
-@pytest.mark.parametrize(("device", "ahead"), [("cpu", edge.POSTED_RECEIVES), ("meta", 0)])
-def test_receives_are_posted_in_advance_on_cpus_only(monkeypatch: pytest.MonkeyPatch, device: str, ahead: int) -> None:
-    """A receive that waits occupies an accelerator."""
+@pytest.mark.parametrize(("device", "delay", "ahead"), [("cpu", 0, 2), ("cpu", 1, 2), ("cpu", 3, 4), ("meta", 3, 0)])
+def test_receives_are_posted_in_advance_on_cpus_only(monkeypatch: pytest.MonkeyPatch, device: str, delay: int, ahead: int) -> None:
+    """As many as messages may wait at the boundary. A receive that waits occupies an accelerator."""
     posted: list[torch.Tensor] = []
 
     class Done:
@@ -25,7 +25,7 @@ def test_receives_are_posted_in_advance_on_cpus_only(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(dist, "irecv", irecv)
     packing = Packing(((TensorSpec((2, 3), torch.float32),),), torch.device(device), "test")
-    receiver = edge._Receiver(packing, None, 1)  # type: ignore[arg-type]
+    receiver = edge._Receiver(packing, None, 1, delay)  # type: ignore[arg-type]
     receiver.expect(5)
     for received in range(5):
         assert len(posted) == min(received + ahead, 5)

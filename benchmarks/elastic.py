@@ -1,0 +1,88 @@
+"""Measure what ``cluster.elastic=true`` costs while no replica is lost: at each update of a stage, and at each drain.
+
+python -m benchmarks.elastic --out runs/elastic.json
+
+Two replicas of one process each train RevNet-18 in ten stages, in turns without and with the agreement on lost replicas. With
+k = 1, every backward pass of a stage ends in an update, so the agreement costs the difference per stage and microbatch. With it, an
+all-reduce works on a copy of the gradients. At a drain, all processes agree once more whether the replicas have changed.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from benchmarks.report import alternate, benchmark_parser, machine, ratio, save, spread, table
+from benchmarks.two_stages import Noise, sgd
+from petra import Pipeline, TensorSpec, UpdateRules, make_plan
+from petra.engine.build import Recipe
+from petra.engine.endpoints import Losses
+from petra.models import revnet18
+from petra.staleness import Remedy
+from petra.transport.liveness import Liveness
+from petra.transport.membership import Membership
+
+REPLICAS, DRAINS = 2, 20
+
+
+def measure(rank: int, folder: str, port: int, rounds: int, microbatches: int, width: float, batch: int) -> None:
+    """Run one of the two processes. The first writes the figures: seconds per update of a stage, and per agreement at a drain."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=REPLICAS)
+    membership = Membership(rank, REPLICAS, Liveness("127.0.0.1", port, "run", f"replica {rank}", 0, 1, 60))
+    membership.join()
+    inputs = TensorSpec((REPLICAS * batch, 3, 32, 32), torch.float32)
+    plan = make_plan(revnet18(10, width), inputs, method="petra", k=1, processes=REPLICAS, dp=REPLICAS, metrics=0)
+    recipe = Recipe(sgd, lambda t: 0.01, Losses(F.cross_entropy, F.cross_entropy), {}, 0, UpdateRules(), Remedy())
+    pipelines = {"plain": Pipeline.from_plan(plan, recipe), "elastic": Pipeline.from_plan(plan, recipe, membership=membership)}
+    data, updates, drains = Noise(inputs), microbatches * len(plan.stages), iter(range(10**6))
+
+    def drain() -> float:
+        return seconds(lambda: [membership.conclude(f"drain {next(drains)}") for _ in range(DRAINS)]) / DRAINS
+
+    def update(name: str) -> Callable[[], float]:
+        return lambda: seconds(lambda: pipelines[name].train(data, microbatches)) / updates
+
+    found = alternate({**{name: update(name) for name in pipelines}, "drain": drain}, rounds)
+    if rank == 0:
+        Path(folder, "figures.json").write_text(json.dumps(found))
+    dist.barrier()
+    pipelines.clear()  # their groups must end before the default group
+    dist.destroy_process_group()
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Return the seconds that a call takes once both processes have arrived."""
+    dist.barrier()
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__, 9)
+    parser.add_argument("--width", type=float, default=0.0625, help="multiple of the network's width")
+    parser.add_argument("--batch", type=int, default=4, help="images per microbatch and replica")
+    parser.add_argument("--microbatches", type=int, default=20, help="microbatches of each round")
+    options = parser.parse_args()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (folder, store.port, options.rounds, options.microbatches, options.width, options.batch)
+        torch.multiprocessing.spawn(measure, arguments, nprocs=REPLICAS)
+        found = json.loads(Path(folder, "figures.json").read_text())
+    found["agreement"] = [with_ - without for with_, without in zip(found["elastic"], found["plain"], strict=True)]
+    rows = {name: spread([1e3 * value for value in values]) for name, values in found.items()}
+    print(table(rows, "ms"))
+    print(f"\nelastic / plain: {ratio(found['elastic'], found['plain'])['median']:.2f}")
+    save(options.out, {"machine": machine(), "options": vars(options), "seconds": found})
+
+
+if __name__ == "__main__":
+    main()
