@@ -17,11 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from petra.errors import PetraError
 
 Tensors = Sequence[Tensor]
+CAST = torch.ops.aten._to_copy.default
+
 __all__ = [
+    "CAST",  # what Tensor.to calls; operators have no public names
     "ONE_HOLDER",
     "NormBase",
     "TorchDispatchMode",  # torch documents it as the way to see every operation, in a module with a private name
@@ -45,6 +49,7 @@ __all__ = [
     "set_recompile_limit",
     "skips_steps",
     "storage_key",
+    "tree_leaves",  # tensors in nested arguments of an operator
     "vector_jacobian_products",
     "version",
 ]

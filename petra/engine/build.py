@@ -112,10 +112,18 @@ def build_stages(
             hooks=hooks,
             split=stage.split,
             fetch=fetch,
-            cast_once=runtime.compile is None and not runtime.cuda_graphs,  # those fuse casts, or replay them
+            cast_once=_may_cast_once(runtime, device),
             delay_compensation=recipe.remedy.delay_compensation,
         )
     return stages
+
+
+def _may_cast_once(runtime: Runtime, device: torch.device) -> bool:
+    """Return whether F and B may use the same casts of weights. Compiled blocks fuse casts, and CUDA graphs replay them.
+
+    With overlap on a GPU, the stream of F would read what the stream of B writes.
+    """
+    return runtime.compile is None and not runtime.cuda_graphs and not (runtime.overlap and device.type == "cuda")
 
 
 def build_grid(plan: Plan, device: torch.device) -> Grid | None:

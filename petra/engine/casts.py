@@ -7,11 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from petra.torch_private import TorchDispatchMode, version
-
-CAST = torch.ops.aten._to_copy.default
+from petra.torch_private import CAST, TorchDispatchMode, tree_leaves, version
 
 
 class WeightCasts:

@@ -109,6 +109,7 @@ def _fork(rank: int, world: int, folder: Path, request: dict[str, Any]) -> int:
 def _call(rank: int, world: int, folder: Path, request: dict[str, Any]) -> None:
     import torch
 
+    torch.set_num_threads(1)  # a fork loses torch's pool of threads; threads of autograd would renew it at the same time, and fail
     module, _, name = request["target"].partition(":")
     target = getattr(importlib.import_module(module), name)
     arguments = pickle.loads((folder / "arguments").read_bytes())

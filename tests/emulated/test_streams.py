@@ -29,6 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "mixed delays": {"method": Method("x", (3, 0, 1, 2, 2), Keep.NOTHING)},
     "adam, rules": {"optimizer": "adam", "arguments": {"rules": UpdateRules(clip=1.0, average=0.9, nonfinite="skip")}},
     "fp16": {"numerics": {"autocast": torch.float16}, "arguments": {"rules": UpdateRules(loss_scale="dynamic")}},
+    "bf16": {"numerics": {"autocast": torch.bfloat16}},
     "wire": {"numerics": {"wire": torch.bfloat16, "channels_last": True}},
     "remedies": {"arguments": {"remedy": Remedy(9, 0.3, Prediction.DIFFERENCE, 1.5, True, 0.9)}},
     "global clipping": {
