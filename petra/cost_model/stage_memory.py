@@ -22,6 +22,8 @@ DELAY = 4
 """Least delay of a stage in a short pipeline, if its own is longer."""
 EARLIER = 4
 """Earlier stages in a short pipeline, if there are as many: their delays determine when messages arrive."""
+UNEQUAL = 32
+"""Most stages of a pipeline with unequal delays that is not shortened. In longer ones, waiting messages are not counted exactly."""
 LAG = 2
 """Lag of a stage in a short pipeline, if its own is longer."""
 NEIGHBOURS = 2
@@ -35,6 +37,10 @@ def predict_stages(plan: Plan, recipe: Recipe, targets: TensorSpec) -> list[Pred
 
     Arguments and errors are those of :func:`petra.cost_model.memory.account`; processes of the plan don't matter.
     """
+    if len({*plan.boundary_delays}) > 1 and len(plan.stages) <= UNEQUAL:
+        layout = replace(plan.layout, processes=_one_each(len(plan.stages)))
+        alone = (account(replace(plan, layout=layout), recipe, targets, process=j).memory for j in range(len(plan.stages)))
+        return [replace(memory, stages={}) for memory in alone]
     known: dict[Hashable, _Kind] = {}
     found = []
     for j in range(len(plan.stages)):
@@ -121,8 +127,7 @@ def _shortened(plan: Plan, j: int) -> Plan:
     part = slice(first, end + 1)
     chosen = zip(plan.stages[part], delays, lags, strict=True)
     stages = tuple(replace(s, index=i, delay=tau, lag=lag) for i, (s, tau, lag) in enumerate(chosen))
-    processes = tuple(range(i, i + 1) for i in range(len(stages)))
-    layout = replace(plan.layout, stages=plan.layout.stages[part], processes=processes)
+    layout = replace(plan.layout, stages=plan.layout.stages[part], processes=_one_each(len(stages)))
     between = slice(first, end)
     return replace(
         plan,
@@ -132,6 +137,11 @@ def _shortened(plan: Plan, j: int) -> Plan:
         boundary_delays=plan.boundary_delays[between],
         boundaries=plan.boundaries[between],
     )
+
+
+def _one_each(stages: int) -> tuple[range, ...]:
+    """Return the stages of each process if it has one."""
+    return tuple(range(j, j + 1) for j in range(stages))
 
 
 def _least_k(plan: Plan, j: int, delay: int, lag: int) -> int:

@@ -32,13 +32,17 @@ def images() -> tuple[Model, TensorSpec, TensorSpec]:
     return model, TensorSpec((8, 3, 32, 32), torch.float32), TensorSpec((8,), torch.int64)
 
 
-@pytest.mark.parametrize("method", [*METHODS, "d = 3, 0, 1"])
+UNEQUAL = {"d = 3, 0, 1": (3, 0, 1, 2, 2, 1, 2), "d = 4, 3": (4, 3, 3, 3, 3, 3, 3)}
+"""Delays of the boundaries."""
+
+
+@pytest.mark.parametrize("method", [*METHODS, *UNEQUAL])
 def test_short_pipelines_tell_the_memory_of_a_long_one(method: str) -> None:
     """Up to the flags of a few bytes that each backward leaves until the update."""
     model, inputs, targets = transformer(6)
-    mixed = Method("x", (3, 0, 1, 2, 2, 1, 2), METHODS["petra"].keep)
+    chosen = METHODS[method] if method in METHODS else Method("x", UNEQUAL[method], METHODS["petra"].keep)
     k = 16 if method == "paci" else 8
-    plan = make_plan(model, inputs, method=METHODS.get(method, mixed), k=k, processes=8, device_type="cuda")
+    plan = make_plan(model, inputs, method=chosen, k=k, processes=8, device_type="cuda")
     for j, found in enumerate(predict_stages(plan, RECIPE, targets)):
         expected = predict_memory(plan, RECIPE, targets, process=j)
         assert found.stored == pytest.approx(expected.stored, abs=1024 * k)

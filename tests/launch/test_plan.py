@@ -116,14 +116,16 @@ def test_plan_prints_all_methods_and_recommends_one(tmp_path: Path, capsys: pyte
     assert all(f"| {name} " in out for name in METHODS)
     assert "recommended: method=" in out
     assert (tmp_path / "plan.png").stat().st_size > 10_000
-    stages, method = re.search(r"method=(\S+) trainer\.stages=\[([\d,]+)\]", out).group(2, 1)  # type: ignore[union-attr]
+    recommended = re.search(r"recommended: (.*)", out).group(1).split()  # type: ignore[union-attr]
     device, parts = re.search(r"fullest device, (\d), in GB: (.*)", out).groups()  # type: ignore[union-attr]
-    overrides = [*SMALL, "k=8", f"method={method}", f"trainer.stages=[{stages}]", "trainer.transport=lockstep"]
+    overrides = [*SMALL, "k=8", *recommended, "trainer.transport=lockstep"]
     setup = set_up(compose_overrides(overrides), Process(rank=0, world=4, local_rank=0, local_world=4))
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in memory_table(setup).splitlines()[2:]]
     assert [row[:2] for row in rows] == [[str(j), str(j + 1)] for j in range(4)]
     totals = [float(row[-1]) / 1e3 for row in rows]
-    (column,) = [float(line.split("|")[7]) for line in out.splitlines() if line.startswith(f"| {method} ")]
+    chosen = dict(override.split("=") for override in recommended)
+    auto = f", d=auto, {chosen.get('method.split', 'none')}" if "method.delay" in chosen else ""
+    (column,) = [float(line.split("|")[7]) for line in out.splitlines() if line.startswith(f"| {chosen['method']}{auto} ")]
     assert totals[int(device) - 1] == max(totals) == pytest.approx(column, rel=0.01)
     assert sum(float(part.split()[1]) for part in parts.split(", ")) == pytest.approx(column, rel=0.01)
 
