@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.report import alternate, benchmark_parser, machine, ratio, save, spread, table
+from benchmarks.report import alternate, benchmark_parser, machine, ratios, save, spreads, table
 from petra import Keep
 from petra.engine.stage import Stage
 from petra.models import revgpt, revnet18
@@ -62,9 +62,10 @@ def main() -> None:
     for name, (_, _, shape) in STAGES.items():
         stages = {kind: build(name, options.k, kind == "once") for kind in ("every evaluation", "once")}
         figures[name] = alternate({kind: partial(seconds, stage, shape) for kind, stage in stages.items()}, options.rounds)
-    rows = {f"{name}: {kind}": spread(values) for name, row in figures.items() for kind, values in row.items()}
-    gain = {name: ratio(row["once"], row["every evaluation"]) for name, row in figures.items()}
-    print(f"Forward and backward of one reversible block, k = {options.k}, one thread\n\n" + table(rows, "s of CPU time"))
+    gain = ratios(figures, "once", "every evaluation")
+    print(
+        f"Forward and backward of one reversible block, k = {options.k}, one thread\n\n" + table(spreads(figures), "s of CPU time")
+    )
     print("\nOnce over every evaluation, round by round:\n\n" + table(gain, ""))
     save(options.out, {"machine": machine(), "options": vars(options), "figures": figures, "gain": gain})
 

@@ -12,8 +12,8 @@ from functools import partial
 
 import torch
 
-from benchmarks.report import alternate, benchmark_parser, machine, ratio, save, spread, table
-from benchmarks.two_stages import sgd
+from benchmarks.report import alternate, benchmark_parser, machine, ratios, save, spreads, table
+from benchmarks.two_stages import Noise, sgd
 from petra import Model, Pipeline, TensorSpec
 from petra.models import revgpt, revnet18
 from petra.process_memory import keep_freed_memory
@@ -31,22 +31,7 @@ MODELS = {
 BACKENDS = {"eager": None, "inductor": "inductor"}
 
 
-class OneMicrobatch:
-    """A source whose microbatches are all the same random one."""
-
-    def __init__(self, spec: TensorSpec, targets: int) -> None:
-        integers = not spec.dtype.is_floating_point
-        self._inputs = torch.randint(0, 256, spec.shape) if integers else torch.randn(spec.shape)
-        self._targets = torch.randint(0, 10, (targets,))
-
-    def inputs(self, m: int) -> torch.Tensor:
-        return self._inputs
-
-    def targets(self, m: int) -> torch.Tensor:
-        return self._targets
-
-
-def seconds(pipeline: Pipeline, data: OneMicrobatch, microbatches: int) -> float:
+def seconds(pipeline: Pipeline, data: Noise, microbatches: int) -> float:
     """Return the CPU time per microbatch."""
     start = time.process_time()
     pipeline.train(data, microbatches)
@@ -66,15 +51,14 @@ def main() -> None:
     keep_freed_memory()
     figures = {}
     for name, (model, inputs, targets) in MODELS.items():
-        data = OneMicrobatch(inputs, targets)
+        data = Noise(inputs, targets)
         pipelines = {kind: build(model(), inputs, backend) for kind, backend in BACKENDS.items()}
         runs = {kind: partial(seconds, pipeline, data, options.microbatches) for kind, pipeline in pipelines.items()}
         for run in runs.values():
             run()  # compiles
         figures[name] = alternate(runs, options.rounds)
-    rows = {f"{name}: {kind}": spread(values) for name, row in figures.items() for kind, values in row.items()}
-    cost = {name: ratio(row["inductor"], row["eager"]) for name, row in figures.items()}
-    print("PETRA, k = 8, bf16, one thread\n\n" + table(rows, "s of CPU time per microbatch"))
+    cost = ratios(figures, "inductor", "eager")
+    print("PETRA, k = 8, bf16, one thread\n\n" + table(spreads(figures), "s of CPU time per microbatch"))
     print("\nInductor over eager, round by round:\n\n" + table(cost, ""))
     save(options.out, {"machine": machine(), "options": vars(options), "figures": figures, "inductor": cost})
 

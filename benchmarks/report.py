@@ -75,6 +75,16 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
     return spread([a / b for a, b in zip(over, under, strict=True)])
 
 
+def spreads(figures: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, dict[str, float]]:
+    """Return the spread of each contestant in each case."""
+    return {f"{case}: {name}": spread(values) for case, row in figures.items() for name, values in row.items()}
+
+
+def ratios(figures: Mapping[str, Mapping[str, Sequence[float]]], over: str, under: str) -> dict[str, dict[str, float]]:
+    """Return the :func:`ratio` of two contestants in each case."""
+    return {case: ratio(row[over], row[under]) for case, row in figures.items()}
+
+
 def table(rows: Mapping[str, Mapping[str, float]], unit: str) -> str:
     """Return a Markdown table of spreads."""
     lines = [f"| | min {unit} | median {unit} | max {unit} |", "|---|---|---|---|"]

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.report import alternate, benchmark_parser, machine, ratio, save, spread, table
+from benchmarks.report import alternate, benchmark_parser, machine, ratios, save, spreads, table
 from benchmarks.two_stages import coupling
 from petra import Keep
 from petra.engine.stage import Stage
@@ -60,10 +60,9 @@ def main() -> None:
                 "first part": partial(seconds, stages[True], *sizes, second_part=False),
             }
             figures[f"{name}, {precision}"] = alternate(contestants, options.rounds)
-    rows = {f"{name}: {kind}": spread(values) for name, row in figures.items() for kind, values in row.items()}
-    cost = {name: ratio(row["two parts"], row["whole"]) for name, row in figures.items()}
-    first = {name: ratio(row["first part"], row["whole"]) for name, row in figures.items()}
-    print(f"Backward of {options.blocks} reversible blocks, one thread\n\n" + table(rows, "s of CPU time"))
+    cost = ratios(figures, "two parts", "whole")
+    first = ratios(figures, "first part", "whole")
+    print(f"Backward of {options.blocks} reversible blocks, one thread\n\n" + table(spreads(figures), "s of CPU time"))
     print("\nTwo parts over whole, round by round:\n\n" + table(cost, ""))
     print("\nFirst part over whole, round by round:\n\n" + table(first, ""))
     save(options.out, {"machine": machine(), "options": vars(options), "figures": figures, "two_parts": cost, "first_part": first})

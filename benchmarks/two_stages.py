@@ -54,10 +54,16 @@ class Head(nn.Module):
 
 
 class Noise:
-    """One microbatch of noise, repeated."""
+    """One microbatch of noise, repeated.
 
-    def __init__(self, spec: TensorSpec) -> None:
-        self._x, self._y = torch.randn(spec.shape), torch.randint(10, (spec.shape[0],))
+    Args:
+        spec: Form of the inputs. Integers are from 0 to 255.
+        targets: Number of targets; None for one per sample.
+    """
+
+    def __init__(self, spec: TensorSpec, targets: int | None = None) -> None:
+        self._x = torch.randn(spec.shape) if spec.dtype.is_floating_point else torch.randint(256, spec.shape)
+        self._y = torch.randint(10, (spec.shape[0] if targets is None else targets,))
 
     def inputs(self, m: int) -> Tensor:
         return self._x
