@@ -15,9 +15,9 @@ EMULATED_TESTS := $(BIN)/python -m pytest -n 4 --dist worksteal tests/emulated
 demo: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 -m launch.train experiment=demo
 
-# everything
+# everything; the extension of the emulated tests is compiled beside the other tests
 test: lint
-	$(TESTS) -m "not emulated"
+	$(BIN)/python -m tests.emulated.build & $(TESTS) -m "not emulated"; status=$$?; wait; exit $$status
 	$(EMULATED_TESTS)
 
 # lint, types, and the tests that need one process

@@ -98,4 +98,4 @@ def _compile(cache: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    print(library())
+    print(missing() or library())
