@@ -181,5 +181,5 @@ def _key(short: Plan, j: int) -> Hashable:
     kinds = tuple(short.model.blocks[b].kind for b in stage.blocks)
     return (
         *(kinds, stage.inputs, stage.keeps, stage.weights, stage.staleness > 0, stage.split, stage.lag, short.k, short.flush_every),
-        *(j == 0, j == len(short.stages) - 1, short.delays[j:], earlier, short.boundary_delays[j : j + 1], short.boundaries[near]),
+        *(j == 0, j == len(short.stages) - 1, short.delays[j:], earlier, short.boundary_delays[near], short.boundaries[near]),
     )
