@@ -3,14 +3,17 @@
 python -m benchmarks.cast_once --out runs/cast_once.json
 
 Each contestant runs forward and backward of k microbatches of one stage, as between two updates. CPU time of one thread, so that
-other work of the machine has little effect.
+other work of the machine has little effect. ``--processes 2`` measures in two processes side by side, as in a pipeline, which share
+caches and memory.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 
 import torch
 
@@ -52,20 +55,37 @@ def build(name: str, k: int, cast_once: bool) -> Stage:
     return Stage([block], [Keep.NOTHING], first_block=index, k=k, autocast=torch.bfloat16, cast_once=cast_once)
 
 
-def main() -> None:
-    parser = benchmark_parser(__doc__, 9)
-    parser.add_argument("--k", type=int, default=8, help="microbatches per update")
-    options = parser.parse_args()
+Figures = dict[str, dict[str, list[float]]]
+"""Seconds of each round by stage and contestant."""
+
+
+def measure(k: int, rounds: int) -> Figures:
+    """Measure all stages in this process."""
     torch.set_num_threads(1)
     keep_freed_memory()
     figures = {}
     for name, (_, _, shape) in STAGES.items():
-        stages = {kind: build(name, options.k, kind == "once") for kind in ("every evaluation", "once")}
-        figures[name] = alternate({kind: partial(seconds, stage, shape) for kind, stage in stages.items()}, options.rounds)
+        stages = {kind: build(name, k, kind == "once") for kind in ("every evaluation", "once")}
+        figures[name] = alternate({kind: partial(seconds, stage, shape) for kind, stage in stages.items()}, rounds)
+    return figures
+
+
+def measure_in(processes: int, k: int, rounds: int) -> Figures:
+    """Measure all stages in several processes at the same time, and return the rounds of all."""
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        parts = [future.result() for future in [pool.submit(measure, k, rounds) for _ in range(processes)]]
+    return {name: {kind: [s for part in parts for s in part[name][kind]] for kind in kinds} for name, kinds in parts[0].items()}
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__, 9)
+    parser.add_argument("--k", type=int, default=8, help="microbatches per update")
+    parser.add_argument("--processes", type=int, default=1, help="processes that measure at the same time")
+    options = parser.parse_args()
+    figures = measure_in(options.processes, options.k, options.rounds)
     gain = ratios(figures, "once", "every evaluation")
-    print(
-        f"Forward and backward of one reversible block, k = {options.k}, one thread\n\n" + table(spreads(figures), "s of CPU time")
-    )
+    print(f"Forward and backward of one reversible block, k = {options.k}, {options.processes} process(es) of one thread\n")
+    print(table(spreads(figures), "s of CPU time"))
     print("\nOnce over every evaluation, round by round:\n\n" + table(gain, ""))
     save(options.out, {"machine": machine(), "options": vars(options), "figures": figures, "gain": gain})
 

@@ -22,8 +22,8 @@ Usage: petra COMMAND ...        petra COMMAND --help describes a command
 {commands}
 
 petra --version                 print the version
-petra train --nproc N ...       train in N processes on this machine; evaluate and doctor accept --nproc, too
-petra completion bash           print a script that completes words with TAB in bash; or zsh
+petra train --nproc N ...       train in N processes on this machine; evaluate and doctor also accept --nproc
+petra completion bash           print a script that completes words with TAB in bash; zsh for that shell
 """
 FAILED, CANCELLED = 2, 130
 

@@ -9,7 +9,7 @@
     top_k        draw among this number of most probable tokens
     top_p        draw among the fewest tokens whose probabilities sum to this (1.0)
     seed         seed of the draws (0)
-    weights      file of exported weights, or folder of a checkpoint. Default: as in launch.evaluate
+    weights      file of exported weights, or folder of a checkpoint. Default: as in petra evaluate
     vocabulary   tokenizer.json of the tokens. Default: the one in data.root; bytes for data=text
     device       cpu or cuda (cpu)
 """

@@ -279,7 +279,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="All other arguments are those of launch.train, such as model=revnet50 data=imagenet k=8.",
+        epilog="All other arguments are those of petra train, such as model=revnet50 data=imagenet k=8.",
     )
     parser.add_argument("--devices", type=int, default=4, help="number of devices (default: 4)")
     parser.add_argument("--teraflops", type=float, default=50.0, help="mean speed of a device in TFLOP/s (default: 50)")

@@ -3,7 +3,7 @@
 ``petra predict run=FOLDER [weights=FILE] [key=value ...] IMAGE ...``
 
     run      folder of a run
-    weights  file of exported weights, or folder of a checkpoint; the default is that of launch.evaluate
+    weights  file of exported weights, or folder of a checkpoint; the default is that of petra evaluate
     key      any key of the run's configuration, such as trainer.precision
     IMAGE    JPEG or PNG file
 

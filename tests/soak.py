@@ -4,8 +4,8 @@
 
 The run has 100 epochs, each with an evaluation and a checkpoint. After each epoch, every process records its resident memory, its
 open files, and the epoch's processor and wall time. The report compares the second tenth of the run with the last tenth, because
-memory pools fill up in the first tenth. torch's flight recorder is off: it keeps the last 2,000 collectives, about 2 MiB, which would
-count as growth until it is full. The exit status is 1 if a process grew.
+memory pools fill up in the first tenth. torch's flight recorder is off: it keeps the last 2,000 collectives, about 2 MiB, which
+would count as growth until it is full. The exit status is 1 if a process grew.
 """
 
 from __future__ import annotations

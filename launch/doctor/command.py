@@ -3,10 +3,13 @@
 ``petra doctor`` checks one process, ``petra doctor --nproc 4 cluster.interfaces=[eth0]`` four processes on this machine, and
 ``petra node --module launch.doctor`` the processes of several nodes. With ``cluster.machines=FILE``, it also measures the speed of
 each device and writes the file that auto-tuning reads.
+
+Arguments are keys of the configuration, as of ``petra train``: above all dp, trainer.device, trainer.threads and those of cluster.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from petra.distributed import all_gather_objects
@@ -19,7 +22,7 @@ from ..config.schema import Config, to_config
 from ..runtime.network import set_variables
 from ..runtime.rank import Process
 from ..runtime.reporting import only_first_prints, report_errors
-from ..runtime.terminal import command
+from ..runtime.terminal import command, help_wanted
 from .links import LARGE, Link, measure_links
 from .machine import Report, find_differences, inspect_machine
 from .speed import describe, measure_speeds
@@ -29,6 +32,10 @@ from .speed import describe, measure_speeds
 def main() -> None:
     """Print the findings of all processes on rank 0."""
     process = Process.from_environment()
+    if help_wanted(sys.argv[1:]):
+        if process.first:
+            print(__doc__)
+        return
     with report_errors(process):
         with only_first_prints(process):
             configs = compose_command_line()

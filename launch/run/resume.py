@@ -54,6 +54,7 @@ UNCHANGEABLE = (
     "trainer.loss_scale",
     "trainer.nonfinite",
     "trainer.label_smoothing",
+    "trainer.bootstrap",
     "trainer.limit_batches",
 )
 """Keys in the groups of :data:`CHANGEABLE` that a resumed run may not change, because they change what is computed."""

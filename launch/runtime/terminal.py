@@ -8,7 +8,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from types import FrameType
 from typing import IO, ParamSpec
@@ -56,10 +56,15 @@ def words_or_help(arguments: list[str] | None, text: str | None) -> list[str] | 
         text: The help text.
     """
     words = sys.argv[1:] if arguments is None else arguments
-    if words and not {"-h", "--help"} & {*words}:
+    if words and not help_wanted(words):
         return words
     print(text)
     return None
+
+
+def help_wanted(words: Sequence[str]) -> bool:
+    """Return whether the words of a command line ask for help."""
+    return not {"-h", "--help"}.isdisjoint(words)
 
 
 def prepare_streams() -> None:

@@ -37,7 +37,7 @@ UseWeights = Callable[[Version, Version], None]
 class Remedy:
     """Settings of all remedies. By default all are off.
 
-    Remedies can be combined, except ``compensation`` with ``lookahead``.
+    Remedies can be combined, except ``compensation`` with ``lookahead``, and ``correction`` with ``predict_backward``.
 
     Attributes:
         discount: Number of microbatches K over which the learning rate rises from a reduced value; 0 is off

@@ -1,4 +1,4 @@
-"""Seeded faults: each is put into a copy of the code in memory, and the emulation must catch it.
+"""Planted faults: each is put into a copy of the code in memory, and the emulation must catch it.
 
 ``python -m tests.emulated.mutants``
 """

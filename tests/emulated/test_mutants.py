@@ -1,4 +1,4 @@
-"""The emulation catches seeded faults, and finds nothing wrong in the original code."""
+"""The emulation catches planted faults, and finds nothing wrong in the original code."""
 
 from __future__ import annotations
 

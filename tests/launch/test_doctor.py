@@ -132,6 +132,14 @@ def test_problems_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not any(text.startswith(missing) for text in inspect_machine(ALONE, CPU, 1, None, requested="cpu").problems)
 
 
+def test_help_describes_the_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["petra doctor", "--help"])
+    doctor.main()
+    shown = capsys.readouterr().out
+    assert shown.startswith("Check the machines of a run")
+    assert "petra train [" not in shown
+
+
 def test_the_doctor_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(os, "environ", {**os.environ, "NCCL_DEBUG": "INFO"})
     monkeypatch.setattr(sys, "argv", ["doctor", "trainer.device=cpu"])

@@ -283,6 +283,8 @@ def test_another_configuration_is_an_error() -> None:
     require_same(found, same, Path("c"))
     with pytest.raises(ConfigError, match=r"trainer\.wire: expected bf16 as in c, which the run resumes from \(.*\), got float32"):
         require_same(found, same | {"trainer": {"wire": "float32"}}, Path("c"))
+    with pytest.raises(ConfigError, match=r"trainer\.bootstrap: expected None as in .*, got 0\.25"):
+        require_same(found, same | {"trainer": {"wire": "bf16", "bootstrap": 0.25}}, Path("c"))
     with pytest.raises(ConfigError, match=r"k: expected 4 as in .*, got 2"):
         require_same(found, same | {"k": 2}, Path("c"))
 
