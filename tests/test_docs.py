@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
+from pydoc import locate
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from hydra import compose, initialize_config_dir
 from torch import Tensor, nn
 from torch.distributed.run import get_args_parser
 
+import petra
 from examples.own_model import Patches, branch
 from launch.config.errors import CONF
 from launch.config.schema import Config, register, to_config
@@ -159,6 +161,19 @@ def test_settings_in_sentences_are_settings(path: Path) -> None:
     for code in inline(path.read_text(encoding="utf-8")):
         if all(KEY.fullmatch(word) for word in code.split()) and not re.search(r"=[A-Z<]|=own\b|experiment=", code):
             configured(*code.split())
+
+
+@by_page
+def test_names_in_sentences_are_names_of_the_library(path: Path) -> None:
+    """Modules and what they contain, and methods of the classes that ``petra`` exports."""
+    if path.name == "CHANGELOG.md":
+        return  # it also has former names
+    for code in inline(path.read_text(encoding="utf-8")):
+        found = re.findall(r"\bpetra(?:\.[A-Za-z_]\w*)+", code)
+        method = re.match(r"([A-Z]\w+)\.\w+", code)
+        found += [f"petra.{method[0]}"] if method and method[1] in petra.__all__ else []
+        for name in found:
+            assert name.startswith("petra.launch") or locate(name) is not None, name
 
 
 def anchors(page: Path) -> set[str]:
