@@ -16,13 +16,12 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.report import benchmark_parser, machine, save
+from benchmarks.report import benchmark_parser, machine, save, timed
 from benchmarks.two_stages import Noise, sgd
 from petra import Pipeline
 from petra.models import MODELS
@@ -76,14 +75,6 @@ def measure(rank: int, options: argparse.Namespace, folder: Path) -> dict[str, f
     shutil.rmtree(memory)
     size = sum(value.nbytes for value in state_of(pipeline).values())
     return {"bytes": size, **{key: statistics.median(values) for key, values in found.items()}}
-
-
-def timed(work: Callable[[], object]) -> float:
-    """Return the seconds that a call takes once all processes have arrived."""
-    dist.barrier()
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
 
 
 def run(options: argparse.Namespace) -> list[dict[str, float]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from benchmarks.report import alternate, benchmark_parser, machine, ratio, save, spread, table
+from benchmarks.report import alternate, benchmark_parser, machine, ratio, save, spread, table, timed
 from benchmarks.two_stages import Noise, sgd
 from petra import Pipeline, TensorSpec, UpdateRules, make_plan
 from petra.engine.build import Recipe
@@ -45,10 +44,10 @@ def measure(rank: int, folder: str, port: int, rounds: int, microbatches: int, w
     data, updates, drains = Noise(inputs), microbatches * len(plan.stages), iter(range(10**6))
 
     def drain() -> float:
-        return seconds(lambda: [membership.conclude(f"drain {next(drains)}") for _ in range(DRAINS)]) / DRAINS
+        return timed(lambda: [membership.conclude(f"drain {next(drains)}") for _ in range(DRAINS)]) / DRAINS
 
     def update(name: str) -> Callable[[], float]:
-        return lambda: seconds(lambda: pipelines[name].train(data, microbatches)) / updates
+        return lambda: timed(lambda: pipelines[name].train(data, microbatches)) / updates
 
     found = alternate({**{name: update(name) for name in pipelines}, "drain": drain}, rounds)
     if rank == 0:
@@ -56,14 +55,6 @@ def measure(rank: int, folder: str, port: int, rounds: int, microbatches: int, w
     dist.barrier()
     pipelines.clear()  # their groups must end before the default group
     dist.destroy_process_group()
-
-
-def seconds(work: Callable[[], object]) -> float:
-    """Return the seconds that a call takes once both processes have arrived."""
-    dist.barrier()
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
 
 
 def main() -> None:

@@ -8,11 +8,13 @@ import os
 import platform
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
@@ -51,6 +53,14 @@ def alternate(contestants: Mapping[str, Callable[[], float]], rounds: int) -> di
         for name, run in contestants.items():
             seconds[name].append(run())
     return seconds
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Return the seconds that a call takes once all processes have arrived."""
+    dist.barrier()
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
 
 
 def installed(build: Mapping[str, Callable[[], T]]) -> tuple[dict[str, T], list[str]]:

@@ -11,7 +11,7 @@ Costs are counted: a device computes ``--teraflops`` on average. With ``--measur
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from petra.cost_model.links import Link
 from petra.cost_model.machines import Device, Machines
 from petra.cost_model.memory import PredictedMemory
 from petra.cost_model.simulator import Prediction, predict, simulate
-from petra.cost_model.stage_memory import predict_stages
+from petra.cost_model.stage_memory import Kind, predict_stages
 from petra.errors import ConfigError, invalid, require
 from petra.method import METHODS, Method, Split
 from petra.plan.transport import simulated_transport
@@ -188,7 +188,7 @@ def report(config: Config, options: argparse.Namespace) -> str:
     else:
         blocks = tuple(_in_seconds(block, 1e12 * options.teraflops) for block in count_blocks(model, inputs))
     transport: TransportName = "auto" if config.trainer.device == "cpu" else "lockstep"  # what auto selects on GPUs
-    rows, refused = [], []
+    rows, refused, memories = [], [], partial(_memories, setup, {})
     petra = METHODS["petra"]
     candidates = [(method, False) for method in METHODS.values()]
     candidates += [(replace(petra, name=f"petra, d=auto, {split}", split=split), True) for split in (Split.NONE, Split.INPUT_FIRST)]
@@ -196,7 +196,7 @@ def report(config: Config, options: argparse.Namespace) -> str:
         try:
             rows.append(
                 predict_method(
-                    blocks, method, config.k, machines, transport, memories=partial(_memories, setup), tune_delay=tune_delay,
+                    blocks, method, config.k, machines, transport, memories=memories, tune_delay=tune_delay,
                     overlap=config.trainer.overlap,
                 )
             )  # fmt: skip
@@ -221,10 +221,10 @@ def report(config: Config, options: argparse.Namespace) -> str:
     return "\n".join([*lines, *(["", "not possible:", *refused] if refused else [])])
 
 
-def _memories(setup: Setup, method: Method, tuned: Tuned) -> list[PredictedMemory]:
-    """Predict the memory of each device, which has one stage. Nothing is allocated."""
+def _memories(setup: Setup, known: dict[Hashable, Kind], method: Method, tuned: Tuned) -> list[PredictedMemory]:
+    """Predict the memory of each device, which has one stage. Nothing is allocated. Stages in ``known`` are not counted again."""
     chosen = replace(setup, processes=len(tuned.stages) * setup.config.dp).with_choice(list(tuned.stages), method)
-    return predict_stages(chosen.plan, chosen.recipe(chosen.learning_rate(1)), targets_of(chosen))
+    return predict_stages(chosen.plan, chosen.recipe(chosen.learning_rate(1)), targets_of(chosen), known)
 
 
 def fullest_device(row: Row) -> str:

@@ -23,9 +23,11 @@ from petra.errors import PetraError
 
 Tensors = Sequence[Tensor]
 CAST = torch.ops.aten._to_copy.default
+DEVICE = torch.ops.prim.device.default
 
 __all__ = [
     "CAST",  # what Tensor.to calls; operators have no public names
+    "DEVICE",  # what Tensor.device calls if a tensor is fake
     "ONE_HOLDER",
     "NormBase",
     "TorchDispatchMode",  # torch documents it as the way to see every operation, in a module with a private name

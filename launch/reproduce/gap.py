@@ -23,7 +23,7 @@ from petra.specs import TensorSpec
 from ..run.markdown import table
 from .accuracy import SEEDS, SHORT, SMALL, mean_and_deviation
 from .report import Report, Request, Scale
-from .runs import Run, collect, job, missing
+from .runs import Run, collect, folder_name, job, missing
 from .speed import FLOPS, LATENCY, stage_costs
 
 EXACT, PLAIN = "backprop", "petra"
@@ -101,7 +101,7 @@ def search(request: Request) -> Report:
     smaller = f"{SMALL}, 3 epochs, one seed"
     request.require_gpus(1, smaller)
     base = FULL if request.scale is Scale.PAPER else THREE_EPOCHS
-    wanted = {name: job(request, f"search_{_folder(name)}", *base, *setting) for name, setting in TRIED.items()}
+    wanted = {name: job(request, f"search_{folder_name(name)}", *base, *setting) for name, setting in TRIED.items()}
     found = collect(request, wanted)
     reached = {name: 100 * run.summary["test_accuracy"] for name, run in found.items()}
     lines = [
@@ -120,7 +120,7 @@ def finals(request: Request) -> Report:
     request.require_gpus(1, smaller)
     base = FULL if request.scale is Scale.PAPER else SHORT
     wanted = {
-        f"{name}_s{seed}": job(request, f"gap_{_folder(name)}_s{seed}", *base, *TRIED[name], f"seed={seed}")
+        f"{name}_s{seed}": job(request, f"gap_{folder_name(name)}_s{seed}", *base, *TRIED[name], f"seed={seed}")
         for name in FINALISTS
         for seed in SEEDS
     }
@@ -171,10 +171,6 @@ def _rows(groups: Mapping[str, Sequence[Run]]) -> list[Row]:
         rows.append(Row(name, name, TRIED[name], _method(runs[0], TRIED[name])))
         rows += [row for row in SAME_WEIGHTS if row.trained == name]
     return rows
-
-
-def _folder(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name)
 
 
 def _code(overrides: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from ..run.markdown import table
 from ..run.report import read_updates
 from .accuracy import SEEDS
 from .report import Report, Request, ran
-from .runs import Run, collect, job, missing
+from .runs import Run, collect, folder_name, job, missing
 
 Key = TypeVar("Key", bound=Hashable)
 EXACT = "backprop"
@@ -103,7 +103,7 @@ def parity(request: Request) -> Report:
         best[stages, name] = min(best.get((stages, name), (float("inf"), rate)), (_loss(run), rate))
     wanted = {
         (stages, name, seed): job(
-            request, f"lm_{stages}_{_folder(name)}_s{seed}", *SETTINGS[name].arguments(stages, rate), f"seed={seed}"
+            request, f"lm_{stages}_{folder_name(name)}_s{seed}", *SETTINGS[name].arguments(stages, rate), f"seed={seed}"
         )
         for (stages, name), (_, rate) in best.items()
         for seed in SEEDS
@@ -132,7 +132,7 @@ def _search_jobs(request: Request) -> dict[tuple[int, str, str], Job]:
         setting = SETTINGS[name]
         limit = f"trainer.limit_batches={SEARCH_UPDATES * setting.microbatches(stages)}"
         jobs[stages, name, rate] = job(
-            request, f"lm_search_{stages}_{_folder(name)}_{rate}", *setting.arguments(stages, rate), limit
+            request, f"lm_search_{stages}_{folder_name(name)}_{rate}", *setting.arguments(stages, rate), limit
         )
     return jobs
 
@@ -164,10 +164,6 @@ def _mean(values: Sequence[float]) -> str:
 
 def _loss(run: Run) -> float:
     return float(run.summary["test_loss"])
-
-
-def _folder(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name)
 
 
 def _records(found: Mapping[Key, Run]) -> dict[str, object]:

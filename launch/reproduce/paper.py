@@ -240,6 +240,3 @@ INPLACE_ABN_TABLE4: Mapping[str, Crops] = {
     "Mapillary Vistas, WideResNet-38, synchronised, class-uniform sampling": (12, 776, 53.12),
 }
 """InPlace-ABN, Table 4 (section 4.2)."""
-
-INPLACE_ABN_OVERHEAD = (0.8, 2.0)
-"""InPlace-ABN, section 4.3 and Fig. 4: percentage by which variant I is slower than the usual three layers, from and to."""

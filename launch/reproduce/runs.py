@@ -43,6 +43,11 @@ class Run:
         return {"folder": str(self.folder), "summary": self.summary, "epochs": self.rows}
 
 
+def folder_name(name: str) -> str:
+    """Return the name of a setting with ``_`` for what isn't a letter or a digit, for the folder of its run."""
+    return "".join(c if c.isalnum() else "_" for c in name)
+
+
 def job(request: Request, name: str, *overrides: str) -> Job:
     """Return a run with these overrides in the folder ``name``. The request's overrides take precedence."""
     return Job({}, (*overrides, *request.overrides), request.out.resolve() / "runs" / name)

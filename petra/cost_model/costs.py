@@ -92,9 +92,11 @@ class StageCost:
     largest_graph_bytes: int = 0
 
     def memory(self, microbatches: int, unfinished: int = 0) -> int:
-        """Estimate the bytes of the stage from sums over its blocks, to search for a partition.
+        """Estimate the bytes of the stage from sums over its blocks, which a search for a partition can afford for every range.
 
-        :func:`petra.cost_model.stage_memory.predict_stages` counts every allocation, also of messages and stashed weights.
+        The sum leaves out messages, stashed weights, the gradients that a backward adds to the accumulated ones, and what
+        operations allocate beside the graph. It is up to two thirds less than what
+        :func:`petra.cost_model.stage_memory.predict_stages` counts (docs/planning.md, "Memory limits").
 
         Args:
             microbatches: Microbatches in flight.

@@ -6,6 +6,7 @@ Every allocation and release is counted in the order in which they happen, so th
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,9 +25,10 @@ from petra.engine.update import Update
 from petra.hooks import Hook, Hooks
 from petra.method import Weights
 from petra.plan import Plan
+from petra.plan.rounds import training_rounds
 from petra.settings import Runtime
 from petra.specs import Message, Streams, TensorSpec
-from petra.torch_private import TorchDispatchMode, fake_tensor_mode, storage_key
+from petra.torch_private import DEVICE, TorchDispatchMode, fake_tensor_mode, storage_key
 from petra.transport import LockstepTransport, connect, pack_boundaries
 
 BLOCK = 512
@@ -100,6 +102,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if function is DEVICE:
+            return CPU  # of all tensors here; FakeTensorMode would take longer, and each operation asks several times
         if function.name().startswith("aten::_fused_") and not function._schema.returns:
             return None  # updates in place; FakeTensorMode would run the optimizer's kernel on real tensors
         found = function(*args, **(kwargs or {}))
@@ -178,22 +182,34 @@ class _Blank:
 
 
 class _Watch(Hook):
-    """Records the bytes that live when forwards end, and tells which stage they belong to."""
+    """Records the bytes that live when forwards end, which stage they belong to, and what each forward stores."""
 
     def __init__(self, live: LiveBytes) -> None:
         self._live, self.between, self.own_between = live, 0, Counter[int]()
-        self.ends: list[int] = []
+        self.stored: list[int] = []
+        self._before, self._forward = 0, False
 
     def receive_begin(self, stage: int, peer: int, m: int) -> None:
+        self._finish_forward()
         self._live.owner = stage
 
     def receive_end(self, stage: int, peer: int, m: int, message: Message) -> None:
-        self._live.assign((t for part in message for t in part), stage)
+        tensors = [t for part in message for t in part]
+        self._live.assign(tensors, stage)
+        self._before = self._live.now - _bytes(tensors)
 
     def forward_end(self, stage: int, m: int, y: Streams) -> None:
-        self.ends.append(self._live.now)
+        self._forward = True
         if self._live.now > self.between:
             self.between, self.own_between = self._live.now, self._live.own.copy()
+
+    def exchange_begin(self, stage: int) -> None:
+        self._finish_forward()
+
+    def _finish_forward(self) -> None:
+        if self._forward:
+            self.stored.append(self._live.now - self._before)
+            self._forward = False
 
 
 class _Done:
@@ -204,10 +220,15 @@ class _Done:
 
 
 class Account(NamedTuple):
-    """Memory of a process, and the bytes that it had when each forward ended, in order."""
+    """Memory of a process.
+
+    Attributes:
+        memory: Its parts.
+        stored: Bytes that each forward has stored, or allocated to send its output.
+    """
 
     memory: PredictedMemory
-    ends: list[int]
+    stored: list[int]
 
 
 def predict_memory(plan: Plan, recipe: Recipe, targets: TensorSpec, *, process: int = 0) -> PredictedMemory:
@@ -244,16 +265,26 @@ def account(plan: Plan, recipe: Recipe, targets: TensorSpec, *, process: int = 0
     temporary = {j: max(live.peaks[j] - watch.between, 0) for j in fixed}
     stages = {j: _predicted(sizes, watch.own_between[j], temporary[j], workspace=0) for j, sizes in fixed.items()}
     together = [sum(parts) for parts in zip(*fixed.values(), strict=True)] or [0, 0, 0]
-    return Account(_predicted(together, watch.between, max(temporary.values(), default=0), stages=stages), watch.ends)
+    return Account(_predicted(together, watch.between, max(temporary.values(), default=0), stages=stages), watch.stored)
 
 
 def _enough(plan: Plan, process: int) -> int:
-    """Return a number of microbatches after which a process has had all that it ever has at the same time."""
-    stages = [plan.stages[j] for j in plan.layout.processes[process]]
+    """Return a number of microbatches after which a process has had all that it ever has at the same time.
+
+    The first update creates the states of the optimizer. The drain at the end counts too: it may need more buffers for messages.
+    """
+    if plan.method.flush:
+        return 2 * plan.k
+    owned = plan.layout.processes[process]
+    stages = [plan.stages[j] for j in owned]
     filled = max((stage.delay for stage in stages), default=0)
-    stashes = any(stage.weights is not Weights.CURRENT for stage in stages)  # the first microbatches in flight share a version
-    unequal = len({*plan.boundary_delays}) > 1  # earlier stages may get ahead until messages wait wherever there is room
-    return filled * (1 + stashes) + unequal * plan.delays[0] + 2 * plan.k + 2
+    updates = 2
+    if any(stage.weights is not Weights.CURRENT for stage in stages):  # the first microbatches in flight share a version
+        updates = max(updates, 1 + -(-filled // plan.k))
+    if len({*plan.boundary_delays}) > 1:  # earlier stages get ahead until messages wait wherever there is room
+        rounds = training_rounds(plan.delays, plan.boundary_delays, 0, sys.maxsize)
+        filled = max(filled, *(step.microbatch for steps in rounds.until_steady() for step in steps if step.stage in owned))
+    return filled + updates * plan.k + 1
 
 
 def _predicted(fixed: Sequence[int], between: int, temporary: int, **options: Any) -> PredictedMemory:

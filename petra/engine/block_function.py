@@ -13,7 +13,15 @@ from torch.func import functional_call
 from petra.engine.casts import WeightCasts
 from petra.engine.weights import WeightVersion
 from petra.reversible import Coupling, Grid, LaterGradients, ReversibleBlock, TwoFunctionCoupling, derive_seed
-from petra.reversible.replay import NOTHING, forbid_inplace, frozen_statistics, normalisations, seeded, watch_draws
+from petra.reversible.replay import (
+    NOTHING,
+    autocast_to,
+    forbid_inplace,
+    frozen_statistics,
+    normalisations,
+    seeded,
+    watch_draws,
+)
 from petra.specs import Streams, as_streams
 
 RECOMPUTES = "the graph of the block recomputes saved tensors"
@@ -165,10 +173,7 @@ class BlockFunction:
         return None if self.draws is False else derive_seed(self.seed, m)
 
     def _autocast(self, x: Tensor) -> AbstractContextManager[object]:
-        if self.autocast is None:
-            return NOTHING
-        # Autocast's own cache would keep casts made under no_grad, which have no graph and must not be used for gradients.
-        return torch.autocast(x.device.type, self.autocast, cache_enabled=False)
+        return NOTHING if self.autocast is None else autocast_to(x.device.type, self.autocast)
 
     def _as_streams(self, y: Tensor | Streams, x: Tensor) -> Streams:
         """Return the outputs as a tuple, in the type of the input ``x``.

@@ -107,16 +107,6 @@ def timetable(orders: Sequence[Iterable[tuple[Op, int]]], boundary_delays: Seque
     return _Timetable(orders, boundary_delays).steps()
 
 
-def check_orders(orders: Sequence[Iterable[tuple[Op, int]]], boundary_delays: Sequence[int]) -> None:
-    """Check that the orders of all stages can be executed. Arguments are those of :func:`timetable`.
-
-    Raises:
-        ScheduleError: If the orders deadlock, or if a backward comes before its forward.
-    """
-    for _ in timetable(orders, boundary_delays):
-        pass
-
-
 def check_training(delays: Sequence[int], boundary_delays: Sequence[int]) -> None:
     """Check that the orders of :func:`training_orders` can be executed, for any number of microbatches and any flush.
 

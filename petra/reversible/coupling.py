@@ -11,7 +11,7 @@ from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from petra.errors import ModelError, invalid
 from petra.reversible.grid import Grid
-from petra.reversible.replay import derive_seed, forbid_inplace, frozen_statistics, modified, normalisations, seeded
+from petra.reversible.replay import autocast_to, derive_seed, forbid_inplace, frozen_statistics, modified, normalisations, seeded
 from petra.reversible.reuse import SMALL, can_hold_sum
 from petra.reversible.split_backward import Differentiate, differentiate, differentiate_inputs
 from petra.specs import Streams
@@ -130,10 +130,7 @@ class Coupling(ReversibleBlock):
         rounded = self._rounded(f.detach())
         x1 = torch.sub(y2, rounded, out=rounded) if reused else y2 - rounded
         device, df = x2.device.type, dy2.to(f.dtype)
-        if torch.is_autocast_enabled(device):  # for forwards only: plain autograd runs its backward outside of it too
-            with torch.autocast(device, enabled=False):
-                (dx2,), gradients = differentiate([f], [x2], parameters, [df])
-        else:
+        with autocast_to(device, None):  # autocast is for forwards only: plain autograd runs its backward outside of it too
             (dx2,), gradients = differentiate([f], [x2], parameters, [df])
 
         def used() -> Gradients:

@@ -21,6 +21,20 @@ NOTHING: AbstractContextManager[None] = nullcontext()
 """Context that does nothing. A new one would take twice as long."""
 
 
+def autocast_to(device: str, dtype: torch.dtype | None) -> AbstractContextManager[object]:
+    """Return a context that computes in ``dtype``, or without autocast if it is None.
+
+    Casts are not cached: those cached under no_grad have no graph, so a later evaluation that reused them would lose the weights'
+    gradients.
+
+    Args:
+        device: Type of the device, such as ``cpu``.
+    """
+    if dtype is None and not torch.is_autocast_enabled(device):
+        return NOTHING
+    return torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
+
+
 def derive_seed(*parts: int) -> int:
     """Return a 63-bit seed for a tuple of integers, such as (run seed, block, microbatch).
 

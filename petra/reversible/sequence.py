@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from petra.reversible.coupling import Pair, ReversibleBlock, trainable_parameters
 from petra.reversible.grid import Grid
-from petra.reversible.replay import NOTHING, derive_seed, frozen_statistics, normalisations
+from petra.reversible.replay import autocast_to, derive_seed, frozen_statistics, normalisations
 from petra.specs import Streams
 
 
@@ -92,7 +91,7 @@ class _ReversibleBackprop(torch.autograd.Function):
     def forward(ctx: Any, step: _Step, x1: Tensor, x2: Tensor, *_: Tensor) -> Pair:
         ctx.step, device = step, x1.device.type
         ctx.device, ctx.autocast = device, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        with frozen_statistics(normalisations(step.block)), _autocast(device, ctx.autocast):
+        with frozen_statistics(normalisations(step.block)), autocast_to(device, ctx.autocast):
             y = step.block(x1, x2, seed=step.seed)
         if step.index == step.reconstructed.last:
             ctx.save_for_backward(*y)
@@ -106,21 +105,10 @@ class _ReversibleBackprop(torch.autograd.Function):
         if step.index == step.reconstructed.last:
             y = ctx.saved_tensors
             dy = _in_format_of(y[0], dy1), _in_format_of(y[1], dy2)
-        with _autocast(ctx.device, ctx.autocast):
+        with autocast_to(ctx.device, ctx.autocast):
             x, dx, gradients = step.block.inverse_vjp(cast(Streams, y), dy, seed=step.seed)
         step.reconstructed.y = x if step.index > 0 else None
         return None, *dx, *(gradients.get(p) for p in step.parameters)
-
-
-def _autocast(device: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Return a context that computes in ``dtype``, or without autocast if it is None.
-
-    Casts are not cached: those cached under no_grad have no graph, so a later evaluation that reused them would lose the weights'
-    gradients.
-    """
-    if dtype is None and not torch.is_autocast_enabled(device):
-        return NOTHING
-    return torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
 
 
 def _in_format_of(y: Tensor, dy: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,24 @@ from petra.specs import Message, MessageSpec, TensorSpec
 
 _ALIGNMENT = 64
 """Alignment of each tensor in bytes. Kernels choose their code path by alignment, and results must not depend on the transport."""
+
+
+class _Place(NamedTuple):
+    """Where a tensor is in a buffer. The offset is in elements."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(spec: TensorSpec, start: int) -> _Place:
+        """Return the place of a tensor that begins at byte ``start``."""
+        innermost_first = (1, 3, 2, 0) if spec.channels_last else range(len(spec.shape))[::-1]
+        strides, step = [0] * len(spec.shape), 1
+        for dimension in innermost_first:
+            strides[dimension], step = step, step * spec.shape[dimension]
+        return _Place(spec.wire_dtype, spec.shape, tuple(strides), start // spec.wire_dtype.itemsize)
 
 
 class Packing:
@@ -30,7 +49,9 @@ class Packing:
         sizes = [tensor.wire_bytes for part in spec for tensor in part]
         padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
         *starts, self.bytes = accumulate(padded, initial=0)
-        self._spans = [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        places = iter(starts)
+        self._places = [[_Place.of(tensor, next(places)) for tensor in part] for part in spec]
+        self._dtypes = {tensor.wire_dtype for part in spec for tensor in part}
         self._free: list[tuple[Tensor, Message]] = []
         self._sent: dict[int, Message] = {}
 
@@ -67,8 +88,8 @@ class Packing:
         )
 
     def _views(self, buffer: Tensor) -> Message:
-        spans = iter(self._spans)
-        return tuple(tuple(_view(buffer[slice(*next(spans))], spec) for spec in part) for part in self.spec)
+        typed = {dtype: buffer.view(dtype) for dtype in self._dtypes}
+        return tuple(tuple(typed[p.dtype].as_strided(p.shape, p.strides, p.offset) for p in part) for part in self._places)
 
 
 def round_to_wire(message: Message, spec: MessageSpec) -> Message:
@@ -77,11 +98,3 @@ def round_to_wire(message: Message, spec: MessageSpec) -> Message:
         tuple(t if s.wire is None else t.to(s.wire).to(s.dtype) for t, s in zip(part, specs, strict=True))
         for part, specs in zip(message, spec, strict=True)
     )
-
-
-def _view(part: Tensor, spec: TensorSpec) -> Tensor:
-    flat = part.view(spec.wire_dtype)
-    if spec.channels_last:
-        n, c, h, w = spec.shape
-        return flat.view(n, h, w, c).permute(0, 3, 1, 2)
-    return flat.view(spec.shape)

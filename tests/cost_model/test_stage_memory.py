@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from petra import METHODS, Method, Model, TensorSpec, UpdateRules
 from petra.cost_model import stage_memory
-from petra.cost_model.memory import predict_memory
-from petra.cost_model.stage_memory import predict_stages
+from petra.cost_model.memory import PredictedMemory, predict_memory
+from petra.cost_model.stage_memory import Kind, predict_stages
 from petra.engine.build import Recipe
 from petra.engine.endpoints import Losses
 from petra.engine.metrics import correct_predictions
+from petra.method import Weights
 from petra.models import MODELS
 from petra.plan import make_plan
 from petra.staleness import Remedy
@@ -32,21 +35,23 @@ def images() -> tuple[Model, TensorSpec, TensorSpec]:
     return model, TensorSpec((8, 3, 32, 32), torch.float32), TensorSpec((8,), torch.int64)
 
 
+FLAGS = 1024
+"""Bytes that a backward leaves until the update: a sum of each stream's gradient."""
 UNEQUAL = {"d = 3, 0, 1": (3, 0, 1, 2, 2, 1, 2), "d = 4, 3": (4, 3, 3, 3, 3, 3, 3)}
 """Delays of the boundaries."""
 
 
 @pytest.mark.parametrize("method", [*METHODS, *UNEQUAL])
 def test_short_pipelines_tell_the_memory_of_a_long_one(method: str) -> None:
-    """Up to the flags of a few bytes that each backward leaves until the update."""
     model, inputs, targets = transformer(6)
     chosen = METHODS[method] if method in METHODS else Method("x", UNEQUAL[method], METHODS["petra"].keep)
     k = 16 if method == "paci" else 8
     plan = make_plan(model, inputs, method=chosen, k=k, processes=8, device_type="cuda")
     for j, found in enumerate(predict_stages(plan, RECIPE, targets)):
         expected = predict_memory(plan, RECIPE, targets, process=j)
-        assert found.stored == pytest.approx(expected.stored, abs=1024 * k)
-        assert found.tensors == pytest.approx(expected.tensors, rel=0.05)
+        version = expected.gradients if plan.stages[j].weights is Weights.STASHED else 0  # a drain may have used one more or less
+        assert found.stored == expected.stored
+        assert found.temporary == pytest.approx(expected.temporary, abs=FLAGS * k + version)
 
 
 @pytest.mark.parametrize(("method", "k"), [("petra", 1), ("delayed", 3), ("1f1b", 20), ("zb_h1", 12)])
@@ -55,7 +60,9 @@ def test_stages_of_a_convolutional_network(method: str, k: int) -> None:
     plan = make_plan(model, inputs, method=method, k=k, processes=10, device_type="cuda", refetch=True)
     found = predict_stages(plan, RECIPE, targets)
     for j in (0, 1, 3, 8, 9):
-        assert found[j].tensors == pytest.approx(predict_memory(plan, RECIPE, targets, process=j).tensors, rel=0.02)
+        expected = predict_memory(plan, RECIPE, targets, process=j)
+        assert found[j].stored == pytest.approx(expected.stored, abs=FLAGS * k if method == "zb_h1" else 0)
+        assert found[j].temporary == pytest.approx(expected.temporary, abs=FLAGS * k)
 
 
 def test_equal_stages_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,3 +75,20 @@ def test_equal_stages_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(counted) <= 7
     assert max(len(plan.stages) for plan in counted) <= 6
     assert len({stage.stored for stage in found[2:90]}) == 1  # a reversible stage stores nothing for the microbatches in flight
+
+
+def test_methods_share_the_stages_in_which_they_do_not_differ() -> None:
+    """Stages with the same delays that store and send the same; neither another k nor a longer pipeline makes a difference."""
+    model, inputs, targets = images()
+
+    def predict(method: str, k: int, stages: list[int], known: dict[Hashable, Kind]) -> list[PredictedMemory]:
+        plan = make_plan(model, inputs, method=method, k=k, stages=stages, processes=len(stages), device_type="cuda")
+        return predict_stages(plan, RECIPE, targets, known)
+
+    known: dict[Hashable, Kind] = {}
+    predict("petra", 4, [4, 3, 3], known)
+    counted = len(known)
+    assert predict("petra", 1, [4, 3, 3], known) == predict("petra", 1, [4, 3, 3], {})
+    assert len(known) == counted
+    for method in ("dsp", "reversible"):
+        assert predict(method, 4, [4, 3, 3], known) == predict(method, 4, [4, 3, 3], {})

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from petra import METHODS, ConfigError, Keep, Method, ScheduleError
-from petra.plan.schedule import Op, check_orders, evaluation_order, in_flight, timetable, training_order
+from petra.plan.schedule import Op, evaluation_order, in_flight, timetable, training_order
 
 F, B = Op.FORWARD, Op.BACKWARD
 
@@ -168,20 +168,20 @@ def deadlocked(*rows: str) -> Sequence[Sequence[tuple[Op, int]]]:
 
 def test_check_finds_deadlocks() -> None:
     with pytest.raises(ScheduleError, match="stage 1 waits to run B0, stage 2 waits to run F1"):
-        check_orders(deadlocked("F0 B0 F1 B1", "F0 F1 B0 B1"), [0])
+        list(timetable(deadlocked("F0 B0 F1 B1", "F0 F1 B0 B1"), [0]))
     with pytest.raises(ScheduleError, match="deadlocks: stage 3 waits to run F1"):
-        check_orders(deadlocked("F0 B0", "F0 B0", "F0 B0 F1 B1"), [0, 0])
+        list(timetable(deadlocked("F0 B0", "F0 B0", "F0 B0 F1 B1"), [0, 0]))
     with pytest.raises(ScheduleError, match="stage 2: backward of microbatch 0 comes before its forward"):
-        check_orders(deadlocked("F0 B0", "B0 F0"), [0])
+        list(timetable(deadlocked("F0 B0", "B0 F0"), [0]))
 
 
 def test_check_limits_waiting_messages() -> None:
     """A boundary of d = 1 has room for two forwards that the receiver has not used."""
     ahead = deadlocked("F0 F1 F2 F3 B0 B1 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3")
-    check_orders(ahead, [3])
-    check_orders(ahead, [1])  # the second stage uses messages while the first sends more
+    list(timetable(ahead, [3]))
+    list(timetable(ahead, [1]))  # the second stage uses messages while the first sends more
     with pytest.raises(ScheduleError, match="deadlocks"):
-        check_orders(deadlocked("F0 F1 F2 B0 B1 B2", "F0 B0 F2 F1 B1 B2"), [0])
+        list(timetable(deadlocked("F0 F1 F2 B0 B1 B2", "F0 B0 F2 F1 B1 B2"), [0]))
 
 
 def test_evaluation_has_forwards_only() -> None:

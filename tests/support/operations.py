@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-import torch
 
 from petra.torch_private import TorchDispatchMode
 
@@ -37,10 +35,3 @@ class Operations(TorchDispatchMode):
         if name not in FREE and not name.startswith("profiler::"):
             self.names[name] += 1
         return function(*args, **(kwargs or {}))
-
-
-def operations_of(call: Callable[[], object]) -> int:
-    """Return the number of operations that ``call()`` takes."""
-    with Operations() as operations, torch.no_grad():
-        call()
-    return operations.count
