@@ -52,6 +52,7 @@ def test_short_pipelines_tell_the_memory_of_a_long_one(method: str) -> None:
         version = expected.gradients if plan.stages[j].weights is Weights.STASHED else 0  # a drain may have used one more or less
         assert found.stored == expected.stored
         assert found.temporary == pytest.approx(expected.temporary, abs=FLAGS * k + version)
+        assert found.tensors == pytest.approx(expected.tensors, rel=0.05)
 
 
 @pytest.mark.parametrize(("method", "k"), [("petra", 1), ("delayed", 3), ("1f1b", 20), ("zb_h1", 12)])
@@ -63,6 +64,7 @@ def test_stages_of_a_convolutional_network(method: str, k: int) -> None:
         expected = predict_memory(plan, RECIPE, targets, process=j)
         assert found[j].stored == pytest.approx(expected.stored, abs=FLAGS * k if method == "zb_h1" else 0)
         assert found[j].temporary == pytest.approx(expected.temporary, abs=FLAGS * k)
+        assert found[j].tensors == pytest.approx(expected.tensors, rel=0.02)
 
 
 def test_equal_stages_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
