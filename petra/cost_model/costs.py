@@ -95,8 +95,7 @@ class StageCost:
         """Estimate the bytes of the stage from sums over its blocks, which a search for a partition can afford for every range.
 
         The sum leaves out messages, stashed weights, the gradients that a backward adds to the accumulated ones, and what
-        operations allocate beside the graph. It is up to two thirds less than what
-        :func:`petra.cost_model.stage_memory.predict_stages` counts (docs/planning.md, "Memory limits").
+        operations allocate beside the graph, all of which :func:`petra.cost_model.stage_memory.predict_stages` counts.
 
         Args:
             microbatches: Microbatches in flight.
