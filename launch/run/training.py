@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from petra.data import EvalSource, TrainSource
-from petra.diagnostics.weight_drift import WeightDrift
+from petra.diagnostics.weight_drift import WeightDrift, distance
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.errors import require
 from petra.pipeline import Pipeline
@@ -224,7 +224,7 @@ def make_trainer(
 ) -> Trainer:
     """Return the trainer of a run. It logs and displays progress only if ``records`` is not None."""
     config, progress, updates = setup.config, None, None
-    drift = WeightDrift(pipeline, config.k * (config.trainer.log_every or UPDATES_BETWEEN_DRIFTS))
+    drift = WeightDrift(pipeline, distance(config.k, config.trainer.log_every or UPDATES_BETWEEN_DRIFTS))
     pipeline.hooks.attach(drift)
     pipeline.measures.append(drift.metrics)
     if records is not None:

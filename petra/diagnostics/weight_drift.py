@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from math import gcd
+from statistics import mean
 
 import torch
 from torch import Tensor
@@ -14,15 +17,19 @@ from petra.specs import Streams
 
 LARGEST_SAMPLE = 2**16
 """Largest number of entries of a parameter that are compared."""
+RECENT = 8
+"""Number of measurements in the mean that :meth:`WeightDrift.of_first_stage` returns."""
+GOLDEN = 0.618
+"""The multiples of this number, modulo 1, are spread evenly from the first ones on."""
 
 
 @dataclass
 class _Measured:
-    """Drifts of one stage: the sum since the last report, their number, and the last one."""
+    """Drifts of one stage: the sum since the last report, their number, and the last ones."""
 
     total: float | Tensor = 0.0
     count: int = 0
-    last: float | Tensor = 0.0
+    recent: deque[Tensor] = field(default_factory=lambda: deque(maxlen=RECENT))
     samples: dict[int, list[Tensor]] = field(default_factory=dict)
     """Entries of the weights at the forward pass of each microbatch in flight that is measured."""
 
@@ -61,15 +68,16 @@ class WeightDrift(Hook):
             torch.stack([t.double().square().sum() for t in tensors]).sum().sqrt()
             for tensors in ([a - b for a, b in zip(now, before, strict=True)], before)
         )
-        measured.last = torch.where(size > 0, moved / size, torch.zeros_like(size))
-        measured.total, measured.count = measured.total + measured.last, measured.count + 1
+        drift = torch.where(size > 0, moved / size, torch.zeros_like(size))
+        measured.recent.append(drift)
+        measured.total, measured.count = measured.total + drift, measured.count + 1
 
     def metrics(self) -> dict[str, float]:
         """Return, for each stage j from 1 of this process, ``stage/<j>/staleness`` and ``stage/<j>/weight_drift``.
 
         ``staleness`` is the mean number of updates between forward and backward passes. ``weight_drift`` is the mean since the
-        last call, or the value before if nothing has been measured since. Checkpoints don't contain measurements, so the mean of an
-        epoch that a run resumes covers its rest.
+        last call, or of the last :data:`RECENT` measurements if there are none since. Checkpoints don't contain measurements, so
+        the mean of an epoch that a run resumes covers its rest.
         """
         rows: dict[str, float] = {}
         for j in self.pipeline.stages:
@@ -78,16 +86,16 @@ class WeightDrift(Hook):
         return rows
 
     def of_first_stage(self) -> dict[str, float]:
-        """Return the last drift of the first stage as ``update/weight_drift``; empty in processes without this stage."""
+        """Return the mean of the first stage's last :data:`RECENT` drifts as ``update/weight_drift``; empty without this stage."""
         if 0 not in self.pipeline.stages:
             return {}
-        return {"update/weight_drift": float(self._stale[0].last) if 0 in self._stale else 0.0}
+        return {"update/weight_drift": _recent(self._stale[0]) if 0 in self._stale else 0.0}
 
     def _mean(self, j: int) -> float:
         measured = self._stale.get(j)
         if measured is None:
             return 0.0
-        found = float(measured.total) / measured.count if measured.count else float(measured.last)
+        found = float(measured.total) / measured.count if measured.count else _recent(measured)
         measured.total, measured.count = 0.0, 0
         return found
 
@@ -95,6 +103,20 @@ class WeightDrift(Hook):
         """Return a view of the sampled entries of each trained parameter of a stage."""
         parameters = (p.detach() for p in self.pipeline.stages[j].gradients.parameters)
         return [_strided(p) for p in parameters if p.numel()]
+
+
+def distance(k: int, updates: int) -> int:
+    """Return a number of microbatches between measurements: about ``updates`` updates of k microbatches.
+
+    The number of updates between F and B depends on the place of a microbatch in its update. So that all places are measured
+    equally often, the distance has no common factor with k.
+    """
+    offset = next(r for r in range(max(1, round(GOLDEN * k)), 0, -1) if gcd(r, k) == 1)
+    return k * updates + (offset if k > 1 else 0)
+
+
+def _recent(measured: _Measured) -> float:
+    return mean(float(drift) for drift in measured.recent) if measured.recent else 0.0
 
 
 def _strided(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from petra import ConfigError, Pipeline
 from petra.diagnostics import weight_drift
-from petra.diagnostics.weight_drift import WeightDrift
+from petra.diagnostics.weight_drift import WeightDrift, distance
 from petra.hooks import Hook
 from petra.specs import Streams
 from tests.support.nets import RandomSource, mixed_net
@@ -18,8 +18,8 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
 
 
-def built(method: str = "petra") -> Pipeline:
-    return Pipeline(mixed_net(), RandomSource().spec, method=method, optimizer=sgd, k=2, stages=3, seed=2)
+def built(method: str = "petra", k: int = 2) -> Pipeline:
+    return Pipeline(mixed_net(), RandomSource().spec, method=method, optimizer=sgd, k=k, stages=3, seed=2)
 
 
 class Copies(Hook):
@@ -56,19 +56,40 @@ def test_drift_is_that_of_all_weights_and_training_is_unchanged(method: str) -> 
     for j in (0, 1):
         assert rows[f"stage/{j + 1}/weight_drift"] == pytest.approx(copies.drift(j, range(2, 16, 3)), rel=1e-12)
         assert rows[f"stage/{j + 1}/weight_drift"] > 1e-3
-    assert last == {"update/weight_drift": pytest.approx(copies.drift(0, range(14, 15)), rel=1e-12)}
+    assert last == {"update/weight_drift": pytest.approx(copies.drift(0, range(2, 16, 3)), rel=1e-12)}
     assert [rows[f"stage/{j}/staleness"] for j in (1, 2, 3)] == [2.0, 1.0, 0.0]
     assert rows["stage/3/weight_drift"] == 0
     assert drift.metrics()["stage/1/weight_drift"] == last["update/weight_drift"]  # nothing measured since
     assert all(torch.equal(w, pipeline.state_dict()[key]) for key, w in plain.state_dict().items())
 
 
+def test_last_measurements_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_drift, "RECENT", 2)
+    pipeline = built()
+    drift = WeightDrift(pipeline, every=3)
+    with pipeline.hooks.attached(Copies(pipeline)) as copies, pipeline.hooks.attached(drift):
+        pipeline.train(RandomSource(), 16)
+    assert drift.of_first_stage() == {"update/weight_drift": pytest.approx(copies.drift(0, range(11, 16, 3)), rel=1e-12)}
+
+
+def test_every_place_in_an_update_is_measured() -> None:
+    """With τ < k, an update lies between F and B of some microbatches only: measuring the last of each update would find none."""
+    for k in range(1, 65):
+        assert {distance(k, 10) * i % k for i in range(k)} == set(range(k))
+    pipeline = built(k=8)
+    assert pipeline.plan.stages[0].staleness == 0.5
+    drift = WeightDrift(pipeline, distance(8, 1))
+    with pipeline.hooks.attached(Copies(pipeline)) as copies, pipeline.hooks.attached(drift):
+        pipeline.train(RandomSource(), 8 * 13)
+    found, exact = drift.metrics()["stage/1/weight_drift"], copies.drift(0, range(8 * 13))
+    assert found == pytest.approx(exact, rel=0.2)
+    assert copies.drift(0, range(7, 8 * 13, 8)) == 0
+
+
 def test_only_a_sample_of_large_parameters_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_drift, "LARGEST_SAMPLE", 5)
     pipeline = built()
     drift = WeightDrift(pipeline, every=1)
-    pipeline.hooks.attach(drift)
-    pipeline.train(RandomSource(), 1)
     parameters = list(pipeline.stages[0].module.parameters())
     before = [p.detach().clone() for p in parameters]
     drift.forward_end(0, 40, ())
