@@ -106,6 +106,14 @@ class KeyValueCache:
         return self.keys, self.values
 
 
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm of queries or keys. Under autocast they are bf16, and torch's fused kernel needs weights of the same type."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalised heads, in the type of ``x``."""
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class Attention(nn.Module):
     """Normalisation and self-attention (Vaswani et al. 2017, section 3.2). Maps (B, T, D) to (B, T, D).
 
@@ -122,7 +130,7 @@ class Attention(nn.Module):
         self.qkv = linear(options.dim, (options.heads + 2 * self.kv_heads) * options.head_dim, options.bias)
         self.out = linear(options.dim, options.dim, options.bias, options.output_deviation)
         if options.qk_norm:
-            self.q_norm, self.k_norm = nn.RMSNorm(options.head_dim), nn.RMSNorm(options.head_dim)
+            self.q_norm, self.k_norm = HeadNorm(options.head_dim), HeadNorm(options.head_dim)
         self.dropout = nn.Dropout(options.dropout)
         self.cache: KeyValueCache | None = None
 

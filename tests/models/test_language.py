@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from petra import METHODS, BlockSpec, ConfigError, Model, Pipeline, TensorSpec
 from petra.models import gpt, revgpt
-from petra.models.attention import MLP, Attention, KeyValueCache, LayerOptions
+from petra.models.attention import MLP, Attention, HeadNorm, KeyValueCache, LayerOptions
 from petra.reversible import derive_seed
 from petra.settings import Numerics
 
@@ -85,6 +85,18 @@ def attend(layer: Attention, x: Tensor, documents: Tensor | None = None) -> Tens
         outputs.append(scores.softmax(-1) @ v)
     y = torch.cat(outputs, -1) @ layer.out.weight.T
     return y if layer.out.bias is None else y + layer.out.bias
+
+
+@pytest.mark.filterwarnings("error")
+def test_norm_of_bf16_heads_is_fused_and_accurate() -> None:
+    """Torch warns if weights of another type keep it from its fused kernel."""
+    torch.manual_seed(0)
+    norm, x = HeadNorm(16), 0.01 * torch.randn(2, 3, 5, 16)
+    torch.nn.init.normal_(norm.weight, 1.0, 0.3)
+    y = norm(x.bfloat16())
+    assert y.dtype is torch.bfloat16
+    torch.testing.assert_close(y.double(), rms(x.bfloat16().double(), norm.weight.double()), rtol=0.02, atol=0.01)
+    assert torch.equal(norm(x), F.rms_norm(x, (16,), norm.weight))
 
 
 OPTIONS = {
