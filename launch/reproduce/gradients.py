@@ -19,6 +19,8 @@ from .runs import Run, collect, job
 Row = dict[str, float]
 ByStage = dict[int, dict[int, Row]]
 """Means of the measurements in an epoch, by stage and epoch, both from 1."""
+GRADIENTS = "gradients.jsonl"
+"""File of a run's diagnosis."""
 CIFAR_EPOCH = 781
 """Microbatches of 64 images in an epoch of CIFAR-10."""
 SMALLER = f"{SMALL}, k = 1, 6 epochs"
@@ -128,7 +130,7 @@ def revnet_fig4(request: Request) -> Report:
     }
     found = collect(request, wanted)
     run = _required(found, "reversible")
-    rows = _rows(run)
+    rows = gradient_rows(run)
     angles = [[f"{row['microbatch']:.0f}", f"{row['angle_stored']:.2g}"] for row in _sample(rows)]
     finals = [
         [name, f"{run.rows[-1]['train_loss']:.4f}", f"{100 * run.summary['test_accuracy']:.2f} %"] for name, run in found.items()
@@ -156,7 +158,7 @@ def _diagnosed_run(request: Request) -> tuple[Run, ByStage]:
     diagnose = f"trainer.diagnose={CIFAR_EPOCH // FIG5_PER_EPOCH}"
     wanted = {"petra": job(request, "gradients_petra", *base, "method=petra", "k=1", diagnose)}
     run = _required(collect(request, wanted), "petra")
-    return run, epoch_means(_rows(run), run.rows[0]["microbatches"])
+    return run, epoch_means(gradient_rows(run), run.rows[0]["microbatches"])
 
 
 def epoch_means(rows: Sequence[Row], microbatches: int) -> ByStage:
@@ -179,13 +181,13 @@ def _required(found: Mapping[str, Run], name: str) -> Run:
     return found[name]
 
 
-def _rows(run: Run) -> list[Row]:
+def gradient_rows(run: Run) -> list[Row]:
     """Return the rows that the diagnosis wrote.
 
     Raises:
         ConfigError: If the file does not exist.
     """
-    path = run.folder / "gradients.jsonl"
+    path = run.folder / GRADIENTS
     require(path.exists(), "--runs", "runs with trainer.diagnose, which write gradients.jsonl", f"{run.folder} without it")
     return [json.loads(line) for line in path.read_text().splitlines()]
 

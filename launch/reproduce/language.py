@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from statistics import mean, stdev
@@ -14,6 +14,7 @@ from ..run.jobs import Job
 from ..run.markdown import table
 from ..run.report import read_updates
 from .accuracy import SEEDS
+from .gradients import GRADIENTS, gradient_rows
 from .report import Report, Request, ran
 from .runs import Run, collect, folder_name, job, missing
 
@@ -21,10 +22,13 @@ Key = TypeVar("Key", bound=Hashable)
 EXACT = "backprop"
 TOKENS, WINDOW = 2048, 128
 """Tokens per update and per window. A microbatch has at least one window."""
-RATES = ("1.5e-3", "3e-3", "6e-3")
+RATES = ("1.5e-3", "3e-3", "6e-3", "1.2e-2", "2.4e-2")
 """Learning rates of the search."""
-SEARCH_UPDATES = 128
+SEARCH_UPDATES, PARITY_UPDATES, LONG_EPOCHS = 128, 768, 2
+"""Length of the runs of each target. Two epochs of the corpus in docs/language_models.md are 7,230 updates."""
 UPDATES_BETWEEN_CHECKPOINTS = 64
+DIAGNOSE = "trainer.diagnose=203"
+"""203 has no factor in common with k, so gradients are compared at all places of a microbatch in its update."""
 STAGES = (8, 16)
 SMALLER = "revgpt with 3.6 M parameters on 4,096 BPE tokens, 2,048 tokens per update"
 FRESH, TWO_VERSIONS = ("method=petra", "method.delay=1"), ("method=pipedream_2bw",)
@@ -57,6 +61,11 @@ class Setting:
 
 SMALLEST = TOKENS // WINDOW
 """k of the smallest microbatches, one window each: with the same tokens per update, they have the smallest staleness τ / k."""
+EXACT_MUON = f"{EXACT}, Muon"
+SMALL_MUON = "petra, small microbatches, Muon"
+FRESH_FEEDBACK = "petra, d = 1, small microbatches, Muon, error feedback"
+TWO_VERSIONS_FEEDBACK = "PipeDream-2BW, Muon, error feedback"
+STASHED_NADAM = "stashed NAdam"
 SETTINGS = {
     EXACT: Setting(("method=backprop",)),
     "petra": Setting(("method=petra",)),
@@ -64,21 +73,27 @@ SETTINGS = {
     "petra, d = 1, small microbatches": Setting(FRESH, SMALLEST),
     "PACI": Setting(("method=paci",)),
     "PipeDream-2BW": Setting(TWO_VERSIONS),
-    "stashed NAdam": Setting(("method=pipedream", *NADAM), 1),
-    f"{EXACT}, Muon": Setting(("method=backprop", *MUON)),
+    STASHED_NADAM: Setting(("method=pipedream", *NADAM), 1),
+    EXACT_MUON: Setting(("method=backprop", *MUON)),
     "PipeDream-2BW, Muon": Setting((*TWO_VERSIONS, *MUON)),
-    "PipeDream-2BW, Muon, error feedback": Setting((*TWO_VERSIONS, *MUON, "remedy=feedback")),
+    TWO_VERSIONS_FEEDBACK: Setting((*TWO_VERSIONS, *MUON, "remedy=feedback")),
+    SMALL_MUON: Setting(("method=petra", *MUON), SMALLEST),
+    f"{SMALL_MUON}, error feedback": Setting(("method=petra", *MUON, "remedy=feedback"), SMALLEST),
     "petra, d = 1, small microbatches, Muon": Setting((*FRESH, *MUON), SMALLEST),
-    "petra, d = 1, small microbatches, Muon, error feedback": Setting((*FRESH, *MUON, "remedy=feedback"), SMALLEST),
+    FRESH_FEEDBACK: Setting((*FRESH, *MUON, "remedy=feedback"), SMALLEST),
     "petra, d = 1, small microbatches, Muon, prediction": Setting((*FRESH, *MUON, "remedy=prediction_difference"), SMALLEST),
     "petra, d = 1, small microbatches, SpecTrain's prediction": Setting((*FRESH, "remedy=spectrain"), SMALLEST),
     "petra, d = 1, small microbatches, basis rotation": Setting((*FRESH, "optim=basis_rotation"), SMALLEST),
 }
 
+FINALISTS = (EXACT, EXACT_MUON, "petra", SMALL_MUON, FRESH_FEEDBACK, TWO_VERSIONS_FEEDBACK, STASHED_NADAM)
+"""Settings with three seeds: backpropagation, PETRA as published, our best, and rivals."""
+LONGEST = (EXACT_MUON, "petra", SMALL_MUON)
+
 
 def search(request: Request) -> Report:
     """Train every setting briefly at each learning rate, with one seed."""
-    searched = _search(request)
+    searched = _search(request, tuple(SETTINGS))
     lines = []
     for stages, name in product(STAGES, SETTINGS):
         losses = {rate: _loss(searched[stages, name, rate]) for rate in RATES if (stages, name, rate) in searched}
@@ -89,46 +104,93 @@ def search(request: Request) -> Report:
             lines.append([str(stages), name, overrides, *cells, min(losses, key=lambda rate: losses[rate])])
     header = ("stages", "setting", "overrides", *(f"test loss at {rate}" for rate in RATES), "best rate")
     note = f"{SEARCH_UPDATES} updates, one seed. {ran(request, SMALLER)}"
-    text = f"{table(header, lines)}{_missing(_search_jobs(request), searched)}\n{note}\n"
+    text = f"{table(header, lines)}{_missing(_search_jobs(request, tuple(SETTINGS)), searched)}\n{note}\n"
     return Report(text, _records(searched), _curves({key[:2]: run for key, run in searched.items()}), columns=1)
 
 
 def parity(request: Request) -> Report:
-    """Train every setting for an epoch with three seeds, at the learning rate that is best in the search.
+    """Train the finalists on the same tokens with three seeds, at the learning rate that is best in the search.
 
     With --gather, settings without finished runs of the search are left out.
     """
-    best: dict[tuple[int, str], tuple[float, str]] = {}
-    for (stages, name, rate), run in _search(request).items():
-        best[stages, name] = min(best.get((stages, name), (float("inf"), rate)), (_loss(run), rate))
+    best = _best_rates(request, FINALISTS)
     wanted = {
         (stages, name, seed): job(
-            request, f"lm_{stages}_{folder_name(name)}_s{seed}", *SETTINGS[name].arguments(stages, rate), f"seed={seed}"
+            request, f"lm_{stages}_{folder_name(name)}_s{seed}", *_final(stages, name, rate), f"seed={seed}", DIAGNOSE
         )
-        for (stages, name), (_, rate) in best.items()
+        for (stages, name), rate in best.items()
         for seed in SEEDS
     }
     found = _collected(request, wanted)
     groups = {group: [found[*group, seed] for seed in SEEDS if (*group, seed) in found] for group in best}
     groups = {group: runs for group, runs in groups.items() if runs}
     lines = [
-        [str(stages), name, best[stages, name][1], *_cells(groups, stages, name), str(len(runs))]
+        [str(stages), name, best[stages, name], *_cells(groups, stages, name), str(len(runs))]
         for (stages, name), runs in groups.items()
     ]
-    header = ("stages", "setting", "learning rate", "test loss", "bits per byte", "above backprop, %", "seeds")
-    note = f"One epoch, mean ± standard deviation over seeds. {ran(request, SMALLER)}"
+    header = (
+        *("stages", "setting", "learning rate", "test loss", "bits per byte", "above backprop, %"),
+        *("staleness, updates", "drift of weights, %", "cosine, stage 1", "smallest cosine", "seeds"),
+    )
+    note = (
+        f"{PARITY_UPDATES} updates, {PARITY_UPDATES * TOKENS / 1e6:.1f} million tokens; mean ± standard deviation over seeds. "
+        "*Above backprop* compares with its best mean. Staleness and drift are those of the first stage, from forward to backward. "
+        "Cosines are those of a stage's gradient to the end-to-end gradient, a mean over the second half of the training. "
+        f"{ran(request, SMALLER)}"
+    )
     text = f"{table(header, lines)}{_missing(wanted, found)}\n{note}\n"
-    return Report(text, _records(found), _curves({group: runs[0] for group, runs in groups.items()}), columns=1)
+    firsts = {group: runs[0] for group, runs in groups.items()}
+    return Report(text, _records(found), [*_curves(firsts), *_cosine_panels(groups)], columns=1)
 
 
-def _search(request: Request) -> dict[tuple[int, str, str], Run]:
-    return _collected(request, _search_jobs(request))
+def longer(request: Request) -> Report:
+    """Train backpropagation, PETRA as published and our best setting nine times as long, with 8 stages and one seed."""
+    best = _best_rates(request, LONGEST)
+    wanted = {
+        (STAGES[0], name): job(
+            request,
+            f"lm_long_{folder_name(name)}",
+            *SETTINGS[name].arguments(STAGES[0], best[STAGES[0], name]),
+            f"trainer.epochs={LONG_EPOCHS}",
+            DIAGNOSE,
+        )
+        for name in LONGEST
+        if (STAGES[0], name) in best
+    }
+    found = _collected(request, wanted)
+    lines = [
+        [name, best[stages, name], *_cells({key: [run] for key, run in found.items()}, stages, name)] for stages, name in found
+    ]
+    header = (
+        *("setting", "learning rate", "test loss", "bits per byte", "above backprop, %"),
+        *("staleness, updates", "drift of weights, %", "cosine, stage 1", "smallest cosine"),
+    )
+    note = f"{LONG_EPOCHS} epochs, {STAGES[0]} stages, one seed. {ran(request, SMALLER)}"
+    return Report(f"{table(header, lines)}{_missing(wanted, found)}\n{note}\n", _records(found), _curves(found), columns=1)
 
 
-def _search_jobs(request: Request) -> dict[tuple[int, str, str], Job]:
+def _final(stages: int, name: str, rate: str) -> tuple[str, ...]:
+    """Return the overrides of a run of ``parity``, without its seed."""
+    setting = SETTINGS[name]
+    return *setting.arguments(stages, rate), f"trainer.limit_batches={PARITY_UPDATES * setting.microbatches(stages)}"
+
+
+def _best_rates(request: Request, names: Sequence[str]) -> dict[tuple[int, str], str]:
+    """Return the learning rate with the smallest test loss in the search, by number of stages and setting."""
+    best: dict[tuple[int, str], tuple[float, str]] = {}
+    for (stages, name, rate), run in _search(request, names).items():
+        best[stages, name] = min(best.get((stages, name), (float("inf"), rate)), (_loss(run), rate))
+    return {group: rate for group, (_, rate) in best.items()}
+
+
+def _search(request: Request, names: Sequence[str]) -> dict[tuple[int, str, str], Run]:
+    return _collected(request, _search_jobs(request, names))
+
+
+def _search_jobs(request: Request, names: Sequence[str]) -> dict[tuple[int, str, str], Job]:
     """Return the runs of the search by number of stages, setting and learning rate."""
     jobs = {}
-    for stages, name, rate in product(STAGES, SETTINGS, RATES):
+    for stages, name, rate in product(STAGES, names, RATES):
         setting = SETTINGS[name]
         limit = f"trainer.limit_batches={SEARCH_UPDATES * setting.microbatches(stages)}"
         jobs[stages, name, rate] = job(
@@ -149,13 +211,46 @@ def _missing(wanted: Mapping[Key, Job], found: Mapping[Key, Run]) -> str:
 
 
 def _cells(groups: Mapping[tuple[int, str], Sequence[Run]], stages: int, name: str) -> list[str]:
-    """Return loss, bits per byte, and the percentage by which the loss exceeds that of backpropagation with any optimizer."""
-    losses = [_loss(run) for run in groups[stages, name]]
-    bits = [run.rows[-1].get("test_bits_per_byte") for run in groups[stages, name]]
-    known = [value for value in bits if value is not None]
-    exact = [mean(_loss(run) for run in runs) for (_, other), runs in groups.items() if other.startswith(EXACT)]
+    """Return the cells of a setting from loss to cosine: means over its runs, and the excess over backpropagation's best loss."""
+    runs = groups[stages, name]
+    losses = [_loss(run) for run in runs]
+    last = [run.rows[-1] for run in runs]
+    exact = [mean(_loss(run) for run in found) for (_, other), found in groups.items() if other.startswith(EXACT)]
     above = "" if not exact or name.startswith(EXACT) else f"{100 * (mean(losses) / min(exact) - 1):.2f}"
-    return [_mean(losses), _mean(known) if known else "", above]
+    cosines = _cosines(runs)
+    return [
+        *(_mean(losses), _known([row.get("test_bits_per_byte") for row in last], _mean), above),
+        _known([row.get("stage/1/staleness") for row in last], lambda found: f"{mean(found):.2g}"),
+        _known([row.get("stage/1/weight_drift") for row in last], lambda found: f"{100 * mean(found):.2f}"),
+        *((f"{cosines[min(cosines)]:.3f}", f"{min(cosines.values()):.3f}") if cosines else ("", "")),
+    ]
+
+
+def _known(values: Sequence[float | None], write: Callable[[Sequence[float]], str]) -> str:
+    known = [value for value in values if value is not None]
+    return write(known) if known else ""
+
+
+def _cosines(runs: Sequence[Run]) -> dict[int, float]:
+    """Return the mean cosine of each stage's gradient to the end-to-end gradient in the second half of the runs."""
+    found: dict[int, list[float]] = {}
+    for run in runs:
+        rows = gradient_rows(run) if (run.folder / GRADIENTS).exists() else []
+        for row in rows:
+            if row["microbatch"] >= run.rows[-1]["microbatches"] / 2 and "cosine_end_to_end" in row:
+                found.setdefault(int(row["stage"]), []).append(row["cosine_end_to_end"])
+    return {stage: mean(cosines) for stage, cosines in sorted(found.items())}
+
+
+def _cosine_panels(groups: Mapping[tuple[int, str], Sequence[Run]]) -> list[Panel]:
+    """Return a diagram for each number of stages: cosine to the end-to-end gradient against the stage."""
+    panels = []
+    for stages in STAGES:
+        cosines = {name: _cosines(runs) for (count, name), runs in groups.items() if count == stages and not name.startswith(EXACT)}
+        lines = {name: list(found.items()) for name, found in cosines.items() if found}
+        if lines:
+            panels.append(Panel(f"stage, of {stages}", "cosine to the end-to-end gradient", lines))
+    return panels
 
 
 def _mean(values: Sequence[float]) -> str:
@@ -185,30 +280,35 @@ def _curves(runs: Mapping[tuple[int, str], Run]) -> list[Panel]:
 
 
 def reached(request: Request) -> dict[str, float]:
-    """Return, for each setting with 8 stages, the tokens that it needs to a loss, relative to backpropagation with AdamW.
+    """Return, for each setting with 8 stages, the tokens that it needs to a loss, relative to the best backpropagation.
 
-    The loss is the training loss of backpropagation at the end of the run, averaged over its last eighth. Settings that do not
-    reach it, or without a finished run, are left out. The longest available run of each setting at its best learning rate counts.
+    The loss is 1.01 times the lowest training loss of backpropagation at the end of its run. Training losses are means over an
+    eighth of the run. The runs are those of ``parity`` with the first seed, or if there are none, those of the search. Settings
+    that do not reach the loss are left out.
     """
-    searched = _search(replace(request, gather=True))
-    best: dict[str, Run] = {}
-    for (stages, name, _), run in searched.items():
-        if stages == STAGES[0] and (name not in best or _loss(run) < _loss(best[name])):
-            best[name] = run
-    if EXACT not in best:
+    request = replace(request, gather=True)
+    names, stages = tuple(SETTINGS), STAGES[0]
+    best = {name: rate for (count, name), rate in _best_rates(request, names).items() if count == stages}
+    finals = {name: job(request, name, *_final(stages, name, rate), f"seed={SEEDS[0]}") for name, rate in best.items()}
+    runs = _collected(request, finals)
+    if not any(name.startswith(EXACT) for name in runs):
+        searched = _search(request, names)
+        runs = {name: searched[stages, name, rate] for name, rate in best.items()}
+    smooth = {name: _smoothed_losses(run) for name, run in runs.items()}
+    ends = {name: losses[-1][1] for name, losses in smooth.items() if name.startswith(EXACT)}
+    if not ends:
         return {}
-    rows = read_updates(best[EXACT].folder)
-    goal = mean(row["update/loss"] for row in rows[-max(1, len(rows) // 8) :])
-    found = {name: _tokens_to(goal, run) for name, run in best.items()}
-    exact = found[EXACT]
-    return {name: tokens / exact for name, tokens in found.items() if tokens is not None and exact is not None}
+    goal = 1.01 * min(ends.values())
+    tokens = {name: next((tokens for tokens, loss in losses if loss <= goal), None) for name, losses in smooth.items()}
+    exact = tokens[min(ends, key=lambda name: ends[name])]
+    return {name: found / exact for name, found in tokens.items() if found is not None and exact is not None}
 
 
-def _tokens_to(goal: float, run: Run) -> float | None:
-    """Return the tokens after which the training loss, averaged over an eighth of the run, is at most ``goal``."""
+def _smoothed_losses(run: Run) -> list[tuple[float, float]]:
+    """Return the tokens so far and the training loss averaged over the last eighth of the run."""
     rows = read_updates(run.folder)
     window = max(1, len(rows) // 8)
-    for i in range(window, len(rows) + 1):
-        if mean(row["update/loss"] for row in rows[i - window : i]) <= goal:
-            return float(rows[i - 1]["updates"] * TOKENS)
-    return None
+    return [
+        (float(rows[i - 1]["updates"] * TOKENS), mean(row["update/loss"] for row in rows[i - window : i]))
+        for i in range(window, len(rows) + 1)
+    ]

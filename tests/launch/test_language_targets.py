@@ -12,6 +12,7 @@ import torch
 from launch.reproduce import language, language_cost
 from launch.reproduce.language import SETTINGS, Setting
 from launch.reproduce.language_cost import SCHEDULES, formula, stage_costs, tokens_per_second
+from launch.reproduce.report import Request, Scale
 from petra.cost_model.memory import predict_memory
 from petra.method import METHODS, Keep, Weights
 from petra.model import Model
@@ -41,6 +42,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(language, "SETTINGS", {name: SETTINGS[name] for name in (EXACT, PETRA)})
+    monkeypatch.setattr(language, "FINALISTS", (EXACT, PETRA))
+    monkeypatch.setattr(language, "LONGEST", (EXACT, PETRA))
     monkeypatch.setattr(language, "STAGES", (8,))
     monkeypatch.setattr(language, "SEEDS", (0, 1))
 
@@ -51,6 +54,16 @@ def finished(folder: Path, overrides: tuple[str, ...], test_loss: float, losses:
     updates = [128 * (i + 1) // len(losses) for i in range(len(losses))]
     rows = [{"microbatches": 8 * n, "updates": n, "update/loss": loss} for n, loss in zip(updates, losses, strict=True)]
     (folder / "updates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def diagnosed(folder: Path, cosines: dict[int, tuple[float, float]]) -> None:
+    """Write the cosines of stages 1 and 2 by microbatch, of the 100 microbatches of a run."""
+    rows = [
+        {"microbatch": m, "stage": j + 1, "cosine_end_to_end": cosine}
+        for m, found in cosines.items()
+        for j, cosine in enumerate(found)
+    ]
+    (folder / "gradients.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def searched(folder: Path) -> None:
@@ -80,33 +93,58 @@ def test_tables_of_search_and_finals(tmp_path: Path, few: None, capsys: pytest.C
     searched(tmp_path / "given")
     request(tmp_path / "out", "lm-search", "--gather", "--runs", str(tmp_path / "given"))
     text = capsys.readouterr().out
-    assert "| 8 | backprop | `method=backprop k=8` |  | 5.0000 | 5.5000 | 3e-3 |" in text
-    assert f"| 8 | {PETRA} | `method=petra method.delay=1 k=16` | 5.2000 | 6.0000 |  | 1.5e-3 |" in text
-    assert "4 of 6 runs finished." in text
+    assert "| 8 | backprop | `method=backprop k=8` |  | 5.0000 | 5.5000 |  |  | 3e-3 |" in text
+    assert f"| 8 | {PETRA} | `method=petra method.delay=1 k=16` | 5.2000 | 6.0000 |  |  |  | 1.5e-3 |" in text
+    assert "4 of 10 runs finished." in text
     for name, rate, losses in ((EXACT, "3e-3", (4.0, 4.2)), (PETRA, "1.5e-3", (4.1, 4.141))):
         for seed, loss in enumerate(losses):
-            overrides = (*SETTINGS[name].arguments(8, rate), f"seed={seed}")
+            limit = f"trainer.limit_batches={768 * SETTINGS[name].microbatches(8)}"
+            overrides = (*SETTINGS[name].arguments(8, rate), f"seed={seed}", limit, "trainer.diagnose=203")
             finished(tmp_path / "given" / f"{name}{seed}", overrides, loss, [6.0, 5.0])
+            if name == PETRA:
+                diagnosed(tmp_path / "given" / f"{name}{seed}", {10: (0.1, 0.2), 60: (0.9, 0.8), 90: (0.7, 0.6)})
     request(tmp_path / "out", "lm-parity", "--gather", "--runs", str(tmp_path / "given"))
     text = capsys.readouterr().out
-    assert "| 8 | backprop | 3e-3 | 4.1000 ± 0.1414 |  |  | 2 |" in text
-    assert f"| 8 | {PETRA} | 1.5e-3 | 4.1205 ± 0.0290 |  | 0.50 | 2 |" in text
+    assert "| 8 | backprop | 3e-3 | 4.1000 ± 0.1414 |  |  |  |  |  |  | 2 |" in text
+    assert f"| 8 | {PETRA} | 1.5e-3 | 4.1205 ± 0.0290 |  | 0.50 |  |  | 0.800 | 0.700 | 2 |" in text
+    assert "runs finished" not in text
     assert (tmp_path / "out" / "lm-parity.png").exists()
+
+
+def test_table_of_longer_runs(tmp_path: Path, few: None, capsys: pytest.CaptureFixture[str]) -> None:
+    searched(tmp_path / "given")
+    for name, rate, loss in ((EXACT, "3e-3", 3.0), (PETRA, "1.5e-3", 3.03)):
+        overrides = (*SETTINGS[name].arguments(8, rate), "trainer.epochs=2", "trainer.diagnose=203")
+        finished(tmp_path / "given" / name, overrides, loss, [4.0, 3.0])
+    request(tmp_path / "out", "lm-long", "--gather", "--runs", str(tmp_path / "given"))
+    text = capsys.readouterr().out
+    assert "| backprop | 3e-3 | 3.0000 |  |  |  |  |  |  |" in text
+    assert f"| {PETRA} | 1.5e-3 | 3.0300 |  | 1.00 |  |  |  |  |" in text
 
 
 def test_time_to_a_loss_uses_the_tokens_of_the_runs(
     tmp_path: Path, few: None, small: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Backpropagation ends at a training loss of 5 after four parts; PETRA's third part is at 5."""
+    """Backpropagation ends at a training loss of 5 after four parts; PETRA's third part is at 5. There are no longer runs."""
     searched(tmp_path / "given")
     request(tmp_path / "out", "lm-time", "--gather", "--runs", str(tmp_path / "given"))
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| 300 |")]
     by_name = {row[1]: row for row in rows}
-    assert by_name["1F1B"][4] == "1.00"
-    assert by_name["PETRA, d = 1"][4] == "0.75"
+    assert by_name["1F1B"][4:6] == [EXACT, "1.00"]
+    assert by_name["PETRA, d = 1"][4:6] == [PETRA, "0.75"]
     ratio = float(by_name["1F1B"][2]) / float(by_name["PETRA, d = 1"][2])
-    assert float(by_name["PETRA, d = 1"][5]) == pytest.approx(0.75 * ratio, rel=0.02)
+    assert float(by_name["PETRA, d = 1"][6]) == pytest.approx(0.75 * ratio, rel=0.02)
     assert by_name["PETRA"][4] == ""  # no finished run
+
+
+def test_time_to_a_loss_uses_the_longer_runs_if_there_are_some(tmp_path: Path, few: None) -> None:
+    """Backpropagation is within 1 % of its last loss after three quarters of its run, PETRA at its end."""
+    searched(tmp_path)
+    for name, rate, losses in ((EXACT, "3e-3", [5.0, 4.5, 4.04, 4.0]), (PETRA, "1.5e-3", [5.0, 4.5, 4.1, 4.03])):
+        limit = f"trainer.limit_batches={768 * SETTINGS[name].microbatches(8)}"
+        finished(tmp_path / f"{name}0", (*SETTINGS[name].arguments(8, rate), "seed=0", limit), losses[-1], losses)
+    found = language.reached(Request(Scale.CPU, tmp_path / "out", folders=(tmp_path,)))
+    assert found == {EXACT: 1.0, PETRA: pytest.approx(4 / 3)}
 
 
 def test_formula_of_memory_is_the_engines_accounting(
