@@ -29,7 +29,7 @@ from petra.training import OPTIMIZERS
 
 from ..config.compose import compose_overrides
 from ..run.markdown import table
-from .language import EXACT, EXACT_MUON, FRESH_FEEDBACK, SMALL_MUON, TWO_VERSIONS_FEEDBACK, reached
+from .language import EXACT, EXACT_MUON, FRESH_FEEDBACK, SMALL_FEEDBACK, TWO_VERSIONS_FEEDBACK, reached
 from .report import Report, Request
 
 PRESET, VOCABULARY, CONTEXT = "revgpt_7b", 32_000, 4096
@@ -54,7 +54,7 @@ LINKS = (12.5, 300.0)
 SIMULATED = (8, 16, 32, 64)
 BACKPROP = (EXACT, EXACT_MUON)
 TWO_VERSIONS = ("PipeDream-2BW", "PipeDream-2BW, Muon", TWO_VERSIONS_FEEDBACK)
-PETRA = ("petra", SMALL_MUON)
+PETRA = ("petra", SMALL_FEEDBACK)
 FRESH = ("petra, d = 1, small microbatches", FRESH_FEEDBACK)
 
 
