@@ -11,7 +11,7 @@ Costs are counted: a device computes ``--teraflops`` on average. With ``--measur
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,12 @@ import torch
 from petra.analysis.planning import draw_plan
 from petra.cost_model.autotune import Tuned, tune
 from petra.cost_model.costs import BlockCost, count_blocks, profile_blocks
+from petra.cost_model.fitting import search_within
 from petra.cost_model.links import Link
-from petra.cost_model.machines import Device, Machines
+from petra.cost_model.machines import Machines
 from petra.cost_model.memory import PredictedMemory
 from petra.cost_model.simulator import Prediction, predict, simulate
-from petra.cost_model.stage_memory import Kind, predict_stages
-from petra.errors import ConfigError, invalid, require
+from petra.errors import ConfigError, require
 from petra.method import METHODS, Method, Split
 from petra.plan.transport import simulated_transport
 from petra.settings import TransportName
@@ -35,8 +35,8 @@ from .config.compose import compose_overrides
 from .config.machines import read_machines
 from .config.schema import Config
 from .run import recipe
-from .run.build import PRECISIONS, Setup, set_up
-from .run.dry_run import MEMORY_PARTS, targets_of
+from .run.build import PRECISIONS, set_up
+from .run.dry_run import MEMORY_PARTS, stage_memories
 from .run.markdown import aligned_table
 from .runtime.rank import Process
 from .runtime.terminal import command
@@ -44,8 +44,6 @@ from .runtime.terminal import command
 HEADER = ("method", "d", "split", "samples/s", "bubble", "staleness", "GB per device", "MB per microbatch", "link use")
 EXACT_ENOUGH = 0.95
 """A method with exact gradients is recommended if it reaches this fraction of the highest throughput."""
-SEARCHES = 4
-"""Searches for a partition that fits the memory of the devices."""
 DRAWN_STAGES, DRAWN_MICROBATCHES = 12, 10
 
 
@@ -119,13 +117,21 @@ def predict_method(
         ConfigError: If no partition fits the memory of the devices, or if the method does not fit k.
     """
     count = min(len(machines.devices), len(blocks))
-    links = machines.connections[: count - 1]
+    links, devices = machines.connections[: count - 1], machines.devices[:count]
+    limits = [device.memory for device in devices]
 
-    def search(devices: Sequence[Device]) -> tuple[Method, Tuned]:
-        tuned = tune(blocks, method, k, count, tune_delay=tune_delay, devices=devices, link=links, transport=transport)
+    def search(limits: Sequence[float]) -> tuple[Method, Tuned]:
+        limited = [replace(device, memory=limit) for device, limit in zip(devices, limits, strict=True)]
+        tuned = tune(blocks, method, k, count, tune_delay=tune_delay, devices=limited, link=links, transport=transport)
         return replace(method, delay=tuned.delay), tuned
 
-    method, tuned, memory = _fitting(machines.devices[:count], search, memories)
+    memory: list[PredictedMemory] = []
+    if memories is None:
+        method, tuned = search(limits)
+    else:
+        (method, tuned), memory = search_within(
+            limits, search, lambda found: found[1].memory, lambda found: memories(*found), "memory", "device"
+        )
     boundary_delays = method.boundary_delays(count - 1)[: count - 1]
     found = predict(tuned.costs, method, k, link=links, transport=simulated_transport(transport, boundary_delays), overlap=overlap)
     forward = [(cost.forward_bytes, link.forward) for cost, link in zip(tuned.costs, links, strict=False)]
@@ -133,31 +139,6 @@ def predict_method(
     messages = [*forward, *backward]
     busiest = max((size / link.bandwidth for size, link in messages), default=0.0)
     return Row(method, tuned, found, sum(size for size, _ in messages), busiest / found.period, memory)
-
-
-def _fitting(
-    devices: Sequence[Device], search: Callable[[Sequence[Device]], tuple[Method, Tuned]], memories: Memories | None
-) -> tuple[Method, Tuned, list[PredictedMemory]]:
-    """Search for a partition that fits the memory of the devices.
-
-    The search estimates memory from sums over blocks. If a device needs more, the next search gives it less in proportion.
-
-    Raises:
-        ConfigError: If none of a few partitions fits.
-    """
-    limited = list(devices)
-    for _ in range(SEARCHES):
-        method, tuned = search(limited)
-        if memories is None:
-            return method, tuned, []
-        memory = memories(method, tuned)
-        excess = [found.total / device.memory for found, device in zip(memory, devices, strict=True)]
-        if max(excess) <= 1:
-            return method, tuned, memory
-        limited = [replace(device, memory=device.memory / max(ratio, 1)) for device, ratio in zip(limited, excess, strict=True)]
-    worst = max(range(len(devices)), key=excess.__getitem__)
-    expected = f"at least {memory[worst].total / 1e9:.3g} GB for device {worst + 1}"
-    raise invalid("memory", expected, f"{devices[worst].memory / 1e9:.3g} GB")
 
 
 def recommend(rows: Sequence[Row]) -> Row:
@@ -188,7 +169,7 @@ def report(config: Config, options: argparse.Namespace) -> str:
     else:
         blocks = tuple(_in_seconds(block, 1e12 * options.teraflops) for block in count_blocks(model, inputs))
     transport: TransportName = "auto" if config.trainer.device == "cpu" else "lockstep"  # what auto selects on GPUs
-    rows, refused, memories = [], [], partial(_memories, setup, {})
+    rows, refused, memories = [], [], partial(stage_memories, setup, {})
     petra = METHODS["petra"]
     candidates = [(method, False) for method in METHODS.values()]
     candidates += [(replace(petra, name=f"petra, d=auto, {split}", split=split), True) for split in (Split.NONE, Split.INPUT_FIRST)]
@@ -219,12 +200,6 @@ def report(config: Config, options: argparse.Namespace) -> str:
             _draw(options.out, rows, best, machines, config.k, transport, overlap=config.trainer.overlap)
             lines.append(f"figure: {options.out}")
     return "\n".join([*lines, *(["", "not possible:", *refused] if refused else [])])
-
-
-def _memories(setup: Setup, known: dict[Hashable, Kind], method: Method, tuned: Tuned) -> list[PredictedMemory]:
-    """Predict the memory of each device, which has one stage. Nothing is allocated. Stages in ``known`` are not counted again."""
-    chosen = replace(setup, processes=len(tuned.stages) * setup.config.dp).with_choice(list(tuned.stages), method)
-    return predict_stages(chosen.plan, chosen.recipe(chosen.learning_rate(1)), targets_of(chosen), known)
 
 
 def fullest_device(row: Row) -> str:

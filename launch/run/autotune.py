@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -10,17 +11,21 @@ import torch.distributed as dist
 
 from petra.cost_model.autotune import Tuned, tune
 from petra.cost_model.costs import profile_blocks
+from petra.cost_model.fitting import search_within
 from petra.cost_model.links import INSTANT, Connection, measure_link
-from petra.cost_model.machines import Machines
+from petra.cost_model.machines import Device, Machines
+from petra.cost_model.memory import PredictedMemory
+from petra.cost_model.stage_memory import Kind
 from petra.distributed import raise_on_all_ranks
 from petra.errors import ConfigError, require
-from petra.method import Keep
+from petra.method import Keep, Method
 from petra.settings import TransportName
 
 from ..config.machines import read_machines
 from ..runtime.rank import Process
 from . import recipe
 from .build import Setup
+from .dry_run import stage_memories
 
 
 def tune_setup(setup: Setup, process: Process) -> Setup:
@@ -50,7 +55,7 @@ def tune_setup(setup: Setup, process: Process) -> Setup:
             f"slowest over mean {found.imbalance:.2f}",
             flush=True,
         )
-    return setup.with_choice(list(found.stages), replace(setup.plan.method, delay=found.delay, keep=found.keep))
+    return setup.with_choice(list(found.stages), _chosen_method(setup, found))
 
 
 def _measured(setup: Setup) -> Machines:
@@ -83,26 +88,42 @@ def _choose(setup: Setup, machines: Machines) -> Tuned:
     processes = plan.layout.processes
     used = [stages for stages in processes if stages]
     require(len(processes) <= len(machines.devices), "cluster.machines", f"{len(processes)} devices", len(machines.devices))
-    limit = config.trainer.memory_limit
+    limit = float("inf") if config.trainer.memory_limit is None else 1e9 * config.trainer.memory_limit
     count = len(processes) if "stages" in setup.auto else len(plan.layout.stages)
     several = len(processes) > 1
     owners = [range(j, j + 1) for j in range(count)] if "stages" in setup.auto else used
-    return tune(
-        blocks,
-        plan.method,
-        plan.k,
-        len(processes) if "stages" in setup.auto else [len(stage) for stage in plan.layout.stages],
-        tune_delay="delay" in setup.auto,
-        tune_keep="keep" in setup.auto and _may_keep_graphs(setup),
-        limit=float("inf") if limit is None else 1e9 * limit,
-        devices=machines.device_of_stages(owners) if several else None,
-        link=_connections(setup, machines, len(owners)) if several else INSTANT,
-        # In one process the choice of delays would not change the speed, so choose as for one process per stage.
-        processes=owners if several else None,
-        transport=cast(TransportName, config.trainer.transport),
-        device_type=setup.device.type,
-        parameter_copies=_parameter_copies(setup),
-    )
+    devices = machines.device_of_stages(owners) if several else (Device(),) * count
+    limits = [min(limit, device.memory) for device in devices]
+
+    def search(limits: Sequence[float]) -> Tuned:
+        return tune(
+            blocks,
+            plan.method,
+            plan.k,
+            len(processes) if "stages" in setup.auto else [len(stage) for stage in plan.layout.stages],
+            tune_delay="delay" in setup.auto,
+            tune_keep="keep" in setup.auto and _may_keep_graphs(setup),
+            devices=[replace(device, memory=limit) for device, limit in zip(devices, limits, strict=True)],
+            link=_connections(setup, machines, len(owners)) if several else INSTANT,
+            # In one process the choice of delays would not change the speed, so choose as for one process per stage.
+            processes=owners if several else None,
+            transport=cast(TransportName, config.trainer.transport),
+            device_type=setup.device.type,
+            parameter_copies=_parameter_copies(setup),
+        )
+
+    if min(limits) == float("inf"):
+        return search(limits)
+    known: dict[Hashable, Kind] = {}
+
+    def count_memory(found: Tuned) -> list[PredictedMemory]:
+        return stage_memories(setup, known, _chosen_method(setup, found), found)
+
+    return search_within(limits, search, lambda found: found.memory, count_memory, "trainer.memory_limit", "stage")[0]
+
+
+def _chosen_method(setup: Setup, found: Tuned) -> Method:
+    return replace(setup.plan.method, delay=found.delay, keep=found.keep)
 
 
 def _parameter_copies(setup: Setup) -> int:

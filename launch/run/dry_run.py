@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from petra.cost_model.memory import predict_memory
+from petra.cost_model.autotune import Tuned
+from petra.cost_model.memory import PredictedMemory, predict_memory
+from petra.cost_model.stage_memory import Kind, predict_stages
+from petra.method import Method
 from petra.plan import Plan, StagePlan
 from petra.plan.messages import Boundary
 from petra.specs import TensorSpec
@@ -134,6 +137,16 @@ def memory_table(setup: Setup) -> str:
                 parts = (*(getattr(memory, part) for part in MEMORY_PARTS), memory.total)
                 rows.append([str(process), name, *(f"{size / 1e6:.1f}" for size in parts)])
     return aligned_table(("process", "stage", *MEMORY_PARTS, "total (MB)"), rows)
+
+
+def stage_memories(setup: Setup, known: dict[Hashable, Kind], method: Method, tuned: Tuned) -> list[PredictedMemory]:
+    """Predict the memory of each chosen stage on a device of its own. Nothing is allocated.
+
+    Args:
+        known: As for :func:`petra.cost_model.stage_memory.predict_stages`.
+    """
+    chosen = replace(setup, processes=len(tuned.stages) * setup.config.dp).with_choice(list(tuned.stages), method)
+    return predict_stages(chosen.plan, chosen.recipe(chosen.learning_rate(1)), targets_of(chosen), known)
 
 
 def stage_rows(plan: Plan) -> list[StageRow]:

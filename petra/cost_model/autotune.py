@@ -91,12 +91,14 @@ class Tuned:
         delay: One boundary delay, or one for each boundary.
         keep: What blocks store: one value, or one for each block.
         costs: Cost of each stage.
+        memory: Estimated bytes of each stage.
     """
 
     stages: tuple[int, ...]
     delay: int | tuple[int, ...]
     keep: Keep | tuple[Keep, ...]
     costs: tuple[StageCost, ...]
+    memory: tuple[int, ...]
 
     @property
     def imbalance(self) -> float:
@@ -278,10 +280,10 @@ def tune(
         delay = choose_delays(costs, method, k, link=link, processes=processes, transport=transport, device_type=device_type)
         candidates = replace(candidates, delays=replace(method, delay=delay).delays(count, k))
         keeps, costs = choose()
-    for j, (cost, device) in enumerate(zip(costs, devices, strict=True)):
-        memory = candidates.memory(cost, j)
-        if memory > device.memory:
-            expected = f"at least {memory / 1e9:.3g} GB for stage {j + 1} (or more stages)"
+    memory = tuple(candidates.memory(cost, j) for j, cost in enumerate(costs))
+    for j, (needed, device) in enumerate(zip(memory, devices, strict=True)):
+        if needed > device.memory:
+            expected = f"at least {needed / 1e9:.3g} GB for stage {j + 1} (or more stages)"
             raise invalid("trainer.memory_limit", expected, f"{device.memory / 1e9:g} GB")
     keep = tuple(keep for stage_keeps in keeps for keep in stage_keeps) if tune_keep else method.keep
-    return Tuned(tuple(len(stage) for stage in partition), delay, keep, tuple(costs))
+    return Tuned(tuple(len(stage) for stage in partition), delay, keep, tuple(costs), memory)

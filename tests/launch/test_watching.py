@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from launch.run.autotune import tune_setup
+from launch.run.build import Setup
+from launch.run.dry_run import stage_memories
 from launch.run.resume import Start, restore_choices
 from launch.runtime.rank import Process
 from petra import ConfigError, Keep, PetraError
+from petra.cost_model.autotune import Tuned
 from tests.launch.test_launch import ALONE, TINY, planned
 from tests.support.forked import Forked
 
@@ -48,6 +51,26 @@ def test_settings_that_exclude_each_other() -> None:
         PetraError, match=r"trainer\.memory_limit: expected at least .* GB for stage 1 \(or more stages\), got 1e-06 GB"
     ):
         tune_setup(planned(*TINY, "method.keep=auto", "trainer.memory_limit=1e-6", "trainer.stages=2"), ALONE)
+
+
+def counted(setup: Setup) -> list[int]:
+    """Return the bytes of each stage by the account."""
+    method = setup.plan.method
+    stages = tuple(len(stage.blocks) for stage in setup.plan.stages)
+    return [memory.total for memory in stage_memories(setup, {}, method, Tuned(stages, method.delay, method.keep, (), ()))]
+
+
+def test_stages_fit_the_memory_limit_by_the_account() -> None:
+    """The estimate of the search is far below the account, so a first search finds that graphs fit."""
+    settings = (*TINY, "method.keep=auto", "trainer.stages=3")
+    free = counted(tune_setup(planned(*settings), ALONE))
+    limit = max(free) - 10_000
+    tight = tune_setup(planned(*settings, f"trainer.memory_limit={limit / 1e9}"), ALONE)
+    assert max(counted(tight)) <= limit
+    assert set(tight.plan.method.keep) != {"graph"}
+    low = 0.75 * max(free) / 1e9
+    with pytest.raises(PetraError, match=rf"trainer\.memory_limit: expected at least .* GB for stage \d, got {low:.3g} GB"):
+        tune_setup(planned(*settings, f"trainer.memory_limit={low}"), ALONE)
 
 
 def test_plan_with_automatic_settings(capsys: pytest.CaptureFixture[str]) -> None:
