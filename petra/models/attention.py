@@ -149,7 +149,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         before = 0 if self.cache is None else self.cache.length
         if options.rotary:
-            q, k = rotate(q, before), rotate(k, before)
+            cos, sin = rotation(q, before)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         mask = None
         if self.cache is not None:
             k, v = self.cache.extend(k, v)
@@ -204,11 +205,8 @@ def linear(in_features: int, out_features: int, bias: bool = True, deviation: fl
     return layer
 
 
-def rotate(x: Tensor, first: int) -> Tensor:
-    """Rotate pairs of channels by angles that grow with the position (Su et al. 2021, Eq. 15).
-
-    Channel i is paired with channel i + C/2. The product of a rotated query and a rotated key depends only on the distance of
-    their positions.
+def rotation(x: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of the angles by which :func:`rotate` rotates, (T, C / 2) each.
 
     Args:
         x: Queries or keys (B, heads, T, C), with an even C.
@@ -218,7 +216,19 @@ def rotate(x: Tensor, first: int) -> Tensor:
     frequencies = ROTARY_BASE ** (-torch.arange(0, channels, 2, device=x.device, dtype=torch.float32) / channels)
     positions = torch.arange(first, first + length, device=x.device, dtype=torch.float32)
     angles = torch.outer(positions, frequencies)
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs of channels by angles that grow with the position (Su et al. 2021, Eq. 15).
+
+    Channel i is paired with channel i + C/2. The product of a rotated query and a rotated key depends only on the distance of
+    their positions.
+
+    Args:
+        x: Queries or keys (B, heads, T, C).
+        cos, sin: See :func:`rotation`.
+    """
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
