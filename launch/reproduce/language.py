@@ -104,9 +104,11 @@ def search(request: Request) -> Report:
             cells = [f"{losses[rate]:.4f}" if rate in losses else "" for rate in RATES]
             lines.append([str(stages), name, overrides, *cells, min(losses, key=lambda rate: losses[rate])])
     header = ("stages", "setting", "overrides", *(f"test loss at {rate}" for rate in RATES), "best rate")
-    note = f"{SEARCH_UPDATES} updates, one seed. {ran(request, SMALLER)}"
+    note = f"{SEARCH_UPDATES} updates, one seed. The figure shows the finalists at their best rates. {ran(request, SMALLER)}"
     text = f"{table(header, lines)}{_missing(_search_jobs(request, tuple(SETTINGS)), searched)}\n{note}\n"
-    return Report(text, _records(searched), _curves({key[:2]: run for key, run in searched.items()}), columns=1)
+    best = {(stages, name): searched[stages, name, rate] for (stages, name), rate in _best_of(searched).items()}
+    drawn = {group: run for group, run in best.items() if group[1] in FINALISTS}
+    return Report(text, _records(searched), _curves(drawn), columns=1)
 
 
 def parity(request: Request) -> Report:
@@ -178,8 +180,12 @@ def _final(stages: int, name: str, rate: str) -> tuple[str, ...]:
 
 def _best_rates(request: Request, names: Sequence[str]) -> dict[tuple[int, str], str]:
     """Return the learning rate with the smallest test loss in the search, by number of stages and setting."""
+    return _best_of(_search(request, names))
+
+
+def _best_of(searched: Mapping[tuple[int, str, str], Run]) -> dict[tuple[int, str], str]:
     best: dict[tuple[int, str], tuple[float, str]] = {}
-    for (stages, name, rate), run in _search(request, names).items():
+    for (stages, name, rate), run in searched.items():
         best[stages, name] = min(best.get((stages, name), (float("inf"), rate)), (_loss(run), rate))
     return {group: rate for group, (_, rate) in best.items()}
 

@@ -179,7 +179,7 @@ def _mark_processes(axes: Any, stages: int, processes: Sequence[Sequence[int]]) 
 
 
 def panels(diagrams: Sequence[Panel], path: Path, *, columns: int = 2, shaded: bool = False, title: str = "") -> None:
-    """Draw diagrams in a grid, with one legend outside of them for all lines.
+    """Draw diagrams in a grid, with one legend outside of them for all lines. Lines with the same name have the same colour.
 
     Args:
         path: File to write, in the format of its suffix (PNG, SVG or PDF).
@@ -190,8 +190,9 @@ def panels(diagrams: Sequence[Panel], path: Path, *, columns: int = 2, shaded: b
     rows = -(-len(diagrams) // columns)
     longest = max((len(name) for panel in diagrams for name in panel.lines), default=0)
     figure = _figure(4.6 * columns + 0.6 + 0.075 * longest, 3 * rows + 0.3 + 0.3 * bool(title))
+    colours = _colours_by_name(diagrams, shaded)
     for axes, panel in zip(figure.subplots(rows, columns, squeeze=False).flat, diagrams, strict=False):
-        draw(axes, panel, shaded=shaded)
+        draw(axes, panel, colours)
     for axes in figure.axes[len(diagrams) :]:
         axes.set_axis_off()
     handles = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
@@ -202,11 +203,12 @@ def panels(diagrams: Sequence[Panel], path: Path, *, columns: int = 2, shaded: b
     figure.savefig(path, dpi=120)
 
 
-def draw(axes: Any, panel: Panel, *, shaded: bool = False) -> None:
-    """Draw a diagram. Its title is the label of the y axis."""
+def draw(axes: Any, panel: Panel, colours: Mapping[str, Any]) -> None:
+    """Draw a diagram, with a colour for each line by name. Its title is the label of the y axis."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    for colour, (name, points) in zip(line_colours(len(panel.lines), shaded=shaded), panel.lines.items(), strict=True):
+    for name, points in panel.lines.items():
+        colour = colours[name]
         if panel.bars:
             axes.bar([x for x, _ in points], [y for _, y in points], color=colour, label=name)
             continue
@@ -227,6 +229,11 @@ def draw(axes: Any, panel: Panel, *, shaded: bool = False) -> None:
     axes.set_xlabel(panel.xlabel)
     axes.set_title(panel.ylabel, loc="left", fontsize=10)
     axes.grid(alpha=0.3)
+
+
+def _colours_by_name(diagrams: Sequence[Panel], shaded: bool) -> dict[str, Any]:
+    names = list(dict.fromkeys(name for panel in diagrams for name in panel.lines))
+    return dict(zip(names, line_colours(len(names), shaded=shaded), strict=True))
 
 
 def line_colours(count: int, *, shaded: bool = False) -> list[Any]:
@@ -281,7 +288,7 @@ def svg(figure: Any) -> str:
 def panel_svg(panel: Panel, *, shaded: bool = False) -> str:
     """Return a diagram without legend as an SVG element."""
     figure = _figure(4.4, 2.7)
-    draw(figure.subplots(), panel, shaded=shaded)
+    draw(figure.subplots(), panel, _colours_by_name([panel], shaded))
     return svg(figure)
 
 

@@ -8,6 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.text import Text
 from PIL import Image
 
 from petra.analysis import html
@@ -61,15 +63,37 @@ def test_the_lines_of_a_figure_have_colours_of_their_own(count: int) -> None:
         assert len({str(colour) for colour in line_colours(count, shaded=shaded)}) == count
 
 
-def test_legends_cover_no_diagram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Figure] = []
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """Figures that are saved."""
+    figures: list[Figure] = []
     save = Figure.savefig
 
     def kept(figure: Figure, *arguments: object, **options: object) -> None:
-        drawn.append(figure)
+        figures.append(figure)
         save(figure, *arguments, **options)
 
     monkeypatch.setattr(Figure, "savefig", kept)
+    return figures
+
+
+def test_diagrams_with_other_lines_share_the_colours_of_the_legend(tmp_path: Path, drawn: list[Figure]) -> None:
+    points = [(1.0, 2.0), (3.0, 4.0)]
+    diagrams = [Panel("x", "y", dict.fromkeys(names, points)) for names in (["a", "b", "c"], ["c", "d", "b"])]
+    panels(diagrams, tmp_path / "shared.png")
+    found = [(line.get_label(), line.get_color()) for axes in drawn[0].axes for line in axes.get_lines()]
+    assert len(found) == 6
+    assert len(set(found)) == 4
+    legend = {text.get_text(): handle.get_color() for text, handle in zip(*_legend(drawn[0]), strict=True)}
+    assert legend == dict(found)
+
+
+def _legend(figure: Figure) -> tuple[list[Text], list[Line2D]]:
+    (legend,) = figure.legends
+    return legend.get_texts(), legend.get_lines()
+
+
+def test_legends_cover_no_diagram(tmp_path: Path, drawn: list[Figure]) -> None:
     curves({f"a run with a long name {i}": EPOCHS for i in range(5)}, tmp_path / "five.png", "five")
     panels([Panel("x", "y", {f"stage {i}": [(1, 2), (3, 4)] for i in range(18)})] * 3, tmp_path / "stages.png", shaded=True)
     for figure in drawn:
@@ -84,7 +108,7 @@ def test_legends_cover_no_diagram(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_axes_have_plain_numbers() -> None:
     axes = Figure().subplots()
-    draw(axes, Panel("seconds", "accuracy", {"a": [(4, 10), (300, 90)]}, powers=True))
+    draw(axes, Panel("seconds", "accuracy", {"a": [(4, 10), (300, 90)]}, powers=True), {"a": "black"})
     axes.figure.canvas.draw()
     assert {"4", "16", "64", "256"} <= {label.get_text() for label in axes.get_xticklabels()}
 
