@@ -80,8 +80,6 @@ def _panels(found: Mapping[tuple[str, int], Run]) -> list[Panel]:
         if (method, longest) in found
     }
     return [
-        Panel(
-            "epochs of the schedule", "test accuracy after the last epoch (%)", {m: p for m, p in final.items() if p}, powers=True
-        ),
+        Panel("epochs of the schedule", "test accuracy after the last epoch (%)", {m: p for m, p in final.items() if p}),
         Panel(f"epoch of the schedule of {longest}", "test accuracy (%)", curves),
     ]
