@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from statistics import mean
@@ -11,6 +10,7 @@ from petra.analysis.plots import Panel, by_stage
 from petra.errors import invalid, require
 
 from ..run.markdown import table
+from ..run.report import read_gradients
 from .accuracy import SIX_EPOCHS, SMALL
 from .paper import FIG5_PER_EPOCH, FIG5_WINDOW, FIG6_EPOCHS, REVNET_FIG4_EXTRA_EPOCHS
 from .report import Report, Request, Scale, ran
@@ -19,8 +19,6 @@ from .runs import Run, collect, job
 Row = dict[str, float]
 ByStage = dict[int, dict[int, Row]]
 """Means of the measurements in an epoch, by stage and epoch, both from 1."""
-GRADIENTS = "gradients.jsonl"
-"""File of a run's diagnosis."""
 CIFAR_EPOCH = 781
 """Microbatches of 64 images in an epoch of CIFAR-10."""
 SMALLER = f"{SMALL}, k = 1, 6 epochs"
@@ -130,7 +128,7 @@ def revnet_fig4(request: Request) -> Report:
     }
     found = collect(request, wanted)
     run = _required(found, "reversible")
-    rows = gradient_rows(run)
+    rows = _rows(run)
     angles = [[f"{row['microbatch']:.0f}", f"{row['angle_stored']:.2g}"] for row in _sample(rows)]
     finals = [
         [name, f"{run.rows[-1]['train_loss']:.4f}", f"{100 * run.summary['test_accuracy']:.2f} %"] for name, run in found.items()
@@ -158,7 +156,7 @@ def _diagnosed_run(request: Request) -> tuple[Run, ByStage]:
     diagnose = f"trainer.diagnose={CIFAR_EPOCH // FIG5_PER_EPOCH}"
     wanted = {"petra": job(request, "gradients_petra", *base, "method=petra", "k=1", diagnose)}
     run = _required(collect(request, wanted), "petra")
-    return run, epoch_means(gradient_rows(run), run.rows[0]["microbatches"])
+    return run, epoch_means(_rows(run), run.rows[0]["microbatches"])
 
 
 def epoch_means(rows: Sequence[Row], microbatches: int) -> ByStage:
@@ -181,15 +179,16 @@ def _required(found: Mapping[str, Run], name: str) -> Run:
     return found[name]
 
 
-def gradient_rows(run: Run) -> list[Row]:
+def _rows(run: Run) -> list[Row]:
     """Return the rows that the diagnosis wrote.
 
     Raises:
-        ConfigError: If the file does not exist.
+        ConfigError: If there are none.
+        DataError: If the file is damaged.
     """
-    path = run.folder / GRADIENTS
-    require(path.exists(), "--runs", "runs with trainer.diagnose, which write gradients.jsonl", f"{run.folder} without it")
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read_gradients(run.folder)
+    require(bool(rows), "--runs", "runs with trainer.diagnose, which write gradients.jsonl", f"{run.folder} without it")
+    return rows
 
 
 def _sample(rows: Sequence[Row], count: int = 10) -> list[Row]:

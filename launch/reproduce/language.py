@@ -12,9 +12,8 @@ from petra.analysis.plots import Panel
 
 from ..run.jobs import Job
 from ..run.markdown import table
-from ..run.report import read_updates
+from ..run.report import read_gradients, read_updates
 from .accuracy import SEEDS
-from .gradients import GRADIENTS, gradient_rows
 from .report import Report, Request, ran
 from .runs import Run, collect, folder_name, job, missing
 
@@ -95,19 +94,18 @@ LONGEST = (EXACT_MUON, "petra", SMALL_FEEDBACK)
 def search(request: Request) -> Report:
     """Train every setting briefly at each learning rate, with one seed."""
     searched = _search(request, tuple(SETTINGS))
-    lines = []
+    best, lines = _best_of(searched), []
     for stages, name in product(STAGES, SETTINGS):
         losses = {rate: _loss(searched[stages, name, rate]) for rate in RATES if (stages, name, rate) in searched}
         if losses:
             setting = SETTINGS[name]
             overrides = f"`{' '.join(setting.overrides)} k={setting.microbatches(stages)}`"
             cells = [f"{losses[rate]:.4f}" if rate in losses else "" for rate in RATES]
-            lines.append([str(stages), name, overrides, *cells, min(losses, key=lambda rate: losses[rate])])
+            lines.append([str(stages), name, overrides, *cells, best[stages, name]])
     header = ("stages", "setting", "overrides", *(f"test loss at {rate}" for rate in RATES), "best rate")
     note = f"{SEARCH_UPDATES} updates, one seed. The figure shows the finalists at their best rates. {ran(request, SMALLER)}"
     text = f"{table(header, lines)}{_missing(_search_jobs(request, tuple(SETTINGS)), searched)}\n{note}\n"
-    best = {(stages, name): searched[stages, name, rate] for (stages, name), rate in _best_of(searched).items()}
-    drawn = {group: run for group, run in best.items() if group[1] in FINALISTS}
+    drawn = {(stages, name): searched[stages, name, rate] for (stages, name), rate in best.items() if name in FINALISTS}
     return Report(text, _records(searched), _curves(drawn), columns=1)
 
 
@@ -242,8 +240,7 @@ def _cosines(runs: Sequence[Run]) -> dict[int, float]:
     """Return the mean cosine of each stage's gradient to the end-to-end gradient in the second half of the runs."""
     found: dict[int, list[float]] = {}
     for run in runs:
-        rows = gradient_rows(run) if (run.folder / GRADIENTS).exists() else []
-        for row in rows:
+        for row in read_gradients(run.folder):
             if row["microbatch"] >= run.rows[-1]["microbatches"] / 2 and "cosine_end_to_end" in row:
                 found.setdefault(int(row["stage"]), []).append(row["cosine_end_to_end"])
     return {stage: mean(cosines) for stage, cosines in sorted(found.items())}

@@ -162,18 +162,20 @@ def time(request: Request) -> Report:
     relative = reached(request)
     lines, data, panels = [], {}, []
     for bandwidth in LINKS:
-        exact = {n: tokens_per_second(SCHEDULES[ONE_F_ONE_B], n, bandwidth) for n in SIMULATED}
-        speeds: dict[str, list[tuple[float, float]]] = {}
+        speeds: dict[str, list[tuple[float, float]]] = {
+            name: [(devices, tokens_per_second(schedule, devices, bandwidth)) for devices in SIMULATED]
+            for name, schedule in SCHEDULES.items()
+        }
+        exact = dict(speeds[ONE_F_ONE_B])
         times: dict[str, list[tuple[float, float]]] = {}
         for name, schedule in SCHEDULES.items():
-            speeds[name] = [(devices, tokens_per_second(schedule, devices, bandwidth)) for devices in SIMULATED]
             known = {setting: relative[setting] for setting in schedule.settings if setting in relative}
             fastest = min(known, key=lambda setting: known[setting], default="")
             more = known.get(fastest)
             cells = [f"{speed / 1e3:.1f}" for _, speed in speeds[name]]
             cells += [fastest, "" if more is None else f"{more:.2f}"]
             if more is not None:
-                times[name] = [(n, more * exact[int(n)] / speed) for n, speed in speeds[name]]
+                times[name] = [(n, more * exact[n] / speed) for n, speed in speeds[name]]
             cells += [f"{time:.2f}" for _, time in times[name]] if name in times else [""] * len(SIMULATED)
             lines.append([f"{bandwidth:g}", name, *cells])
         data[f"{bandwidth:g}"] = speeds

@@ -58,6 +58,15 @@ def read_updates(folder: Path, clock: int | None = None) -> list[dict[str, Any]]
     return [row for row in _checked(folder / UPDATES, ("microbatches",)) if clock is None or row["microbatches"] <= clock]
 
 
+def read_gradients(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of a run's gradients.jsonl, or none if it has no such file.
+
+    Raises:
+        DataError: If the file is damaged.
+    """
+    return _checked(folder / "gradients.jsonl", ("microbatch", "stage", "reconstruction_error"))
+
+
 def write_report(folder: Path, summary: Row | None = None) -> Path:
     """Write ``report.html`` into a run's folder, with what the run has recorded so far, and return its path.
 
@@ -87,7 +96,7 @@ def _parts(folder: Path, rows: Sequence[Row], summary: Row) -> Iterator[str]:
             text = "What each stage did in the recorded microbatches. Bars are labelled with the number of the microbatch."
             yield html.heading("Timeline", text)
             yield html.wide(svg(timeline_figure(intervals, "", "seconds", processes)))
-    compared = _checked(folder / "gradients.jsonl", ("microbatch", "stage", "reconstruction_error"))
+    compared = read_gradients(folder)
     if compared:
         text = "The gradient of each stage in training, compared with three gradients of the same microbatch."
         yield html.heading("Gradient quality", f"{text} docs/diagnosis.md defines them.")

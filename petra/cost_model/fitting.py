@@ -1,4 +1,4 @@
-"""Partitions that fit into memory by the account, although the search for them compares estimates."""
+"""Search for a partition that fits into memory: partitions are compared by estimates, and the one that is found is counted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def search_within(
     """Search for a partition whose stages need at most ``limits`` bytes.
 
     A search compares many ranges of blocks by estimates of their memory. Then the memory of the partition found is counted. If a
-    stage needs more than its limit, the estimate of the next search must be smaller by the excess.
+    stage needs more than its limit, the next search must find an estimate for it that is smaller by the excess.
 
     Args:
         limits: Bytes available to each stage.

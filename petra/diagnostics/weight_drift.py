@@ -20,7 +20,7 @@ LARGEST_SAMPLE = 2**16
 RECENT = 8
 """Number of measurements in the mean that :meth:`WeightDrift.of_first_stage` returns."""
 GOLDEN = 0.618
-"""The multiples of this number, modulo 1, are spread evenly from the first ones on."""
+"""Golden ratio, whose first multiples are already spread evenly modulo 1."""
 
 
 @dataclass
@@ -108,7 +108,7 @@ class WeightDrift(Hook):
 def distance(k: int, updates: int) -> int:
     """Return a number of microbatches between measurements: about ``updates`` updates of k microbatches.
 
-    The number of updates between F and B depends on the place of a microbatch in its update. So that all places are measured
+    The number of updates between F and B depends on the position of a microbatch in its update. So that all positions are measured
     equally often, the distance has no common factor with k.
     """
     offset = next(r for r in range(max(1, round(GOLDEN * k)), 0, -1) if gcd(r, k) == 1)

@@ -59,7 +59,7 @@ def finished(folder: Path, overrides: tuple[str, ...], test_loss: float, losses:
 def diagnosed(folder: Path, cosines: dict[int, tuple[float, float]]) -> None:
     """Write the cosines of stages 1 and 2 by microbatch, of the 100 microbatches of a run."""
     rows = [
-        {"microbatch": m, "stage": j + 1, "cosine_end_to_end": cosine}
+        {"microbatch": m, "stage": j + 1, "cosine_end_to_end": cosine, "reconstruction_error": 0.0}
         for m, found in cosines.items()
         for j, cosine in enumerate(found)
     ]
