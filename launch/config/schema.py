@@ -68,6 +68,7 @@ class ModelConfig:
     positions: str | None = None
     qk_norm: bool | None = None
     delimiter: int | None = None
+    embedding_std: float | None = None
     coupling: str | None = None
     step: float | None = None
 

@@ -88,7 +88,7 @@ SETTINGS = {
 
 FINALISTS = (EXACT, EXACT_MUON, "petra", SMALL_FEEDBACK, FRESH_FEEDBACK, TWO_VERSIONS_FEEDBACK, STASHED_NADAM)
 """Settings with three seeds: backpropagation, PETRA as published, our best, and rivals."""
-LONGEST = (EXACT_MUON, "petra", SMALL_FEEDBACK)
+LONGEST = (EXACT_MUON, "petra", FRESH_FEEDBACK)
 
 
 def search(request: Request) -> Report:

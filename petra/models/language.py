@@ -11,9 +11,11 @@ leapfrog          y1 = x1 + h²·f(x2), y2 = x2 + y1: x2 is the position and x1 
 All reversible layers between stem and head store nothing. ``midpoint`` and ``leapfrog`` have the parameters of the ordinary
 transformer :func:`gpt`.
 
-Weights are initialised as in GPT-2 (Radford et al. 2019, section 2.3). Embedding and output layer don't share their weights,
-because stem and head belong to different stages, which communicate with their neighbours only. Under autocast the embedding and
-the streams stay in float32; only the branches compute in the lower precision.
+Weights are initialised as in GPT-2 (Radford et al. 2019, section 2.3). With a larger ``embedding_std`` than GPT-2's 0.02, PETRA's
+gradients are more accurate: the first layers normalise the embedding, so the smaller it is, the more they amplify errors of its
+reconstruction. Embedding and output layer don't share their weights, because stem and head belong to different stages, which
+communicate with their neighbours only. Under autocast the embedding and the streams stay in float32; only the branches compute
+in the lower precision.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ class TokenStem(nn.Module):
         rest: Whether the first stream starts at zero (the velocity of ``leapfrog``).
         delimiter: Token with which a document begins. With it, the last stream (B, T) is 1 where a document begins and 0
             elsewhere.
+        std: Standard deviation of the initial embeddings.
 
     Attributes:
         first: Position of the first token, greater than 0 only while text is generated.
@@ -66,6 +69,7 @@ class TokenStem(nn.Module):
         copies: int = 2,
         rest: bool = False,
         delimiter: int | None = None,
+        std: float = DEVIATION,
     ) -> None:
         super().__init__()
         self.size, self.copies, self.rest, self.delimiter = size, copies, rest, delimiter
@@ -74,7 +78,7 @@ class TokenStem(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.first = 0
         for weight in self.parameters():
-            nn.init.normal_(weight, std=DEVIATION)
+            nn.init.normal_(weight, std=std)
 
     def forward(self, tokens: Tensor) -> Streams:
         last = self.first + tokens.shape[1]
@@ -159,6 +163,7 @@ def revgpt(
     positions: str = "learned",
     qk_norm: bool = False,
     delimiter: int | None = None,
+    embedding_std: float = DEVIATION,
     coupling: str = "two_functions",
     step: float = 1.0,
 ) -> Model:
@@ -176,6 +181,7 @@ def revgpt(
         positions: ``learned`` (added to the embedding) or ``rotary``.
         delimiter: Token with which every document begins. Positions then attend to their own document only. None: a text is one
             document.
+        embedding_std: Standard deviation of the initial embeddings of tokens and positions.
         coupling: Kind of the reversible layers, see the table of this module.
         step: Step size h of ``midpoint`` and ``leapfrog``.
 
@@ -184,6 +190,7 @@ def revgpt(
     """
     require(coupling in COUPLINGS, "model.coupling", alternatives(COUPLINGS), coupling)
     require(step > 0 and (step == 1 or coupling != "two_functions"), "model.step", "a number > 0; 1 for two_functions", step)
+    require(embedding_std > 0, "model.embedding_std", "a number > 0", embedding_std)
     options = _options(dim, depth, heads, dropout, size, kv_heads, hidden, mlp, norm, bias, positions, qk_norm, classes, delimiter)
     stem = partial(
         TokenStem,
@@ -194,6 +201,7 @@ def revgpt(
         learned=positions == "learned",
         rest=coupling == "leapfrog",
         delimiter=delimiter,
+        std=embedding_std,
     )
     head = partial(LanguageHead, options, classes, joint=coupling == "two_functions", streams=2)
     layers = tuple(BlockSpec(f"layer{i}", partial(_coupled, options, coupling, step)) for i in range(depth))
@@ -215,6 +223,7 @@ def gpt(
     positions: str = "learned",
     qk_norm: bool = False,
     delimiter: int | None = None,
+    embedding_std: float = DEVIATION,
 ) -> Model:
     """Build the ordinary transformer of the same shapes as :func:`revgpt`, whose layers are not reversible.
 
@@ -223,9 +232,10 @@ def gpt(
     Raises:
         ConfigError: If an argument is out of range.
     """
+    require(embedding_std > 0, "model.embedding_std", "a number > 0", embedding_std)
     options = _options(dim, depth, heads, dropout, size, kv_heads, hidden, mlp, norm, bias, positions, qk_norm, classes, delimiter)
     learned = positions == "learned"
-    stem = partial(TokenStem, classes, size, dim, dropout, learned=learned, copies=1, delimiter=delimiter)
+    stem = partial(TokenStem, classes, size, dim, dropout, learned=learned, copies=1, delimiter=delimiter, std=embedding_std)
     head = partial(LanguageHead, options, classes, joint=False, streams=1)
     layers = tuple(BlockSpec(f"layer{i}", partial(ResidualLayer, options)) for i in range(depth))
     return Model("gpt", (BlockSpec("stem", stem), *layers, BlockSpec("head", head)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -189,6 +191,16 @@ def test_documents_in_one_row_do_not_see_each_other() -> None:
     torch.testing.assert_close(together[5:], chain(b[None]), rtol=1e-6, atol=1e-7)  # rotations at other positions
 
 
+@pytest.mark.parametrize("build", [gpt, revgpt])
+def test_embedding_std_scales_the_embedding_only(build: Callable[..., Model]) -> None:
+    shape = {"dim": 64, "depth": 1, "heads": 2, "size": 32}
+    wide, usual = build(**shape, embedding_std=0.2).build(0), build(**shape).build(0)
+    for name, weight in wide.named_parameters():
+        scale = 10.0 if name in ("stem.tokens.weight", "stem.positions") else 1.0
+        torch.testing.assert_close(weight, scale * usual.get_parameter(name))
+    assert float(wide.stem.tokens.weight.detach().std()) == pytest.approx(0.2, rel=0.02)
+
+
 # --- training ---
 
 NETS = {
@@ -243,6 +255,7 @@ def adamw(module: torch.nn.Module) -> torch.optim.Optimizer:
             r"model\.dim: expected an even number of channels per head with model\.positions=rotary",
         ),
         ({"delimiter": 256}, r"model\.delimiter: expected null or a token from 0 to 255, got 256"),
+        ({"embedding_std": 0.0}, r"model\.embedding_std: expected a number > 0, got 0\.0"),
         ({"coupling": "euler"}, r"model\.coupling: expected two_functions, midpoint or leapfrog, got euler"),
         ({"step": 0.5}, r"model\.step: expected a number > 0; 1 for two_functions, got 0\.5"),
     ],
