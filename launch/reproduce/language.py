@@ -21,7 +21,7 @@ Key = TypeVar("Key", bound=Hashable)
 EXACT = "backprop"
 TOKENS, WINDOW = 2048, 128
 """Tokens per update and per window. A microbatch has at least one window."""
-RATES = ("1.5e-3", "3e-3", "6e-3", "1.2e-2", "2.4e-2")
+RATES = ("7.5e-4", "1.5e-3", "3e-3", "6e-3", "1.2e-2", "2.4e-2")
 """Learning rates of the search."""
 SEARCH_UPDATES, PARITY_UPDATES, LONG_EPOCHS = 128, 768, 2
 """Length of the runs of each target. Two epochs of the corpus in docs/language_models.md are 7,230 updates."""
@@ -110,18 +110,12 @@ def search(request: Request) -> Report:
 
 
 def parity(request: Request) -> Report:
-    """Train the finalists on the same tokens with three seeds, at the learning rate that is best in the search.
+    """Train the finalists on the same tokens with three seeds, at the learning rate that is best with the first seed.
 
-    With --gather, settings without finished runs of the search are left out.
+    With --gather, settings without finished runs are left out.
     """
-    best = _best_rates(request, FINALISTS)
-    wanted = {
-        (stages, name, seed): job(
-            request, f"lm_{stages}_{folder_name(name)}_s{seed}", *_final(stages, name, rate), f"seed={seed}", DIAGNOSE
-        )
-        for (stages, name), rate in best.items()
-        for seed in SEEDS
-    }
+    best = _best_of(_first_finals(request, FINALISTS))
+    wanted = {(*group, seed): _final(request, *group, rate, seed) for group, rate in best.items() for seed in SEEDS}
     found = _collected(request, wanted)
     groups = {group: [found[*group, seed] for seed in SEEDS if (*group, seed) in found] for group in best}
     groups = {group: runs for group, runs in groups.items() if runs}
@@ -146,7 +140,7 @@ def parity(request: Request) -> Report:
 
 def longer(request: Request) -> Report:
     """Train backpropagation, PETRA as published and our best setting nine times as long, with 8 stages and one seed."""
-    best = _best_rates(request, LONGEST)
+    best = _best_of(_first_finals(request, LONGEST))
     wanted = {
         (STAGES[0], name): job(
             request,
@@ -170,18 +164,35 @@ def longer(request: Request) -> Report:
     return Report(f"{table(header, lines)}{_missing(wanted, found)}\n{note}\n", _records(found), _curves(found), columns=1)
 
 
-def _final(stages: int, name: str, rate: str) -> tuple[str, ...]:
-    """Return the overrides of a run of ``parity``, without its seed."""
+def _final(request: Request, stages: int, name: str, rate: str, seed: int) -> Job:
+    """Return a run of ``parity``."""
     setting = SETTINGS[name]
-    return *setting.arguments(stages, rate), f"trainer.limit_batches={PARITY_UPDATES * setting.microbatches(stages)}"
+    limit = f"trainer.limit_batches={PARITY_UPDATES * setting.microbatches(stages)}"
+    folder = f"lm_{stages}_{folder_name(name)}_{rate}_s{seed}"
+    return job(request, folder, *setting.arguments(stages, rate), limit, f"seed={seed}", DIAGNOSE)
 
 
-def _best_rates(request: Request, names: Sequence[str]) -> dict[tuple[int, str], str]:
-    """Return the learning rate with the smallest test loss in the search, by number of stages and setting."""
-    return _best_of(_search(request, names))
+def _first_finals(request: Request, names: Sequence[str]) -> dict[tuple[int, str, str], Run]:
+    """Return the runs of ``parity`` with the first seed, by number of stages, setting and learning rate.
+
+    Longer runs prefer lower rates, so the rates of a setting begin at the best one of the search and fall while the loss does.
+    """
+    found: dict[tuple[int, str, str], Run] = {}
+    rates = _best_of(_search(request, names))
+    while rates:
+        wanted = {(*group, rate): _final(request, *group, rate, SEEDS[0]) for group, rate in rates.items()}
+        found |= _collected(request, wanted)
+        best = _best_of(found)
+        rates = {
+            group: RATES[RATES.index(rate) - 1]
+            for group, rate in rates.items()
+            if rate != RATES[0] and best.get(group, rate) == rate
+        }
+    return found
 
 
 def _best_of(searched: Mapping[tuple[int, str, str], Run]) -> dict[tuple[int, str], str]:
+    """Return the learning rate with the smallest test loss, by number of stages and setting."""
     best: dict[tuple[int, str], tuple[float, str]] = {}
     for (stages, name, rate), run in searched.items():
         best[stages, name] = min(best.get((stages, name), (float("inf"), rate)), (_loss(run), rate))
@@ -291,13 +302,10 @@ def reached(request: Request) -> dict[str, float]:
     that do not reach the loss are left out.
     """
     request = replace(request, gather=True)
-    names, stages = tuple(SETTINGS), STAGES[0]
-    best = {name: rate for (count, name), rate in _best_rates(request, names).items() if count == stages}
-    finals = {name: job(request, name, *_final(stages, name, rate), f"seed={SEEDS[0]}") for name, rate in best.items()}
-    runs = _collected(request, finals)
+    names = tuple(SETTINGS)
+    runs = _with_best_rates(_first_finals(request, names))
     if not any(name.startswith(EXACT) for name in runs):
-        searched = _search(request, names)
-        runs = {name: searched[stages, name, rate] for name, rate in best.items()}
+        runs = _with_best_rates(_search(request, names))
     smooth = {name: _smoothed_losses(run) for name, run in runs.items()}
     ends = {name: losses[-1][1] for name, losses in smooth.items() if name.startswith(EXACT)}
     if not ends:
@@ -306,6 +314,11 @@ def reached(request: Request) -> dict[str, float]:
     tokens = {name: next((tokens for tokens, loss in losses if loss <= goal), None) for name, losses in smooth.items()}
     exact = tokens[min(ends, key=lambda name: ends[name])]
     return {name: found / exact for name, found in tokens.items() if found is not None and exact is not None}
+
+
+def _with_best_rates(runs: Mapping[tuple[int, str, str], Run]) -> dict[str, Run]:
+    """Return the run of each setting with 8 stages and its best learning rate."""
+    return {name: runs[stages, name, rate] for (stages, name), rate in _best_of(runs).items() if stages == STAGES[0]}
 
 
 def _smoothed_losses(run: Run) -> list[tuple[float, float]]:

@@ -62,7 +62,8 @@ def collect(request: Request, wanted: Mapping[str, Job], processes: int | None =
     Raises:
         PetraError: If a configuration is invalid (before any run starts), or if runs failed (after all runs).
     """
-    found = {name: run for name, job in wanted.items() if (run := _finished_run(request, job)) is not None}
+    finished = [pair for folder in (request.out.resolve() / "runs", *request.folders) for pair in _finished_folders(folder)]
+    found = {name: run for name, job in wanted.items() if (run := _finished_run(finished, job)) is not None}
     unfinished = [job for name, job in wanted.items() if name not in found]
     if request.gather or not unfinished:
         return found
@@ -100,14 +101,10 @@ def same_results(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     return "method.name" in before
 
 
-def _finished_run(request: Request, job: Job) -> Run | None:
+def _finished_run(finished: Sequence[tuple[Path, dict[str, Any]]], job: Job) -> Run | None:
     """Return a finished run that computes the same as a job, if there is one."""
     wanted = asdict(job.config)
-    for folder in (request.out.resolve() / "runs", *request.folders):
-        for path, config in _finished_folders(folder):
-            if same_results(config, wanted):
-                return _read(path)
-    return None
+    return next((_read(path) for path, config in finished if same_results(config, wanted)), None)
 
 
 def _finished_folders(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:

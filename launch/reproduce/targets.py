@@ -24,7 +24,7 @@ TARGETS = {
     "gap-search": Target("Accuracy gap: effect of single settings on PETRA's accuracy", gap.search, trains=True),
     "gap": Target("Accuracy gap: accuracy at equal epochs, and time to reach an accuracy", gap.finals, trains=True),
     "parity": Target("Accuracy gap: accuracy against the length of the schedule", parity.parity, trains=True),
-    "lm-search": Target("Language model: settings at five learning rates", language.search, trains=True),
+    "lm-search": Target("Language model: settings at six learning rates", language.search, trains=True),
     "lm-parity": Target("Language model: loss of methods at equal tokens", language.parity, trains=True),
     "lm-long": Target("Language model: loss of methods after nine times the tokens", language.longer, trains=True),
     "lm-memory": Target("Language model: memory of each stage with 7 B parameters", language_cost.memory),
