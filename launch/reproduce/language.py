@@ -89,6 +89,13 @@ SETTINGS = {
 FINALISTS = (EXACT, EXACT_MUON, "petra", SMALL_FEEDBACK, FRESH_FEEDBACK, TWO_VERSIONS_FEEDBACK, STASHED_NADAM)
 """Settings with three seeds: backpropagation, PETRA as published, our best, and rivals."""
 LONGEST = (EXACT_MUON, "petra", FRESH_FEEDBACK)
+STDS, STD_RATE = ("0.02", "0.2", "0.4", "1.0"), "6e-3"
+"""Standard deviations of the initial embedding and the learning rate of ``embedding``. GPT-2's deviation is 0.02."""
+MEASURED = (
+    *("test loss", "bits per byte", "above backprop, %"),
+    *("staleness, updates", "drift of weights, %", "cosine, stage 1", "smallest cosine"),
+)
+"""Columns of runs of ``parity``, see ``_cells``."""
 
 
 def search(request: Request) -> Report:
@@ -123,10 +130,7 @@ def parity(request: Request) -> Report:
         [str(stages), name, best[stages, name], *_cells(groups, stages, name), str(len(runs))]
         for (stages, name), runs in groups.items()
     ]
-    header = (
-        *("stages", "setting", "learning rate", "test loss", "bits per byte", "above backprop, %"),
-        *("staleness, updates", "drift of weights, %", "cosine, stage 1", "smallest cosine", "seeds"),
-    )
+    header = ("stages", "setting", "learning rate", *MEASURED, "seeds")
     note = (
         f"{PARITY_UPDATES} updates, {PARITY_UPDATES * TOKENS / 1e6:.1f} million tokens; mean ± standard deviation over seeds. "
         "*Above backprop* compares with its best mean. Staleness and drift are those of the first stage, from forward to backward. "
@@ -156,20 +160,42 @@ def longer(request: Request) -> Report:
     lines = [
         [name, best[stages, name], *_cells({key: [run] for key, run in found.items()}, stages, name)] for stages, name in found
     ]
-    header = (
-        *("setting", "learning rate", "test loss", "bits per byte", "above backprop, %"),
-        *("staleness, updates", "drift of weights, %", "cosine, stage 1", "smallest cosine"),
-    )
+    header = ("setting", "learning rate", *MEASURED)
     note = f"{LONG_EPOCHS} epochs, {STAGES[0]} stages, one seed. {ran(request, SMALLER)}"
     return Report(f"{table(header, lines)}{_missing(wanted, found)}\n{note}\n", _records(found), _curves(found), columns=1)
 
 
-def _final(request: Request, stages: int, name: str, rate: str, seed: int) -> Job:
-    """Return a run of ``parity``."""
+def embedding(request: Request) -> Report:
+    """Train backpropagation and our best setting with embeddings of different size, as long as ``parity``, with one seed."""
+    compared = ((STAGES[0], EXACT_MUON), (STAGES[-1], FRESH_FEEDBACK))
+    wanted = {
+        (std, *group): _final(request, *group, STD_RATE, SEEDS[0], f"model.embedding_std={std}")
+        for std in STDS
+        for group in compared
+    }
+    found = _collected(request, wanted)
+    lines = [
+        [
+            std,
+            str(stages),
+            name,
+            *_cells({(count, other): [run] for (of, count, other), run in found.items() if of == std}, stages, name),
+        ]
+        for std, stages, name in found
+    ]
+    note = f"{PARITY_UPDATES} updates, learning rate {STD_RATE}, one seed. {ran(request, SMALLER)}"
+    text = f"{table(('embedding_std', 'stages', 'setting', *MEASURED), lines)}{_missing(wanted, found)}\n{note}\n"
+    stages, name = compared[1]
+    curves = {f"embedding_std {std}": [found[std, stages, name]] for std in STDS if (std, stages, name) in found}
+    return Report(text, _records(found), _cosine_panels({(stages, label): runs for label, runs in curves.items()}), columns=1)
+
+
+def _final(request: Request, stages: int, name: str, rate: str, seed: int, *more: str) -> Job:
+    """Return a run of ``parity``, with more overrides."""
     setting = SETTINGS[name]
     limit = f"trainer.limit_batches={PARITY_UPDATES * setting.microbatches(stages)}"
-    folder = f"lm_{stages}_{folder_name(name)}_{rate}_s{seed}"
-    return job(request, folder, *setting.arguments(stages, rate), limit, f"seed={seed}", DIAGNOSE)
+    folder = "_".join(("lm", str(stages), folder_name(name), rate, f"s{seed}", *map(folder_name, more)))
+    return job(request, folder, *setting.arguments(stages, rate), limit, f"seed={seed}", DIAGNOSE, *more)
 
 
 def _first_finals(request: Request, names: Sequence[str]) -> dict[tuple[int, str, str], Run]:

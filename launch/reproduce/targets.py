@@ -25,6 +25,9 @@ TARGETS = {
     "gap": Target("Accuracy gap: accuracy at equal epochs, and time to reach an accuracy", gap.finals, trains=True),
     "parity": Target("Accuracy gap: accuracy against the length of the schedule", parity.parity, trains=True),
     "lm-search": Target("Language model: settings at six learning rates", language.search, trains=True),
+    "lm-embedding": Target(
+        "Language model: accuracy of gradients against the size of the embedding", language.embedding, trains=True
+    ),
     "lm-parity": Target("Language model: loss of methods at equal tokens", language.parity, trains=True),
     "lm-long": Target("Language model: loss of methods after nine times the tokens", language.longer, trains=True),
     "lm-memory": Target("Language model: memory of each stage with 7 B parameters", language_cost.memory),

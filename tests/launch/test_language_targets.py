@@ -56,11 +56,11 @@ def finished(folder: Path, overrides: tuple[str, ...], test_loss: float, losses:
     (folder / "updates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def final(folder: Path, name: str, rate: str, losses: list[float], test_loss: float, seed: int = 0) -> Path:
+def final(folder: Path, name: str, rate: str, losses: list[float], test_loss: float, seed: int = 0, *more: str) -> Path:
     """Write a run of ``lm-parity``."""
     limit = f"trainer.limit_batches={768 * SETTINGS[name].microbatches(8)}"
     folder = folder / f"final {name} {rate} {seed}"
-    overrides = (*SETTINGS[name].arguments(8, rate), limit, f"seed={seed}", "trainer.diagnose=203")
+    overrides = (*SETTINGS[name].arguments(8, rate), limit, f"seed={seed}", "trainer.diagnose=203", *more)
     finished(folder, overrides, test_loss, losses)
     return folder
 
@@ -117,6 +117,25 @@ def test_tables_of_search_and_finals(tmp_path: Path, few: None, capsys: pytest.C
     assert f"| 8 | {PETRA} | 7.5e-4 | 4.1205 ± 0.0290 |  | 0.50 |  |  | 0.800 | 0.700 | 2 |" in text
     assert "runs finished" not in text
     assert (tmp_path / "out" / "lm-parity.png").exists()
+
+
+def test_table_of_embeddings(
+    tmp_path: Path, few: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(language, "EXACT_MUON", EXACT)
+    monkeypatch.setattr(language, "FRESH_FEEDBACK", PETRA)
+    monkeypatch.setattr(language, "STD_RATE", "3e-3")
+    for std, exact, stale, cosine in (("0.02", 4.0, 4.1, 0.7), ("1.0", 4.0, 4.02, 0.9)):
+        for name, loss in ((EXACT, exact), (PETRA, stale)):
+            folder = final(tmp_path / "given" / std, name, "3e-3", [6.0, 5.0], loss, 0, f"model.embedding_std={std}")
+            if name == PETRA:
+                diagnosed(folder, {60: (cosine, 1.0)})
+    folders = (str(tmp_path / "given" / std) for std in ("0.02", "1.0"))
+    request(tmp_path / "out", "lm-embedding", "--gather", "--runs", *folders)
+    text = capsys.readouterr().out
+    assert f"| 0.02 | 8 | {PETRA} | 4.1000 |  | 2.50 |  |  | 0.700 | 0.700 |" in text
+    assert f"| 1.0 | 8 | {PETRA} | 4.0200 |  | 0.50 |  |  | 0.900 | 0.900 |" in text
+    assert "4 of 8 runs finished." in text
 
 
 def test_table_of_longer_runs(tmp_path: Path, few: None, capsys: pytest.CaptureFixture[str]) -> None:
