@@ -190,8 +190,9 @@ def revgpt(
     """
     require(coupling in COUPLINGS, "model.coupling", alternatives(COUPLINGS), coupling)
     require(step > 0 and (step == 1 or coupling != "two_functions"), "model.step", "a number > 0; 1 for two_functions", step)
-    require(embedding_std > 0, "model.embedding_std", "a number > 0", embedding_std)
-    options = _options(dim, depth, heads, dropout, size, kv_heads, hidden, mlp, norm, bias, positions, qk_norm, classes, delimiter)
+    options = _options(
+        dim, depth, heads, dropout, size, kv_heads, hidden, mlp, norm, bias, positions, qk_norm, classes, delimiter, embedding_std
+    )
     stem = partial(
         TokenStem,
         classes,
@@ -232,8 +233,9 @@ def gpt(
     Raises:
         ConfigError: If an argument is out of range.
     """
-    require(embedding_std > 0, "model.embedding_std", "a number > 0", embedding_std)
-    options = _options(dim, depth, heads, dropout, size, kv_heads, hidden, mlp, norm, bias, positions, qk_norm, classes, delimiter)
+    options = _options(
+        dim, depth, heads, dropout, size, kv_heads, hidden, mlp, norm, bias, positions, qk_norm, classes, delimiter, embedding_std
+    )
     learned = positions == "learned"
     stem = partial(TokenStem, classes, size, dim, dropout, learned=learned, copies=1, delimiter=delimiter, std=embedding_std)
     head = partial(LanguageHead, options, classes, joint=False, streams=1)
@@ -256,6 +258,7 @@ def _options(
     qk_norm: bool,
     classes: int,
     delimiter: int | None,
+    embedding_std: float,
 ) -> LayerOptions:
     """Check the arguments of a language model, and return the form of its layers."""
     require(size >= 1, "model.size", "an integer >= 1", size)
@@ -264,6 +267,7 @@ def _options(
     require(positions in POSITIONS, "model.positions", alternatives(POSITIONS), positions)
     within = delimiter is None or 0 <= delimiter < classes
     require(within, "model.delimiter", f"null or a token from 0 to {classes - 1}", delimiter)
+    require(embedding_std > 0, "model.embedding_std", "a number > 0", embedding_std)
     return LayerOptions(
         dim=dim,
         heads=heads,
