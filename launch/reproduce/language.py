@@ -166,7 +166,7 @@ def longer(request: Request) -> Report:
 
 
 def embedding(request: Request) -> Report:
-    """Train backpropagation and our best setting with embeddings of different size, as long as ``parity``, with one seed."""
+    """Train backpropagation and our best setting with embeddings of different scale, as long as ``parity``, with one seed."""
     compared = ((STAGES[0], EXACT_MUON), (STAGES[-1], FRESH_FEEDBACK))
     wanted = {
         (std, *group): _final(request, *group, STD_RATE, SEEDS[0], f"model.embedding_std={std}")
@@ -174,20 +174,13 @@ def embedding(request: Request) -> Report:
         for group in compared
     }
     found = _collected(request, wanted)
-    lines = [
-        [
-            std,
-            str(stages),
-            name,
-            *_cells({(count, other): [run] for (of, count, other), run in found.items() if of == std}, stages, name),
-        ]
-        for std, stages, name in found
-    ]
+    by_std = {std: {group: [found[std, *group]] for group in compared if (std, *group) in found} for std in STDS}
+    lines = [[std, str(stages), name, *_cells(groups, stages, name)] for std, groups in by_std.items() for stages, name in groups]
     note = f"{PARITY_UPDATES} updates, learning rate {STD_RATE}, one seed. {ran(request, SMALLER)}"
     text = f"{table(('embedding_std', 'stages', 'setting', *MEASURED), lines)}{_missing(wanted, found)}\n{note}\n"
-    stages, name = compared[1]
-    curves = {f"embedding_std {std}": [found[std, stages, name]] for std in STDS if (std, stages, name) in found}
-    return Report(text, _records(found), _cosine_panels({(stages, label): runs for label, runs in curves.items()}), columns=1)
+    stale = compared[1]
+    curves = {(stale[0], f"embedding_std {std}"): groups[stale] for std, groups in by_std.items() if stale in groups}
+    return Report(text, _records(found), _cosine_panels(curves), columns=1)
 
 
 def _final(request: Request, stages: int, name: str, rate: str, seed: int, *more: str) -> Job:
