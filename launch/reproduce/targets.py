@@ -26,7 +26,7 @@ TARGETS = {
     "parity": Target("Accuracy gap: accuracy against the length of the schedule", parity.parity, trains=True),
     "lm-search": Target("Language model: settings at six learning rates", language.search, trains=True),
     "lm-embedding": Target(
-        "Language model: accuracy of gradients against the size of the embedding", language.embedding, trains=True
+        "Language model: accuracy of gradients against the scale of the embedding", language.embedding, trains=True
     ),
     "lm-parity": Target("Language model: loss of methods at equal tokens", language.parity, trains=True),
     "lm-long": Target("Language model: loss of methods after nine times the tokens", language.longer, trains=True),
