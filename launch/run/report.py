@@ -123,6 +123,8 @@ def _numbers(rows: Sequence[Row], summary: Row) -> Iterator[tuple[str, str]]:
         yield "best test accuracy", f"{max(row.get('test_accuracy', 0.0) for row in rows):.2%}"
     if "test_perplexity" in last:
         yield "test perplexity", f"{last['test_perplexity']:.3f}"
+    if "test_bits_per_byte" in last:
+        yield "test bits per byte", f"{last['test_bits_per_byte']:.4f}"
     yield "test loss", f"{last['test_loss']:.4f}"
     yield "train loss", f"{last['train_loss']:.4f}"
     yield "epochs", f"{last['epoch']}"

@@ -80,8 +80,8 @@ def part(row: Mapping[str, float], prefix: str) -> dict[str, float]:
 
 
 def means_text(means: Mapping[str, float]) -> str:
-    """Format losses and perplexities as numbers, and all other metrics, which are shares, in per cent."""
-    form = {"loss": ".4f", "perplexity": ".3f"}
+    """Format losses, perplexities and bits per byte as numbers, and all other metrics, which are shares, in per cent."""
+    form = {"loss": ".4f", "perplexity": ".3f", "bits_per_byte": ".4f"}
     return ", ".join(f"{key} {value:{form.get(key, '.2%')}}" for key, value in means.items())
 
 

@@ -14,7 +14,7 @@ from launch.config.schema import to_config
 from launch.run.report import history
 from launch.run.training import run
 from petra.models import revgpt
-from petra.training import load
+from petra.training import Lines, load
 from tests.launch.test_launch import ALONE, to_composed
 
 pytest.importorskip("tokenizers", reason="the extra 'text' is not installed")
@@ -44,6 +44,14 @@ def test_loss_is_also_in_bits_per_byte(trained: Path, capsys: pytest.CaptureFixt
     assert row["test_bits_per_byte"] == pytest.approx(row["test_loss"] / math.log(2) * corpus["tokens"] / corpus["bytes"])
     evaluate.main([f"run={trained}/run"])
     assert json.loads(capsys.readouterr().out)["bits_per_byte"] == pytest.approx(row["test_bits_per_byte"])
+    assert f"{row['test_bits_per_byte']:.4f}" in (trained / "run" / "report.html").read_text()
+
+
+def test_bits_per_byte_are_not_printed_as_a_share(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = history(trained / "run")
+    Lines(1, 8, lambda t: 0.0, unit="tokens").end(row)
+    printed = dict(part.rsplit(" ", 1) for part in capsys.readouterr().out.split("; test ")[1].split(";")[0].split(", "))
+    assert float(printed["bits_per_byte"]) == pytest.approx(row["test_bits_per_byte"], abs=1e-4)
 
 
 def test_greedy_text_is_that_of_the_exported_network(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
