@@ -86,10 +86,15 @@ class WeightDrift(Hook):
         return rows
 
     def of_first_stage(self) -> dict[str, float]:
-        """Return the mean of the first stage's last :data:`RECENT` drifts as ``update/weight_drift``; empty without this stage."""
+        """Return the mean of the first stage's last :data:`RECENT` drifts as ``update/weight_drift``.
+
+        The result is empty in processes without this stage, and before its first measurement.
+        """
         if 0 not in self.pipeline.stages:
             return {}
-        return {"update/weight_drift": _recent(self._stale[0]) if 0 in self._stale else 0.0}
+        if 0 not in self._stale:
+            return {"update/weight_drift": 0.0}
+        return {"update/weight_drift": _recent(self._stale[0])} if self._stale[0].recent else {}
 
     def _mean(self, j: int) -> float:
         measured = self._stale.get(j)

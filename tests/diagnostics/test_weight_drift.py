@@ -68,6 +68,7 @@ def test_last_measurements_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None
     pipeline = built()
     drift = WeightDrift(pipeline, every=3)
     with pipeline.hooks.attached(Copies(pipeline)) as copies, pipeline.hooks.attached(drift):
+        assert drift.of_first_stage() == {}  # nothing measured yet
         pipeline.train(RandomSource(), 16)
     assert drift.of_first_stage() == {"update/weight_drift": pytest.approx(copies.drift(0, range(11, 16, 3)), rel=1e-12)}
 
