@@ -256,9 +256,15 @@ def _cells(groups: Mapping[tuple[int, str], Sequence[Run]], stages: int, name: s
     return [
         *(_mean(losses), _known([row.get("test_bits_per_byte") for row in last], _mean), above),
         _known([row.get("stage/1/staleness") for row in last], lambda found: f"{mean(found):.2g}"),
-        _known([row.get("stage/1/weight_drift") for row in last], lambda found: f"{100 * mean(found):.2f}"),
+        _known([_drift(run) for run in runs], lambda found: f"{100 * mean(found):.2f}"),
         *((f"{cosines[min(cosines)]:.3f}", f"{min(cosines.values()):.3f}") if cosines else ("", "")),
     ]
+
+
+def _drift(run: Run) -> float | None:
+    """Return the mean drift of the first stage over the whole run, which may have been interrupted; None if it was not measured."""
+    drifts = [row["update/weight_drift"] for row in read_updates(run.folder) if "update/weight_drift" in row]
+    return mean(drifts) if drifts else None
 
 
 def _known(values: Sequence[float | None], write: Callable[[Sequence[float]], str]) -> str:

@@ -53,6 +53,7 @@ def finished(folder: Path, overrides: tuple[str, ...], test_loss: float, losses:
     write_run(folder, config_of(*overrides), 0.1, test_loss=test_loss)
     updates = [128 * (i + 1) // len(losses) for i in range(len(losses))]
     rows = [{"microbatches": 8 * n, "updates": n, "update/loss": loss} for n, loss in zip(updates, losses, strict=True)]
+    rows[0]["update/weight_drift"], rows[-1]["update/weight_drift"] = 0.03, 0.01
     (folder / "updates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -113,8 +114,8 @@ def test_tables_of_search_and_finals(tmp_path: Path, few: None, capsys: pytest.C
                 diagnosed(folder, {10: (0.1, 0.2), 60: (0.9, 0.8), 90: (0.7, 0.6)})
     request(tmp_path / "out", "lm-parity", "--gather", "--runs", str(tmp_path / "given"))
     text = capsys.readouterr().out
-    assert "| 8 | backprop | 3e-3 | 4.1000 ± 0.1414 |  |  |  |  |  |  | 2 |" in text
-    assert f"| 8 | {PETRA} | 7.5e-4 | 4.1205 ± 0.0290 |  | 0.50 |  |  | 0.800 | 0.700 | 2 |" in text
+    assert "| 8 | backprop | 3e-3 | 4.1000 ± 0.1414 |  |  |  | 2.00 |  |  | 2 |" in text
+    assert f"| 8 | {PETRA} | 7.5e-4 | 4.1205 ± 0.0290 |  | 0.50 |  | 2.00 | 0.800 | 0.700 | 2 |" in text
     assert "runs finished" not in text
     assert (tmp_path / "out" / "lm-parity.png").exists()
 
@@ -133,8 +134,8 @@ def test_table_of_embeddings(
     folders = (str(tmp_path / "given" / std) for std in ("0.02", "1.0"))
     request(tmp_path / "out", "lm-embedding", "--gather", "--runs", *folders)
     text = capsys.readouterr().out
-    assert f"| 0.02 | 8 | {PETRA} | 4.1000 |  | 2.50 |  |  | 0.700 | 0.700 |" in text
-    assert f"| 1.0 | 8 | {PETRA} | 4.0200 |  | 0.50 |  |  | 0.900 | 0.900 |" in text
+    assert f"| 0.02 | 8 | {PETRA} | 4.1000 |  | 2.50 |  | 2.00 | 0.700 | 0.700 |" in text
+    assert f"| 1.0 | 8 | {PETRA} | 4.0200 |  | 0.50 |  | 2.00 | 0.900 | 0.900 |" in text
     assert "4 of 8 runs finished." in text
 
 
@@ -146,8 +147,8 @@ def test_table_of_longer_runs(tmp_path: Path, few: None, capsys: pytest.CaptureF
         finished(tmp_path / "given" / name, overrides, loss, [4.0, 3.0])
     request(tmp_path / "out", "lm-long", "--gather", "--runs", str(tmp_path / "given"))
     text = capsys.readouterr().out
-    assert "| backprop | 3e-3 | 3.0000 |  |  |  |  |  |  |" in text
-    assert f"| {PETRA} | 1.5e-3 | 3.0300 |  | 1.00 |  |  |  |  |" in text
+    assert "| backprop | 3e-3 | 3.0000 |  |  |  | 2.00 |  |  |" in text
+    assert f"| {PETRA} | 1.5e-3 | 3.0300 |  | 1.00 |  | 2.00 |  |  |" in text
 
 
 def test_time_to_a_loss_uses_the_tokens_of_the_runs(
