@@ -134,13 +134,14 @@ def parity(request: Request) -> Report:
     header = ("stages", "setting", "learning rate", *MEASURED, "seeds")
     note = (
         f"{PARITY_UPDATES} updates, {PARITY_UPDATES * TOKENS / 1e6:.1f} million tokens; mean ± standard deviation over seeds. "
-        "*Above backprop* compares with its best mean. Staleness and drift are those of the first stage, from forward to backward. "
+        "*Above backprop* compares with its best setting on the same seeds. "
+        "Staleness and drift are those of the first stage, from forward to backward. "
         "Cosines are those of a stage's gradient to the end-to-end gradient, a mean over the second half of the training. "
         f"{ran(request, SMALLER)}"
     )
     text = f"{table(header, lines)}{_missing(wanted, found)}\n{note}\n"
     firsts = {group: runs[0] for group, runs in groups.items()}
-    return Report(text, _records(found), [*_curves(firsts), *_cosine_panels(groups)], columns=1)
+    return Report(text, _records(found), [*_curves(firsts), *_cosine_panels(groups)])
 
 
 def longer(request: Request) -> Report:
@@ -247,12 +248,12 @@ def _missing(wanted: Mapping[Key, Job], found: Mapping[Key, Run]) -> str:
 
 
 def _cells(groups: Mapping[tuple[int, str], Sequence[Run]], stages: int, name: str) -> list[str]:
-    """Return the cells of a setting from loss to cosine: means over its runs, and the excess over backpropagation's best loss."""
+    """Return the cells of a setting from loss to cosine: means over its runs, and the excess over backpropagation's loss."""
     runs = groups[stages, name]
     losses = [_loss(run) for run in runs]
     last = [run.rows[-1] for run in runs]
-    exact = [mean(_loss(run) for run in found) for (_, other), found in groups.items() if other.startswith(EXACT)]
-    above = "" if not exact or name.startswith(EXACT) else f"{100 * (mean(losses) / min(exact) - 1):.2f}"
+    exact = [found for (_, other), found in groups.items() if other.startswith(EXACT)]
+    above = "" if name.startswith(EXACT) else _excess(runs, min(exact, key=_mean_loss, default=()))
     cosines = _cosines(runs)
     return [
         *(_mean(losses), _known([row.get("test_bits_per_byte") for row in last], _mean), above),
@@ -260,6 +261,13 @@ def _cells(groups: Mapping[tuple[int, str], Sequence[Run]], stages: int, name: s
         _known([_drift(run) for run in runs], lambda found: f"{100 * mean(found):.2f}"),
         *((f"{cosines[min(cosines)]:.3f}", f"{min(cosines.values()):.3f}") if cosines else ("", "")),
     ]
+
+
+def _excess(runs: Sequence[Run], exact: Sequence[Run]) -> str:
+    """Return by how many per cent the loss of runs exceeds that of the exact runs with the same seeds, or "" if there are none."""
+    by_seed = {run.summary["seed"]: _loss(run) for run in exact}
+    pairs = [(_loss(run), by_seed[run.summary["seed"]]) for run in runs if run.summary["seed"] in by_seed]
+    return f"{100 * (sum(loss for loss, _ in pairs) / sum(loss for _, loss in pairs) - 1):.2f}" if pairs else ""
 
 
 def _drift(run: Run) -> float | None:
@@ -300,6 +308,10 @@ def _mean(values: Sequence[float]) -> str:
 
 def _loss(run: Run) -> float:
     return float(run.summary["test_loss"])
+
+
+def _mean_loss(runs: Sequence[Run]) -> float:
+    return mean(_loss(run) for run in runs)
 
 
 def _records(found: Mapping[Key, Run]) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,6 +118,9 @@ def test_tables_of_search_and_finals(tmp_path: Path, few: None, capsys: pytest.C
     assert "| 8 | backprop | 3e-3 | 4.1000 ± 0.1414 |  |  |  | 2.00 |  |  | 2 |" in text
     assert f"| 8 | {PETRA} | 7.5e-4 | 4.1205 ± 0.0290 |  | 0.50 |  | 2.00 | 0.800 | 0.700 | 2 |" in text
     assert "runs finished" not in text
+    shutil.rmtree(tmp_path / "given" / f"final {PETRA} 7.5e-4 1")
+    request(tmp_path / "out", "lm-parity", "--gather", "--runs", str(tmp_path / "given"))
+    assert "| 4.1000 |  | 2.50 |  | 2.00 | 0.800 | 0.700 | 1 |" in capsys.readouterr().out  # above backpropagation with seed 0
     assert (tmp_path / "out" / "lm-parity.png").exists()
 
 

@@ -62,7 +62,8 @@ def write_run(folder: Path, config: dict[str, Any], test_accuracy: float, **summ
     }
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     content = {"test_accuracy": test_accuracy, "train_accuracy": 0.5, "stages": 10, "k": config["k"], "parameters": 7e5}
-    content |= {"method": config["method"]["name"], "delay": config["method"]["delay"], "batch_size": config["data"]["batch_size"]}
+    content |= {"method": config["method"]["name"], "delay": config["method"]["delay"], "seed": config["seed"]}
+    content["batch_size"] = config["data"]["batch_size"]
     (folder / "summary.json").write_text(json.dumps(content | summary))
 
 
