@@ -1,6 +1,6 @@
 """Reproduce a table or a figure of the papers: ``petra reproduce table4 scale=cpu data.root=DIR``.
 
-The target ``all`` makes every table and figure of the papers. With --page, it also writes them into a Markdown page.
+The target ``all`` makes every table and figure of the papers. With --page, the text is also written into a Markdown page.
 
     scale=paper  as published; targets that train need GPUs and days
     scale=cpu    a smaller version for two CPU cores (default); the result states what is smaller
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,14 +43,18 @@ def main(arguments: list[str] | None = None) -> None:
     if options.config_dir is not None:
         require(trains, "--config-dir", f"none with {options.target}, which trains nothing", options.config_dir)
         overrides = (search_path(options.config_dir), *overrides)
-    require(options.page is None or options.target == ALL, "--page", f"none with {options.target}", str(options.page))
+    if options.page is not None:
+        _around_marks(options.page)
     torch.set_num_threads(1)
     request = Request(scale, options.out, overrides, tuple(options.runs), options.processes, options.gather)
     if options.target == ALL:
-        write_all(request, options.page)
+        texts = make_all(request)
     else:
         target = TARGETS[options.target]
-        print(write(request, options.target, target.title, target.make(request)), end="")
+        texts = [write(request, options.target, target.title, target.make(request))]
+        print(texts[0], end="")
+    if options.page is not None:
+        write_page(options.page, texts)
 
 
 def parse(words: list[str], trains: bool, target: str) -> tuple[Scale, tuple[str, ...]]:
@@ -73,35 +78,44 @@ def parse(words: list[str], trains: bool, target: str) -> tuple[Scale, tuple[str
     return Scale(scales[-1]) if scales else Scale.CPU, overrides
 
 
-def write_all(request: Request, page: Path | None) -> None:
-    """Make all targets of the papers, and write their texts between the marks of a page.
+def make_all(request: Request) -> list[str]:
+    """Make and print all targets of the papers, and return their texts.
 
     A target that can't be made, because runs are missing, gets a line with the reason.
-
-    Raises:
-        ConfigError: If the page has no marks.
     """
-    before, after = _around_marks(page) if page is not None else ("", "")
-    sections = []
+    texts = []
     for name in PAPERS:
         target = TARGETS[name]
         own = request if target.trains else replace(request, overrides=())
         try:
-            text = write(own, name, target.title, target.make(own))
+            texts.append(write(own, name, target.title, target.make(own)))
         except PetraError as error:
-            text = f"# {target.title}\n\nNot run: {error}\n"
-        print(text)
-        sections.append(re.sub(r"^!\[.*\n?", "", text, flags=re.MULTILINE).replace("# ", "### ", 1).rstrip("\n") + "\n")
-    if page is not None:
-        content = "\n".join(sections)
-        page.write_text(f"{before}{BEGIN}\n\n{content}\n{END}{after}", encoding="utf-8")
+            texts.append(f"# {target.title}\n\nNot run: {error}\n")
+        print(texts[-1])
+    return texts
 
 
-def _around_marks(page: Path) -> tuple[str, str]:
+def write_page(page: Path, texts: Sequence[str]) -> None:
+    """Write the texts of targets between the marks of a page. Sections of other targets stay as they are.
+
+    Raises:
+        ConfigError: If the page has no marks.
+    """
+    before, old, after = _around_marks(page)
+    sections = {section.splitlines()[0]: section for section in re.split("^(?=### )", old, flags=re.MULTILINE)[1:]}
+    for text in texts:
+        section = re.sub(r"^!\[.*\n?", "", text, flags=re.MULTILINE).replace("# ", "### ", 1)
+        sections[section.splitlines()[0]] = section
+    content = "\n\n".join(section.strip("\n") for section in sections.values())
+    page.write_text(f"{before}{BEGIN}\n\n{content}\n\n{END}{after}", encoding="utf-8")
+
+
+def _around_marks(page: Path) -> tuple[str, str, str]:
+    """Return the text before, between and after the marks of a page."""
     text = page.read_text(encoding="utf-8") if page.exists() else ""
-    parts = re.split(f"{re.escape(BEGIN)}.*?{re.escape(END)}", text, maxsplit=1, flags=re.DOTALL)
-    require(len(parts) == 2, "--page", f"a file with the lines {BEGIN} and {END}", f"{page} without them")
-    return parts[0], parts[1]
+    parts = re.split(f"{re.escape(BEGIN)}(.*?){re.escape(END)}", text, maxsplit=1, flags=re.DOTALL)
+    require(len(parts) == 3, "--page", f"a file with the lines {BEGIN} and {END}", f"{page} without them")
+    return parts[0], parts[1], parts[2]
 
 
 def write(request: Request, name: str, title: str, report: Report) -> str:
@@ -136,5 +150,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes of each run on this machine (default: 1)")
     parser.add_argument("--config-dir", metavar="FOLDER", help="further folder with configuration files, searched after conf/")
     parser.add_argument("--gather", action="store_true", help="train nothing, use only finished runs")
-    parser.add_argument("--page", type=Path, metavar="FILE", help=f"with {ALL}: page to write the tables to, between its marks")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="page to write the text to, between its marks")
     return parser
