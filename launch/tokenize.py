@@ -39,20 +39,21 @@ def tokenize(options: argparse.Namespace) -> None:
         PetraError: If a value is out of range, or a file can't be read or written.
     """
     separator = None if options.separator is None else options.separator.replace(r"\n", "\n").replace(r"\t", "\t")
-    size = sum(path.stat().st_size for path in options.files if path.exists())
+    fraction = _fraction(options.validation)
+    held_out = [] if fraction is not None else [Path(word) for word in options.validation]
 
-    def progress(text: str) -> tqdm[None]:
+    def progress(text: str, paths: list[Path]) -> tqdm[None]:
+        size = sum(path.stat().st_size for path in paths if path.exists())
         return tqdm(desc=text, total=size, unit="B", unit_scale=True)
 
     if options.vocabulary.isdecimal():
-        with progress("vocabulary") as bar:
+        with progress("vocabulary", options.files) as bar:
             vocabulary = train_vocabulary(documents(options.files, separator, bar.update), int(options.vocabulary))
     else:
         vocabulary = load_vocabulary(Path(options.vocabulary))
-    with progress("tokens") as bar:
-        validation = _fraction(options.validation)
-        held_out = documents(map(Path, options.validation), separator, bar.update) if validation is None else validation
-        facts = write_tokens(documents(options.files, separator, bar.update), vocabulary, options.out, held_out)
+    with progress("tokens", options.files + held_out) as bar:
+        validation = documents(held_out, separator, bar.update) if fraction is None else fraction
+        facts = write_tokens(documents(options.files, separator, bar.update), vocabulary, options.out, validation)
     for name in ("train", "val"):
         part = facts[name]
         mean = part["bytes"] / part["tokens"]

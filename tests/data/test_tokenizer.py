@@ -71,7 +71,7 @@ def test_equal_documents_are_on_one_side(tmp_path: Path) -> None:
     assert not train & held_out
 
 
-def test_files_for_validation_and_a_given_vocabulary(tmp_path: Path) -> None:
+def test_files_for_validation_and_a_given_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenize(tmp_path)
     for name in ("one", "two"):
         (tmp_path / name).write_text(f"Chapter {name}", encoding="utf-8")
@@ -80,6 +80,7 @@ def test_files_for_validation_and_a_given_vocabulary(tmp_path: Path) -> None:
     main([one, "--validation", two, "--out", out, "--vocabulary", vocabulary])
     assert decoded(Path(out), "train") == ["Chapter one"]
     assert decoded(Path(out), "val") == ["Chapter two"]
+    assert "22.0/22.0" in capsys.readouterr().err  # the progress bar counts the bytes of both files
 
 
 @pytest.mark.parametrize(
