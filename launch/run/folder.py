@@ -28,6 +28,7 @@ from petra.training import (
     new_run_folder,
     write_json,
 )
+from petra.training.progress import means_text
 from petra.training.records import write_text_atomically, writing
 
 from ..config.schema import AUTO, Config
@@ -37,6 +38,8 @@ from .report import METRICS, UPDATES, read_updates, write_report
 
 CHANGES = "changes.jsonl"
 """File with the settings that were changed when the run was resumed."""
+RESULTS = ("miou", "perplexity", "accuracy")
+"""Metrics on the test data; the last line of a run has the first one that it recorded."""
 PICTURES = ("curves.png", "timeline.png", "gradients.png")
 
 
@@ -98,10 +101,9 @@ class Records:
             logger.close(summary, [path for name in PICTURES if (path := self.folder / name).exists()])
         write_report(self.folder, summary)
         write_json(self.folder / "summary.json", summary)
-        print(
-            f"test accuracy {summary['test_accuracy']:.2%} after {summary['wall_seconds']:.0f} s; records in {self.folder}",
-            flush=True,
-        )
+        metric = next(name for name in RESULTS if f"test_{name}" in summary)
+        result = means_text({metric: summary[f"test_{metric}"]})
+        print(f"test {result} after {summary['wall_seconds']:.0f} s; records in {self.folder}", flush=True)
 
 
 def default_folder(config: Config) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ SHAPE = {"dim": 16, "depth": 2, "heads": 4, "kv_heads": 2, "hidden": 32}
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a run on a small corpus, whose vocabulary and tokens lie beside it."""
+    """Folder of a run on a small corpus, whose vocabulary, tokens and output lie beside it."""
     folder = tmp_path_factory.mktemp("language")
     (folder / "a.txt").write_text("<>".join(f"The {w} of {i} is the {w}. " * 5 for i in range(30) for w in ("sun", "sea")))
     words = ["--vocabulary", "280", "--separator", "<>", "--validation", "0.2"]
@@ -34,7 +35,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trainer = {"epochs": 1, "device": "cpu", "stages": 2, "limit_batches": 8, "export": "safetensors"}
     other = ["optim=adamw", "optim.lr=1e-3", *(f"trainer.{key}={value}" for key, value in trainer.items())]
     command = [*data, "model=revgpt_1m", *shape, "model.delimiter=0", *other, f"run_dir={folder}/run"]
-    run(to_config(to_composed(*command)), ALONE)
+    with (folder / "output.txt").open("w") as output, redirect_stdout(output):
+        run(to_config(to_composed(*command)), ALONE)
     return folder
 
 
@@ -52,6 +54,11 @@ def test_bits_per_byte_are_not_printed_as_a_share(trained: Path, capsys: pytest.
     Lines(1, 8, lambda t: 0.0, unit="tokens").end(row)
     printed = dict(part.rsplit(" ", 1) for part in capsys.readouterr().out.split("; test ")[1].split(";")[0].split(", "))
     assert float(printed["bits_per_byte"]) == pytest.approx(row["test_bits_per_byte"], abs=1e-4)
+
+
+def test_last_line_has_the_perplexity(trained: Path) -> None:
+    (row,) = history(trained / "run")
+    assert (trained / "output.txt").read_text().splitlines()[-1].startswith(f"test perplexity {row['test_perplexity']:.3f} after ")
 
 
 def test_greedy_text_is_that_of_the_exported_network(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
