@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, replace
@@ -351,10 +352,24 @@ def test_all_targets_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "| no | no | 20.3 | 54.3 | 20.33 | 54.3 |" in text
     assert "0 of 15 runs finished" in text
     assert "Not run: --gather: expected a finished run with these settings" in text
+
+    page.write_text(text.replace("20.33", "old").replace("0 of 15 runs finished", "kept"))
+    request(tmp_path / "out", "table3", "--page", str(page))
+    assert page.read_text() == text.replace("0 of 15 runs finished", "kept")
+
     page.write_text("# Mine\n")
     with pytest.raises(SystemExit):
         request(tmp_path / "out", "all", "--gather", "--page", str(page))
     assert "--page: expected a file with the lines" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["table4"])
+def test_page_of_results_has_the_figures_of_the_records(tmp_path: Path, target: str) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    page = tmp_path / "results.md"
+    shutil.copy(docs / page.name, page)
+    request(tmp_path / "out", target, "--gather", "--runs", str(docs / "records"), "--page", str(page))
+    assert page.read_text() == (docs / page.name).read_text()
 
 
 @pytest.mark.parametrize(
