@@ -363,7 +363,7 @@ def test_all_targets_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "--page: expected a file with the lines" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("target", ["table4"])
+@pytest.mark.parametrize("target", ["table2", "table4", "fig5", "fig6", "revnet-table3"])
 def test_page_of_results_has_the_figures_of_the_records(tmp_path: Path, target: str) -> None:
     docs = Path(__file__).parents[2] / "docs"
     page = tmp_path / "results.md"
