@@ -130,10 +130,14 @@ def revnet_fig4(request: Request) -> Report:
     run = _required(found, "reversible")
     rows = _rows(run)
     angles = [[f"{row['microbatch']:.0f}", f"{row['angle_stored']:.2g}"] for row in _sample(rows)]
-    finals = [
-        [name, f"{run.rows[-1]['train_loss']:.4f}", f"{100 * run.summary['test_accuracy']:.2f} %"] for name, run in found.items()
+    both = min(len(run.rows) for run in found.values())
+    reached = [
+        [name, str(epochs), f"{run.rows[epochs - 1]['train_loss']:.4f}", f"{100 * run.rows[epochs - 1]['test_accuracy']:.2f}"]
+        for name, run in found.items()
+        for epochs in sorted({both, len(run.rows)})
     ]
-    text = table(("microbatch", "angle, degrees"), angles) + "\n" + table(("method", "train loss", "test accuracy"), finals)
+    header = ("method", "epochs", "train loss", "test accuracy, %")
+    text = table(("microbatch", "angle, degrees"), angles) + "\n" + table(header, reached)
     losses = {name: [(row["epoch"], row["train_loss"]) for row in run.rows] for name, run in found.items()}
     accuracies = {name: [(row["epoch"], 100 * row["test_accuracy"]) for row in run.rows] for name, run in found.items()}
     diagrams = [
