@@ -363,7 +363,10 @@ def test_all_targets_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "--page: expected a file with the lines" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("target", ["table2", "table4", "fig5", "fig6", "revnet-table3"])
+@pytest.mark.parametrize(
+    "target",
+    ["table2", "table4", "fig5", "fig6", "revnet-table3", "revnet-table4", "revnet-fig3", "revnet-fig4", "revnet-partitions"],
+)
 def test_page_of_results_has_the_figures_of_the_records(tmp_path: Path, target: str) -> None:
     docs = Path(__file__).parents[2] / "docs"
     page = tmp_path / "results.md"
