@@ -130,11 +130,11 @@ def revnet_fig4(request: Request) -> Report:
     run = _required(found, "reversible")
     rows = _rows(run)
     angles = [[f"{row['microbatch']:.0f}", f"{row['angle_stored']:.2g}"] for row in _sample(rows)]
-    both = min(len(run.rows) for run in found.values())
+    common = min(len(run.rows) for run in found.values())
     reached = [
         [name, str(epochs), f"{run.rows[epochs - 1]['train_loss']:.4f}", f"{100 * run.rows[epochs - 1]['test_accuracy']:.2f}"]
         for name, run in found.items()
-        for epochs in sorted({both, len(run.rows)})
+        for epochs in sorted({common, len(run.rows)})
     ]
     header = ("method", "epochs", "train loss", "test accuracy, %")
     text = table(("microbatch", "angle, degrees"), angles) + "\n" + table(header, reached)
