@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -115,6 +116,23 @@ def data_sources(
         TrainSource(dataset, config.batch_size, seed, config.augment, config.workers, share, timeout),
         EvalSource(dataset, config.batch_size, config.workers, share if complete else slice(None), timeout),
     )
+
+
+def check_root(config: DataConfig, here: bool) -> None:
+    """Check ``data.root`` without reading files. Data sets outside the package check it themselves.
+
+    Args:
+        here: The files are on this machine, so the path must exist.
+
+    Raises:
+        DataError: If ``data.root`` is needed and is missing.
+    """
+    if is_own(config.name) or "root" not in settings(config.name):
+        return
+    if config.root is None:
+        load(config)  # raises the error that tells where to get the files
+    elif here and not Path(config.root).expanduser().exists():
+        raise invalid("data.root", f"a path to the files of {config.name}", f"{config.root}, which does not exist", DataError)
 
 
 def load(config: DataConfig) -> Dataset:

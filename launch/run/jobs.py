@@ -76,13 +76,16 @@ def check_job(config: Config, processes: int, here: bool) -> None:
     Args:
         config: Configuration of a run.
         processes: Number of processes of the run.
-        here: The run uses this machine's devices. A machine that only submits to Slurm may have none.
+        here: The run uses the devices and files of this machine. A machine that only submits to Slurm may have none.
 
     Raises:
-        PetraError: If it cannot be run; see :func:`launch.run.build.set_up`.
+        PetraError: If it cannot be run; see :func:`launch.run.build.set_up`. Only the existence of ``data.root`` is checked,
+            not the files in it.
     """
     from .build import set_up
+    from .data import check_root
 
+    check_root(config.data, here)
     device = config.trainer.device if here else "cpu"
     process = Process(rank=0, world=processes, local_rank=0, local_world=processes)
     set_up(replace(config, trainer=replace(config.trainer, device=device)), process)

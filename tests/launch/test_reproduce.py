@@ -365,7 +365,18 @@ def test_all_targets_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize(
     "target",
-    ["table2", "table4", "fig5", "fig6", "revnet-table3", "revnet-table4", "revnet-fig3", "revnet-fig4", "revnet-partitions"],
+    [
+        "table2",
+        "table4",
+        "fig4",
+        "fig5",
+        "fig6",
+        "revnet-table3",
+        "revnet-table4",
+        "revnet-fig3",
+        "revnet-fig4",
+        "revnet-partitions",
+    ],
 )
 def test_page_of_results_has_the_figures_of_the_records(tmp_path: Path, target: str) -> None:
     docs = Path(__file__).parents[2] / "docs"
@@ -386,6 +397,12 @@ def test_page_of_results_has_the_figures_of_the_records(tmp_path: Path, target: 
         (["fig5", "--config-dir", "absent"], "--config-dir: expected a folder, got absent"),
         (["table4", "k"], "command line: expected scale=paper, scale=cpu or key=value, got k"),
         (["fig5", "k=0", *TINY], "k: expected an integer >= 1, got 0"),
+        (["fig4"], "data.root: expected a path to the files of cifar10, got none; download cifar-10-python.tar.gz"),
+        (["fig4", "data.root=absent"], "data.root: expected a path to the files of cifar10, got absent, which does not exist"),
+        (
+            ["fig4", "--runs", ".", "data.root=."],
+            "--runs: expected existing folders (key=value goes before --runs), got data.root=.",
+        ),
         (
             ["fig5", "--gather"],
             "--gather: expected a finished run with these settings and trainer.diagnose in --out or",
