@@ -292,7 +292,7 @@ def test_another_configuration_is_an_error() -> None:
 @pytest.mark.processes
 @pytest.mark.timeout(600)
 def test_killed_processes_resume_to_the_same_bits(tmp_path: Path) -> None:
-    assert kill_many(6, tmp_path)[0].total() == 6
+    assert kill_many(10, tmp_path)[0].total() == 10
 
 
 @pytest.mark.processes
