@@ -43,6 +43,7 @@ class Share:
 
     def __init__(self, source: DataSource, layout: Layout, replica: int) -> None:
         self._source, self._rows, self._replica, self._dp = source, layout.inputs.shape[0], replica, layout.dp
+        self._weights: dict[int, float] = {}
 
     def inputs(self, m: int) -> Tensor:
         return self._own(self._source.inputs(m))
@@ -52,11 +53,18 @@ class Share:
         return self._own(self._source.refetch(m))
 
     def targets(self, m: int) -> Tensor:
-        return self._part(self._source.targets(m))
+        joint = self._source.targets(m)
+        self._weights[m] = self._weight(joint)
+        return self._part(joint)
 
     def weight(self, m: int) -> float:
-        """Return the fraction of microbatch m's counted targets that are in this share."""
-        joint = self._source.targets(m)
+        """Return the fraction of microbatch m's counted targets that are in this share, once, after they were read.
+
+        Reading them again would restart workers that prepare targets, and on a GPU another thread may be reading.
+        """
+        return self._weights.pop(m)
+
+    def _weight(self, joint: Tensor) -> float:
         return int(count_targets(self._part(joint))) / max(int(count_targets(joint)), 1)
 
     def _own(self, x: Tensor) -> Tensor:

@@ -198,9 +198,8 @@ class MembersShare(Share):
         super().__init__(source, layout, replica)
         self._members = members
 
-    def weight(self, m: int) -> float:
-        """Return the fraction of microbatch m's counted targets, among those of all members, that are in this share."""
-        parts = self._source.targets(m).chunk(self._dp)
+    def _weight(self, joint: Tensor) -> float:
+        parts = joint.chunk(self._dp)
         counts = [int(count_targets(parts[member])) for member in self._members]
         return counts[self._members.index(self._replica)] / max(sum(counts), 1)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from petra.engine.metrics import Metric, count_targets, size_of
-from petra.engine.staging import Read, staged
+from petra.engine.staging import Read, reading, staged
 from petra.errors import ConfigError, ModelError, invalid, require
 from petra.specs import Message, Streams, TensorSpec
 from petra.torch_private import storage_key, vector_jacobian_products
@@ -177,7 +177,9 @@ class Objective:
     def loss_of(self, m: int, output: Tensor) -> Tensor:
         """Return the training loss of microbatch ``m``, differentiable with respect to ``output``."""
         assert self.data is not None
-        return self.losses.training(output, self.data.targets(m).to(self.device))
+        with reading:
+            targets = self.data.targets(m)
+        return self.losses.training(output, targets.to(self.device))
 
     def evaluate(self, m: int, message: Message) -> None:
         """Take the output of microbatch ``m`` in an evaluation, and add its report to ``totals``."""

@@ -20,7 +20,7 @@ Read = Callable[[int], Tensor]
 """Function of a microbatch that returns a tensor on the CPU."""
 
 
-_reading = Lock()
+reading = Lock()
 """Owned by the thread that reads, so a data source is never read by two threads at once."""
 
 
@@ -80,5 +80,5 @@ class Staging:
             self._pinned.append((m, self._thread.submit(self._pin, m)))
 
     def _pin(self, m: int) -> Tensor:
-        with _reading:
+        with reading:
             return self._read(m).pin_memory()

@@ -143,5 +143,7 @@ def test_weights_of_shares_sum_to_one_over_the_replicas_that_take_part() -> None
     source = WithoutLost(3, 0)
     source.targets = lambda m: RandomSource.targets(source, m).masked_fill(torch.arange(BATCH) == 0, IGNORED)  # type: ignore[method-assign]
     layout = make_layout(without_norms(), source.spec, None, 3, 3)
-    assert MembersShare(source, layout, 0, (2, 0)).weight(0) == pytest.approx(1 / 3)
-    assert MembersShare(source, layout, 2, (2, 0)).weight(0) == pytest.approx(2 / 3)
+    for replica, expected in ((0, 1 / 3), (2, 2 / 3)):
+        share = MembersShare(source, layout, replica, (2, 0))
+        share.targets(0)
+        assert share.weight(0) == pytest.approx(expected)

@@ -12,8 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from petra import BlockSpec, ConfigError, Model, ModelError, Pipeline, TensorSpec, UpdateRules
+from petra.engine.data_parallel import Share, ShareObjective
+from petra.engine.endpoints import Losses
 from petra.errors import CommunicationError
 from petra.hooks import Gradients, Hook
 from petra.models import revnet18
@@ -386,3 +389,16 @@ def test_replicas_with_synchronized_statistics_equal_one_process_on_the_joint_ba
     if dp == 2:
         separate = run_processes(world, train_synchronized, tmp_path / "separate", method, dp, "inplace_abn")
         assert separate[0][1] != pytest.approx(losses, rel=1e-4)
+
+
+def test_each_replica_reads_the_targets_of_a_microbatch_once() -> None:
+    """Reading them twice would restart workers that prepare targets."""
+    source, read = RandomSource(batch=4), []
+    targets = source.targets
+    source.targets = lambda m: (read.append(m), targets(m))[1]  # type: ignore[method-assign,func-returns-value]
+    layout = make_layout(without_norms(), source.spec, None, 2, 2)
+    objective = ShareObjective(torch.device("cpu"), Losses(cross_entropy, cross_entropy), {})
+    objective.start(Share(source, layout, 1), 0, 3)
+    for m in range(3):
+        objective.send(m, ((torch.zeros(2, 5, dtype=torch.float64),),))
+    assert read == [0, 1, 2]
