@@ -96,6 +96,10 @@ def _no_warning() -> Iterator[None]:
 class _Writer(FileSystemWriter):
     """Writer that raises the file system's own error, because torch does not send causes of an error to other processes."""
 
+    def __init__(self, folder: Path) -> None:
+        # Copying ahead would use the current CUDA device of this thread, which is GPU 0 in a background thread of every process.
+        super().__init__(folder, per_thread_copy_ahead=0)
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
             return super().write_data(plan, planner)

@@ -24,6 +24,7 @@ from petra.settings import Numerics
 from petra.staleness import Prediction, Remedy
 from petra.training import OPTIMIZERS, Checkpoints, JsonLines, Trainer, best_of, finished_epochs, newest, restore
 from petra.training.checkpoint import MANIFEST, checkpoints
+from petra.training.storage import read, write
 from tests.kill_many import kill_many
 from tests.launch.test_launch import TINY, metrics
 from tests.support.forked import Forked
@@ -313,3 +314,11 @@ def test_a_signal_stops_a_run_that_can_resume(tmp_path: Path, capsys: pytest.Cap
             resumed.finish()
     assert metrics(run) == metrics(whole)
     assert len(metrics(run)) == 2
+
+
+def test_writing_does_not_use_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that writes in the background would use GPU 0 in every process."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: pytest.fail("a CUDA stream was used"))
+    write({"a": torch.arange(3)}, tmp_path)
+    assert torch.equal(read(tmp_path, lambda key: True)["a"], torch.arange(3))
