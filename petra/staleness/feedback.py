@@ -27,7 +27,7 @@ class ErrorFeedback:
         strength: c·s.
 
     Attributes:
-        previous: −u_(t−1) of each parameter; empty before the first update.
+        previous: −u_(t−1) of each parameter; empty before the first update, NaN while the device has skipped all updates.
     """
 
     def __init__(self, parameters: list[Tensor], strength: float) -> None:
@@ -39,14 +39,17 @@ class ErrorFeedback:
 
         Args:
             change: −u_t of each parameter. A parameter without a gradient is not corrected.
-            skipped: Not zero if the optimizer skipped the update on the device; nothing is corrected then.
+            skipped: Not zero if the optimizer skipped the update on the device; nothing is corrected or stored then.
         """
         if self.previous:
             difference = foreach_sub(list(change), self.previous)
-            for p, correction in zip(self._parameters, difference, strict=True):
+            for p, correction, previous in zip(self._parameters, difference, self.previous, strict=True):
                 if p.grad is None:
                     continue
-                if skipped is not None:
-                    correction = torch.where(skipped > 0, torch.zeros_like(correction), correction)
-                p.add_(correction, alpha=self._strength)
-        self.previous = list(change)
+                unknown = previous.isnan() if skipped is None else previous.isnan() | (skipped > 0)
+                p.add_(torch.where(unknown, 0.0, correction), alpha=self._strength)
+        if skipped is None:
+            self.previous = list(change)
+        else:
+            before = self.previous or [torch.full_like(new, torch.nan) for new in change]
+            self.previous = [torch.where(skipped > 0, old, new) for old, new in zip(before, change, strict=True)]

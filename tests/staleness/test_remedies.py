@@ -9,6 +9,7 @@ from torch import nn
 from petra import ConfigError, Keep, Method, Pipeline
 from petra.engine.method_state import load_method_state, method_state
 from petra.staleness import Prediction, Remedy
+from petra.staleness.feedback import ErrorFeedback
 from petra.staleness.shrinking import boundary_factor
 from petra.training.optim import OPTIMIZERS
 from tests.support.nets import RandomSource, mixed_net
@@ -141,6 +142,23 @@ def test_a_step_that_a_fused_optimizer_skips_gets_no_feedback() -> None:
     optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
     optimizer.step()
     assert all(torch.equal(p, old) for p, old in zip(parameters, before, strict=True))
+
+
+def test_feedback_continues_after_skipped_steps_as_if_they_had_not_been() -> None:
+    """The first update is skipped, as with a loss scale that is too large at first, and one between two others."""
+    found = []
+    for updates in ([1.0, 2.0, 4.0], [None, 1.0, 2.0, None, None, 4.0]):
+        p = torch.zeros(3, requires_grad=True)
+        p.grad = torch.ones(3)
+        feedback = ErrorFeedback([p], 2.0)
+        for update in updates:
+            change = torch.zeros(3) if update is None else torch.full((3,), -update)
+            with torch.no_grad():
+                p += change
+                feedback.after_step([change], torch.tensor(float(update is None)))
+        found.append(p.tolist())
+    expected = -1 - (2 + 2 * 1) - (4 + 2 * 2)
+    assert found == [[expected] * 3] * 2
 
 
 @pytest.mark.parametrize(
