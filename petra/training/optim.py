@@ -75,7 +75,7 @@ class Muon(torch.optim.Optimizer):
     """Muon for the weights of linear layers and AdamW for all other parameters, with one learning rate and one weight decay.
 
     Muon's updates are scaled to the root mean square of AdamW's (Liu et al. 2025, section 2.2), so one rate fits both. Weights of
-    convolutions and embeddings go to AdamW, because torch's Muon accepts only matrices.
+    convolutions and embeddings, of positions too, go to AdamW.
     """
 
     # As in torch's fused optimizers, step() skips updates by `found_inf` without synchronizing with the device.
@@ -166,10 +166,9 @@ def _trainable(module: nn.Module) -> list[Tensor]:
 
 def _matrices(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """Return the weights of linear layers, and all other trained parameters."""
-    embeddings = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
-    matrices = [p for p in _trainable(module) if p.dim() == 2 and id(p) not in embeddings]
-    chosen = {id(p) for p in matrices}
-    return matrices, [p for p in _trainable(module) if id(p) not in chosen]
+    linear = {id(m.weight) for m in module.modules() if isinstance(m, nn.Linear)}
+    trained = _trainable(module)
+    return [p for p in trained if id(p) in linear], [p for p in trained if id(p) not in linear]
 
 
 def _groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

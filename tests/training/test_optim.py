@@ -128,12 +128,15 @@ def test_muon_takes_matrices_and_adamw_the_rest() -> None:
             super().__init__()
             torch.manual_seed(0)
             self.table, self.linear, self.norm = nn.Embedding(5, 4), nn.Linear(4, 6), nn.LayerNorm(6)
+            self.positions = nn.Parameter(torch.randn(3, 4))
 
     module, expected = Words(), Words()
     stepped(OPTIMIZERS["muon"](module, weight_decay=0.1), module, 0.01)
     muon = torch.optim.Muon([expected.linear.weight], weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     rest = [p for p in expected.parameters() if p is not expected.linear.weight]
-    groups = [{"params": rest[:1], "weight_decay": 0.1}, {"params": rest[1:], "weight_decay": 0.0}]
+    decayed = [expected.table.weight, expected.positions]
+    others = [p for p in rest if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, foreach=False)
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
