@@ -82,6 +82,8 @@ class WandbLogger:
             if not known:
                 write_text_atomically(stored, token_hex(4))
             run_id = stored.read_text(encoding="utf-8").strip()
+            if wandb.run is not None and wandb.run.id == run_id:  # of this process, before replicas were lost
+                wandb.run.finish()
             for earlier in stored.parent.glob(f"offline-run-*-{run_id}"):
                 shutil.rmtree(earlier)
         offline = mode == "offline"

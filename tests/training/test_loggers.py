@@ -124,6 +124,16 @@ def test_weights_and_biases_has_one_run_with_the_whole_history(tmp_path: Path, p
     assert (run.folder / "files" / entry["path"]).read_bytes() == picture.read_bytes()
 
 
+def test_a_process_may_open_the_same_run_twice(tmp_path: Path) -> None:
+    """A run with replicas that are lost opens its records again, in the same process."""
+    pytest.importorskip("wandb", reason="Weights & Biases is an optional extra")
+    WandbLogger(tmp_path, "petra", "offline", {}).log(row(3))
+    logger = WandbLogger(tmp_path, "petra", "offline", {}, [row(3)])
+    logger.log(row(5))
+    logger.close()
+    assert [*OfflineRun(tmp_path).rows] == [3, 5]
+
+
 def test_tensorboard_has_one_run_with_the_whole_history(tmp_path: Path, picture: Path) -> None:
     pytest.importorskip("tensorboard", reason="TensorBoard is an optional extra")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
