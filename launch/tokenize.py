@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from petra.data.tokenizer import documents, load_vocabulary, train_vocabulary, write_tokens
+from petra.data.tokenizer import documents, held_out_share, load_vocabulary, train_vocabulary, write_tokens
 
 from .runtime.terminal import command
 
@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--vocabulary", default="4096", help="number of tokens of a new vocabulary, or the file of one (4096)")
     parser.add_argument("--separator", help=r"text between the documents of a file; \n and \t are understood")
     parser.add_argument(
-        "--validation", nargs="+", default=["0.01"], help="files for validation, or the fraction of the documents for it (0.01)"
+        "--validation", nargs="+", default=["0.01"], help="files, or the fraction of the documents for it, at least one (0.01)"
     )
     options = parser.parse_args(arguments)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -46,6 +46,9 @@ def tokenize(options: argparse.Namespace) -> None:
         size = sum(path.stat().st_size for path in paths if path.exists())
         return tqdm(desc=text, total=size, unit="B", unit_scale=True)
 
+    if fraction is not None:
+        with progress("division", options.files) as bar:
+            fraction = held_out_share(documents(options.files, separator, bar.update), fraction)
     if options.vocabulary.isdecimal():
         with progress("vocabulary", options.files) as bar:
             vocabulary = train_vocabulary(documents(options.files, separator, bar.update), int(options.vocabulary))

@@ -8,9 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import islice
+from math import nextafter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +38,7 @@ def documents(paths: Iterable[Path], separator: str | None, progress: Callable[[
     """Yield the documents in text files.
 
     A file ``*.jsonl`` has one document per line, the value of ``text``. Any other file is one document, or several that
-    ``separator`` divides. Empty documents are left out.
+    ``separator`` divides. Empty documents and blank lines are left out.
 
     Args:
         paths: Files with UTF-8 text.
@@ -44,14 +46,16 @@ def documents(paths: Iterable[Path], separator: str | None, progress: Callable[[
         progress: Called with the number of bytes read since the last call.
 
     Raises:
+        ConfigError: If the separator is empty.
         DataError: If a file can't be read.
     """
+    require(separator != "", "--separator", "a text", "nothing")
     for path in paths:
         try:
             with path.open(encoding="utf-8", newline="") as file:
                 found: Iterable[str]
                 if path.suffix == ".jsonl":
-                    found = (json.loads(line)["text"] for line in file)
+                    found = _texts(path, file)
                 else:
                     text = file.read()
                     found = [text] if separator is None else text.split(separator)
@@ -59,8 +63,21 @@ def documents(paths: Iterable[Path], separator: str | None, progress: Callable[[
                     progress(len(document.encode()))
                     if document.strip():
                         yield document
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError) as error:
             raise DataError(f"{path}: can't be read as UTF-8 text ({first_line(error)})") from error
+
+
+def _texts(path: Path, lines: Iterable[str]) -> Iterator[str]:
+    """Yield the values of ``text`` in the lines of a file of JSON objects."""
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError):
+            text = None
+        require(isinstance(text, str), f"{path}, line {number}", 'a JSON object with a string "text"', line.strip()[:60], DataError)
+        yield text
 
 
 def train_vocabulary(texts: Iterable[str], size: int) -> Tokenizer:
@@ -87,7 +104,7 @@ def train_vocabulary(texts: Iterable[str], size: int) -> Tokenizer:
 
 
 def load_vocabulary(path: Path) -> Tokenizer:
-    """Read a vocabulary in the format of ``tokenizers``.
+    """Read a vocabulary in the format of ``tokenizers``. It encodes whole texts, even if the file says to truncate or pad them.
 
     Raises:
         ConfigError: If ``tokenizers`` is not installed.
@@ -97,9 +114,12 @@ def load_vocabulary(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare exceptions
         raise DataError(f"{path}: can't be read as a vocabulary ({first_line(error)})") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def require_tokenizers() -> None:
@@ -124,7 +144,7 @@ class _Split:
     bytes: int = 0
     _pending: list[np.ndarray[Any, Any]] = field(default_factory=list)
     _count: int = 0
-    _files: int = 0
+    _files: list[Path] = field(default_factory=list)
 
     def add(self, ids: Sequence[int], text: str) -> None:
         """Append a document."""
@@ -143,19 +163,39 @@ class _Split:
         magic, version = next((magic, version) for magic, (version, dtype) in FORMATS.items() if dtype == self.dtype)
         header = np.zeros(HEADER_BYTES // 4, "<i4")
         header[:3] = magic, version, len(content)
-        (self.folder / f"{self.name}_{self._files:06}.bin").write_bytes(header.tobytes() + content.tobytes())
-        self._files += 1
+        self._files.append(self.folder / f"{self.name}_{len(self._files):06}.bin")
+        self._files[-1].write_bytes(header.tobytes() + content.tobytes())
         self._pending, self._count = [], 0
+
+    def remove(self) -> None:
+        """Remove the files that were written."""
+        for path in self._files:
+            path.unlink(missing_ok=True)
 
     def facts(self) -> dict[str, int]:
         """Return the number of documents, tokens and bytes."""
         return {"documents": self.documents, "tokens": self.tokens, "bytes": self.bytes}
 
 
+def held_out_share(texts: Iterable[str], fraction: float) -> float:
+    """Return the fraction for :func:`write_tokens` that holds out about ``fraction`` of the documents, and at least one.
+
+    Raises:
+        ConfigError: If ``fraction`` is out of range.
+        DataError: If there are fewer than two different documents.
+    """
+    require(0 < fraction < 1, "--validation", "a number > 0 and < 1, or files", fraction)
+    shares = {_share(text) for text in texts}
+    expected = "at least two different documents (--separator divides a file into documents), or files in --validation"
+    require(len(shares) >= 2, "text files", expected, len(shares), DataError)
+    return max(fraction, nextafter(min(shares), 1))
+
+
 def write_tokens(texts: Iterable[str], tokenizer: Tokenizer, folder: Path, validation: float | Iterable[str]) -> dict[str, Any]:
     """Encode documents, and write them to ``folder`` as ``train_*.bin`` and ``val_*.bin``.
 
-    Every document begins with the delimiter. The vocabulary and facts of the corpus are written beside the tokens.
+    Every document begins with the delimiter. The vocabulary and facts of the corpus are written beside the tokens. After an error,
+    no token files remain.
 
     Args:
         texts: Documents.
@@ -171,31 +211,50 @@ def write_tokens(texts: Iterable[str], tokenizer: Tokenizer, folder: Path, valid
         ConfigError: If a value is out of range, or the folder contains token files.
         DataError: If a split is empty, or a file can't be written.
     """
-    fraction = validation if isinstance(validation, float) else 0.0
-    require(0 <= fraction < 1, "--validation", "a number > 0 and < 1, or files", fraction)
     delimiter = tokenizer.token_to_id(DELIMITER)
     if delimiter is None:
         raise invalid("--vocabulary", f"a vocabulary with the token {DELIMITER}", "one without it")
     classes = tokenizer.get_vocab_size()
     dtype = np.dtype("<u2" if classes <= 2**16 else "<u4")
+    train, held_out = (_Split(folder, name, dtype) for name in ("train", "val"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         require(not any(folder.glob("*.bin")), "--out", "a folder without token files", folder)
-        train, held_out = (_Split(folder, name, dtype) for name in ("train", "val"))
-        for text, ids in _encoded(texts, tokenizer):
-            (held_out if _share(text) < fraction else train).add([delimiter, *ids], text)
-        if not isinstance(validation, float):
-            for text, ids in _encoded(validation, tokenizer):
-                held_out.add([delimiter, *ids], text)
-        for split in (train, held_out):
-            require(split.documents > 0, f"documents for {split.name}", "at least one", 0, DataError)
-            split.flush()
-        facts = {"classes": classes, "delimiter": delimiter, "train": train.facts(), "val": held_out.facts()}
-        tokenizer.save(str(folder / VOCABULARY))
-        (folder / CORPUS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        with _removed_on_error(train, held_out):
+            _divide(texts, tokenizer, delimiter, validation, train, held_out)
+            facts = {"classes": classes, "delimiter": delimiter, "train": train.facts(), "val": held_out.facts()}
+            tokenizer.save(str(folder / VOCABULARY))
+            (folder / CORPUS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise DataError(f"{folder}: can't be written ({error.strerror})") from error
     return facts
+
+
+@contextmanager
+def _removed_on_error(*splits: _Split) -> Iterator[None]:
+    """Remove the files of the splits if the context ends with an error."""
+    try:
+        yield
+    except BaseException:
+        for split in splits:
+            split.remove()
+        raise
+
+
+def _divide(
+    texts: Iterable[str], tokenizer: Tokenizer, delimiter: int, validation: float | Iterable[str], train: _Split, held_out: _Split
+) -> None:
+    """Write documents to the two splits, see :func:`write_tokens`."""
+    fraction = validation if isinstance(validation, float) else 0.0
+    for text, ids in _encoded(texts, tokenizer):
+        (held_out if _share(text) < fraction else train).add([delimiter, *ids], text)
+    if not isinstance(validation, float):
+        for text, ids in _encoded(validation, tokenizer):
+            held_out.add([delimiter, *ids], text)
+    for key, split in (("text files", train), ("--validation", held_out)):
+        require(split.documents > 0, key, f"at least one document for {split.name}", "none", DataError)
+    train.flush()
+    held_out.flush()
 
 
 def _encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:

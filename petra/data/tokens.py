@@ -113,7 +113,10 @@ def tokens(root: str | Path | None = None, size: int = 256, classes: int = 256) 
     corpus = _corpus(folder)
     if corpus:
         require(classes == corpus["classes"], "data.classes", f"{corpus['classes']}, the tokens of {folder / CORPUS}", classes)
-    train, test = ([open_tokens(path, classes) for path in sorted(folder.glob(f"*{part}*.bin"))] for part in ("train", "val"))
+    paths = [sorted(folder.glob(f"*{part}*.bin")) for part in ("train", "val")]
+    for path in paths[0]:
+        require(path not in paths[1], str(path), 'a name with "train" or "val", not with both', path.name, DataError)
+    train, test = ([open_tokens(path, classes) for path in found] for found in paths)
     _require_long(folder, "*train*.bin", train, size + 1)
     _require_long(folder, "*val*.bin", test, 2)
     return windows_of("tokens", classes, size, train, test, corpus.get("bytes_per_target"))

@@ -89,7 +89,9 @@ def test_files_for_validation_and_a_given_vocabulary(tmp_path: Path, capsys: pyt
         (["--vocabulary", "256"], "--vocabulary: expected an integer >= 257"),
         (["--vocabulary", "missing.json"], "missing.json: can't be read as a vocabulary"),
         (["--validation", "1.5"], "--validation: expected a number > 0 and < 1, or files, got 1.5"),
-        (["--validation", "0.0"], "documents for val: expected at least one, got 0"),
+        (["--validation", "0.0"], "--validation: expected a number > 0 and < 1, or files, got 0.0"),
+        (["--separator", "nowhere"], "text files: expected at least two different documents"),
+        (["--separator", ""], "--separator: expected a text, got nothing"),
         (["--validation", "missing.txt"], "missing.txt: can't be read as UTF-8 text"),
     ],
 )
@@ -106,3 +108,43 @@ def test_a_folder_with_tokens_is_not_overwritten(tmp_path: Path, capsys: pytest.
     with pytest.raises(SystemExit):
         tokenize(tmp_path)
     assert "--out: expected a folder without token files" in capsys.readouterr().err
+
+
+def test_few_documents_leave_at_least_one_for_validation(tmp_path: Path) -> None:
+    tokenize(tmp_path, "--validation", "1e-9")
+    train, held_out = (decoded(tmp_path / "tokens", split) for split in ("train", "val"))
+    assert len(held_out) == 1
+    assert sorted(train + held_out) == sorted(TEXTS)
+
+
+def test_an_error_leaves_no_token_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tokenizer, "SHARD_TOKENS", 400)
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(SystemExit):
+        tokenize(tmp_path, "--validation", str(tmp_path / "empty.txt"))
+    assert "--validation: expected at least one document for val, got none" in capsys.readouterr().err
+    assert not [*(tmp_path / "tokens").iterdir()]
+    tokenize(tmp_path)
+
+
+@pytest.mark.parametrize("line", ['{"text": null}', '{"content": "a"}', "[1, 2", '"text"'])
+def test_a_line_without_a_text_is_named(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n' + line + "\n")
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "tokens"), "--vocabulary", "300"])
+    message = f'a.jsonl, line 3: expected a JSON object with a string "text", got {line}'
+    assert message in capsys.readouterr().err
+
+
+def test_documents_are_not_truncated_by_the_vocabulary(tmp_path: Path) -> None:
+    tokenize(tmp_path)
+    path = tmp_path / "tokens" / "tokenizer.json"
+    vocabulary = tokenizers.Tokenizer.from_file(str(path))
+    vocabulary.enable_truncation(3)
+    vocabulary.enable_padding(length=50)
+    vocabulary.save(str(tmp_path / "short.json"))
+    loaded = tokenizer.load_vocabulary(tmp_path / "short.json")
+    for text in TEXTS:
+        assert loaded.encode(text).ids == tokenizers.Tokenizer.from_file(str(path)).encode(text).ids

@@ -131,3 +131,10 @@ def test_tokens_outside_the_vocabulary_are_refused(arrays: list[np.ndarray], tmp
     data = load_dataset("tokens", root=make_folder(tmp_path, arrays), size=SIZE, classes=299)
     with pytest.raises(DataError, match=r"text_val_000000\.bin: expected tokens less than 299 \(data\.classes\), got 299"):
         data.test.inputs(torch.tensor([0]), None)
+
+
+def test_a_file_of_both_splits_is_refused(arrays: list[np.ndarray], tmp_path: Path) -> None:
+    make_folder(tmp_path, arrays)
+    write_llmc(tmp_path / "retrieval_train.bin", arrays[0])
+    with pytest.raises(DataError, match=r'retrieval_train\.bin: expected a name with "train" or "val", not with both'):
+        load_dataset("tokens", root=tmp_path, size=SIZE, classes=CLASSES)
