@@ -58,8 +58,10 @@ UNCHANGEABLE = (
     "trainer.limit_batches",
 )
 """Keys in the groups of :data:`CHANGEABLE` that a resumed run may not change, because they change what is computed."""
-LENGTHS = ("data.name", "data.batch_size", "data.images", "data.validation", "trainer.limit_batches")
-"""Keys that change the number of microbatches in an epoch."""
+FIXED = ("optim.name",)
+"""Keys that no resumed run may change, because the state in the checkpoint has another form."""
+LENGTHS = ("data.name", "data.size", "data.batch_size", "data.images", "data.validation", "trainer.limit_batches")
+"""Keys that can change the number of microbatches in an epoch, as other files in ``data.root`` can."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,9 @@ def require_same(
         require(known, "resume_change", "a list of keys and groups", name)
     differing = [key for key in dict.fromkeys([*now, *before]) if changes_results(key) and before.get(key) != now.get(key)]
     for key in differing:
-        expected = f"{before.get(key)} as in {path}, which the run resumes from (resume_change=[{key}] allows another value)"
+        hint = "init_from starts from its weights" if key in FIXED else f"resume_change=[{key}] allows another value"
+        expected = f"{before.get(key)} as in {path}, which the run resumes from ({hint})"
+        require(key not in FIXED, key, expected, now.get(key))
         require(key in allowed or key.partition(".")[0] in allowed, key, expected, now.get(key))
     return {key: (before.get(key), now.get(key)) for key in differing}
 
@@ -228,9 +232,10 @@ def load_start(pipeline: Pipeline, config: Config, start: Start, epoch: int) -> 
                 restore(pipeline, start.path)
             else:
                 restore_mirrored(pipeline, start.state, start.facts["clock"])
-            move_clock(pipeline, start, epoch)
+            moved = move_clock(pipeline, start, epoch)
             source = start.path if start.state is None else "copies in memory"
             notes.append(f"resuming from {source}, after microbatch {pipeline.clock}")
+            notes += moved
             notes += [f"{key} is {now} from here on, was {before}" for key, (before, now) in start.changes.items()]
         elif config.init_from is not None:
             notes.append(load_initial(pipeline, Path(config.init_from), config.init_skip or ()))
@@ -258,8 +263,8 @@ def load_initial(pipeline: Pipeline, path: Path, skip: Collection[str]) -> str:
     )
 
 
-def move_clock(pipeline: Pipeline, start: Start, epoch: int) -> None:
-    """Move the clock of a restored pipeline to the same epoch if epochs have another length now.
+def move_clock(pipeline: Pipeline, start: Start, epoch: int) -> list[str]:
+    """Move the clock of a restored pipeline to the same epoch if epochs have another length now. Return lines that say so.
 
     Args:
         epoch: Number of microbatches in an epoch now.
@@ -267,18 +272,23 @@ def move_clock(pipeline: Pipeline, start: Start, epoch: int) -> None:
     Raises:
         ConfigError: If k or the length of an epoch changes within an epoch or within an update.
     """
-    changed = [key for key in ("k", *LENGTHS) if key in start.changes]
-    if not changed or start.trainer is None:
-        return
-    before = start.changes.get("k", (pipeline.plan.k, pipeline.plan.k))[0]
-    ended = pipeline.clock % before == 0 and not start.trainer["parts"]
+    if start.trainer is None:
+        return []
+    k = start.changes.get("k", (pipeline.plan.k, pipeline.plan.k))[0]
+    before = start.trainer.get("epoch", epoch)
+    if k == pipeline.plan.k and before == epoch:
+        return []
+    ended = pipeline.clock % k == 0 and not start.trainer["parts"]
     clock = len(start.trainer["history"]) * epoch
-    value, now = start.changes[changed[0]]
+    changed = next((key for key in ("k", *LENGTHS) if key in start.changes), "data.root")
+    value, now = start.changes.get(changed, (f"{before} microbatches in an epoch", epoch))
     expected = f"{value} as in {start.path}; only a checkpoint at the end of an epoch and of an update allows another value"
-    require(ended and clock % pipeline.plan.k == 0, changed[0], expected, now)
+    require(ended and clock % pipeline.plan.k == 0, changed, expected, now)
     pipeline.clock = clock
     for worker in pipeline.workers.values():
         worker.t = clock
+        worker.stage.resume(clock // pipeline.plan.k, worker.stage.previous())
+    return [] if before == epoch else [f"an epoch has {epoch} microbatches from here on, had {before}"]
 
 
 def read_weights(path: Path) -> State:

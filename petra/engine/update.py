@@ -220,7 +220,8 @@ class Update:
             if self._t:
                 self._set_learning_rate(self.optimizer)  # weight prediction reads it before the next update
         for average, owner, name in zip(self._average.values, owners, names, strict=bool(self._average.values)):
-            average.copy_(owner["average"][name])
+            if name in owner["average"]:  # otherwise the average begins with the weights
+                average.copy_(owner["average"][name])
         for parameter, owner, name in zip(self._parameters, owners, names, strict=True):
             assert parameter.grad is not None
             gradient = owner["gradient"][name].to(parameter.grad)

@@ -261,7 +261,8 @@ class Trainer:
     def resumable_facts(self) -> dict[str, Any]:
         """Return the facts of the run, and under ``trainer`` what :meth:`resume` needs."""
         history = [asdict(epoch) for epoch in self.history]
-        state = {"history": history, "parts": [asdict(part) for part in self._parts], "seconds": self._seconds}
+        parts = [asdict(part) for part in self._parts]
+        state = {"history": history, "parts": parts, "seconds": self._seconds, "epoch": self.microbatches}
         return {**self.facts, "trainer": state if self.updates is None else state | {"updates": self.updates.totals}}
 
 

@@ -14,6 +14,7 @@ from launch.config.compose import compose_overrides
 from launch.run.folder import default_folder
 from launch.run.training import run
 from petra import ConfigError, PetraError
+from petra.engine.weights import DoubleWeights, WeightVersion
 from petra.training import load
 from tests.launch.test_launch import ALONE, TINY, planned
 
@@ -107,6 +108,57 @@ def test_another_batch_size_within_an_epoch_is_refused(tmp_path: Path, monkeypat
     message = r"data\.batch_size: expected 8 as in .*000000002; only a checkpoint at the end of an epoch and of an update allows"
     with pytest.raises(PetraError, match=message):
         train("resume=first/checkpoints/000000002", *changed)
+
+
+def test_double_weights_follow_a_clock_that_moves(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PipeDream-2BW's first update after the change uses the older weights in its forward passes, as any other."""
+    used: list[bool] = []
+    forward = DoubleWeights.for_forward
+
+    def recorded(self: DoubleWeights, m: int) -> WeightVersion | None:
+        version = forward(self, m)
+        used.append(version is not None and version is self.previous)
+        return version
+
+    two_versions = ("method=pipedream_2bw", "k=2")
+    train(*two_versions, "run_dir=double")
+    monkeypatch.setattr(DoubleWeights, "for_forward", recorded)
+    again = ("run_dir=double", "resume=auto", "trainer.epochs=2", "data.batch_size=4", "resume_change=[data.batch_size]")
+    train(*two_versions, *again)
+    assert any(used)
+
+
+def test_other_files_of_the_same_data_begin_with_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The length of an epoch depends on the size of a text file."""
+    monkeypatch.chdir(tmp_path)
+    for name, size in (("a", 400), ("b", 700)):
+        Path(name).mkdir()
+        (Path(name) / "text.txt").write_text("abcdefghij" * (size // 10))
+    shape = ("model.dim=8", "model.depth=1", "model.heads=2", "data.size=8", "data.batch_size=4", "trainer.device=cpu")
+    text = ("data=text", "model=revgpt", *shape, "k=1", "trainer.stages=2", "run_dir=text")
+
+    def epochs(*overrides: str) -> list[tuple[int, int]]:
+        run(compose_overrides([*text, *overrides]), ALONE)
+        rows = [json.loads(line) for line in Path("text/metrics.jsonl").read_text().splitlines()]
+        return [(row["epoch"], row["microbatches"]) for row in rows]
+
+    ((_, first),) = epochs("data.root=a/text.txt", "trainer.epochs=1")
+    (_, (_, second)) = epochs("data.root=b/text.txt", "trainer.epochs=2", "resume=auto")
+    assert second % 2 == 0
+    assert second > 2 * first
+
+
+def test_another_optimizer_cannot_resume(trained: Path) -> None:
+    message = (
+        r"optim\.name: expected sgd as in .*000000004, which the run resumes from \(init_from starts from its weights\), got adamw"
+    )
+    with pytest.raises(PetraError, match=message):
+        train("run_dir=first", "resume=auto", "trainer.epochs=2", "optim=adamw", "resume_change=[optim,schedule]")
+
+
+def test_a_moving_average_may_begin_when_a_run_resumes(trained: Path) -> None:
+    train("run_dir=first", "resume=auto", "trainer.epochs=2", "optim.ema=0.9", "resume_change=[optim.ema]")
+    assert Path("first/ema.pt").exists()
 
 
 def test_settings_without_effect_are_refused() -> None:
