@@ -71,6 +71,10 @@ def test_a_run_frees_what_the_last_one_left_and_sets_options_of_torch() -> None:
         assert left() is None
         assert torch.get_float32_matmul_precision() == "high"
         assert torch.backends.cudnn.benchmark
+        assert torch.backends.cudnn.allow_tf32
+        prepare_process(set_up(compose_overrides(["trainer.device=cpu"]), ALONE))
+        assert torch.backends.cudnn.deterministic
+        assert not torch.backends.cudnn.allow_tf32
     finally:
         gc.enable()
         torch.set_float32_matmul_precision("highest")

@@ -172,7 +172,9 @@ def prepare_process(setup: Setup) -> list[str]:
     trainer = setup.config.trainer
     torch.set_num_threads(trainer.threads)
     torch.set_float32_matmul_precision(trainer.matmul_precision)
+    torch.backends.cudnn.allow_tf32 = trainer.matmul_precision != "highest"
     torch.backends.cudnn.benchmark = trainer.cudnn_benchmark
+    torch.backends.cudnn.deterministic = not trainer.cudnn_benchmark
     release_memory(setup.device)  # of an earlier run of this process
     if setup.device.type == "cpu":
         keep_freed_memory()

@@ -27,6 +27,7 @@ from petra.training import sgd
 from ..run.build import PRECISIONS
 from ..runtime.rank import Process
 from ..runtime.reporting import report_errors
+from ..runtime.signals import stop_with_agent
 
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaGraphLaunch")
 """Beginnings of the names of CUDA functions that start work on the GPU."""
@@ -100,7 +101,6 @@ def weights(options: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
 
 def compare_with_cpu(options: dict[str, Any], device: torch.device, process: Process) -> dict[str, Any]:
     """Train on the device twice and on the CPU once, in one process. Return differences of weights."""
-    torch.backends.cudnn.allow_tf32 = False
     first, second, cpu = (weights(options, d) for d in (device, device, torch.device("cpu")))
     difference = max(float((first[k].double() - v.double()).abs().max() / (v.double().abs().max() + 1e-12)) for k, v in cpu.items())
     return {"difference": difference, "repeatable": all(torch.equal(first[k], v) for k, v in second.items())}
@@ -201,7 +201,9 @@ def main() -> None:
     name, options, out = sys.argv[1:]
     process = Process.from_environment()
     given = json.loads(options)
+    stop_with_agent()
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = False, True  # as in training by default
     with report_errors(process):
         device = process.device(given.get("device", "auto"))
         with process.process_group(device, given.get("timeout", 60)):
