@@ -20,6 +20,7 @@ from typing import get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from petra.errors import first_line, invalid, require
 
@@ -27,6 +28,7 @@ from .config.errors import config_error
 from .config.schema import Config, to_config
 from .runtime.rank import Process
 from .runtime.reporting import report_errors
+from .runtime.signals import stop_with_agent
 from .runtime.terminal import command, words_or_help
 
 
@@ -36,6 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
     words = words_or_help(arguments, __doc__)
     if words is None:
         return
+    stop_with_agent()
     process = Process.from_environment()
     with report_errors(process):
         pictures, others = number_of_pictures(words)
@@ -83,14 +86,30 @@ def parse(words: list[str]) -> tuple[Path, Path | None, Config]:
     groups = [name for name, kind in get_type_hints(Config).items() if is_dataclass(kind)]
     for name, _, value in (word.partition("=") for word in changes):
         require(name not in groups, name, f"single keys of the run's configuration ({name}.KEY=VALUE)", value)
+    overrides = dotlist(changes)
     try:
-        composed = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path), OmegaConf.from_dotlist(changes))
+        composed = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path), overrides)
     except OmegaConfBaseException as error:
         raise config_error(error, Config) from error
     except Exception as error:  # a damaged file
         raise invalid(str(path), "a configuration in YAML", first_line(error)) from error
     assert isinstance(composed, DictConfig)
     return folder, Path(own["weights"]) if "weights" in own else None, to_config(composed)
+
+
+def dotlist(words: list[str]) -> DictConfig:
+    """Return overrides ``key=value``.
+
+    Raises:
+        ConfigError: If a value is not YAML.
+    """
+    for word in words:
+        try:
+            OmegaConf.from_dotlist([word])
+        except YAMLError as error:
+            key, _, value = word.partition("=")
+            raise invalid(key, "a value in YAML; quote one that begins with a special character", value) from error
+    return OmegaConf.from_dotlist(words)
 
 
 if __name__ == "__main__":

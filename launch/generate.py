@@ -28,13 +28,15 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from petra.data.tokenizer import DELIMITER, VOCABULARY, load_vocabulary
-from petra.errors import ModelError, first_line, invalid, require
+from petra.errors import DataError, ModelError, alternatives, first_line, invalid, require
 from petra.models.generation import Sampling, generate
+from petra.models.language import TokenStem
 
 from .config.errors import config_error
 from .config.schema import Config
-from .evaluate import parse
+from .evaluate import dotlist, parse
 from .run.build import set_up
+from .run.evaluation import for_inference
 from .run.resume import read_weights, trained_weights
 from .runtime.rank import Process
 from .runtime.reporting import report_errors
@@ -85,14 +87,17 @@ def read_options(words: list[str]) -> Options:
     """Return the settings on the command line.
 
     Raises:
-        ConfigError: If a value has the wrong type.
+        ConfigError: If a value has the wrong type or is out of range, or there is no GPU.
     """
     try:
-        found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Options), OmegaConf.from_dotlist(words)))
+        found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Options), dotlist(words)))
     except OmegaConfBaseException as error:
         raise config_error(error, Options) from error
     assert isinstance(found, Options)
     require(found.tokens >= 1, "tokens", "an integer >= 1", found.tokens)
+    require(0 <= found.seed < 2**63, "seed", "an integer >= 0 and < 2^63", found.seed)
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    require(found.device in devices, "device", alternatives(devices) + " on this machine", found.device)
     return found
 
 
@@ -102,8 +107,10 @@ def load_model(config: Config, weights: Path, device: str) -> nn.Module:
     Raises:
         PetraError: If the configuration or the weights can't be used.
     """
-    plan = set_up(config, Process(0, 1, 0, 1)).plan
+    plan = set_up(for_inference(config, device="cpu"), Process(0, 1, 0, 1)).plan
     chain = plan.model.build(0)
+    language = any(isinstance(module, TokenStem) for module in chain.modules())
+    require(language, "run", "a run of gpt or revgpt", plan.model.name, ModelError)
     try:
         chain.load_state_dict(read_weights(weights))
     except RuntimeError as error:
@@ -119,8 +126,10 @@ def vocabulary(config: Config, path: str | None) -> tuple[Encode, Decode, int | 
     """
     if config.data.name == "text":
         return lambda text: list(text.encode()), _decode_bytes, None
-    root = Path(config.data.root or ".")
-    tokenizer = load_vocabulary(Path(path) if path else root / VOCABULARY)
+    file = Path(path) if path else Path(config.data.root or ".") / VOCABULARY
+    tokenizer = load_vocabulary(file)
+    size, classes = tokenizer.get_vocab_size(), config.data.classes
+    require(size <= classes, str(file), f"a vocabulary of at most {classes} tokens, the run's data.classes", size, DataError)
     delimiter = tokenizer.token_to_id(DELIMITER)
     first = [] if delimiter is None else [delimiter]
 

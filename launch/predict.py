@@ -25,6 +25,7 @@ from petra.training import facts_in, facts_of
 from .config.schema import Config
 from .evaluate import parse
 from .run.build import set_up
+from .run.evaluation import for_inference
 from .run.resume import read_weights, trained_weights
 from .runtime.rank import Process
 from .runtime.reporting import report_errors
@@ -58,7 +59,7 @@ def predictions(config: Config, weights: Path, images: Sequence[Path], process: 
     Raises:
         PetraError: If the weights or an image can't be used.
     """
-    setup = set_up(config, process)
+    setup = set_up(for_inference(config, device="cpu"), process)
     facts = facts_of(weights) if weights.is_dir() else facts_in(weights)
     if facts.get("preparation") is None:
         raise invalid(str(weights), "weights of a run on images, with their normalisation", "none", PetraError)

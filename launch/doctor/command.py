@@ -22,6 +22,7 @@ from ..config.schema import Config, to_config
 from ..runtime.network import set_variables
 from ..runtime.rank import Process
 from ..runtime.reporting import only_first_prints, report_errors
+from ..runtime.signals import stop_with_agent
 from ..runtime.terminal import command, help_wanted
 from .links import LARGE, Link, measure_links
 from .machine import Report, find_differences, inspect_machine
@@ -36,6 +37,7 @@ def main() -> None:
         if process.first:
             print(__doc__)
         return
+    stop_with_agent()
     with report_errors(process):
         with only_first_prints(process):
             configs = compose_command_line()

@@ -35,9 +35,7 @@ def evaluate(config: Config, weights: Path, process: Process, pictures: Pictures
     Raises:
         PetraError: If the configuration, the data or the weights can't be used. Raised on every rank.
     """
-    # The weights are final, so no moving average is needed. Replicas, diagnostics and logging belong to training.
-    trainer = replace(config.trainer, transport="auto", trace=None, diagnose=None, stage_metrics=False)
-    config = replace(config, dp=1, optim=replace(config.optim, ema=None), trainer=trainer, logger=LoggerConfig(name="jsonl"))
+    config = for_inference(config)
     checked = set_up(config, process)
     torch.set_num_threads(config.trainer.threads)
     if pictures is not None:
@@ -47,6 +45,25 @@ def evaluate(config: Config, weights: Path, process: Process, pictures: Pictures
     if pictures is not None and process.first:
         pictures.write(checked, read_weights(weights), numbers["iou"])
     return numbers
+
+
+def for_inference(config: Config, device: str | None = None) -> Config:
+    """Return the configuration of a run without what only its training uses: replicas, moving average, diagnostics, logging.
+
+    Args:
+        device: Device; None for that of the run.
+    """
+    trainer = replace(config.trainer, transport="auto", trace=None, diagnose=None, stage_metrics=False)
+    trainer = replace(trainer, overlap=False, stage_streams=False, cuda_graphs=False, device=device or trainer.device)
+    return replace(
+        config,
+        dp=1,
+        optim=replace(config.optim, ema=None),
+        trainer=trainer,
+        checkpoint=replace(config.checkpoint, mirror=None),
+        cluster=replace(config.cluster, elastic=False),
+        logger=LoggerConfig(name="jsonl"),
+    )
 
 
 def evaluate_in_group(setup: Setup, weights: Path) -> dict[str, Any]:

@@ -86,6 +86,10 @@ def test_greedy_text_is_that_of_the_exported_network(trained: Path, capsys: pyte
         (["vocabulary=missing.json"], "missing.json: can't be read as a vocabulary"),
         (["model.hidden=31"], "weights: expected the weights of revgpt, got "),
         (["tokns=3"], "tokns: no such key"),
+        (["seed=18446744073709551616"], "seed: expected an integer >= 0 and < 2^63, got 18446744073709551616"),
+        (["device=gpu"], "device: expected cpu"),
+        (["vocabulary=[x"], "vocabulary: expected a value in YAML"),
+        (["data.root=[x"], "data.root: expected a value in YAML"),
     ],
 )
 def test_invalid_words_give_one_line(words: list[str], message: str, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,3 +116,23 @@ def test_pieces_are_those_of_decoding_the_whole_text(trained: Path) -> None:
             shown = text
     assert [*decode(tokens)] == [piece for piece in expected if piece]
     assert "".join(expected).strip() == "naïve café → 日本\n twice twice"
+
+
+def test_a_vocabulary_with_more_tokens_than_the_network_is_refused(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    vocabulary = str(trained / "larger" / "tokenizer.json")
+    tokenize.main(
+        [str(trained / "a.txt"), "--separator", "<>", "--vocabulary", "285", "--validation", "0.2", "--out", f"{trained}/larger"]
+    )
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        generate.main([f"run={trained}/run", f"vocabulary={vocabulary}"])
+    assert "tokenizer.json: expected a vocabulary of at most 280 tokens, the run's data.classes, got 285" in capsys.readouterr().err
+
+
+def test_settings_of_the_training_do_not_matter(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run had replicas that could be lost, over a transport, on a GPU."""
+    words = ["dp=2", "trainer.transport=edge", "cluster.elastic=true", "checkpoint.every=4", "trainer.cuda_graphs=auto"]
+    generate.main([f"run={trained}/run", "tokens=4", "trainer.device=cuda", *words])
+    assert capsys.readouterr().out
+    evaluate.main([f"run={trained}/run", *words])
+    assert "bits_per_byte" in json.loads(capsys.readouterr().out)
