@@ -1,4 +1,4 @@
-"""Target that compares PETRA's accuracy with backpropagation's on schedules of different length: how many epochs buy parity."""
+"""Target that compares PETRA's accuracy with backpropagation's on schedules of different length."""
 
 from __future__ import annotations
 
