@@ -232,7 +232,7 @@ def load_start(pipeline: Pipeline, config: Config, start: Start, epoch: int) -> 
                 restore(pipeline, start.path)
             else:
                 restore_mirrored(pipeline, start.state, start.facts["clock"])
-            moved = move_clock(pipeline, start, epoch)
+            moved = move_clock(pipeline, config, start, epoch)
             source = start.path if start.state is None else "copies in memory"
             notes.append(f"resuming from {source}, after microbatch {pipeline.clock}")
             notes += moved
@@ -263,27 +263,37 @@ def load_initial(pipeline: Pipeline, path: Path, skip: Collection[str]) -> str:
     )
 
 
-def move_clock(pipeline: Pipeline, start: Start, epoch: int) -> list[str]:
+def move_clock(pipeline: Pipeline, config: Config, start: Start, epoch: int) -> list[str]:
     """Move the clock of a restored pipeline to the same epoch if epochs have another length now. Return lines that say so.
 
     Args:
         epoch: Number of microbatches in an epoch now.
 
     Raises:
-        ConfigError: If k or the length of an epoch changes within an epoch or within an update.
+        ConfigError: If k or the length of an epoch changes within an epoch or within an update; or if the clock moves back in the
+            same folder, whose later checkpoints would count as newer.
     """
-    if start.trainer is None:
+    if start.trainer is None or start.path is None:
         return []
     k = start.changes.get("k", (pipeline.plan.k, pipeline.plan.k))[0]
-    before = start.trainer.get("epoch", epoch)
+    history = start.trainer["history"]
+    # Checkpoints of earlier versions have no "epoch".
+    before = start.trainer.get("epoch", history[-1]["microbatches"] // len(history) if history else epoch)
     if k == pipeline.plan.k and before == epoch:
         return []
     ended = pipeline.clock % k == 0 and not start.trainer["parts"]
-    clock = len(start.trainer["history"]) * epoch
+    clock = len(history) * epoch
     changed = next((key for key in ("k", *LENGTHS) if key in start.changes), "data.root")
     value, now = start.changes.get(changed, (f"{before} microbatches in an epoch", epoch))
     expected = f"{value} as in {start.path}; only a checkpoint at the end of an epoch and of an update allows another value"
     require(ended and clock % pipeline.plan.k == 0, changed, expected, now)
+    own = config.resume == AUTO or (config.run_dir is not None and Path(config.run_dir).resolve() in start.path.resolve().parents)
+    require(
+        clock >= pipeline.clock or not own,
+        "run_dir",
+        f"another folder than that of the checkpoint, for epochs of {epoch} microbatches instead of {before} (resume={start.path})",
+        config.run_dir,
+    )
     pipeline.clock = clock
     for worker in pipeline.workers.values():
         worker.t = clock

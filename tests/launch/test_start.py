@@ -12,6 +12,7 @@ import torch
 
 from launch.config.compose import compose_overrides
 from launch.run.folder import default_folder
+from launch.run.resume import Start, load_start
 from launch.run.training import run
 from petra import ConfigError, PetraError
 from petra.engine.weights import DoubleWeights, WeightVersion
@@ -146,6 +147,30 @@ def test_other_files_of_the_same_data_begin_with_an_epoch(tmp_path: Path, monkey
     (_, (_, second)) = epochs("data.root=b/text.txt", "trainer.epochs=2", "resume=auto")
     assert second % 2 == 0
     assert second > 2 * first
+
+
+def test_shorter_epochs_need_another_folder(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock moves back, and the folder's older checkpoints would count as newer."""
+    larger = ("trainer.epochs=2", "data.batch_size=16", "resume_change=[data.batch_size]")
+    message = r"run_dir: expected another folder than that of the checkpoint, for epochs of 2 microbatches instead of 4"
+    with pytest.raises(PetraError, match=message):
+        train("run_dir=first", "resume=auto", *larger)
+    with pytest.raises(PetraError, match=message):
+        train("run_dir=first", "resume=first", *larger)
+    train("run_dir=second", "resume=first", *larger)
+    rows = [json.loads(line) for line in Path("second/metrics.jsonl").read_text().splitlines()]
+    assert [(row["epoch"], row["microbatches"]) for row in rows] == [(1, 4), (2, 4)]
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_length_of_an_epoch(trained: Path) -> None:
+    (facts,) = trained.glob("checkpoints/*/facts.json")
+    content = json.loads(facts.read_text())
+    del content["trainer"]["epoch"]
+    start = Start(facts.parent, content, {"data.batch_size": (8, 4)})
+    setup = planned(*SMALL, "data.batch_size=4", "trainer.epochs=2")
+    pipeline = setup.pipeline(setup.learning_rate(8))
+    load_start(pipeline, setup.config, start, 8)
+    assert pipeline.clock == 8
 
 
 def test_another_optimizer_cannot_resume(trained: Path) -> None:
