@@ -165,8 +165,12 @@ def _trainable(module: nn.Module) -> list[Tensor]:
 
 
 def _matrices(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the weights of linear layers, and all other trained parameters."""
-    linear = {id(m.weight) for m in module.modules() if isinstance(m, nn.Linear)}
+    """Return the weights of linear layers and of the projections of attention layers, and all other trained parameters."""
+    layers = [*module.modules()]
+    linear = {id(m.weight) for m in layers if isinstance(m, nn.Linear)}
+    projections = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+    linear |= {id(getattr(m, name)) for m in layers if isinstance(m, nn.MultiheadAttention) for name in projections}
+    linear -= {id(m.weight) for m in layers if isinstance(m, nn.Embedding)}  # shared with a linear layer
     trained = _trainable(module)
     return [p for p in trained if id(p) in linear], [p for p in trained if id(p) not in linear]
 

@@ -122,6 +122,16 @@ def test_adam_is_torchs(name: str) -> None:
         torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
 
 
+def test_muon_takes_projections_and_not_shared_embeddings() -> None:
+    table, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+    head.weight = table.weight
+    attention = nn.MultiheadAttention(4, 2, kdim=3, vdim=6, bias=False)
+    joint = nn.MultiheadAttention(4, 2, bias=False)
+    muon = OPTIMIZERS["muon"](nn.ModuleList([table, head, attention, joint]))
+    taken = [tuple(p.shape) for p in muon.param_groups[0]["params"]]
+    assert sorted(taken) == [(4, 3), (4, 4), (4, 4), (4, 4), (4, 6), (12, 4)]
+
+
 def test_muon_takes_matrices_and_adamw_the_rest() -> None:
     class Words(nn.Module):
         def __init__(self) -> None:
