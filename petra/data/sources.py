@@ -83,7 +83,7 @@ class _Source(ABC):
         return self._both(m)[1] if self._reads_inputs else self._read_both(m)[1]
 
     def _decoded_targets(self, m: int) -> Tensor:
-        """Return targets from the workers, or decode them again. The last ones are kept, because replicas read them twice."""
+        """Return targets from the workers, or decode them again. The last ones are kept: a diagnosis reads them again."""
         if m not in self._recent:
             restart = m <= self._newest_targets and m > 0  # an evaluation starts at 0 again
             self._recent[m] = self._targets(m) if restart else self._read_targets(m).clone()

@@ -185,10 +185,12 @@ def held_out_share(texts: Iterable[str], fraction: float) -> float:
         DataError: If there are fewer than two different documents.
     """
     require(0 < fraction < 1, "--validation", "a number > 0 and < 1, or files", fraction)
-    shares = {_share(text) for text in texts}
+    least, most = 1.0, 0.0
+    for share in map(_share, texts):
+        least, most = min(least, share), max(most, share)
     expected = "at least two different documents (--separator divides a file into documents), or files in --validation"
-    require(len(shares) >= 2, "text files", expected, len(shares), DataError)
-    return max(fraction, nextafter(min(shares), 1))
+    require(least < most, "text files", expected, "fewer", DataError)
+    return max(fraction, nextafter(least, 1))
 
 
 def write_tokens(texts: Iterable[str], tokenizer: Tokenizer, folder: Path, validation: float | Iterable[str]) -> dict[str, Any]:
