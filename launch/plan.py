@@ -22,7 +22,7 @@ from petra.analysis.planning import draw_plan
 from petra.cost_model.autotune import Tuned, tune
 from petra.cost_model.costs import BlockCost, count_blocks, profile_blocks
 from petra.cost_model.fitting import search_within
-from petra.cost_model.links import Link
+from petra.cost_model.links import Link, in_wire_type, wire_factor
 from petra.cost_model.machines import Machines
 from petra.cost_model.memory import PredictedMemory
 from petra.cost_model.simulator import Prediction, predict, simulate
@@ -31,11 +31,12 @@ from petra.method import METHODS, Method, Split
 from petra.plan.transport import simulated_transport
 from petra.settings import TransportName
 
+from .compare import SUFFIXES
 from .config.compose import compose_overrides
 from .config.machines import read_machines
 from .config.schema import Config
 from .run import recipe
-from .run.build import PRECISIONS, set_up
+from .run.build import PRECISIONS, set_numerics, set_up
 from .run.dry_run import MEMORY_PARTS, stage_memories
 from .run.markdown import aligned_table
 from .runtime.rank import Process
@@ -79,7 +80,8 @@ class Row:
     def cells(self, samples: int) -> tuple[str, ...]:
         """Return the row of the table."""
         delay = self.method.delay
-        single = delay if isinstance(delay, int) else delay[0] if len({*delay}) == 1 else f"{min(delay)}–{max(delay)}"
+        delays = (delay,) if isinstance(delay, int) else delay
+        single = "–" if not delays else delays[0] if len({*delays}) == 1 else f"{min(delays)}–{max(delays)}"
         return (
             self.method.name,
             "–" if self.method.fill else str(single),
@@ -107,11 +109,13 @@ def predict_method(
     memories: Memories | None = None,
     tune_delay: bool = False,
     overlap: bool = False,
+    wire: torch.dtype | None = None,
 ) -> Row:
     """Partition the blocks over the machines for a method, and predict its steady state, with ``overlap`` where stages can.
 
     Args:
         memories: Predicts the memory, which is unknown and not limited without it.
+        wire: Type of messages, by which the connections are scaled (:func:`petra.cost_model.links.in_wire_type`).
 
     Raises:
         ConfigError: If no partition fits the memory of the devices, or if the method does not fit k.
@@ -138,7 +142,8 @@ def predict_method(
     backward = [(cost.backward_bytes, link.backward) for cost, link in zip(tuned.costs[1:], links, strict=True)]
     messages = [*forward, *backward]
     busiest = max((size / link.bandwidth for size, link in messages), default=0.0)
-    return Row(method, tuned, found, sum(size for size, _ in messages), busiest / found.period, memory)
+    traffic = sum(size for size, _ in messages) / wire_factor(wire)
+    return Row(method, tuned, found, round(traffic), busiest / found.period, memory)
 
 
 def recommend(rows: Sequence[Row]) -> Row:
@@ -159,15 +164,20 @@ def main(arguments: list[str] | None = None) -> None:
 def report(config: Config, options: argparse.Namespace) -> str:
     """Return the report in Markdown, and draw the figure if there is an output file."""
     setup = set_up(config, Process(rank=0, world=1, local_rank=0, local_world=1))
-    machines, inputs, model = _machines(options), setup.plan.inputs, setup.plan.model
+    if options.out is not None:
+        require(options.out.suffix in SUFFIXES, "--out", "a file name that ends in .png, .svg or .pdf", options.out)
+    wire, inputs, model = setup.plan.numerics.wire, setup.plan.inputs, setup.plan.model
+    machines = _machines(options)
+    machines = replace(machines, connections=in_wire_type(machines.connections, wire))
+    autocast = PRECISIONS[config.trainer.precision]
     if options.measure:
+        set_numerics(config.trainer)
         build, numerics = recipe.optimizer(config), setup.plan.numerics
         blocks = profile_blocks(
-            model, inputs, optimizer=build, device=setup.device, autocast=PRECISIONS[config.trainer.precision],
-            channels_last=numerics.channels_last,
+            model, inputs, optimizer=build, device=setup.device, autocast=autocast, channels_last=numerics.channels_last,
         )  # fmt: skip
     else:
-        blocks = tuple(_in_seconds(block, 1e12 * options.teraflops) for block in count_blocks(model, inputs))
+        blocks = tuple(_in_seconds(block, 1e12 * options.teraflops) for block in count_blocks(model, inputs, autocast))
     transport: TransportName = "auto" if config.trainer.device == "cpu" else "lockstep"  # what auto selects on GPUs
     rows, refused, memories = [], [], partial(stage_memories, setup, {})
     petra = METHODS["petra"]
@@ -178,7 +188,7 @@ def report(config: Config, options: argparse.Namespace) -> str:
             rows.append(
                 predict_method(
                     blocks, method, config.k, machines, transport, memories=memories, tune_delay=tune_delay,
-                    overlap=config.trainer.overlap,
+                    overlap=config.trainer.overlap, wire=wire,
                 )
             )  # fmt: skip
         except ConfigError as error:
@@ -214,7 +224,7 @@ def setting(row: Row) -> str:
     name = row.method.name.partition(",")[0]
     delay = row.method.delay if isinstance(row.method.delay, int) else f"[{','.join(map(str, row.method.delay))}]"
     chosen = [f"method={name}", f"trainer.stages=[{','.join(map(str, row.tuned.stages))}]"]
-    chosen += [] if row.method.delay == METHODS[name].delay else [f"method.delay={delay}"]
+    chosen += [] if row.method.delay in ((), METHODS[name].delay) else [f"method.delay={delay}"]
     return " ".join([*chosen, *([] if row.method.split == METHODS[name].split else [f"method.split={row.method.split}"])])
 
 

@@ -78,7 +78,8 @@ def test_a_run_frees_what_the_last_one_left_and_sets_options_of_torch() -> None:
     finally:
         gc.enable()
         torch.set_float32_matmul_precision("highest")
-        torch.backends.cudnn.benchmark = False
+        torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = False
+        torch.backends.cudnn.allow_tf32 = True
 
 
 def test_the_cache_and_the_peak_of_a_gpu_are_reset(monkeypatch: pytest.MonkeyPatch) -> None:

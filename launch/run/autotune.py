@@ -6,13 +6,12 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import cast
 
-import torch
 import torch.distributed as dist
 
 from petra.cost_model.autotune import Tuned, tune
 from petra.cost_model.costs import profile_blocks
 from petra.cost_model.fitting import search_within
-from petra.cost_model.links import INSTANT, Connection, measure_link
+from petra.cost_model.links import INSTANT, in_wire_type, measure_link
 from petra.cost_model.machines import Device, Machines
 from petra.cost_model.memory import PredictedMemory
 from petra.cost_model.stage_memory import Kind
@@ -63,17 +62,6 @@ def _measured(setup: Setup) -> Machines:
     return Machines.equal(len(setup.plan.layout.processes), measure_link(setup.device))
 
 
-def _connections(setup: Setup, machines: Machines, processes: int) -> tuple[Connection, ...]:
-    """Return the connections between ``processes`` processes.
-
-    The cost model counts messages in float32. If they travel in a smaller type, the bandwidth is scaled up instead.
-    """
-    wire = setup.plan.numerics.wire
-    factor = 1.0 if wire is None else torch.float32.itemsize / wire.itemsize
-    sides = ((pair.forward, pair.backward) for pair in machines.connections[: processes - 1])
-    return tuple(Connection(*(replace(side, bandwidth=factor * side.bandwidth) for side in pair)) for pair in sides)
-
-
 def _choose(setup: Setup, machines: Machines) -> Tuned:
     plan, config = setup.plan, setup.config
     blocks = profile_blocks(
@@ -93,7 +81,8 @@ def _choose(setup: Setup, machines: Machines) -> Tuned:
     several = len(processes) > 1
     owners = [range(j, j + 1) for j in range(count)] if "stages" in setup.auto else used
     devices = machines.device_of_stages(owners) if several else (Device(),) * count
-    limits = [min(limit, device.memory) for device in devices]
+    sharing = [len(owner) for owner in owners for _ in owner] if several else [1] * count
+    limits = [min(limit, device.memory / stages) for device, stages in zip(devices, sharing, strict=True)]
 
     def search(limits: Sequence[float]) -> Tuned:
         return tune(
@@ -104,7 +93,7 @@ def _choose(setup: Setup, machines: Machines) -> Tuned:
             tune_delay="delay" in setup.auto,
             tune_keep="keep" in setup.auto and _may_keep_graphs(setup),
             devices=[replace(device, memory=limit) for device, limit in zip(devices, limits, strict=True)],
-            link=_connections(setup, machines, len(owners)) if several else INSTANT,
+            link=in_wire_type(machines.connections[: len(owners) - 1], plan.numerics.wire) if several else INSTANT,
             # In one process the choice of delays would not change the speed, so choose as for one process per stage.
             processes=owners if several else None,
             transport=cast(TransportName, config.trainer.transport),

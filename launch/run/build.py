@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 
+from petra.cost_model.delays import largest_delay
 from petra.data import PIXEL_DATASETS, EvalSource, TrainSource
 from petra.engine.build import Recipe
 from petra.engine.metrics import size_of
@@ -29,7 +30,7 @@ from petra.transport.membership import Membership
 
 from ..config.names import is_own
 from ..config.options import options
-from ..config.schema import AUTO, Config, DataConfig
+from ..config.schema import AUTO, Config, DataConfig, TrainerConfig
 from ..runtime.rank import Process
 from . import recipe
 from .checks import check
@@ -123,6 +124,15 @@ class Setup:
         )
 
 
+def set_numerics(trainer: TrainerConfig) -> None:
+    """Set torch's number of threads and its options that change the last bits of results."""
+    torch.set_num_threads(trainer.threads)
+    torch.set_float32_matmul_precision(trainer.matmul_precision)
+    torch.backends.cudnn.allow_tf32 = trainer.matmul_precision != "highest"
+    torch.backends.cudnn.benchmark = trainer.cudnn_benchmark
+    torch.backends.cudnn.deterministic = not trainer.cudnn_benchmark
+
+
 def set_up(config: Config, process: Process) -> Setup:
     """Check a configuration and make the plan of its run for the processes at hand.
 
@@ -135,11 +145,14 @@ def set_up(config: Config, process: Process) -> Setup:
     stages = config.trainer.stages
     if stages == AUTO:
         stages = processes_per_replica(process.world, config.dp)
-    device = process.device(config.trainer.device)
+    device, model, method = process.device(config.trainer.device), _model(config), _method(config)
+    if config.method.delay == AUTO:
+        count = len(model.blocks) if stages is None else stages if isinstance(stages, int) else len(stages)
+        method = replace(method, delay=largest_delay(method, config.k, count, 2))
     settings = {"stages": config.trainer.stages, "delay": config.method.delay, "keep": config.method.keep}
     setup = Setup(
         config=config,
-        plan=_plan(config, _model(config), _method(config), stages, process.world, device),
+        plan=_plan(config, model, method, stages, process.world, device),
         device=device,
         processes=process.world,
         auto=frozenset(name for name, value in settings.items() if value == AUTO),

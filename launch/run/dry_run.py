@@ -18,6 +18,7 @@ from petra.plan import Plan, StagePlan
 from petra.plan.messages import Boundary
 from petra.specs import TensorSpec
 
+from ..config.schema import AUTO
 from .build import Setup
 from .markdown import aligned_table
 
@@ -145,7 +146,9 @@ def stage_memories(setup: Setup, known: dict[Hashable, Kind], method: Method, tu
     Args:
         known: As for :func:`petra.cost_model.stage_memory.predict_stages`.
     """
-    chosen = replace(setup, processes=len(tuned.stages) * setup.config.dp).with_choice(list(tuned.stages), method)
+    config = replace(setup.config, trainer=replace(setup.config.trainer, transport=AUTO))  # that of one process may be local
+    several = replace(setup, config=config, processes=len(tuned.stages) * config.dp)
+    chosen = several.with_choice(list(tuned.stages), method)
     return predict_stages(chosen.plan, chosen.recipe(chosen.learning_rate(1)), targets_of(chosen), known)
 
 

@@ -7,8 +7,6 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from petra.data.segmentation import CITYSCAPES_CLASSES
 from petra.distributed import raise_on_all_ranks
 from petra.engine.metrics import ConfusionMatrix
@@ -18,7 +16,7 @@ from petra.training import limited, load_into, means
 
 from ..config.schema import Config, LoggerConfig
 from ..runtime.rank import Process
-from .build import Setup, set_up
+from .build import Setup, set_numerics, set_up
 from .pictures import Pictures
 from .resume import read_weights
 
@@ -37,7 +35,7 @@ def evaluate(config: Config, weights: Path, process: Process, pictures: Pictures
     """
     config = for_inference(config)
     checked = set_up(config, process)
-    torch.set_num_threads(config.trainer.threads)
+    set_numerics(config.trainer)
     if pictures is not None:
         require(checked.unit == "pixels", "pictures", f"none with data={config.data.name}, which has no pixels", pictures.count)
     with process.process_group(checked.device, config.trainer.timeout):

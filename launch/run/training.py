@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from petra.data import EvalSource, TrainSource
 from petra.diagnostics.weight_drift import WeightDrift, distance
 from petra.distributed import all_gather_objects, raise_on_all_ranks
@@ -40,7 +38,7 @@ from ..runtime.network import set_variables
 from ..runtime.rank import Process
 from ..runtime.signals import StopRequest
 from .autotune import tune_setup
-from .build import Setup, set_up
+from .build import Setup, set_numerics, set_up
 from .diagnostics import attach_diagnostics
 from .dry_run import memory_table, stage_map
 from .exclusive import exclusive_folder
@@ -170,11 +168,7 @@ def finish_run(run: Run, history: Sequence[Epoch]) -> None:
 def prepare_process(setup: Setup) -> list[str]:
     """Set torch's options, the allocator and the network's environment variables, and return notes to print."""
     trainer = setup.config.trainer
-    torch.set_num_threads(trainer.threads)
-    torch.set_float32_matmul_precision(trainer.matmul_precision)
-    torch.backends.cudnn.allow_tf32 = trainer.matmul_precision != "highest"
-    torch.backends.cudnn.benchmark = trainer.cudnn_benchmark
-    torch.backends.cudnn.deterministic = not trainer.cudnn_benchmark
+    set_numerics(trainer)
     release_memory(setup.device)  # of an earlier run of this process
     if setup.device.type == "cpu":
         keep_freed_memory()

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from petra.cost_model.costs import PARAMETER_COPIES, BlockCost, StageCost, pipeline_costs, stage_cost
-from petra.cost_model.delays import choose_delays
+from petra.cost_model.delays import choose_delays, largest_delay
 from petra.cost_model.links import INSTANT, Connection, Link
 from petra.cost_model.machines import Device
 from petra.errors import ConfigError, invalid
@@ -251,7 +251,8 @@ def tune(
 
     Args:
         stages: Number of stages, to be partitioned so that the slowest is as fast as possible; or the number of blocks in each.
-        tune_delay: Choose the boundary delays and ignore ``method.delay``. The partition is chosen for d = 2.
+        tune_delay: Choose the boundary delays and ignore ``method.delay``. The partition is chosen for d = 2, or less if the method
+            allows no more. With one stage, there is no delay to choose.
         tune_keep: Store the graph of each block for which there is memory, and as little as possible of the others. Ignores
             ``method.keep``.
         limit: Bytes available to each stage.
@@ -264,7 +265,8 @@ def tune(
         ConfigError: If no partition keeps every stage within the limit.
     """
     count = stages if isinstance(stages, int) else len(stages)
-    method = replace(method, delay=2 if tune_delay else method.delay, keep=Keep.NOTHING if tune_keep else method.keep)
+    delay = largest_delay(method, k, count, 2) if tune_delay else method.delay
+    method = replace(method, delay=delay, keep=Keep.NOTHING if tune_keep else method.keep)
     devices = [replace(device, memory=min(limit, device.memory)) for device in devices or (Device(),) * count]
     splits = method.splits(processes or [range(j, j + 1) for j in range(count)])
     candidates = _Stages(tuple(blocks), method, k, devices, method.delays(count, k), tune_keep, parameter_copies, splits)
@@ -275,8 +277,7 @@ def tune(
         return keeps, candidates.costs(partition, keeps)
 
     keeps, costs = choose()
-    delay = method.delay
-    if tune_delay:
+    if tune_delay and count > 1:
         delay = choose_delays(costs, method, k, link=link, processes=processes, transport=transport, device_type=device_type)
         candidates = replace(candidates, delays=replace(method, delay=delay).delays(count, k))
         keeps, costs = choose()

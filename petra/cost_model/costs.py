@@ -156,13 +156,14 @@ def pipeline_costs(
     ]
 
 
-def count_blocks(model: Model, inputs: TensorSpec) -> tuple[BlockCost, ...]:
+def count_blocks(model: Model, inputs: TensorSpec, autocast: torch.dtype | None = None) -> tuple[BlockCost, ...]:
     """Return costs in FLOPs: 1 × the forward's FLOPs for forward, 2 × for backward, 1 × for recomputation, 0 for an update.
 
     The gradients of the parameters are counted as half of backward, although products without parameters have none.
 
     Args:
         inputs: Form of one microbatch.
+        autocast: Type of the tensors in graphs, which determines their sizes.
 
     Raises:
         ModelError: As :meth:`petra.model.Model.profile`.
@@ -173,7 +174,7 @@ def count_blocks(model: Model, inputs: TensorSpec) -> tuple[BlockCost, ...]:
     for b, (profile, specs) in enumerate(_profiles_with_inputs(model, inputs)):
         key = (model.blocks[b].kind, specs)
         if key not in known:
-            known[key] = _block_cost(model, profile, specs, b, [unit * profile.flops for unit in units])
+            known[key] = _block_cost(model, profile, specs, b, [unit * profile.flops for unit in units], autocast)
         costs.append(replace(known[key], name=profile.name))
     return tuple(costs)
 

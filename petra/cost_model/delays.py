@@ -18,6 +18,12 @@ FIRST_REACH = 4
 """Stages on each side of a boundary that the first estimates look at."""
 
 
+def largest_delay(method: Method, k: int, stages: int, most: int) -> int:
+    """Return the largest delay that all boundaries may have under a method, up to ``most``."""
+    updates = 1 if method.weights is Weights.DOUBLE else None if method.flush else method.max_updates
+    return most if updates is None else min(most, updates * k // max(stages - 1, 1))
+
+
 def choose_delays(
     costs: Sequence[StageCost],
     method: Method,
@@ -42,9 +48,7 @@ def choose_delays(
         device_type: ``cpu`` or ``cuda``, by which ``auto`` selects a transport.
         max_delay: Largest delay of a boundary.
     """
-    if method.weights is Weights.DOUBLE and len(costs) > 1:
-        # The delay of the first stage may not exceed k: two versions of the weights serve all microbatches in flight.
-        max_delay = min(max_delay, k // (len(costs) - 1))
+    max_delay = largest_delay(method, k, len(costs), max_delay)
     boundaries = len(costs) - 1
     if not boundaries:
         return ()

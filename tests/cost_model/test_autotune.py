@@ -96,6 +96,14 @@ def test_double_weights_limit_the_delays() -> None:
     assert sum(delays) <= 8
 
 
+@pytest.mark.parametrize("method", [METHODS["pipedream_2bw"], replace(METHODS["petra"], max_updates=1)], ids=["double", "paci"])
+def test_a_small_k_limits_the_delays(method: Method) -> None:
+    blocks = count_blocks(mixed_net(), RandomSource().spec)
+    found = tune(blocks, method, 4, 4, tune_delay=True)
+    assert isinstance(found.delay, tuple)
+    assert sum(found.delay) <= 4
+
+
 @pytest.mark.parametrize(("latency", "expected"), [(0.0, (1, 1, 1)), (0.45, (2, 2, 2))])
 def test_delays_of_equal_stages(latency: float, expected: tuple[int, ...]) -> None:
     """With fast links d = 1 suffices. If the notice of a receive and the message take less than F, d = 2 suffices."""

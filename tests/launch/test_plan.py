@@ -166,3 +166,30 @@ def test_options_that_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--devices", "0", *SMALL])
     assert capsys.readouterr().err == "error: --devices: expected a number > 0, got 0\n"
+    for name in ("plan.txt", "plan"):
+        with pytest.raises(SystemExit):
+            main(["--devices", "2", "--out", name, *SMALL])
+        assert capsys.readouterr().err == f"error: --out: expected a file name that ends in .png, .svg or .pdf, got {name}\n"
+
+
+def test_a_plan_for_one_device(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--devices", "1", *SMALL])
+    out = capsys.readouterr().out
+    assert "recommended: method=" in out
+    assert "method.delay=" not in out
+
+
+def test_smaller_messages_take_less_of_the_link(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = []
+    for wire in ("float32", "bf16"):
+        main(["--devices", "4", "--bandwidth", "0.1", "--latency", "0", *SMALL, "k=8", f"trainer.wire={wire}"])
+        lines = [line.split("|") for line in capsys.readouterr().out.splitlines()]
+        (row,) = [line for line in lines if len(line) > 2 and line[1].strip() == "petra"]
+        rows.append({"rate": float(row[4]), "traffic": float(row[8])})
+    assert rows[1]["traffic"] == pytest.approx(rows[0]["traffic"] / 2, rel=1e-3)
+    assert rows[1]["rate"] == pytest.approx(2 * rows[0]["rate"], rel=0.05)  # the link limits both
+
+
+def test_a_local_transport_is_that_of_this_process(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--devices", "2", *SMALL, "trainer.transport=local"])
+    assert "recommended: method=" in capsys.readouterr().out
