@@ -18,6 +18,8 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from petra.errors import first_line, invalid, require
+
 from .config.compose import hydra_errors, require_arguments, search_path
 from .run.jobs import Job, check_job, run_here, submit
 from .run.markdown import table
@@ -42,18 +44,32 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--slurm", metavar="OPTIONS", help="submit the runs to Slurm with these options of sbatch, which may be ''")
     parser.add_argument("--config-dir", metavar="FOLDER", help="further folder with configuration files, searched after conf/")
     options, overrides = parser.parse_known_args(arguments)
+    require(options.processes >= 1, "--processes", "an integer >= 1", options.processes)
+    submission = _words(options.slurm)
     require_arguments(overrides)
     if options.config_dir is not None:
         overrides.insert(0, search_path(options.config_dir))
     sweep = jobs(overrides, options.out.resolve())
     for config in [job.config for job in sweep]:  # checks all values before the first job is planned
-        check_job(config, options.processes, here=options.slurm is None)
+        check_job(config, options.processes, here=submission is None)
     unfinished = [job for job in sweep if job.summary() is None]
-    failed = run_here(unfinished, options.processes) if options.slurm is None else submit(unfinished, shlex.split(options.slurm))
+    failed = run_here(unfinished, options.processes) if submission is None else submit(unfinished, submission)
     print(collect(sweep, options.out), end="")
     for job in failed:
         print(f"failed: {job.folder}", file=sys.stderr)
     sys.exit(1 if failed else 0)
+
+
+def _words(options: str | None) -> list[str] | None:
+    """Return the options of sbatch in a text.
+
+    Raises:
+        ConfigError: If a quote is not closed.
+    """
+    try:
+        return None if options is None else shlex.split(options)
+    except ValueError as error:
+        raise invalid("--slurm", "options of sbatch", f"{options} ({first_line(error)})") from error
 
 
 def jobs(overrides: Sequence[str], out: Path) -> list[Job]:
@@ -67,9 +83,9 @@ def jobs(overrides: Sequence[str], out: Path) -> list[Job]:
     for text in overrides:
         with hydra_errors([text]):
             (override,) = parser.parse_overrides([text])
+            swept = [str(value) for value in override.sweep_string_iterator()] if override.is_sweep_override() else []
         key, _, value = text.partition("=")
-        swept = override.is_sweep_override()
-        choices.append([(key, str(v), True) for v in override.sweep_string_iterator()] if swept else [(key, value, False)])
+        choices.append([(key, value, True) for value in swept] or [(key, value, False)])
     result = []
     for combination in product(*choices):
         values = {key: value for key, value, swept in combination if swept}

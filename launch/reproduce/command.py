@@ -43,6 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.config_dir is not None:
         require(trains, "--config-dir", f"none with {options.target}, which trains nothing", options.config_dir)
         overrides = (search_path(options.config_dir), *overrides)
+    require(options.processes >= 1, "--processes", "an integer >= 1", options.processes)
     for folder in options.runs:
         require(folder.is_dir(), "--runs", "existing folders (key=value goes before --runs)", folder)
     if options.page is not None:

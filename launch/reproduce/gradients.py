@@ -62,6 +62,9 @@ def fig6(request: Request) -> Report:
     """Show the cosines of Fig. 5 against the stage at four epochs, from the same run (PETRA, Fig. 6)."""
     run, epochs = _diagnosed_run(request)
     chosen = compared_epochs(len(run.rows))
+    measured = {epoch for rows in epochs.values() for epoch in rows}
+    for epoch in chosen:
+        require(epoch in measured, "trainer.diagnose", f"a measurement in epoch {epoch} of {run.folder}", "none")
     lines, diagrams = [], []
     for published, epoch in zip(FIG6_EPOCHS, chosen, strict=True):
         found = {name: [(stage, rows[epoch][f"cosine_{pair}"]) for stage, rows in epochs.items()] for pair, name in PAIRS.items()}

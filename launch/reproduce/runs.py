@@ -93,6 +93,8 @@ def same_results(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     before |= {
         f"schedule.{key}": before[f"optim.{key}"] for key in ("warmup_epochs", "milestones", "gamma") if f"optim.{key}" in before
     }
+    if any(found[group]["name"] != wanted[group]["name"] for group in GROUPS if group in found):
+        return False  # and the name may be unknown here
     known = _defaults(tuple(f"{group}={found[group]['name']}" for group in GROUPS if group in found)) | before
     for key, value in flat(wanted):
         compared = changes_results(key) or key in ALSO_COMPARED or (key == "trainer.diagnose" and value is not None)

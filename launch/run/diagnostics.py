@@ -46,8 +46,8 @@ def attach_diagnostics(config: TrainerConfig, pipeline: Pipeline, folder: Path |
         yield
     if recorder is not None:
         intervals = gathered_intervals([] if pipeline.replica else recorder.intervals)
-        if folder is not None:
+        if folder is not None and intervals:  # a resumed run may have nothing left to train
             title = f"{pipeline.plan.model.name}, {pipeline.plan.method.name}, the first {config.trace} microbatches"
             write_timeline(intervals, folder, title, pipeline.plan.layout.processes)
-    if quality is not None and folder is not None:
+    if quality is not None and folder is not None and quality.rows:
         gradient_quality(quality.rows, folder / "gradients.png")

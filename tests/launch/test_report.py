@@ -76,6 +76,15 @@ def test_a_run_of_one_epoch_leaves_curves_and_a_report(tmp_path: Path, capsys: p
     assert (folder / "report.html").read_text(encoding="utf-8") == text
 
 
+def test_a_run_with_nothing_left_to_train_keeps_what_was_recorded(tmp_path: Path) -> None:
+    """A run may be stopped after its last microbatch, in the evaluation."""
+    options = ("trainer.trace=4", "trainer.diagnose=4", "trainer.stages=2", "k=2")
+    train(tmp_path / "run", *options)
+    kept = {name: (tmp_path / "run" / name).read_bytes() for name in ("trace.json", "gradients.jsonl", "gradients.png")}
+    train(tmp_path / "run", *options, "resume=auto")
+    assert {name: (tmp_path / "run" / name).read_bytes() for name in kept} == kept
+
+
 def test_a_run_that_is_not_complete_has_a_report(tmp_path: Path) -> None:
     row = {"epoch": 1, "microbatches": 8, "train_loss": 1.5, "test_loss": 1.25}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + '\n{"epoch": 2, "torn')

@@ -95,6 +95,9 @@ def test_a_run_is_used_if_it_computes_the_same() -> None:
         assert not runs.same_results(config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp", other), wanted), other
     diagnosed = config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp", "trainer.diagnose=7")
     assert not runs.same_results(wanted, diagnosed)
+    own = config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp")
+    own["model"]["name"] = "mine:network"
+    assert not runs.same_results(own, wanted)
 
 
 def test_a_run_of_an_earlier_version_is_used() -> None:

@@ -37,6 +37,21 @@ def test_every_combination_is_a_job_with_a_folder_of_its_own() -> None:
     assert [job.folder for job in sweep.jobs(["k=3"], Path("out"))] == [Path("out/run")]
     with pytest.raises(ConfigError, match=r"command line: expected an override in Hydra's syntax, got k=\[1 \("):
         sweep.jobs(["k=[1"], Path("out"))
+    with pytest.raises(ConfigError, match=r"^model=glob\(revnet\*\): "):
+        sweep.jobs(["model=glob(revnet*)"], Path("out"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--processes", "0"], "--processes: expected an integer >= 1, got 0"),
+        (["--slurm=--comment='a"], "--slurm: expected options of sbatch, got --comment='a (No closing quotation)"),
+    ],
+)
+def test_options_that_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        sweep.main([*words, "k=1,2"])
+    assert capsys.readouterr().err == f"error: {message}\n"
 
 
 @pytest.mark.parametrize("name", ["plain", "two words", "it's", 'say "a"', "x=1,2"])
