@@ -23,9 +23,8 @@ from petra.engine.worker import Worker
 from petra.hooks import Gradients, Hook, Hooks
 from petra.nn import InPlaceABN
 from petra.plan.layout import Layout
-from petra.reversible import derive_seed, normalisations
+from petra.reversible import derive_seed, running_statistics
 from petra.specs import Message, Streams
-from petra.torch_private import NormBase
 from petra.transport.port import locate_errors
 
 
@@ -164,7 +163,7 @@ class Replicas(Hook):
         """
         for replicas in self._stages.values():
             buckets = replicas.buckets()
-            statistics = [t for layer in normalisations(replicas.worker.stage.module) for t in _statistics(layer)]
+            statistics = running_statistics(replicas.worker.stage.module)
             parts = _by_dtype(statistics)
             joints = [torch.cat([t.flatten() for t in tensors]) for tensors in parts]
             for tensor in (*buckets, *joints):
@@ -250,7 +249,3 @@ def _buckets(parameters: Sequence[Tensor]) -> list[Tensor]:
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     ordered = sorted(tensors, key=lambda t: str(t.dtype))
     return [list(group) for _, group in groupby(ordered, key=lambda t: t.dtype)]
-
-
-def _statistics(layer: NormBase) -> list[Tensor]:
-    return [t for t in (layer.running_mean, layer.running_var) if t is not None]

@@ -17,8 +17,9 @@ from petra.engine.stage import Stage
 from petra.engine.update_log import Outcome, UpdateLog
 from petra.engine.update_rules import UpdateRules
 from petra.errors import NumericsError
+from petra.reversible import running_statistics
 from petra.specs import Streams
-from petra.torch_private import foreach_copy_, foreach_norm
+from petra.torch_private import foreach_copy_, foreach_norm, preserve_version_counter
 
 ADVICE = "Lower optim.lr or set optim.clip"
 CHECK_EVERY = 50
@@ -72,7 +73,7 @@ class FiniteCheck:
         on_cpu = device.type == "cpu" and loss_scale.scale is None
         self._log = None if on_cpu else UpdateLog(CHECK_EVERY, values, device)
         self.skipped, self.norms = 0.0, MeanNorm()
-        self._statistics = FiniteStatistics(_running_statistics(stage)) if rules.may_skip else None
+        self._statistics = FiniteStatistics(running_statistics(stage.module)) if rules.may_skip else None
 
     def add_received(self, delta: Streams) -> None:
         """Include a received gradient, before scaling."""
@@ -211,7 +212,7 @@ class FiniteCheck:
                 f"the update was not applied. {ADVICE}",
                 origin=bool(received.isfinite()),
             )
-        statistics = _running_statistics(self.stage)
+        statistics = running_statistics(self.stage.module)
         if statistics and not torch.stack([s.double().sum() for s in statistics]).isfinite().all():
             raise NumericsError(
                 f"stage {self.number}: non-finite running statistics after microbatch {t}; evaluation would be wrong. "
@@ -244,7 +245,8 @@ class FiniteStatistics:
         if self._statistics:
             largest = torch.stack(foreach_norm(self._statistics, torch.inf))
             self._finite = torch.where(largest.isfinite()[self._owners], self._joint(), self._finite)
-            foreach_copy_(self._statistics, torch.split(self._finite, self._sizes))
+            with preserve_version_counter(tuple(self._statistics)):  # stored graphs refer to them, but do not read them
+                foreach_copy_(self._statistics, torch.split(self._finite, self._sizes))
 
     def _joint(self) -> Tensor:
         return torch.cat([s.flatten() for s in self._statistics])
@@ -257,8 +259,3 @@ def _sampled_sum(delta: Tensor) -> Tensor:
     """
     first = delta if delta.numel() <= SMALL else delta.as_strided(delta.shape[:1], delta.stride()[:1])
     return first.sum()
-
-
-def _running_statistics(stage: Stage) -> list[Tensor]:
-    """Return running means and variances, which stay non-finite once a non-finite microbatch has entered them."""
-    return [buffer for buffer in stage.module.buffers() if buffer.is_floating_point()]

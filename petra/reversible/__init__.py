@@ -9,7 +9,7 @@ from petra.reversible.coupling import (
     TwoFunctionCoupling,
 )
 from petra.reversible.grid import Grid
-from petra.reversible.replay import derive_seed, forbid_inplace, frozen_statistics, normalisations, seeded
+from petra.reversible.replay import derive_seed, forbid_inplace, frozen_statistics, normalisations, running_statistics, seeded
 from petra.reversible.sequence import ReversibleSequence
 from petra.reversible.split_backward import Differentiate, differentiate, differentiate_inputs
 
@@ -32,6 +32,7 @@ __all__ = [
     "forbid_inplace",
     "frozen_statistics",
     "normalisations",
+    "running_statistics",
     "seeded",
     "unchanged",
 ]

@@ -144,6 +144,12 @@ def normalisations(module: nn.Module) -> list[NormBase]:
     return [m for m in module.modules() if isinstance(m, NormBase) and m.track_running_stats]
 
 
+def running_statistics(module: nn.Module) -> list[Tensor]:
+    """Return the running means and variances of the normalisation layers inside ``module``."""
+    found = (t for layer in normalisations(module) for t in (layer.running_mean, layer.running_var))
+    return [t for t in found if t is not None]
+
+
 class frozen_statistics:
     """Disable updates of running statistics inside the ``with`` block. Layers in training mode still normalise by batch statistics.
 
