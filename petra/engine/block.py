@@ -165,8 +165,8 @@ class BlockRunner(ABC):
     def _differentiate(self, stored: Stored, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, LaterGradients]:
         weights: Sequence[Tensor] = self._trained if version is None else [version[name] for name in self.parameters]
         connected = [(y, d) for y, d in zip(stored.outputs, dy, strict=True) if y.requires_grad]
-        if not connected:  # neither the data nor any weight needs a gradient
-            return detached(stored.inputs), (), dict
+        if not connected:  # no output depends on the input or a weight
+            return detached(stored.inputs), tuple(torch.zeros_like(t) for t in stored.inputs if t.requires_grad), dict
         inputs = [t for t in stored.inputs if t.requires_grad]
         outputs, gradients = zip(*connected, strict=True)
         # Activation checkpointing inside the block reads the parameters again.

@@ -131,7 +131,10 @@ class Coupling(ReversibleBlock):
         x1 = torch.sub(y2, rounded, out=rounded) if reused else y2 - rounded
         device, df = x2.device.type, dy2.to(f.dtype)
         with autocast_to(device, None):  # autocast is for forwards only: plain autograd runs its backward outside of it too
-            (dx2,), gradients = differentiate([f], [x2], parameters, [df])
+            if f.requires_grad:
+                (dx2,), gradients = differentiate([f], [x2], parameters, [df])
+            else:  # F may return a constant, as for a layer that it drops
+                dx2, gradients = None, lambda: [None] * len(parameters)
 
         def used() -> Gradients:
             return {p: g for p, g in zip(parameters, gradients(), strict=True) if g is not None}
