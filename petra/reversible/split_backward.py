@@ -108,6 +108,10 @@ def _products(outputs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequ
                 readers.setdefault(i, []).append(node)
         else:
             reads[node] = NO_WEIGHTS.union(*sets)  # type: ignore[arg-type]
+    for y in outputs:  # one that depends on no input reads its weights, too
+        root = get_gradient_edge(y).node
+        for i in reads.get(root) or ():
+            readers.setdefault(i, []).append(root)
     own: dict[Node, list[int]] = {}
     for i, nodes in readers.items():
         if len(nodes) == 1 and nodes[0].name() in PRODUCTS:

@@ -136,3 +136,15 @@ def test_blocks_of_the_models_have_their_products_in_the_second_part(model: obje
     products = sum(p.dim() > 1 for p in weights)
     assert second.names[kind] == products
     assert first.names["convolution_backward"] == (products if "convolution" in first.names else 0)
+
+
+@pytest.mark.parametrize("other", [lambda w: w.sum(0).expand(3, 6), lambda w: w, lambda w: w @ w])
+def test_an_output_that_depends_on_a_weight_only_adds_to_its_gradient(other: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(3, 6, requires_grad=True), nn.Parameter(torch.randn(6, 6))
+    found = []
+    for function in (differentiate, differentiate_inputs):
+        outputs = [x @ w, other(w)]
+        dx, dw = function(outputs, [x], [w], [torch.ones_like(y) for y in outputs])
+        found.append((*dx, *dw()))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
