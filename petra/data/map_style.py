@@ -52,8 +52,8 @@ def from_dataset(dataset: MapStyle, collate: Collate | None = None) -> Split:
     require(collate is None or callable(collate), "collate", PAIR, type(collate).__name__)
     samples = Samples(dataset, collate or cast(Collate, default_collate))
     _, targets = samples(torch.zeros(1, dtype=torch.long), None)
-    integer = not (targets.is_floating_point() or targets.is_complex())
-    return Split(count, Column(samples, 0), Column(samples, 1), samples=samples, integer_targets=integer)
+    integers = _are_integers(targets)
+    return Split(count, Column(samples, 0), Column(samples, 1), samples=samples, integer_targets=integers)
 
 
 def _count(dataset: Any) -> int:
@@ -126,7 +126,11 @@ def _checked(found: Any, rows: int) -> tuple[Tensor, Tensor]:
     for name, part in (("inputs", inputs), ("targets", targets)):
         fits = part.dim() > 0 and (len(part) == rows or (name == "targets" and len(part) % rows == 0 and len(part) > 0))
         require(fits, "collate", f"{name} with a row for each of {rows} samples", f"shape {list(part.shape)}")
-    return inputs, targets
+    return inputs, targets.long() if _are_integers(targets) else targets  # -100 marks padding
+
+
+def _are_integers(targets: Tensor) -> bool:
+    return not (targets.is_floating_point() or targets.is_complex())
 
 
 def _form(found: Any) -> str:

@@ -207,7 +207,7 @@ class EvalSource(_Source):
         targets, rows = super().targets(m), self._rows(m)
         if rows[-1] <= self._last:
             return targets
-        return targets.view(len(rows), -1).masked_fill((rows > self._last)[:, None], IGNORED).view_as(targets)
+        return targets.reshape(len(rows), -1).masked_fill((rows > self._last)[:, None], IGNORED).view_as(targets)
 
     def _request(self, m: int) -> tuple[Tensor, int | None]:
         return self._rows(m).clamp(max=self._last), None

@@ -21,7 +21,7 @@ The sum is a scalar, whose value is its mean over targets, or a vector of counts
 
 def count_targets(targets: Tensor) -> Tensor:
     """Return the number of targets that are not ignored."""
-    if targets.dtype == torch.int64:
+    if not (targets.is_floating_point() or targets.is_complex()):
         return (targets != IGNORED).sum()
     return torch.full((), len(targets), device=targets.device)  # torch.tensor would copy the number and wait for a GPU
 

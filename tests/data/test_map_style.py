@@ -16,7 +16,9 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from petra import BlockSpec, Model, Pipeline, TensorSpec
 from petra.data import Dataset, EvalSource, Split, TrainSource, from_dataset
+from petra.engine.metrics import count_targets
 from petra.errors import ConfigError, DataError
+from petra.specs import IGNORED
 from petra.training import Checkpoints, newest, restore, sgd
 
 COUNT = 23
@@ -222,3 +224,21 @@ def test_a_run_resumes_within_an_epoch(tmp_path: Path) -> None:
     restore(second, newest(tmp_path / "saved"))
     second.train(TrainSource(split, 4, 0, workers=1), 6)
     assert all(torch.equal(value, second.state_dict()[name]) for name, value in whole.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool])
+def test_padding_is_ignored_for_integers_of_any_type(dtype: torch.dtype) -> None:
+    """Numbers that can't be -100, such as bytes, become int64."""
+    labels = (TARGETS % 2).to(dtype)
+    source = EvalSource(from_dataset(TensorDataset(INPUTS, labels)), batch_size=10)
+    targets = [source.targets(m) for m in range(source.batches)]
+    assert [int(count_targets(t)) for t in targets] == [10, 10, 3]
+    assert torch.equal(torch.cat(targets)[:COUNT], labels.long())
+
+
+def test_targets_that_are_not_contiguous_are_padded() -> None:
+    def collate(rows: list[Any]) -> tuple[Tensor, Tensor]:
+        return torch.stack([x for x, _ in rows]), torch.stack([torch.stack([t, t]) for _, t in rows], 1).t()
+
+    source = EvalSource(from_dataset(Rows(), collate), batch_size=10)
+    assert (source.targets(2) == IGNORED).sum() == 14
