@@ -17,6 +17,7 @@ from petra.engine.elastic import make_replicas
 from petra.engine.endpoints import DataPort, DataSource, Loss, Losses, Objective, require_source
 from petra.engine.executor import Executor
 from petra.engine.global_clip import GlobalClip
+from petra.engine.method_state import restart_state
 from petra.engine.metrics import Metric, correct_predictions, size_of
 from petra.engine.runner import step_runner
 from petra.engine.stage import evaluating
@@ -217,14 +218,13 @@ class Pipeline:
         return {key: value for part in parts[: len(self.plan.layout.processes)] for key, value in part.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load a :meth:`state_dict` of at least this rank's blocks, such as the whole network's, and restart moving averages.
+        """Load a :meth:`state_dict` of at least this rank's blocks, and restart moving averages, older weights and remedies.
 
         Raises:
             ModelError: If a key belongs to no block, or an entry is missing or has another shape. The message names the block.
         """
         load_blocks(self.plan.model, dict(self.blocks()), state)
-        for worker in self.workers.values():
-            worker.update.restart_averages()
+        restart_state(self.plan, self.workers, self.remedies)
 
     def __repr__(self) -> str:
         return f"Pipeline({self.plan}, rank {self.rank} of {self.world}, {self.clock} microbatches done)"

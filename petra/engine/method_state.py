@@ -40,6 +40,13 @@ def load_method_state(
             remedies[j].resume(own)
 
 
+def restart_state(plan: Plan, workers: Mapping[int, Worker], remedies: Mapping[int, StageRemedy]) -> None:
+    """Forget what depends on earlier weights: moving averages, older versions of the weights, and the state of remedies."""
+    for worker in workers.values():
+        worker.update.restart_averages()
+    load_method_state(plan, workers, remedies, {})
+
+
 def _parameters(plan: Plan, j: int, stage: Stage) -> dict[str, nn.Parameter]:
     """Return the trainable parameters of a stage under the keys of ``Pipeline.state_dict``."""
     return {
