@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from petra.errors import invalid, require
+from petra.errors import alternatives, invalid, require
 
 MAX_MICROBATCHES_PER_UPDATE = 10_000
 """Largest accepted k."""
@@ -104,9 +104,8 @@ class Method:
         require(
             self.max_updates is None or self.max_updates >= 1, "method.max_updates", "null or an integer >= 1", self.max_updates
         )
+        self._convert()
         require(min(self.boundary_delays(0)) >= 0, "method.delay", "integers >= 0, one or one per boundary", self.delay)
-        for keep in (self.keep,) if isinstance(self.keep, Keep) else self.keep:
-            require(keep in STORABLE, "method.keep", "graph, input or nothing", keep)
         if self.fill and not self.flush:
             raise invalid("method.fill", "false with method.flush=false", "true")
         if self.flush and self.weights is Weights.DOUBLE:
@@ -114,6 +113,19 @@ class Method:
         if self.split is Split.ZERO_BUBBLE and (self.fill or not self.flush):
             expected = f"none or input_first with method.flush={str(self.flush).lower()} and method.fill={str(self.fill).lower()}"
             raise invalid("method.split", expected, self.split)
+
+    def _convert(self) -> None:
+        """Convert strings to members of their enumerations, and lists to tuples."""
+        for name, kind in (("weights", Weights), ("split", Split)):
+            value = getattr(self, name)
+            require(value in tuple(kind), f"method.{name}", alternatives(tuple(kind)), value)
+            object.__setattr__(self, name, kind(value))
+        keeps = (self.keep,) if isinstance(self.keep, str) else tuple(self.keep)
+        for keep in keeps:
+            require(keep in STORABLE, "method.keep", "graph, input or nothing", keep)
+        object.__setattr__(self, "keep", Keep(self.keep) if isinstance(self.keep, str) else tuple(map(Keep, keeps)))
+        if not isinstance(self.delay, int):
+            object.__setattr__(self, "delay", tuple(self.delay))
 
     def boundary_delays(self, boundaries: int) -> tuple[int, ...]:
         """Return the delay d_j of each boundary.

@@ -174,10 +174,29 @@ def _build_on_meta(spec: BlockSpec) -> nn.Module:
     """
     try:
         with torch.device("meta"):
-            return spec.build().to("meta")
+            module = spec.build()
+            if any(not t.is_meta for t in _tensors(module)):
+                _require_new(spec, module)
+            return module.to("meta")
     except (RuntimeError, ValueError, TypeError, OverflowError) as error:
         got = f"an error when it is built ({first_line(error)})"
         raise invalid(f"block {spec.name}", "a module", got, ModelError) from error
+
+
+def _require_new(spec: BlockSpec, module: nn.Module) -> None:
+    """Check that a block's function builds a new module at each call: moving one to the meta device loses its weights.
+
+    Raises:
+        ModelError: If it returns tensors that it has returned before.
+    """
+    before = {id(t) for t in _tensors(module)}
+    if any(id(t) in before for t in _tensors(spec.build())):
+        expected = "a function that builds a new module at each call (Model.of takes existing modules)"
+        raise invalid(f"block {spec.name}", expected, "one that returns the same tensors again", ModelError)
+
+
+def _tensors(module: nn.Module) -> tuple[Tensor, ...]:
+    return (*module.parameters(), *module.buffers())
 
 
 def _profile_block(name: str, block: nn.Module, streams: Streams, given: str) -> tuple[BlockProfile, Streams]:

@@ -35,6 +35,19 @@ class Layout:
         """Return the index of a rank's replica, and the index of its process in that replica."""
         return divmod(rank, len(self.processes))
 
+    def check(self, *, exact: bool) -> None:
+        """Check that the last block returns one tensor, for the loss, and, if ``exact``, that blocks support exact streams.
+
+        Raises:
+            ModelError: If not.
+        """
+        last = self.profiles[-1]
+        require(
+            len(last.outputs) == 1, f"block {last.name}", "one output, for the loss", f"{len(last.outputs)} streams", ModelError
+        )
+        if exact:
+            self.require_exact()
+
     def require_exact(self) -> None:
         """Check that every reversible block supports exact streams.
 

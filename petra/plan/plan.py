@@ -168,8 +168,7 @@ def make_plan(
     """
     _check_types(model, inputs, k)
     method, layout = _named_method(method), make_layout(model, inputs, stages, processes, dp)
-    if numerics.exact_streams:
-        layout.require_exact()
+    layout.check(exact=numerics.exact_streams)
     count = len(layout.stages)
     delays = method.delays(count, k)
     if isinstance(method.keep, tuple):

@@ -14,11 +14,24 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from petra import ConfigError, Keep, Method, Model, ModelError, Numerics, Pipeline, TensorSpec, Weights
+from petra import (
+    BlockSpec,
+    ConfigError,
+    Keep,
+    Method,
+    Model,
+    ModelError,
+    Numerics,
+    Pipeline,
+    Split,
+    TensorSpec,
+    UpdateRules,
+    Weights,
+)
 from petra.reversible import Coupling, TwoFunctionCoupling
 from petra.staleness import Prediction, Remedy
 from petra.training.optim import OPTIMIZERS
-from tests.support.nets import RandomSource, Stem
+from tests.support.nets import RandomSource, Stem, mixed_net
 from tests.support.processes import run_processes
 
 FLAT = TensorSpec((4, 6), torch.float64)
@@ -386,6 +399,14 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "microbatches": (lambda: chain(linear(6, 3)).train(Vectors(), -3), "microbatches: expected an integer >= 0, got -3"),
     "int8": (lambda: Numerics(autocast=torch.int8), "autocast: expected None, torch.bfloat16 or torch.float16, got torch.int8"),
     "wire": (lambda: Numerics(wire=torch.int8), "wire: expected None or a floating-point type .*, got torch.int8"),
+    "two outputs": (
+        lambda: chain(linear(), Returns(lambda x: (x, x))),
+        "block b1: expected one output, for the loss, got 2 streams",
+    ),
+    "weights": (
+        lambda: Method("mine", 2, Keep.INPUT, weights="old"),
+        "method.weights: expected current, stashed or double, got old",
+    ),  # type: ignore[arg-type]
     "float64 data": (
         lambda: Pipeline(Model.of("mine", {"b": nn.Linear(6, 3)}), FLAT, optimizer=sgd),
         r"block b: expected an input that it accepts, got float64\[4, 6\] from the data",
@@ -423,3 +444,104 @@ def test_a_pipeline_loads_its_state_dict_and_describes_itself() -> None:
     del state["b0.bias"]
     with pytest.raises(ModelError, match=r"block b0 does not fit .*bias"):
         pipeline.load_state_dict(state)
+
+
+class Buffers(nn.Module):
+    """A layer with floating-point buffers that are not running statistics, one of which is not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+        self.register_buffer("mask", torch.full((6, 6), -torch.inf).triu(1))
+        self.register_buffer("mean", torch.ones(1, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x - self.mean)
+
+
+@pytest.mark.parametrize("nonfinite", ["stop", "skip"])
+def test_buffers_that_are_no_running_statistics_may_be_anything(nonfinite: str) -> None:
+    chain(Buffers(), linear(6, 3), rules=UpdateRules(nonfinite=nonfinite)).train(Vectors(), 3)
+
+
+def test_skipped_updates_leave_stored_graphs_valid() -> None:
+    """Without non-finite values, running statistics that may be restored change nothing, also where graphs are late."""
+    late = Method("late", 2, Keep.GRAPH)
+    found = []
+    for nonfinite in ("stop", "skip"):
+        pipeline = Pipeline(
+            mixed_net(), RandomSource().spec, method=late, optimizer=partial(sgd, lr=0.01), rules=UpdateRules(nonfinite=nonfinite)
+        )
+        pipeline.train(RandomSource(), 15)
+        found.append(pipeline.state_dict())
+    assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
+
+
+class Detached(nn.Module):
+    """A frozen layer whose output has no gradient."""
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh()
+
+
+@pytest.mark.parametrize("method", ["backprop", "reversible"])
+def test_a_block_without_gradient_in_the_middle_equals_plain_pytorch(method: str) -> None:
+    torch.manual_seed(0)
+    pipeline, data = chain(linear(), Detached(), linear(6, 3), method=method), Vectors()
+    plain = pipeline.plan.model.build(0)
+    steps = sgd(plain)
+    pipeline.train(data, 4)
+    for m in range(4):
+        steps.zero_grad()
+        F.cross_entropy(plain(data.inputs(m)), data.targets(m)).backward()
+        steps.step()
+    for key, value in pipeline.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-9, atol=1e-12, msg=key)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_function_may_return_a_constant(split: bool) -> None:
+    """As for a layer that is dropped at random."""
+    block = Coupling(Returns(torch.zeros_like))
+    y1, y2, dy1, dy2 = (torch.full((4, 6), value, dtype=torch.float64) for value in (1.0, 2.0, 3.0, 4.0))
+    x, dx, gradients = (block.inverse_input_vjp if split else block.inverse_vjp)((y1, y2), (dy1, dy2))
+    assert [t.mean() for t in (*x, *dx)] == [2.0, 1.0, 4.0, 3.0]
+    assert not (gradients() if callable(gradients) else gradients)
+
+
+def test_a_builder_that_returns_an_existing_module_is_refused_and_leaves_it_alone() -> None:
+    module = linear(6, 3)
+    model = Model("mine", (BlockSpec("b", lambda: module),))
+    with pytest.raises(ModelError, match=r"block b: expected a function that builds a new module .*Model\.of takes existing"):
+        Pipeline(model, FLAT, optimizer=sgd)
+    assert not module.weight.is_meta
+
+
+def test_names_stand_for_the_switches_of_a_method() -> None:
+    named = Method("mine", [1, 2], ["input", "nothing"], weights="stashed", split="input_first")  # type: ignore[arg-type]
+    assert named == Method("mine", (1, 2), (Keep.INPUT, Keep.NOTHING), weights=Weights.STASHED, split=Split.INPUT_FIRST)
+    assert named.weights is Weights.STASHED
+    assert Method("mine", 2, "graph").keep is Keep.GRAPH  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"method\.weights: expected current, stashed or double, got old"):
+        Method("mine", 2, Keep.INPUT, weights="old")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("settings", [{"method": "pipedream_2bw", "k": 8}, {"remedy": Remedy(prediction=Prediction.DIFFERENCE)}])
+def test_loaded_weights_replace_older_and_predicted_ones(settings: dict[str, Any]) -> None:
+    def made() -> Pipeline:
+        return chain(linear(), linear(), linear(6, 3), **({"method": "delayed", "optimizer": partial(sgd, lr=0.05)} | settings))
+
+    torch.manual_seed(0)
+    trained = made()
+    torch.manual_seed(0)
+    new = made()
+    state = {key: value.clone() for key, value in trained.state_dict().items()}
+    trained.train(Vectors(), 24)
+    trained.load_state_dict(state)
+    new.load_state_dict(state)
+    x, versions = Vectors().inputs(0), []
+    for pipeline in (trained, new):
+        runner = pipeline.stages[0].runners[0]
+        versions.append(runner.function(0, (x,), runner.versions.for_forward(pipeline.clock))[0])
+    torch.testing.assert_close(versions[0], versions[1])

@@ -62,7 +62,7 @@ def test_weights_tied_between_blocks_are_refused() -> None:
         Model.of("mine", {"embedding": embedding, "head": head})
     layer = nn.Linear(4, 4)
     model = Model("mine", (BlockSpec("a", lambda: layer), BlockSpec("b", lambda: layer)))
-    with pytest.raises(ModelError, match="block b of model mine: expected tensors of its own"):
+    with pytest.raises(ModelError, match="block a: expected a function that builds a new module at each call"):
         model.profile(TensorSpec((3, 4), torch.float32))
 
 
