@@ -81,7 +81,9 @@ def _choose(setup: Setup, machines: Machines) -> Tuned:
     several = len(processes) > 1
     owners = [range(j, j + 1) for j in range(count)] if "stages" in setup.auto else used
     devices = machines.device_of_stages(owners) if several else (Device(),) * count
-    sharing = [len(owner) for owner in owners for _ in owner] if several else [1] * count
+    # Graphs are stored where there is memory, so each stage of a process gets an equal part of it.
+    divided = several and "keep" in setup.auto
+    sharing = [len(owner) for owner in owners for _ in owner] if divided else [1] * count
     limits = [min(limit, device.memory / stages) for device, stages in zip(devices, sharing, strict=True)]
 
     def search(limits: Sequence[float]) -> Tuned:

@@ -107,7 +107,8 @@ def find_start(config: Config, process: Process, memory: Path | None = None) -> 
     if memory is not None:
         processes = processes_per_replica(process.world, config.dp)
         clock = newest_mirrored(memory, processes)
-        if clock is not None and clock >= facts.get("clock", 0):
+        older = path is not None and _in_run_dir(config, path) and facts["clock"] > (clock or 0)
+        if clock is not None and not older:
             state, facts = read_mirrored(memory, clock, processes)
             changes = require_same(facts["config"], asdict(config), memory, config.resume_change or ())
             return Start(memory, facts | {"clock": clock}, changes, state)
@@ -287,9 +288,8 @@ def move_clock(pipeline: Pipeline, config: Config, start: Start, epoch: int) -> 
     value, now = start.changes.get(changed, (f"{before} microbatches in an epoch", epoch))
     expected = f"{value} as in {start.path}; only a checkpoint at the end of an epoch and of an update allows another value"
     require(ended and clock % pipeline.plan.k == 0, changed, expected, now)
-    own = config.resume == AUTO or (config.run_dir is not None and Path(config.run_dir).resolve() in start.path.resolve().parents)
     require(
-        clock >= pipeline.clock or not own,
+        clock >= pipeline.clock or not _in_run_dir(config, start.path),
         "run_dir",
         f"another folder than that of the checkpoint, for epochs of {epoch} microbatches instead of {before} (resume={start.path})",
         config.run_dir,
@@ -330,6 +330,11 @@ def trained_weights(folder: Path, key: str) -> Path:
     if (checkpoint := best_of(folder / FOLDER) or newest(folder / FOLDER)) is not None:
         return checkpoint
     raise invalid(key, "a folder with exported weights or checkpoints", folder)
+
+
+def _in_run_dir(config: Config, path: Path) -> bool:
+    """Return whether a checkpoint, or the copies in memory, belong to the run's own folder."""
+    return config.resume == AUTO or (config.run_dir is not None and Path(config.run_dir).resolve() in path.resolve().parents)
 
 
 def _checkpoint(config: Config) -> Path | None:
