@@ -103,6 +103,9 @@ class StashedWeights(WeightVersions):
     def stash(self, m: int, version: WeightVersion | None) -> None:
         self.stashed[m] = version
 
+    def resume(self, updates: int, previous: WeightVersion) -> None:
+        self._copies = None
+
     def before_update(self) -> None:
         waiting = [m for m, version in self.stashed.items() if version is None]
         if waiting:
@@ -143,6 +146,7 @@ class DoubleWeights(StashedWeights):
         self._updates += 1
 
     def resume(self, updates: int, previous: WeightVersion) -> None:
+        super().resume(updates, previous)
         self._updates, self.previous = updates, previous or None
 
 
