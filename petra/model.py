@@ -175,7 +175,7 @@ def _build_on_meta(spec: BlockSpec) -> nn.Module:
     try:
         with torch.device("meta"):
             module = spec.build()
-            if any(not t.is_meta for t in _tensors(module)):
+            if any(not t.is_meta for t in (*module.parameters(), *module.buffers())):
                 _require_new(spec, module)
             return module.to("meta")
     except (RuntimeError, ValueError, TypeError, OverflowError) as error:
@@ -187,16 +187,13 @@ def _require_new(spec: BlockSpec, module: nn.Module) -> None:
     """Check that a block's function builds a new module at each call: moving one to the meta device loses its weights.
 
     Raises:
-        ModelError: If it returns tensors that it has returned before.
+        ModelError: If it returns modules or parameters that it has returned before. Tensors of buffers may be the same.
     """
-    before = {id(t) for t in _tensors(module)}
-    if any(id(t) in before for t in _tensors(spec.build())):
+    again = spec.build()
+    before = {id(part) for part in (*module.modules(), *module.parameters())}
+    if any(id(part) in before for part in (*again.modules(), *again.parameters())):
         expected = "a function that builds a new module at each call (Model.of takes existing modules)"
-        raise invalid(f"block {spec.name}", expected, "one that returns the same tensors again", ModelError)
-
-
-def _tensors(module: nn.Module) -> tuple[Tensor, ...]:
-    return (*module.parameters(), *module.buffers())
+        raise invalid(f"block {spec.name}", expected, "one that returns the same module again", ModelError)
 
 
 def _profile_block(name: str, block: nn.Module, streams: Streams, given: str) -> tuple[BlockProfile, Streams]:
