@@ -21,9 +21,11 @@ The sum is a scalar, whose value is its mean over targets, or a vector of counts
 
 def count_targets(targets: Tensor) -> Tensor:
     """Return the number of targets that are not ignored."""
-    if not (targets.is_floating_point() or targets.is_complex()):
+    integers = not (targets.is_floating_point() or targets.is_complex())
+    if integers and targets.dtype.is_signed:
         return (targets != IGNORED).sum()
-    return torch.full((), len(targets), device=targets.device)  # torch.tensor would copy the number and wait for a GPU
+    count = targets.numel() if integers else len(targets)
+    return torch.full((), count, device=targets.device)  # torch.tensor would copy the number and wait for a GPU
 
 
 def correct_predictions(output: Tensor, targets: Tensor) -> Tensor:

@@ -242,3 +242,9 @@ def test_targets_that_are_not_contiguous_are_padded() -> None:
 
     source = EvalSource(from_dataset(Rows(), collate), batch_size=10)
     assert (source.targets(2) == IGNORED).sum() == 14
+
+
+def test_bytes_are_never_ignored() -> None:
+    """156 is -100 modulo 256."""
+    assert int(count_targets(torch.tensor([156, 1], dtype=torch.uint8))) == 2
+    assert int(count_targets(torch.tensor([-100, 1], dtype=torch.int16))) == 1
