@@ -31,6 +31,15 @@ def main(arguments: list[str] | None = None) -> None:
     compare(options.runs, options.out)
 
 
+def require_picture(out: Path) -> None:
+    """Check the name of a file for a figure.
+
+    Raises:
+        ConfigError: If it has another suffix than those of :data:`SUFFIXES`.
+    """
+    require(out.suffix in SUFFIXES, "--out", "a file name that ends in .png, .svg or .pdf", out)
+
+
 def compare(folders: Sequence[Path], out: Path | None) -> None:
     """Print the table of the runs in ``folders``, and draw their curves to the file ``out`` unless it is None.
 
@@ -38,7 +47,7 @@ def compare(folders: Sequence[Path], out: Path | None) -> None:
         PetraError: If a folder is not a run's, one of its files is damaged, or ``out`` can't be written.
     """
     if out is not None:
-        require(out.suffix in SUFFIXES, "--out", "a file name that ends in .png, .svg or .pdf", out)
+        require_picture(out)
     from petra.analysis.plots import curves
     from petra.training.records import writing
 

@@ -103,13 +103,14 @@ def dotlist(words: list[str]) -> DictConfig:
     Raises:
         ConfigError: If a value is not YAML.
     """
+    overrides = OmegaConf.create()
     for word in words:
         try:
-            OmegaConf.from_dotlist([word])
+            overrides.merge_with_dotlist([word])
         except YAMLError as error:
             key, _, value = word.partition("=")
             raise invalid(key, "a value in YAML; quote one that begins with a special character", value) from error
-    return OmegaConf.from_dotlist(words)
+    return overrides
 
 
 if __name__ == "__main__":

@@ -29,8 +29,7 @@ from torch import nn
 
 from petra.data.tokenizer import DELIMITER, VOCABULARY, load_vocabulary
 from petra.errors import DataError, ModelError, alternatives, first_line, invalid, require
-from petra.models.generation import Sampling, generate
-from petra.models.language import TokenStem
+from petra.models.generation import Sampling, find_stem, generate
 
 from .config.errors import config_error
 from .config.schema import Config
@@ -109,8 +108,7 @@ def load_model(config: Config, weights: Path, device: str) -> nn.Module:
     """
     plan = set_up(for_inference(config, device="cpu"), Process(0, 1, 0, 1)).plan
     chain = plan.model.build(0)
-    language = any(isinstance(module, TokenStem) for module in chain.modules())
-    require(language, "run", "a run of gpt or revgpt", plan.model.name, ModelError)
+    require(find_stem(chain) is not None, "run", "a run of gpt or revgpt", plan.model.name, ModelError)
     try:
         chain.load_state_dict(read_weights(weights))
     except RuntimeError as error:

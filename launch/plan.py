@@ -31,7 +31,7 @@ from petra.method import METHODS, Method, Split
 from petra.plan.transport import simulated_transport
 from petra.settings import TransportName
 
-from .compare import SUFFIXES
+from .compare import require_picture
 from .config.compose import compose_overrides
 from .config.machines import read_machines
 from .config.schema import Config
@@ -165,7 +165,7 @@ def report(config: Config, options: argparse.Namespace) -> str:
     """Return the report in Markdown, and draw the figure if there is an output file."""
     setup = set_up(config, Process(rank=0, world=1, local_rank=0, local_world=1))
     if options.out is not None:
-        require(options.out.suffix in SUFFIXES, "--out", "a file name that ends in .png, .svg or .pdf", options.out)
+        require_picture(options.out)
     wire, inputs, model = setup.plan.numerics.wire, setup.plan.inputs, setup.plan.model
     machines = _machines(options)
     machines = replace(machines, connections=in_wire_type(machines.connections, wire))

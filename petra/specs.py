@@ -87,6 +87,11 @@ def as_streams(value: Tensor | Sequence[Tensor]) -> Streams:
     return (value,) if isinstance(value, Tensor) else tuple(value)
 
 
+def are_integers(targets: Tensor) -> bool:
+    """Return whether targets are integers or booleans. Those of signed types may be :data:`IGNORED`."""
+    return not (targets.is_floating_point() or targets.is_complex())
+
+
 def in_own_memory(tensor: Tensor) -> Tensor:
     """Return the tensor, copied if it is a view: a view of a received message would keep the whole message alive."""
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor

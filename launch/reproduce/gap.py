@@ -179,7 +179,7 @@ def _code(overrides: Sequence[str]) -> str:
 
 def _gap_closed(accuracy: float, reached: Mapping[str, float]) -> str:
     """Return the part of the gap between PETRA and backpropagation that this accuracy closes."""
-    if len({reached.get(EXACT), reached.get(PLAIN), accuracy, None}) < 4:
+    if EXACT not in reached or PLAIN not in reached or len({reached[EXACT], reached[PLAIN], accuracy}) < 3:
         return ""
     return f"{100 * (accuracy - reached[PLAIN]) / (reached[EXACT] - reached[PLAIN]):.0f} %"
 

@@ -16,6 +16,7 @@ from torch.utils.data import default_collate, get_worker_info
 from petra.data.dataset import Split
 from petra.errors import DataError, PetraError, first_line, invalid, require
 from petra.reversible import derive_seed, seeded
+from petra.specs import are_integers
 
 Collate = Callable[[list[Any]], tuple[Tensor, Tensor]]
 """Map from a list of B samples to the inputs (B, ...) and the targets, (B, ...) or (B·T,)."""
@@ -52,7 +53,7 @@ def from_dataset(dataset: MapStyle, collate: Collate | None = None) -> Split:
     require(collate is None or callable(collate), "collate", PAIR, type(collate).__name__)
     samples = Samples(dataset, collate or cast(Collate, default_collate))
     _, targets = samples(torch.zeros(1, dtype=torch.long), None)
-    integers = _are_integers(targets)
+    integers = are_integers(targets)
     return Split(count, Column(samples, 0), Column(samples, 1), samples=samples, integer_targets=integers)
 
 
@@ -126,11 +127,7 @@ def _checked(found: Any, rows: int) -> tuple[Tensor, Tensor]:
     for name, part in (("inputs", inputs), ("targets", targets)):
         fits = part.dim() > 0 and (len(part) == rows or (name == "targets" and len(part) % rows == 0 and len(part) > 0))
         require(fits, "collate", f"{name} with a row for each of {rows} samples", f"shape {list(part.shape)}")
-    return inputs, targets.long() if _are_integers(targets) else targets  # -100 marks padding
-
-
-def _are_integers(targets: Tensor) -> bool:
-    return not (targets.is_floating_point() or targets.is_complex())
+    return inputs, targets.long() if are_integers(targets) else targets  # -100 marks padding
 
 
 def _form(found: Any) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from petra.errors import ModelError, invalid
-from petra.specs import IGNORED, TensorSpec
+from petra.specs import IGNORED, TensorSpec, are_integers
 
 Metric = Callable[[Tensor, Tensor], Tensor]
 """Function of (output, targets) that returns a sum over the targets that are not ignored.
@@ -21,7 +21,7 @@ The sum is a scalar, whose value is its mean over targets, or a vector of counts
 
 def count_targets(targets: Tensor) -> Tensor:
     """Return the number of targets that are not ignored."""
-    integers = not (targets.is_floating_point() or targets.is_complex())
+    integers = are_integers(targets)
     if integers and targets.dtype.is_signed:
         return (targets != IGNORED).sum()
     count = targets.numel() if integers else len(targets)

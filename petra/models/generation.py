@@ -66,7 +66,7 @@ def generate(model: nn.Module, prompt: Sequence[int], sampling: Sampling, seed: 
         ConfigError: If the prompt is empty, or the model is not a language model.
     """
     require(len(prompt) >= 1, "prompt", "at least one token", "none")
-    stem = next((m for m in model.modules() if isinstance(m, TokenStem)), None)
+    stem = find_stem(model)
     if stem is None:
         require(False, "run", "a run of gpt or revgpt", "a network without tokens")
         return
@@ -84,6 +84,11 @@ def generate(model: nn.Module, prompt: Sequence[int], sampling: Sampling, seed: 
                 yield token
                 text.append(token)
                 new = [token]
+
+
+def find_stem(model: nn.Module) -> TokenStem | None:
+    """Return the first block of a language model; None for another model."""
+    return next((m for m in model.modules() if isinstance(m, TokenStem)), None)
 
 
 @contextmanager

@@ -74,8 +74,8 @@ def basis_rotation(
 class Muon(torch.optim.Optimizer):
     """Muon for the weights of linear layers and AdamW for all other parameters, with one learning rate and one weight decay.
 
-    Muon's updates are scaled to the root mean square of AdamW's (Liu et al. 2025, section 2.2), so one rate fits both. Weights of
-    convolutions and embeddings, of positions too, go to AdamW.
+    Muon's updates are scaled to the root mean square of AdamW's (Liu et al. 2025, section 2.2), so one rate fits both. AdamW
+    also gets the weights of convolutions and of token and position embeddings.
     """
 
     # As in torch's fused optimizers, step() skips updates by `found_inf` without synchronizing with the device.

@@ -31,7 +31,7 @@ from petra import (
 from petra.reversible import Coupling, TwoFunctionCoupling
 from petra.staleness import Prediction, Remedy
 from petra.training.optim import OPTIMIZERS
-from tests.support.nets import RandomSource, Stem, mixed_net
+from tests.support.nets import RandomSource, Stem, mixed_net, train_plainly
 from tests.support.processes import run_processes
 
 FLAT = TensorSpec((4, 6), torch.float64)
@@ -138,12 +138,8 @@ def test_statistics_of_instance_normalisation_move_once_per_microbatch() -> None
     model, data = Model.of("mine", blocks), RandomSource()
     pipeline = Pipeline(model, data.spec, method="reversible", optimizer=sgd)
     plain = model.build(0)
-    optimizer = sgd(plain)
     pipeline.train(data, 3)
-    for m in range(3):
-        optimizer.zero_grad()
-        F.cross_entropy(plain(data.inputs(m)), data.targets(m)).backward()
-        optimizer.step()
+    train_plainly(plain, sgd(plain), data, 3)
     for key, value in pipeline.state_dict().items():
         torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-9, atol=1e-12, msg=key)
     block = Coupling(Normalised())
@@ -490,12 +486,8 @@ def test_a_block_without_gradient_in_the_middle_equals_plain_pytorch(method: str
     torch.manual_seed(0)
     pipeline, data = chain(linear(), Detached(), linear(6, 3), method=method), Vectors()
     plain = pipeline.plan.model.build(0)
-    steps = sgd(plain)
     pipeline.train(data, 4)
-    for m in range(4):
-        steps.zero_grad()
-        F.cross_entropy(plain(data.inputs(m)), data.targets(m)).backward()
-        steps.step()
+    train_plainly(plain, sgd(plain), data, 4)
     for key, value in pipeline.state_dict().items():
         torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-9, atol=1e-12, msg=key)
 

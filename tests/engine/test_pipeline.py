@@ -25,7 +25,7 @@ from petra.method import STORABLE
 from petra.models import MODELS
 from petra.settings import Numerics, Runtime
 from petra.staleness import Prediction, Remedy
-from tests.support.nets import RandomSource, mixed_net
+from tests.support.nets import RandomSource, mixed_net, train_plainly
 
 
 def sgd(module: nn.Module) -> torch.optim.SGD:
@@ -126,11 +126,7 @@ def test_one_stage_is_plain_training(delay: int) -> None:
     pipeline = Pipeline(model, data.spec, method=Method("petra", delay, Keep.NOTHING), stages=1, optimizer=sgd, seed=1)
     pipeline.train(data, 6)
     plain = model.build(1)
-    optimizer = sgd(plain)
-    for m in range(6):
-        optimizer.zero_grad()
-        F.cross_entropy(plain(data.inputs(m)), data.targets(m)).backward()
-        optimizer.step()
+    train_plainly(plain, sgd(plain), data, 6)
     for key, value in pipeline.state_dict().items():
         torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-8, atol=1e-10, msg=key)
 

@@ -6,8 +6,10 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from petra import BlockSpec, Model, TensorSpec
+from petra.engine.endpoints import DataSource
 from petra.reversible import Coupling, TwoFunctionCoupling, derive_seed
 
 
@@ -104,3 +106,11 @@ class RandomSource:
     @staticmethod
     def _generator(m: int, kind: int) -> torch.Generator:
         return torch.Generator().manual_seed(derive_seed(99, kind, m))
+
+
+def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, data: DataSource, microbatches: int) -> None:
+    """Train with ordinary autograd: one update for each microbatch."""
+    for m in range(microbatches):
+        optimizer.zero_grad()
+        F.cross_entropy(model(data.inputs(m)), data.targets(m)).backward()
+        optimizer.step()
