@@ -1,1 +1,1 @@
-"""Analysis of training runs: figures, timelines, memory, complexity and FLOPs."""
+"""Analysis of training runs: figures, timelines and memory."""

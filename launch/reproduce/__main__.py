@@ -1,5 +1,0 @@
-"""Run ``petra reproduce``."""
-
-from .command import main
-
-main()

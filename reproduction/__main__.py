@@ -1,0 +1,5 @@
+"""Run ``python -m reproduction``."""
+
+from .command import main
+
+main()

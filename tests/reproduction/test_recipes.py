@@ -1,0 +1,163 @@
+"""What the presets set, compared with the recipes of the papers and the figures in reproduction.paper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import pytest
+import torch
+
+from launch.config.compose import compose_overrides
+from launch.config.schema import Config
+from launch.run.recipe import learning_rate
+from petra.models import MODELS
+from reproduction import paper
+from reproduction.paper import PETRA_ACCUMULATIONS
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A training recipe.
+
+    Attributes:
+        batch: Images per update of the baseline.
+        peak: Learning rate of the baseline after the warm-up.
+        warmup: Epochs of linear warm-up from 0.
+        drops: When the learning rate is multiplied by 0.1, in ``unit``.
+        length: Length of the run, in ``unit``.
+        unit: ``epochs`` or ``updates``.
+        weight_decay: Not applied to biases and batch normalisation.
+    """
+
+    batch: int
+    peak: float
+    warmup: int
+    drops: tuple[int, ...]
+    length: int
+    weight_decay: float
+    nesterov: bool
+    unit: str = "epochs"
+    momentum: float = 0.9
+
+
+RECIPES = MappingProxyType(
+    {
+        "petra/cifar10": Recipe(128, 0.1, 5, (150, 225), 300, 5e-4, nesterov=True),
+        "petra/imagenet32": Recipe(128, 0.1, 5, (30, 60, 80), 90, 1e-4, nesterov=True),
+        "petra/imagenet": Recipe(256, 0.1, 5, (30, 60, 80), 90, 1e-4, nesterov=True),
+        "revnet/cifar10": Recipe(100, 0.1, 0, (40_000, 60_000), 80_000, 2e-4, nesterov=False, unit="updates"),
+        "revnet/imagenet": Recipe(256, 0.1, 0, (160_000, 320_000, 480_000), 600_000, 1e-4, nesterov=False, unit="updates"),
+    }
+)
+"""PETRA, section 4.1, and RevNet, appendix 7.1, by name of the preset. PETRA's text prints "128 on ImageNet32 and CIFAR-10, and 256
+on ImageNet32"; the last one can only be ImageNet. RevNet's text has no initial learning rate for ImageNet; 0.1 is that of its
+CIFAR recipe."""
+
+PETRA_BATCH = 64
+"""Images per microbatch of PETRA's runs; the peak rate is 0.1 · 64 k / 256 (PETRA, section 4.1)."""
+
+BASELINES = [f"petra/{data}" for data in paper.DATASETS]
+CIFAR, IMAGENET = 50_000, 1_281_167
+IMAGES = {"cifar10": CIFAR, "imagenet32": IMAGENET, "imagenet": IMAGENET}
+
+
+def compose(*overrides: str) -> Config:
+    return compose_overrides(list(overrides))
+
+
+def images_of(preset: str) -> int:
+    return IMAGES[preset.split("/")[1].removesuffix("_backprop").removesuffix("_resnet")]
+
+
+def rate_by_epoch(recipe: Recipe, peak: float, epoch: int) -> float:
+    """Return the learning rate at the end of an epoch, from the printed numbers."""
+    rate = peak * min(1.0, epoch / recipe.warmup)
+    return rate * 0.1 ** sum(epoch > drop for drop in recipe.drops)
+
+
+def assert_rates(config: Config, images: int, recipe: Recipe, peak: float) -> None:
+    microbatches = images // config.data.batch_size
+    schedule = learning_rate(config, microbatches)
+    for epoch in range(1, recipe.length + 1):
+        assert schedule(epoch * microbatches) == pytest.approx(rate_by_epoch(recipe, peak, epoch)), epoch
+    assert schedule(1) == pytest.approx(peak / (recipe.warmup * microbatches))
+    for drop in recipe.drops:
+        assert schedule(drop * microbatches + 1) == pytest.approx(0.1 * schedule(drop * microbatches))
+
+
+def assert_optimizer(config: Config, recipe: Recipe) -> None:
+    optim = config.optim
+    assert (optim.name, optim.momentum, optim.nesterov) == ("sgd", recipe.momentum, recipe.nesterov)
+    assert optim.weight_decay == recipe.weight_decay
+    assert config.schedule.gamma == 0.1
+
+
+@pytest.mark.parametrize("preset", BASELINES)
+@pytest.mark.parametrize("k", PETRA_ACCUMULATIONS)
+def test_petras_recipe(preset: str, k: int) -> None:
+    recipe = RECIPES[preset]
+    config = compose(f"experiment={preset}", "method=petra", f"k={k}")
+    assert config.data.batch_size == PETRA_BATCH == 64
+    assert config.trainer.epochs == recipe.length
+    assert_optimizer(config, recipe)
+    assert_rates(config, images_of(preset), recipe, peak=0.1 * 64 * k / 256)
+
+
+@pytest.mark.parametrize("preset", BASELINES)
+def test_petras_baselines_make_one_microbatch_of_a_batch(preset: str) -> None:
+    recipe = RECIPES[preset]
+    config = compose(f"experiment={preset}_backprop", "model=resnet18")
+    assert (config.method.name, config.k, config.data.batch_size) == ("backprop", 1, recipe.batch)
+    assert config.trainer.epochs == recipe.length
+    assert_optimizer(config, recipe)
+    assert_rates(config, images_of(preset), recipe, peak=recipe.peak)
+    assert compose(f"experiment={preset}_backprop", "model=revnet18", "method=reversible").k == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "preset", "microbatch"),
+    [
+        ("revnet/cifar10", "revnet/cifar10", 100),
+        ("revnet/imagenet", "revnet/imagenet", 64),
+        ("revnet/imagenet", "revnet/imagenet_resnet", 32),
+    ],
+)
+def test_revnets_recipes(name: str, preset: str, microbatch: int) -> None:
+    recipe = RECIPES[name]
+    config = compose(f"experiment={preset}", "model=revnet38")
+    assert (config.data.batch_size, config.data.batch_size * config.k) == (microbatch, recipe.batch)
+    assert_optimizer(config, recipe)
+    microbatches = images_of(preset) // microbatch
+    schedule = learning_rate(config, microbatches)
+    updates = microbatches / config.k
+    # An epoch of ImageNet has 5004.5 updates, so the drops are at whole epochs next to the printed numbers of updates.
+    assert config.trainer.epochs * updates == pytest.approx(recipe.length, rel=1e-3)
+    assert config.schedule.milestones is not None
+    assert [m * updates for m in config.schedule.milestones] == pytest.approx(recipe.drops, rel=1e-3)
+    for epoch in range(1, config.trainer.epochs + 1):
+        drops = sum(epoch > milestone for milestone in config.schedule.milestones)
+        assert schedule(epoch * microbatches) == pytest.approx(recipe.peak * 0.1**drops)
+    if name == "revnet/cifar10":
+        assert config.data.mean_image
+        cifar100 = compose(f"experiment={preset}", "data=cifar100_mean_image", "data.batch_size=100")
+        assert (cifar100.data.mean_image, cifar100.data.batch_size) == (True, 100)
+    else:
+        assert config.data.distort
+
+
+def test_the_figures_of_the_tables_agree_with_each_other() -> None:
+    largest = paper.TABLE3[True, True][0]
+    for gigabytes, saved in paper.TABLE3.values():
+        assert 100 * (1 - gigabytes / largest) == pytest.approx(saved, abs=0.15)
+    for reversible, petra, speed_up in paper.TABLE5.values():
+        assert reversible / petra == pytest.approx(speed_up, abs=0.05)
+    assert {model: len(stages) for model, stages in paper.TABLE6.items()} == {"revnet18": 10, "revnet34": 18}
+    assert paper.TABLE2.keys() == {(m, n) for m, n in paper.TABLE2 if n in paper.PARAMETERS}
+
+
+@pytest.mark.parametrize("model", paper.PARAMETERS)
+def test_parameters_of_petras_table_2(model: str) -> None:
+    with torch.device("meta"):
+        count = sum(p.numel() for block in MODELS[model](classes=1000, stem="imagenet").blocks for p in block.build().parameters())
+    assert round(count / 1e6, 1) == paper.PARAMETERS[model]

@@ -1,0 +1,396 @@
+"""Test reproductions: which finished runs a table uses, what is trained, the tables, and the errors."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launch.run.jobs import Job
+from launch.run.training import run
+from launch.runtime.rank import Process
+from petra.cost_model.costs import StageCost
+from petra.errors import ConfigError
+from petra.models import revnet18, revnet50
+from petra.plan.plan import make_plan
+from reproduction import accuracy, gradients, memory, paper, runs, speed
+from reproduction import command as reproduce
+from reproduction.record import record_of, write_record
+from reproduction.report import Request, Scale
+from reproduction.targets import TARGETS
+from tests.support.nets import RandomSource, mixed_net
+
+TINY = ["data=synthetic", "data.images=16", "data.batch_size=8", "model.width=0.0625", "trainer.epochs=1", "trainer.device=cpu"]
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Train runs in this process instead of new ones. Return the list of the folder names of trained runs."""
+    names: list[str] = []
+
+    def run_here(unfinished: Sequence[Job], processes: int) -> list[Job]:
+        for job in unfinished:
+            names.append(job.folder.name)
+            run(job.config, Process(rank=0, world=1, local_rank=0, local_world=1))
+        return []
+
+    monkeypatch.setattr(runs, "run_here", run_here)
+    return names
+
+
+def write_run(folder: Path, config: dict[str, Any], test_accuracy: float, **summary: Any) -> None:
+    """Write the files of a finished run."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    row = {
+        "epoch": 1,
+        "microbatches": 100,
+        "train_loss": 1.0,
+        "train_accuracy": 0.5,
+        "test_loss": 1.0,
+        "test_accuracy": test_accuracy,
+    }
+    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    content = {"test_accuracy": test_accuracy, "train_accuracy": 0.5, "stages": 10, "k": config["k"], "parameters": 700_000}
+    content |= {"method": config["method"]["name"], "delay": config["method"]["delay"], "seed": config["seed"]}
+    content |= {"batch_size": config["data"]["batch_size"], "epochs": config["trainer"]["epochs"], "model_options": {}}
+    content |= {group: config[group]["name"] for group in ("remedy", "model", "data")}
+    (folder / "summary.json").write_text(json.dumps(content | summary))
+
+
+@cache
+def composed(*overrides: str) -> dict[str, Any]:
+    return asdict(runs.job(Request(Scale.CPU, Path("out")), "x", *overrides).config)
+
+
+def config_of(*overrides: str) -> dict[str, Any]:
+    return deepcopy(composed(*overrides))
+
+
+def request(out: Path, *arguments: str) -> None:
+    reproduce.main([*arguments, "--out", str(out)])
+
+
+def test_a_run_is_used_if_it_computes_the_same() -> None:
+    wanted = config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp")
+    assert runs.same_results(config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp", "data.root=/other", "trainer.threads=2"), wanted)
+    assert runs.same_results(config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp", "trainer.diagnose=7", "model.stem=cifar"), wanted)
+    for other in (
+        "k=2",
+        "method=petra",
+        "trainer.epochs=7",
+        "trainer.precision=float32",
+        "remedy=shrinking",
+    ):
+        assert not runs.same_results(config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp", other), wanted), other
+    diagnosed = config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp", "trainer.diagnose=7")
+    assert not runs.same_results(wanted, diagnosed)
+    own = config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp")
+    own["model"]["name"] = "mine:network"
+    assert not runs.same_results(own, wanted)
+
+
+def test_a_record_is_found_by_its_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names of settings, not keys of the configuration, say which run is which. Another recipe needs another record."""
+    monkeypatch.setattr(accuracy, "ACCUMULATIONS", (4, 8))
+    write_run(tmp_path / "run", config_of(*accuracy.SIX_EPOCHS, "k=4"), 0.7)
+    record = record_of(tmp_path / "run", "k4_petra", "755bbe8", "B", also=["k8_petra"])
+    write_record(tmp_path / "records", record)
+    shutil.rmtree(tmp_path / "run")
+    given = ("--gather", "--runs", str(tmp_path / "records"))
+    request(tmp_path / "out", "fig4", "data.root=x", "trainer.threads=2", *given)
+    text = capsys.readouterr().out
+    assert "| 4 | 70.00 % |  |  | 4.5 |" in text
+    assert "| 8 | 70.00 % |  |  | 2.25 |" in text
+    for override in ("scale=paper", "trainer.epochs=7", "++optim.lr=1", "trainer.diagnose=7"):
+        request(tmp_path / "out", "fig4", override, *given)
+        assert "0 of 4 runs finished" in capsys.readouterr().out, override
+
+
+def test_records_of_table_2_are_those_of_its_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = Path(__file__).parents[2] / "reproduction" / "records"
+    request(tmp_path / "out", "table2", "data=cifar100", "--gather", "--runs", str(records))
+    assert "0 of 3 runs finished" in capsys.readouterr().out
+
+
+def test_table_4_from_finished_runs(
+    tmp_path: Path, trained: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accuracy, "ROWS", {row: m for row, m in accuracy.ROWS.items() if m in ("reversible", "dsp", "petra")})
+    for method, accuracies in {"reversible": (0.80, 0.81, 0.82), "petra": (0.70, 0.73, 0.76), "dsp": (0.5,)}.items():
+        for seed, value in enumerate(accuracies):
+            folder = tmp_path / "given" / f"{method}{seed}"
+            write_run(folder, config_of(*accuracy.SIX_EPOCHS, "data=cifar100", "k=1", f"method={method}", f"seed={seed}"), value)
+    (tmp_path / "given" / "dsp0" / "summary.json").unlink()  # as if the run had not finished
+    request(tmp_path / "out", "table4", "--gather", "--runs", str(tmp_path / "given"))
+    text = capsys.readouterr().out
+    assert "| revnet18 | backpropagation | `reversible` | 77.5 |  | 81.00 ± 1.00 |  | 80.00, 81.00, 82.00 |" in text
+    assert "| revnet18 | PETRA: without either | `petra` | 75.9 | 1.6 | 73.00 ± 3.00 | 8.0 | 70.00, 73.00, 76.00 |" in text
+    assert "| revnet18 | without parameter buffers | `dsp` | 76.4 | 1.1 | – | – | – |" in text
+    assert "| revnet50 | PETRA: without either | `petra` | 77.2 | 1.3 | – | – | – |" in text
+    assert "| revnet18 | inputs, exact weights | 1.1 | – |" in text  # 76.5 − 75.4
+    assert "| revnet34 | weights, approximated inputs | 1.2 | – |" in text  # 76.4 − 75.2
+    assert "6 of 9 runs finished" in text
+    assert (tmp_path / "out" / "table4.md").read_text() == text
+    data = json.loads((tmp_path / "out" / "table4.json").read_text())
+    assert data["scale"] == "cpu"
+    assert data["data"]["revnet18_petra_s2"]["summary"]["test_accuracy"] == 0.76
+    assert not trained
+
+
+def test_figure_4_and_table_2_from_finished_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accuracy, "ACCUMULATIONS", (1, 4))
+    for k, value in ((1, 0.6), (4, 0.7)):
+        write_run(tmp_path / f"petra{k}", config_of(*accuracy.SIX_EPOCHS, f"k={k}"), value)
+    write_run(tmp_path / "exact", config_of(*accuracy.SIX_EPOCHS, "k=4", "method=reversible"), 0.75)
+    request(tmp_path / "out", "fig4", "--gather", "--runs", str(tmp_path))
+    text = capsys.readouterr().out
+    assert "| 1 | 60.00 % |  |  | 18 |" in text
+    assert "| 4 | 70.00 % | 75.00 % | 5.00 | 4.5 |" in text
+    assert (tmp_path / "out" / "fig4.png").stat().st_size > 1000
+    monkeypatch.setattr(
+        accuracy, "TABLE2", {("torchvision", "resnet18"): (None, None, 69.8), ("petra", "revnet18"): (94.9, 54.6, 71.0)}
+    )
+    for k, seed, value, train in ((1, 0, 0.9, 0.8), (4, 0, 0.8, 0.9), (4, 1, 0.84, 0.9)):
+        settings = ("experiment=petra/cifar10", "model=revnet18", f"k={k}", f"seed={seed}")
+        write_run(tmp_path / "more" / f"{k}_{seed}", config_of(*settings), value, train_accuracy=train)
+    request(tmp_path / "out", "table2", "scale=paper", "data=cifar10", "--gather", "--runs", str(tmp_path / "more"))
+    text = capsys.readouterr().out
+    assert "| petra | revnet18 | 12.2 | 94.9 | 54.6 | 71.0 | 0.70 | 4 | 82.00 | 82.00 |" in text
+    assert "| torchvision | resnet18 | 11.7 | – | – | 69.8 | – | – | – | – |" in text
+
+
+def test_the_best_accuracy_after_the_last_drop() -> None:
+    rows = [(0.1, 0.99), (0.01, 0.90), (0.01, 0.93), (0.01, 0.92)]
+    run = runs.Run(Path(), {}, [{"learning_rate": rate, "test_accuracy": accuracy} for rate, accuracy in rows])
+    assert accuracy.best_after_last_drop(run) == 0.93
+
+
+def test_baselines_of_table_2_at_the_papers_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: dict[str, Job] = {}
+    monkeypatch.setattr(accuracy, "collect", lambda request, jobs: wanted.update(jobs) or {})
+    for data, batch, seeds in (("cifar10", 128, 3), ("imagenet32", 128, 1), ("imagenet", 256, 1)):
+        wanted.clear()
+        request(tmp_path, "table2", "scale=paper", f"data={data}", "--gather", "model.stem=cifar")
+        assert len(wanted) == seeds * (6 + 3 * 6)
+        for name in (f"{data}_backprop_resnet50_k1_s0", f"{data}_reversible_revnet34_k1_s0"):
+            config = wanted[name].config
+            assert (config.data.batch_size, config.k, config.optim.scaling, config.optim.lr) == (batch, 1, "none", 0.1)
+            assert config.method.name in name
+
+
+def test_figures_of_gradients_share_a_run(tmp_path: Path, trained: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    diagnosed = [*TINY, "trainer.diagnose=1"]
+    for target in ("fig5", "fig6"):
+        request(tmp_path, target, *diagnosed)
+    assert trained == ["gradients_petra"]
+    text, rows = capsys.readouterr().out, json.loads((tmp_path / "fig6.json").read_text())["data"]["epochs"]
+    assert len(re.findall(r"^\| \d+ \|", text, re.MULTILINE)) == 10 + 4 * 3
+    assert {stage: list(epochs) for stage, epochs in rows.items()} == {str(stage): ["1"] for stage in range(1, 11)}
+    assert re.search(r"^\| 175 \| 1 \| PETRA to delayed \| [\d.]+ \|", text, re.MULTILINE)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "runs",
+        *(f"fig{n}.{kind}" for n in (5, 6) for kind in ("md", "json", "png")),
+    }
+    with pytest.raises(SystemExit):
+        request(tmp_path, "fig5", *diagnosed, "k=2")
+    error = capsys.readouterr().err
+    assert error.startswith("error: --out: expected a new folder, got ")
+    assert "a finished run with another k" in error
+
+
+def test_means_of_an_epoch_and_moving_averages() -> None:
+    row = {"stage": 1, "cosine_delayed": 0.5, "norm_ratio_end_to_end": 3.0, "norm_ratio_delayed": 2.0}
+    rows = [row | {"microbatch": m, "cosine_delayed": value} for m, value in ((0, 0.2), (9, 0.4), (10, 0.9))]
+    found = gradients.epoch_means([*rows, {"microbatch": 0, "stage": 2}], microbatches=10)
+    assert list(found) == [1]
+    assert [found[1][epoch]["cosine_delayed"] for epoch in (1, 2)] == pytest.approx([0.3, 0.9])
+    assert found[1][1]["norm_ratio_delayed_end_to_end"] == 1.5
+    points = [(float(x), float(x)) for x in range(1, 5)]
+    assert gradients.smoothed(points, 2) == [(1, 1), (2, 1.5), (3, 2.5), (4, 3.5)]
+    assert gradients.smoothed(points, 1) == points
+    assert gradients.compared_epochs(300) == [25, 125, 175, 250]
+    assert gradients.compared_epochs(6) == [1, 3, 4, 6]
+
+
+def test_revnet_figure_4(tmp_path: Path, trained: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    request(tmp_path, "revnet-fig4", *TINY, "model=revnet18", "trainer.diagnose=1", "schedule.milestones=[1]")
+    assert trained == ["revnet_reversible", "revnet_backprop"]
+    rows = json.loads((tmp_path / "revnet-fig4.json").read_text())["data"]["rows"]
+    assert [row["stage"] for row in rows] == [1, 1]
+    assert all(0 < row["angle_stored"] < 1 for row in rows)
+    assert capsys.readouterr().out.count("| backprop |") == 1
+
+
+def test_tables_of_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "MODELS", {"revnet18": revnet18})
+    request(tmp_path, "table3")
+    text = capsys.readouterr().out
+    for row in (
+        "| yes | yes | 44.5 | 0.0 | 44.45 | 0.0 |",
+        "| yes | no | 43.6 | 2.0 | 43.58 | 2.0 |",
+        "| no | yes | 21.2 | 52.3 | 21.20 | 52.3 |",
+        "| no | no | 20.3 | 54.3 | 20.33 | 54.3 |",
+    ):
+        assert row in text
+    request(tmp_path, "table6")
+    stages = re.findall(r"^\| (\d+) \|", capsys.readouterr().out, re.MULTILINE)
+    assert stages == [str(j) for j in range(10)]  # as in the paper, counted from 0
+
+
+def test_table_3_matches_the_paper() -> None:
+    model = revnet50(classes=1000, stem="imagenet")
+    found = {row: sum(stages) for row, stages in memory.totals_of_table3(model, memory.IMAGENET).items()}
+    assert [round(value / 1e9, 1) for value in found.values()] == [44.5, 43.6, 21.2, 20.3]
+    first, *others = found.values()
+    assert [round(100 * (1 - value / first), 1) for value in others] == [2.0, 52.3, 54.3]
+
+
+def test_table_3_stage_by_stage() -> None:
+    """mixed_net in float64: only the third stage downsamples, so it alone stores both streams and always buffers its inputs."""
+    found, data = memory.totals_of_table3(mixed_net(), RandomSource().spec), RandomSource().spec.bytes
+    stream, wide = 8 * 4 * 4 * 8 * 8, 8 * 4 * 8 * 4 * 4
+    inputs = [data, stream, 2 * stream, wide, wide, wide]
+    blocks = [mixed_net().build_block(b, 0) for b in range(6)]
+    own = [sum(t.nbytes for t in block.state_dict().values() if t.is_floating_point()) for block in blocks]
+    weights = [sum(t.nbytes for t in block.parameters()) for block in blocks]
+    assert found[False, False] == [o + x + (6 * x if j == 2 else 0) for j, (o, x) in enumerate(zip(own, inputs, strict=True))]
+    for (x, p), stages in found.items():
+        more = [2 * (5 - j) * (inputs[j] * (x and j != 2) + weights[j] * p) for j in range(6)]
+        assert stages == [least + extra for least, extra in zip(found[False, False], more, strict=True)]
+
+
+def test_memory_of_a_stage_in_parts() -> None:
+    """At stage 3, the first that downsamples: 13 inputs of two streams of 64 channels, and one message in each direction."""
+    plan = make_plan(revnet18(), memory.CIFAR)
+    part = memory.stage_parts(plan)[3]
+    wide, narrow = 256 * 128 * 32 * 32 * 4, 256 * 256 * 16 * 16 * 4  # both streams, before and after
+    assert part.inputs == 13 * wide
+    assert part.messages == 3 * wide + 2 * narrow  # x in, x̃ and δ out; x out, δ in
+    assert part.parameters == 3 * 4 * plan.stages[3].parameters
+    assert part.total == part.inputs + part.messages + part.parameters + part.graph
+    assert part.total / 1e9 == pytest.approx(paper.TABLE6["revnet18"][3], rel=0.05)
+
+
+def test_iteration_time_from_a_trace(tmp_path: Path) -> None:
+    """From the end of the backward of microbatch 499 to that of 549, at the first stage."""
+    events = [
+        {"cat": kind, "tid": stage, "ts": 1000.0 * m * (stage + 1), "dur": 7.0, "args": {"microbatch": m}}
+        for m in range(550)
+        for stage in (0, 1)
+        for kind in ("F", "B")
+    ]
+    run = runs.Run(tmp_path, {}, [])
+    with pytest.raises(ConfigError, match=r"--runs: expected runs with trainer.trace=550 or more, got .* without the backwards"):
+        speed.iteration_milliseconds(run)
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [{"name": "thread_name", "ph": "M"}, *events]}))
+    assert speed.iteration_milliseconds(run) == pytest.approx(1.0)
+
+
+def test_speed_up_of_equal_stages() -> None:
+    """With free links, J stages are J times as fast as in turn."""
+    assert speed.speed_up([StageCost(1.0, 3.0, forward_bytes=10**9, backward_bytes=10**9)] * 6) == pytest.approx(6)
+
+
+def test_all_targets_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    some = {name: TARGETS[name] for name in ("table3", "table4", "fig5", "revnet-table2")}
+    monkeypatch.setattr(reproduce, "TARGETS", some)
+    page = tmp_path / "page.md"
+    page.write_text(f"# Mine\n\n{reproduce.BEGIN}\nold\n{reproduce.END}\nrest\n")
+    request(tmp_path / "out", "all", "--gather", "--page", str(page), "data.root=x")
+    text = page.read_text()
+    assert text.startswith("# Mine\n")
+    assert text.endswith(f"{reproduce.END}\nrest\n")
+    assert "old" not in text
+    titles = re.findall(r"^### (.*)", text, re.MULTILINE)
+    assert titles == [target.title for target in some.values()]
+    assert "| no | no | 20.3 | 54.3 | 20.33 | 54.3 |" in text
+    assert "0 of 15 runs finished" in text
+    assert "Not run: --gather: expected a finished run with these settings" in text
+
+    page.write_text(text.replace("20.33", "old").replace("0 of 15 runs finished", "kept"))
+    request(tmp_path / "out", "table3", "--page", str(page))
+    assert page.read_text() == text.replace("0 of 15 runs finished", "kept")
+
+    page.write_text("# Mine\n")
+    with pytest.raises(SystemExit):
+        request(tmp_path / "out", "all", "--gather", "--page", str(page))
+    assert "--page: expected a file with the lines" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "table2",
+        "table4",
+        "fig4",
+        "fig5",
+        "fig6",
+        "revnet-table3",
+        "revnet-table4",
+        "revnet-fig3",
+        "revnet-fig4",
+        "revnet-partitions",
+    ],
+)
+def test_page_of_results_has_the_figures_of_the_records(tmp_path: Path, target: str) -> None:
+    folder = Path(__file__).parents[2] / "reproduction"
+    page = tmp_path / "results.md"
+    shutil.copy(folder / page.name, page)
+    request(tmp_path / "out", target, "--gather", "--runs", str(folder / "records"), "--page", str(page))
+    assert page.read_text() == (folder / page.name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["table2", "scale=paper"], "scale: expected cpu (backprop of a ResNet-18"),
+        (["table5", "scale=paper"], "scale: expected cpu (the simulator"),
+        (["fig4", "scale=gpu"], "scale: expected one of paper, cpu, got gpu"),
+        (["table3", "k=2"], "command line: expected only scale=... with table3, which trains nothing, got k=2"),
+        (["table4", "k"], "command line: expected scale=paper, scale=cpu or key=value, got k"),
+        (["fig5", "k=0", *TINY], "k: expected an integer >= 1, got 0"),
+        (["fig4"], "data.root: expected a path to the files of cifar10, got none; download cifar-10-python.tar.gz"),
+        (["fig4", "data.root=absent"], "data.root: expected a path to the files of cifar10, got absent, which does not exist"),
+        (
+            ["fig4", "--runs", ".", "data.root=."],
+            "--runs: expected existing folders (key=value goes before --runs), got data.root=.",
+        ),
+        (
+            ["fig5", "--gather"],
+            "--gather: expected a finished run with these settings and trainer.diagnose in --out or",
+        ),
+    ],
+)
+def test_invalid_requests_end_with_one_line(
+    arguments: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(SystemExit) as ended:
+        request(tmp_path / "out", *arguments)
+    assert ended.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {reason}")
+    assert captured.err.count("\n") == 1
+    assert not captured.out
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_lists_every_target(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        reproduce.main(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"    {name} " in text for name in TARGETS)
