@@ -1,0 +1,79 @@
+"""Train the cells of the grid: ``python -m benchmarks.staleness TOKENS --out RUNS``.
+
+TOKENS is a folder of token files with a training, a validation and a test part. Each run is written to a file of its own in RUNS.
+Runs that are there are not repeated, so the command can be interrupted and repeated. README.md of this folder has the protocol.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.staleness.cells import GRID, MOST_COMPARED, Cell
+from benchmarks.staleness.train import Trial, run
+
+UPDATES = 256
+"""Updates of a final run: 524,288 tokens."""
+RATES = (1e-3, 2e-3, 4e-3, 8e-3)
+"""Peak learning rates of the first round of the search. The round goes on beyond an edge while the best rate is there."""
+MOST_RATES = 8
+SHORT, LONG = 0.1, 0.3
+"""Warm-ups, as fractions of a run."""
+SEARCH_SEED = 100
+SEEDS, MORE_SEEDS = (0, 1, 2), (3, 4)
+"""Seeds of final runs, which the search does not use, and more of them for the cells that are compared most."""
+
+
+def trials(cell: Cell, data: Path, out: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a cell: those of the search, by successive halving, then the final ones."""
+    found: dict[float, float] = {}
+
+    def searched(rate: float, warmup: float, updates: int) -> dict[str, Any]:
+        return run(Trial(cell, rate, warmup, updates, SEARCH_SEED), data, out)
+
+    wanted = list(RATES)
+    while wanted:
+        for rate in wanted:
+            record = searched(rate, SHORT, UPDATES // 4)
+            found[rate] = record["loss"]["val"]
+            yield record
+        best = min(found, key=found.__getitem__)
+        beyond = {min(found): min(found) / 2, max(found): max(found) * 2}
+        wanted = [beyond[best]] if best in beyond and len(found) < MOST_RATES else []
+    halves = {}
+    for rate in sorted(found, key=found.__getitem__)[:2]:
+        record = searched(rate, SHORT, UPDATES // 2)
+        halves[rate, SHORT] = record["loss"]["val"]
+        yield record
+    rate, _ = min(halves, key=halves.__getitem__)
+    record = searched(rate, LONG, UPDATES // 2)
+    halves[rate, LONG] = record["loss"]["val"]
+    yield record
+    rate, warmup = min(halves, key=halves.__getitem__)
+    for seed in SEEDS + (MORE_SEEDS if cell in MOST_COMPARED else ()):
+        yield run(Trial(cell, rate, warmup, UPDATES, seed, final=True), data, out)
+
+
+def main() -> None:
+    """Train all cells in the order of the grid."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tokens", type=Path, help="folder of the token files")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the records")
+    parser.add_argument("--cells", nargs="*", help="names of cells; all by default")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    for number, cell in enumerate(GRID, 1):
+        if options.cells and cell.name not in options.cells:
+            continue
+        for record in trials(cell, options.tokens, options.out):
+            print(
+                f"{number}/{len(GRID)} {cell.name}: rate {record['rate']:g}, warm-up {record['warmup']:g}, "
+                f"{record['updates']} updates, seed {record['seed']}: {record['bits_per_byte']}, {record['seconds']} s",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""The cells of the grid: what is compared, and on which network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+
+from petra import METHODS, Keep, Method, Model
+from petra.engine.update import OptimizerFactory
+from petra.models import gpt, revgpt
+from petra.staleness import Remedy
+from petra.staleness.prediction import Prediction
+from petra.training import OPTIMIZERS
+
+VOCABULARY, WINDOW, WINDOWS = 1024, 64, 32
+"""Tokens of the vocabulary, tokens of a window, windows of an update."""
+SHAPES = {8: (6, 84, 6, 240), 16: (14, 56, 4, 160), 32: (30, 40, 4, 96)}
+"""Layers, width, heads and hidden units by the number of stages: one layer per stage between stem and head, about 0.5 M parameters
+in the layers."""
+WIDE = (14, 64, 4, 184)
+"""Shape of ``gpt`` that computes as much per token as PETRA with the shape of 16 stages: 4/3 of the parameters."""
+OPTIONS = {
+    "adamw": {"betas": (0.9, 0.95), "weight_decay": 0.1},
+    "nadam": {"betas": (0.99, 0.999), "weight_decay": 0.1},
+    "muon": {"betas": (0.9, 0.95), "weight_decay": 0.1},
+    "basis_rotation": {"betas": (0.9, 0.95), "weight_decay": 0.1},
+}
+"""Options of the optimizers. NAdam's betas are those of its paper for asynchronous pipelines."""
+PACI = Method("paci", delay=1, keep=Keep.GRAPH, max_updates=1)
+CLIP = 1.0
+"""Largest norm of an update's gradient, for each stage."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way to train.
+
+    Attributes:
+        method: Name of a method in :data:`petra.METHODS`, or ``paci``.
+        k: Microbatches per update. All cells have the same tokens per update.
+        optimizer: Key of :data:`OPTIONS`.
+        remedy: ``none``, ``feedback`` or ``prediction``.
+        stages: Number of stages J, a key of :data:`SHAPES`.
+        delay: Boundary delay other than the method's own, or None.
+        model: ``revgpt``; ``gpt``, the ordinary transformer of equal parameters; or ``gpt_wide``, that of equal compute.
+    """
+
+    method: str
+    k: int = 8
+    optimizer: str = "adamw"
+    remedy: str = "none"
+    stages: int = 16
+    delay: int | None = None
+    model: str = "revgpt"
+
+    @property
+    def name(self) -> str:
+        """The name, which determines the cell."""
+        own = "" if self.delay is None else f"_d{self.delay}"
+        other = [part for part, usual in ((self.remedy, "none"), (self.model, "revgpt")) if part != usual]
+        return "_".join([f"j{self.stages}", f"{self.method}{own}", f"k{self.k}", self.optimizer, *other])
+
+    def make_method(self) -> Method:
+        """Return the method."""
+        found = PACI if self.method == PACI.name else METHODS[self.method]
+        return found if self.delay is None else replace(found, delay=self.delay)
+
+    def make_model(self) -> Model:
+        """Return the network."""
+        depth, dim, heads, hidden = WIDE if self.model == "gpt_wide" else SHAPES[self.stages]
+        return (revgpt if self.model == "revgpt" else gpt)(
+            VOCABULARY,
+            dim,
+            depth,
+            heads,
+            size=WINDOW,
+            hidden=hidden,
+            mlp="swiglu",
+            norm="rmsnorm",
+            bias=False,
+            positions="rotary",
+            qk_norm=True,
+            delimiter=0,
+            embedding_std=0.4,
+        )
+
+    def make_optimizer(self) -> OptimizerFactory:
+        """Return a function that builds the optimizer of a stage."""
+        return partial(OPTIMIZERS[self.optimizer], **OPTIONS[self.optimizer])
+
+    def make_remedy(self) -> Remedy:
+        """Return the remedy. Muon's momentum is no step, so its prediction repeats the last update."""
+        if self.remedy == "feedback":
+            return Remedy(feedback=1.0)
+        if self.remedy == "prediction":
+            return Remedy(prediction=Prediction.DIFFERENCE if self.optimizer == "muon" else Prediction.VELOCITY)
+        return Remedy()
+
+
+def _grid() -> tuple[Cell, ...]:
+    stale = ("petra", "dsp", "delayed")
+    adamw = [Cell("backprop"), *(Cell(method, k) for k, method in product((8, 4, 16, 32), stale))]
+    optimizers = [
+        cell
+        for optimizer in ("muon", "nadam", "basis_rotation")
+        for cell in (
+            Cell("backprop", optimizer=optimizer),
+            *(Cell(method, k, optimizer) for k, method in product((4, 16), ("petra", "dsp"))),
+        )
+    ]
+    remedies = [
+        Cell("petra", k, optimizer, remedy)
+        for k, optimizer, remedy in product((4, 16), ("adamw", "muon"), ("feedback", "prediction"))
+    ]
+    bounded = [Cell(method, 16, optimizer) for method, optimizer in product(("pipedream_2bw", "paci"), ("adamw", "muon"))]
+    lengths = [Cell(method, k, stages=j) for j, k in ((8, 4), (32, 16)) for method in ("backprop", "petra", "dsp")]
+    fresh = [Cell("petra", 8, optimizer, delay=1) for optimizer in ("adamw", "muon")]
+    ordinary = [Cell("backprop", model=model) for model in ("gpt", "gpt_wide")]
+    return (*adamw, *optimizers, *remedies, *fresh, *bounded, *ordinary, *lengths)
+
+
+GRID = _grid()
+"""All cells, in the order in which they run."""
+MOST_COMPARED = (Cell("backprop"), Cell("petra", 8))
+"""Cells with five seeds instead of three."""
