@@ -1,7 +1,7 @@
 """Replicas that may be lost: the others finish the update without them.
 
 A process all-reduces copies of its gradients, so its own gradients are intact if another process dies meanwhile. After the
-all-reduce, the processes that own a stage agree whether all of them have succeeded (:mod:`petra.transport.membership`). If not,
+all-reduce, the processes that own a stage agree whether all of them have succeeded (:mod:`petra.elastic.membership`). If not,
 those that remain make a new process group and reduce their gradients again. They multiply the sums by (number of replicas before) /
 (number that remain): the mean over the samples of the replicas that remain. When the pipeline has drained, the run continues in a
 new generation, in which the shares of targets are those of its members.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petra.distributed import default_timeout
+from petra.elastic.membership import Membership
 from petra.engine.data_parallel import Replicas, Share
 from petra.engine.endpoints import DataSource
 from petra.engine.metrics import count_targets
@@ -28,7 +30,6 @@ from petra.nn import InPlaceABN
 from petra.plan.layout import Layout
 from petra.specs import IGNORED
 from petra.torch_private import gloo_group
-from petra.transport.membership import Membership
 
 
 class LossTolerantSums:
@@ -115,16 +116,18 @@ class ElasticReplicas(Replicas):
     Accumulated gradients are carried over a drain in equal parts by all replicas, so that the factor of :class:`LossTolerantSums`
     applies to all that an update sums.
 
+    Args:
+        membership: Agreement on the replicas that take part.
+
     Attributes:
         tolerant_sums: The sums, also as ``sums``.
         lost: For each stage and replica that were lost since the last :meth:`train_begin`: the first microbatch without it.
     """
 
-    def __init__(self, layout: Layout, position: int, device: torch.device, membership: Membership) -> None:
-        super().__init__(layout, position, len(membership.generation.members), device)
-        self.replica = membership.replica
+    def __init__(self, layout: Layout, device: torch.device, membership: Membership) -> None:
+        super().__init__(layout, membership.position, membership.generation.replicas, device)
+        self.membership = membership
         self.sums = self.tolerant_sums = LossTolerantSums(membership, self._dp_group, device)
-        self._members = membership.generation.replicas
         self.lost: dict[tuple[int, int], int] = {}
         self._start = 0
 
@@ -151,40 +154,36 @@ class ElasticReplicas(Replicas):
         self._note_lost(stage, max(self._start, m + 1 - k))
 
     def _note_lost(self, stage: int, first: int) -> None:
-        for replica in self._members:
+        for replica in self.members:
             if replica not in self.tolerant_sums.replicas:
                 self.lost.setdefault((stage, replica), first)
 
     def _carry_over(self, worker: Worker, buckets: Sequence[Tensor], factor: float) -> None:
         for bucket in buckets:
             bucket *= factor
-        self._note_lost(worker.index, max(self._start, worker.t - worker.t % worker.stage.k))
+        self._note_lost(worker.index, max(self._start, worker.microbatches_done - worker.microbatches_done % worker.stage.k))
 
     def restored(self, worker: Worker) -> None:
         """Keep the gradients: :meth:`train_begin` divides them between the replicas."""
 
     def share(self, data: DataSource, microbatches: int, *, evaluation: bool) -> tuple[DataSource, int]:
         if not evaluation or self.size == self.layout.dp:
-            return MembersShare(data, self.layout, self.replica, self._members), microbatches
-        share = DealtShares(data, self.layout, self._members.index(self.replica), self.size, microbatches)
+            return MembersShare(data, self.layout, self.replica, self.members), microbatches
+        share = DealtShares(data, self.layout, self.members.index(self.replica), self.size, microbatches)
         return share, -(-microbatches * self.layout.dp // self.size)
+
+    def phase(self, name: str, *, admit: bool = False) -> AbstractContextManager[None]:
+        """See :meth:`Replicas.phase`.
+
+        Raises:
+            MembershipChanged: In every process, at the end of the context, if replicas were lost or return.
+        """
+        return self.membership.concluding(name, admit=admit)
 
     def total(self, values: Tensor) -> None:
         self.sums.start(values)
         self.sums.finish()
         dist.all_reduce(values, group=self.pipeline_group)
-
-
-def make_replicas(layout: Layout, position: int, device: torch.device, membership: Membership | None) -> Replicas | None:
-    """Return the all-reduces of a process over replicas, or None if there is only one replica.
-
-    Args:
-        position: Position of this process's replica among those that take part.
-        membership: Agreement on the replicas that take part; None if none may be lost.
-    """
-    if membership is not None:
-        return ElasticReplicas(layout, position, device, membership)
-    return None if layout.dp == 1 else Replicas(layout, position, layout.dp, device)
 
 
 class MembersShare(Share):

@@ -12,16 +12,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from petra import Pipeline, UpdateRules
+from petra.elastic.liveness import Liveness
+from petra.elastic.membership import Membership, MembershipChanged
+from petra.elastic.replicas import DealtShares, ElasticReplicas, MembersShare
 from petra.engine.build import Recipe
-from petra.engine.elastic import DealtShares, ElasticReplicas, MembersShare
 from petra.engine.endpoints import Losses
 from petra.errors import CommunicationError
 from petra.plan import make_plan
 from petra.plan.layout import make_layout
 from petra.specs import IGNORED
 from petra.staleness import Remedy
-from petra.transport.liveness import Liveness
-from petra.transport.membership import Membership, MembershipChanged
 from tests.engine.test_replicas import sgd, without_norms
 from tests.support.nets import RandomSource
 from tests.support.processes import run_processes
@@ -69,7 +69,7 @@ def in_replicas(rank: int, dp: int, world: int, method: str, k: int, port: int) 
     membership = membership_of(rank, dp, world // dp, port)
     plan = make_plan(without_norms(), RandomSource(batch=BATCH).spec, method=method, k=k, processes=world, dp=dp, metrics=0)
     recipe = Recipe(sgd, lambda t: 0.1, Losses(F.cross_entropy, F.cross_entropy), {}, 0, UpdateRules(), Remedy())
-    pipeline = Pipeline.from_plan(plan, recipe, membership=membership)
+    pipeline = Pipeline.from_plan(plan, recipe, replicas=ElasticReplicas(plan.layout, torch.device("cpu"), membership))
     data = (Ending if membership.replica == LOST else RandomSource)(batch=BATCH)
     try:
         result = pipeline.train(data, MICROBATCHES)

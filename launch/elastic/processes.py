@@ -23,15 +23,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from petra.elastic.liveness import Liveness
+from petra.elastic.membership import Membership
 from petra.errors import require
-from petra.transport.liveness import Liveness
-from petra.transport.membership import Membership
 
-from .agent import LOOPBACK, require_loopback
-from .rank import Process
-from .reporting import CANCELLED, FAILED, STOPPED
-from .signals import stop_signals
-from .starts import agree_on_start
+from ..runtime.agent import LOOPBACK, require_loopback
+from ..runtime.rank import Process
+from ..runtime.reporting import CANCELLED, FAILED, STOPPED
+from ..runtime.signals import stop_signals
+from ..runtime.starts import agree_on_start
 
 REPLICA, STORE = "PETRA_REPLICA", "PETRA_STORE"
 """Environment variables: the index of a replica, and address and port of the store that all replicas share."""

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
+from petra.elastic.liveness import Liveness
+from petra.elastic.membership import Membership
 from petra.errors import CommunicationError
-from petra.transport.liveness import Liveness
-from petra.transport.membership import Membership
 
 REPLICAS, PROCESSES = 2, 2
 

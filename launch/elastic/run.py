@@ -20,24 +20,24 @@ import torch
 import torch.distributed as dist
 
 from petra.distributed import all_gather_objects
-from petra.engine.elastic import ElasticReplicas
+from petra.elastic.liveness import Member
+from petra.elastic.membership import Membership, MembershipChanged
+from petra.elastic.replicas import ElasticReplicas
 from petra.errors import PetraError, require
 from petra.training.records import writing
 from petra.training.state import state_of
 from petra.training.weight_files import State
-from petra.transport.liveness import Member
-from petra.transport.membership import Membership, MembershipChanged
 
 from ..config.schema import Config
+from ..run import training
+from ..run.build import Setup, set_up
+from ..run.exclusive import exclusive_folder
+from ..run.resume import Start, find_start
+from ..run.training import Run, finish_run, fit, open_run, prepare_process
 from ..runtime.rank import Process
-from ..runtime.replicas import Replica
 from ..runtime.reporting import STOPPED
 from ..runtime.signals import StopRequest
-from . import training
-from .build import Setup, set_up
-from .exclusive import exclusive_folder
-from .resume import Start, find_start
-from .training import Run, finish_run, fit, open_run, prepare_process
+from .processes import Replica
 
 EVENTS = "replicas.jsonl"
 """File in the run's folder with the replicas that were lost and that returned."""
@@ -108,7 +108,8 @@ def run_generation(
         with membership.concluding("started"):
             shared = share_kept(kept, membership)
             start = find_start(setup.config, process) if shared is None else start_from(shared, setup.config)
-            current = open_run(setup, notes, process, start, stop, membership=membership)
+            replicas = ElasticReplicas(setup.plan.layout, setup.device, membership)
+            current = open_run(setup, notes, process, start, stop, replicas)
             absent = report_changes(current, membership, shared)
     except MembershipChanged:
         return False, kept

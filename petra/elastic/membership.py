@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from torch.distributed.distributed_c10d import Store
 
 from petra.distributed import is_communication_error, watched
+from petra.elastic.liveness import POLL, PRESENT, PROBE, Liveness, Member
 from petra.errors import CommunicationError, Interrupted, PetraError
-from petra.transport.liveness import POLL, PRESENT, PROBE, Liveness, Member
 
 DONE, FAILED = "done", "failed"
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from launch.config.compose import compose_overrides
+from launch.elastic.processes import Replica
 from launch.run.checks import check
 from launch.runtime.rank import Process
-from launch.runtime.replicas import Replica
 from launch.runtime.reporting import STOPPED
 from petra.errors import ConfigError
 from tests.kill_replicas import RUN, Replicas, kill_many
@@ -70,7 +70,6 @@ def test_a_stopped_process_is_excluded_after_the_timeout_and_the_run_ends(tmp_pa
         (["dp=1"], "cluster.elastic: expected false without replicas (dp > 1), got true"),
         (["checkpoint.every=null"], "checkpoint.every: expected an integer >= 1 with cluster.elastic=true, got null"),
         (["resume=null"], "cluster.elastic: expected false without run_dir and resume=auto, got true"),
-        (["checkpoint.mirror=5"], "checkpoint.mirror: expected null with cluster.elastic=true, got 5"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings: list[str], message: str) -> None:
