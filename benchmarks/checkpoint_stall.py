@@ -4,15 +4,13 @@ python -m benchmarks.checkpoint_stall --out runs/checkpoint_stall.json
 
 A save stops training from the end of the drain to the first microbatch that follows. In the background, that is the time of a copy
 in memory. The thread that writes then competes with training for processors: the next microbatches take longer, which is measured
-too. So is ``checkpoint.mirror``. Its processes have folders of their own in memory, as on two machines, and send copies to each
-other. The network is RevNet-50 at full size for CIFAR-10, with one stage per block. Epochs are shorter on a GPU: the table has the
+too. The network is RevNet-50 at full size for CIFAR-10, with one stage per block. Epochs are shorter on a GPU: the table has the
 epoch of which the whole interruption by a save in the background is 5 %.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
 import statistics
 import tempfile
 import time
@@ -27,7 +25,7 @@ from petra import Pipeline
 from petra.models import MODELS
 from petra.settings import Numerics
 from petra.specs import TensorSpec
-from petra.training import Checkpoints, Mirror
+from petra.training import Checkpoints
 from petra.training.state import state_of
 
 IMAGES = 50_000
@@ -40,25 +38,20 @@ def measure(rank: int, options: argparse.Namespace, folder: Path) -> dict[str, f
     """Train and save in turns in one of the processes. All processes must call this function.
 
     Returns:
-        ``bytes`` of this process's state; medians in seconds: ``microbatch``, ``foreground``, ``copy`` and ``mirror`` (how long a
-        save stops training), ``write`` (how long the thread then writes), ``slower`` and ``mirror_slower`` (how much longer
-        training takes meanwhile).
+        ``bytes`` of this process's state; medians in seconds: ``microbatch``, ``foreground`` and ``copy`` (how long a save stops
+        training), ``write`` (how long the thread then writes), ``slower`` (how much longer training takes meanwhile).
     """
     model = MODELS[options.model](10, width=options.width, stem="cifar")
     inputs = TensorSpec((options.batch, 3, options.size, options.size), torch.float32)
     pipeline = Pipeline(model, inputs, optimizer=sgd, numerics=Numerics(channels_last=True))
     data = Noise(inputs)
     front, back = Checkpoints(folder / "front"), Checkpoints(folder / "back", background=True)
-    memory = Path(tempfile.mkdtemp(dir="/dev/shm"))
-    mirror = Mirror(memory, 0)
 
     def train() -> float:
         return timed(lambda: pipeline.train(data, options.microbatches))
 
     train()  # warms up, and makes the optimizer's state
-    found: dict[str, list[float]] = {
-        key: [] for key in ("microbatch", "foreground", "copy", "write", "slower", "mirror", "mirror_slower")
-    }
+    found: dict[str, list[float]] = {key: [] for key in ("microbatch", "foreground", "copy", "write", "slower")}
     for _ in range(options.rounds):
         alone = train()
         found["microbatch"].append(alone / options.microbatches)
@@ -69,10 +62,6 @@ def measure(rank: int, options: argparse.Namespace, folder: Path) -> dict[str, f
         back.wait()
         found["write"].append(time.perf_counter() - started)
         found["slower"].append(max(0.0, beside - alone))
-        found["mirror"].append(timed(lambda: mirror.save(pipeline, {})))
-        found["mirror_slower"].append(max(0.0, train() - alone))
-        mirror.wait()
-    shutil.rmtree(memory)
     size = sum(value.nbytes for value in state_of(pipeline).values())
     return {"bytes": size, **{key: statistics.median(values) for key, values in found.items()}}
 
@@ -98,15 +87,14 @@ def table(rows: list[dict[str, float]], batch: int) -> str:
         f"an epoch of {IMAGES} images: {epoch:.0f} s",
         "",
         "| process | state (MB) | foreground (s) | copy (s) | training slower by (s) | write (s) "
-        "| foreground, part of the epoch | background | epoch of which it is 5 % (s) | mirror: copy (s) | training slower by (s) |",
-        "|---" * 11 + "|",
+        "| foreground, part of the epoch | background | epoch of which it is 5 % (s) |",
+        "|---" * 9 + "|",
     ]
     for rank, row in enumerate(rows):
         background = row["copy"] + row["slower"]
         lines.append(
             f"| {rank + 1} | {row['bytes'] / 1e6:.0f} | {row['foreground']:.2f} | {row['copy']:.2f} | {row['slower']:.2f} "
-            f"| {row['write']:.2f} | {row['foreground'] / epoch:.3%} | {background / epoch:.3%} | {background / PART:.0f} "
-            f"| {row['mirror']:.2f} | {row['mirror_slower']:.2f} |"
+            f"| {row['write']:.2f} | {row['foreground'] / epoch:.3%} | {background / epoch:.3%} | {background / PART:.0f} |"
         )
     return "\n".join(lines)
 

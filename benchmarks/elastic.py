@@ -21,12 +21,13 @@ from torch.nn import functional as F
 from benchmarks.report import alternate, benchmark_parser, machine, ratio, save, spread, table, timed
 from benchmarks.two_stages import Noise, sgd
 from petra import Pipeline, TensorSpec, UpdateRules, make_plan
+from petra.elastic.liveness import Liveness
+from petra.elastic.membership import Membership
+from petra.elastic.replicas import ElasticReplicas
 from petra.engine.build import Recipe
 from petra.engine.endpoints import Losses
 from petra.models import revnet18
 from petra.staleness import Remedy
-from petra.transport.liveness import Liveness
-from petra.transport.membership import Membership
 
 REPLICAS, DRAINS = 2, 20
 
@@ -40,7 +41,10 @@ def measure(rank: int, folder: str, port: int, rounds: int, microbatches: int, w
     inputs = TensorSpec((REPLICAS * batch, 3, 32, 32), torch.float32)
     plan = make_plan(revnet18(10, width), inputs, method="petra", k=1, processes=REPLICAS, dp=REPLICAS, metrics=0)
     recipe = Recipe(sgd, lambda t: 0.01, Losses(F.cross_entropy, F.cross_entropy), {}, 0, UpdateRules(), Remedy())
-    pipelines = {"plain": Pipeline.from_plan(plan, recipe), "elastic": Pipeline.from_plan(plan, recipe, membership=membership)}
+    pipelines = {
+        "plain": Pipeline.from_plan(plan, recipe),
+        "elastic": Pipeline.from_plan(plan, recipe, replicas=ElasticReplicas(plan.layout, torch.device("cpu"), membership)),
+    }
     data, updates, drains = Noise(inputs), microbatches * len(plan.stages), iter(range(10**6))
 
     def drain() -> float:

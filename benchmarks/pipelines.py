@@ -28,10 +28,11 @@ from torch.nn import functional as F
 from benchmarks.pipeline_peers import Batches, Peer, Run, Setting, checkpointed, deepspeed, petra, torch_schedule, torchgpipe
 from benchmarks.report import benchmark_parser, installed, machine, ratio, save
 from benchmarks.two_stages import build, sgd
-from petra import METHODS, Keep, Method, Split
+from petra import METHODS, Keep, Method
 from petra.cost_model.costs import StageCost, profile_blocks, stage_cost
 from petra.cost_model.links import Link, measure_link
 from petra.cost_model.simulator import predict
+from petra.cost_model.zero_bubble import ZB_H1
 
 NOTHING, GRAPH = METHODS["petra"], Method("petra", delay=2, keep=Keep.GRAPH)
 CONTESTANTS: dict[str, Peer] = {
@@ -39,9 +40,7 @@ CONTESTANTS: dict[str, Peer] = {
     "PETRA, graphs kept": petra(GRAPH, "lockstep"),
     "PETRA, graphs kept, d = 1": petra(replace(GRAPH, delay=1), "edge"),
     "PETRA, nothing kept, d = 1": petra(replace(NOTHING, delay=1), "edge"),
-    "PETRA, nothing kept, d = 1, split": petra(replace(NOTHING, delay=1, split=Split.INPUT_FIRST), "edge"),
     "petra's 1F1B": petra(METHODS["1f1b"], "edge"),
-    "petra's ZB-H1": petra(METHODS["zb_h1"], "edge"),
     "torch 1F1B": torch_schedule("Schedule1F1B"),
     "torch GPipe": torch_schedule("ScheduleGPipe"),
     "torch zero bubble": torch_schedule("ScheduleInterleavedZeroBubble"),
@@ -53,7 +52,7 @@ SIMULATED = {
     "PETRA, nothing kept": NOTHING,
     "PETRA, graphs kept": GRAPH,
     "1F1B": METHODS["1f1b"],
-    "ZB-H1": METHODS["zb_h1"],
+    "ZB-H1": ZB_H1,
     "GPipe": METHODS["gpipe"],
 }
 RIVAL = "torch 1F1B"

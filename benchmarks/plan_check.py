@@ -22,7 +22,7 @@ import torch.distributed as dist
 from benchmarks.report import benchmark_parser, machine, ratio, save, spread, table
 from benchmarks.two_stages import Noise, period, sgd
 from launch.plan import Row, predict_method
-from petra import METHODS, Keep, Method, Numerics, Pipeline, Runtime, Split, TensorSpec
+from petra import METHODS, Keep, Method, Numerics, Pipeline, Runtime, TensorSpec
 from petra.cost_model.costs import BlockCost, profile_blocks
 from petra.cost_model.links import measure_link
 from petra.cost_model.machines import Machines
@@ -37,11 +37,8 @@ CASES: dict[str, tuple[Method, TransportName]] = {
     "petra, d = 2, lockstep": (PETRA, "lockstep"),
     "petra, d = 2, edge": (PETRA, "edge"),
     "petra, d = 1, edge": (replace(PETRA, delay=1), "edge"),
-    "petra, d = 1, edge, split": (replace(PETRA, delay=1, split=Split.INPUT_FIRST), "edge"),
-    "petra, d = 2, lockstep, split": (replace(PETRA, split=Split.INPUT_FIRST), "lockstep"),
     "graphs, d = 1, edge": (replace(PETRA, delay=1, keep=Keep.GRAPH), "edge"),
     "1f1b": (METHODS["1f1b"], "edge"),
-    "zb_h1": (METHODS["zb_h1"], "edge"),
     "gpipe": (METHODS["gpipe"], "edge"),
     "reversible": (METHODS["reversible"], "edge"),
 }

@@ -5,7 +5,7 @@ Recorder, stage metrics and diagnostics subclass :class:`Hook`, override the eve
     with pipeline.hooks.attached(Recorder(pipeline)) as recorder:
         pipeline.train(data, microbatches)
 
-Only overridden events are called. An event that no hook overrides costs one loop over an empty tuple. Evaluation emits no events.
+Only overridden events are called: nothing is wrapped for an event that no hook overrides. Evaluation emits no events.
 """
 
 from __future__ import annotations
@@ -52,17 +52,11 @@ class Hook:
     def backward_end(self, stage: int, m: int, x: Streams, dx: Streams) -> None:
         """A stage has computed its input ``x`` (empty unless the stage before reconstructs) and the gradient ``dx``."""
 
-    def backward_weights_begin(self, stage: int, m: int) -> None:
-        """A stage that splits its backward passes starts to compute the gradients of its parameters."""
-
-    def backward_weights_end(self, stage: int, m: int) -> None:
-        """A stage that splits its backward passes has computed the gradients of its parameters."""
-
     def block_forward_begin(self, stage: int, block: int, m: int, x: Streams) -> None:
         """A block starts the forward pass of microbatch ``m`` on its input ``x``."""
 
     def block_backward_end(self, stage: int, block: int, m: int, x: Streams, gradients: Gradients) -> None:
-        """A block has computed its input ``x`` and its parameters' ``gradients``; 1/k of these has been added to ``.grad``."""
+        """A block has computed its input ``x`` and its parameters' ``gradients``, of which 1/k is then added to ``.grad``."""
 
     def update_begin(self, stage: int, m: int) -> None:
         """A stage starts the optimizer step after the backward pass of microbatch ``m``."""
@@ -107,8 +101,6 @@ class Hooks:
     forward_end: tuple[Callable[[int, int, Streams], None], ...]
     backward_begin: tuple[Callable[[int, int, Streams, Streams], None], ...]
     backward_end: tuple[Callable[[int, int, Streams, Streams], None], ...]
-    backward_weights_begin: tuple[Callable[[int, int], None], ...]
-    backward_weights_end: tuple[Callable[[int, int], None], ...]
     block_forward_begin: tuple[Callable[[int, int, int, Streams], None], ...]
     block_backward_end: tuple[Callable[[int, int, int, Streams, Gradients], None], ...]
     update_begin: tuple[Callable[[int, int], None], ...]

@@ -1,6 +1,6 @@
 """Pipeline methods: when stages run forward and backward, what they store in between, and which weights backward uses.
 
-:class:`Method` describes a method by six switches. :data:`METHODS` contains the methods from the literature by name.
+:class:`Method` describes a method by five switches. :data:`METHODS` contains the methods from the literature by name.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from petra.errors import alternatives, invalid, require
+from petra.errors import check_types, invalid, is_integer, require
 
 MAX_MICROBATCHES_PER_UPDATE = 10_000
 """Largest accepted k."""
@@ -51,21 +51,6 @@ class Weights(StrEnum):
     """Two versions. Both passes of a microbatch use the weights from before the previous update, at every stage (PipeDream-2BW)."""
 
 
-class Split(StrEnum):
-    """Whether a stage computes the gradients of its parameters after it has sent (x̃, δ) to the previous stage.
-
-    Gradients do not depend on it. The first stage, which sends nothing, never splits its backward.
-    """
-
-    NONE = "none"
-    """Send after the whole backward."""
-    INPUT_FIRST = "input_first"
-    """Compute (x̃, δ), send it, then compute the gradients of the parameters, if the previous stage is in another process."""
-    ZERO_BUBBLE = "zero_bubble"
-    """The same, but stage j postpones the gradients of the parameters by τ_1 − τ_j microbatches, as far as the update allows. With
-    d = 1 and ``flush``, this is the schedule ZB-H1 (Qi et al. 2024)."""
-
-
 @dataclass(frozen=True)
 class Method:
     """A pipeline method.
@@ -81,14 +66,12 @@ class Method:
         flush: Whether the pipeline is drained before each update, which makes gradients exact.
         fill: Whether each stage forwards all k microbatches of an update before its first backward, as in GPipe. Requires
             ``flush`` and makes ``delay`` irrelevant.
-        split: Whether a stage sends (x̃, δ) before it computes the gradients of its parameters.
         max_updates: Largest number of updates of a stage between the forward and the backward of a microbatch, which k must be
             large enough for; None for no limit. With 1, accumulation alone bounds how far weights drift (PACI, Elam et al. 2026).
 
     Raises:
-        ConfigError: If a delay is negative, if ``keep`` is ``REFETCH``, if ``max_updates`` < 1, if ``fill`` is set without
-            ``flush``, if ``flush`` is combined with ``Weights.DOUBLE``, or if ``Split.ZERO_BUBBLE`` is set without ``flush`` or
-            with ``fill``.
+        ConfigError: If a value has another type, if a delay is negative, if ``keep`` is ``REFETCH``, if ``max_updates`` < 1, if
+            ``fill`` is set without ``flush``, or if ``flush`` is combined with ``Weights.DOUBLE``.
     """
 
     name: str
@@ -97,35 +80,29 @@ class Method:
     weights: Weights = Weights.CURRENT
     flush: bool = False
     fill: bool = False
-    split: Split = Split.NONE
     max_updates: int | None = None
 
     def __post_init__(self) -> None:
-        require(
-            self.max_updates is None or self.max_updates >= 1, "method.max_updates", "null or an integer >= 1", self.max_updates
-        )
+        check_types(self, "method.")
         self._convert()
+        most = self.max_updates
+        require(most is None or most >= 1, "method.max_updates", "null or an integer >= 1", most)
         require(min(self.boundary_delays(0)) >= 0, "method.delay", "integers >= 0, one or one per boundary", self.delay)
         if self.fill and not self.flush:
             raise invalid("method.fill", "false with method.flush=false", "true")
         if self.flush and self.weights is Weights.DOUBLE:
             raise invalid("method.weights", "current or stashed with method.flush=true", "double")
-        if self.split is Split.ZERO_BUBBLE and (self.fill or not self.flush):
-            expected = f"none or input_first with method.flush={str(self.flush).lower()} and method.fill={str(self.fill).lower()}"
-            raise invalid("method.split", expected, self.split)
 
     def _convert(self) -> None:
-        """Convert strings to members of their enumerations, and lists to tuples."""
-        for name, kind in (("weights", Weights), ("split", Split)):
-            value = getattr(self, name)
-            require(value in tuple(kind), f"method.{name}", alternatives(tuple(kind)), value)
-            object.__setattr__(self, name, kind(value))
-        keeps = (self.keep,) if isinstance(self.keep, str) else tuple(self.keep)
+        """Convert the values of ``keep`` to members of its enumeration, and lists to tuples."""
+        keeps = tuple(self.keep) if isinstance(self.keep, list | tuple) else (self.keep,)
         for keep in keeps:
             require(keep in STORABLE, "method.keep", "graph, input or nothing", keep)
         object.__setattr__(self, "keep", Keep(self.keep) if isinstance(self.keep, str) else tuple(map(Keep, keeps)))
-        if not isinstance(self.delay, int):
-            object.__setattr__(self, "delay", tuple(self.delay))
+        delays = tuple(self.delay) if isinstance(self.delay, list | tuple) else (self.delay,)
+        require(all(map(is_integer, delays)), "method.delay", "integers >= 0, one or one per boundary", self.delay)
+        own = tuple(map(int, delays))
+        object.__setattr__(self, "delay", own if isinstance(self.delay, list | tuple) else own[0])
 
     def boundary_delays(self, boundaries: int) -> tuple[int, ...]:
         """Return the delay d_j of each boundary.
@@ -165,26 +142,6 @@ class Method:
             least = -(-delays[0] // self.max_updates)
             require(k >= least, "k", f"an integer >= {least} with method.max_updates={self.max_updates}", k)
         return delays
-
-    def splits(self, processes: Sequence[range]) -> tuple[bool, ...]:
-        """Return for each stage whether its backward is split.
-
-        Args:
-            processes: Stages of each process.
-        """
-        first = {stages.start for stages in processes}
-        count = sum(len(stages) for stages in processes)
-        if self.split is Split.NONE:
-            return (False,) * count
-        return tuple(j > 0 and (self.split is Split.ZERO_BUBBLE or j in first) for j in range(count))
-
-    def lags(self, delays: Sequence[int]) -> tuple[int, ...]:
-        """Return by how many microbatches each stage postpones the gradients of its parameters.
-
-        Args:
-            delays: Delay τ of each stage.
-        """
-        return tuple(delays[0] - delay if self.split is Split.ZERO_BUBBLE else 0 for delay in delays)
 
     @property
     def writes_through_graphs(self) -> bool:
@@ -253,7 +210,6 @@ METHODS = {
         Method("pipedream", delay=1, keep=Keep.INPUT, weights=Weights.STASHED),
         Method("pipedream_2bw", delay=1, keep=Keep.INPUT, weights=Weights.DOUBLE),
         Method("1f1b", delay=1, keep=Keep.GRAPH, flush=True),
-        Method("zb_h1", delay=1, keep=Keep.GRAPH, flush=True, split=Split.ZERO_BUBBLE),
         Method("gpipe", delay=0, keep=Keep.GRAPH, flush=True, fill=True),
     )
 }

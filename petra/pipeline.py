@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from petra.distributed import all_gather_objects, bind_device
+from petra.distributed import bind_device, raise_on_all_ranks
 from petra.engine.build import Recipe, build_remedies, build_stages, build_workers, check_drained, load_blocks
-from petra.engine.data_parallel import ShareObjective
-from petra.engine.elastic import make_replicas
+from petra.engine.data_parallel import Replicas, ShareObjective, all_replicas
 from petra.engine.endpoints import DataPort, DataSource, Loss, Losses, Objective, require_source
 from petra.engine.executor import Executor
-from petra.engine.global_clip import GlobalClip
 from petra.engine.method_state import restart_state
-from petra.engine.metrics import Metric, correct_predictions, size_of
+from petra.engine.metrics import Metric, correct_predictions, require_metrics, size_of
+from petra.engine.options.averaging import averaged
+from petra.engine.options.global_clip import GlobalClip
 from petra.engine.runner import step_runner
 from petra.engine.stage import evaluating
-from petra.engine.totals import Result, Totals, reduce_totals, warn_without_update
+from petra.engine.totals import Result, Totals, gather_stage_metrics, reduce_totals, warn_without_update
 from petra.engine.update import OptimizerFactory
 from petra.engine.update_rules import UpdateRules
+from petra.errors import Uncopied, require
 from petra.hooks import Hooks
 from petra.method import Method
 from petra.model import Model
@@ -32,12 +33,11 @@ from petra.settings import Numerics, Runtime
 from petra.specs import TensorSpec
 from petra.staleness import Remedy
 from petra.transport import check_ranks_agree, connect, open_transport
-from petra.transport.membership import Membership
 
 DEFAULT = Runtime()
 
 
-class Pipeline:
+class Pipeline(Uncopied):
     """A model that is split into stages and trained by a method.
 
     With ``torch.distributed`` initialized, each rank builds only its own stages, and every rank makes the same calls.
@@ -96,8 +96,10 @@ class Pipeline:
         rules: UpdateRules = UpdateRules(),  # noqa: B008
         remedy: Remedy = Remedy(),  # noqa: B008
     ) -> None:
+        _check_groups(numerics, runtime, rules, remedy)
         losses = loss if isinstance(loss, Losses) else Losses(loss, loss)
         metrics = {"accuracy": correct_predictions} if metrics is None else metrics
+        require_metrics(metrics)
         plan = make_plan(
             model,
             inputs,
@@ -115,19 +117,19 @@ class Pipeline:
         self._build(plan, Recipe(optimizer, learning_rate, losses, metrics, seed, rules, remedy), runtime)
 
     @classmethod
-    def from_plan(cls, plan: Plan, recipe: Recipe, runtime: Runtime = DEFAULT, membership: Membership | None = None) -> Pipeline:
-        """Build the pipeline of a plan for the current ranks. With a membership, replicas may be lost while it trains."""
+    def from_plan(cls, plan: Plan, recipe: Recipe, runtime: Runtime = DEFAULT, replicas: Replicas | None = None) -> Pipeline:
+        """Build the pipeline of a plan for the current ranks. Pass ``replicas`` if some of them take no part or may be lost."""
         pipeline = cls.__new__(cls)
-        pipeline._build(plan, recipe, runtime, membership)
+        pipeline._build(plan, recipe, runtime, replicas)
         return pipeline
 
-    def _build(self, plan: Plan, recipe: Recipe, runtime: Runtime, membership: Membership | None = None) -> None:
+    def _build(self, plan: Plan, recipe: Recipe, runtime: Runtime, replicas: Replicas | None = None) -> None:
         recipe.check(plan)
         self.plan, self.recipe, self.runtime = plan, recipe, runtime
         device = self.device = bind_device(runtime.device)
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         position, process = plan.layout.locate(self.rank)
-        self.replica = position if membership is None else membership.replica
+        self.replica = position if replicas is None else replicas.replica
         runner = step_runner(plan, runtime, self.device, process)
         self.hooks, self.clock = Hooks(), 0
         self.measures: list[Callable[[], dict[str, float]]] = []
@@ -136,15 +138,19 @@ class Pipeline:
         self.objective = (Objective if plan.layout.dp == 1 else ShareObjective)(self.device, recipe.losses, recipe.metrics)
         if self.world > 1:
             check_ranks_agree({**plan.settings(), **recipe.settings()}, plan)
-        self.stages = build_stages(plan, recipe, runtime, device, (self.replica, process), self.hooks, None, self._source.refetch)
-        self.replicas = make_replicas(plan.layout, position, self.device, membership)
+        place = (self.replica, process)
+        with raise_on_all_ranks():
+            self.stages = build_stages(plan, recipe, runtime, device, place, self.hooks, None, self._source.refetch)
+        self.replicas = replicas or all_replicas(plan.layout, position, device)
         group = None if self.replicas is None else self.replicas.pipeline_group
         transport = open_transport(plan, self.device, group)
         ports = connect(plan.layout.processes[process], self._source, self.objective, plan.boundaries, transport)
-        self.workers = build_workers(plan, recipe, self.stages, runner.ports(ports) if runner else ports, self.device, self.hooks)
+        used = runner.ports(ports) if runner else ports
+        with raise_on_all_ranks():
+            self.workers = build_workers(plan, recipe, self.stages, used, self.device, self.hooks)
+            self.remedies = build_remedies(plan, recipe, self.workers)
         if self.replicas is not None:
             self.replicas.attach([*self.workers.values()], self.hooks)
-        self.remedies = build_remedies(plan, recipe, self.workers)
         clip = GlobalClip([*self.workers.values()], plan.k, self.device, group) if recipe.rules.clip_globally else None
         self._executor = Executor(plan, self.workers, transport, self.hooks, runner=runner, on_completed=clip)
 
@@ -196,9 +202,7 @@ class Pipeline:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Use the moving averages of this rank's weights inside the ``with`` block, if the rules ask for averages."""
-        with ExitStack() as stack:
-            for worker in self.workers.values():
-                stack.enter_context(worker.update.averaged())
+        with averaged(worker.update for worker in self.workers.values()):
             yield
 
     def blocks(self) -> Iterator[tuple[str, nn.Module]]:
@@ -212,10 +216,7 @@ class Pipeline:
 
     def stage_metrics(self) -> dict[str, float]:
         """All-gather the metrics of the first replica's stages since the last call, as ``stage/<j>/<name>`` with j from 1."""
-        own = {f"stage/{j + 1}/{key}": v for j, worker in self.workers.items() for key, v in worker.update.metrics().items()}
-        own |= {key: value for measure in self.measures for key, value in measure().items()}
-        parts = all_gather_objects(own)
-        return {key: value for part in parts[: len(self.plan.layout.processes)] for key, value in part.items()}
+        return gather_stage_metrics(self.workers, self.measures, len(self.plan.layout.processes))
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a :meth:`state_dict` of at least this rank's blocks, and restart moving averages, older weights and remedies.
@@ -234,5 +235,11 @@ class Pipeline:
         if self.replicas is not None:
             data, microbatches = self.replicas.share(data, microbatches, evaluation=not training)
         for port in (self._source, self.objective):
-            port.start(data, start, microbatches)
+            port.start(data, start, microbatches, training=training)
         return microbatches
+
+
+def _check_groups(*groups: object) -> None:
+    for group, kind in zip(groups, (Numerics, Runtime, UpdateRules, Remedy), strict=True):
+        name = "rules" if kind is UpdateRules else kind.__name__.lower()
+        require(isinstance(group, kind), name, f"a {kind.__name__}", repr(group))

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from petra.errors import require
+from petra.errors import check_types, invalid, require
 
 TransportName = Literal["auto", "local", "lockstep", "edge"]
 
@@ -25,7 +25,8 @@ class Numerics:
             between stages of one process too, so that results don't depend on the number of processes.
 
     Raises:
-        ConfigError: If a type is not a floating-point type, or ``exact_streams`` is combined with ``wire``.
+        ConfigError: If a value has another type, a type is not a floating-point type, or ``exact_streams`` is combined with
+            ``wire``.
     """
 
     autocast: torch.dtype | None = None
@@ -34,6 +35,7 @@ class Numerics:
     wire: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         accepted = (None, torch.bfloat16, torch.float16)
         require(self.autocast in accepted, "autocast", "None, torch.bfloat16 or torch.float16", self.autocast)
         wire_fits = self.wire is None or (isinstance(self.wire, torch.dtype) and self.wire.is_floating_point)
@@ -52,13 +54,14 @@ class Runtime:
         transport: ``auto`` selects ``local`` in one process. In several, it selects ``lockstep`` on GPUs or if d = 2 at every
             boundary, and ``edge`` otherwise.
         concurrency: Number of stages that run at the same time in one process on the CPU, each in a thread of its own.
-        compile: Backend of ``torch.compile`` for the functions inside blocks, or None.
+        compile: Backend of ``torch.compile`` for the functions inside blocks, or a mode of inductor, or None.
         refetch: Whether the first block fetches its input from the data source again in its backward pass instead of storing it.
             Saves the memory of one input for each microbatch in flight. Training data need a method ``refetch``.
-        overlap: Run the forward of one microbatch beside the backward of another, in another thread on the CPU and on another CUDA
-            stream on a GPU, at the stages of :func:`petra.plan.overlap.overlapped_stages`.
-        stage_streams: Run the stages of this process on parallel CUDA streams.
-        cuda_graphs: Capture the passes of blocks as CUDA graphs (:mod:`petra.engine.graphs`).
+        overlap: Run the forward of one microbatch beside the backward of another, in another thread, at the stages of
+            :func:`petra.plan.overlap.overlapped_stages`. Only on the CPU.
+
+    Raises:
+        ConfigError: If a value has another type, or ``device`` is no device of torch.
     """
 
     device: torch.device | str = "cpu"
@@ -67,5 +70,12 @@ class Runtime:
     compile: str | None = None
     refetch: bool = False
     overlap: bool = False
-    stage_streams: bool = False
-    cuda_graphs: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        expected = "a device of torch, such as cpu or cuda:0"
+        try:
+            torch.device(self.device)
+        except (RuntimeError, TypeError) as error:
+            raise invalid("device", expected, repr(self.device)) from error
+        require(torch.device(self.device).type != "meta", "device", expected, "meta")

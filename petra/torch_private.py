@@ -7,7 +7,7 @@ No other file uses private names of torch, so a new release of torch has to be c
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from petra.errors import PetraError
 
 Tensors = Sequence[Tensor]
+Hook = Callable[[Any], Any]
 CAST = torch.ops.aten._to_copy.default
 DEVICE = torch.ops.prim.device.default
 
@@ -47,10 +48,13 @@ __all__ = [
     "foreach_zero_",
     "gloo_group",
     "holders",
+    "hooks",
+    "late_hooks",
     "preserve_version_counter",
     "set_recompile_limit",
     "skips_steps",
     "storage_key",
+    "take_hooks",
     "tree_leaves",  # tensors in nested arguments of an operator
     "vector_jacobian_products",
     "version",
@@ -155,6 +159,28 @@ def version(tensor: Tensor) -> int | None:
     None for inference tensors, and without the attribute: functions that write to their inputs are then not noticed.
     """
     return None if tensor.is_inference() else getattr(tensor, "_version", None)
+
+
+def take_hooks(parameter: Tensor) -> Mapping[int, Hook]:
+    """Remove the functions that ``register_hook`` has registered, and return them. Their handles remove them from the result.
+
+    Autograd would call them at each backward pass. Without the attribute, it does.
+    """
+    hooks: Mapping[int, Hook] | None = getattr(parameter, "_backward_hooks", None)
+    if not hooks:
+        return {}
+    parameter._backward_hooks = None
+    return hooks
+
+
+def hooks(parameter: Tensor) -> list[Hook]:
+    """Return the functions that ``register_hook`` has registered; none without the attribute."""
+    return [*(getattr(parameter, "_backward_hooks", None) or {}).values()]
+
+
+def late_hooks(parameter: Tensor) -> list[Hook]:
+    """Return the functions that ``register_post_accumulate_grad_hook`` has registered; none without the attribute."""
+    return [*(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()]
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -12,6 +12,7 @@ from petra.cost_model.costs import PARAMETER_COPIES, BlockCost, StageCost, pipel
 from petra.cost_model.delays import choose_delays, largest_delay
 from petra.cost_model.links import INSTANT, Connection, Link
 from petra.cost_model.machines import Device
+from petra.cost_model.zero_bubble import lags
 from petra.errors import ConfigError, invalid
 from petra.method import Keep, Method
 from petra.plan.partition import Indices, RangeExtrema, Values, best_partition, partition_of, prefix_sums
@@ -26,7 +27,7 @@ class _KeepOption:
     Attributes:
         seconds: Time of forward and backward of these blocks.
         stored: Bytes between forward and backward, all microbatches in flight.
-        temporary: Bytes of the graphs that exist only during a backward: the largest, or all if backward is split.
+        temporary: Bytes of the largest graph that exists only during a backward.
         keeps: The choice.
     """
 
@@ -43,7 +44,6 @@ def choose_keeps(
     limit: float,
     *,
     parameter_copies: int = PARAMETER_COPIES,
-    unfinished: int = 0,
 ) -> tuple[Keep, ...]:
     """Choose which blocks of one stage store their graph, so that the stage is as fast as its memory allows.
 
@@ -54,7 +54,6 @@ def choose_keeps(
         microbatches: Microbatches in flight.
         limit: Bytes available. If the stage exceeds them even without graphs, ``smallest_keeps`` is returned.
         parameter_copies: As for :func:`petra.cost_model.costs.stage_cost`.
-        unfinished: As for :meth:`petra.cost_model.costs.StageCost.memory`.
     """
     options = [_KeepOption(0.0, 0, 0, ())]
     for block, smallest in zip(blocks, smallest_keeps, strict=True):
@@ -63,10 +62,7 @@ def choose_keeps(
             for keep in dict.fromkeys((smallest, Keep.GRAPH)):
                 seconds = option.seconds + sum(block.seconds(keep))
                 stored = option.stored + microbatches * block.stored_bytes(keep)
-                temporary = option.temporary
-                if keep is not Keep.GRAPH:
-                    graph = block.graph_bytes
-                    temporary = temporary + unfinished * graph if unfinished else max(temporary, graph)
+                temporary = option.temporary if keep is Keep.GRAPH else max(option.temporary, block.graph_bytes)
                 extended.append(_KeepOption(seconds, stored, temporary, (*option.keeps, keep)))
         options = _pareto_front(extended)
     fixed = parameter_copies * sum(block.parameter_bytes for block in blocks)
@@ -114,7 +110,6 @@ class _Stages:
     Attributes:
         devices: Device of each stage.
         delays: Delay τ of each stage.
-        splits: Whether each stage splits its backward.
     """
 
     blocks: Sequence[BlockCost]
@@ -124,16 +119,14 @@ class _Stages:
     delays: Sequence[int]
     tune_keep: bool
     parameter_copies: int
-    splits: Sequence[bool]
 
     def keeps(self, blocks: range, stage: int) -> tuple[Keep, ...]:
         """Return what each block of a stage stores, chosen by the method or by :func:`choose_keeps`."""
         costs = self.blocks[blocks.start : blocks.stop]
         keeps = self._method_keeps(blocks, stage)
         if self.tune_keep:
-            limit, copies = self.devices[stage].memory, self.parameter_copies
-            counts = self._in_flight(stage), limit
-            keeps = choose_keeps(costs, keeps, *counts, parameter_copies=copies, unfinished=self._unfinished(stage))
+            limit = self.devices[stage].memory
+            keeps = choose_keeps(costs, keeps, self._in_flight(stage), limit, parameter_copies=self.parameter_copies)
         return keeps
 
     def costs(self, partition: Sequence[range], keeps: Sequence[Sequence[Keep]]) -> list[StageCost]:
@@ -144,7 +137,7 @@ class _Stages:
 
     def memory(self, cost: StageCost, stage: int) -> int:
         """Return the bytes of a stage."""
-        return cost.memory(self._in_flight(stage), self._unfinished(stage))
+        return cost.memory(self._in_flight(stage))
 
     def fastest_partition(self) -> list[range]:
         """Return the partition whose slowest stage is fastest."""
@@ -163,9 +156,6 @@ class _Stages:
     def _in_flight(self, stage: int) -> int:
         return in_flight(self.delays[stage] + self._lags[stage], self.k, self.method.flush)
 
-    def _unfinished(self, stage: int) -> int:
-        return in_flight(self._lags[stage], self.k, self.method.flush) if self.splits[stage] else 0
-
     def _seconds(self, starts: Indices, ends: Indices, stage: int) -> Values:
         """Return the time per microbatch of each range of blocks as a stage; infinity if it doesn't fit into memory."""
         device = self.devices[stage]
@@ -175,9 +165,7 @@ class _Stages:
         # The blocks of the last stage store what they would store in a last stage of all blocks.
         sums = self._last_sums if self._is_last(stage) else self._sums
         seconds = (sums.seconds[ends] - sums.seconds[starts]) / device.speed
-        unfinished = self._unfinished(stage)
-        temporary = unfinished * (sums.graphs[ends] - sums.graphs[starts]) if unfinished else sums.temporary(starts, ends)
-        memory = sums.fixed[ends] - sums.fixed[starts] + temporary
+        memory = sums.fixed[ends] - sums.fixed[starts] + sums.temporary(starts, ends)
         memory += self._in_flight(stage) * (sums.stored[ends] - sums.stored[starts])
         return np.where(memory > device.memory, np.inf, seconds)
 
@@ -190,7 +178,7 @@ class _Stages:
 
     @cached_property
     def _lags(self) -> tuple[int, ...]:
-        return self.method.lags(self.delays)
+        return lags(self.method, self.delays)
 
     @cached_property
     def _sums(self) -> _Sums:
@@ -206,28 +194,22 @@ class _Stages:
         if self.tune_keep:
             keeps = tuple(choose_keeps([block], [keep], 0, float("inf"))[0] for block, keep in zip(self.blocks, keeps, strict=True))
         pairs = list(zip(self.blocks, keeps, strict=True))
-        graphs = [0.0 if keep is Keep.GRAPH else float(block.graph_bytes) for block, keep in pairs]
+        graphs = np.array([0.0 if keep is Keep.GRAPH else float(block.graph_bytes) for block, keep in pairs])
         return _Sums(
             seconds=prefix_sums([sum(block.seconds(keep)) + block.update / self.k for block, keep in pairs]),
             stored=prefix_sums([block.stored_bytes(keep) for block, keep in pairs]),
             fixed=prefix_sums([self.parameter_copies * block.parameter_bytes for block in self.blocks]),
-            graphs=prefix_sums(graphs),
-            temporary=RangeExtrema(np.array(graphs), np.maximum),
+            temporary=RangeExtrema(graphs, np.maximum),
         )
 
 
 @dataclass(frozen=True)
 class _Sums:
-    """Sums over the first 0, 1, 2, … blocks, and the largest temporary graph of any range of blocks.
-
-    Attributes:
-        graphs: Sums of the temporary graphs.
-    """
+    """Sums over the first 0, 1, 2, … blocks, and the largest temporary graph of any range of blocks."""
 
     seconds: Values
     stored: Values
     fixed: Values
-    graphs: Values
     temporary: RangeExtrema
 
 
@@ -268,8 +250,7 @@ def tune(
     delay = largest_delay(method, k, count, 2) if tune_delay else method.delay
     method = replace(method, delay=delay, keep=Keep.NOTHING if tune_keep else method.keep)
     devices = [replace(device, memory=min(limit, device.memory)) for device in devices or (Device(),) * count]
-    splits = method.splits(processes or [range(j, j + 1) for j in range(count)])
-    candidates = _Stages(tuple(blocks), method, k, devices, method.delays(count, k), tune_keep, parameter_copies, splits)
+    candidates = _Stages(tuple(blocks), method, k, devices, method.delays(count, k), tune_keep, parameter_copies)
     partition = candidates.fastest_partition() if isinstance(stages, int) else partition_of(stages)
 
     def choose() -> tuple[list[tuple[Keep, ...]], list[StageCost]]:

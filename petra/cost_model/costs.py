@@ -38,7 +38,7 @@ class BlockCost:
         input_bytes, output_bytes: Sizes of the input and output streams.
         graph_bytes: Size of the stored autograd graph, streams included.
         parameter_bytes: Size of the parameters, counted once.
-        weights: Part of either backward that computes the gradients of the parameters, if backward is split.
+        weights: Part of either backward that computes the gradients of the parameters.
     """
 
     name: str
@@ -76,8 +76,7 @@ class StageCost:
         stored_bytes: Bytes stored for each microbatch between forward and backward.
         fixed_bytes: Bytes that don't depend on the number of microbatches: copies of the parameters, and the largest graph that
             exists only during a backward.
-        weights: Part of ``backward`` that computes the gradients of the parameters, if backward is split.
-        graphs_bytes, largest_graph_bytes: Total and largest size of the graphs of blocks that exist only during a backward.
+        weights: Part of ``backward`` that computes the gradients of the parameters.
     """
 
     forward: float
@@ -88,10 +87,8 @@ class StageCost:
     stored_bytes: int = 0
     fixed_bytes: int = 0
     weights: float = 0.0
-    graphs_bytes: int = 0
-    largest_graph_bytes: int = 0
 
-    def memory(self, microbatches: int, unfinished: int = 0) -> int:
+    def memory(self, microbatches: int) -> int:
         """Estimate the bytes of the stage from sums over its blocks, which a search for a partition can afford for every range.
 
         The sum leaves out messages, stashed weights, the gradients that a backward adds to the accumulated ones, and what
@@ -99,10 +96,8 @@ class StageCost:
 
         Args:
             microbatches: Microbatches in flight.
-            unfinished: Those among them between the two parts of a split backward, whose graphs exist all at once.
         """
-        graphs = max(0, unfinished * self.graphs_bytes - self.largest_graph_bytes)
-        return self.fixed_bytes + microbatches * self.stored_bytes + graphs
+        return self.fixed_bytes + microbatches * self.stored_bytes
 
     def on(self, speed: float) -> StageCost:
         """Return the cost on a device of another speed, relative to the device of this cost."""
@@ -140,8 +135,6 @@ def stage_cost(
         stored_bytes=sum(block.stored_bytes(keep) for block, keep in zip(blocks, keeps, strict=True)),
         fixed_bytes=parameter_copies * sum(block.parameter_bytes for block in blocks) + max(temporary_graphs, default=0),
         weights=sum(block.weights for block in blocks),
-        graphs_bytes=sum(temporary_graphs),
-        largest_graph_bytes=max(temporary_graphs, default=0),
     )
 
 
@@ -216,11 +209,13 @@ def profile_blocks(
         x, dy = (tuple(_example(spec, device, channels_last) for spec in specs_) for specs_ in (specs, profile.outputs))
         times: list[float] = []
         smallest = Keep.NOTHING if profile.reversible else Keep.INPUT
-        for keep, split in ((smallest, False), (Keep.GRAPH, False), (smallest, True)):
-            stage = Stage([module], [keep], first_block=b, seed=seed, autocast=autocast, channels_last=channels_last, split=split)
-            *seconds, weights = _forward_backward_seconds(stage, x, dy, device, rounds, others)
-            times += [weights] if split else seconds
-        times.insert(4, _update_seconds(module, optimizer, device, rounds, others))
+        for keep in (smallest, Keep.GRAPH):
+            stage = Stage([module], [keep], first_block=b, seed=seed, autocast=autocast, channels_last=channels_last)
+            times += _forward_backward_seconds(stage, x, dy, device, rounds, others)
+        times.append(_update_seconds(module, optimizer, device, rounds, others))
+        # What the gradients of the parameters take: a backward without them is shorter by it.
+        frozen = Stage([module.requires_grad_(False)], [Keep.GRAPH], first_block=b, autocast=autocast, channels_last=channels_last)
+        times.append(max(0.0, times[3] - _forward_backward_seconds(frozen, x, dy, device, rounds, others)[1]))
         measured: dict[str, Any] = dict(zip(TIMES, times, strict=True))
         costs[b] = replace(costs[b], **measured)
     return tuple(costs)
@@ -270,12 +265,12 @@ class _Memory:
 
 def _forward_backward_seconds(
     stage: Stage, x: Streams, dy: Streams, device: torch.device, rounds: int, others: _Memory
-) -> tuple[float, float, float]:
-    """Measure forward, backward, and the second part of a split backward. The first round is a warm-up.
+) -> tuple[float, float]:
+    """Measure forward and backward. The first round is a warm-up.
 
     Before each pass, the other blocks have used their memory, and the neighbour has just computed what the pass receives.
     """
-    forward, backward, weights = [], [], []
+    forward, backward = [], []
     for m in range(rounds + 1):
         others.use()
         x = _copied(x)
@@ -286,12 +281,8 @@ def _forward_backward_seconds(
         y, dy = _copied(y), _copied(dy)
         start = synchronized_time(device)
         stage.backward(m, y, dy)
-        end = synchronized_time(device)
-        backward.append(end - start)
-        if stage.split:
-            stage.backward_weights(m)
-        weights.append(synchronized_time(device) - end)
-    return median(forward[1:]), median(backward[1:]), median(weights[1:])
+        backward.append(synchronized_time(device) - start)
+    return median(forward[1:]), median(backward[1:])
 
 
 def _copied(streams: Streams) -> Streams:

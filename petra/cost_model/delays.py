@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from petra.cost_model.costs import StageCost
 from petra.cost_model.links import INSTANT, Connection, Link, connections
 from petra.cost_model.simulator import predict
-from petra.method import Method, Split, Weights
+from petra.method import Method, Weights
 from petra.plan.transport import simulated_transport
 from petra.settings import TransportName
 
@@ -88,19 +88,14 @@ class _Pipeline:
         """Return whether the stages around ``boundary`` alone prove that the period is above ``limit``."""
         if delays[boundary] == 0:
             pair = self.costs[boundary : boundary + 2]
-            late = pair[1].weights if self.method.split is not Split.NONE else 0.0
-            if sum(cost.forward + cost.backward for cost in pair) - late > limit:  # the two stages take turns
+            if sum(cost.forward + cost.backward for cost in pair) > limit:  # the two stages take turns
                 return True
         if simulated_transport(self.transport, delays, self.device_type) == "lockstep" and min(delays) == 0:
             return False  # the rounds of the whole pipeline differ from those of a part
         start, stop = max(0, boundary - reach), min(len(self.costs), boundary + 2 + reach)
-        first, *others = self.costs[start:stop]
-        if start and self.method.split is not Split.NONE:
-            # As the first stage of the part, it would not split its backward. A bound without its second part is valid.
-            first = replace(first, backward=first.backward - first.weights)
         part = replace(
             self,
-            costs=(first, *others),
+            costs=self.costs[start:stop],
             connections=self.connections[start : stop - 1],
             processes=tuple(range(j, j + 1) for j in range(stop - start)),
             transport=simulated_transport(self.transport, delays, self.device_type),

@@ -38,7 +38,7 @@ def event_graph(
         boundary_delays: Delay d of each boundary.
         transport: Transport whose rules the messages follow.
         splits, lags: Whether each stage splits its backward, and by how many microbatches it postpones the second part.
-        overlapped: Stages that run forward beside backward; none if stages split their backward.
+        overlapped: Stages that run forward beside backward; none if stages split their backward (ZB-H1).
     """
     steps = _Steps.of(steady, costs, k, processes, connections, splits, lags, overlapped)
     return _edge_graph(steps, np.array(boundary_delays, np.int64)) if transport == "edge" else _lockstep_graph(steps)

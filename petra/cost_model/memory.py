@@ -21,7 +21,10 @@ from petra.diagnostics.activation_memory import fake_module
 from petra.engine.build import Recipe, build_remedies, build_stages, build_workers
 from petra.engine.endpoints import DataPort, Objective
 from petra.engine.executor import Executor
-from petra.engine.update import Update
+from petra.engine.options.averaging import WeightAverage
+from petra.engine.options.finite_check import Settle
+from petra.engine.update import Norm, Step, Update
+from petra.engine.worker import Worker
 from petra.hooks import Hook, Hooks
 from petra.method import Weights
 from petra.plan import Plan
@@ -147,22 +150,16 @@ class _Storage:
     owner: int
 
 
-class _Update(Update):
-    """Updates without decisions that read values."""
+def _without_decisions(update: Update) -> None:
+    """Remove the parts of an update that read values."""
+    update.parts = [part for part in update.parts if isinstance(part, Norm | Step | WeightAverage | Settle)]
 
-    def apply(self, squared_norm: Tensor) -> None:
-        if self.optimizer is not None:
-            with self.stage.updating():
-                self.optimizer.step()
-        self._average.update(self.done)
-        self.done += 1
-        self._finite.finish_update()
 
-    @property
-    def states(self) -> list[Tensor]:
-        """Tensors of the optimizer, and moving averages."""
-        states = [] if self.optimizer is None else [t for state in self.optimizer.state.values() for t in state.values()]
-        return [*self._average.values, *(t for t in states if isinstance(t, Tensor))]
+def _states(update: Update) -> list[Tensor]:
+    """Return the tensors of the optimizer, and moving averages."""
+    average = update.part(WeightAverage)
+    states = [] if update.optimizer is None else [t for state in update.optimizer.state.values() for t in state.values()]
+    return [*(average.values if average else ()), *(t for t in states if isinstance(t, Tensor))]
 
 
 class _Blank:
@@ -255,13 +252,13 @@ def account(plan: Plan, recipe: Recipe, targets: TensorSpec, *, process: int = 0
         data = _Blank(plan.layout.inputs, targets)
         channels_last = plan.numerics.channels_last
         live.owner = min(plan.layout.processes[process], default=0)
-        executor, updates = _executor(plan, recipe, data, process, hooks, lambda b: _without_data(blocks[b], channels_last))
-        for update in updates:
-            live.assign(chain(*_tensors(update)), update.stage.index)
+        executor, workers = _executor(plan, recipe, data, process, hooks, lambda b: _without_data(blocks[b], channels_last))
+        for worker in workers:
+            live.assign(chain(*_tensors(worker)), worker.index)
         watch = _Watch(live)
         hooks.attach(watch)
         executor.train(0, _enough(plan, process))
-        fixed = {update.stage.index: [_bytes(tensors) for tensors in _tensors(update)] for update in updates}
+        fixed = {worker.index: [_bytes(tensors) for tensors in _tensors(worker)] for worker in workers}
     temporary = {j: max(live.peaks[j] - watch.between, 0) for j in fixed}
     stages = {j: _predicted(sizes, watch.own_between[j], temporary[j], workspace=0) for j, sizes in fixed.items()}
     together = [sum(parts) for parts in zip(*fixed.values(), strict=True)] or [0, 0, 0]
@@ -292,17 +289,17 @@ def _predicted(fixed: Sequence[int], between: int, temporary: int, **options: An
     return PredictedMemory(weights, gradients, optimizer, between - sum(fixed), temporary, **options)
 
 
-def _tensors(update: _Update) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def _tensors(worker: Worker) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Return weights and buffers, gradients, and states of the optimizer of a stage."""
-    module = update.stage.module
+    module = worker.stage.module
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
-    return [*module.parameters(), *module.buffers()], gradients, update.states
+    return [*module.parameters(), *module.buffers()], gradients, _states(worker.update)
 
 
 def _executor(
     plan: Plan, recipe: Recipe, data: _Blank, process: int, hooks: Hooks, blocks: Callable[[int], nn.Module]
-) -> tuple[Executor, list[_Update]]:
-    """Return an executor of the process whose neighbours are always in time, and the updates of its stages."""
+) -> tuple[Executor, list[Worker]]:
+    """Return an executor of the process whose neighbours are always in time, and the workers of its stages."""
     processes = plan.layout.processes
     source = DataPort(plan.layout.inputs, CPU, plan.numerics.channels_last, lambda report: None)
     objective = Objective(CPU, recipe.losses, recipe.metrics)
@@ -313,10 +310,11 @@ def _executor(
     if len(processes) > 1:
         transport = LockstepTransport(pack_boundaries(plan, CPU), processes, process, post=lambda operations: [_Done()])
     ports = connect(processes[process], source, objective, plan.boundaries, transport)
-    workers = build_workers(plan, recipe, stages, ports, CPU, hooks, _Update)
+    workers = build_workers(plan, recipe, stages, ports, CPU, hooks)
+    for worker in workers.values():
+        _without_decisions(worker.update)
     build_remedies(plan, recipe, workers)
-    updates = [worker.update for worker in workers.values() if isinstance(worker.update, _Update)]
-    return Executor(plan, workers, transport, hooks, runner=None, on_completed=None), updates
+    return Executor(plan, workers, transport, hooks, runner=None, on_completed=None), [*workers.values()]
 
 
 def _without_data(block: nn.Module, channels_last: bool) -> nn.Module:

@@ -12,8 +12,9 @@ from petra.cost_model.event_graph import event_graph
 from petra.cost_model.links import INSTANT, Connection, Link, connections
 from petra.cost_model.period import maximum_cycle_ratio
 from petra.cost_model.wires import Edge, WireModel, Wires, make_wires
+from petra.cost_model.zero_bubble import ZeroBubble, lags, splits
 from petra.diagnostics.events import Interval, Kind
-from petra.method import Method, Split
+from petra.method import Method
 from petra.plan.overlap import overlapped_stages
 from petra.plan.schedule import Op, Step, in_flight, timetable, training_orders
 from petra.plan.steady import steady_state
@@ -75,16 +76,17 @@ def predict(
     if any(cost.update for cost in costs):
         steady = steady.repeated(k // steady.microbatches)
     neighbours = connections(link, len(processes))
-    lags, splits = method.lags(delays), method.splits(processes)
-    beside = overlapped_stages(boundary_delays) if overlap and method.split is Split.NONE else ()
-    graph = event_graph(steady, costs, k, processes, neighbours, boundary_delays, transport, splits, lags, beside)
+    postponed = lags(method, delays)
+    beside = overlapped_stages(boundary_delays) if overlap and not isinstance(method, ZeroBubble) else ()
+    parts = splits(method, stages), postponed
+    graph = event_graph(steady, costs, k, processes, neighbours, boundary_delays, transport, *parts, beside)
     period = maximum_cycle_ratio(graph) / steady.microbatches
     compute = [_busy_seconds(costs, k, process, set(process).intersection(beside)) for process in processes]
     return Prediction(
         period=period,
         compute=max(compute),
         bubble=[1 - busy / period for process, busy in zip(processes, compute, strict=True) for _ in process],
-        in_flight=[in_flight(delay + lag, k, method.flush) for delay, lag in zip(delays, lags, strict=True)],
+        in_flight=[in_flight(delay + lag, k, method.flush) for delay, lag in zip(delays, postponed, strict=True)],
         staleness=[method.staleness(delay, k) for delay in delays],
     )
 
@@ -121,8 +123,8 @@ def simulate(
     orders = training_orders(delays, 0, microbatches, k if method.flush else None)
     processes = processes or [range(j, j + 1) for j in range(stages)]
     wires = make_wires(transport, _edge_links(processes, link), boundary_delays)
-    beside = overlapped_stages(boundary_delays) if overlap and method.split is Split.NONE else ()
-    simulation = _Simulation(costs, k, processes, wires, method.splits(processes), method.lags(delays), beside)
+    beside = overlapped_stages(boundary_delays) if overlap and not isinstance(method, ZeroBubble) else ()
+    simulation = _Simulation(costs, k, processes, wires, splits(method, stages), lags(method, delays), beside)
     for _, round_ in groupby(timetable(orders, boundary_delays), key=lambda step: step.round):
         for step in round_:
             simulation.run(step)

@@ -19,18 +19,12 @@ from petra.specs import TensorSpec
 
 DELAY = 2
 """Least delay of a stage in a short pipeline, if its own is longer."""
-DELAY_WITH_LAG = 4
-"""The same in a pipeline with lags."""
 EARLIER = 4
 """Earlier stages in a short pipeline, if there are as many: their delays determine when messages arrive."""
 UNEQUAL = 32
 """Most stages of a pipeline with unequal delays that is not shortened. In longer ones, waiting messages are not counted exactly."""
-LAG = 2
-"""Lag of a stage in a short pipeline, if its own is longer."""
 LATER = 1
 """Least number of later stages in a short pipeline, if there are as many."""
-K = 8
-"""k of methods with a lag is not shortened if it is at most this number."""
 
 
 def predict_stages(
@@ -62,14 +56,12 @@ class _Counts(NamedTuple):
     Attributes:
         k: Microbatches per update, if the pipeline drains before it, otherwise 0.
         others: Microbatches between their forward and backward, besides the one that the stage works on.
-        postponed: Microbatches between the two parts of their backward.
         versions: Old versions of the weights, which microbatches in flight use.
         backwards: Backwards since the last update. Each leaves the sums of the gradients that it has received.
     """
 
     k: int
     others: int
-    postponed: int
     versions: int
     backwards: int
 
@@ -79,10 +71,10 @@ class _Counts(NamedTuple):
         stage, k = plan.stages[j], plan.k
         if plan.method.flush:
             others = min(stage.delay, k - 1)
-            return _Counts(k, others, min(stage.lag, k - 1), 0, k - 1 - others)
+            return _Counts(k, others, 0, k - 1 - others)
         if stage.weights is Weights.STASHED and stage.delay:  # later in an update, fewer versions are in use
-            return _Counts(0, stage.delay, 0, -(-stage.delay // k), (stage.delay - 1) % k)
-        return _Counts(0, stage.delay, 0, 0, k - 1)
+            return _Counts(0, stage.delay, -(-stage.delay // k), (stage.delay - 1) % k)
+        return _Counts(0, stage.delay, 0, k - 1)
 
 
 @dataclass(frozen=True)
@@ -92,58 +84,42 @@ class Kind:
     Attributes:
         memory: Memory in the short pipeline.
         counts: Counts there.
-        microbatch, postponed, version, backward: Bytes that one more of each count takes.
+        microbatch, version, backward: Bytes that one more of each count takes.
     """
 
     memory: PredictedMemory
     counts: _Counts
     microbatch: int
-    postponed: int
     version: int
     backward: int
 
     def memory_of(self, counts: _Counts) -> PredictedMemory:
         """Return the memory of a stage of this kind with other counts."""
-        more = self._in_flight(counts) - self._in_flight(self.counts) + self.version * (counts.versions - self.counts.versions)
+        more = self.microbatch * (counts.others - self.counts.others)
+        more += self.version * (counts.versions - self.counts.versions)
         more += self.backward * (counts.backwards - self.counts.backwards)
         return replace(self.memory, stored=self.memory.stored + more)
-
-    def _in_flight(self, counts: _Counts) -> int:
-        """Return the bytes of microbatches in flight. After i backwards of k, i are postponed at most, and k - 1 - i are left."""
-        _, others, postponed, *_ = counts
-        after = [0] if not postponed else range(counts.k)
-        left = (others if not postponed else min(others, counts.k - 1 - i) for i in after)
-        return max(self.microbatch * n + self.postponed * min(i, postponed) for i, n in zip(after, left, strict=True))
 
 
 def _kind(short: Plan, j: int, recipe: Recipe, targets: TensorSpec) -> Kind:
     """Count the memory of a stage of a short pipeline, and what one more of each count takes."""
     (memory, stored), counts = account(short, recipe, targets, process=j), _Counts.of(short, j)
     microbatch = stored[DELAY] if counts.others >= DELAY else 0  # the first forwards allocate buffers for messages
-    postponed = 0
-    if counts.postponed == LAG:
-        stages = tuple(replace(stage, lag=stage.lag + (i == j)) for i, stage in enumerate(short.stages))
-        further = account(replace(short, k=short.k + 1, stages=stages), recipe, targets, process=j)
-        postponed = further.memory.tensors - memory.tensors
     backward = BLOCK * len(short.stages[j].outputs)
-    return Kind(replace(memory, stages={}), counts, microbatch, postponed, version=memory.gradients, backward=backward)
+    return Kind(replace(memory, stages={}), counts, microbatch, version=memory.gradients, backward=backward)
 
 
 def _shortened(plan: Plan, j: int) -> Plan:
     """Return the plan of a stage, the one before it, and some after it, with a delay and a k that are short."""
     stage, method, last = plan.stages[j], plan.method, len(plan.stages) - 1
     first, end = max(j - EARLIER, 0), min(j + LATER, last)
-    lagging = any(s.lag for s in plan.stages)
-    least, exact = DELAY_WITH_LAG if lagging else DELAY, plan.k <= K and lagging
-    while end < last and not method.fill and stage.delay - plan.delays[end] < min(_Counts.of(plan, j).others, least):
+    while end < last and not method.fill and stage.delay - plan.delays[end] < min(_Counts.of(plan, j).others, DELAY):
         end += 1
-    tail = stage.delay - min(stage.delay, plan.k - 1, least) if method.fill else plan.delays[end]
-    lags = [min(s.lag, plan.k if exact else LAG) for s in plan.stages[first : end + 1]]
+    tail = stage.delay - min(stage.delay, plan.k - 1, DELAY) if method.fill else plan.delays[end]
     delays = [tau - tail for tau in plan.delays[first : end + 1]]
-    k = plan.k if exact else min(plan.k, _least_k(plan, j, delays[j - first], lags[j - first]))
+    k = min(plan.k, _least_k(plan, j, delays[j - first]))
     part = slice(first, end + 1)
-    chosen = zip(plan.stages[part], delays, lags, strict=True)
-    stages = tuple(replace(s, index=i, delay=tau, lag=lag) for i, (s, tau, lag) in enumerate(chosen))
+    stages = tuple(replace(s, index=i, delay=tau) for i, (s, tau) in enumerate(zip(plan.stages[part], delays, strict=True)))
     layout = replace(plan.layout, stages=plan.layout.stages[part], processes=_one_each(len(stages)))
     between = slice(first, end)
     return replace(
@@ -167,10 +143,10 @@ def _one_each(stages: int) -> tuple[range, ...]:
     return tuple(range(j, j + 1) for j in range(stages))
 
 
-def _least_k(plan: Plan, j: int, delay: int, lag: int) -> int:
-    """Return a small k for a stage with a short delay and lag."""
+def _least_k(plan: Plan, j: int, delay: int) -> int:
+    """Return a small k for a stage with a short delay."""
     if plan.method.flush:  # drained in the same phase of the schedule
-        return delay + 1 if plan.stages[j].delay >= plan.k - 1 and not lag else delay + lag + 2
+        return delay + 1 if plan.stages[j].delay >= plan.k - 1 else delay + 2
     return 1 if plan.stages[j].weights is Weights.CURRENT else max(delay, 2)  # so few versions as for a larger k
 
 
@@ -180,6 +156,6 @@ def _key(short: Plan, j: int) -> Hashable:
     earlier = () if len({*short.boundary_delays}) < 2 else short.boundary_delays[:j]
     kinds = tuple(short.model.blocks[b].kind for b in stage.blocks)
     return (
-        *(kinds, stage.inputs, stage.keeps, stage.weights, stage.staleness > 0, stage.split, stage.lag, short.k, short.flush_every),
+        *(kinds, stage.inputs, stage.keeps, stage.weights, stage.staleness > 0, short.k, short.flush_every),
         *(j == 0, j == len(short.stages) - 1, short.delays[j:], earlier, short.boundary_delays[near], short.boundaries[near]),
     )

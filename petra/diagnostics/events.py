@@ -12,9 +12,9 @@ class Kind(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
-    """Backward pass; without the gradients of the parameters if it is split."""
+    """Backward pass; in a simulation of ZB-H1, without the gradients of the parameters."""
     BACKWARD_WEIGHTS = "W"
-    """Gradients of the parameters, the second part of a split backward pass."""
+    """Gradients of the parameters, in a simulation of ZB-H1."""
     UPDATE = "update"
     LOSS = "loss"
     """Loss and its gradient, on the last stage."""

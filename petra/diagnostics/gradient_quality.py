@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from petra.engine.block import BlockRunner
+from petra.engine.options.loss_scale import LossScale
 from petra.engine.stage import Stage
 from petra.engine.weights import WeightVersion
 from petra.errors import require
@@ -105,10 +106,6 @@ class GradientQuality(Hook):
             self._cases[m].rebuilt[stage] = x  # The stage's first block comes last.
 
     def backward_end(self, stage: int, m: int, x: Streams, dx: Streams) -> None:
-        if not self.pipeline.stages[stage].split:
-            self.backward_weights_end(stage, m)
-
-    def backward_weights_end(self, stage: int, m: int) -> None:
         if m % self.every:
             return
         row = self._row(m, stage)
@@ -121,10 +118,10 @@ class GradientQuality(Hook):
             del self._cases[m]
 
     def _row(self, m: int, j: int) -> dict[str, float]:
-        case, scale = self._cases[m], self.pipeline.workers[j].update.scale
+        case, scale = self._cases[m], self.pipeline.workers[j].update.part(LossScale)
         gradient = _flat(self.pipeline.stages[j], case.found)
         if scale is not None:
-            gradient = gradient / scale
+            gradient = gradient / scale.scale
         delayed, end_to_end = case.delayed[j], case.end_to_end[j]
         row: dict[str, float] = {"microbatch": m, "stage": j + 1}
         if len(gradient):

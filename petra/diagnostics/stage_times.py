@@ -37,7 +37,7 @@ class StageTimes(StageTimer):
             planned, data = self.pipeline.plan.stages[j], self._data if j == 0 else 0.0
             values = {
                 "forward_seconds": seconds[j, Kind.FORWARD] + seconds[j, Kind.LOSS],
-                "backward_seconds": seconds[j, Kind.BACKWARD] + seconds[j, Kind.BACKWARD_WEIGHTS],
+                "backward_seconds": seconds[j, Kind.BACKWARD],
                 "update_seconds": seconds[j, Kind.UPDATE],
                 "data_seconds": data,
                 "waiting_seconds": seconds[j, Kind.RECEIVE] + seconds[j, Kind.SEND] - data,

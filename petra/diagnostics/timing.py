@@ -70,12 +70,6 @@ class StageTimer(Hook):
     def backward_end(self, stage: int, m: int, x: Streams, dx: Streams) -> None:
         self._end(stage, Kind.BACKWARD, m)
 
-    def backward_weights_begin(self, stage: int, m: int) -> None:
-        self._begin(stage, m)
-
-    def backward_weights_end(self, stage: int, m: int) -> None:
-        self._end(stage, Kind.BACKWARD_WEIGHTS, m)
-
     def update_begin(self, stage: int, m: int) -> None:
         self._begin(stage, m)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from petra.errors import ModelError, require
 from petra.reversible import Gradients
-from petra.torch_private import foreach_add_, foreach_zero_
+from petra.torch_private import Hook, foreach_add_, foreach_zero_, late_hooks, take_hooks
 
 
 class Accumulation:
@@ -23,25 +23,82 @@ class Accumulation:
 
     Attributes:
         parameters: Trained parameters.
+        on_block: Called with the index of each block whose gradients have been added; None by default.
     """
 
     def __init__(self, module: nn.Module, k: int) -> None:
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self._module, self._k = module, k
+        self.on_block: Callable[[int], None] | None = None
         self._used = set[nn.Parameter]()
+        self._hooks: dict[nn.Parameter, list[Mapping[int, Hook]]] = {}
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
+        self.take_hooks()
 
-    def add(self, gradients: Gradients) -> None:
-        """Add 1/k of the gradients of one block."""
-        if not self._all_used():
-            self._used.update(gradients)
-        foreach_add_([p.grad for p in gradients], list(gradients.values()), alpha=1 / self._k)
+    def add(self, block: int, gradients: Gradients) -> None:
+        """Add 1/k of the gradients of one block, which may be none.
+
+        Args:
+            block: Index of the block in the model.
+        """
+        if gradients:
+            if not self._all_used():
+                self._used.update(gradients)
+            foreach_add_([p.grad for p in gradients], list(gradients.values()), alpha=1 / self._k)
+        if self.on_block is not None:
+            self.on_block(block)
 
     def zero(self) -> None:
         """Set the accumulated gradients to zero."""
         if self.parameters:
             foreach_zero_([p.grad for p in self.parameters])
+
+    def take_hooks(self) -> None:
+        """Take over new hooks of the parameters (``register_hook``), which autograd would call at each backward pass."""
+        for parameter in self.parameters:
+            if found := take_hooks(parameter):
+                self._hooks.setdefault(parameter, []).append(found)
+
+    @torch.no_grad()
+    def call_hooks(self, scale: Tensor | None) -> None:
+        """Call the hooks of ``register_hook`` with the gradients of an update. What they return replaces the gradients.
+
+        Args:
+            scale: Loss scale of the accumulated gradients. Hooks receive them without it.
+
+        Raises:
+            ModelError: If a hook returns anything but None or a gradient.
+        """
+        for parameter, taken in self._hooks.items():
+            if parameter not in self._used:
+                continue
+            assert parameter.grad is not None
+            gradient = parameter.grad if scale is None else parameter.grad / scale
+            for hook in [hook for hooks in taken for hook in hooks.values()]:
+                result = hook(gradient)
+                if result is not None:
+                    fits = isinstance(result, Tensor) and result.shape == gradient.shape
+                    got = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
+                    expected = f"None or a gradient of shape {list(gradient.shape)}"
+                    require(fits, f"hook of parameter {self._name(parameter)}", expected, got, ModelError)
+                    gradient = result
+            parameter.grad.copy_(gradient if scale is None else gradient * scale)
+
+    @property
+    def has_late_hooks(self) -> bool:
+        """Whether parameters have hooks of ``register_post_accumulate_grad_hook``."""
+        return any(map(late_hooks, self.parameters))
+
+    @torch.no_grad()
+    def call_late_hooks(self) -> None:
+        """Call the hooks of ``register_post_accumulate_grad_hook``, before an optimizer step. They may set ``.grad`` to None."""
+        for parameter in self.parameters:
+            for hook in late_hooks(parameter) if parameter.grad is not None else ():
+                hook(parameter)
+
+    def _name(self, parameter: nn.Parameter) -> str:
+        return next(name for name, p in self._module.named_parameters() if p is parameter)
 
     def hide_unused(self) -> Sequence[tuple[nn.Parameter, Tensor | None]]:
         """Set ``.grad`` to None for parameters that no backward pass has reached since the last update, before an optimizer step.
@@ -49,17 +106,18 @@ class Accumulation:
         Optimizers leave these parameters as they are. Zeros would let them decay.
 
         Returns:
-            The parameters and their zeros, for :meth:`restart`.
+            The parameters and their zeros, and those with hooks that may replace ``.grad``, for :meth:`restart`.
         """
+        hooked = [(p, p.grad) for p in self.parameters if late_hooks(p)]
         unused = [] if self._all_used() else [(p, p.grad) for p in self.parameters if p not in self._used]
         for parameter, _ in unused:
             parameter.grad = None
-        return unused
+        return [*unused, *hooked]
 
-    def restart(self, unused: Sequence[tuple[nn.Parameter, Tensor | None]]) -> None:
+    def restart(self, hidden: Sequence[tuple[nn.Parameter, Tensor | None]]) -> None:
         """Set all gradients to zero after an optimizer step, including those that :meth:`hide_unused` returned."""
-        for parameter, zeros in unused:
-            parameter.grad = zeros
+        for parameter, gradient in hidden:
+            parameter.grad = gradient
         self._used.clear()
         self.zero()
 

@@ -10,7 +10,7 @@ nothing  Reconstruct    nothing                   reconstructs the input from th
 =======  =============  ========================  ======================================================================
 
 The weights that each pass uses come from :mod:`petra.engine.weights`; a version of None means the current
-parameters. A split backward pass leaves the gradients of the parameters to a function that it returns.
+parameters.
 """
 
 from __future__ import annotations
@@ -26,17 +26,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from petra.engine.block_function import BlockFunction
-from petra.engine.graphs import BlockGraphs, Pools
 from petra.engine.twin import TwinFunction
 from petra.engine.weights import WeightVersion, WeightVersions, weight_versions
 from petra.errors import ModelError
 from petra.method import Keep, Weights
-from petra.reversible import Gradients, Grid, LaterGradients, differentiate, differentiate_inputs
+from petra.reversible import Gradients, Grid
 from petra.reversible.replay import NOTHING
 from petra.specs import Streams, detached, in_own_memory
-
-Propagate = Callable[[int, Streams, Streams, WeightVersion | None], tuple[Streams, Streams, LaterGradients]]
-"""Function of microbatch, input or output, gradient and weights, which returns what :meth:`BlockRunner.backward` does."""
+from petra.torch_private import vector_jacobian_products
 
 Fetch = Callable[[int], Streams]
 """Function of a microbatch that returns the input of the model's first block."""
@@ -74,10 +71,6 @@ class BlockRunner(ABC):
         input_needs_gradient: False for the first block of the model, which takes the data.
         overwritten: Whether updates may overwrite the weights between the passes of a microbatch.
         beside: Whether forwards run in one thread while backwards run in another.
-        graphs: CUDA graphs of the passes; None to launch each kernel. Passes that use other weights than the parameters, and blocks
-            that draw random numbers, have none.
-        split: Whether the backward pass leaves the gradients of the parameters for later. It never does if the block's graph
-            recomputes saved tensors, as activation checkpointing does, because it would do so more than once.
 
     Attributes:
         parameters: Trained parameters by name.
@@ -95,15 +88,12 @@ class BlockRunner(ABC):
         input_needs_gradient: bool,
         overwritten: bool = False,
         beside: bool = False,
-        graphs: BlockGraphs | None = None,
-        split: bool = False,
     ) -> None:
         self.function, self.versions, self.parameters = function, versions, function.parameters
-        self.forward_function, self._graphs = function, graphs
+        self.forward_function = function
         self.stored: dict[int, Stored] = {}
         self._trained = tuple(self.parameters.values())
         self._input_needs_gradient, self._overwritten, self._beside = input_needs_gradient, overwritten, beside
-        self._split: bool | None = None if split else False  # None until the first forward pass
 
     def prepare_training(self) -> None:
         """Copy the block for forwards, in its present mode, if backwards run at the same time in another thread."""
@@ -115,10 +105,8 @@ class BlockRunner(ABC):
         """Return the block's output for microbatch ``m``, detached, and store what the backward pass needs."""
 
     @abstractmethod
-    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, LaterGradients]:
+    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
         """Return the block's input for microbatch ``m``, the gradient with respect to it, and those of the parameters.
-
-        The last are returned by a function, which must be called once, before the next update.
 
         Args:
             y: The block's output as the next block returned it; used only by :class:`Reconstruct`.
@@ -136,47 +124,40 @@ class BlockRunner(ABC):
         with self.function.frozen_statistics():
             return self.function(m, x, version)
 
-    def _choose_version(self, m: int, x: Streams) -> WeightVersion | None:
+    def _choose_version(self, m: int) -> WeightVersion | None:
         """Return the weights for the forward pass of microbatch ``m``, and stash them if the backward pass needs them too."""
-        if self._split is None:
-            self._split = not self.function.recomputes(x)
         version = self.versions.for_forward(m)
         self.versions.stash(m, version)
         return version
 
-    def _propagate(
-        self, propagate: Propagate, m: int, x: Streams, dy: Streams, version: WeightVersion | None
-    ) -> tuple[Streams, Streams, LaterGradients]:
-        """Return ``propagate(m, x, dy, version)``, as a CUDA graph if the block has graphs."""
-        if self._graphs is None or version is not None or self.function.draws is not False:
-            return propagate(m, x, dy, version)
-        return self._graphs.backward(lambda tensors, gradients: propagate(m, tensors, gradients, None), x, dy)
-
     def _forward_with_graph(self, m: int, x: Streams, version: WeightVersion | None) -> Stored:
         inputs = tuple(t.detach().requires_grad_(self._input_needs_gradient and t.is_floating_point()) for t in x)
-        with torch.enable_grad():
-            return Stored(inputs, self.function(m, inputs, version))
+        try:
+            with torch.enable_grad():
+                return Stored(inputs, self.function(m, inputs, version))
+        except RuntimeError as error:
+            if "in-place operation" in str(error):  # autograd refuses to change a leaf before the function can see a change
+                with torch.no_grad(), self.function.frozen_statistics():
+                    self.function(m, tuple(t.detach().clone() for t in x), version)
+            raise
 
     def _recomputing(self) -> AbstractContextManager[None]:
         """Return the context of an evaluation of the block in a backward pass."""
         forbidden = self._beside and self.function.draws is not False
         return _without_hooks(self.function.module, HOOKS_BESIDE) if forbidden else NOTHING
 
-    def _differentiate(self, stored: Stored, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, LaterGradients]:
+    def _differentiate(self, stored: Stored, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
         weights: Sequence[Tensor] = self._trained if version is None else [version[name] for name in self.parameters]
         connected = [(y, d) for y, d in zip(stored.outputs, dy, strict=True) if y.requires_grad]
         if not connected:  # no output depends on the input or a weight
-            return detached(stored.inputs), tuple(torch.zeros_like(t) for t in stored.inputs if t.requires_grad), dict
+            return detached(stored.inputs), tuple(torch.zeros_like(t) for t in stored.inputs if t.requires_grad), {}
         inputs = [t for t in stored.inputs if t.requires_grad]
         outputs, gradients = zip(*connected, strict=True)
         # Activation checkpointing inside the block reads the parameters again.
         with NOTHING if self._beside and self.keep is Keep.GRAPH else self.function.using(version):
-            found, later = (differentiate_inputs if self._split else differentiate)(outputs, inputs, weights, gradients)
-        dx = tuple([torch.zeros_like(t) if d is None else d for t, d in zip(inputs, found, strict=True)])
-
-        def of_parameters() -> Gradients:
-            return {p: g for p, g in zip(self._trained, later(), strict=True) if g is not None}
-
+            found = vector_jacobian_products(outputs, [*inputs, *weights], gradients)
+        dx = tuple([torch.zeros_like(t) if d is None else d for t, d in zip(inputs, found, strict=False)])
+        of_parameters = {p: g for p, g in zip(self._trained, found[len(inputs) :], strict=True) if g is not None}
         return detached(stored.inputs), dx, of_parameters
 
 
@@ -189,12 +170,12 @@ class KeepGraph(BlockRunner):
         """Do nothing: backwards don't evaluate the block, so forwards need no copy."""
 
     def forward(self, m: int, x: Streams) -> Streams:
-        version = self._choose_version(m, x)
+        version = self._choose_version(m)
         with _without_hooks(self.function.module, RECOMPUTES if self._overwritten else HOOKS_BESIDE if self._beside else None):
             self.stored[m] = self._forward_with_graph(m, x, version)
         return detached(self.stored[m].outputs)
 
-    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, LaterGradients]:
+    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
         return self._differentiate(self.stored.pop(m), dy, self.versions.for_backward(m))
 
 
@@ -204,22 +185,16 @@ class Recompute(BlockRunner):
     keep = Keep.INPUT
 
     def forward(self, m: int, x: Streams) -> Streams:
-        version = self._choose_version(m, x)
-        with self.forward_function.frozen_statistics():
-            if self._graphs is None or version is not None or self.function.draws is not False:
-                y = self.forward_function(m, x, version)
-            else:
-                y = self._graphs.forward(lambda tensors: self.function(m, tensors, None), x)
+        version = self._choose_version(m)
+        with self.forward_function.first_evaluation():
+            y = self.forward_function(m, x, version)
         self._keep_input(m, x)
         return y
 
-    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, LaterGradients]:
+    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
         version = self.versions.for_backward(m)
-        return self._propagate(self._recompute, m, self._take_input(m), dy, version)
-
-    def _recompute(self, m: int, x: Streams, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, LaterGradients]:
         with self._recomputing():
-            recomputed = self._forward_with_graph(m, x, version)
+            recomputed = self._forward_with_graph(m, self._take_input(m), version)
         return self._differentiate(recomputed, dy, version)
 
     def _keep_input(self, m: int, x: Streams) -> None:
@@ -251,34 +226,18 @@ class Reconstruct(BlockRunner):
     keep = Keep.NOTHING
 
     def forward(self, m: int, x: Streams) -> Streams:
-        version = self._choose_version(m, x)
-        with self.forward_function.frozen_statistics():
-            if self._graphs is None or version is not None or self.function.draws is not False:
-                return self.forward_function(m, x, version)
-            return self._graphs.forward(lambda tensors: self.function(m, tensors, None), x)
+        version = self._choose_version(m)
+        with self.forward_function.first_evaluation():
+            return self.forward_function(m, x, version)
 
-    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, LaterGradients]:
-        return self._propagate(self._reconstruct, m, y, dy, self.versions.for_backward(m))
-
-    def _reconstruct(
-        self, m: int, y: Streams, dy: Streams, version: WeightVersion | None
-    ) -> tuple[Streams, Streams, LaterGradients]:
+    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
+        version = self.versions.for_backward(m)
         with self._recomputing():
             if version is None or not self.versions.reconstructs_with_current:
-                x, dx, gradients = self.function.inverse_vjp(m, y, dy, version, split=bool(self._split))
-                return x, dx, self._at(version, gradients) if self._split else gradients
+                return self.function.inverse_vjp(m, y, dy, version)
             # Reconstruct with the current parameters, but compute the gradient at the stashed version.
             recomputed = self._forward_with_graph(m, self.function.inverse(m, y), version)
         return self._differentiate(recomputed, dy, version)
-
-    def _at(self, version: WeightVersion | None, gradients: LaterGradients) -> LaterGradients:
-        """Return ``gradients``, computed at ``version``: the graph refers to the parameters, which had its values."""
-
-        def compute() -> Gradients:
-            with self.function.using(version):
-                return gradients()
-
-        return compute
 
 
 def block_runner(
@@ -292,9 +251,7 @@ def block_runner(
     autocast: torch.dtype | None,
     stale: bool = False,
     beside: bool = False,
-    pools: Pools | None = None,
     grid: Grid | None = None,
-    split: bool = False,
     fetch: Fetch | None = None,
     cast_once: bool = False,
 ) -> BlockRunner:
@@ -310,13 +267,10 @@ def block_runner(
         autocast: Type in which the block computes, or None.
         stale: Whether updates may come between the passes of a microbatch.
         beside: Whether forwards run in one thread while backwards run in another.
-        pools: Memory pools for CUDA graphs of the passes; None to launch each kernel. Blocks that store their graph have none.
         grid: Grid for exact streams, or None.
-        split: As for :class:`BlockRunner`.
         fetch: Returns the block's input for a microbatch again; for ``Keep.REFETCH``.
         cast_once: As for :class:`petra.engine.block_function.BlockFunction`.
     """
-    graphs = None if pools is None or keep is Keep.GRAPH else BlockGraphs(module, pools)
     kinds: dict[Keep, type[BlockRunner]] = {kind.keep: kind for kind in (KeepGraph, Recompute, Refetch, Reconstruct)}
     function = BlockFunction(module, seed=seed, autocast=autocast, grid=grid, cast_once=cast_once)
     versions = weight_versions(function.parameters, weights, keeps_graph=keep is Keep.GRAPH, k=k)
@@ -326,8 +280,6 @@ def block_runner(
         input_needs_gradient=input_needs_gradient,
         overwritten=stale and weights is Weights.CURRENT,
         beside=beside,
-        graphs=graphs,
-        split=split,
     )
     if isinstance(runner, Refetch):
         runner.fetch = fetch

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call
 
 from petra.engine.casts import WeightCasts
 from petra.engine.weights import WeightVersion
-from petra.reversible import Coupling, Grid, LaterGradients, ReversibleBlock, TwoFunctionCoupling, derive_seed
+from petra.reversible import Coupling, Gradients, Grid, ReversibleBlock, TwoFunctionCoupling, derive_seed
 from petra.reversible.replay import (
     NOTHING,
     autocast_to,
+    forbid_buffer_changes,
     forbid_inplace,
     frozen_statistics,
     normalisations,
@@ -23,8 +23,6 @@ from petra.reversible.replay import (
     watch_draws,
 )
 from petra.specs import Streams, as_streams
-
-RECOMPUTES = "the graph of the block recomputes saved tensors"
 
 
 class BlockFunction:
@@ -39,6 +37,7 @@ class BlockFunction:
 
     Attributes:
         seed, autocast, cast_once: As given.
+        name: What messages call the block: its type, or ``block`` and its name in the model.
         parameters: Trained parameters by name.
         normalisations: Layers with running statistics.
         draws: Whether the block draws random numbers, so that the generators are seeded for it. They are global: threads that run
@@ -48,7 +47,7 @@ class BlockFunction:
     def __init__(
         self, module: nn.Module, *, seed: int, autocast: torch.dtype | None, grid: Grid | None = None, cast_once: bool = False
     ) -> None:
-        self.module = module
+        self.module, self.name = module, type(module).__name__
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.normalisations = normalisations(module)
         self.seed, self.autocast, self.cast_once, self._grid = seed, autocast, cast_once, grid
@@ -71,7 +70,7 @@ class BlockFunction:
         """
         if self._reversible is not None:
             self._reversible.fix_trained()
-        self._watched = self._casts is None
+        self._watched, self._keeps_buffers = self._casts is None, False
         self.draws: bool | None = True if self._reversible is not None and not self._is_coupling else None
 
     def __call__(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
@@ -98,24 +97,17 @@ class BlockFunction:
         with self._autocast(y[0]), self._cast(None):
             return self._reversible.inverse(*y, seed=self._seed_of(m))
 
-    def inverse_vjp(
-        self, m: int, y: Streams, dy: Streams, version: WeightVersion | None, *, split: bool = False
-    ) -> tuple[Streams, Streams, LaterGradients]:
-        """Return a reversible block's input, the gradient with respect to it, and a function that returns those of the parameters.
+    def inverse_vjp(self, m: int, y: Streams, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
+        """Return a reversible block's input, the gradient with respect to it, and those of the parameters.
 
         Args:
             version: Weights that reconstruct and are differentiated; None for the parameters.
-            split: Whether the returned function computes the gradients. Otherwise, it only returns them.
         """
         assert self._reversible is not None
-        if self._needs_no_context and version is None and not split:
-            x, dx, gradients = self._reversible.inverse_vjp(y, dy, seed=self._seed_of(m))
-            return x, dx, lambda: gradients
+        if self._needs_no_context and version is None:
+            return self._reversible.inverse_vjp(y, dy, seed=self._seed_of(m))
         with self._autocast(y[0]), self._cast(version), self.using(version):
-            if split:
-                return self._reversible.inverse_input_vjp(y, dy, seed=self._seed_of(m))
-            x, dx, gradients = self._reversible.inverse_vjp(y, dy, seed=self._seed_of(m))
-            return x, dx, lambda: gradients
+            return self._reversible.inverse_vjp(y, dy, seed=self._seed_of(m))
 
     def begin_update(self) -> None:
         """Drop the casts of the parameters, because an update follows."""
@@ -139,6 +131,19 @@ class BlockFunction:
         """Disable updates of running statistics inside the ``with`` block."""
         return frozen_statistics(self.normalisations) if self.normalisations else NOTHING
 
+    def first_evaluation(self) -> AbstractContextManager[object]:
+        """Return the context of a forward pass that the backward pass repeats: running statistics don't move.
+
+        The first one of a run checks that the block changes no other buffer (:class:`forbid_buffer_changes`).
+        """
+        if self._keeps_buffers:
+            return self.frozen_statistics()
+        self._keeps_buffers = True
+        stack = ExitStack()
+        stack.enter_context(self.frozen_statistics())
+        stack.enter_context(forbid_buffer_changes(self.module, self.name))
+        return stack
+
     @torch.no_grad()
     def evaluate(self, x: Streams) -> Streams:
         """Return the output without a graph, with the module in the mode that the caller has set."""
@@ -147,27 +152,6 @@ class BlockFunction:
 
     def _set_draws(self, draws: bool) -> None:
         self.draws = draws
-
-    def recomputes(self, x: Streams) -> bool:
-        """Evaluate the block once more to find whether its graph recomputes saved tensors, as activation checkpointing does.
-
-        Each of the two parts of a split backward pass would do so. Running statistics and generators are left unchanged.
-        """
-        inputs = [t.detach().requires_grad_(t.is_floating_point()) for t in x]
-        try:
-            with (
-                seeded(self.seed, x[0].device),
-                torch.enable_grad(),
-                frozen_statistics(self.normalisations),
-                self._autocast(x[0]),
-                disable_saved_tensors_hooks(RECOMPUTES),
-            ):
-                self.module(*inputs)
-        except RuntimeError as error:
-            if str(error) != RECOMPUTES:
-                raise
-            return True
-        return False
 
     def _seed_of(self, m: int) -> int | None:
         return None if self.draws is False else derive_seed(self.seed, m)

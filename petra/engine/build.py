@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 
 import torch
 import torch.distributed as dist
@@ -14,13 +15,16 @@ from petra.engine.block import Fetch
 from petra.engine.compile import compile_block
 from petra.engine.data_parallel import replica_seed
 from petra.engine.endpoints import Losses
-from petra.engine.graphs import Pools
 from petra.engine.metrics import Metric
+from petra.engine.options.averaging import WeightAverage
+from petra.engine.options.finite_check import CheckedPort, FiniteCheck, Settle
+from petra.engine.options.global_clip import PostponedUpdate
+from petra.engine.options.loss_scale import LossScale, ScaledCheck, ScaledClip, ScaledHooks, ScaledNorm, ScaledPort
 from petra.engine.stage import Stage
-from petra.engine.update import OptimizerFactory, Update
+from petra.engine.update import Clip, Norm, OptimizerFactory, ParameterHooks, Part, Step, Update
 from petra.engine.update_rules import UpdateRules
 from petra.engine.worker import Worker
-from petra.errors import ModelError, require
+from petra.errors import ModelError, PetraError, check_types, first_line, invalid, require
 from petra.hooks import Hooks
 from petra.model import Model
 from petra.plan import Plan
@@ -29,7 +33,7 @@ from petra.plan.overlap import overlapped_stages
 from petra.reversible import Grid
 from petra.settings import Runtime
 from petra.staleness import Remedy, StageRemedy
-from petra.staleness.shrinking import boundary_factor
+from petra.staleness.shrinking import ShrinkingPort, boundary_factor
 from petra.transport import Port
 
 
@@ -45,6 +49,9 @@ class Recipe:
         seed: Seed of the weights and of the random numbers that blocks draw.
         rules: Clipping, moving averages and loss scale of the updates.
         remedy: Remedies for stale gradients.
+
+    Raises:
+        ConfigError: If a value has another type.
     """
 
     optimizer: OptimizerFactory
@@ -54,6 +61,13 @@ class Recipe:
     seed: int
     rules: UpdateRules
     remedy: Remedy
+
+    def __post_init__(self) -> None:
+        expected = "a function that returns a stage's optimizer, given the module of its blocks"
+        require(callable(self.optimizer), "optimizer", expected, repr(self.optimizer))
+        rate = self.learning_rate
+        require(rate is None or callable(rate), "learning_rate", "None or a function of the microbatches done", repr(rate))
+        check_types(self)
 
     def check(self, plan: Plan) -> None:
         """Check that the method of a plan allows the remedy and the update rules.
@@ -106,24 +120,15 @@ def build_stages(
             returns_input=j > 0 and returns_activations(plan.stages[j - 1].keeps[-1]),
             channels_last=plan.numerics.channels_last,
             beside=beside and j in overlapped_stages(plan.boundary_delays),
-            pools=Pools.create() if runtime.cuda_graphs else None,
             grid=build_grid(plan, device),
             index=j,
-            hooks=hooks,
-            split=stage.split,
             fetch=fetch,
-            cast_once=_may_cast_once(runtime, device),
+            cast_once=runtime.compile is None,  # compiled blocks fuse casts
             delay_compensation=recipe.remedy.delay_compensation,
         )
+        for b, runner in zip(stage.blocks, stages[j].runners, strict=True):
+            runner.function.name = f"block {plan.model.blocks[b].name}"
     return stages
-
-
-def _may_cast_once(runtime: Runtime, device: torch.device) -> bool:
-    """Return whether F and B may use the same casts of weights. Compiled blocks fuse casts, and CUDA graphs replay them.
-
-    With overlap on a GPU, the stream of F would read what the stream of B writes.
-    """
-    return runtime.compile is None and not runtime.cuda_graphs and not (runtime.overlap and device.type == "cuda")
 
 
 def build_grid(plan: Plan, device: torch.device) -> Grid | None:
@@ -148,7 +153,9 @@ def check_drained(plan: Plan, workers: Mapping[int, Worker], device: torch.devic
             dist.all_reduce(grid.largest, dist.ReduceOp.MAX)
         grid.require()
     for worker in reversed([*workers.values()]):  # check later stages first: gradients flow upstream
-        worker.update.check_drained()
+        check = worker.update.part(FiniteCheck)
+        assert check is not None
+        check.check_drained(worker.update.squared_norm, worker.update.t)
 
 
 def build_workers(
@@ -158,25 +165,42 @@ def build_workers(
     ports: Mapping[int, tuple[Port, Port]],
     device: torch.device,
     hooks: Hooks,
-    update: type[Update] = Update,
 ) -> dict[int, Worker]:
-    """Build a worker for each stage of a rank, by index. ``update`` is the class of their updates."""
+    """Build a worker for each stage of a rank, by index."""
     workers = {}
     for j, stage in stages.items():
-        planned = plan.stages[j]
-        updates = update(
-            stage,
-            _optimizer(recipe, stage.module),
-            recipe.remedy.learning_rate(recipe.learning_rate, planned.staleness),
-            recipe.rules,
-            device=device,
-            number=j + 1,
-            last=j == len(plan.stages) - 1,
-            hooks=hooks,
-        )
+        update, (upstream, downstream) = _update(plan, recipe, stage, device, hooks), ports[j]
+        check, loss_scale = update.part(FiniteCheck), update.part(LossScale)
+        assert check is not None
+        downstream = CheckedPort(downstream, check)
         shrink = boundary_factor(recipe.remedy.shrink, plan.delays, j)
-        workers[j] = Worker(j, stage, *ports[j], updates, hooks, shrink, planned.lag)
+        if shrink != 1:
+            upstream = ShrinkingPort(upstream, shrink)
+        if loss_scale is not None and isinstance(check, ScaledCheck):
+            upstream = ScaledPort(upstream, loss_scale, check, upstream=True)
+            downstream = ScaledPort(downstream, loss_scale, check, upstream=False)
+        workers[j] = Worker(j, stage, upstream, downstream, update)
     return workers
+
+
+def _update(plan: Plan, recipe: Recipe, stage: Stage, device: torch.device, hooks: Hooks) -> Update:
+    """Return the updates of a stage: hooks of parameters, norm, clip, check, step, average."""
+    rules, parameters = recipe.rules, stage.gradients.parameters
+    rate = recipe.remedy.learning_rate(recipe.learning_rate, plan.stages[stage.index].staleness)
+    step = Step(stage, _optimizer(recipe, stage.module), rate, hooks)
+    last = stage.index == len(plan.stages) - 1
+    check: FiniteCheck
+    measured: list[Part]
+    if rules.loss_scale is None:
+        check = FiniteCheck(stage, rules, device, last=last)
+        measured = [ParameterHooks(stage), Norm(parameters), Clip(rules.clip), check]
+    else:
+        scale = LossScale(rules.loss_scale, device)
+        check = ScaledCheck(stage, rules, device, scale, last=last)
+        measured = [ScaledHooks(stage, scale), ScaledNorm(parameters, scale), ScaledClip(rules.clip, scale), check, scale]
+    averages = [] if rules.average is None else [WeightAverage(parameters, rules.average)]
+    kind = PostponedUpdate if rules.clip_globally else Update
+    return kind([*measured, step, *averages, Settle(check)], device)
 
 
 def build_remedies(plan: Plan, recipe: Recipe, workers: Mapping[int, Worker]) -> dict[int, StageRemedy]:
@@ -220,12 +244,19 @@ def _optimizer(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer | Non
     """Build the optimizer of a stage; None if the stage has no trained parameters.
 
     Raises:
-        ConfigError: If it would not train because no one sets a learning rate, or if a learning rate for all parameter groups
-            would replace different ones.
+        ConfigError: If building it fails, if its step needs arguments or sparse gradients, if it would not train because no one
+            sets a learning rate, or if a learning rate for all parameter groups would replace different ones.
     """
     if not any(p.requires_grad for p in module.parameters()):
         return None
-    optimizer = recipe.optimizer(module)
+    try:
+        optimizer = recipe.optimizer(module)
+    except PetraError:
+        raise
+    except Exception as error:
+        got = f"{type(error).__name__} ({first_line(error)})"
+        raise invalid("optimizer", "a function that returns a stage's optimizer, given the module of its blocks", got) from error
+    _check_optimizer(optimizer)
     rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
     if recipe.learning_rate is None:
         expected = "a function, as the optimizer has no learning rate of its own"
@@ -236,9 +267,30 @@ def _optimizer(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer | Non
     return optimizer
 
 
+def _check_optimizer(optimizer: object) -> None:
+    """Check that ``step()`` without arguments updates the weights by dense gradients.
+
+    Raises:
+        ConfigError: If not.
+    """
+    name, step = type(optimizer).__name__, getattr(optimizer, "step", None)
+    fits = callable(step) and hasattr(optimizer, "param_groups")
+    require(fits, "optimizer", "a function that returns a torch.optim.Optimizer", f"one that returns {name}")
+    arguments = signature(step).parameters.values() if callable(step) else ()
+    needed = [a for a in arguments if a.default is a.empty and a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
+    require(not needed, "optimizer", "one whose step needs no closure, since passes of other microbatches are in flight", name)
+    require(name != "SparseAdam", "optimizer", "one for dense gradients, in which petra accumulates", name)
+
+
 def _block(plan: Plan, recipe: Recipe, runtime: Runtime, device: torch.device, b: int) -> nn.Module:
     # Convert each block to its final memory format at once, so that the next block can reuse the freed memory.
-    block = plan.model.build_block(b, recipe.seed).to(device)
+    try:
+        block = plan.model.build_block(b, recipe.seed).to(device)
+    except PetraError:
+        raise
+    except Exception as error:
+        got = f"an error when it is built ({first_line(error)})"
+        raise invalid(f"block {plan.model.blocks[b].name}", "a module", got, ModelError) from error
     if plan.numerics.channels_last:
         block.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if runtime.compile is not None:

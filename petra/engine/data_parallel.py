@@ -8,6 +8,7 @@ that the schedule is free of deadlock therefore covers them too (docs/data_paral
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from typing import Protocol
 
@@ -19,12 +20,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from petra.distributed import default_timeout
 from petra.engine.endpoints import DataSource, Objective, RefetchSource
 from petra.engine.metrics import count_targets
+from petra.engine.options.finite_check import FiniteCheck
+from petra.engine.update import Part, Pending
 from petra.engine.worker import Worker
-from petra.hooks import Gradients, Hook, Hooks
+from petra.hooks import Hook, Hooks
 from petra.nn import InPlaceABN
 from petra.plan.layout import Layout
 from petra.reversible import derive_seed, running_statistics
-from petra.specs import Message, Streams
+from petra.specs import Message
 from petra.transport.port import locate_errors
 
 
@@ -81,6 +84,8 @@ class ShareObjective(Objective):
 
     def send(self, m: int, message: Message) -> None:
         super().send(m, message)
+        if not self._training:
+            return
         output, (gradient,), report = self._pending[m]
         assert isinstance(self.data, Share)
         self._pending[m] = output, (self.data.weight(m) * gradient,), report
@@ -122,6 +127,10 @@ class AllReduces:
 class Replicas(Hook):
     """All-reduces the gradients of this process's stages over replicas. Every process makes the same calls.
 
+    Args:
+        position: Position of this replica in ``members``.
+        members: Indices of the replicas that take part, in the order of their ranks.
+
     Attributes:
         pipeline_group: Processes of this replica.
         replica: Index of this replica.
@@ -129,12 +138,14 @@ class Replicas(Hook):
         size: Number of replicas that take part.
     """
 
-    def __init__(self, layout: Layout, position: int, size: int, device: torch.device) -> None:
+    def __init__(self, layout: Layout, position: int, members: Sequence[int], device: torch.device) -> None:
+        size = len(members)
         mesh = init_device_mesh(device.type, (size, len(layout.processes)), mesh_dim_names=("dp", "stage"))
         self._dp_group, self.pipeline_group = mesh.get_group("dp"), mesh.get_group("stage")
         for group in (self._dp_group, self.pipeline_group):
             group.set_timeout(default_timeout(device))
-        self.layout, self.replica, self.first, self.size = layout, position, position == 0, size
+        self.layout, self.members, self.size = layout, members, size
+        self.replica, self.first = members[position], position == 0
         self.sums: Sums = AllReduces(self._dp_group)
         self._stages: dict[int, StageReplicas] = {}
 
@@ -148,12 +159,10 @@ class Replicas(Hook):
             for layer in worker.stage.module.modules():
                 if isinstance(layer, InPlaceABN) and layer.synchronized:
                     layer.group = self._dp_group
-            replicas = StageReplicas(worker, self.layout.stages[worker.index].start, self.sums)
-            self._stages[worker.index], worker.update.all_reduce = replicas, replicas.finish
+            replicas = self._stages[worker.index] = StageReplicas(worker, self.layout.stages[worker.index].start, self.sums)
+            worker.stage.gradients.on_block = replicas.start
+            worker.update.parts.insert(0, ReplicaSum(replicas, hooks))
         hooks.attach(self)
-
-    def block_backward_end(self, stage: int, block: int, m: int, x: Streams, gradients: Gradients) -> None:
-        self._stages[stage].start(block)
 
     def synchronize(self) -> None:
         """Combine the states of all replicas of a drained pipeline into one that can be resumed with any number of replicas.
@@ -190,9 +199,23 @@ class Replicas(Hook):
         """Return this replica's part of ``microbatches`` microbatches of a data source, and its number of microbatches."""
         return Share(data, self.layout, self.replica), microbatches
 
+    def phase(self, name: str, *, admit: bool = False) -> AbstractContextManager[None]:
+        """Return a context for work on a drained pipeline. Replicas that may be lost agree at its end whether to continue.
+
+        Args:
+            name: Name of the phase, used once in a process group.
+            admit: Whether replicas may come back at its end.
+        """
+        return nullcontext()
+
     def total(self, values: Tensor) -> None:
         """Replace values of one process of each replica by their sum, in all processes. The others pass zeros."""
         dist.all_reduce(values)
+
+
+def all_replicas(layout: Layout, position: int, device: torch.device) -> Replicas | None:
+    """Return the all-reduces of a process over the replicas of a layout, or None if there is only one."""
+    return None if layout.dp == 1 else Replicas(layout, position, range(layout.dp), device)
 
 
 class StageReplicas:
@@ -214,7 +237,7 @@ class StageReplicas:
 
     def start(self, block: int) -> None:
         """Start to all-reduce a block's gradients after its backward, if an update follows this microbatch."""
-        if (self.worker.t + 1) % self.worker.stage.k == 0:
+        if (self.worker.microbatches_done + 1) % self.worker.stage.k == 0:
             for bucket in self._buckets[block]:
                 self.sums.start(bucket)
 
@@ -233,6 +256,25 @@ class StageReplicas:
                 bucket *= factor
         parts = torch.split(joint, [value.numel() for value in values])
         return tuple(part.view_as(value) for part, value in zip(parts, values, strict=True))
+
+
+class ReplicaSum(Part):
+    """First part of an update: waits until the gradients of a stage are sums over replicas."""
+
+    def __init__(self, replicas: StageReplicas, hooks: Hooks) -> None:
+        self._replicas, self._hooks = replicas, hooks
+
+    def __call__(self, pending: Pending) -> None:
+        worker, m = self._replicas.worker, pending.t - 1
+        check, gradients = worker.update.part(FiniteCheck), worker.stage.gradients
+        assert check is not None
+        for call in self._hooks.all_reduce_begin:
+            call(worker.index, m)
+        *sums, used = self._replicas.finish(m, *check.sums(), gradients.used(check.device))
+        for call in self._hooks.all_reduce_end:
+            call(worker.index, m)
+        check.set_sums(sums)
+        gradients.add_used(used)
 
 
 def _buckets(parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -21,10 +21,18 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Losses:
-    """Different losses for training and evaluation, such as with and without label smoothing."""
+    """Different losses for training and evaluation, such as with and without label smoothing.
+
+    Raises:
+        ConfigError: If one is no function.
+    """
 
     training: Loss
     evaluation: Loss
+
+    def __post_init__(self) -> None:
+        for loss in (self.training, self.evaluation):
+            require(callable(loss), "loss", "a function of output and targets, or petra.Losses", repr(loss))
 
 
 class DataSource(Protocol):
@@ -94,7 +102,7 @@ class DataPort:
         self._read: Read | None = None
         self._read_again: Read | None = None
 
-    def start(self, data: DataSource, start: int, microbatches: int) -> None:
+    def start(self, data: DataSource, start: int, microbatches: int, *, training: bool = True) -> None:
         """Read the inputs of ``microbatches`` microbatches from number ``start`` on in the next run of the pipeline."""
         run = range(start, start + microbatches)
         self._read = staged(self._checked(data.inputs), self.device, run)
@@ -155,14 +163,19 @@ class Objective:
         self.data: DataSource | None = None
         self._read: Callable[[int], Tensor] | None = None
         self._pending: dict[int, Message] = {}
+        self._training = True
         self.totals = torch.zeros(2 + sum(map(size_of, self.metrics.values())), dtype=torch.float64, device=device)
 
-    def start(self, data: DataSource, start: int, microbatches: int) -> None:
+    def start(self, data: DataSource, start: int, microbatches: int, *, training: bool = True) -> None:
         """Read the targets of ``microbatches`` microbatches from number ``start`` on in the next run of the pipeline."""
         self.data, self._read = data, staged(data.targets, self.device, range(start, start + microbatches))
+        self._training = training
 
     def send(self, m: int, message: Message) -> None:
-        """Take the output of microbatch ``m``, and compute its loss and gradient."""
+        """Take the output of microbatch ``m``. Compute its loss and gradient, or in an evaluation, add its report to ``totals``."""
+        if not self._training:
+            self._evaluate(m, message)
+            return
         ((output,),) = message
         targets = self._targets(m)
         count = count_targets(targets)
@@ -181,8 +194,7 @@ class Objective:
             targets = self.data.targets(m)
         return self.losses.training(output, targets.to(self.device))
 
-    def evaluate(self, m: int, message: Message) -> None:
-        """Take the output of microbatch ``m`` in an evaluation, and add its report to ``totals``."""
+    def _evaluate(self, m: int, message: Message) -> None:
         ((output,),) = message
         targets = self._targets(m)
         loss = self.losses.evaluation(output, targets)

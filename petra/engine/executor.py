@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from petra.engine.early_stop import EarlyStop
+from petra.engine.options.observed import observing
 from petra.engine.steps import BoundStep, StepRunner
 from petra.engine.worker import Worker
 from petra.errors import PetraError, invalid
@@ -25,23 +26,21 @@ class ProcessRound(NamedTuple):
         number: Number of the round.
         steps: Its steps.
         transfers: Its transfers.
-        second_parts: Second parts of split backward passes, while which the messages travel.
         completed: The microbatch whose backward ends at the first stage in this round, if any.
     """
 
     number: int
     steps: list[BoundStep]
     transfers: Sequence[Transfer]
-    second_parts: list[BoundStep]
     completed: int | None
 
     def shifted(self, shift: int, rounds: int) -> ProcessRound:
         """Return the round that is ``rounds`` later, for microbatches whose numbers are larger by ``shift``."""
         if not shift:
             return self
-        steps, second = ([s._replace(microbatch=s.microbatch + shift) for s in part] for part in (self.steps, self.second_parts))
+        steps = [step._replace(microbatch=step.microbatch + shift) for step in self.steps]
         completed = None if self.completed is None else self.completed + shift
-        return ProcessRound(self.number + rounds, steps, self.transfers, second, completed)
+        return ProcessRound(self.number + rounds, steps, self.transfers, completed)
 
 
 class Executor:
@@ -86,12 +85,13 @@ class Executor:
             ModelError: If a parameter was frozen or unfrozen since the pipeline was built.
         """
         for worker in self._workers.values():
-            worker.begin_run()
+            worker.stage.begin_run()
             for runner in worker.stage.runners:
                 runner.prepare_training()
         plan = self._plan
         rounds = training_rounds(plan.delays, plan.boundary_delays, start, end, plan.flush_every)
-        return self._run(rounds, end - start, training=True, stop=stop)
+        with observing(self._workers, self._hooks):
+            return self._run(rounds, end - start, training=True, stop=stop)
 
     def evaluate(self, microbatches: int) -> None:
         """Run forwards of microbatches 0 ... ``microbatches`` - 1."""
@@ -127,22 +127,19 @@ class Executor:
         )
         with torch.no_grad():  # blocks record the graphs that they need
             for round_, following in _with_next(mine_shifted) if looks_ahead else _alone(mine_shifted):
-                for part in (round_.steps, round_.second_parts) if round_.second_parts else (round_.steps,):
-                    if self._runner is not None:
-                        self._runner.run(part, following)
-                    else:  # few calls lie between train() and a block
-                        for step in part:
-                            try:
-                                step.call(step.microbatch)
-                            except Exception as error:
-                                step.locate(error)
-                                raise
-                    if transport is not None and round_.transfers and part is round_.steps:
-                        self._exchange(transport, round_.transfers, training)
+                if self._runner is not None:
+                    self._runner.run(round_.steps, following)
+                else:  # few calls lie between train() and a block
+                    for step in round_.steps:
+                        try:
+                            step.call(step.microbatch)
+                        except Exception as error:
+                            step.locate(error)
+                            raise
+                if transport is not None and round_.transfers:
+                    self._exchange(transport, round_.transfers, training)
                 if self._on_completed is not None and round_.completed is not None:
                     self._on_completed(round_.completed)
-            for worker in self._workers.values():
-                worker.drain()
         if transport is not None:
             transport.finish()
         self._drained = True
@@ -169,12 +166,9 @@ class Executor:
             worker = self._workers[stage]
             call = worker.backward if op is Op.BACKWARD else worker.forward if training else worker.evaluate
             steps.append(BoundStep(op, worker, call, m))
-        second_parts = [
-            step._replace(call=step.worker.backward_weights) for step in steps if step.op is Op.BACKWARD and step.worker.stage.split
-        ]
         completed = next((step.microbatch for step in round_ if step.stage == 0 and step.op is Op.BACKWARD), None)
         transfers = self._transport.transfers(round_) if self._transport is not None else ()
-        return ProcessRound(round_[0].round, steps, transfers, second_parts, completed)
+        return ProcessRound(round_[0].round, steps, transfers, completed)
 
 
 def _alone(rounds: Iterator[ProcessRound]) -> Iterator[tuple[ProcessRound, Sequence[BoundStep]]]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from petra.engine.options.averaging import WeightAverage
 from petra.engine.stage import Stage
 from petra.engine.worker import Worker
 from petra.plan import Plan
@@ -35,7 +36,7 @@ def load_method_state(
         own: dict[str, dict[Tensor, Tensor]] = {
             kind: {p: values[name] for name, p in parameters.items() if name in values} for kind, values in state.items()
         }
-        worker.stage.resume(worker.t // plan.k, own.pop("previous", {}))
+        worker.stage.resume(worker.microbatches_done // plan.k, own.pop("previous", {}))
         if j in remedies:
             remedies[j].resume(own)
 
@@ -43,7 +44,8 @@ def load_method_state(
 def restart_state(plan: Plan, workers: Mapping[int, Worker], remedies: Mapping[int, StageRemedy]) -> None:
     """Forget what depends on earlier weights: moving averages, older versions of the weights, and the state of remedies."""
     for worker in workers.values():
-        worker.update.restart_averages()
+        if (average := worker.update.part(WeightAverage)) is not None:
+            average.restart()
     load_method_state(plan, workers, remedies, {})
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from petra.errors import ModelError, invalid
+from petra.errors import ModelError, invalid, require
 from petra.specs import IGNORED, TensorSpec, are_integers
 
 Metric = Callable[[Tensor, Tensor], Tensor]
@@ -118,6 +118,19 @@ class MeanOutput:
 def size_of(metric: Metric) -> int:
     """Return the number of entries of a metric in a report."""
     return metric.size if isinstance(metric, ConfusionMatrix) else 1
+
+
+def require_metrics(metrics: object) -> None:
+    """Check the metrics of a pipeline.
+
+    Raises:
+        ConfigError: If they are not functions by name.
+    """
+    named = isinstance(metrics, Mapping) and all(isinstance(name, str) for name in metrics)
+    require(named, "metrics", "functions by name", repr(metrics))
+    assert isinstance(metrics, Mapping)
+    for name, metric in metrics.items():
+        require(callable(metric), f"metrics[{name!r}]", "a function of output and targets", repr(metric))
 
 
 def values_of(metrics: Mapping[str, Metric], targets: float, sums: Sequence[float]) -> dict[str, float]:

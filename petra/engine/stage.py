@@ -10,11 +10,9 @@ from torch import Tensor, nn
 
 from petra.engine.accumulation import Accumulation
 from petra.engine.block import Fetch, block_runner
-from petra.engine.graphs import Pools
 from petra.engine.weights import WeightVersion
-from petra.hooks import Hooks
 from petra.method import Keep, Weights
-from petra.reversible import Gradients, Grid, LaterGradients, derive_seed
+from petra.reversible import Grid, derive_seed
 from petra.reversible.replay import NOTHING
 from petra.specs import Streams
 from petra.staleness.delay_compensation import compensated
@@ -27,16 +25,14 @@ class Stage:
     Args:
         blocks: Modules on their device, in training mode.
         keeps: What each block stores between its forward and its backward pass.
-        index: Number of the stage, from 0, passed to hooks.
+        index: Number of the stage, from 0.
         first_block: Index of the first block in the model. A block's random numbers derive from the seed, its index and the
             microbatch, so they don't depend on the partition.
         k: Microbatches per update. Gradients are accumulated as their mean.
         seed: Seed of the run.
-        weights, autocast, stale, beside, pools, grid, fetch, cast_once: As for :func:`petra.engine.block.block_runner`.
+        weights, autocast, stale, beside, grid, fetch, cast_once: As for :func:`petra.engine.block.block_runner`.
         returns_input: Whether the previous stage needs x̃, this stage's reconstructed or stored input, for its own backward pass.
         channels_last: Whether 4-d streams use the channels-last memory format.
-        hooks: Hooks to call for each block, or None.
-        split: Whether :meth:`backward` leaves the gradients of the parameters to :meth:`backward_weights`.
         delay_compensation: Factor λ of :mod:`petra.staleness.delay_compensation`; 0 is off.
 
     Attributes:
@@ -58,18 +54,14 @@ class Stage:
         returns_input: bool = True,
         channels_last: bool = False,
         beside: bool = False,
-        pools: Pools | None = None,
         grid: Grid | None = None,
-        hooks: Hooks | None = None,
-        split: bool = False,
         fetch: Fetch | None = None,
         cast_once: bool = False,
         delay_compensation: float = 0.0,
     ) -> None:
         self.module, self.grid, self._delay_compensation = nn.ModuleList(blocks), grid, delay_compensation
-        self.index, self.hooks = index, Hooks() if hooks is None else hooks
-        self.k, self.returns_input, self.channels_last, self.split = k, returns_input, channels_last, split
-        self._unfinished: dict[int, list[tuple[int, Streams, LaterGradients]]] = {}  # of split backward passes, by microbatch
+        self.index, self.first_block, self.k = index, first_block, k
+        self.returns_input, self.channels_last = returns_input, channels_last
         self.runners = [
             block_runner(
                 block,
@@ -81,30 +73,36 @@ class Stage:
                 autocast=autocast,
                 stale=stale,
                 beside=beside,
-                pools=pools,
                 grid=grid,
-                split=split,
                 fetch=fetch,
                 cast_once=cast_once,
             )
             for b, (block, keep) in enumerate(zip(blocks, keeps, strict=True), first_block)
         ]
-        self._numbered = list(enumerate(self.runners, first_block))
         self.gradients = Accumulation(self.module, k)
+
+    def begin_run(self) -> None:
+        """Prepare for a run of training.
+
+        Raises:
+            ModelError: If a parameter was frozen or unfrozen since the pipeline was built.
+        """
+        self.gradients.check_trained(self.index + 1)
+        self.gradients.take_hooks()
+        for runner in self.runners:
+            runner.function.begin_run()
 
     def forward(self, m: int, x: Streams) -> Streams:
         """Run the forward pass of microbatch ``m`` and return the stage's output, detached."""
         if torch.is_grad_enabled():  # blocks enable gradients where they need a graph
             with torch.no_grad():
                 return self.forward(m, x)
-        for b, runner in self._numbered:
-            for call in self.hooks.block_forward_begin:
-                call(self.index, b, m, x)
+        for runner in self.runners:
             x = self._contiguous(runner.forward(m, x))
         return x
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams]:
-        """Run the backward pass of microbatch ``m``: add 1/k of the parameters' gradients to ``.grad``, unless it is split.
+        """Run the backward pass of microbatch ``m``: add 1/k of the parameters' gradients to ``.grad``.
 
         Args:
             y: The stage's output, as the next stage stored or reconstructed it. Empty unless the last block reconstructs.
@@ -116,36 +114,16 @@ class Stage:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.backward(m, y, dy)
-        unfinished = []
-        for b, runner in reversed(self._numbered):
+        for i in range(len(self.runners) - 1, -1, -1):
+            runner = self.runners[i]
             version = runner.versions.stashed.get(m) if self._delay_compensation else None
             y, dy, gradients = runner.backward(m, y, dy)
             if version is not None:
-                gradients = self._compensated(gradients, {p: version[name] for name, p in runner.parameters.items()})
+                old = {p: version[name] for name, p in runner.parameters.items()}
+                gradients = compensated(gradients, old, self._delay_compensation)
             y, dy = self._contiguous(y), self._contiguous(dy)
-            if self.split:
-                unfinished.append((b, y if self.hooks.block_backward_end else (), gradients))
-            else:
-                self._add(b, m, y, gradients())
-        if self.split:
-            self._unfinished[m] = unfinished
+            self.gradients.add(self.first_block + i, gradients)
         return y if self.returns_input else (), dy
-
-    def backward_weights(self, m: int) -> None:
-        """Finish a split backward pass: add 1/k of the gradients of the parameters to ``.grad``."""
-        unfinished = self._unfinished.pop(m)[::-1]
-        while unfinished:  # each function refers to a graph, which is freed after the call
-            b, x, gradients = unfinished.pop()
-            self._add(b, m, x, gradients())
-
-    def _compensated(self, gradients: LaterGradients, old: Mapping[nn.Parameter, Tensor]) -> LaterGradients:
-        return lambda: compensated(gradients(), old, self._delay_compensation)
-
-    def _add(self, block: int, m: int, x: Streams, gradients: Gradients) -> None:
-        if gradients:
-            self.gradients.add(gradients)
-        for call in self.hooks.block_backward_end:
-            call(self.index, block, m, x, gradients)
 
     def replay(self, m: int, x: Streams, versions: Sequence[WeightVersion | None]) -> Streams:
         """Run the forward pass of microbatch ``m`` again with a graph. Nothing is stored, and running statistics don't move.

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from petra.distributed import all_gather_objects
 from petra.engine.data_parallel import Replicas
 from petra.engine.metrics import ConfusionMatrix, Metric, counts_of, size_of, values_of
+from petra.engine.worker import Worker
 from petra.errors import NumericsError
 
 log = logging.getLogger(__name__)
@@ -115,3 +117,18 @@ def combined(parts: Sequence[Result], metrics: Mapping[str, Metric]) -> Result:
         else:
             found[name] = over([part.metrics[name] for part in parts])
     return Result(targets, over([part.loss for part in parts]), found, counts)
+
+
+def gather_stage_metrics(
+    workers: Mapping[int, Worker], measures: Sequence[Callable[[], dict[str, float]]], processes: int
+) -> dict[str, float]:
+    """All-gather the metrics of stages, as ``stage/<j>/<name>`` with j from 1. Every rank must call this function.
+
+    Args:
+        workers: Workers of this rank's stages.
+        measures: Functions that return further metrics of this rank by name.
+        processes: Number of processes of a replica; those of the first replica are returned.
+    """
+    own = {f"stage/{j + 1}/{key}": v for j, worker in workers.items() for key, v in worker.update.metrics().items()}
+    own |= {key: value for measure in measures for key, value in measure().items()}
+    return {key: value for part in all_gather_objects(own)[:processes] for key, value in part.items()}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from petra.errors import require
+from petra.errors import check_types, require
 from petra.method import Method
 
 
@@ -27,7 +28,7 @@ class UpdateRules:
             above 1, the update is skipped in either case.
 
     Raises:
-        ConfigError: If a value is out of range, or ``clip_globally`` is set without ``clip``.
+        ConfigError: If a value is out of range or of another type, or ``clip_globally`` is set without ``clip``.
     """
 
     clip: float | None = None
@@ -37,14 +38,15 @@ class UpdateRules:
     nonfinite: Literal["stop", "skip"] = "stop"
 
     def __post_init__(self) -> None:
+        scale = self.loss_scale
+        number = isinstance(scale, int | float) and 0 < scale < math.inf
+        require(number or scale in (None, "dynamic"), "trainer.loss_scale", "null, dynamic or a number > 0", scale)
+        require(self.nonfinite in ("stop", "skip"), "trainer.nonfinite", "stop or skip", self.nonfinite)
+        check_types(self)
         require(self.clip is None or self.clip > 0, "optim.clip", "null or a number > 0", self.clip)
         require(self.clip is not None or not self.clip_globally, "optim.clip_scope", "stage with optim.clip=null", "global")
         decay_fits = self.average is None or 0 < self.average < 1
         require(decay_fits, "optim.ema", "null or a number between 0 and 1", self.average)
-        scale = self.loss_scale
-        scale_fits = scale in (None, "dynamic") or (isinstance(scale, int | float) and scale > 0)
-        require(scale_fits, "trainer.loss_scale", "null, dynamic or a number > 0", scale)
-        require(self.nonfinite in ("stop", "skip"), "trainer.nonfinite", "stop or skip", self.nonfinite)
 
     @property
     def may_skip(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from petra.errors import ModelError, invalid, require
+from petra.errors import ModelError, invalid, is_integer, require
 from petra.model import BlockProfile, Model
 from petra.plan.partition import balanced_partition, partition_of
 from petra.specs import TensorSpec
@@ -71,6 +71,7 @@ def make_layout(model: Model, inputs: TensorSpec, stages: int | Sequence[int] | 
         ConfigError: If there are more processes or stages than blocks, or if processes or samples cannot be shared evenly.
         ModelError: If blocks do not fit each other.
     """
+    _check_stages(inputs, stages)
     n, processes = len(model.blocks), processes_per_replica(processes, dp)
     require(processes <= n, "processes", f"1 to {n}, since {model.name} has {n} blocks", processes)
     if isinstance(stages, int):
@@ -89,13 +90,20 @@ def make_layout(model: Model, inputs: TensorSpec, stages: int | Sequence[int] | 
     return Layout(profiles, tuple(blocks), (*used, *[range(0)] * (processes - len(used))), share, dp)
 
 
+def _check_stages(inputs: TensorSpec, stages: object) -> None:
+    counts = stages if isinstance(stages, list | tuple) else [] if stages is None else [stages]
+    expected = "None, a number of stages, or the number of blocks in each"
+    require(all(map(is_integer, counts)), "stages", expected, repr(stages))
+    require(len(inputs.shape) >= 1, "inputs", "a shape with a dimension for the samples", inputs)
+
+
 def processes_per_replica(processes: int, dp: int) -> int:
     """Return the number of processes of each replica.
 
     Raises:
         ConfigError: If processes cannot be shared evenly.
     """
-    require(isinstance(dp, int) and dp >= 1, "dp", "an integer >= 1", dp)
+    require(is_integer(dp) and dp >= 1, "dp", "an integer >= 1", dp)
     require(processes > 1 or dp == 1, "dp", "1 in one process, since replicas need processes of their own", dp)
     require(processes % dp == 0, "dp", f"a divisor of {processes}, the number of processes", dp)
     return processes // dp

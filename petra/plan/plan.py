@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from petra.errors import alternatives, invalid, require
+from petra.errors import alternatives, invalid, is_integer, require
 from petra.method import METHODS, Keep, Method, Weights
 from petra.model import BlockProfile, Model
 from petra.plan.layout import Layout, make_layout
@@ -33,8 +33,6 @@ class StagePlan:
         delay: Delay τ: number of other microbatches that it forwards between a microbatch's forward and backward pass.
         in_flight: Maximum number of microbatches between their forward and their backward pass.
         staleness: Mean number of updates between a microbatch's forward and backward pass.
-        split: Whether it computes the gradients of its parameters after it has sent (x̃, δ).
-        lag: Number of microbatches by which it postpones them.
     """
 
     index: int
@@ -46,8 +44,6 @@ class StagePlan:
     delay: int
     in_flight: int
     staleness: float
-    split: bool
-    lag: int
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
@@ -176,7 +172,7 @@ def make_plan(
         require(keeps == blocks, "method.keep", f"one value, or {blocks}, one per block", f"{keeps} values")
     method.check(delays, k, autocast=numerics.autocast is not None)
     boundary_delays = method.boundary_delays(count - 1)[: count - 1]
-    stage_plans = tuple(_stage_plans(layout, method, k, delays))
+    stage_plans = tuple(_stage_plan(layout, method, k, delays, j) for j in range(count))
     stage_plans = (_with_refetch(stage_plans[0]), *stage_plans[1:]) if refetch else stage_plans
     plan = Plan(
         model=model,
@@ -198,23 +194,18 @@ def _check_types(model: object, inputs: object, k: object) -> None:
     require(isinstance(model, Model), "model", "a petra.Model (Model.of makes one from modules)", type(model).__name__)
     expected = "a petra.TensorSpec, such as TensorSpec((8, 3, 32, 32), torch.float32)"
     require(isinstance(inputs, TensorSpec), "inputs", expected, inputs)
-    require(isinstance(k, int) and k >= 1, "k", "an integer >= 1", k)
+    require(is_integer(k) and k >= 1, "k", "an integer >= 1", repr(k))  # type: ignore[operator]
 
 
 def _named_method(method: str | Method) -> Method:
-    if isinstance(method, Method):
+    if type(method) is Method:  # a subclass has rules that the engine does not know
         return method
-    if method not in METHODS:
-        raise invalid("method", alternatives(METHODS), method)
+    if not isinstance(method, str) or method not in METHODS:
+        raise invalid("method", alternatives(METHODS), method.name if isinstance(method, Method) else method)
     return METHODS[method]
 
 
-def _stage_plans(layout: Layout, method: Method, k: int, delays: Sequence[int]) -> Iterator[StagePlan]:
-    for j, (lag, split) in enumerate(zip(method.lags(delays), method.splits(layout.processes), strict=True)):
-        yield _stage_plan(layout, method, k, delays, j, lag, split)
-
-
-def _stage_plan(layout: Layout, method: Method, k: int, delays: Sequence[int], j: int, lag: int, split: bool) -> StagePlan:
+def _stage_plan(layout: Layout, method: Method, k: int, delays: Sequence[int], j: int) -> StagePlan:
     blocks, delay = layout.stages[j], delays[j]
     profiles = tuple(layout.profiles[b] for b in blocks)
     last = j == len(delays) - 1 and delay == 0
@@ -227,10 +218,8 @@ def _stage_plan(layout: Layout, method: Method, k: int, delays: Sequence[int], j
         keeps=method.keep_of([profile.reversible for profile in profiles], last=last, first_block=blocks.start),
         weights=Weights.CURRENT if nothing_to_stash else method.weights,
         delay=delay,
-        in_flight=in_flight(delay + lag, k, method.flush),
+        in_flight=in_flight(delay, k, method.flush),
         staleness=method.staleness(delay, k),
-        split=split,
-        lag=lag,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +13,12 @@ from petra.errors import ModelError, invalid
 from petra.reversible.grid import Grid
 from petra.reversible.replay import autocast_to, derive_seed, forbid_inplace, frozen_statistics, modified, normalisations, seeded
 from petra.reversible.reuse import SMALL, can_hold_sum
-from petra.reversible.split_backward import Differentiate, differentiate, differentiate_inputs
 from petra.specs import Streams
-from petra.torch_private import holders, version
+from petra.torch_private import holders, vector_jacobian_products, version
 
 Pair = tuple[Tensor, Tensor]
 Gradients = dict[nn.Parameter, Tensor]
 """Gradient by parameter."""
-LaterGradients = Callable[[], Gradients]
-"""Function that returns the gradients of a block's parameters."""
 
 
 class ReversibleBlock(nn.Module, ABC):
@@ -58,17 +55,6 @@ class ReversibleBlock(nn.Module, ABC):
 
         Call this method again after freezing or unfreezing parameters.
         """
-
-    def inverse_input_vjp(self, y: Streams, dy: Streams, *, seed: int | None = None) -> tuple[Streams, Streams, LaterGradients]:
-        """Do the same as :meth:`inverse_vjp` in two parts, so that a pipeline can send the input and its gradient after the first.
-
-        By default, the first part does everything. Override this method to leave the gradients of the parameters to the second.
-
-        Returns:
-            The input, the gradient with respect to it, and a function that returns those of the parameters, to be called once.
-        """
-        x, dx, gradients = self.inverse_vjp(y, dy, seed=seed)
-        return x, dx, lambda: gradients
 
     def enable_exact_streams(self, grid: Grid) -> None:
         """Make the inverse exact: from now on, if the input is on ``grid``, the output is on it too.
@@ -110,15 +96,6 @@ class Coupling(ReversibleBlock):
             return y2 - self._rounded(self._evaluate(y1, context, seed)), y1, *context
 
     def inverse_vjp(self, y: Streams, dy: Streams, *, seed: int | None = None) -> tuple[Streams, Streams, Gradients]:
-        x, dx, gradients = self._inverse_vjp(y, dy, seed, differentiate)
-        return x, dx, gradients()
-
-    def inverse_input_vjp(self, y: Streams, dy: Streams, *, seed: int | None = None) -> tuple[Streams, Streams, LaterGradients]:
-        return self._inverse_vjp(y, dy, seed, differentiate_inputs)
-
-    def _inverse_vjp(
-        self, y: Streams, dy: Streams, seed: int | None, differentiate: Differentiate
-    ) -> tuple[Streams, Streams, LaterGradients]:
         (y1, y2, *context), (dy1, dy2, *dcontext) = y, dy
         x2, parameters = y1.detach().requires_grad_(), self._trained
         if parameters is None:
@@ -132,15 +109,12 @@ class Coupling(ReversibleBlock):
         device, df = x2.device.type, dy2.to(f.dtype)
         with autocast_to(device, None):  # autocast is for forwards only: plain autograd runs its backward outside of it too
             if f.requires_grad:
-                (dx2,), gradients = differentiate([f], [x2], parameters, [df])
+                dx2, *gradients = vector_jacobian_products([f], [x2, *parameters], [df])
             else:  # F may return a constant, as for a layer that it drops
-                dx2, gradients = None, lambda: [None] * len(parameters)
-
-        def used() -> Gradients:
-            return {p: g for p, g in zip(parameters, gradients(), strict=True) if g is not None}
-
+                dx2, gradients = None, [None] * len(parameters)
         if dx2 is not None:
             dy1 = dx2.add_(dy1) if large and can_hold_sum(holders(dx2), dx2, dy1) else dx2 + dy1
+        used = {p: g for p, g in zip(parameters, gradients, strict=True) if g is not None}
         return (x1, y1, *context), (dy2, dy1, *dcontext), used
 
     def fix_trained(self) -> None:
@@ -188,10 +162,6 @@ class DownsamplingCoupling(Coupling):
         x, dx, gradients = super().inverse_vjp(y, dy, seed=seed)
         return self._shuffled(x), self._shuffled(dx), gradients
 
-    def inverse_input_vjp(self, y: Streams, dy: Streams, *, seed: int | None = None) -> tuple[Streams, Streams, LaterGradients]:
-        x, dx, gradients = super().inverse_input_vjp(y, dy, seed=seed)
-        return self._shuffled(x), self._shuffled(dx), gradients
-
     def _shuffled(self, streams: Streams) -> Streams:
         first, second, *context = streams
         return pixel_shuffle(first, self.factor), pixel_shuffle(second, self.factor), *context
@@ -229,18 +199,6 @@ class TwoFunctionCoupling(ReversibleBlock):
         y, dy, gradients = second.inverse_vjp(y, dy, seed=_half_seed(seed, 1))
         x, dx, more = first.inverse_vjp(y, dy, seed=_half_seed(seed, 0))
         add_gradients(gradients, more)
-        return x, dx, gradients
-
-    def inverse_input_vjp(self, y: Streams, dy: Streams, *, seed: int | None = None) -> tuple[Streams, Streams, LaterGradients]:
-        first, second = self._halves
-        y, dy, of_second = second.inverse_input_vjp(y, dy, seed=_half_seed(seed, 1))
-        x, dx, of_first = first.inverse_input_vjp(y, dy, seed=_half_seed(seed, 0))
-
-        def gradients() -> Gradients:
-            found = of_second()
-            add_gradients(found, of_first())
-            return found
-
         return x, dx, gradients
 
     def fix_trained(self) -> None:

@@ -10,7 +10,7 @@ from ctypes import string_at
 import torch
 from torch import Tensor, nn
 
-from petra.errors import ModelError
+from petra.errors import ModelError, require
 from petra.torch_private import NormBase, version
 
 _MASK = (1 << 64) - 1
@@ -137,6 +137,36 @@ def modified(module: nn.Module) -> ModelError:
         f"{type(module).__name__} modifies its input in place, but other blocks still need this input; remove "
         "the in-place operation (often inplace=True in the first layer)"
     )
+
+
+class forbid_buffer_changes:
+    """Check that a forward pass that will be repeated leaves the buffers of ``module`` as they are: they would change twice.
+
+    Running statistics of normalisations are not among these, inside of :class:`frozen_statistics`.
+
+    Args:
+        name: What messages call the module.
+
+    Raises:
+        ModelError: If a buffer changes. The message names the module and the buffer.
+    """
+
+    __slots__ = ("_before", "_module", "_name")
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module, self._name = module, name
+
+    def __enter__(self) -> None:
+        self._before = {name: (buffer, version(buffer)) for name, buffer in self._module.named_buffers()}
+
+    def __exit__(self, failed: object, *_: object) -> None:
+        if failed:
+            return
+        for name, buffer in self._module.named_buffers():
+            old, before = self._before.get(name, (None, None))
+            expected = "buffers that a forward pass leaves as they are, because the backward pass repeats it (or method.keep=graph)"
+            got = f"a change of {name}"
+            require(buffer is old and version(buffer) == before, self._name, expected, got, ModelError)
 
 
 def normalisations(module: nn.Module) -> list[NormBase]:

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from petra.reversible.coupling import Pair, ReversibleBlock, trainable_parameters
 from petra.reversible.grid import Grid
-from petra.reversible.replay import autocast_to, derive_seed, frozen_statistics, normalisations
+from petra.reversible.replay import NOTHING, autocast_to, derive_seed, forbid_buffer_changes, frozen_statistics, normalisations
 from petra.specs import Streams
 
 
@@ -34,13 +34,15 @@ class ReversibleSequence(nn.Module):
             ``grid.require()`` to check that they stayed in its range.
 
     Raises:
-        ModelError: If there is a grid and a block does not support exact streams.
+        ModelError: If there is a grid and a block does not support exact streams; in the first forward pass, if a block changes a
+            buffer that is no running statistic of a normalisation.
     """
 
     def __init__(self, blocks: Iterable[ReversibleBlock], *, grid: Grid | None = None) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
         self.grid = grid
+        self._checked = False
         if grid is not None:
             for block in self.blocks:
                 cast(ReversibleBlock, block).enable_exact_streams(grid)
@@ -48,11 +50,12 @@ class ReversibleSequence(nn.Module):
     def forward(self, x1: Tensor, x2: Tensor) -> Pair:
         if self.grid is not None:
             x1, x2 = self.grid.enter(x1), self.grid.enter(x2)
+        checked, self._checked = self._checked, True
         trainable = [trainable_parameters(block) for block in self.blocks]
         if torch.is_grad_enabled() and (any(trainable) or x1.requires_grad or x2.requires_grad):
             seed, reconstructed = int(torch.randint(1 << 62, ())), _Reconstructed(len(trainable) - 1)
             for i, (block, parameters) in enumerate(zip(self.blocks, trainable, strict=True)):
-                step = _Step(cast(ReversibleBlock, block), i, derive_seed(seed, i), parameters, reconstructed)
+                step = _Step(cast(ReversibleBlock, block), i, derive_seed(seed, i), parameters, reconstructed, checked)
                 x1, x2 = _ReversibleBackprop.apply(step, x1, x2, *parameters)  # type: ignore[no-untyped-call]
             return x1, x2
         for block in self.blocks:
@@ -78,6 +81,8 @@ class _Step:
     seed: int
     parameters: list[nn.Parameter]
     reconstructed: _Reconstructed
+    checked: bool
+    """Whether a forward pass has shown before that the block leaves its buffers as they are."""
 
 
 class _ReversibleBackprop(torch.autograd.Function):
@@ -91,7 +96,8 @@ class _ReversibleBackprop(torch.autograd.Function):
     def forward(ctx: Any, step: _Step, x1: Tensor, x2: Tensor, *_: Tensor) -> Pair:
         ctx.step, device = step, x1.device.type
         ctx.device, ctx.autocast = device, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        with frozen_statistics(normalisations(step.block)), autocast_to(device, ctx.autocast):
+        check = NOTHING if step.checked else forbid_buffer_changes(step.block, f"block {step.index}")
+        with frozen_statistics(normalisations(step.block)), check, autocast_to(device, ctx.autocast):
             y = step.block(x1, x2, seed=step.seed)
         if step.index == step.reconstructed.last:
             ctx.save_for_backward(*y)

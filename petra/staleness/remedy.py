@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petra.errors import invalid, require
+from petra.errors import check_types, invalid, require
 from petra.method import Method, Weights
 from petra.staleness import lookahead
 from petra.staleness.braking import AdaptiveBraking, require_average
@@ -55,7 +55,7 @@ class Remedy:
         braking: Strength ρ of adaptive braking; 0 is off (:mod:`petra.staleness.braking`).
 
     Raises:
-        ConfigError: If a value is out of range, or two remedies exclude each other.
+        ConfigError: If a value is out of range or of another type, or two remedies exclude each other.
     """
 
     discount: int = 0
@@ -71,6 +71,7 @@ class Remedy:
     braking: float = 0.0
 
     def __post_init__(self) -> None:
+        check_types(self, "remedy.")
         require(self.discount >= 0, "remedy.discount", "a number >= 0", self.discount)
         require(0 <= self.correction < 1, "remedy.correction", "a number >= 0 and < 1", self.correction)
         require(0 < self.horizon <= 100, "remedy.horizon", "a number > 0 and <= 100", self.horizon)

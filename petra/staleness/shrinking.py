@@ -9,6 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from petra.specs import Message
+from petra.transport import Port
+from petra.transport.port import WrappedPort
+
+
+class ShrinkingPort(WrappedPort):
+    """Upstream port that multiplies gradients by a factor before they are sent."""
+
+    def __init__(self, inner: Port, factor: float) -> None:
+        super().__init__(inner)
+        self._factor = factor
+
+    def send(self, m: int, message: Message) -> None:
+        x, delta, report = message
+        self.inner.send(m, (x, tuple(d * self._factor for d in delta), report))
+
 
 def boundary_factor(shrink: float, delays: Sequence[int], stage: int) -> float:
     """Return the factor of the gradient that a stage sends upstream.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from petra.specs import Message, MessageSpec, TensorSpec
+from petra.specs import REPORT, Message, MessageSpec, TensorSpec
 
 _ALIGNMENT = 64
 """Alignment of each tensor in bytes. Kernels choose their code path by alignment, and results must not depend on the transport."""
@@ -81,11 +81,16 @@ class Packing:
         self._free.append((buffer, self._sent.pop(id(buffer))))
 
     def unpack(self, buffer: Tensor) -> Message:
-        """Return the message in a buffer. Tensors are views of it, or copies if they travel in another dtype."""
-        return tuple(
+        """Return the message in a buffer. Tensors are views of it, or copies if they travel in another dtype.
+
+        A report is a copy: it travels on to the first stage, and a view would keep the whole message alive.
+        """
+        streams, reports = self._views(buffer)[:REPORT], self._views(buffer)[REPORT:]
+        typed = [
             tuple(t if spec.wire is None else t.to(spec.dtype) for t, spec in zip(part, specs, strict=True))
-            for part, specs in zip(self._views(buffer), self.spec, strict=True)
-        )
+            for part, specs in zip(streams, self.spec, strict=False)
+        ]
+        return (*typed, *(tuple(t.clone() for t in part) for part in reports))
 
     def _views(self, buffer: Tensor) -> Message:
         typed = {dtype: buffer.view(dtype) for dtype in self._dtypes}

@@ -37,3 +37,22 @@ def locate_errors(operation: str, route: str, m: int) -> Iterator[None]:
     except RuntimeError as error:
         reason = first_line(error).partition(". ")[0]
         raise CommunicationError(f"{operation} {route}, microbatch {m}: {reason}") from error
+
+
+class WrappedPort:
+    """Base class of ports that change or observe the messages of another port.
+
+    Args:
+        inner: The other port.
+    """
+
+    def __init__(self, inner: Port) -> None:
+        self.inner = inner
+
+    def send(self, m: int, message: Message) -> None:
+        """See :class:`Port`."""
+        self.inner.send(m, message)
+
+    def receive(self, m: int) -> Message:
+        """See :class:`Port`."""
+        return self.inner.receive(m)

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses import fake_tensor
 from torch.nn import functional as F
 
-from petra import METHODS, Split, TensorSpec, UpdateRules
+from petra import METHODS, TensorSpec, UpdateRules
 from petra.cost_model.memory import BLOCK, PredictedMemory, predict_memory
 from petra.engine.build import Recipe
 from petra.engine.endpoints import Losses
@@ -30,11 +30,9 @@ def predicted(
     process: int = 0,
     average: float | None = None,
     refetch: bool = False,
-    split: Split = Split.NONE,
-    stages: list[int] | None = None,
 ) -> PredictedMemory:
 
-    method = replace(METHODS["petra"], delay=delay, split=split)
+    method = replace(METHODS["petra"], delay=delay)
     plan = make_plan(
         mixed_net(dtype=torch.float32),
         INPUTS,
@@ -42,7 +40,6 @@ def predicted(
         k=2,
         processes=processes,
         device_type="cuda",
-        stages=stages,
         refetch=refetch,
     )
     recipe = Recipe(
@@ -100,13 +97,6 @@ def test_a_stage_that_fetches_its_input_again_does_not_store_it() -> None:
     """The last microbatch in flight is the input of the forward that has just ended."""
     stored, refetched = (predicted(processes=6, refetch=refetch) for refetch in (False, True))
     assert stored.stored - refetched.stored == 10 * INPUTS.bytes
-
-
-def test_a_split_backward_keeps_the_graphs_of_all_blocks() -> None:
-    """The second of two processes has a stage of two couplings and the head."""
-    whole, split = (predicted(processes=2, process=1, stages=[3, 3], split=split) for split in (Split.NONE, Split.INPUT_FIRST))
-    assert split.stored == whole.stored
-    assert whole.temporary < split.temporary < 2 * whole.temporary
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])

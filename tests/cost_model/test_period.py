@@ -14,8 +14,8 @@ from petra.cost_model.costs import StageCost
 from petra.cost_model.delays import TOLERANCE, choose_delays
 from petra.cost_model.links import INSTANT, Connection, Link
 from petra.cost_model.simulator import predict, simulate
+from petra.cost_model.zero_bubble import PREDICTED, ZeroBubble
 from petra.diagnostics.events import Kind
-from petra.method import Split
 from petra.plan.steady import SteadyState, run_until_steady, steady_state
 from petra.plan.transport import simulated_transport
 from tests.plan.test_schedule import random_case
@@ -42,8 +42,8 @@ def pipelines(draw: st.DrawFn) -> Case:
     if method is None or method.name == "pipedream_2bw":  # whose delays k limits
         delay = tuple(draw(st.lists(st.integers(0, 4), min_size=stages - 1, max_size=stages - 1)))
         method = Method("x", delay, Keep.NOTHING, flush=draw(st.booleans()))
-    splits = [*Split] if method.flush and not method.fill else [Split.NONE, Split.INPUT_FIRST]
-    method = replace(method, split=draw(st.sampled_from(splits)))
+    if method.flush and not method.fill and draw(st.booleans()):
+        method = ZeroBubble(**vars(method))
     cuts = sorted(draw(st.sets(st.integers(1, stages - 1)))) if stages > 1 else []
     processes = [range(a, b) for a, b in zip([0, *cuts], [*cuts, stages], strict=True)]
     link = st.builds(Link, bandwidth=st.sampled_from([5.0, 40.0, float("inf")]), latency=st.sampled_from([0.0, 0.3, 1.7]))
@@ -113,10 +113,10 @@ def test_period_of_many_stages_is_that_of_a_long_simulation(name: str, transport
     random = Random(name)
     costs = [StageCost(random.uniform(1, 2), random.uniform(2, 4), 0.3, 10, 20, weights=0.5) for _ in range(24)]
     link = [Connection(Link(40.0, random.uniform(0, 0.5)), Link(60.0, random.uniform(0, 0.5))) for _ in range(23)]
-    case = (costs, METHODS[name], 16, [range(j, j + 1) for j in range(24)], link, transport, False)
+    case = (costs, PREDICTED[name], 16, [range(j, j + 1) for j in range(24)], link, transport, False)
     expected = simulated_period(case)
     assert expected is not None
-    assert predict(costs, METHODS[name], 16, link=link, transport=transport).period == pytest.approx(expected, rel=1e-9)  # type: ignore[arg-type]
+    assert predict(costs, PREDICTED[name], 16, link=link, transport=transport).period == pytest.approx(expected, rel=1e-9)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("method", [METHODS["petra"], METHODS["1f1b"], METHODS["gpipe"], Method("d=1", 1, Keep.NOTHING)])
@@ -179,7 +179,7 @@ def test_bisection_finds_the_delays_of_the_plain_search(seed: int) -> None:
         for _ in range(random.randint(2, 14))
     ]
     link = random.choice([INSTANT, Link(latency=random.uniform(0, 1.5)), Link(random.uniform(10, 100), random.uniform(0, 0.5))])
-    method = Method("x", 2, Keep.NOTHING, flush=seed % 5 == 0, split=Split.INPUT_FIRST if seed % 2 else Split.NONE)
+    method = Method("x", 2, Keep.NOTHING, flush=seed % 5 == 0)
     k = random.randint(1, 4)
     assert choose_delays(costs, method, k, link=link) == plain_search(costs, method, k, link)
 
@@ -200,16 +200,3 @@ def test_each_direction_has_its_own_link() -> None:
         for a, b in [(fast, fast), (slow, fast), (fast, slow), (slow, slow)]
     ]
     assert periods == pytest.approx([4, 4.25, 4.25, 4.5])
-
-
-@pytest.mark.parametrize("latency", [0.2, 0.5])
-def test_early_sends_free_smaller_delays(latency: float) -> None:
-    """At d = 1, a loop over a boundary takes 2 (F + B) + 2 l − W of 2 (F + B): messages are free up to l = W / 2."""
-    costs, link = [StageCost(1, 3, weights=1)] * 2, Link(latency=latency)
-    early = replace(METHODS["petra"], split=Split.INPUT_FIRST)
-    half = replace(early, delay=1)
-    assert predict(costs, half, link=link).period == pytest.approx(4)
-    assert predict(costs, replace(half, split=Split.NONE), link=link).period == pytest.approx(4 + latency)
-    assert predict(costs, half, link=Link(latency=0.7)).period == pytest.approx(4.2)
-    assert choose_delays(costs * 3, early, 1, link=link) == (1,) * 5
-    assert max(choose_delays(costs * 3, METHODS["petra"], 1, link=link)) == 2

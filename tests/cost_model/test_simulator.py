@@ -8,12 +8,16 @@ from itertools import pairwise
 from random import Random
 
 import pytest
+import torch
 
-from petra import METHODS, ConfigError, Keep, Method
+from petra import METHODS, ConfigError, Keep, Method, TensorSpec
 from petra.cost_model.costs import StageCost
 from petra.cost_model.links import Link
 from petra.cost_model.simulator import predict, simulate
+from petra.cost_model.zero_bubble import ZB_H1
 from petra.diagnostics.events import Interval, Kind
+from petra.models import revnet18
+from petra.plan import make_plan
 from petra.plan.schedule import Op, training_order
 
 NOTHING, GRAPH = StageCost(1, 3), StageCost(1, 2)
@@ -55,12 +59,32 @@ def test_bubble_of_zb_h1(stages: int) -> None:
         busy = k * (forward + backward + weights)
         # The first stage sends nothing, so it does not split its backward.
         split = (stages - 1) * (forward + backward - weights)
-        found = predict([cost] * stages, METHODS["zb_h1"], k)
+        found = predict([cost] * stages, ZB_H1, k)
         assert k * found.period == pytest.approx(busy + split)
         assert k * predict([cost] * stages, METHODS["1f1b"], k).period == pytest.approx(
             busy + (stages - 1) * (forward + backward + weights)
         )
         assert found.in_flight == [stages] * stages
+
+
+def test_zb_h1_runs_the_steps_of_the_paper() -> None:
+    """Four stages and eight microbatches, Fig. 2 of Qi et al. 2024: stage j postpones W by j microbatches."""
+    found = simulate([StageCost(1, 2, 1, weights=1)] * 4, ZB_H1, 8, 8)
+
+    def steps(stage: int) -> str:
+        own = sorted((i for i in found if i.stage == stage and i.kind is not Kind.WAIT), key=lambda i: i.start)
+        return " ".join(f"{i.kind.value}{i.microbatch}" for i in own)
+
+    update = f"{Kind.UPDATE.value}7"
+    assert steps(0) == f"F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7 {update}"  # it sends nothing: B is whole
+    assert steps(1) == f"F0 F1 F2 B0 F3 B1 W0 F4 B2 W1 F5 B3 W2 F6 B4 W3 F7 B5 W4 B6 W5 B7 W6 W7 {update}"
+    assert steps(3) == f"F0 B0 F1 B1 F2 B2 F3 B3 W0 F4 B4 W1 F5 B5 W2 F6 B6 W3 F7 B7 W4 W5 W6 W7 {update}"
+
+
+@pytest.mark.parametrize("method", [ZB_H1, "zb_h1"])
+def test_petra_does_not_train_with_zb_h1(method: str | Method) -> None:
+    with pytest.raises(ConfigError, match=r"^method: expected petra, .* or gpipe, got zb_h1$"):
+        make_plan(revnet18(), TensorSpec((4, 3, 32, 32), torch.float32), method=method, k=8)
 
 
 def test_bubble_and_efficiency() -> None:

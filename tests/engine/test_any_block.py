@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,12 +25,12 @@ from petra import (
     ModelError,
     Numerics,
     Pipeline,
-    Split,
+    Runtime,
     TensorSpec,
     UpdateRules,
     Weights,
 )
-from petra.reversible import Coupling, TwoFunctionCoupling
+from petra.reversible import Coupling, ReversibleSequence, TwoFunctionCoupling
 from petra.staleness import Prediction, Remedy
 from petra.training.optim import OPTIMIZERS
 from tests.support.nets import RandomSource, Stem, mixed_net, train_plainly
@@ -108,6 +110,23 @@ def test_activation_checkpointing_is_refused_where_updates_write_through_graphs(
     trained_weights(True, Method("mine", 1, Keep.GRAPH, flush=True), 2)  # no update comes between forward and backward
 
 
+@pytest.mark.parametrize("method", ["backprop", "reversible", "delayed", "1f1b"])
+@pytest.mark.parametrize("stages", [1, None])
+def test_a_block_that_modifies_its_input_is_refused(method: str, stages: int | None) -> None:
+    blocks = (linear(), nn.Sequential(nn.ReLU(inplace=True), linear()), linear(6, 3))
+    with pytest.raises(ModelError, match=r"^Sequential modifies its input in place"):
+        chain(*blocks, method=method, stages=stages).train(Vectors(), 4)
+
+
+def test_other_in_place_errors_of_a_block_are_its_own() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if x.is_meta or not torch.is_grad_enabled() else x @ self.weight.mul_(2)
+
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        chain(Scaled(6, 6, dtype=torch.float64), linear(6, 3)).train(Vectors(), 1)
+
+
 # Running statistics
 
 
@@ -154,6 +173,64 @@ def test_functions_that_share_running_statistics_are_refused() -> None:
         TwoFunctionCoupling(f, f)
     tied = nn.Conv2d(4, 4, 1)
     TwoFunctionCoupling(tied, tied)
+
+
+class RunningMean(nn.Module):
+    """Subtracts a running mean that it computes itself."""
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.linear, self.replaces = linear(3, 3), replaces
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if self.training and self.replaces:
+                self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+            elif self.training:
+                self.mean.lerp_(x.mean(0), 0.1)
+        return self.linear(x - self.mean)
+
+
+class Halves(nn.Module):
+    """Two streams from one, and one from two."""
+
+    def forward(self, *x: Tensor) -> Any:
+        return x[0].chunk(2, 1) if len(x) == 1 else torch.cat(x, 1)
+
+
+STATEFUL: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "own statistics": (lambda: RunningMean(False), "mean"),
+    "own statistics that are replaced": (lambda: RunningMean(True), "mean"),
+    "spectral norm": (lambda: nn.utils.parametrizations.spectral_norm(linear(3, 3)), r"parametrizations\.weight\.0\._[uv]"),
+    "spectral norm of a hook": (lambda: nn.utils.spectral_norm(linear(3, 3)), r"weight_[uv]"),
+}
+
+
+@pytest.mark.parametrize("method", ["reversible", "petra", "delayed", "backprop"])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_buffer_that_would_move_twice_per_microbatch_is_refused(name: str, method: str) -> None:
+    build, buffer = STATEFUL[name]
+    pipeline = chain(Halves(), Coupling(build()), Coupling(build()), Halves(), linear(6, 3), method=method)
+    if method == "backprop":  # evaluates blocks once
+        pipeline.train(Vectors(), 2)
+        return
+    expected = rf"block b[12]: expected buffers that a forward pass leaves as they are, .*, got a change of f\.{buffer}"
+    with pytest.raises(ModelError, match=expected):
+        pipeline.train(Vectors(), 2)
+
+
+def test_evaluation_mode_and_frozen_buffers_are_no_changes() -> None:
+    frozen = nn.utils.parametrizations.spectral_norm(linear(3, 3)).eval()
+    pipeline = chain(Halves(), Coupling(frozen), Halves(), linear(6, 3), method="petra")
+    assert torch.isfinite(torch.tensor(pipeline.train(Vectors(), 6).loss))
+
+
+def test_a_reversible_sequence_refuses_buffers_that_would_move_twice() -> None:
+    sequence = ReversibleSequence([Coupling(linear(3, 3)), Coupling(RunningMean(False))])
+    x = torch.randn(4, 3, dtype=torch.float64)
+    with pytest.raises(ModelError, match=r"block 1: expected buffers .*, got a change of f\.mean"):
+        sequence(x, x)
 
 
 @pytest.mark.parametrize("method", ["backprop", "reversible", "petra"])
@@ -403,6 +480,54 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Method("mine", 2, Keep.INPUT, weights="old"),
         "method.weights: expected current, stashed or double, got old",
     ),  # type: ignore[arg-type]
+    "a delay": (lambda: Method("mine", 1.5, Keep.INPUT), "method.delay: expected integers >= 0, .*, got 1.5"),  # type: ignore[arg-type]
+    "what to keep": (lambda: Method("mine", 1, None), "method.keep: expected graph, input or nothing, got None"),  # type: ignore[arg-type]
+    "flush": (lambda: Method("mine", 1, Keep.INPUT, flush="no"), "method.flush: expected true or false, got 'no'"),  # type: ignore[arg-type]
+    "clipping": (lambda: UpdateRules(clip="1"), "clip: expected null or a number, got '1'"),  # type: ignore[arg-type]
+    "a loss scale": (lambda: UpdateRules(loss_scale=True), "loss_scale: expected null, a number or dynamic, got true"),
+    "layout": (lambda: Numerics(channels_last="false"), "channels_last: expected true or false, got 'false'"),  # type: ignore[arg-type]
+    "transport": (
+        lambda: Runtime(transport="mpi"),  # type: ignore[arg-type]
+        "transport: expected auto, local, lockstep or edge, got mpi",
+    ),
+    "a device": (lambda: Runtime("gpu"), "device: expected a device of torch, .*, got 'gpu'"),
+    "a lazy layer": (
+        lambda: chain(nn.LazyLinear(6), linear(6, 3)),
+        "block b0 of model mine: expected tensors with shapes .*, got weight, bias without",
+    ),
+    "a lazy layer that is built": (
+        lambda: Pipeline(Model("mine", (BlockSpec("b", partial(nn.LazyLinear, 3)),)), FLAT, optimizer=sgd),
+        "block b: expected tensors with shapes .*, got weight, bias without",
+    ),
+    "a lazy normalisation": (
+        lambda: chain(nn.Sequential(linear(), nn.LazyBatchNorm1d()), linear(6, 3)),
+        r"block b0 of model mine: expected tensors with shapes .*, got 1\.weight, 1\.bias, 1\.running_mean, .* without",
+    ),
+    "TorchScript": (
+        lambda: chain(nn.Sequential(nn.Tanh(), torch.jit.script(linear())), linear(6, 3)),
+        "block b0 of model mine: expected modules of Python .*, got TorchScript in 1",
+    ),
+    "a builder with TorchScript": (
+        lambda: Pipeline(Model("mine", (BlockSpec("b", lambda: torch.jit.script(linear(6, 3))),)), FLAT, optimizer=sgd),
+        "block b: expected modules of Python .*, got TorchScript in the whole block",
+    ),
+    "LBFGS": (
+        lambda: chain(linear(6, 3), optimizer=lambda m: torch.optim.LBFGS(m.parameters())),
+        "optimizer: expected one whose step needs no closure, .*, got LBFGS",
+    ),
+    "SparseAdam": (
+        lambda: chain(linear(6, 3), optimizer=lambda m: torch.optim.SparseAdam(m.parameters())),
+        "optimizer: expected one for dense gradients, .*, got SparseAdam",
+    ),
+    "no optimizer": (
+        lambda: chain(linear(6, 3), optimizer=lambda m: None),
+        r"optimizer: expected a function that returns a torch\.optim\.Optimizer, got one that returns NoneType",
+    ),
+    "no module": (lambda: chain("b"), "block b0 of model mine: expected a module, got str"),  # type: ignore[arg-type]
+    "a builder without module": (
+        lambda: Model("mine", (BlockSpec("b", lambda: 3),)).profile(FLAT),  # type: ignore[arg-type, return-value]
+        "block b: expected a module, got int",
+    ),
     "float64 data": (
         lambda: Pipeline(Model.of("mine", {"b": nn.Linear(6, 3)}), FLAT, optimizer=sgd),
         r"block b: expected an input that it accepts, got float64\[4, 6\] from the data",
@@ -440,6 +565,15 @@ def test_a_pipeline_loads_its_state_dict_and_describes_itself() -> None:
     del state["b0.bias"]
     with pytest.raises(ModelError, match=r"block b0 does not fit .*bias"):
         pipeline.load_state_dict(state)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_copy_of_a_pipeline_is_refused(copied: Callable[[Pipeline], Any]) -> None:
+    pipeline = chain(linear(), linear(6, 3))
+    with pytest.raises(ConfigError, match=r"^Pipeline: expected a new one .*load_state_dict.*, got a copy or a pickle of one$"):
+        copied(pipeline).train(Vectors(), 2)
+    network = copy.deepcopy(pipeline.plan.model), copy.deepcopy(dict(pipeline.blocks()))
+    assert network[1].keys() == {"b0", "b1"}
 
 
 class Buffers(nn.Module):
@@ -492,14 +626,13 @@ def test_a_block_without_gradient_in_the_middle_equals_plain_pytorch(method: str
         torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-9, atol=1e-12, msg=key)
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_a_function_may_return_a_constant(split: bool) -> None:
+def test_a_function_may_return_a_constant() -> None:
     """As for a layer that is dropped at random."""
     block = Coupling(Returns(torch.zeros_like))
     y1, y2, dy1, dy2 = (torch.full((4, 6), value, dtype=torch.float64) for value in (1.0, 2.0, 3.0, 4.0))
-    x, dx, gradients = (block.inverse_input_vjp if split else block.inverse_vjp)((y1, y2), (dy1, dy2))
+    x, dx, gradients = block.inverse_vjp((y1, y2), (dy1, dy2))
     assert [t.mean() for t in (*x, *dx)] == [2.0, 1.0, 4.0, 3.0]
-    assert not (gradients() if callable(gradients) else gradients)
+    assert not gradients
 
 
 def test_a_builder_that_returns_an_existing_module_is_refused_and_leaves_it_alone() -> None:
@@ -511,8 +644,8 @@ def test_a_builder_that_returns_an_existing_module_is_refused_and_leaves_it_alon
 
 
 def test_names_stand_for_the_switches_of_a_method() -> None:
-    named = Method("mine", [1, 2], ["input", "nothing"], weights="stashed", split="input_first")  # type: ignore[arg-type]
-    assert named == Method("mine", (1, 2), (Keep.INPUT, Keep.NOTHING), weights=Weights.STASHED, split=Split.INPUT_FIRST)
+    named = Method("mine", [1, 2], ["input", "nothing"], weights="stashed")  # type: ignore[arg-type]
+    assert named == Method("mine", (1, 2), (Keep.INPUT, Keep.NOTHING), weights=Weights.STASHED)
     assert named.weights is Weights.STASHED
     assert Method("mine", 2, "graph").keep is Keep.GRAPH  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"method\.weights: expected current, stashed or double, got old"):

@@ -135,7 +135,6 @@ def test_the_plan_says_which_stages_overlap() -> None:
             "exact_streams: expected false with trainer.overlap",
         ),
         ({}, Runtime(overlap=True, compile="eager"), "compile: expected null with trainer.overlap"),
-        ({}, Runtime(stage_streams=True), r"stage_streams: expected false on the CPU"),
     ],
 )
 def test_settings_that_exclude_overlap(settings: dict[str, Any], runtime: Runtime, message: str) -> None:

@@ -21,6 +21,7 @@ from petra import (
     Weights,
 )
 from petra.engine.method_state import load_method_state, method_state
+from petra.engine.update_state import load_update_state, update_state
 from petra.method import STORABLE
 from petra.models import MODELS
 from petra.settings import Numerics, Runtime
@@ -251,8 +252,8 @@ def test_method_state_goes_on_where_it_was(method: str, remedy: Remedy) -> None:
     whole.train(data, 12)
     for j, stage in whole.stages.items():
         resumed.stages[j].module.load_state_dict(stage.module.state_dict())
-        resumed.workers[j].update.load_state_dict(copy.deepcopy(whole.workers[j].update.state_dict()))
-        resumed.workers[j].t = whole.workers[j].t
+        load_update_state(resumed.stages[j], resumed.workers[j].update, copy.deepcopy(update_state(stage, whole.workers[j].update)))
+        resumed.workers[j].microbatches_done = whole.workers[j].microbatches_done
     resumed.clock = whole.clock
     state = method_state(whole.plan, whole.workers, whole.remedies)
     load_method_state(resumed.plan, resumed.workers, resumed.remedies, state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from petra import BlockSpec, ConfigError, Keep, Method, Model, ModelError, Pipeline, TensorSpec, UpdateRules
+from petra import BlockSpec, ConfigError, Keep, Method, Model, ModelError, PetraError, Pipeline, TensorSpec, UpdateRules
 from petra.models import revnet18
 from petra.settings import Numerics, Runtime, TransportName
 from petra.staleness import Prediction, Remedy
@@ -266,3 +267,51 @@ dist.destroy_process_group()
 assert len(os.listdir("/proc/self/task")) == before
 """
     subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=60)
+
+
+def adam(module: nn.Module) -> torch.optim.Adam:
+    return torch.optim.Adam(module.parameters())
+
+
+def broken_optimizer(module: nn.Module) -> torch.optim.SGD:
+    return sgd(module[5])  # type: ignore[index]
+
+
+def broken_block() -> nn.Module:
+    if not nn.Linear(1, 1).weight.is_meta:
+        raise ValueError("no weights")
+    return nn.Linear(3, 3)
+
+
+def one_stage_errors(rank: int) -> list[str]:
+    """Return the errors of pipelines of which one rank has no stage, or a stage without the error."""
+    plain = {"optimizer": sgd, "method": "backprop"}
+    blocks = (BlockSpec("a", partial(nn.Linear, 6, 3)), BlockSpec("b", partial(nn.Linear, 3, 3)))
+    model, failing = Model("mine", blocks), Model("mine", (blocks[0], BlockSpec("b", broken_block)))
+    found = []
+    for wrong, settings in (
+        (model, {"optimizer": adam, "remedy": Remedy(compensation=True), "stages": 1}),
+        (model, {"remedy": Remedy(discount=3), "stages": 1}),
+        (model, {"optimizer": broken_optimizer, "stages": 1}),
+        (failing, {}),
+    ):
+        with pytest.raises(PetraError) as error:
+            Pipeline(wrong, TensorSpec((4, 6), torch.float32), **plain | settings)  # type: ignore[arg-type]
+        found.append(f"{type(error.value).__name__}: {error.value}")
+    return found
+
+
+@pytest.mark.processes
+def test_errors_of_one_ranks_stages_are_raised_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run_processes(2, one_stage_errors, tmp_path, timeout=30)
+    assert (
+        first
+        == second
+        == [
+            "ConfigError: optim.name: expected sgd with momentum > 0, which remedy.compensation requires, got adam",
+            "ConfigError: learning_rate: expected a function with remedy.discount or remedy.lookahead, got None",
+            "ConfigError: optimizer: expected a function that returns a stage's optimizer, given the module of its blocks, "
+            "got IndexError (index 5 is out of range)",
+            "ModelError: block b: expected a module, got an error when it is built (no weights)",
+        ]
+    )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from petra import BlockSpec, ConfigError, Keep, Method, Model, NumericsError, Pipeline, TensorSpec, UpdateRules
-from petra.engine.loss_scale import GROWTH_INTERVAL
+from petra.engine.data_parallel import ReplicaSum
+from petra.engine.options.finite_check import FiniteCheck
+from petra.engine.options.loss_scale import GROWTH_INTERVAL
+from petra.engine.update_state import load_update_state, update_state
 from petra.errors import CommunicationError
-from petra.hooks import Hook, Hooks
+from petra.hooks import Hook
 from petra.settings import Numerics, Runtime
 from petra.training import Checkpoints, restore
 from petra.training.optim import OPTIMIZERS
@@ -110,6 +115,7 @@ def test_global_clipping_needs_stages_that_update_at_the_same_time() -> None:
         ({"clip_globally": True}, r"optim\.clip_scope: expected stage with optim\.clip=null, got global"),
         ({"average": 1.0}, r"optim\.ema: expected null or a number between 0 and 1, got 1\.0"),
         ({"loss_scale": "big"}, r"trainer\.loss_scale: expected null, dynamic or a number > 0, got big"),
+        ({"loss_scale": float("inf")}, r"trainer\.loss_scale: expected null, dynamic or a number > 0, got inf"),
         ({"nonfinite": "go"}, r"trainer\.nonfinite: expected stop or skip, got go"),
     ],
 )
@@ -194,10 +200,10 @@ def test_a_dynamic_scale_shrinks_only_in_the_overflowing_stage_and_grows_again()
     assert numbers["stage/2/skipped_updates"] == numbers["stage/1/skipped_updates"] > 0
     assert numbers["stage/3/skipped_updates"] == 0
     assert all(p.isfinite().all() for p in run.state_dict().values())
-    last = run.workers[2].update
-    state = last.state_dict()
+    last = run.workers[2]
+    state = update_state(last.stage, last.update)
     state["stage"]["good"] = GROWTH_INTERVAL - 1
-    last.load_state_dict(state)
+    load_update_state(last.stage, last.update, state)
     run.train(RandomSource(size=2), 1)
     assert run.stage_metrics()["stage/3/loss_scale"] == 2**17
 
@@ -220,7 +226,9 @@ def test_a_nan_raises_in_the_last_stage_and_leaves_weights_unchanged() -> None:
 def test_the_error_names_the_stage_that_sent_a_non_finite_gradient() -> None:
     run = limited(UpdateRules())
     update = run.workers[0].update
-    update.scaled((torch.tensor([torch.nan], dtype=torch.float64),))
+    check = update.part(FiniteCheck)
+    assert check is not None
+    check.add_received((torch.tensor([torch.nan], dtype=torch.float64),))
     run.stages[0].module[0][1].weight.grad.fill_(torch.nan)
     with pytest.raises(NumericsError, match="received from stage 2") as error:
         update(4)
@@ -318,8 +326,8 @@ def test_a_loaded_state_resumes_bit_for_bit(name: str) -> None:
     first.train(data, 7)
     for worker, old in zip(second.workers.values(), first.workers.values(), strict=True):
         worker.stage.module.load_state_dict(old.stage.module.state_dict())
-        worker.update.load_state_dict(old.update.state_dict())
-        worker.t = old.t
+        load_update_state(worker.stage, worker.update, update_state(old.stage, old.update))
+        worker.microbatches_done = old.microbatches_done
     second.clock = first.clock
     second.train(data, 6)
     for key, value in whole.state_dict().items():
@@ -327,7 +335,7 @@ def test_a_loaded_state_resumes_bit_for_bit(name: str) -> None:
     with whole.averaged(), second.averaged():
         for key, value in whole.state_dict().items():
             assert torch.equal(second.state_dict()[key], value), key
-    state = whole.workers[1].update.state_dict()["blocks"][0]
+    state = update_state(whole.stages[1], whole.workers[1].update)["blocks"][0]
     assert state["optimizer"].keys() == state["average"].keys() == state["gradient"].keys()
     assert "weight" in next(iter(state["average"]))
 
@@ -392,11 +400,10 @@ class Recorded(Hook):
 
 
 def test_hooks_are_called_around_the_all_reduce_and_the_optimizer_step() -> None:
-    run, hook, hooks = pipeline(UpdateRules()), Recorded(), Hooks()
-    update = run.workers[1].update
-    update.hooks = hooks
-    update.all_reduce = lambda m, *numbers: numbers
-    with hooks.attached(hook):
+    run, hook = pipeline(UpdateRules()), Recorded()
+    replicas: Any = SimpleNamespace(worker=run.workers[1], finish=lambda m, *numbers: numbers)
+    run.workers[1].update.parts.insert(0, ReplicaSum(replicas, run.hooks))
+    with run.hooks.attached(hook):
         run.train(RandomSource(), 4)
     names = ("all_reduce_begin", "all_reduce_end", "update_begin", "update_end")
-    assert hook.events == [(name, 1, m) for m in (1, 3) for name in names]
+    assert [event for event in hook.events if event[1] == 1] == [(name, 1, m) for m in (1, 3) for name in names]

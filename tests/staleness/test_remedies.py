@@ -47,11 +47,25 @@ def pipeline(**settings: object) -> Pipeline:
             "predict_backward: expected false with remedy.correction > 0, got true",
         ),
         ({"lookahead": 0.9, "compensation": True}, "compensation: expected false with remedy.lookahead, got true"),
+        ({"prediction": "nonsense"}, "prediction: expected none, velocity, decaying or difference, got nonsense"),
+        ({"prediction": None}, "prediction: expected none, velocity, decaying or difference, got None"),
+        ({"compensation": "no"}, "compensation: expected true or false, got 'no'"),
+        ({"shrink": "0.5"}, "shrink: expected a number, got '0.5'"),
+        ({"discount": 2.5}, "discount: expected an integer, got 2.5"),
     ],
 )
 def test_values_out_of_range_raise(change: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=rf"remedy\.{message}"):
         Remedy(**change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prediction", Prediction)
+def test_names_of_predictions_are_converted(prediction: Prediction) -> None:
+    remedy = Remedy(prediction=prediction.value)  # type: ignore[arg-type]
+    assert remedy == Remedy(prediction=prediction)
+    assert remedy.prediction is prediction
+    attached = pipeline(remedy=Remedy(prediction=str(prediction))).remedies  # type: ignore[arg-type]
+    assert {j for j, own in attached.items() if own._prediction is not None} == (set() if prediction == "none" else {*attached})
 
 
 @pytest.mark.parametrize(

@@ -2,40 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 from torch import Tensor
 
+from petra.engine.update import Part, Pending, Update
 from petra.torch_private import foreach_lerp_
 
 
-class WeightAverage:
-    """Moving average of parameters. Does nothing if ``decay`` is None.
+@contextmanager
+def averaged(updates: Iterable[Update]) -> Iterator[None]:
+    """Replace the parameters of stages by their moving averages, where there are any, inside the ``with`` block."""
+    with ExitStack() as stack:
+        for update in updates:
+            if (average := update.part(WeightAverage)) is not None:
+                stack.enter_context(average.swapped())
+        yield
+
+
+class WeightAverage(Part):
+    """Moving average of parameters, updated after each step.
 
     Args:
         parameters: The stage's trained parameters.
-        decay: Weight of the old average in each update, or None for no average.
+        decay: Weight of the old average in each update.
 
     Attributes:
-        values: One average for each parameter; empty if ``decay`` is None.
+        values: One average for each parameter.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], decay: float | None) -> None:
+    def __init__(self, parameters: Sequence[Tensor], decay: float) -> None:
         self._parameters, self.decay = parameters, decay
         self.restart()
 
     def restart(self) -> None:
         """Set the averages to the current weights."""
-        self.values = [p.detach().clone() for p in self._parameters] if self.decay is not None else []
+        self.values = [p.detach().clone() for p in self._parameters]
 
-    def update(self, updates: int) -> None:
-        """Include the current weights, after ``updates`` earlier updates."""
+    def __call__(self, pending: Pending) -> None:
+        """Include the current weights."""
         if not self.values:
             return
-        assert self.decay is not None
         # A smaller decay at first, because short runs would otherwise average mostly initial weights.
-        decay = min(self.decay, (1 + updates) / (10 + updates))
+        decay = min(self.decay, (1 + pending.done) / (10 + pending.done))
         foreach_lerp_(self.values, [p.detach() for p in self._parameters], 1 - decay)
 
     @contextmanager

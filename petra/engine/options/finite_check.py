@@ -5,21 +5,24 @@ Decisions are flags on the device. Only :meth:`FiniteCheck.settle`, and what cal
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from petra.engine.loss_scale import LossScale, scalar
+from petra.engine.options.update_log import Outcome, UpdateLog
 from petra.engine.stage import Stage
-from petra.engine.update_log import Outcome, UpdateLog
+from petra.engine.update import Part, Pending
 from petra.engine.update_rules import UpdateRules
 from petra.errors import NumericsError
 from petra.reversible import running_statistics
-from petra.specs import Streams
+from petra.specs import Message, Streams
 from petra.torch_private import foreach_copy_, foreach_norm, preserve_version_counter
+from petra.transport import Port
+from petra.transport.port import WrappedPort
 
 ADVICE = "Lower optim.lr or set optim.clip"
 CHECK_EVERY = 50
@@ -45,15 +48,13 @@ class MeanNorm:
         return self.total / max(self.count, 1)
 
 
-class FiniteCheck:
-    """Detects non-finite values in the updates of one stage.
+class FiniteCheck(Part):
+    """Detects non-finite values in the updates of one stage, and decides which updates to skip.
 
     Args:
         stage: The stage.
         rules: Whether a non-finite gradient stops the run or skips the update.
-        loss_scale: The stage's loss scale, which is adapted after an overflow.
         device: Device of the stage's tensors.
-        number: Number of the stage, from 1, for messages.
         last: Whether the stage receives its gradient from the loss.
 
     Attributes:
@@ -61,74 +62,55 @@ class FiniteCheck:
         norms: Mean norm of the gradients of updates that were not skipped, up to the last :meth:`settle`.
     """
 
-    def __init__(
-        self, stage: Stage, rules: UpdateRules, loss_scale: LossScale, *, device: torch.device, number: int, last: bool
-    ) -> None:
-        self.stage, self.rules, self.loss_scale = stage, rules, loss_scale
-        self.device, self.number, self.last = device, number, last
+    def __init__(self, stage: Stage, rules: UpdateRules, device: torch.device, *, last: bool) -> None:
+        self.stage, self.rules, self.device, self.last = stage, rules, device, last
         self._received: list[Tensor] = []  # the sum of each δ received since the last update
-        self._sent = scalar(0, device)  # the sum of all δ sent since the last update; computed only with a loss scale
         self._failed: tuple[int, bool] | None = None  # t of the first failure, and whether the received gradient was non-finite
-        values = 3 if loss_scale.scale is None else 5
-        on_cpu = device.type == "cpu" and loss_scale.scale is None
-        self._log = None if on_cpu else UpdateLog(CHECK_EVERY, values, device)
+        self._log = self._make_log()
         self.skipped, self.norms = 0.0, MeanNorm()
         self._statistics = FiniteStatistics(running_statistics(stage.module)) if rules.may_skip else None
 
+    def _make_log(self) -> UpdateLog | None:
+        """Return the log of updates that the host reads later; None on the CPU, where reading needs no synchronization."""
+        return None if self.device.type == "cpu" else UpdateLog(CHECK_EVERY, 3, self.device)
+
     def add_received(self, delta: Streams) -> None:
-        """Include a received gradient, before scaling."""
-        if self.loss_scale.scale is None:
-            self._received += [_sampled_sum(d) for d in delta]
-        else:
-            self._received += [d.sum() for d in delta]
+        """Include a received gradient."""
+        self._received += [_sampled_sum(d) for d in delta]
 
-    def add_sent(self, delta: Streams) -> None:
-        """Include a gradient to be sent, before the division by the scale. Called only if there is a scale."""
-        for d in delta:
-            self._sent += d.sum()
+    def sums(self) -> list[Tensor]:
+        """Return sums since the last update that replicas all-reduce, so that all of them take the same decision."""
+        return [self._sum_received()]
 
-    def sums(self) -> tuple[Tensor, Tensor]:
-        """Return the sums of received and of sent gradients since the last update, for an all-reduce over replicas."""
-        return self._sum_received(), self._sent
+    def set_sums(self, sums: Sequence[Tensor]) -> None:
+        """Replace :meth:`sums`."""
+        self._received = [sums[0]]
 
-    def set_sums(self, received: Tensor, sent: Tensor) -> None:
-        """Replace :meth:`sums` by their sums over replicas, so that all replicas take the same decision."""
-        self._received, self._sent = [received], sent
-
-    def decide(self, squared_norm: Tensor, own: Tensor, t: int) -> Tensor | None:
-        """Decide whether to skip an update, and adapt a dynamic loss scale.
-
-        Args:
-            squared_norm: Squared norm of the gradient that clipping uses: the stage's or the whole network's.
-            own: Squared norm of the stage's own gradient.
-            t: Number of microbatches that the stage has processed.
-
-        Returns:
-            A flag on the device, or None if all values are known to be finite.
-        """
-        if self._log is None:  # reading a value on the CPU needs no synchronization
-            norm = squared_norm.item()
-            own_norm = norm if own is squared_norm else own.item()
-            needed = self.last or not isfinite(norm + own_norm)  # otherwise, nothing depends on the received gradients
-            outcome = Outcome(t, norm, own_norm, self._sum_received().item() if needed else 0.0)
-            return torch.tensor(True) if self._record(outcome) else None
-        received, scale = self._sum_received(), self.loss_scale.scale
+    def __call__(self, pending: Pending) -> None:
+        """Set the flag of the update, or None if all values are known to be finite."""
+        norm, own = pending.clip_norm, pending.squared_norm
+        if self._log is None:
+            value = norm.item()
+            own_value = value if own is norm else own.item()
+            needed = self.last or not isfinite(value + own_value)  # otherwise, nothing depends on the received gradients
+            outcome = Outcome(pending.t, value, own_value, self._sum_received().item() if needed else 0.0)
+            pending.skip = torch.tensor(True) if self._record(outcome) else None
+            return
+        received = self._sum_received()
         if self._log.full:
             self.settle()
-        self._log.add(t, squared_norm, own, received, *(() if scale is None else (self._sent, scale)))
-        bad = self._not_finite(squared_norm, received)
-        if scale is not None and self.loss_scale.dynamic:
-            own_bad = bad if own is squared_norm else self._not_finite(own, received)
-            # If the received δ was already non-finite, another stage overflowed, and that stage reduces its scale.
-            self.loss_scale.adapt(own_bad & received.isfinite(), bad)
-        return bad
+        self._log.add(pending.t, norm, own, received, *self._more())
+        pending.skip = self._decide(norm, own, received)
 
-    def _not_finite(self, squared_norm: Tensor, received: Tensor) -> Tensor:
+    def _more(self) -> Sequence[Tensor]:
+        """Return further numbers for the log."""
+        return ()
+
+    def _decide(self, norm: Tensor, own: Tensor, received: Tensor) -> Tensor:
+        return self._not_finite(norm, received)
+
+    def _not_finite(self, total: Tensor, received: Tensor) -> Tensor:
         """Return whether an update's gradients are non-finite, as a flag on the device."""
-        total = squared_norm
-        if self.loss_scale.scale is not None:
-            # A sent δ can overflow although the parameters' gradients are finite. Only this stage's scale can prevent that.
-            total = total + self._sent
         if self.last:
             total = total + received
         return (total - total) != 0  # NaN unless finite
@@ -144,15 +126,16 @@ class FiniteCheck:
         received_finite = isfinite(outcome.received)
         others_finite = isfinite(outcome.sent) and (received_finite or not self.last)
         bad, own = (not (isfinite(value) and others_finite) for value in (outcome.squared_norm, outcome.own))
-        failed = own
-        if self.loss_scale.dynamic:
-            failed = (own and received_finite and outcome.scale <= 1) or (self.last and not received_finite)
-        if failed and self._failed is None:
+        if self._fails(outcome, own, received_finite) and self._failed is None:
             self._failed = outcome.t, not self.last and not received_finite
         self.skipped += bad
         if not bad:
             self.norms.add(sqrt(outcome.own))
         return bad
+
+    def _fails(self, outcome: Outcome, own: bool, received_finite: bool) -> bool:
+        """Return whether an update is a failure of this stage: its own gradient is non-finite."""
+        return own
 
     def finish_update(self) -> None:
         """Start the next accumulation. If updates may be skipped, also restore running statistics that are not finite."""
@@ -160,16 +143,8 @@ class FiniteCheck:
         if self._statistics is not None:
             self._statistics.restore()
 
-    def restart(self) -> None:
-        """Restart after loading a checkpoint: discard the sums, and copy running statistics for :meth:`finish_update`."""
-        self._clear_sums()
-        if self._statistics is not None:
-            self._statistics.copy()
-
     def _clear_sums(self) -> None:
         self._received.clear()
-        if self.loss_scale.scale is not None:
-            self._sent = torch.zeros_like(self._sent)  # the log may refer to the old sum
 
     def check(self) -> None:
         """Raise the recorded failure, if there is one. Waits for the device.
@@ -182,10 +157,10 @@ class FiniteCheck:
             return
         t, was_received = self._failed
         what = "loss or gradient" if self.last else "gradient"
-        source = f", received from stage {self.number + 1}" if was_received else ""
+        source = f", received from stage {self.stage.index + 2}" if was_received else ""
         raise NumericsError(
-            f"stage {self.number}: non-finite {what} in the update after microbatch {t}{source}; the update was not applied. "
-            f"{ADVICE}, or skip such updates with trainer.nonfinite=skip",
+            f"stage {self.stage.index + 1}: non-finite {what} in the update after microbatch {t}{source}; the update was not "
+            f"applied. {ADVICE}, or skip such updates with trainer.nonfinite=skip",
             origin=not was_received,
         )
 
@@ -208,20 +183,68 @@ class FiniteCheck:
         received = self._sum_received()
         if not (squared_norm() + received.abs()).isfinite():
             raise NumericsError(
-                f"stage {self.number}: non-finite gradient in the accumulation that began after microbatch {t}; "
+                f"stage {self.stage.index + 1}: non-finite gradient in the accumulation that began after microbatch {t}; "
                 f"the update was not applied. {ADVICE}",
                 origin=bool(received.isfinite()),
             )
         statistics = running_statistics(self.stage.module)
         if statistics and not torch.stack([s.double().sum() for s in statistics]).isfinite().all():
             raise NumericsError(
-                f"stage {self.number}: non-finite running statistics after microbatch {t}; evaluation would be wrong. "
+                f"stage {self.stage.index + 1}: non-finite running statistics after microbatch {t}; evaluation would be wrong. "
                 "Lower optim.lr, or check the data",
                 origin=True,
             )
 
+    def numbers(self) -> dict[str, Any]:
+        self.settle()
+        return {"skipped": self.skipped, "norms": self.norms.total, "measured": self.norms.count}
+
+    def load(self, numbers: Mapping[str, Any]) -> None:
+        """Restore numbers, discard the sums, and copy running statistics for :meth:`finish_update`."""
+        self.skipped = float(numbers["skipped"])
+        self.norms = MeanNorm(float(numbers["norms"]), float(numbers["measured"]))
+        self._clear_sums()
+        if self._statistics is not None:
+            self._statistics.copy()
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``gradient_norm`` and ``skipped_updates``.
+
+        ``gradient_norm`` is the mean norm before clipping over the updates since the last call, without skipped ones.
+        ``skipped_updates`` counts from the start of training.
+        """
+        self.settle()
+        found = {"gradient_norm": self.norms.value(), "skipped_updates": self.skipped}
+        self.norms = MeanNorm()
+        return found
+
     def _sum_received(self) -> Tensor:
         return torch.stack(self._received).sum(dtype=torch.float64) if self._received else scalar(0, self.device)
+
+
+class Settle(Part):
+    """Ends an update: starts the next accumulation of a check, and raises its failures as soon as the host can know them."""
+
+    def __init__(self, check: FiniteCheck) -> None:
+        self._check = check
+
+    def __call__(self, pending: Pending) -> None:
+        self._check.finish_update()
+        if self._check.device.type == "cpu" or (pending.done + 1) % CHECK_EVERY == 0:
+            self._check.check()
+
+
+class CheckedPort(WrappedPort):
+    """Downstream port that passes received gradients to a check."""
+
+    def __init__(self, inner: Port, check: FiniteCheck) -> None:
+        super().__init__(inner)
+        self._check = check
+
+    def receive(self, m: int) -> Message:
+        message = self.inner.receive(m)
+        self._check.add_received(message[1])
+        return message
 
 
 class FiniteStatistics:
@@ -259,3 +282,8 @@ def _sampled_sum(delta: Tensor) -> Tensor:
     """
     first = delta if delta.numel() <= SMALL else delta.as_strided(delta.shape[:1], delta.stride()[:1])
     return first.sum()
+
+
+def scalar(value: float, device: torch.device) -> Tensor:
+    """Return a float64 tensor with no dimensions."""
+    return torch.full((), float(value), dtype=torch.float64, device=device)  # torch.tensor would wait for a GPU
