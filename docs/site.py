@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-"""Files at the root of the project, and the pages of the site that show them."""
+PAGES = {
+    **{"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "reproduction/README.md": "reproduction.md"},
+    **{f"reproduction/{name}": name for name in ("results.md", "paper_tables.md")},
+}
+"""Files outside docs/, and the pages of the site that show them."""
 API = {
     "petra": "Pipelines, methods, models, settings",
     "petra.reversible": "Reversible blocks",
@@ -47,14 +51,13 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def page_of(target: str) -> str:
     """Return the page of the site for a link in docs/README.md."""
-    return ROOT_PAGES.get(target.removeprefix("../"), target)
+    return PAGES.get(target.removeprefix("../"), target)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages from outside docs/, the examples that pages link to, and the pages of the API."""
-    for name, page in ROOT_PAGES.items():
-        text = re.sub(r"\]\(docs/", "](", (ROOT / name).read_text(encoding="utf-8"))
-        files.append(File.generated(config, page, content=text))
+    for name, page in PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
     for path in (ROOT / "examples").glob("*.py"):
         files.append(File.generated(config, f"examples/{path.name}", content=path.read_text(encoding="utf-8")))
     for module, title in API.items():
@@ -74,10 +77,19 @@ def directives(module: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links from docs/ to the root of the project lead to the pages of the site."""
-    for name, target in ROOT_PAGES.items():
-        markdown = markdown.replace(f"](../{name}", f"]({target}")
-    return markdown.replace("](../examples/", "](examples/")
+    """Let links between the folders of the project lead to the pages and files of the site, which are in one folder."""
+    shown = {page: name for name, page in PAGES.items()}
+    return relinked(markdown, Path(shown.get(page.file.src_uri, f"docs/{page.file.src_uri}")).parent)
+
+
+def relinked(markdown: str, folder: Path) -> str:
+    """Return the text of a page in a folder of the project with the links of the site."""
+
+    def link(found: re.Match[str]) -> str:
+        path = os.path.normpath(folder / found[1])
+        return f"]({PAGES.get(path, path.removeprefix('docs/'))}"
+
+    return re.sub(r"\]\((?!\w+:)([^)#\s]+)", link, markdown)
 
 
 class Docstrings(griffe.Extension):

@@ -45,6 +45,7 @@ def run(words: list[str]) -> None:
         PetraError: If there is no such command, or the number of processes is invalid.
     """
     name, *rest = words or ["--help"]
+    require(name != "reproduce", "command", "python -m reproduction in a clone of the project", name)
     if name in ("-h", "--help"):
         print(usage())
     elif name == "--version":

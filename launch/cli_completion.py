@@ -16,7 +16,7 @@ from petra.errors import alternatives, require
 from .cli_commands import IN_SEVERAL_PROCESSES, commands, source
 from .config import CONF
 
-CONFIGURED = ("train", "local", "node", "sweep", "reproduce", "doctor", "evaluate", "generate", "predict")
+CONFIGURED = ("train", "local", "node", "sweep", "doctor", "evaluate", "generate", "predict")
 """Commands that accept keys of the configuration."""
 HYDRA = ("--cfg", "--config-dir", "--help", "--multirun")
 SCRIPTS = {
@@ -81,8 +81,6 @@ def candidates(line: str) -> list[str]:
         extra = [Path(value) for flag, value in pairwise(before) if flag == "--config-dir"]
         roots = [Path(CONF), *extra]
         found = [*(values(word, roots) if "=" in word else keys(word, roots))]
-        if command == "reproduce" and len(before) == 1:
-            found += targets()
         if command in ("evaluate", "generate", "predict") and "=" not in word:
             found += ["run=", "weights="]
     return sorted({text for text in found if text.startswith(word)})
@@ -133,9 +131,3 @@ def values(word: str, roots: list[Path]) -> Iterator[str]:
 def settings(path: Path) -> Iterator[tuple[str, str]]:
     """Yield the top-level keys of a file with their values as written."""
     yield from re.findall(r"^(\w+): ([^#\s].*?)(?: #.*)?$", path.read_text(encoding="utf-8"), re.MULTILINE)
-
-
-def targets() -> list[str]:
-    """Return the targets of ``petra reproduce``."""
-    text = source("reproduce").with_name("targets.py").read_text(encoding="utf-8")
-    return re.findall(r'^    "([\w-]+)": Target\(', text, re.MULTILINE)

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -25,7 +26,7 @@ SUFFIXES = (".png", ".svg", ".pdf")
 def main(arguments: list[str] | None = None) -> None:
     """Print a Markdown table of the runs, finished or not, and draw their curves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, or records of runs")
     parser.add_argument("--out", type=Path, help="PNG, SVG or PDF file for the curves")
     options = parser.parse_args(arguments)
     compare(options.runs, options.out)
@@ -41,44 +42,70 @@ def require_picture(out: Path) -> None:
 
 
 def compare(folders: Sequence[Path], out: Path | None) -> None:
-    """Print the table of the runs in ``folders``, and draw their curves to the file ``out`` unless it is None.
+    """Print the table of runs, given their folders or records, and draw their curves to the file ``out`` unless it is None.
 
     Raises:
-        PetraError: If a folder is not a run's, one of its files is damaged, or ``out`` can't be written.
+        PetraError: If a folder is not a run's, a file is damaged, or ``out`` can't be written.
     """
     if out is not None:
         require_picture(out)
     from petra.analysis.plots import curves
     from petra.training.records import writing
 
-    from .run.report import history, read_updates
-
-    names = _names(folders)
-    histories = {name: history(folder) for name, folder in zip(names, folders, strict=True)}
-    print(table(HEADER, [_cells(name, folder, histories[name]) for name, folder in zip(names, folders, strict=True)]), end="")
+    runs = dict(zip(_names(folders), map(_read, folders), strict=True))
+    print(table(HEADER, [_cells(name, run) for name, run in runs.items()]), end="")
     if out is not None:
         with writing(out):
             out.parent.mkdir(parents=True, exist_ok=True)
-            curves(histories, out, "", {name: read_updates(folder) for name, folder in zip(names, folders, strict=True)})
+            curves({name: run.rows for name, run in runs.items()}, out, "", {name: run.updates for name, run in runs.items()})
+
+
+class _Run(NamedTuple):
+    """A run or its record: the cells of the table that state its setting, and its rows."""
+
+    method: Any
+    delay: Any
+    k: Any
+    epochs: Any
+    rows: Sequence[dict[str, Any]]
+    updates: Sequence[dict[str, Any]]
+
+
+def _read(path: Path) -> _Run:
+    from .run.report import SUFFIX, history, read_updates
+
+    if path.name.endswith(SUFFIX):
+        return _read_record(path)
+    rows, config = history(path), _config(path / "config.yaml")
+    method, delay, k, epochs = (OmegaConf.select(config, key) for key in ("method.name", "method.delay", "k", "trainer.epochs"))
+    return _Run(method, delay, k, epochs, rows, read_updates(path))
+
+
+def _read_record(path: Path) -> _Run:
+    from .run.report import rows_of
+
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        method, delay, k, epochs = (content[name] for name in ("method", "delay", "k", "epochs"))
+        return _Run(method, delay, k, epochs, rows_of(content["curve"]), rows_of(content["updates"]))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}: expected the record of a run, got another file ({first_line(error)})") from error
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Return the names of the runs: those of their folders, or their paths if two folders have the same name."""
-    names = [folder.resolve().name for folder in folders]
+    """Return the names of the runs: those of their folders or records, or their paths if two have the same name."""
+    from .run.report import SUFFIX
+
+    names = [folder.resolve().name.removesuffix(SUFFIX) for folder in folders]
     return names if len({*names}) == len(names) else [str(folder) for folder in folders]
 
 
-def _cells(name: str, folder: Path, rows: Sequence[dict[str, Any]]) -> list[str]:
-    config, last = _config(folder / "config.yaml"), rows[-1]
-    accuracies = [row["test_accuracy"] for row in rows if "test_accuracy" in row]
+def _cells(name: str, run: _Run) -> list[str]:
+    last = run.rows[-1]
+    accuracies = [row["test_accuracy"] for row in run.rows if "test_accuracy" in row]
     values = (
-        name,
-        OmegaConf.select(config, "method.name"),
-        OmegaConf.select(config, "method.delay"),
-        OmegaConf.select(config, "k"),
-        f"{last['epoch']} of {OmegaConf.select(config, 'trainer.epochs')}",
-        f"{last['train_loss']:.4f}",
-        f"{last['test_loss']:.4f}",
+        *(name, run.method, run.delay, run.k, f"{last['epoch']} of {run.epochs}"),
+        *(f"{last['train_loss']:.4f}", f"{last['test_loss']:.4f}"),
         f"{last['test_accuracy']:.2%}" if "test_accuracy" in last else "",
         f"{max(accuracies):.2%}" if accuracies else "",
     )

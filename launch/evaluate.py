@@ -3,12 +3,13 @@
 ``petra evaluate run=FOLDER [weights=FILE] [pictures=N] [key=value ...]``
 
     run      folder of a run, which may still be training
-    weights  file of exported weights, or folder of a checkpoint. Default: ema.* in the run's folder if it exists, else model.*,
-             else the run's best checkpoint, with its moving average if it has one
+    weights  file of exported weights, or folder of a checkpoint. CHECKPOINT/average is the moving average in a checkpoint.
+             Default: the newest of model.* and the run's checkpoints, by the microbatches done
     pictures for segmentation: write overlays of the first N test images, and a table of the classes, to FOLDER/pictures
     key      any key of the run's configuration, such as data.root, data.batch_size, trainer.device or trainer.limit_batches
 
-Prints one JSON object: loss in nats, accuracies between 0 and 1, for segmentation also the intersection over union of each class.
+Prints one JSON object: loss in nats, accuracies between 0 and 1, for segmentation also the intersection over union of each class;
+and to stderr which weights it has read, and after how many microbatches they were written.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ def main(arguments: list[str] | None = None) -> None:
 
         from .run.evaluation import evaluate
         from .run.pictures import Pictures
-        from .run.resume import trained_weights
+        from .run.weights import chosen_weights
 
         if arguments is None:
             torch.set_num_interop_threads(1)
         place = Pictures(folder / "pictures", pictures) if pictures else None
-        numbers = evaluate(config, weights or trained_weights(folder, "run"), process, place)
+        numbers = evaluate(config, chosen_weights(folder, weights, process), process, place)
         if process.first:
             print(json.dumps(numbers), flush=True)
 

@@ -27,7 +27,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
-from petra.data.tokenizer import DELIMITER, VOCABULARY, load_vocabulary
+from petra.data.tokenizer import DELIMITER, VOCABULARY, fingerprint, load_vocabulary
 from petra.errors import DataError, ModelError, alternatives, first_line, invalid, require
 from petra.models.generation import Sampling, find_stem, generate
 
@@ -36,7 +36,8 @@ from .config.schema import Config
 from .evaluate import dotlist, parse
 from .run.build import set_up
 from .run.evaluation import for_inference
-from .run.resume import read_weights, trained_weights
+from .run.vocabulary import require_vocabulary
+from .run.weights import chosen_weights, read_weights, weight_facts
 from .runtime.rank import Process
 from .runtime.reporting import report_errors
 from .runtime.terminal import command, words_or_help
@@ -67,14 +68,18 @@ def main(arguments: list[str] | None = None) -> None:
     words = words_or_help(arguments, __doc__)
     if words is None:
         return
-    with report_errors(Process.from_environment()):
+    process = Process.from_environment()
+    with report_errors(process):
         own = [word for word in words if word.partition("=")[0] in OWN]
         prompt = next((word.partition("=")[2] for word in own if word.startswith("prompt=")), "")
+        decoded = not any("\ud800" <= character <= "\udfff" for character in prompt)  # Python's form of bytes that are not UTF-8
+        require(decoded, "prompt", "text in UTF-8", ascii(prompt))
         options = read_options([word for word in own if not word.startswith("prompt=")])
         folder, weights, config = parse([word for word in words if word not in own])
         sampling = Sampling(options.temperature, options.top_k, options.top_p)
-        model = load_model(config, weights or trained_weights(folder, "run"), options.device)
-        encode, decode, stop = vocabulary(config, options.vocabulary)
+        weights = chosen_weights(folder, weights, process)
+        model = load_model(config, weights, options.device)
+        encode, decode, stop = vocabulary(config, options.vocabulary, weights)
         text = generate(model, encode(prompt), sampling, options.seed, stop)
         print(prompt, end="", flush=True)
         for piece in decode(islice(text, options.tokens)):
@@ -116,11 +121,16 @@ def load_model(config: Config, weights: Path, device: str) -> nn.Module:
     return chain.to(torch.device(device)).eval()
 
 
-def vocabulary(config: Config, path: str | None) -> tuple[Encode, Decode, int | None]:
+def vocabulary(config: Config, path: str | None, weights: Path | None = None) -> tuple[Encode, Decode, int | None]:
     """Return the functions from text to tokens and back, and the token that ends a text.
 
+    Args:
+        config: Configuration of the run.
+        path: File of the vocabulary; None for the one of the run's data.
+        weights: Weights that must have been trained with this vocabulary, or None.
+
     Raises:
-        PetraError: If the vocabulary is missing or can't be read.
+        PetraError: If the vocabulary is missing, can't be read, or is another one.
     """
     if config.data.name == "text":
         return lambda text: list(text.encode()), _decode_bytes, None
@@ -128,6 +138,8 @@ def vocabulary(config: Config, path: str | None) -> tuple[Encode, Decode, int | 
     tokenizer = load_vocabulary(file)
     size, classes = tokenizer.get_vocab_size(), config.data.classes
     require(size <= classes, str(file), f"a vocabulary of at most {classes} tokens, the run's data.classes", size, DataError)
+    if weights is not None:
+        require_vocabulary(str(file), fingerprint(tokenizer), weight_facts(weights), weights)
     delimiter = tokenizer.token_to_id(DELIMITER)
     first = [] if delimiter is None else [delimiter]
 

@@ -47,7 +47,7 @@ def main() -> None:
     for config in configs:
         set_up(config, Process(rank=0, world=processes, local_rank=0, local_world=processes))
     if configs[0].cluster.elastic:
-        from .runtime.replicas import run_replicas
+        from .elastic.processes import run_replicas
 
         run_replicas(processes, configs[0].dp, own_module("launch.train"), overrides)
     run_agent(["--standalone", "--nproc-per-node", str(processes)], own_module("launch.train"), overrides)

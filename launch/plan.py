@@ -26,14 +26,15 @@ from petra.cost_model.links import Link, in_wire_type, wire_factor
 from petra.cost_model.machines import Machines
 from petra.cost_model.memory import PredictedMemory
 from petra.cost_model.simulator import Prediction, predict, simulate
+from petra.cost_model.zero_bubble import PREDICTED, ZB_H1, ZeroBubble
 from petra.errors import ConfigError, require
-from petra.method import METHODS, Method, Split
+from petra.method import METHODS, Method
 from petra.plan.transport import simulated_transport
 from petra.settings import TransportName
 
 from .compare import require_picture
 from .config.compose import compose_overrides
-from .config.machines import read_machines
+from .config.machines import LARGEST, SMALLEST, in_range, read_machines
 from .config.schema import Config
 from .run import recipe
 from .run.build import PRECISIONS, set_numerics, set_up
@@ -42,9 +43,10 @@ from .run.markdown import aligned_table
 from .runtime.rank import Process
 from .runtime.terminal import command
 
-HEADER = ("method", "d", "split", "samples/s", "bubble", "staleness", "GB per device", "MB per microbatch", "link use")
+HEADER = ("method", "d", "samples/s", "bubble", "staleness", "GB per device", "MB per microbatch", "link use")
 EXACT_ENOUGH = 0.95
 """A method with exact gradients is recommended if it reaches this fraction of the highest throughput."""
+NOT_TRAINED = f"{ZB_H1.name} is only predicted, with memory summed over its blocks: petra does not train with it"
 DRAWN_STAGES, DRAWN_MICROBATCHES = 12, 10
 
 
@@ -58,7 +60,7 @@ class Row:
         prediction: Steady state.
         traffic: Bytes that cross all boundaries per microbatch.
         link_use: Fraction of the period in which the busiest direction of a link transfers.
-        memory: Memory of each device.
+        memory: Memory of each device; empty if it is known only as a sum over the blocks of each stage.
     """
 
     method: Method
@@ -81,15 +83,15 @@ class Row:
         """Return the row of the table."""
         delay = self.method.delay
         delays = (delay,) if isinstance(delay, int) else delay
+        memory = [found.total for found in self.memory] or self.tuned.memory
         single = "–" if not delays else delays[0] if len({*delays}) == 1 else f"{min(delays)}–{max(delays)}"
         return (
             self.method.name,
             "–" if self.method.fill else str(single),
-            str(self.method.split),
             f"{self.throughput(samples):.4g}",
             f"{sum(self.prediction.bubble) / len(self.prediction.bubble):.0%}",
             f"{self.staleness:.3g}",
-            f"{max(memory.total for memory in self.memory) / 1e9:.3g}",
+            f"{max(memory) / 1e9:.3g}",
             f"{self.traffic / 1e6:.4g}",
             f"{self.link_use:.0%}",
         )
@@ -114,7 +116,7 @@ def predict_method(
     """Partition the blocks over the machines for a method, and predict its steady state, with ``overlap`` where stages can.
 
     Args:
-        memories: Predicts the memory, which is unknown and not limited without it.
+        memories: Predicts the memory; without it, sums over the blocks of a stage are limited instead.
         wire: Type of messages, by which the connections are scaled (:func:`petra.cost_model.links.in_wire_type`).
 
     Raises:
@@ -147,7 +149,11 @@ def predict_method(
 
 
 def recommend(rows: Sequence[Row]) -> Row:
-    """Return the fastest method with exact gradients if it is nearly the fastest of all; otherwise the fastest, least stale one."""
+    """Return the fastest method with exact gradients if it is nearly the fastest of all; otherwise the fastest, least stale one.
+
+    Methods that petra does not train with are left out.
+    """
+    rows = [row for row in rows if not isinstance(row.method, ZeroBubble)]
     fastest = min(row.prediction.period for row in rows)
     exact = [row for row in rows if row.staleness == 0 and row.prediction.period * EXACT_ENOUGH <= fastest]
     close = [row for row in rows if row.prediction.period * EXACT_ENOUGH <= fastest]
@@ -181,14 +187,13 @@ def report(config: Config, options: argparse.Namespace) -> str:
     transport: TransportName = "auto" if config.trainer.device == "cpu" else "lockstep"  # what auto selects on GPUs
     rows, refused, memories = [], [], partial(stage_memories, setup, {})
     petra = METHODS["petra"]
-    candidates = [(method, False) for method in METHODS.values()]
-    candidates += [(replace(petra, name=f"petra, d=auto, {split}", split=split), True) for split in (Split.NONE, Split.INPUT_FIRST)]
+    candidates = [*((method, False) for method in PREDICTED.values()), (replace(petra, name="petra, d=auto"), True)]
     for method, tune_delay in candidates:
         try:
             rows.append(
                 predict_method(
-                    blocks, method, config.k, machines, transport, memories=memories, tune_delay=tune_delay,
-                    overlap=config.trainer.overlap, wire=wire,
+                    blocks, method, config.k, machines, transport, memories=None if method is ZB_H1 else memories,
+                    tune_delay=tune_delay, overlap=config.trainer.overlap, wire=wire,
                 )
             )  # fmt: skip
         except ConfigError as error:
@@ -202,8 +207,10 @@ def report(config: Config, options: argparse.Namespace) -> str:
         "",
     ]
     if rows:
-        best = recommend(rows)
         lines += [aligned_table(HEADER, [row.cells(samples) for row in sorted(rows, key=lambda row: row.prediction.period)]), ""]
+        lines += [NOT_TRAINED] if any(row.method.name == ZB_H1.name for row in rows) else []
+    if any(not isinstance(row.method, ZeroBubble) for row in rows):
+        best = recommend(rows)
         lines.append(f"recommended: {setting(best)}")
         lines.append(fullest_device(best))
         if options.out is not None:
@@ -224,8 +231,7 @@ def setting(row: Row) -> str:
     name = row.method.name.partition(",")[0]
     delay = row.method.delay if isinstance(row.method.delay, int) else f"[{','.join(map(str, row.method.delay))}]"
     chosen = [f"method={name}", f"trainer.stages=[{','.join(map(str, row.tuned.stages))}]"]
-    chosen += [] if row.method.delay in ((), METHODS[name].delay) else [f"method.delay={delay}"]
-    return " ".join([*chosen, *([] if row.method.split == METHODS[name].split else [f"method.split={row.method.split}"])])
+    return " ".join([*chosen, *([] if row.method.delay in ((), METHODS[name].delay) else [f"method.delay={delay}"])])
 
 
 def _draw(
@@ -256,7 +262,10 @@ def _machines(options: argparse.Namespace) -> Machines:
         return read_machines(options.machines)
     for name in ("devices", "teraflops", "bandwidth", "memory"):
         require(getattr(options, name) > 0, f"--{name}", "a number > 0", getattr(options, name))
-    require(options.latency >= 0, "--latency", "a number >= 0", options.latency)
+    for name in ("teraflops", "bandwidth", "latency"):
+        value, zero = getattr(options, name), name == "latency"
+        expected = f"{'0, or ' if zero else ''}a number from {SMALLEST:g} to {LARGEST:g}"
+        require(in_range(value) or (zero and value == 0), f"--{name}", expected, value)
     return Machines.equal(options.devices, Link(1e9 * options.bandwidth, 1e-6 * options.latency), 1e9 * options.memory)
 
 

@@ -20,13 +20,12 @@ import torch
 
 from petra.data import Preparation
 from petra.errors import ModelError, PetraError, invalid, require
-from petra.training import facts_in, facts_of
 
 from .config.schema import Config
 from .evaluate import parse
 from .run.build import set_up
 from .run.evaluation import for_inference
-from .run.resume import read_weights, trained_weights
+from .run.weights import chosen_weights, read_weights, weight_facts
 from .runtime.rank import Process
 from .runtime.reporting import report_errors
 from .runtime.terminal import command, words_or_help
@@ -43,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
         images = [Path(word) for word in words if "=" not in word]
         require(len(images) > 0, "command line", "image files", "none")
         folder, weights, config = parse([word for word in words if "=" in word])
-        for path, label, probability in predictions(config, weights or trained_weights(folder, "run"), images, process):
+        for path, label, probability in predictions(config, chosen_weights(folder, weights, process), images, process):
             print(f"{path}: {label}, {probability:.1%}", flush=True)
 
 
@@ -60,7 +59,7 @@ def predictions(config: Config, weights: Path, images: Sequence[Path], process: 
         PetraError: If the weights or an image can't be used.
     """
     setup = set_up(for_inference(config, device="cpu"), process)
-    facts = facts_of(weights) if weights.is_dir() else facts_in(weights)
+    facts = weight_facts(weights)
     if facts.get("preparation") is None:
         raise invalid(str(weights), "weights of a run on images, with their normalisation", "none", PetraError)
     prepare = Preparation.from_dict(facts["preparation"])
@@ -73,6 +72,8 @@ def predictions(config: Config, weights: Path, images: Sequence[Path], process: 
     for path in images:
         with torch.no_grad():
             probabilities = network(prepare(path)).softmax(1)[0]
+        finite = bool(probabilities.isfinite().all())
+        require(finite, str(weights), f"weights that give finite scores for {path}", "scores that are not finite", ModelError)
         label = int(probabilities.argmax())
         named = f"class {label} ({prepare.classes[label]})" if prepare.classes else f"class {label}"
         yield path, named, float(probabilities[label])

@@ -11,7 +11,18 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from petra.data.tokenizer import documents, held_out_share, load_vocabulary, train_vocabulary, write_tokens
+from petra.data.tokenizer import (
+    MOST,
+    OPTIONS,
+    Division,
+    divide,
+    documents,
+    load_vocabulary,
+    require_no_tokens,
+    train_vocabulary,
+    write_tokens,
+)
+from petra.data.tokens import PARTS
 
 from .runtime.terminal import command
 
@@ -24,9 +35,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the token files")
     parser.add_argument("--vocabulary", default="4096", help="number of tokens of a new vocabulary, or the file of one (4096)")
     parser.add_argument("--separator", help=r"text between the documents of a file; \n and \t are understood")
-    parser.add_argument(
-        "--validation", nargs="+", default=["0.01"], help="files, or the fraction of the documents for it, at least one (0.01)"
-    )
+    parser.add_argument("--validation", nargs="+", default=["0.01"], help="files, or the fraction of the text for it (0.01)")
+    parser.add_argument("--test", nargs="+", help="the same for a test part, which data.split=test evaluates (none)")
     options = parser.parse_args(arguments)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     tokenize(options)
@@ -39,25 +49,34 @@ def tokenize(options: argparse.Namespace) -> None:
         PetraError: If a value is out of range, or a file can't be read or written.
     """
     separator = None if options.separator is None else options.separator.replace(r"\n", "\n").replace(r"\t", "\t")
-    fraction = _fraction(options.validation)
-    held_out = [] if fraction is not None else [Path(word) for word in options.validation]
+    chosen = {part: words for part in OPTIONS if (words := getattr(options, OPTIONS[part].removeprefix("--"))) is not None}
+    fractions = {part: fraction for part, words in chosen.items() if (fraction := _fraction(words)) is not None}
+    files = {part: [Path(word) for word in words] for part, words in chosen.items() if part not in fractions}
 
     def progress(text: str, paths: list[Path]) -> tqdm[None]:
         size = sum(path.stat().st_size for path in paths if path.exists())
         return tqdm(desc=text, total=size, unit="B", unit_scale=True)
 
-    if fraction is not None:
+    require_no_tokens(options.out)
+    division = Division({})
+    if fractions:
         with progress("division", options.files) as bar:
-            fraction = held_out_share(documents(options.files, separator, bar.update), fraction)
+            division = divide(documents(options.files, separator, bar.update), fractions)
     if options.vocabulary.isdecimal():
         with progress("vocabulary", options.files) as bar:
             vocabulary = train_vocabulary(documents(options.files, separator, bar.update), int(options.vocabulary))
     else:
         vocabulary = load_vocabulary(Path(options.vocabulary))
-    with progress("tokens", options.files + held_out) as bar:
-        validation = documents(held_out, separator, bar.update) if fraction is None else fraction
-        facts = write_tokens(documents(options.files, separator, bar.update), vocabulary, options.out, validation)
-    for name in ("train", "val"):
+    with progress("tokens", sum(files.values(), options.files)) as bar:
+        held_out = {part: documents(paths, separator, bar.update) for part, paths in files.items()}
+        facts = write_tokens(documents(options.files, separator, bar.update), vocabulary, options.out, division, held_out)
+    if division.inside:
+        print("the documents are few or of very different sizes: the parts are ends of each document")
+    size = sum(facts[part]["bytes"] for part in filter(facts.get, PARTS))
+    for part, fraction in fractions.items():
+        if (share := facts[part]["bytes"] / size) > max(MOST, 1.5 * fraction):
+            print(f"warning: {part} has {share:.0%} of the bytes ({OPTIONS[part]}={fraction})")
+    for name in filter(facts.get, PARTS):
         part = facts[name]
         mean = part["bytes"] / part["tokens"]
         print(f"{name}: {part['documents']:,} documents, {part['tokens']:,} tokens, {mean:.2f} bytes per token")

@@ -25,7 +25,7 @@ def main() -> None:
             return
         import torch
 
-        from .run.elastic import run
+        from .elastic.run import run
 
         torch.set_num_interop_threads(1)
         for config in configs:

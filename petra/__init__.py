@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from petra.engine.update_rules import UpdateRules
     from petra.errors import ConfigError, DataError, ModelError, NumericsError, PetraError, ScheduleError
     from petra.hooks import Hook
-    from petra.method import METHODS, Keep, Method, Split, Weights
+    from petra.method import METHODS, Keep, Method, Weights
     from petra.model import BlockSpec, Model
     from petra.pipeline import Pipeline
     from petra.plan import Plan, make_plan
@@ -41,7 +41,6 @@ __all__ = [
     "Result",
     "Runtime",
     "ScheduleError",
-    "Split",
     "TensorSpec",
     "UpdateRules",
     "Weights",
@@ -62,7 +61,6 @@ _MODULES = {
     "METHODS": "petra.method",
     "Keep": "petra.method",
     "Method": "petra.method",
-    "Split": "petra.method",
     "Weights": "petra.method",
     "BlockSpec": "petra.model",
     "Model": "petra.model",

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from petra.errors import PetraError, invalid
+from petra.errors import ConfigError, DataError, ModelError, PetraError, invalid
 from petra.torch_private import default_group_timeout
 
 WATCH_SECONDS = 0.1
 """Seconds between two calls of a function that watches a collective."""
+SAME_KIND = {ConfigError, DataError, ModelError}
+"""Classes of errors that :func:`raise_on_all_ranks` keeps. Their messages are all that they need."""
 _watch: ContextVar[Callable[[], None] | None] = ContextVar("watch", default=None)
 
 
@@ -120,13 +122,19 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
     Every rank must enter the context. Without it, the other ranks would wait in the next collective for the rank that failed.
 
     Raises:
-        PetraError: If the body raises one on any rank. The text contains each distinct message on its own line.
+        PetraError: If the body raises one on any rank. The text contains each distinct message on its own line. If all errors are
+            of one class of :data:`SAME_KIND`, so is this one.
     """
-    message = None
+    own = None
     try:
         yield
     except PetraError as error:
-        message = str(error)
-    messages = dict.fromkeys(m for m in all_gather_objects(message, group) if m is not None)
+        own = error
+    found = all_gather_objects(None if own is None else (type(own), str(own)), group)
+    messages = dict.fromkeys(error for error in found if error is not None)
     if messages:
-        raise PetraError("\n".join(messages))
+        if own is not None and len(messages) == 1:
+            raise own
+        kinds = {kind for kind, _ in messages}
+        kind = kinds.pop() if len(kinds) == 1 and kinds <= SAME_KIND else PetraError
+        raise kind("\n".join(dict.fromkeys(message for _, message in messages))) from own

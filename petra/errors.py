@@ -6,6 +6,11 @@ A message names the configuration key, argument or file, then what was expected 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
+from enum import StrEnum
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 
 class PetraError(Exception):
@@ -86,3 +91,66 @@ def alternatives(values: Iterable[str]) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+class Uncopied:
+    """Base class of objects whose parts refer to each other by identity, so that a copy would be broken."""
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        name = type(self).__name__
+        expected = "a new one with its arguments, and load_state_dict, or a copy of the modules that blocks() yields"
+        raise invalid(name, expected, "a copy or a pickle of one")
+
+
+def check_types(settings: Any, prefix: str = "") -> None:
+    """Check the fields of a frozen dataclass that are booleans, numbers, texts or names, and convert names to their enumerations.
+
+    Python checks no types, so a wrong name could select a default. Fields of other types are left alone. A whole number is
+    accepted as a number, and a truth value only as one.
+
+    Args:
+        settings: The dataclass, in its ``__post_init__``.
+        prefix: What messages put before the name of a field, such as ``method.``.
+
+    Raises:
+        ConfigError: If a value has another type, or is not one of the names.
+    """
+    hints = get_type_hints(type(settings))
+    for field in fields(settings):
+        hint, value = hints[field.name], getattr(settings, field.name)
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        texts = [text for kind in kinds for text in _accepted(kind)]
+        if all(_accepted(kind) for kind in kinds):
+            texts.sort(key=lambda text: text != "null")
+            got = repr(value) if isinstance(value, str) and not any(_has_names(kind) for kind in kinds) else value
+            require(any(_fits(kind, value) for kind in kinds), f"{prefix}{field.name}", alternatives(texts), got)
+            for kind in kinds:
+                if isinstance(kind, type) and issubclass(kind, StrEnum):
+                    object.__setattr__(settings, field.name, kind(value))
+
+
+def is_integer(value: object) -> bool:
+    """Return whether a value is a whole number, and no truth value."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _has_names(kind: Any) -> bool:
+    return get_origin(kind) is Literal or (isinstance(kind, type) and issubclass(kind, str))
+
+
+def _accepted(kind: Any) -> tuple[str, ...]:
+    """Return the texts of what a type accepts; none if it is not checked."""
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return tuple(kind)
+    known = {bool: ("true", "false"), int: ("an integer",), float: ("a number",), str: ("a text",), NoneType: ("null",)}
+    return known.get(kind, ())
+
+
+def _fits(kind: Any, value: object) -> bool:
+    if _has_names(kind):
+        return isinstance(value, str) and (kind is str or value in _accepted(kind))
+    if kind is float:
+        return isinstance(value, Real) and not isinstance(value, bool)
+    return is_integer(value) if kind is int else isinstance(value, kind)

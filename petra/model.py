@@ -8,16 +8,18 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode
 
 from petra.errors import ModelError, first_line, invalid, require
 from petra.reversible import ReversibleBlock, derive_seed, frozen_statistics, normalisations, seeded
 from petra.specs import Streams, TensorSpec, as_streams
-from petra.torch_private import TorchDispatchMode
+from petra.torch_private import TorchDispatchMode, hooks, late_hooks
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,21 @@ class BlockSpec:
         build: Function that returns a new module. The module's ``forward`` takes one positional tensor per stream and returns a
             tensor or a tuple of tensors. A pipeline stores nothing for a :class:`petra.reversible.ReversibleBlock`, and the input
             for any other module.
+
+    Raises:
+        ModelError: If ``name`` is no text, or ``build`` is no function.
     """
 
     name: str
     build: Callable[[], nn.Module]
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.name, str), "name of a block", "a text", repr(self.name), ModelError)
+        got = f"a module, {type(self.build).__name__}" if isinstance(self.build, nn.Module) else repr(self.build)
+        function = callable(self.build) and not isinstance(self.build, nn.Module)
+        require(
+            function, f"build of block {self.name}", "a function that returns a module (Model.of takes modules)", got, ModelError
+        )
 
     @property
     def kind(self) -> Hashable:
@@ -76,13 +89,19 @@ class Model:
         blocks: The blocks in order.
 
     Raises:
-        ModelError: If there is no block, or if a block's name occurs twice or can't be the prefix of keys.
+        ModelError: If there is no block, if an entry is no :class:`BlockSpec`, or if a block's name occurs twice or can't be the
+            prefix of keys.
     """
 
     name: str
     blocks: tuple[BlockSpec, ...]
 
     def __post_init__(self) -> None:
+        require(isinstance(self.name, str), "name of a model", "a text", repr(self.name), ModelError)
+        specs = isinstance(self.blocks, list | tuple) and all(isinstance(block, BlockSpec) for block in self.blocks)
+        expected = "a tuple of petra.BlockSpec (Model.of takes modules)"
+        require(specs, f"blocks of model {self.name}", expected, type(self.blocks).__name__, ModelError)
+        object.__setattr__(self, "blocks", tuple(self.blocks))
         require(len(self.blocks) > 0, f"model {self.name}", "at least one block", "none", ModelError)
         seen = set[str]()
         for name in (block.name for block in self.blocks):
@@ -104,22 +123,29 @@ class Model:
             blocks: Modules by block name, or an ``nn.Sequential``, each of whose modules becomes a block.
 
         Raises:
-            ModelError: If blocks share parameters or buffers, which would become independent copies; if every module is in
-                evaluation mode; or if ``blocks`` lacks modules that occur twice, as the result of ``named_children()`` does.
+            ModelError: If a block is no module, contains one of TorchScript, or has parameters without a shape; if blocks share
+                parameters or buffers, which would become independent copies; if every module is in evaluation mode; or if
+                ``blocks`` lacks modules that occur twice, as the result of ``named_children()`` does.
         """
         if isinstance(blocks, nn.Sequential):
             modules = {str(i): module for i, module in enumerate(blocks)}
         else:
+            expected = "an nn.Sequential or modules by name"
+            require(isinstance(blocks, Mapping), f"blocks of model {name}", expected, type(blocks).__name__, ModelError)
+            for key in blocks:
+                require(isinstance(key, str), f"blocks of model {name}", "names that are texts", repr(key), ModelError)
             modules = dict(blocks)
             if all(key.isdigit() for key in modules) and [*modules] != [str(i) for i in range(len(modules))]:
                 expected = "consecutive numbers (pass the nn.Sequential itself, as named_children() omits modules that occur twice)"
                 raise invalid(f"blocks of model {name}", expected, ", ".join(modules), ModelError)
+        for key, module in modules.items():
+            _check_module(f"block {key} of model {name}", module)
         _check_distinct(name, modules)
         every = [m for module in modules.values() for m in module.modules()]
         training = not every or any(m.training for m in every)
         expected = "modules in training mode (call .train(); .eval() freezes single layers)"
         require(training, f"model {name}", expected, "none", ModelError)
-        return Model(name, tuple(BlockSpec(key, partial(copy.deepcopy, module)) for key, module in modules.items()))
+        return Model(name, tuple(BlockSpec(key, partial(_copied, module)) for key, module in modules.items()))
 
     def build_block(self, index: int, seed: int) -> nn.Module:
         """Build block ``index`` with a seed of its own, so that its weights don't depend on the partition into stages."""
@@ -166,6 +192,25 @@ class Model:
         return tuple(profiles)
 
 
+def _copied(module: nn.Module) -> nn.Module:
+    """Return a copy of a module with the hooks of its parameters, which ``copy.deepcopy`` drops.
+
+    Hooks that are methods of a copied module are bound to its copy.
+    """
+    memo: dict[int, Any] = {}
+    copied = copy.deepcopy(module, memo)
+    for parameter in module.parameters():
+        own = memo[id(parameter)]
+        for register, found in (
+            (own.register_hook, hooks(parameter)),
+            (own.register_post_accumulate_grad_hook, late_hooks(parameter)),
+        ):
+            for hook in found if parameter.requires_grad else ():
+                owner = id(hook.__self__) if isinstance(hook, MethodType) else None
+                register(MethodType(hook.__func__, memo[owner]) if owner in memo else hook)  # type: ignore[attr-defined]
+    return copied
+
+
 def _build_on_meta(spec: BlockSpec) -> nn.Module:
     """Build a block on the meta device.
 
@@ -175,12 +220,29 @@ def _build_on_meta(spec: BlockSpec) -> nn.Module:
     try:
         with torch.device("meta"):
             module = spec.build()
+            _check_module(f"block {spec.name}", module)
             if any(not t.is_meta for t in (*module.parameters(), *module.buffers())):
                 _require_new(spec, module)
             return module.to("meta")
     except (RuntimeError, ValueError, TypeError, OverflowError) as error:
         got = f"an error when it is built ({first_line(error)})"
         raise invalid(f"block {spec.name}", "a module", got, ModelError) from error
+
+
+def _check_module(name: str, module: object) -> None:
+    """Check that a block is a module whose tensors can be copied, moved and differentiated one by one.
+
+    Raises:
+        ModelError: If it is no module, contains one of TorchScript, or has tensors without a shape.
+    """
+    require(isinstance(module, nn.Module), name, "a module", type(module).__name__, ModelError)
+    assert isinstance(module, nn.Module)
+    scripted = [key for key, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+    expected = "modules of Python (Runtime.compile compiles them)"
+    require(not scripted, name, expected, f"TorchScript in {scripted[0] or 'the whole block'}" if scripted else "", ModelError)
+    lazy = [key for key, t in chain(module.named_parameters(), module.named_buffers()) if is_lazy(t)]
+    expected = "tensors with shapes (call a lazy module once, before Model.of or in its builder)"
+    require(not lazy, name, expected, f"{', '.join(lazy)} without", ModelError)
 
 
 def _require_new(spec: BlockSpec, module: nn.Module) -> None:

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from petra.errors import ModelError, invalid
+from petra.errors import ModelError, check_types, invalid, is_integer, require
 
 Streams = tuple[Tensor, ...]
 """Input or output of a block: one tensor, or the pair (x1, x2) of a reversible network."""
 
 Message = tuple[Streams, ...]
+REPORT = 2
+"""Position of the report in a backward message."""
 """What one stage sends to another for a microbatch.
 
 ``(x,)`` in the forward direction, ``(x̃, δ, (report,))`` in the backward direction. x̃ is empty if the receiving stage does not
@@ -34,12 +36,23 @@ class TensorSpec:
         dtype: Type of the elements.
         channels_last: Whether the tensor uses the channels-last memory format.
         wire: Type in which the tensor travels between stages, or None for ``dtype``.
+
+    Raises:
+        ConfigError: If the shape has other entries than integers, or ``dtype`` or ``wire`` is no type of torch.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     channels_last: bool = False
     wire: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        integers = isinstance(self.shape, list | tuple) and all(map(is_integer, self.shape))
+        require(integers, "shape", "a tuple of integers", repr(self.shape))
+        require(isinstance(self.dtype, torch.dtype), "dtype", "a type of torch, such as torch.float32", repr(self.dtype))
+        require(self.wire is None or isinstance(self.wire, torch.dtype), "wire", "None or a type of torch", repr(self.wire))
+        check_types(self)
+        object.__setattr__(self, "shape", tuple(self.shape))
 
     @property
     def bytes(self) -> int:

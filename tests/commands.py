@@ -19,7 +19,10 @@ from pathlib import Path
 from launch.cli import take_processes
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(page for folder in ("docs", "reproduction") for page in sorted((ROOT / folder).glob("*.md"))),
+]
 FENCE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:petra|python|torchrun|pytest|make|docker|git|pip) [\w.-]")
 TRAINS = ("launch.train", "launch.local", "launch.node", "launch.sweep", "benchmarks.nodes")
@@ -78,8 +81,8 @@ def small(command: str) -> list[str] | None:
         ]
     if modules and modules[-1].startswith("benchmarks."):
         return [*words, "--rounds", "1"]
-    # launch.compare is named without runs. Reproductions would train for hours; tests/launch/test_reproduce.py runs small ones.
-    return [*words, "--help"] if words[-1] == "launch.compare" or "launch.reproduce" in modules else words
+    # launch.compare is named without runs. Reproductions would train for hours; tests/reproduction runs small ones.
+    return [*words, "--help"] if words[-1] == "launch.compare" or "reproduction" in modules else words
 
 
 def main() -> None:

@@ -3,8 +3,7 @@
 ``python -m tests.kill_many --kills 200 --torchrun 10`` runs launch.train in four processes, with a checkpoint every three
 microbatches, and kills at any time from start-up to the last file. The other processes then get SIGTERM, as from torchrun's agent,
 and must end by themselves. ``--torchrun`` is the number of additional kills under torchrun, which restarts the processes
-(``--max-restarts``). With ``--agents 2``, the processes are shared by two agents, as on two machines. With ``--mirror 3``, the
-state is copied to memory every three microbatches, and checkpoints are written only after epochs.
+(``--max-restarts``). With ``--agents 2``, the processes are shared by two agents, as on two machines.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import argparse
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -49,64 +47,50 @@ IMPORTS = 2.0
 """Processor seconds that a process under torchrun takes to import torch and Hydra."""
 
 
-def mirrored(every: int) -> tuple[str, ...]:
-    """Return the overrides of a run that is copied to memory every so many microbatches.
-
-    It has ten times as many microbatches as :data:`RUN`: otherwise, nearly all kills would come before the first copy.
-    """
-    kept = (word for word in RUN if not word.startswith(("checkpoint.every=", "data.images=")))
-    return (*kept, "data.images=320", f"checkpoint.mirror={every}")
-
-
-def kill_many(kills: int, folder: Path, seed: int = 0, run: Sequence[str] = RUN) -> tuple[Counter[str], int]:
-    """Repeat runs until ``kills`` processes have been killed.
-
-    Returns:
-        The number of kills by moment, and how many times a run has resumed from copies in memory.
+def kill_many(kills: int, folder: Path, seed: int = 0) -> Counter[str]:
+    """Repeat runs until ``kills`` processes have been killed, and return the number of kills by moment.
 
     Raises:
         AssertionError: If a run hangs, leaves a damaged folder, or ends with other weights or metrics than an uninterrupted run.
     """
-    chance, moments, runs, resumes = random.Random(seed), Counter[str](), 0, 0
-    seconds, expected = uninterrupted(folder, run)
+    chance, moments, runs = random.Random(seed), Counter[str](), 0
+    seconds, expected = uninterrupted(folder)
     while moments.total() < kills:
         place, before, trained = folder / f"run{runs}", moments.total(), 0
         while not finished(place / "run"):
             # After the last checkpoint, a start consists of imports, which would get most kills.
             alive = moments.total() < kills and trained < AFTER_TRAINING
-            found, resumed = start(place, chance, seconds if alive else None, run)
-            moments.update(found)
-            resumes += resumed
+            moments.update(start(place, chance, seconds if alive else None))
             trained += latest(place / "run") == expected["latest"]
             assert_undamaged(place / "run", expected)
         assert_same(results(place / "run"), expected, f"run {runs}")
         runs += 1
         print(f"run {runs}: killed {moments.total() - before} times, equal; {moments.total()} of {kills} kills", flush=True)
-    return moments, resumes
+    return moments
 
 
-def uninterrupted(folder: Path, run: Sequence[str] = RUN) -> tuple[float, dict[str, Any]]:
+def uninterrupted(folder: Path) -> tuple[float, dict[str, Any]]:
     """Run without kills, and return the processor seconds of one process and the results."""
-    with Forked(folder / "warm", [*run, "dry_run=true"], WORLD) as warm:  # makes the fork server import torch
+    with Forked(folder / "warm", [*RUN, "dry_run=true"], WORLD) as warm:  # makes the fork server import torch
         warm.wait(PATIENCE)
-    with Forked(folder / "whole", run, WORLD) as whole:
+    with Forked(folder / "whole", RUN, WORLD) as whole:
         seconds = used(whole.processes[1].pid)
         assert whole.wait(PATIENCE) == [0] * WORLD, whole.output()
     return seconds, results(folder / "whole" / "run")
 
 
-def start(place: Path, chance: random.Random, seconds: float | None, run: Sequence[str]) -> tuple[list[str], bool]:
+def start(place: Path, chance: random.Random, seconds: float | None) -> list[str]:
     """Start or restart a run, and kill one process within its first ``seconds`` processor seconds.
 
     With ``seconds=None``, let the run finish.
 
     Returns:
-        The moment of the kill, and whether the run has resumed from copies in memory.
+        The moment of the kill, or nothing.
     """
-    with Forked(place, [*run, *chance.sample(VARIANTS, 2)], WORLD) as started:
+    with Forked(place, [*RUN, *chance.sample(VARIANTS, 2)], WORLD) as started:
         if seconds is None:
             assert started.wait(PATIENCE) == [0] * WORLD, started.output()
-            return [], from_memory(started.output("out"))
+            return []
         victim = chance.randrange(WORLD)
         used(started.processes[victim].pid, chance.uniform(0, seconds))
         started.signal(signal.SIGKILL, [victim])
@@ -115,13 +99,7 @@ def start(place: Path, chance: random.Random, seconds: float | None, run: Sequen
         started.signal(signal.SIGTERM)
         statuses = started.wait(PATIENCE)
         assert "Traceback" not in started.output(), started.output()
-        moments = [moment] if statuses[victim] == -signal.SIGKILL else []
-        return moments, from_memory(started.output("out"))
-
-
-def from_memory(output: str) -> bool:
-    """Return whether a run has resumed from copies in memory, given what its processes have printed."""
-    return re.search(r"^resuming from copies in memory, after microbatch \d+$", output, re.MULTILINE) is not None
+        return [moment] if statuses[victim] == -signal.SIGKILL else []
 
 
 def state(run: Path) -> str:
@@ -190,8 +168,7 @@ def under_torchrun(
     expected: dict[str, Any],
     seed: int = 0,
     agents: int = 1,
-    run: Sequence[str] = RUN,
-) -> tuple[int, list[float], int]:
+) -> tuple[int, list[float]]:
     """Kill one process in each of ``kills`` runs under torchrun, which restarts them.
 
     Args:
@@ -200,14 +177,13 @@ def under_torchrun(
         agents: Number of torchrun's agents that share the processes, as on so many machines.
 
     Returns:
-        The number of processes killed, the seconds from each kill until the same number of processes ran again, and how many runs
-        have resumed from copies in memory.
+        The number of processes killed, and the seconds from each kill until the same number of processes ran again.
     """
-    chance, killed, waits, resumes = random.Random(seed), 0, list[float](), 0
+    chance, killed, waits = random.Random(seed), 0, list[float]()
     for number in range(kills):
         place = folder / f"torchrun{agents}_{number}"
         place.mkdir()
-        running = start_agents(place, agents, run)
+        running = start_agents(place, agents)
         try:
             while all(agent.poll() is None for agent in running) and len(workers(running)) < WORLD:
                 time.sleep(0.05)
@@ -227,12 +203,11 @@ def under_torchrun(
                 agent.wait()
         assert [agent.returncode for agent in running] == [0] * agents, output
         assert_same(results(place / "run"), expected, place.name)
-        resumes += from_memory(output)
         print(f"{place.name}: equal; {killed} killed", flush=True)
-    return killed, waits, resumes
+    return killed, waits
 
 
-def start_agents(place: Path, agents: int, run: Sequence[str]) -> list[subprocess.Popen[str]]:
+def start_agents(place: Path, agents: int) -> list[subprocess.Popen[str]]:
     """Start agents that share :data:`WORLD` processes. Each restarts its own after a failure, and all after one of another's."""
     endpoint = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3", "--nproc-per-node", str(WORLD // agents)]
@@ -240,7 +215,7 @@ def start_agents(place: Path, agents: int, run: Sequence[str]) -> list[subproces
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(
-            [*command, "-m", "launch.train", *run],
+            [*command, "-m", "launch.train", *RUN],
             cwd=place,
             env=environment,
             stdout=subprocess.PIPE,
@@ -279,22 +254,17 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--torchrun", type=int, default=0, metavar="KILLS", help="additional kills under torchrun")
     parser.add_argument("--agents", type=int, default=1, help="agents of torchrun that share the processes, as on several machines")
-    parser.add_argument(
-        "--mirror", type=int, metavar="EVERY", help="microbatches between copies in memory, which replace the regular checkpoints"
-    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    started, run = time.monotonic(), RUN if options.mirror is None else mirrored(options.mirror)
+    started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        moments, resumes = kill_many(options.kills, Path(folder), options.seed, run)
-        whole = uninterrupted(Path(folder, "again"), run) if options.torchrun else (0.0, dict[str, Any]())
-        more, waits, resumes_too = under_torchrun(options.torchrun, Path(folder), *whole, options.seed, options.agents, run)
+        moments = kill_many(options.kills, Path(folder), options.seed)
+        whole = uninterrupted(Path(folder, "again")) if options.torchrun else (0.0, dict[str, Any]())
+        more, waits = under_torchrun(options.torchrun, Path(folder), *whole, options.seed, options.agents)
     counts = ", ".join(f"{count} {moment}" for moment, count in moments.most_common())
     print(f"{moments.total()} kills ({counts}), {more} under torchrun, in {time.monotonic() - started:.0f} s:")
     if waits:
         print(f"seconds until all processes ran again: median {median(waits):.1f}, longest {max(waits):.1f}")
-    if options.mirror is not None:
-        print(f"{resumes + resumes_too} times, a run has resumed from copies in memory")
     print("every run ended with the weights, metrics and files of an uninterrupted run; no folder was damaged")
 
 

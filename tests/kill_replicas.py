@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 
 from launch import train
+from launch.elastic.processes import ReplicaProcesses
 from launch.runtime import reporting
-from launch.runtime.replicas import ReplicaProcesses
-from petra.engine.elastic import ElasticReplicas
+from petra.elastic.replicas import ElasticReplicas
 from petra.training import Trainer
 from petra.training.state import state_of
 from tests.support.processes import context
@@ -45,7 +45,7 @@ PATIENCE = 300
 
 
 class ForkedProcess:
-    """A process of launch.train, forked from a process that has imported torch. See :class:`launch.runtime.replicas.Started`."""
+    """A process of launch.train, forked from a process that has imported torch. See :class:`launch.elastic.processes.Started`."""
 
     def __init__(self, folder: Path, overrides: Sequence[str], environment: Mapping[str, str]) -> None:
         self._process: ForkServerProcess = context.Process(target=_main, args=(str(folder), [*overrides], dict(environment)))

@@ -1,7 +1,7 @@
 """Measure the structure of the code: files, imports between rooms, longest function and class.
 
 ``python -m tests.structure [FOLDER]`` prints the numbers of the checkout in FOLDER, by default this one. A room is a folder of
-``petra/`` or ``launch/``, or a file at the root of either.
+``petra/`` or ``launch/``, a file at the root of either, or ``reproduction/``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("petra", "launch")
+WHOLE = "reproduction"
+"""Package that is one room. The wheel doesn't contain it."""
 
 
 class Definition(NamedTuple):
@@ -28,7 +30,7 @@ class Definition(NamedTuple):
 def modules(root: Path) -> dict[str, Path]:
     """Return the path of each module by its dotted name; packages by the name of their folder."""
     found = {}
-    for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
+    for path in sorted(path for package in (*PACKAGES, WHOLE) for path in (root / package).rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
@@ -59,7 +61,7 @@ def imported_module(node: ast.ImportFrom, name: str, path: Path) -> str:
 
 def room(module: str) -> str:
     """Return the room of a module: ``petra.engine.worker`` is in ``petra.engine``, ``petra.pipeline`` is a room of its own."""
-    return ".".join(module.split(".")[:2])
+    return WHOLE if module.startswith(f"{WHOLE}.") else ".".join(module.split(".")[:2])
 
 
 def room_imports(root: Path) -> set[tuple[str, str]]:

@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import cast_once, pipelines, plan_check, refetch, reversible_sequence, scaling, simulator_check, split_backward
+from benchmarks import cast_once, pipelines, plan_check, refetch, reversible_sequence, scaling, simulator_check
 from benchmarks.pipeline_peers import Batches, Run, Setting
 from benchmarks.reversible_peers import LIBRARIES, PEERS, gradients
 from benchmarks.shaped_link import QUEUE, Direction, Shape
-from benchmarks.two_stages import build, coupling
-from petra import Keep
+from benchmarks.two_stages import build
 from petra.cost_model.costs import StageCost
-from petra.engine.stage import Stage
 from tests.support.processes import run_processes
 
 
@@ -138,12 +136,6 @@ def test_a_plan_is_compared_with_runs_in_one_process() -> None:
     assert all(len(values) == 1 and values[0] > 0 for figures in found.values() for values in figures.values())
 
 
-def test_parts_of_a_backward_are_timed() -> None:
-    stage = Stage([coupling(4)], [Keep.NOTHING], first_block=1, channels_last=True, split=True)
-    stage.forward(1, (torch.randn(2, 4, 5, 5), torch.randn(2, 4, 5, 5)))
-    assert split_backward.seconds(stage, 4, 5, 2) > 0
-
-
 def test_casts_are_timed() -> None:
     stage = cast_once.build("GPT, 256 channels, 1 x 256 tokens", 2, cast_once=True)
     assert cast_once.seconds(stage, (1, 4, 256)) > 0
@@ -156,7 +148,7 @@ def test_plans_are_compared_with_runs_in_two_processes(tmp_path: Path) -> None:
     assert all(len(values) == 1 and values[0] > 0 for figures in found.values() for values in figures.values())
 
 
-SOME_CASES = ("petra, d = 2, lockstep", "zb_h1")
+SOME_CASES = ("petra, d = 2, lockstep", "1f1b")
 
 
 def compare_plans(rank: int) -> dict[str, dict[str, list[float]]]:

@@ -65,7 +65,7 @@ def test_a_command_means_something(command: str, tmp_path: Path) -> None:
         name, _, environment[name] = words.pop(0).partition("=")
     for module in re.findall(r"(?:-m|--module|MODULE=) ?([a-z_]+(?:\.[a-z_]+)+)", command):
         assert find_spec(module), module
-    for named in re.findall(r"(?<![\w./-])((?:docker|launch|examples|tests|benchmarks)/[\w./]*\w)", command):
+    for named in re.findall(r"(?<![\w./-])((?:docker|launch|examples|tests|benchmarks|reproduction)/[\w./]*\w)(?![\w*])", command):
         assert (ROOT / named).exists(), named
     if words[0] == "make":
         assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text()
@@ -116,6 +116,8 @@ def check_python(words: list[str], environment: dict[str, str], out: Path) -> No
         world = min(world, 2)
     for job in jobs(overrides, out):
         plan(world, *job.overrides)
+        config = configured(*job.overrides)
+        assert config.schedule.warmup_epochs < config.trainer.epochs, "the learning rate never reaches its peak"
 
 
 @cache
@@ -191,7 +193,10 @@ def test_links_and_names_of_files_lead_somewhere(path: Path) -> None:
             assert page.exists(), target
             assert not anchor or anchor in anchors(page), f"{target}#{anchor}"
     for code in inline(text):
-        if re.fullmatch(r"(?:petra|launch|conf|docs|docker|tests|examples|benchmarks)/[\w./]*", code) and "SITE" not in code:
+        if (
+            re.fullmatch(r"(?:petra|launch|conf|docs|docker|tests|examples|benchmarks|reproduction)/[\w./]*", code)
+            and "SITE" not in code
+        ):
             assert (ROOT / code).exists(), code
 
 

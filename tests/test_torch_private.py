@@ -16,7 +16,7 @@ from tests.structure import ROOT, modules
 
 PRIVATE = re.compile(
     r"\btorch(?:\.\w+)*\._[a-z]\w*|from torch[\w.]* import .*\b_[a-z]\w*|from torch[\w.]*\._[a-z]"
-    r"|\._(?:version|cdata|conv_forward|get_backend|timeout)\b|\b_NormBase\b"
+    r"|\._(?:version|backward_hooks|post_accumulate_grad_hooks|cdata|conv_forward|get_backend|timeout)\b|\b_NormBase\b"
 )
 
 

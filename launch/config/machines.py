@@ -23,6 +23,8 @@ from petra.cost_model.machines import Device, Machines
 from petra.errors import ConfigError, first_line, invalid, require
 
 KEY = "cluster.machines"
+SMALLEST, LARGEST = 1e-12, 1e12
+"""Range of speeds, bandwidths and latencies above 0, in the units of the file. Beyond it, times overflow or become 0."""
 
 
 @dataclass
@@ -84,7 +86,11 @@ def read_machines(path: str) -> Machines:
     try:
         for name, values in _values(found):
             require(all(value > 0 for value in values), name, "numbers > 0", list(values))
-        require(all(entry.latency >= 0 for entry in _links(found)), "latency", "numbers >= 0", "a negative number")
+            bounded = name == "memory" or all(in_range(value) for value in values)  # memory may be unlimited
+            require(bounded, name, f"numbers from {SMALLEST:g} to {LARGEST:g}", list(values))
+        latencies = [entry.latency for entry in _links(found)]
+        bounded = all(value == 0 or in_range(value) for value in latencies)
+        require(bounded, "latency", f"0, or numbers from {SMALLEST:g} to {LARGEST:g}", latencies)
         devices = [
             Device(entry.speed, float("inf") if entry.memory is None else 1e9 * entry.memory)
             for entry in found.devices
@@ -95,6 +101,11 @@ def read_machines(path: str) -> Machines:
         return Machines(tuple(devices), tuple(connections))
     except ConfigError as error:
         raise ConfigError(f"{KEY}: {path}: {error}") from error
+
+
+def in_range(value: float) -> bool:
+    """Return whether a speed, bandwidth or latency can be used for predictions."""
+    return SMALLEST <= value <= LARGEST
 
 
 def write_machines(path: str, machines: Machines) -> None:

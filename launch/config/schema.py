@@ -14,7 +14,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from petra.method import STORABLE, Split, Weights
+from petra.method import STORABLE, Weights
 
 from .checks import as_list, integer, is_integer, key, number, one_of, require_valid, satisfies
 from .errors import config_error
@@ -23,6 +23,11 @@ from .names import DATASETS, FORMATS, MODELS, OPTIMIZERS, PRECISIONS, PREDICTION
 AUTO = "auto"
 MEMORY = "memory"
 """Value of ``dry_run`` that also predicts memory."""
+COMPILERS = (
+    *("eager", "aot_eager", "inductor"),
+    *("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+)
+"""Backends of ``torch.compile``, and modes of its backend inductor."""
 LONGEST_TIMEOUT = 10**7
 """Seconds. torch refuses much longer timeouts."""
 
@@ -112,7 +117,6 @@ class MethodConfig:
     weights: str = key(one_of(tuple(Weights)))
     flush: bool = MISSING
     fill: bool = MISSING
-    split: str = key(one_of(tuple(Split)), "none")
     max_updates: int | None = None
 
 
@@ -182,14 +186,12 @@ class TrainerConfig:
     channels_last: bool = MISSING
     matmul_precision: str = key(one_of(("highest", "high", "medium")))
     cudnn_benchmark: bool = MISSING
-    compile: str | None = key(one_of(("eager", "aot_eager", "inductor")), None)
+    compile: str | None = key(one_of(COMPILERS), None)
     limit_batches: int | None = key(integer(1), None)
     export: str = key(one_of(("none", *FORMATS)))
     threads: int = key(integer(1, 1000))
     concurrency: int = key(integer(1, 1000))
     overlap: bool = MISSING
-    stage_streams: bool = MISSING
-    cuda_graphs: Any = key(satisfies(lambda value: value in (False, AUTO), "false or auto"))
     device: str = key(one_of((AUTO, "cpu", "cuda")))
     timeout: float = key(number(above=0, most=LONGEST_TIMEOUT))
     memory_limit: float | None = key(number(above=0), None)
@@ -206,7 +208,6 @@ class CheckpointConfig:
 
     every: int | None = key(integer(1), None)
     keep: int = key(integer(0))
-    mirror: int | None = key(integer(1), None)
     background: bool = MISSING
 
 

@@ -12,10 +12,11 @@ import torch
 from petra.cost_model.delays import largest_delay
 from petra.data import PIXEL_DATASETS, EvalSource, TrainSource
 from petra.engine.build import Recipe
+from petra.engine.data_parallel import Replicas
 from petra.engine.metrics import size_of
 from petra.engine.runner import check_runtime
 from petra.errors import ConfigError, alternatives, invalid, require
-from petra.method import Keep, Method, Split, Weights
+from petra.method import Keep, Method, Weights
 from petra.model import Model
 from petra.models import MODELS, SEGMENTATION_MODELS, TOKEN_MODELS
 from petra.models.segmentation import OUTPUT_STRIDE
@@ -26,7 +27,6 @@ from petra.settings import Numerics, Runtime, TransportName
 from petra.specs import TensorSpec
 from petra.staleness import Prediction, Remedy
 from petra.training import Schedule
-from petra.transport.membership import Membership
 
 from ..config.names import is_own
 from ..config.options import options
@@ -73,17 +73,17 @@ class Setup:
         plan = _plan(self.config, self.plan.model, method, stages, self.processes, self.device)
         return replace(self, plan=plan, auto=frozenset())
 
-    def data(self, membership: Membership | None = None) -> tuple[TrainSource, EvalSource]:
+    def data(self, replicas: Replicas | None = None) -> tuple[TrainSource, EvalSource]:
         """Return this rank's part of the data. Every rank must call this method.
 
         Args:
-            membership: Agreement on the replicas that take part; None if none may be lost.
+            replicas: The replicas that take part; None for all.
 
         Raises:
             PetraError: If the data set cannot be used. Raised on every rank.
         """
-        replicas = None if membership is None else membership.generation.replicas
-        return data_sources(self.config.data, self.config.seed, self.plan.layout, self.config.trainer.timeout, replicas)
+        members = None if replicas is None else replicas.members
+        return data_sources(self.config.data, self.config.seed, self.plan.layout, self.config.trainer.timeout, members)
 
     def learning_rate(self, microbatches_per_epoch: int) -> Schedule:
         """Return the learning rate schedule of all stages. With ``optim.scaling=goyal``, its peak depends on batch_size * k."""
@@ -105,9 +105,9 @@ class Setup:
             remedy=_remedy(self.config, learning_rate.microbatches_per_epoch),
         )
 
-    def pipeline(self, learning_rate: Schedule, membership: Membership | None = None) -> Pipeline:
+    def pipeline(self, learning_rate: Schedule, replicas: Replicas | None = None) -> Pipeline:
         """Build this rank's part of the pipeline."""
-        return Pipeline.from_plan(self.plan, self.recipe(learning_rate), self.runtime, membership)
+        return Pipeline.from_plan(self.plan, self.recipe(learning_rate), self.runtime, replicas)
 
     @property
     def runtime(self) -> Runtime:
@@ -119,8 +119,6 @@ class Setup:
             trainer.concurrency,
             trainer.compile,
             overlap=trainer.overlap,
-            stage_streams=trainer.stage_streams,
-            cuda_graphs=trainer.cuda_graphs == AUTO,
         )
 
 
@@ -244,7 +242,6 @@ def _method(config: Config) -> Method:
         weights=Weights(method.weights),
         flush=method.flush,
         fill=method.fill,
-        split=Split(method.split),
         max_updates=method.max_updates,
     )
 

@@ -36,8 +36,6 @@ def check(config: Config, process: Process) -> None:
 def _check_start(config: Config) -> None:
     located = config.resume != AUTO or config.run_dir is not None
     require(located, "resume", "auto only with run_dir=<the run's folder>", AUTO)
-    mirror = config.checkpoint.mirror
-    require(mirror is None or config.resume == AUTO, "checkpoint.mirror", "null without resume=auto", mirror)
     require(config.resume_change is None or config.resume is not None, "resume_change", "null without resume", config.resume_change)
     require(config.init_skip is None or config.init_from is not None, "init_skip", "null without init_from", config.init_skip)
     single = config.init_from is None or config.resume in (None, AUTO)
@@ -73,7 +71,6 @@ def _check_elastic(config: Config, process: Process) -> None:
     )
     require(process.device(config.trainer.device).type == "cpu", "cluster.elastic", "false on GPUs", "true")
     require(not config.trainer.exact_streams, "trainer.exact_streams", "false with cluster.elastic=true", "true")
-    require(config.checkpoint.mirror is None, "checkpoint.mirror", "null with cluster.elastic=true", config.checkpoint.mirror)
     automatic = AUTO in (config.trainer.stages, config.method.keep, config.method.delay)
     require(not automatic, "cluster.elastic", "false with automatic settings", "true")
 

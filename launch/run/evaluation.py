@@ -18,7 +18,8 @@ from ..config.schema import Config, LoggerConfig
 from ..runtime.rank import Process
 from .build import Setup, set_numerics, set_up
 from .pictures import Pictures
-from .resume import read_weights
+from .vocabulary import require_vocabulary
+from .weights import read_weights, weight_facts
 
 
 def evaluate(config: Config, weights: Path, process: Process, pictures: Pictures | None = None) -> dict[str, Any]:
@@ -52,13 +53,12 @@ def for_inference(config: Config, device: str | None = None) -> Config:
         device: Device; None for that of the run.
     """
     trainer = replace(config.trainer, transport="auto", trace=None, diagnose=None, stage_metrics=False)
-    trainer = replace(trainer, overlap=False, stage_streams=False, cuda_graphs=False, device=device or trainer.device)
+    trainer = replace(trainer, overlap=False, device=device or trainer.device)
     return replace(
         config,
         dp=1,
         optim=replace(config.optim, ema=None),
         trainer=trainer,
-        checkpoint=replace(config.checkpoint, mirror=None),
         cluster=replace(config.cluster, elastic=False),
         logger=LoggerConfig(name="jsonl"),
     )
@@ -66,8 +66,10 @@ def for_inference(config: Config, device: str | None = None) -> Config:
 
 def evaluate_in_group(setup: Setup, weights: Path) -> dict[str, Any]:
     """Implement :func:`evaluate` inside the process group. The pipeline ends with this function, before the group does."""
-    _, test = setup.data()
+    train, test = setup.data()
     with raise_on_all_ranks():
+        if train.vocabulary is not None:
+            require_vocabulary("data.root", train.vocabulary, weight_facts(weights), weights)
         state = read_weights(weights)
     pipeline = setup.pipeline(setup.learning_rate(1))
     with raise_on_all_ranks():

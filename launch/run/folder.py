@@ -28,6 +28,7 @@ from petra.training import (
     new_run_folder,
     write_json,
 )
+from petra.training.checkpoint import checkpoints
 from petra.training.progress import means_text
 from petra.training.records import write_text_atomically, writing
 
@@ -35,6 +36,7 @@ from ..config.schema import AUTO, Config
 from .build import Setup
 from .dry_run import stage_rows
 from .report import METRICS, UPDATES, read_updates, write_report
+from .weights import FOLDER
 
 CHANGES = "changes.jsonl"
 """File with the settings that were changed when the run was resumed."""
@@ -65,7 +67,8 @@ class Records:
         self, config: Config, rows: Sequence[Mapping[str, float]] = (), updates: Sequence[Mapping[str, float]] = (), clock: int = 0
     ) -> None:
         path = default_folder(config) if config.run_dir is None else Path(config.run_dir)
-        resumed = config.resume == AUTO and (path / "config.yaml").exists()
+        # A folder that was deleted while its run wrote checkpoints has no config.yaml.
+        resumed = config.resume == AUTO and ((path / "config.yaml").exists() or bool(checkpoints(path / FOLDER)))
         self.folder = path if resumed else new_run_folder(path)
         (self.folder / "summary.json").unlink(missing_ok=True)
         text = OmegaConf.to_yaml(OmegaConf.structured(config))

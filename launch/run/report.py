@@ -34,6 +34,8 @@ CURVES = {
 }
 """Label of each curve of the stages, by its key in metrics.jsonl."""
 SECONDS = {"forward_seconds": "forward", "backward_seconds": "backward", "update_seconds": "update", "waiting_seconds": "waiting"}
+SUFFIX = ".record.json"
+"""How the name of a record ends: a finished run in one file, see reproduction/records/README.md."""
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
@@ -65,6 +67,12 @@ def read_gradients(folder: Path) -> list[dict[str, Any]]:
         DataError: If the file is damaged.
     """
     return _checked(folder / "gradients.jsonl", ("microbatch", "stage", "reconstruction_error"))
+
+
+def rows_of(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Return the rows of a table in a record. A row lacks the columns in which it has no value."""
+    found = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    return [{name: value for name, value in row.items() if value is not None} for row in found]
 
 
 def write_report(folder: Path, summary: Row | None = None) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import socket
 import time
@@ -14,18 +15,18 @@ from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.errors import invalid, require
 from petra.method import Keep
 from petra.pipeline import Pipeline
-from petra.plan.layout import processes_per_replica
-from petra.training import FORMATS, best_of, facts_of, load, load_into, network, newest, restore
+from petra.training import facts_of, load_into, newest, restore
 from petra.training.checkpoint import FACTS, verify
-from petra.training.mirror import newest_mirrored, read_mirrored, restore_mirrored
 from petra.training.records import writing
+from petra.training.state import load_state
 from petra.training.weight_files import State
 
 from ..config.schema import AUTO, Config
 from ..runtime.rank import Process
 from .build import Setup
+from .vocabulary import require_vocabulary
+from .weights import FOLDER, describe, read_weights, trained_weights, weight_facts
 
-FOLDER = "checkpoints"
 PROBE = ".seen_by_all_"
 """Start of the name of the file by which ranks check that they share the run's folder."""
 PROBE_TIMEOUT = 60.0
@@ -42,6 +43,7 @@ CHANGEABLE = (
     "cluster.",
     "logger.",
     "data.root",
+    "data.split",
     "data.workers",
     "data.refetch",
     "trainer.",
@@ -69,10 +71,10 @@ class Start:
     """The checkpoint that a run starts from.
 
     Attributes:
-        path: Folder of the checkpoint, or of the copies in memory; None if the run starts without either.
+        path: Folder of the checkpoint, or of the run with ``state``; None if the run starts without either.
         facts: Facts stored in the checkpoint: configuration, chosen settings, state of the trainer.
         changes: Keys that the run changes, with their values in the checkpoint and in the run.
-        state: State of this rank's stages, if the run starts from copies in memory.
+        state: State of this rank's stages, if another part of the run has kept it in memory: the last generation of replicas.
     """
 
     path: Path | None
@@ -86,11 +88,8 @@ class Start:
         return self.facts.get("trainer")
 
 
-def find_start(config: Config, process: Process, memory: Path | None = None) -> Start:
+def find_start(config: Config, process: Process) -> Start:
     """Return the checkpoint that the configuration asks to start from. Every rank must call this function; rank 0 searches.
-
-    Args:
-        memory: Folder in memory with copies of the state. If they are not older than the last checkpoint, the run starts from them.
 
     Raises:
         PetraError: If ``resume`` names a folder without a complete checkpoint, or if its configuration differs in a key that
@@ -103,16 +102,7 @@ def find_start(config: Config, process: Process, memory: Path | None = None) -> 
             facts = {} if path is None else facts_of(path)
             if path is not None:
                 changes = require_same(facts.get("config", {}), asdict(config), path, config.resume_change or ())
-    path, facts, changes = all_gather_objects((path, facts, changes))[0]
-    if memory is not None:
-        processes = processes_per_replica(process.world, config.dp)
-        clock = newest_mirrored(memory, processes)
-        older = path is not None and _in_run_dir(config, path) and facts["clock"] > (clock or 0)
-        if clock is not None and not older:
-            state, facts = read_mirrored(memory, clock, processes)
-            changes = require_same(facts["config"], asdict(config), memory, config.resume_change or ())
-            return Start(memory, facts | {"clock": clock}, changes, state)
-    return Start(path, facts, changes)
+    return Start(*all_gather_objects((path, facts, changes))[0])
 
 
 def require_same(
@@ -214,11 +204,12 @@ def require_shared(folder: Path, config: Config, process: Process) -> None:
         probe.unlink()
 
 
-def load_start(pipeline: Pipeline, config: Config, start: Start, epoch: int) -> list[str]:
+def load_start(pipeline: Pipeline, config: Config, start: Start, epoch: int, vocabulary: str | None = None) -> list[str]:
     """Load the checkpoint or the weights that the run starts from into this rank's part of the pipeline.
 
     Args:
         epoch: Number of microbatches in an epoch.
+        vocabulary: Fingerprint of the vocabulary of the run's tokens, or None if there is none.
 
     Returns:
         Lines that describe what was loaded.
@@ -229,26 +220,35 @@ def load_start(pipeline: Pipeline, config: Config, start: Start, epoch: int) -> 
     notes: list[str] = []
     with raise_on_all_ranks():
         if start.path is not None:
+            require_vocabulary("data.root", vocabulary, start.facts, start.path)
             if start.state is None:
                 restore(pipeline, start.path)
             else:
-                restore_mirrored(pipeline, start.state, start.facts["clock"])
+                load_state(pipeline, start.state, start.facts["clock"], "memory")
             moved = move_clock(pipeline, config, start, epoch)
-            source = start.path if start.state is None else "copies in memory"
+            source = start.path if start.state is None else "the last generation of replicas"
+            require(
+                pipeline.clock <= config.trainer.epochs * epoch,
+                "trainer.epochs",
+                f"an integer >= {math.ceil(pipeline.clock / epoch)}, because the run resumes from {source}, after microbatch "
+                f"{pipeline.clock} with {epoch} microbatches in an epoch",
+                config.trainer.epochs,
+            )
             notes.append(f"resuming from {source}, after microbatch {pipeline.clock}")
             notes += moved
             notes += [f"{key} is {now} from here on, was {before}" for key, (before, now) in start.changes.items()]
         elif config.init_from is not None:
-            notes.append(load_initial(pipeline, Path(config.init_from), config.init_skip or ()))
+            notes.append(load_initial(pipeline, Path(config.init_from), config.init_skip or (), vocabulary))
     return notes
 
 
-def load_initial(pipeline: Pipeline, path: Path, skip: Collection[str]) -> str:
+def load_initial(pipeline: Pipeline, path: Path, skip: Collection[str], vocabulary: str | None = None) -> str:
     """Load initial weights into this rank's part of the pipeline. Return a line that describes them.
 
     Args:
-        path: File of exported weights, folder of a checkpoint, or folder of a run.
-        skip: Names of blocks that keep their random weights.
+        path: File of exported weights, folder of a checkpoint, or folder of a run, for its newest weights.
+        skip: Names of blocks that keep their random weights. Without them, the weights must be for the same vocabulary.
+        vocabulary: Fingerprint of the vocabulary of the run's tokens, or None if there is none.
 
     Raises:
         PetraError: If the weights cannot be read or belong to another network, or if there is no such block.
@@ -258,10 +258,11 @@ def load_initial(pipeline: Pipeline, path: Path, skip: Collection[str]) -> str:
         require(name in names, "init_skip", f"names of blocks ({', '.join(names)})", name)
     if (path / "config.yaml").exists() or (path / FOLDER).is_dir():
         path = trained_weights(path, "init_from")
+    if not skip:
+        require_vocabulary("data.root", vocabulary, weight_facts(path) if vocabulary else {}, path)
     load_into(pipeline, read_weights(path), str(path), skip)
-    return f"initial weights of {len(names) - len({*skip})} of {len(names)} blocks from {path}" + (
-        f"; random: {', '.join(skip)}" if skip else ""
-    )
+    random = f"; random: {', '.join(skip)}" if skip else ""
+    return f"initial weights of {len(names) - len({*skip})} of {len(names)} blocks from {describe(path)}{random}"
 
 
 def move_clock(pipeline: Pipeline, config: Config, start: Start, epoch: int) -> list[str]:
@@ -296,44 +297,13 @@ def move_clock(pipeline: Pipeline, config: Config, start: Start, epoch: int) -> 
     )
     pipeline.clock = clock
     for worker in pipeline.workers.values():
-        worker.t = clock
+        worker.microbatches_done = clock
         worker.stage.resume(clock // pipeline.plan.k, worker.stage.previous())
     return [] if before == epoch else [f"an epoch has {epoch} microbatches from here on, had {before}"]
 
 
-def read_weights(path: Path) -> State:
-    """Return the weights in an exported file or in a checkpoint's folder.
-
-    Raises:
-        PetraError: If it cannot be read.
-    """
-    if not path.is_dir():
-        return load(path)
-    verify(path)
-    return network(path)
-
-
-def trained_weights(folder: Path, key: str) -> Path:
-    """Return the path of a run's weights: the exported moving average, the exported weights, the best or the newest checkpoint.
-
-    Args:
-        folder: Folder of a run.
-        key: Key that names the folder, for the message.
-
-    Raises:
-        ConfigError: If the run has neither exported weights nor a checkpoint.
-    """
-    for name in ("ema", "model"):
-        for suffix in FORMATS.values():
-            if (path := folder / f"{name}{suffix}").exists():
-                return path
-    if (checkpoint := best_of(folder / FOLDER) or newest(folder / FOLDER)) is not None:
-        return checkpoint
-    raise invalid(key, "a folder with exported weights or checkpoints", folder)
-
-
 def _in_run_dir(config: Config, path: Path) -> bool:
-    """Return whether a checkpoint, or the copies in memory, belong to the run's own folder."""
+    """Return whether a checkpoint belongs to the run's own folder."""
     return config.resume == AUTO or (config.run_dir is not None and Path(config.run_dir).resolve() in path.resolve().parents)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from petra.data import EvalSource, TrainSource
 from petra.diagnostics.weight_drift import WeightDrift, distance
 from petra.distributed import all_gather_objects, raise_on_all_ranks
+from petra.engine.data_parallel import Replicas
 from petra.errors import require
 from petra.pipeline import Pipeline
 from petra.process_memory import keep_freed_memory, release_memory
@@ -21,7 +22,6 @@ from petra.training import (
     Checkpoints,
     Epoch,
     Lines,
-    Mirror,
     Schedule,
     Trainer,
     UpdateLog,
@@ -30,10 +30,8 @@ from petra.training import (
     limited,
     peak_memory,
 )
-from petra.transport.membership import Membership
 
 from ..config.schema import MEMORY, Config
-from ..runtime.memory import memory_of
 from ..runtime.network import set_variables
 from ..runtime.rank import Process
 from ..runtime.signals import StopRequest
@@ -44,7 +42,8 @@ from .dry_run import memory_table, stage_map
 from .exclusive import exclusive_folder
 from .folder import Records, headline, summarise
 from .report import read_updates
-from .resume import FOLDER, Start, checkpoint_facts, find_start, load_start, require_shared, restore_choices
+from .resume import Start, checkpoint_facts, find_start, load_start, require_shared, restore_choices
+from .weights import FOLDER
 
 UPDATES_BETWEEN_DRIFTS = 10
 """Updates between two measurements of the weights' drift in a run without ``trainer.log_every``."""
@@ -65,9 +64,8 @@ def run(config: Config, process: Process) -> None:
                 print(f"\n{memory_table(setup)}", flush=True)
         return
     notes = prepare_process(setup)
-    group = process.process_group(setup.device, config.trainer.timeout)
-    with group, exclusive_folder(config, process), memory_of(config, process) as copies:
-        train_in_group(setup, notes, process, copies)
+    with process.process_group(setup.device, config.trainer.timeout), exclusive_folder(config, process):
+        train_in_group(setup, notes, process)
 
 
 @dataclass
@@ -93,7 +91,7 @@ class Run:
     started: float
 
 
-def train_in_group(setup: Setup, notes: Sequence[str], process: Process, copies: Path | None) -> None:
+def train_in_group(setup: Setup, notes: Sequence[str], process: Process) -> None:
     """Train a set-up run inside its process group.
 
     The pipeline and all that refers to it end with this function, before the process group does: destroyed the other way round,
@@ -101,9 +99,8 @@ def train_in_group(setup: Setup, notes: Sequence[str], process: Process, copies:
 
     Args:
         notes: Lines to print first.
-        copies: Folder for copies of the state in memory, or None.
     """
-    run = open_run(setup, notes, process, find_start(setup.config, process, copies), StopRequest(), copies)
+    run = open_run(setup, notes, process, find_start(setup.config, process), StopRequest())
     finish_run(run, fit(run))
 
 
@@ -113,8 +110,7 @@ def open_run(
     process: Process,
     start: Start,
     stop: StopRequest,
-    copies: Path | None = None,
-    membership: Membership | None = None,
+    replicas: Replicas | None = None,
 ) -> Run:
     """Load the data, build the pipeline, load what the run starts from, and open its records. Every process must call this.
 
@@ -122,28 +118,32 @@ def open_run(
         notes: Lines to print first.
         start: What the run starts from.
         stop: Whether this process was asked to stop.
-        copies: Folder for copies of the state in memory, or None.
-        membership: Agreement on the replicas that take part; None if none may be lost.
+        replicas: The replicas that take part, if some may be lost; None for all.
     """
     config, started = setup.config, time.perf_counter()
     setup = tune_setup(restore_choices(setup, start), process)
-    train, test = setup.data(membership)
-    prepared = {"preparation": None if train.preparation is None else train.preparation.as_dict()}
+    train, test = setup.data(replicas)
+    preparation = None if train.preparation is None else train.preparation.as_dict()
+    prepared = {"preparation": preparation, "vocabulary": train.vocabulary}
     batches = limited(train.batches_per_epoch, config.trainer.limit_batches)
     learning_rate = setup.learning_rate(batches)
-    pipeline = setup.pipeline(learning_rate, membership)
-    loaded = load_start(pipeline, config, start, batches)
+    pipeline = setup.pipeline(learning_rate, replicas)
+    loaded = load_start(pipeline, config, start, batches, train.vocabulary)
     records = open_records(config, start, pipeline.clock, process)
     if records is not None:
         if (total := config.trainer.epochs * batches) < config.k:
             print(f"warning: k={config.k}: the run has only {total} microbatches, so it ends before its first update")
+        if (warmup := config.schedule.warmup_epochs) >= config.trainer.epochs:
+            reached = f"the learning rate reaches {config.trainer.epochs / warmup:.0%} of its peak, at the end of the run"
+            print(
+                f"warning: schedule.warmup_epochs={warmup:g}: expected less than trainer.epochs={config.trainer.epochs}; {reached}"
+            )
         print(*notes, f"{headline(setup)}; records in {records.folder}", *loaded, sep="\n", flush=True)
         records.log_changes(pipeline.clock, start.changes)
     folder = all_gather_objects(None if records is None else records.folder)[0]
     checkpoints = open_checkpoints(config, folder, process)
-    mirror = None if copies is None else Mirror(copies, pipeline.clock, config.trainer.timeout)
     data = train, test
-    trainer = make_trainer(setup, pipeline, data, learning_rate, records, (checkpoints, mirror), stop, prepared, membership)
+    trainer = make_trainer(setup, pipeline, data, learning_rate, records, checkpoints, stop, prepared)
     if start.trainer is not None:
         trainer.resume(start.trainer)
     return Run(setup, pipeline, trainer, folder, records, prepared, stop, started)
@@ -158,7 +158,7 @@ def fit(run: Run) -> list[Epoch]:
 
 def finish_run(run: Run, history: Sequence[Epoch]) -> None:
     """Export the weights and write the summary. Every process must call this function."""
-    export_weights(run.pipeline, run.folder, run.setup.config, run.facts)
+    export_weights(run.pipeline, run.folder, run.setup.config, {**run.facts, "epochs": len(history)})
     memory = all_gather_objects(peak_memory(run.setup.device))
     if run.records is not None:
         seconds = time.perf_counter() - run.started
@@ -213,10 +213,9 @@ def make_trainer(
     data: tuple[TrainSource, EvalSource],
     learning_rate: Schedule,
     records: Records | None,
-    writers: tuple[Checkpoints | None, Mirror | None],
+    checkpoints: Checkpoints | None,
     stop: Callable[[], bool],
     facts: Mapping[str, Any],
-    membership: Membership | None = None,
 ) -> Trainer:
     """Return the trainer of a run. It logs and displays progress only if ``records`` is not None."""
     config, progress, updates = setup.config, None, None
@@ -238,12 +237,9 @@ def make_trainer(
         unit=setup.unit,
         bytes_per_target=data[1].bytes_per_target,
         every=config.checkpoint.every,
-        checkpoints=writers[0],
-        mirror=writers[1],
-        mirror_every=config.checkpoint.mirror,
+        checkpoints=checkpoints,
         facts=checkpoint_facts(setup) | dict(facts),
         stop=stop,
-        membership=membership,
         loggers=() if records is None else records.loggers,
         updates=updates,
         progress=progress,

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from petra import METHODS
-from petra.errors import first_line
+from petra.errors import first_line, invalid
 
 from .report import markdown
 
@@ -31,7 +31,7 @@ DOCTOR_SECONDS = 180
 """Time limit of the doctor."""
 LARGE_MESSAGE = 64 * 10**6
 """Size in bytes above which NCCL certainly sends a message only when it is received. Tests of transports use larger ones."""
-VARIANTS: dict[str, dict[str, Any]] = {"": {}, ", graphs": {"cuda_graphs": True}, ", compiled": {"compile": "inductor"}}
+VARIANTS: dict[str, dict[str, Any]] = {"": {}, ", compiled": {"compile": "inductor"}}
 """Options of the runs that measure speed, by the end of their names."""
 
 
@@ -61,6 +61,8 @@ def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> 
     parser.add_argument("--tiny", action="store_true", help="small models and few microbatches, as on a machine without GPUs")
     parser.add_argument("--only", nargs="*", metavar="TEXT", help="only parts with this text in their names")
     given = parser.parse_args(arguments)
+    if not given.minutes > 0:
+        parser.error(str(invalid("--minutes", "a number > 0", given.minutes)))
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     tiny = given.tiny or not gpus
     end = time.monotonic() + 60 * given.minutes

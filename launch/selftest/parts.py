@@ -60,7 +60,7 @@ def build(options: dict[str, Any], device: torch.device) -> tuple[Pipeline, Rand
 
     Args:
         options: ``model``, ``batch``, ``method``, ``k``, and optionally ``width``, ``size``, ``stages``, ``delay``, ``transport``,
-            ``precision``, ``channels_last``, ``compile`` and ``cuda_graphs``.
+            ``precision``, ``channels_last`` and ``compile``.
     """
     method = METHODS[options["method"]]
     if "delay" in options:
@@ -86,7 +86,6 @@ def build(options: dict[str, Any], device: torch.device) -> tuple[Pipeline, Rand
             device,
             options.get("transport", "auto"),
             compile=options.get("compile"),
-            cuda_graphs=options.get("cuda_graphs", False),
         ),
     )
     return pipeline, RandomData(inputs, classes)

@@ -18,9 +18,10 @@ from petra.analysis.plots import PASSES, timeline
 from petra.cost_model.costs import StageCost
 from petra.cost_model.links import Link
 from petra.cost_model.simulator import predict, simulate
+from petra.cost_model.zero_bubble import PREDICTED
 from petra.diagnostics.events import Interval, Kind
 from petra.errors import DataError, PetraError, first_line, require
-from petra.method import METHODS, Keep, Split
+from petra.method import Keep
 
 
 def write_trace(intervals: Sequence[Interval], path: Path, processes: Sequence[Sequence[int]] = ()) -> None:
@@ -84,7 +85,7 @@ def write_timeline(intervals: Sequence[Interval], folder: Path, title: str, proc
 def main(arguments: Sequence[str] | None = None) -> None:
     """Draw the schedule of a method for stages of equal cost."""
     options = _parser().parse_args(arguments)
-    method = METHODS[options.method]
+    method = PREDICTED[options.method]
     backward = options.backward or options.forward * (2 if method.keep is Keep.GRAPH else 3)
     costs = [StageCost(options.forward, backward, weights=min(options.forward, backward))] * options.stages
     link = Link(latency=options.latency)
@@ -93,8 +94,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             require(getattr(options, name) >= 1, f"--{name}", "an integer >= 1", getattr(options, name))
         if options.delay is not None:
             method = replace(method, delay=options.delay)
-        if options.split is not None:
-            method = replace(method, split=Split(options.split))
         intervals = simulate(
             costs, method, options.k, options.microbatches, link=link, transport=options.transport, overlap=options.overlap
         )
@@ -113,9 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--method", choices=METHODS, default="petra")
+    parser.add_argument("--method", choices=PREDICTED, default="petra")
     parser.add_argument("--delay", type=int, help="delay d of every boundary (default: the method's own)")
-    parser.add_argument("--split", choices=tuple(Split), help="whether stages split their backward (default: the method's own)")
     parser.add_argument("--stages", type=int, default=4, help="number of stages")
     parser.add_argument("--k", type=int, default=4, help="microbatches per update")
     parser.add_argument("--microbatches", type=int, default=12, help="number of microbatches")

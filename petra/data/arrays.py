@@ -10,6 +10,7 @@ from torch import Tensor
 
 from petra.data.dataset import Dataset, Labels, Split
 from petra.data.preparation import Moments, Preparation, centre, encoded, normalise
+from petra.reversible import derive_seed
 
 PADDING = 4
 """Zero padding at each edge before a random crop, in pixels (He et al. 2015, section 4.2)."""
@@ -37,8 +38,8 @@ class Images:
         if self.mean_image is not None:
             # Before augmentation, while pixels are in their places. The padding of a crop then has the value of the mean image.
             centred = centre(images, self.mean_image)
-            return centred if seed is None else augment(centred, self.flip, seed)
-        return normalise(images if seed is None else augment(images, self.flip, seed), self.moments)
+            return centred if seed is None else augment(centred, self.flip, seed, indices)
+        return normalise(images if seed is None else augment(images, self.flip, seed, indices), self.moments)
 
 
 def array_dataset(
@@ -64,25 +65,35 @@ def array_dataset(
     """
     mean = train[0].sum(0, dtype=torch.int64).double().div(len(train[0])).float() if mean_image else None
     first, second = (
-        Split(len(labels), Images(images, moments, flip, mean), Labels(labels), in_memory=True) for images, labels in (train, test)
+        Split(
+            len(labels),
+            Images(images, moments, flip, mean),
+            Labels(labels),
+            per_sample_augmentation=True,
+            epoch_seed=True,
+            in_memory=True,
+        )
+        for images, labels in (train, test)
     )
     size = train[0].shape[-1]
     subtracted = None if mean is None else encoded(mean)
     return Dataset(name, classes, size, first, second, preparation=Preparation(size, moments, 1.0, subtracted, tuple(names)))
 
 
-def augment(images: Tensor, flip: bool, seed: int) -> Tensor:
+def augment(images: Tensor, flip: bool, seed: int, indices: Tensor) -> Tensor:
     """Return a random crop of each zero-padded image, flipped horizontally with probability 1/2 if ``flip`` is set.
 
     Args:
         images: Images of any type, (B, C, H, W).
         flip: Whether to flip.
         seed: Seed of the random numbers.
+        indices: Index of each image in its data set (B,). The augmentation of an image depends on the seed and its index only.
     """
     batch, channels, height, width = images.shape
-    generator = torch.Generator().manual_seed(seed)
-    top, left = torch.randint(0, 2 * PADDING + 1, (2, batch, 1), generator=generator)
-    mirrored = torch.rand(batch, 1, generator=generator) < 0.5 * flip
+    drawn = torch.tensor([derive_seed(seed, index) for index in indices.tolist()])[:, None]
+    positions = 2 * PADDING + 1
+    top, left = drawn % positions, drawn // positions % positions
+    mirrored = (drawn // positions**2 % 2 == 1) & flip
     # One gather from the padded image crops and flips: a flipped crop reads its columns in reverse order.
     rows = top + torch.arange(height)
     columns = left + torch.where(mirrored, torch.arange(width).flip(0), torch.arange(width))

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Generator, Tensor
 
 from petra.data.label_maps import Files, SampleIndex
+from petra.errors import DataError, require
 
 THREADS = 4
 """Threads that read label files."""
@@ -30,9 +31,16 @@ class ClassUniform:
 
     Attributes:
         presence: Whether each image (row) has a pixel of each class (column).
+
+    Raises:
+        DataError: If there is no pixel of any class.
     """
 
     presence: NDArray[np.bool_]
+
+    def __post_init__(self) -> None:
+        expected = "shuffle, or training images with pixels of a class"
+        require(bool(self.presence.any()), "data.sampling", expected, "class_uniform and only ignored pixels", DataError)
 
     @cached_property
     def _images(self) -> list[tuple[int, Tensor]]:

@@ -10,7 +10,8 @@ from torch import Generator, Tensor
 from petra.data.preparation import Preparation
 
 Reader = Callable[[Tensor, int | None], Tensor]
-"""Map from sample indices (B,) and a seed to a tensor of the samples. The seed determines the augmentation; None disables it."""
+"""Map from sample indices (B,) and a seed to a tensor of the samples. The seed determines the augmentation; None disables it. It is
+the seed of an epoch or of a microbatch, see :attr:`Split.epoch_seed`."""
 PairReader = Callable[[Tensor, int | None], tuple[Tensor, Tensor]]
 """As :data:`Reader`, for inputs and targets together."""
 
@@ -27,6 +28,9 @@ class Split:
             predict. None in a process whose stages don't need targets.
         per_sample_augmentation: Whether the augmentation of a sample depends on the seed and the sample only, and not on the other
             samples that are read with it.
+        epoch_seed: Whether readers get the same seed for all microbatches of an epoch, because they derive random numbers from it
+            and the index of a sample (:func:`petra.reversible.derive_seed`). The augmentation then does not depend on the batch
+            size. Otherwise each microbatch has a seed of its own.
         samples: Reader of inputs and targets together, for data in which one can't be read without the other.
         integer_targets: Whether targets are integers, so that targets of padding rows can be ignored.
         decodes_targets: Whether ``targets`` decodes files, which worker processes can do in advance.
@@ -38,6 +42,7 @@ class Split:
     inputs: Reader | None = None
     targets: Reader | None = None
     per_sample_augmentation: bool = False
+    epoch_seed: bool = False
     samples: PairReader | None = None
     integer_targets: bool = True
     decodes_targets: bool = False
@@ -66,6 +71,7 @@ class Dataset:
         train: Training samples.
         test: Test samples.
         bytes_per_target: Mean number of bytes of text per token of the test samples. None for images, and for unknown vocabularies.
+        vocabulary: Fingerprint of the vocabulary of the tokens. None for images, and for unknown vocabularies.
         preparation: How test images are prepared, which predictions for other images repeat. None for text.
     """
 
@@ -75,6 +81,7 @@ class Dataset:
     train: Split
     test: Split
     bytes_per_target: float | None = None
+    vocabulary: str | None = None
     preparation: Preparation | None = None
 
     def part(self, *, inputs: bool = False, targets: bool = False) -> Dataset:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from petra.data.dataset import Dataset, Labels, Split
 from petra.data.files import folder_of
-from petra.data.preparation import Moments, Preparation, centre_crop, normalise, resize_shorter_side, unreadable
+from petra.data.preparation import Moments, Preparation, as_rgb, centre_crop, normalise, resize_shorter_side, unreadable
 from petra.errors import DataError, alternatives, invalid, require
 from petra.reversible import derive_seed
 from petra.specs import IGNORED
@@ -104,7 +104,7 @@ def _split(folder: Path, classes: tuple[str, ...], reader: Callable[..., ImageFi
     images = reader(folder, classes, np.array(names), labels)
     targets = torch.full((len(names), crops), IGNORED, dtype=torch.int16)
     targets[:, 0] = torch.from_numpy(labels)
-    return Split(crops * len(names), images, Labels(targets.flatten()), per_sample_augmentation=True)
+    return Split(crops * len(names), images, Labels(targets.flatten()), per_sample_augmentation=True, epoch_seed=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +171,7 @@ def decoded(
     """
     try:
         with Image.open(path, formats=("JPEG", "PNG")) as image:
-            rgb = image.convert("RGB")
+            rgb = as_rgb(image)
             if part is not None:
                 crop = one_of_ten(rgb, size, part)
             elif rng is None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from petra.data.crops import Classes, Pixels, Size, Tile, Window, cut_image, cut_labels, random_pixel, random_window
 from petra.data.imagenet import MOMENTS
-from petra.data.preparation import normalise
+from petra.data.preparation import as_rgb, normalise
 from petra.errors import DataError, first_line, invalid
 from petra.reversible import derive_seed
 from petra.specs import IGNORED
@@ -62,16 +62,18 @@ class LabelValues:
         """Return the class of each pixel, (H, W), -100 where it is ignored.
 
         Raises:
-            DataError: If the file can't be decoded, has more than one 8-bit channel, or has a value that may not occur.
+            DataError: If the file can't be decoded, has no palette and not one 8-bit channel, or has a value that may not occur.
         """
         try:
             with Image.open(path, formats=("PNG",)) as image:
-                mode = image.mode
+                mode, depth = image.mode, _bit_depth(path)
                 values = np.asarray(image)
         except Exception as error:  # decoders raise many types
             raise _unreadable(path, error, "labels in a PNG file") from error
         if mode not in ("L", "P") or values.dtype != np.uint8:
             raise invalid(str(path), "labels in one channel of 8 bits (PNG mode L or P)", f"mode {mode}", DataError)
+        if mode == "L" and depth != 8:  # Pillow multiplies the values so that white is 255
+            raise invalid(str(path), "labels in one channel of 8 bits, or in a palette", f"greyscale of {depth} bits", DataError)
         classes: Classes = np.array(self.classes, np.int16)[values]
         wrong = values[classes == OUT_OF_RANGE]
         if len(wrong):
@@ -88,7 +90,7 @@ def read_image(path: Path) -> Image.Image:
     """
     try:
         with Image.open(path, formats=FORMATS) as image:
-            return image.convert("RGB")
+            return as_rgb(image)
     except Exception as error:
         raise _unreadable(path, error, "a JPEG, PNG or WebP image") from error
 
@@ -276,6 +278,12 @@ class TileLabels:
             counted[y0:y1, x0:x1] = labels[y0:y1, x0:x1]
             found.append(counted)
         return _as_targets(found)
+
+
+def _bit_depth(path: Path) -> int:
+    """Return the bits per channel of a PNG file: the byte after width and height in its header, the first chunk (PNG, 11.2.1)."""
+    with path.open("rb") as file:
+        return file.read(25)[24]
 
 
 def _as_images(windows: Sequence[Pixels]) -> Tensor:

@@ -35,10 +35,10 @@ class MapStyle(Protocol):
 def from_dataset(dataset: MapStyle, collate: Collate | None = None) -> Split:
     """Return a map-style data set as a split, which :class:`TrainSource` and :class:`EvalSource` accept.
 
-    The order of the samples, workers and resuming are those of petra's own data sets. Random numbers that a sample or ``collate``
-    draws from the global generators of torch, numpy or Python depend on the seed, the microbatch and the sample only. A sample is
-    read once for inputs and targets, also with workers, unless the first and the last stage are in different processes: then each
-    of the two processes reads it.
+    The order of the samples, workers and resuming are those of petra's own data sets. Random numbers that a sample draws from the
+    global generators of torch, numpy or Python depend on the seed, the epoch and the sample only; those that ``collate`` draws, on
+    the samples of the microbatch too. A sample is read once for inputs and targets, also with workers, unless the first and the
+    last stage are in different processes: then each of the two processes reads it.
 
     Args:
         dataset: The data set. Its samples are read by index, also in forked worker processes.
@@ -54,7 +54,7 @@ def from_dataset(dataset: MapStyle, collate: Collate | None = None) -> Split:
     samples = Samples(dataset, collate or cast(Collate, default_collate))
     _, targets = samples(torch.zeros(1, dtype=torch.long), None)
     integers = are_integers(targets)
-    return Split(count, Column(samples, 0), Column(samples, 1), samples=samples, integer_targets=integers)
+    return Split(count, Column(samples, 0), Column(samples, 1), epoch_seed=True, samples=samples, integer_targets=integers)
 
 
 def _count(dataset: Any) -> int:
@@ -89,8 +89,9 @@ class Samples:
         """
         seed = seed or 0
         with _preserved_generators():
-            rows = [self._sample(i, derive_seed(seed, i)) for i in indices.tolist()]
-            _seed_generators(derive_seed(seed))
+            numbers = indices.tolist()
+            rows = [self._sample(i, derive_seed(seed, i)) for i in numbers]
+            _seed_generators(derive_seed(seed, len(numbers), *numbers))
             try:
                 found: Any = self.collate(rows)
             except PetraError:

@@ -23,6 +23,8 @@ FILES_PER_WORKER = 4 + PREFETCH_FACTOR
 _IGNORED = (signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 TIMEOUT = 600.0
 """Seconds to wait for a microbatch by default."""
+LONGEST = 2e6
+"""Seconds that the loader can wait: the operating system takes an int of milliseconds."""
 
 
 class Prefetcher(Generic[Result]):
@@ -40,7 +42,7 @@ class Prefetcher(Generic[Result]):
     """
 
     def __init__(self, function: Callable[[int], Result], workers: int, stop: int | None = None, timeout: float = TIMEOUT) -> None:
-        self._function, self._workers, self._stop, self._patience = _Numbered(function), workers, stop, timeout
+        self._function, self._workers, self._stop, self._patience = _Numbered(function), workers, stop, min(timeout, LONGEST)
         self._next = -1
         self._results: Iterator[Result | str] = iter(())
 

@@ -46,7 +46,7 @@ class Preparation:
         """
         try:
             with Image.open(path, formats=("JPEG", "PNG")) as image:
-                pixels = np.array(centre_crop(image.convert("RGB"), self.size, self.crop))
+                pixels = np.array(centre_crop(as_rgb(image), self.size, self.crop))
         except Exception as error:
             raise unreadable(path, error) from error
         images = torch.from_numpy(pixels).permute(2, 0, 1)[None]
@@ -65,6 +65,16 @@ class Preparation:
         mean, std = values["moments"]
         moments, classes = (tuple(mean), tuple(std)), tuple(values.get("classes", ()))
         return Preparation(int(values["size"]), moments, float(values["crop"]), values.get("mean_image"), classes)
+
+
+def as_rgb(image: Image.Image) -> Image.Image:
+    """Return an image of a JPEG, PNG or WebP file as RGB with 8 bits per channel.
+
+    Of 16-bit greyscale values, the upper 8 bits are kept. Pillow does so when it reads 16-bit colours, but clips greyscale at 255.
+    """
+    if image.mode.startswith("I"):  # I or I;16, depending on Pillow's version
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image.convert("RGB")
 
 
 def normalise(images: Tensor, moments: Moments) -> Tensor:

@@ -179,6 +179,7 @@ def _dataset(
             TrainingImages(train),
             TrainingLabels(train),
             per_sample_augmentation=True,
+            epoch_seed=True,
             decodes_targets=True,
             order=order,
         ),

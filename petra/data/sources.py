@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from functools import lru_cache
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
 
 from petra.data.dataset import Dataset, Split
 from petra.data.prefetch import TIMEOUT, Prefetcher
-from petra.errors import require
+from petra.errors import invalid, require
 from petra.reversible import derive_seed
 from petra.specs import IGNORED
 
@@ -22,6 +23,18 @@ RECENT = 256
 """Number of microbatches whose targets are kept if they were read together with the inputs. More than are in flight at a time."""
 RECENT_DECODED = 2
 """Number of microbatches whose targets are kept if they are decoded from files, since they are large."""
+
+
+def _split(dataset: object, part: str) -> Split:
+    """Return a split itself, or the part of a data set.
+
+    Raises:
+        ConfigError: If it is neither.
+    """
+    split = getattr(dataset, part) if isinstance(dataset, Dataset) else dataset
+    if not isinstance(split, Split):
+        raise invalid("dataset", "a Dataset or Split (petra.data.from_dataset makes one)", type(dataset).__name__)
+    return split
 
 
 class _Source(ABC):
@@ -36,6 +49,9 @@ class _Source(ABC):
     """
 
     def __init__(self, split: Split, workers: int, share: slice, timeout: float, stop: int | None = None) -> None:
+        require(isinstance(workers, Integral) and workers >= 0, "data.workers", "an integer >= 0", workers)
+        require(isinstance(share, slice), "share", "a slice", share)
+        require(isinstance(timeout, Real) and timeout > 0, "timeout", "a number > 0", timeout)
         self._split, self._share = split, share
         self._recent: OrderedDict[int, Tensor] = OrderedDict()
         self._reads_inputs = False
@@ -129,9 +145,10 @@ class TrainSource(_Source):
     Attributes:
         batches_per_epoch: Number of microbatches per epoch.
         preparation: How the data set prepares test images, or None.
+        vocabulary: As :attr:`petra.data.Dataset.vocabulary`.
 
     Raises:
-        ConfigError: If ``batch_size`` is less than 1 or exceeds the training set.
+        ConfigError: If ``batch_size`` is less than 1 or exceeds the training set, or another argument is not accepted.
     """
 
     def __init__(
@@ -144,13 +161,16 @@ class TrainSource(_Source):
         share: slice = slice(None),
         timeout: float = TIMEOUT,
     ) -> None:
-        split = dataset.train if isinstance(dataset, Dataset) else dataset
+        split = _split(dataset, "train")
         name = f" of {dataset.name}" if isinstance(dataset, Dataset) else ""
         expected = f"an integer from 1 to {split.count}, the number of training samples{name}"
-        require(1 <= batch_size <= split.count, "data.batch_size", expected, batch_size)
+        require(isinstance(batch_size, Integral) and 1 <= batch_size <= split.count, "data.batch_size", expected, batch_size)
+        require(isinstance(seed, Integral), "seed", "an integer", seed)
+        require(isinstance(augment, bool), "augment", "true or false", augment)
         super().__init__(split, workers, share, timeout)
         self.batches_per_epoch = split.count // batch_size
         self.preparation = dataset.preparation if isinstance(dataset, Dataset) else None
+        self.vocabulary = dataset.vocabulary if isinstance(dataset, Dataset) else None
         self._batch_size = batch_size
         self._seed = seed
         self._augment = augment
@@ -160,7 +180,8 @@ class TrainSource(_Source):
     def _request(self, m: int) -> tuple[Tensor, int | None]:
         epoch, position = divmod(m, self.batches_per_epoch)
         indices = self._order(epoch)[position * self._batch_size : (position + 1) * self._batch_size]
-        return indices, derive_seed(self._seed, _AUGMENTATION, m) if self._augment else None
+        period = epoch if self._split.epoch_seed else m
+        return indices, derive_seed(self._seed, _AUGMENTATION, period) if self._augment else None
 
     def _permutation(self, epoch: int) -> Tensor:
         generator = torch.Generator().manual_seed(derive_seed(self._seed, _ORDER, epoch))
@@ -182,14 +203,15 @@ class EvalSource(_Source):
         bytes_per_target: As :attr:`petra.data.Dataset.bytes_per_target`.
 
     Raises:
-        ConfigError: If ``batch_size`` is not an integer >= 1, or if padding is needed but targets are not integers.
+        ConfigError: If ``batch_size`` is not an integer >= 1, if padding is needed but targets are not integers, or if another
+            argument is not accepted.
     """
 
     def __init__(
         self, dataset: Dataset | Split, batch_size: int, workers: int = 0, share: slice = slice(None), timeout: float = TIMEOUT
     ) -> None:
-        require(batch_size >= 1, "data.batch_size", "an integer >= 1", batch_size)
-        split = dataset.test if isinstance(dataset, Dataset) else dataset
+        require(isinstance(batch_size, Integral) and batch_size >= 1, "data.batch_size", "an integer >= 1", batch_size)
+        split = _split(dataset, "test")
         whole = split.integer_targets or split.count % batch_size == 0
         expected = f"a divisor of the {split.count} test samples (the loss can't ignore padding rows unless targets are integers)"
         require(whole, "data.batch_size", expected, batch_size)

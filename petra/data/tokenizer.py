@@ -1,4 +1,4 @@
-"""Files of tokens from text: a byte-level BPE vocabulary, delimited documents, and a held-out split by documents.
+"""Files of tokens from text: a byte-level BPE vocabulary, delimited documents, and documents held out.
 
 Needs the package ``tokenizers`` (``pip install 'petra[text]'``).
 """
@@ -7,27 +7,35 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from itertools import islice
+from itertools import chain, islice
 from math import nextafter
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from petra.data.tokens import CORPUS, FORMATS, HEADER_BYTES
+from petra.data.tokens import CORPUS, FORMATS, HEADER_BYTES, PARTS
 from petra.errors import ConfigError, DataError, first_line, invalid, require
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+OPTIONS = {"val": "--validation", "test": "--test"}
+"""Option of ``petra tokenize`` for each part that is held out."""
 DELIMITER = "<|endoftext|>"
 """Text of the token with which every document begins. Its number in a new vocabulary is 0."""
 VOCABULARY = "tokenizer.json"
 """File with the vocabulary, in the format of Hugging Face's ``tokenizers``."""
+LONGEST_WORD = 512
+"""Bytes after which a new vocabulary divides a word, as in text without whitespace."""
+MOST = 0.1
+"""Share of the bytes that whole documents may add to a part whose fraction is smaller."""
 SHARD_TOKENS = 100_000_000
 """Number of tokens after which a new file begins."""
 DOCUMENTS_AT_ONCE = 1000
@@ -52,7 +60,7 @@ def documents(paths: Iterable[Path], separator: str | None, progress: Callable[[
     require(separator != "", "--separator", "a text", "nothing")
     for path in paths:
         try:
-            with path.open(encoding="utf-8", newline="") as file:
+            with path.open(encoding="utf-8-sig", newline="") as file:
                 found: Iterable[str]
                 if path.suffix == ".jsonl":
                     found = _texts(path, file)
@@ -92,10 +100,12 @@ def train_vocabulary(texts: Iterable[str], size: int) -> Tokenizer:
     """
     require(size >= 257, "--vocabulary", "an integer >= 257 (the bytes and the delimiter) or a file", size)
     require_tokenizers()
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # Training takes a time that grows with the square of a word's length.
+    short = pre_tokenizers.Split(Regex(f".{{{LONGEST_WORD}}}"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=False), short])
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[DELIMITER], initial_alphabet=alphabet, show_progress=False)
@@ -122,6 +132,12 @@ def load_vocabulary(path: Path) -> Tokenizer:
     return tokenizer
 
 
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """Return the SHA-256 of a vocabulary's tokens and their numbers, in hexadecimal digits."""
+    tokens = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
+
+
 def require_tokenizers() -> None:
     """Check that the package ``tokenizers`` is installed.
 
@@ -133,8 +149,8 @@ def require_tokenizers() -> None:
 
 
 @dataclass
-class _Split:
-    """Writer of the token files of one split, each with llm.c's header."""
+class _Part:
+    """Writer of the token files of one part of the corpus, each with llm.c's header."""
 
     folder: Path
     name: str
@@ -177,24 +193,91 @@ class _Split:
         return {"documents": self.documents, "tokens": self.tokens, "bytes": self.bytes}
 
 
-def held_out_share(texts: Iterable[str], fraction: float) -> float:
-    """Return the fraction for :func:`write_tokens` that holds out about ``fraction`` of the documents, and at least one.
+@dataclass(frozen=True)
+class Division:
+    """Rule that divides texts into parts.
+
+    Attributes:
+        bounds: Held-out parts with the ends of their intervals, which are adjacent and begin at 0.
+        inside: Whether an interval is one of positions in each document, counted from its end, so that every document is divided.
+            Otherwise, it is one of hashes: a part contains whole documents, and equal documents are in the same part.
+    """
+
+    bounds: Mapping[str, float]
+    inside: bool = False
+
+    def pieces(self, text: str) -> Iterator[tuple[str, str]]:
+        """Yield the parts that contain the document or some of it, each with its text."""
+        if not self.inside:
+            share = _share(text)
+            yield next((part for part, end in self.bounds.items() if share < end), "train"), text
+            return
+        content = text.encode()
+        right = len(content)
+        for part, end in (*self.bounds.items(), ("train", 1.0)):
+            left = min(_cut(content, round(len(content) * (1 - end))), right)
+            piece, right = content[left:right].decode(), left
+            if piece.strip():
+                yield part, piece
+
+
+def _cut(content: bytes, position: int) -> int:
+    """Return the first position of the word at a position, or of the character if the word is long."""
+    nearest = content[max(position - LONGEST_WORD, 0) : position]
+    if (gap := max(nearest.rfind(b" "), nearest.rfind(b"\n"))) >= 0:
+        return position - len(nearest) + gap + 1
+    while 0 < position < len(content) and content[position] & 0xC0 == 0x80:  # in the middle of a character
+        position -= 1
+    return position
+
+
+def divide(texts: Iterable[str], fractions: Mapping[str, float]) -> Division:
+    """Return the rule that holds out about a fraction of the texts for each part.
+
+    Documents are divided by a hash, with at least one for each part. If a part's bytes would then be far from its fraction, because
+    there are few documents or one is much larger than others, each document is divided.
 
     Raises:
-        ConfigError: If ``fraction`` is out of range.
-        DataError: If there are fewer than two different documents.
+        ConfigError: If a fraction is out of range.
     """
-    require(0 < fraction < 1, "--validation", "a number > 0 and < 1, or files", fraction)
-    least, most = 1.0, 0.0
-    for share in map(_share, texts):
-        least, most = min(least, share), max(most, share)
-    expected = "at least two different documents (--separator divides a file into documents), or files in --validation"
-    require(least < most, "text files", expected, "fewer", DataError)
-    return max(fraction, nextafter(least, 1))
+    for part, fraction in fractions.items():
+        require(0 < fraction < 1, OPTIONS[part], "a number > 0 and < 1, or files", fraction)
+    total = sum(fractions.values())
+    require(total < 1, " and ".join(OPTIONS[part] for part in fractions), "fractions with a sum < 1", total)
+    rows: NDArray[np.float64] = np.fromiter(((_share(text), len(text.encode())) for text in texts), np.dtype((float, 2)))
+    hashes, positions, start = np.unique(rows[:, 0]), dict[str, float](), 0.0
+    bounds, few = dict[str, float](), len(hashes) <= len(fractions)
+    for part, fraction in fractions.items():
+        positions[part] = max(positions.values(), default=0.0) + fraction
+        if few:
+            continue
+        first = float(hashes[np.searchsorted(hashes[:-1], start)])
+        bounds[part] = max(start + fraction, nextafter(first, 1))
+        inside = (rows[:, 0] >= start) & (rows[:, 0] < bounds[part])
+        share = rows[inside, 1].sum() / rows[:, 1].sum()
+        few = not fraction / 2 <= share <= max(2 * fraction, MOST)
+        start = bounds[part]
+    return Division(positions, inside=True) if few else Division(bounds)
 
 
-def write_tokens(texts: Iterable[str], tokenizer: Tokenizer, folder: Path, validation: float | Iterable[str]) -> dict[str, Any]:
-    """Encode documents, and write them to ``folder`` as ``train_*.bin`` and ``val_*.bin``.
+def require_no_tokens(folder: Path) -> None:
+    """Check that token files can be written to a folder.
+
+    Raises:
+        ConfigError: If it contains token files, or is a file.
+    """
+    require(not folder.is_file(), "--out", "a folder", folder)
+    require(not any(folder.glob("*.bin")), "--out", "a folder without token files", folder)
+
+
+def write_tokens(
+    texts: Iterable[str],
+    tokenizer: Tokenizer,
+    folder: Path,
+    division: Division,
+    held_out: Mapping[str, Iterable[str]] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Encode documents, and write them to ``folder`` as ``train_*.bin``, ``val_*.bin`` and ``test_*.bin``.
 
     Every document begins with the delimiter. The vocabulary and facts of the corpus are written beside the tokens. After an error,
     no token files remain.
@@ -203,28 +286,38 @@ def write_tokens(texts: Iterable[str], tokenizer: Tokenizer, folder: Path, valid
         texts: Documents.
         tokenizer: Vocabulary, which must contain :data:`DELIMITER`.
         folder: Folder for the files, new or without token files.
-        validation: Documents for validation; or the fraction of ``texts`` that is for validation. The fraction applies to a hash of
-            the document, so equal documents are never on both sides.
+        division: Parts of ``texts`` that are held out, see :func:`divide`.
+        held_out: Documents of other parts.
 
     Returns:
-        Facts of the corpus: ``classes``, ``delimiter``, and the documents, tokens and bytes of ``train`` and ``val``.
+        Facts of the corpus: ``classes``, ``delimiter``, ``vocabulary`` (its :func:`fingerprint`), and the documents, tokens and
+        bytes of each part.
 
     Raises:
         ConfigError: If a value is out of range, or the folder contains token files.
-        DataError: If a split is empty, or a file can't be written.
+        DataError: If a part is empty, or a file can't be written.
     """
     delimiter = tokenizer.token_to_id(DELIMITER)
     if delimiter is None:
         raise invalid("--vocabulary", f"a vocabulary with the token {DELIMITER}", "one without it")
     classes = tokenizer.get_vocab_size()
     dtype = np.dtype("<u2" if classes <= 2**16 else "<u4")
-    train, held_out = (_Split(folder, name, dtype) for name in ("train", "val"))
+    writers = {part: _Part(folder, part, dtype) for part in PARTS if part in ("train", *division.bounds, *held_out)}
+    require_no_tokens(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        require(not any(folder.glob("*.bin")), "--out", "a folder without token files", folder)
-        with _removed_on_error(train, held_out):
-            _divide(texts, tokenizer, delimiter, validation, train, held_out)
-            facts = {"classes": classes, "delimiter": delimiter, "train": train.facts(), "val": held_out.facts()}
+        with _removed_on_error(writers.values()):
+            pieces = (piece for text in texts for piece in division.pieces(text))
+            others = ((part, text) for part, found in held_out.items() for text in found)
+            for part, text, ids in _encoded(chain(pieces, others), tokenizer):
+                writers[part].add([delimiter, *ids], text)
+            for part, writer in writers.items():
+                require(
+                    writer.documents > 0, OPTIONS.get(part, "text files"), f"at least one document for {part}", "none", DataError
+                )
+                writer.flush()
+            vocabulary = {"classes": classes, "delimiter": delimiter, "vocabulary": fingerprint(tokenizer)}
+            facts = vocabulary | {part: writer.facts() for part, writer in writers.items()}
             tokenizer.save(str(folder / VOCABULARY))
             (folder / CORPUS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
@@ -233,38 +326,23 @@ def write_tokens(texts: Iterable[str], tokenizer: Tokenizer, folder: Path, valid
 
 
 @contextmanager
-def _removed_on_error(*splits: _Split) -> Iterator[None]:
-    """Remove the files of the splits if the context ends with an error."""
+def _removed_on_error(writers: Iterable[_Part]) -> Iterator[None]:
+    """Remove the files of the writers if the context ends with an error."""
     try:
         yield
     except BaseException:
-        for split in splits:
-            split.remove()
+        for writer in writers:
+            writer.remove()
         raise
 
 
-def _divide(
-    texts: Iterable[str], tokenizer: Tokenizer, delimiter: int, validation: float | Iterable[str], train: _Split, held_out: _Split
-) -> None:
-    """Write documents to the two splits, see :func:`write_tokens`."""
-    fraction = validation if isinstance(validation, float) else 0.0
-    for text, ids in _encoded(texts, tokenizer):
-        (held_out if _share(text) < fraction else train).add([delimiter, *ids], text)
-    if not isinstance(validation, float):
-        for text, ids in _encoded(validation, tokenizer):
-            held_out.add([delimiter, *ids], text)
-    for key, split in (("text files", train), ("--validation", held_out)):
-        require(split.documents > 0, key, f"at least one document for {split.name}", "none", DataError)
-    train.flush()
-    held_out.flush()
-
-
-def _encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
-    """Yield each document with its tokens."""
-    source = iter(texts)
+def _encoded(pieces: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> Iterator[tuple[str, str, list[int]]]:
+    """Yield the part and the text of each piece with its tokens."""
+    source = iter(pieces)
     while batch := list(islice(source, DOCUMENTS_AT_ONCE)):
-        for text, encoding in zip(batch, tokenizer.encode_batch_fast(batch, add_special_tokens=False), strict=True):
-            yield text, encoding.ids
+        encodings = tokenizer.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
+        for (part, text), encoding in zip(batch, encodings, strict=True):
+            yield part, text, encoding.ids
 
 
 def _share(text: str) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,13 +15,17 @@ from numpy.typing import NDArray
 from petra.data.dataset import Dataset
 from petra.data.files import folder_of
 from petra.data.windows import windows_of
-from petra.errors import DataError, first_line, invalid, require
+from petra.errors import DataError, alternatives, first_line, invalid, require
 
 HELP = "write token files with petra tokenize, and set data.root to their folder"
 CORPUS = "corpus.json"
 """File beside the token files with facts of the corpus."""
+PARTS = ("train", "val", "test")
+"""Parts of a corpus, which are in the names of its files. Choices are made on val, results are reported on test."""
 HEADER_BYTES = 1024
 """Size of the header of llm.c's files: 256 integers of 32 bits, which begin with a magic number, a version and a count."""
+LEAST = 16
+"""Number of tokens from which the form of a file without a header is checked; in a shorter one, many zeros may be chance."""
 FORMATS: dict[int, tuple[int, np.dtype[Any]]] = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
 """Version and type of the tokens by the magic number of llm.c's headers."""
 
@@ -71,55 +75,86 @@ class TokenFile:
             ) from error
 
 
-def open_tokens(path: Path, classes: int) -> TokenFile:
+def open_tokens(path: Path, classes: int, header: bool = False) -> TokenFile:
     """Open a file of tokens: with llm.c's header, or uint16 without a header (nanoGPT).
 
+    Args:
+        path: The file.
+        classes: Number of different tokens.
+        header: Whether the file must have a header.
+
     Raises:
-        DataError: If the file can't be read, or its size does not agree with its header.
+        DataError: If the file can't be read, its size does not agree with its header, or it has no header but must have one, or
+            looks like a damaged header or like integers of more than 16 bits.
     """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            magic, version, count = np.frombuffer(file.read(12).ljust(12, b"\0"), "<i4").tolist()
+            head = file.read(HEADER_BYTES)
     except OSError as error:
         raise DataError(f"{path}: can't be read ({error.strerror}); {HELP}") from error
-    if magic not in FORMATS or size < HEADER_BYTES:
+    magic, version, count = np.frombuffer(head[:12].ljust(12, b"\0"), "<i4").tolist()
+    if magic not in FORMATS and not header:
         require(size % 2 == 0, str(path), "a whole number of uint16 tokens", f"{size} bytes", DataError)
+        _require_tokens(path, np.frombuffer(head, "<u2"))
         return TokenFile(path, np.dtype("<u2"), 0, size // 2, classes)
+    found = "another magic number" if magic not in FORMATS else f"{size} bytes"
+    require(magic in FORMATS and size >= HEADER_BYTES, str(path), f"the header of llm.c, {HEADER_BYTES} bytes", found, DataError)
     expected, dtype = FORMATS[magic]
     require(version == expected, str(path), f"version {expected} of llm.c's format", version, DataError)
-    found = (size - HEADER_BYTES) // dtype.itemsize
-    require(found == count, str(path), f"{count} tokens, as its header says", found, DataError)
+    present = (size - HEADER_BYTES) // dtype.itemsize
+    require(present == count, str(path), f"{count} tokens, as its header says", present, DataError)
     return TokenFile(path, dtype, HEADER_BYTES, count, classes)
 
 
-def tokens(root: str | Path | None = None, size: int = 256, classes: int = 256) -> Dataset:
+def _require_tokens(path: Path, first: NDArray[np.uint16]) -> None:
+    """Check that a file without a header, which begins with ``first``, does not look like one of another form."""
+    zeros = len(first) > LEAST and not first[6:].any() and first[:6].any()
+    require(not zeros, str(path), "tokens, or the header of llm.c", "a header with another magic number", DataError)
+    wide = len(first) > LEAST and not first[1::2].any() and first[::2].any()
+    require(not wide, str(path), "tokens of 16 bits, or the header of llm.c", "integers of more bits without a header", DataError)
+
+
+def tokens(root: str | Path | None = None, size: int = 256, classes: int = 256, split: str = "val") -> Dataset:
     """Return files of tokens in windows of ``size`` tokens.
 
-    Files named ``*train*.bin`` are for training, files named ``*val*.bin`` for testing, in the order of their names. Windows are
-    adjacent within a file. Augmentation and test windows are those of :func:`petra.data.text.text`.
+    Files named ``*train*.bin`` are for training, and those with ``split`` in their names for evaluation, in the order of their
+    names. Windows are adjacent within a file. Augmentation and evaluation windows are those of :func:`petra.data.text.text`.
 
     Args:
         root: Folder of the files.
         size: Tokens of a window.
         classes: Number of different tokens.
+        split: Part for evaluation: ``val`` or ``test``.
 
     Raises:
-        ConfigError: If ``size`` is out of range, or the vocabulary has another number of tokens.
+        ConfigError: If ``size`` or ``split`` is out of range, or the vocabulary has another number of tokens.
         DataError: If files are missing, damaged or too short.
     """
     require(size >= 1, "data.size", "an integer >= 1", size)
+    require(split in PARTS[1:], "data.split", alternatives(PARTS[1:]), split)
     folder = folder_of(root, "tokens", HELP)
     corpus = _corpus(folder)
+    files = {part: [open_tokens(path, classes, bool(corpus)) for path in _files_of(folder, part)] for part in ("train", split)}
+    for part, least in (("train", size + 1), (split, 2)):
+        longest = max(map(len, files[part]), default=0)
+        require(
+            longest >= least, str(folder / f"*{part}*.bin"), f"files with at least {least} tokens", longest or "none", DataError
+        )
+    ratios = dict[str, float]()
     if corpus:
         require(classes == corpus["classes"], "data.classes", f"{corpus['classes']}, the tokens of {folder / CORPUS}", classes)
-    paths = [sorted(folder.glob(f"*{part}*.bin")) for part in ("train", "val")]
-    for path in paths[0]:
-        require(path not in paths[1], str(path), 'a name with "train" or "val", not with both', path.name, DataError)
-    train, test = ([open_tokens(path, classes) for path in found] for found in paths)
-    _require_long(folder, "*train*.bin", train, size + 1)
-    _require_long(folder, "*val*.bin", test, 2)
-    return windows_of("tokens", classes, size, train, test, corpus.get("bytes_per_target"))
+        ratios = {part: _bytes_per_token(folder, part, found, corpus) for part, found in files.items()}
+    return windows_of("tokens", classes, size, files["train"], files[split], ratios.get(split), corpus.get("vocabulary"))
+
+
+def _files_of(folder: Path, part: str) -> list[Path]:
+    """Return the token files of a part, by name. The name of no file may contain two parts."""
+    found = sorted(folder.glob(f"*{part}*.bin"))
+    for path in found:
+        other = next((other for other in PARTS if other in path.name and other != part), None)
+        require(other is None, str(path), f'a name with "{part}" or "{other}", not with both', path.name, DataError)
+    return found
 
 
 def _corpus(folder: Path) -> dict[str, Any]:
@@ -128,12 +163,19 @@ def _corpus(folder: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        return {"classes": int(facts["classes"]), "bytes_per_target": float(facts["val"]["bytes"]) / max(facts["val"]["tokens"], 1)}
+        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return {**facts, "classes": int(facts["classes"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: can't be read ({first_line(error)}); {HELP}") from error
 
 
-def _require_long(folder: Path, pattern: str, files: Sequence[TokenFile], least: int) -> None:
-    longest = max((len(file) for file in files), default=0)
-    require(longest >= least, str(folder / pattern), f"files with at least {least} tokens", longest or "none", DataError)
+def _bytes_per_token(folder: Path, part: str, files: Sequence[TokenFile], corpus: Mapping[str, Any]) -> float:
+    """Return the mean number of bytes of text per token of a part, whose files must have as many tokens as the corpus says."""
+    facts = corpus.get(part)
+    for key in ("tokens", "bytes"):
+        value = facts.get(key) if isinstance(facts, dict) else None
+        require(type(value) is int and 0 < value < 2**63, f"{folder / CORPUS}, {part}.{key}", "an integer > 0", value, DataError)
+    assert isinstance(facts, dict)
+    count = sum(map(len, files))
+    require(count == facts["tokens"], str(folder / f"*{part}*.bin"), f"{facts['tokens']} tokens, as in {CORPUS}", count, DataError)
+    return float(facts["bytes"]) / int(facts["tokens"])

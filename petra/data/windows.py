@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from petra.data.dataset import Dataset, Split
+from petra.reversible import derive_seed
 from petra.specs import IGNORED
 
 
@@ -52,15 +53,16 @@ class Windows:
         return int(self.ends[-1])
 
     def __call__(self, indices: Tensor, seed: int | None) -> Tensor:
-        """Return int64 inputs (B, T) or int64 targets (B·T,). With a seed, each window starts up to T − 1 tokens later."""
-        shifts = np.zeros(len(indices), np.int64)
-        if seed is not None:
-            shifts = torch.randint(self.size, (len(indices),), generator=torch.Generator().manual_seed(seed)).numpy()
+        """Return int64 inputs (B, T) or int64 targets (B·T,).
+
+        With a seed, each window starts up to T − 1 tokens later, by a number that depends on the seed and the window only.
+        """
         windows = indices.numpy()
         owners = np.searchsorted(self.ends, windows, side="right")
-        rows = [
-            self._row(int(owner), int(window), int(shift)) for owner, window, shift in zip(owners, windows, shifts, strict=True)
-        ]
+        rows = []
+        for owner, window in zip(owners.tolist(), windows.tolist(), strict=True):
+            shift = 0 if seed is None else derive_seed(seed, window) % self.size
+            rows.append(self._row(owner, window, shift))
         tokens = torch.from_numpy(np.stack(rows))
         return tokens.flatten() if self.offset else tokens
 
@@ -82,7 +84,13 @@ class Windows:
 
 
 def windows_of(
-    name: str, classes: int, size: int, train: Sequence[Tokens], test: Sequence[Tokens], bytes_per_target: float | None
+    name: str,
+    classes: int,
+    size: int,
+    train: Sequence[Tokens],
+    test: Sequence[Tokens],
+    bytes_per_target: float | None,
+    vocabulary: str | None = None,
 ) -> Dataset:
     """Return sequences of tokens as a data set of windows.
 
@@ -93,10 +101,11 @@ def windows_of(
         train: Sequences for training.
         test: Sequences for testing.
         bytes_per_target: Mean number of bytes of text per token of the test sequences, or None if it is unknown.
+        vocabulary: Fingerprint of the vocabulary, or None if it is unknown.
     """
 
     def split(sequences: Sequence[Tokens], whole: bool) -> Split:
         inputs, targets = (Windows(sequences, size, offset, whole) for offset in (0, 1))
-        return Split(inputs.count, inputs, targets, in_memory=True)
+        return Split(inputs.count, inputs, targets, per_sample_augmentation=True, epoch_seed=True, in_memory=True)
 
-    return Dataset(name, classes, size, split(train, True), split(test, False), bytes_per_target)
+    return Dataset(name, classes, size, split(train, True), split(test, False), bytes_per_target, vocabulary)

@@ -88,22 +88,25 @@ class KeyValueCache:
     Attributes:
         keys: (B, key heads, T, channels), or None before the first token.
         values: As ``keys``.
+        starts: 1 where a document begins and 0 elsewhere (B, T), or None if all tokens are one document.
     """
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
+        self.starts: Tensor | None = None
 
     @property
     def length(self) -> int:
         """Number of tokens."""
         return 0 if self.keys is None else self.keys.shape[2]
 
-    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the keys and values of new tokens, and return those of all tokens."""
+    def extend(self, keys: Tensor, values: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Append the keys, values and starts of new tokens, and return those of all tokens."""
         self.keys = keys if self.keys is None else torch.cat([self.keys, keys], 2)
         self.values = values if self.values is None else torch.cat([self.values, values], 2)
-        return self.keys, self.values
+        self.starts = starts if self.starts is None or starts is None else torch.cat([self.starts, starts], 1)
+        return self.keys, self.values, self.starts
 
 
 class HeadNorm(nn.RMSNorm):
@@ -118,8 +121,7 @@ class Attention(nn.Module):
     """Normalisation and self-attention (Vaswani et al. 2017, section 3.2). Maps (B, T, D) to (B, T, D).
 
     Attributes:
-        cache: Cache for the generation of text, or None. With a cache, the input is the tokens after those in the cache, and all
-            tokens are one document.
+        cache: Cache for the generation of text, or None. With a cache, the input is the tokens after those in the cache.
     """
 
     def __init__(self, options: LayerOptions) -> None:
@@ -153,11 +155,11 @@ class Attention(nn.Module):
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         mask = None
         if self.cache is not None:
-            k, v = self.cache.extend(k, v)
-            if before:
-                mask = x.new_ones(x.shape[1], before + x.shape[1], dtype=torch.bool).tril(before)
-        elif starts is not None:
-            mask = same_document(starts, options.causal)
+            k, v, starts = self.cache.extend(k, v, starts)
+        if starts is not None:
+            mask = same_document(starts, options.causal, before)
+        elif before:
+            mask = x.new_ones(x.shape[1], before + x.shape[1], dtype=torch.bool).tril(before)
         mixed = F.scaled_dot_product_attention(
             q,
             k,
@@ -233,13 +235,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
-def same_document(starts: Tensor, causal: bool) -> Tensor:
-    """Return the mask of attention within documents: true (B, 1, T, T) where position i may attend to position j.
+def same_document(starts: Tensor, causal: bool, first: int = 0) -> Tensor:
+    """Return the mask of attention within documents: true (B, 1, T - first, T) where position i may attend to position j.
 
     Args:
         starts: 1 where a document begins and 0 elsewhere (B, T).
         causal: Whether i attends only to j <= i.
+        first: The first position i.
     """
     documents = starts.float().cumsum(1)
-    mask = documents[:, :, None] == documents[:, None, :]
-    return (mask.tril() if causal else mask)[:, None]
+    mask = documents[:, first:, None] == documents[:, None, :]
+    return (mask.tril(first) if causal else mask)[:, None]

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from torch import Tensor, nn
 
-from petra.errors import require
+from petra.errors import ModelError, require
 from petra.models.attention import Attention, KeyValueCache
 from petra.models.language import TokenStem
+
+TEMPERATURES = (1e-100, 1e100)
+"""Range in which float32 logits divided by a temperature do not overflow in float64."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +38,20 @@ class Sampling:
 
     def __post_init__(self) -> None:
         require(self.temperature >= 0, "temperature", "a number >= 0", self.temperature)
+        low, high = TEMPERATURES
+        fits = self.temperature == 0 or low <= self.temperature <= high
+        require(fits, "temperature", f"0 for the most probable token, or a number from {low:g} to {high:g}", self.temperature)
         require(self.top_k is None or self.top_k >= 1, "top_k", "an integer >= 1", self.top_k)
         require(0 < self.top_p <= 1, "top_p", "a number > 0 and <= 1", self.top_p)
 
     def draw(self, logits: Tensor, generator: torch.Generator) -> int:
-        """Return a token, drawn from logits (classes,)."""
+        """Return a token, drawn from logits (classes,).
+
+        Raises:
+            ModelError: If a logit is infinite or not a number.
+        """
+        largest = float(logits.max())  # not a number if one of them is not
+        require(isfinite(largest), "weights", "those of a network with finite logits", largest, ModelError)
         if self.temperature == 0:
             return int(logits.argmax())
         probabilities, tokens = (logits.double() / self.temperature).softmax(0).sort(descending=True, stable=True)

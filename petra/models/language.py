@@ -20,6 +20,7 @@ in the lower precision.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
@@ -189,7 +190,8 @@ def revgpt(
         ConfigError: If an argument is out of range.
     """
     require(coupling in COUPLINGS, "model.coupling", alternatives(COUPLINGS), coupling)
-    require(step > 0 and (step == 1 or coupling != "two_functions"), "model.step", "a number > 0; 1 for two_functions", step)
+    fits = 0 < step < math.inf and (step == 1 or coupling != "two_functions")
+    require(fits, "model.step", "a number > 0; 1 for two_functions", step)
     options = _options(
         dim, depth, heads, dropout, size, kv_heads, hidden, mlp, norm, bias, positions, qk_norm, classes, delimiter, embedding_std
     )
@@ -267,7 +269,7 @@ def _options(
     require(positions in POSITIONS, "model.positions", alternatives(POSITIONS), positions)
     within = delimiter is None or 0 <= delimiter < classes
     require(within, "model.delimiter", f"null or a token from 0 to {classes - 1}", delimiter)
-    require(embedding_std > 0, "model.embedding_std", "a number > 0", embedding_std)
+    require(0 < embedding_std < math.inf, "model.embedding_std", "a number > 0", embedding_std)
     return LayerOptions(
         dim=dim,
         heads=heads,

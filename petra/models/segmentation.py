@@ -38,7 +38,8 @@ class Context(nn.Module):
     """Parallel dilated convolutions and global features, reduced by a 1x1 convolution.
 
     Maps streams (B, C, H, W) to (B, channels, H, W). The outputs of the branches are concatenated before they are normalised, which
-    gives the same numbers as normalising each of them, and stores one tensor less.
+    gives the same numbers as normalising each of them, and stores one tensor less. Global features are normalised over the batch,
+    before they get the size of the image: otherwise their running variance would be that of B·H·W values instead of B.
 
     Args:
         features: Total channels of the streams.
@@ -51,16 +52,21 @@ class Context(nn.Module):
         super().__init__()
         self.activation = nn.Sequential(*(layers.norm_act(features, style) if preactivation else []))
         self.branches = nn.ModuleList(layers.conv(features, channels, kernel, dilation=dilation) for kernel, dilation in BRANCHES)
-        self.pooled = layers.conv(features, channels, 1)
-        stacked = (len(BRANCHES) + 1) * channels
+        self.pooled = layers.conv_norm(features, channels, 1, style=style)
+        stacked = len(BRANCHES) * channels
         self.norm = nn.Sequential(*layers.norm_act(stacked, style))
-        self.reduce = layers.conv_norm(stacked, channels, 1, style=style)
+        self.reduce = layers.conv_norm(stacked + channels, channels, 1, style=style)
 
     def forward(self, *streams: Tensor) -> Tensor:
         x = self.activation(torch.cat(streams, dim=1))
-        pooled = self.pooled(x.mean((2, 3), keepdim=True)).expand(-1, -1, *x.shape[2:])
-        stacked = torch.cat([*(branch(x) for branch in self.branches), pooled], dim=1)
-        y: Tensor = self.reduce(self.norm(stacked))
+        pooled = self.pooled(x.mean((2, 3), keepdim=True))
+        stacked = self.norm(torch.cat([branch(x) for branch in self.branches], dim=1))
+        # The 1x1 convolution of all of them, without a copy that holds the pooled features at each position.
+        convolution, *rest = list(self.reduce)
+        weight, own = convolution.get_parameter("weight"), stacked.shape[1]
+        y = F.conv2d(stacked, weight[:, :own]) + F.conv2d(pooled, weight[:, own:])
+        for layer in rest:
+            y = layer(y)
         return y
 
 

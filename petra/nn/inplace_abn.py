@@ -78,7 +78,7 @@ class InPlaceABN(NormBase):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return z, in the memory of ``x`` if ``overwrite`` is set."""
-        check_input(self, x, self.group)
+        check_input(self, x, self.group, alone=not (self.synchronized and x.is_meta))  # a model is profiled before it has a group
         z: Tensor = _InPlaceABN.apply(self, x, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return z
 

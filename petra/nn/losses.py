@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from petra.errors import require
 from petra.specs import IGNORED
+
+LARGEST_DENOMINATOR = 10**9
+"""Fractions of pixels are rounded to the nearest ones with such a denominator: more than pixels of an image."""
 
 
 def bootstrapped_cross_entropy(output: Tensor, targets: Tensor, *, fraction: float, label_smoothing: float = 0.0) -> Tensor:
@@ -30,7 +35,9 @@ def bootstrapped_cross_entropy(output: Tensor, targets: Tensor, *, fraction: flo
     losses = F.cross_entropy(output, targets, reduction="none", ignore_index=IGNORED, label_smoothing=label_smoothing).flatten(1)
     counted = (targets != IGNORED).flatten(1)
     pixels = counted.sum(1, keepdim=True)
-    hardest = (pixels * fraction).ceil()
+    # In integers, since a product of floating-point numbers may be just above or below an integer. 0.07 is 7/100 here.
+    exact = max(Fraction(fraction).limit_denominator(LARGEST_DENOMINATOR), Fraction(1, LARGEST_DENOMINATOR))
+    hardest = (pixels * exact.numerator + exact.denominator - 1) // exact.denominator
     # The number of selected pixels differs between images, and reading it would wait for a GPU. A loss is never negative.
     ordered = torch.where(counted, losses, -1.0).sort(1, descending=True).values
     selected = torch.arange(ordered.shape[1], device=ordered.device) < hardest

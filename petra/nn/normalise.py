@@ -34,8 +34,11 @@ class Statistics:
     running: bool = False
 
 
-def check_input(layer: NormBase, x: Tensor, group: dist.ProcessGroup | None = None) -> None:
+def check_input(layer: NormBase, x: Tensor, group: dist.ProcessGroup | None = None, *, alone: bool = True) -> None:
     """Check that a layer can normalise an input.
+
+    Args:
+        alone: Whether the batch of a layer without ``group`` is the whole one. Otherwise its size is not checked.
 
     Raises:
         ModelError: If ``x`` is not a floating-point tensor (B, C, ...), or if its statistics would be those of a single value.
@@ -45,7 +48,7 @@ def check_input(layer: NormBase, x: Tensor, group: dist.ProcessGroup | None = No
         got = f"{str(x.dtype).removeprefix('torch.')}{shape}"
         raise invalid(name, f"a floating-point input [B, {channels}, ...]", got, ModelError)
     processes = 1 if group is None else dist.get_world_size(group)
-    if _uses_batch(layer) and processes * x.numel() <= channels:
+    if (alone or group is not None) and _uses_batch(layer) and processes * x.numel() <= channels:
         expected = "at least 2 values per channel in training (a larger batch or larger images)"
         raise invalid(name, expected, f"1 in {shape}", ModelError)
 

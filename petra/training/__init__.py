@@ -6,7 +6,6 @@ from petra.training.lars import LARS
 from petra.training.learning_rate import SCHEDULES, Cosine, MultiStep, Polynomial, Schedule, peak_rate
 from petra.training.lock import locked
 from petra.training.loggers import JsonLines, Logger, TensorBoardLogger, WandbLogger
-from petra.training.mirror import Mirror
 from petra.training.optim import OPTIMIZERS, sgd
 from petra.training.progress import Bar, Lines, Progress
 from petra.training.records import new_run_folder, read_rows, write_json
@@ -27,7 +26,6 @@ __all__ = [
     "JsonLines",
     "Lines",
     "Logger",
-    "Mirror",
     "MultiStep",
     "Polynomial",
     "Progress",

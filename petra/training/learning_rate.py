@@ -30,7 +30,7 @@ class Schedule(ABC):
     warmup_epochs: float = 0
 
     def __post_init__(self) -> None:
-        require(self.peak >= 0, "optim.lr", "a number >= 0", self.peak)
+        require(0 <= self.peak < math.inf, "optim.lr", "a number >= 0", self.peak)
         require(0 <= self.warmup_epochs < math.inf, "schedule.warmup_epochs", "a finite number >= 0", self.warmup_epochs)
 
     def __call__(self, t: int) -> float:

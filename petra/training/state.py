@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from petra.engine.method_state import load_method_state, method_state
-from petra.errors import DataError
+from petra.engine.update_state import load_update_state, update_state
+from petra.errors import DataError, invalid
 from petra.pipeline import Pipeline
 from petra.training.weight_files import State, load_into
 
@@ -34,7 +35,7 @@ def state_of(pipeline: Pipeline, *, every_replica: bool = False) -> State:
     if pipeline.replicas is not None and not (pipeline.replicas.first or every_replica):
         return state
     for j, worker in pipeline.workers.items():
-        update = worker.update.state_dict()
+        update = update_state(worker.stage, worker.update)
         numbers = {key: torch.tensor(float(n), dtype=torch.float64) for key, n in update["stage"].items() if n is not None}
         for b, module, own in zip(pipeline.plan.layout.stages[j], worker.stage.module, update["blocks"], strict=True):
             parts = {"model": module.state_dict(), **_update_parts(own), "update": numbers}
@@ -59,26 +60,33 @@ def load_state(pipeline: Pipeline, state: Mapping[str, Tensor], clock: int, sour
     weights = {f"{block}.{name}": value for block, parts in blocks.items() for name, value in parts.get("model", {}).items()}
     load_into(pipeline, weights, source)
     for j, worker in pipeline.workers.items():
-        worker.update.load_state_dict(_update_state(pipeline, j, blocks, source))
-        worker.t = clock
+        load_update_state(worker.stage, worker.update, _update_state(pipeline, j, blocks, source))
+        worker.microbatches_done = clock
         if pipeline.replicas is not None:
             pipeline.replicas.restored(worker)
     pipeline.clock = clock
     load_method_state(pipeline.plan, pipeline.workers, pipeline.remedies, _method_state(pipeline, blocks))
 
 
-def network(folder: Path) -> State:
-    """Return the whole network in a checkpoint, under the keys of an exported file, with moving averages where there are any.
+def network(folder: Path, *, averaged: bool = False) -> State:
+    """Return the whole network in a checkpoint, under the keys of an exported file.
+
+    Args:
+        folder: Folder of the checkpoint.
+        averaged: Return moving averages in place of the weights.
 
     Raises:
-        DataError: If a file cannot be read.
+        DataError: If a file cannot be read, or averages are asked for and there are none.
     """
     from petra.training.storage import read
 
-    blocks = _by_block(read(folder, lambda key: key.split("/")[1] in ("model", "average")))
+    wanted = ("model", "average") if averaged else ("model",)
+    blocks = _by_block(read(folder, lambda key: key.split("/")[1] in wanted))
+    if averaged and not any("average" in parts for parts in blocks.values()):
+        raise invalid(str(folder), "a checkpoint with a moving average (optim.ema)", "none", DataError)
     return {
         f"{block}.{name}": value
-        for part in ("model", "average")  # averages replace weights
+        for part in wanted  # averages replace weights
         for block, parts in blocks.items()
         for name, value in parts.get(part, {}).items()
     }
@@ -93,7 +101,7 @@ def _by_block(state: Mapping[str, Tensor]) -> dict[str, Parts]:
 
 
 def _update_parts(own: Mapping[str, Any]) -> Parts:
-    """Return a block's part of :meth:`petra.engine.update.Update.state_dict` as parts of the state."""
+    """Return a block's part of :func:`petra.engine.update_state.update_state` as parts of the state."""
     optimizer = {
         f"{name}/{key}": value for name, values in own["optimizer"].items() for key, value in values.items() if value is not None
     }
@@ -101,7 +109,7 @@ def _update_parts(own: Mapping[str, Any]) -> Parts:
 
 
 def _update_state(pipeline: Pipeline, j: int, blocks: Mapping[str, Parts], source: str) -> dict[str, Any]:
-    """Return a stage's argument for :meth:`petra.engine.update.Update.load_state_dict`."""
+    """Return a stage's argument for :func:`petra.engine.update_state.load_update_state`."""
     own, numbers = [], []
     for b, module in zip(pipeline.plan.layout.stages[j], pipeline.workers[j].stage.module, strict=True):
         name = pipeline.plan.model.blocks[b].name
@@ -111,7 +119,7 @@ def _update_state(pipeline: Pipeline, j: int, blocks: Mapping[str, Parts], sourc
         except KeyError as error:
             raise DataError(f"{source}: block {name} does not fit (no {error.args[0]})") from error
     smallest = {key: min(float(n[key]) for n in numbers) for key in numbers[0]}
-    return {"stage": {"scale": None, **smallest}, "blocks": own}
+    return {"stage": smallest, "blocks": own}
 
 
 def _block_update_state(module: nn.Module, parts: Parts) -> dict[str, Any]:

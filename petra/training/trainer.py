@@ -18,10 +18,8 @@ from petra.errors import DataError, Interrupted, first_line
 from petra.pipeline import Pipeline
 from petra.training.checkpoint import Checkpoints
 from petra.training.loggers import Logger
-from petra.training.mirror import Mirror
 from petra.training.progress import Progress
 from petra.training.updates import UpdateLog
-from petra.transport.membership import Membership
 
 
 @dataclass(frozen=True)
@@ -97,10 +95,7 @@ class Trainer:
         checkpoints: Writer of checkpoints, or None. The trainer saves one after each epoch.
         every: Number of microbatches, counted from the start of the run, after which the pipeline is drained and a checkpoint is
             saved; None to save only at the end of an epoch.
-        mirror: Writer of copies of the state in memory, or None. The trainer calls it after each drain.
-        mirror_every: Number of microbatches, counted like ``every``, after which the pipeline is drained for the mirror.
         facts: Facts of the run to save with each checkpoint.
-        membership: Agreement on the replicas that take part; None if none may be lost.
         stop: Returns whether this process was asked to stop. Called after each drain; without planned drains also during training.
     """
 
@@ -119,17 +114,13 @@ class Trainer:
         bytes_per_target: float | None = None,
         checkpoints: Checkpoints | None = None,
         every: int | None = None,
-        mirror: Mirror | None = None,
-        mirror_every: int | None = None,
         facts: Mapping[str, Any] | None = None,
         stop: Callable[[], bool] = lambda: False,
-        membership: Membership | None = None,
     ) -> None:
         self.pipeline, self.learning_rate = pipeline, learning_rate
         self.train, self.test, self.unit, self.bytes_per_target = train, test, unit, bytes_per_target
         self.checkpoints, self.every, self.facts, self.stop = checkpoints, every, dict(facts or {}), stop
-        self.mirror, self._intervals = mirror, [n for n in (every, mirror_every) if n is not None]
-        self.loggers, self.updates, self.progress, self.membership = loggers, updates, progress, membership
+        self.loggers, self.updates, self.progress = loggers, updates, progress
         self.microbatches, self.test_batches = limited(train.batches_per_epoch, limit), limited(test.batches, limit)
 
         self.history: list[Epoch] = []
@@ -141,8 +132,8 @@ class Trainer:
 
         Raises:
             Interrupted: In every process, if any was asked to stop. The last checkpoint is complete.
-            MembershipChanged: In every process, if replicas were lost or return. The pipeline has drained.
-            PetraError: In every process, if a checkpoint cannot be written.
+            PetraError: In every process, if a checkpoint cannot be written, or the replicas that take part change. The pipeline has
+                drained.
         """
         while len(self.history) < epochs:
             try:
@@ -154,8 +145,6 @@ class Trainer:
                 raise
         if self.checkpoints is not None:
             self.checkpoints.wait()
-        if self.mirror is not None:
-            self.mirror.wait()
         return self.history
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -197,17 +186,17 @@ class Trainer:
 
     def _phase(self, name: str, *, admit: bool = False) -> AbstractContextManager[None]:
         """Return a context in which replicas may be lost. At its end, all processes agree whether to continue."""
-        if self.membership is None:
-            return nullcontext()
-        return self.membership.concluding(f"{name} after microbatch {self.pipeline.clock}", admit=admit)
+        replicas = self.pipeline.replicas
+        return nullcontext() if replicas is None else replicas.phase(f"{name} after microbatch {self.pipeline.clock}", admit=admit)
 
     def _train_to_drain(self, end: int) -> None:
         """Train up to the next planned drain or the end of the epoch, or until a process is asked to stop."""
         started = time.perf_counter()
         count = end - self.pipeline.clock
-        count = min([count, *(n - self.pipeline.clock % n for n in self._intervals)])
+        if self.every is not None:
+            count = min(count, self.every - self.pipeline.clock % self.every)
         # An unplanned drain changes the weights of a run. With planned drains, a run that stops there resumes bit for bit.
-        stop = None if self._intervals else self._stop_early
+        stop = self._stop_early if self.every is None else None
         watchers = [watcher.microbatch for watcher in (self.updates, self.progress) if watcher is not None]
 
         def on_microbatch(report: Tensor) -> None:
@@ -239,23 +228,12 @@ class Trainer:
         )
 
     def _save_and_stop(self, score: float | None) -> None:
-        """Copy and save the drained pipeline, and raise :class:`Interrupted` if any process was asked to stop.
-
-        Between two epochs, only drains at a multiple of ``every`` write a checkpoint, and a drain that ends the run.
-        """
-        facts = self.resumable_facts()
-        if self.mirror is not None:
-            self.mirror.save(self.pipeline, facts)
-        due = score is not None or self.mirror is None or (self.every is not None and self.pipeline.clock % self.every == 0)
-        if self.checkpoints is not None and due:
-            self.checkpoints.save(self.pipeline, facts, score)
+        """Save the drained pipeline, and raise :class:`Interrupted` if any process was asked to stop."""
+        if self.checkpoints is not None:
+            self.checkpoints.save(self.pipeline, self.resumable_facts(), score)
         if any(all_gather_objects(self.stop())):
             if self.checkpoints is not None:
-                if not due:
-                    self.checkpoints.save(self.pipeline, facts, score)
                 self.checkpoints.wait()
-            if self.mirror is not None:
-                self.mirror.wait()
             raise Interrupted(self.pipeline.clock, saved=self.checkpoints is not None)
 
     def resumable_facts(self) -> dict[str, Any]:

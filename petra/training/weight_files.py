@@ -56,7 +56,7 @@ def export(pipeline: Pipeline, path: Path, facts: Mapping[str, Any] | None = Non
 
     Args:
         facts: Values that JSON can represent, such as the normalisation of inputs. They are stored as the file's metadata, so that
-            the tensors remain those of the network. :func:`facts_in` returns them.
+            the tensors remain those of the network. :func:`facts_in` returns them, and ``clock``, the number of microbatches done.
 
     Raises:
         ConfigError: If there is no format with this suffix, or safetensors is not installed.
@@ -68,7 +68,7 @@ def export(pipeline: Pipeline, path: Path, facts: Mapping[str, Any] | None = Non
         return
     draft = path.with_name(path.name + ".part")
     try:
-        text = {FACTS: json.dumps(dict(facts or {}))}
+        text = {FACTS: json.dumps({"clock": pipeline.clock, **(facts or {})})}
         if path.suffix == ".pt":
             ordered = OrderedDict(state)
             # As Module.state_dict() does; load_state_dict() reads only the entries of modules' versions.
@@ -109,11 +109,13 @@ def load(path: Path) -> State:
 
 
 def facts_in(path: Path) -> dict[str, Any]:
-    """Return the facts that a file was exported with; empty if there are none.
+    """Return the facts that a file was exported with and its ``clock`` in microbatches; empty if another program has written it.
 
     Raises:
         DataError: If the file is missing or damaged.
+        ConfigError: If there is no format with this suffix, or safetensors is not installed.
     """
+    check_format(path.suffix)
     try:
         if path.suffix == ".pt":
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from petra.data import EvalSource, Split, TrainSource, load_dataset
+from petra.data import EvalSource, Split, TrainSource, from_dataset, load_dataset
 from petra.data.arrays import Images, augment, normalise
 from petra.data.dataset import Labels
 from petra.errors import ConfigError
@@ -17,7 +17,7 @@ from petra.reversible import derive_seed
 def numbered():
     """Return 23 training images with different labels, so that targets identify the images of a microbatch."""
     data = load_dataset("synthetic", images=23, classes=5)
-    return replace(data, train=Split(23, data.train.inputs, Labels(torch.arange(23))))
+    return replace(data, train=replace(data.train, targets=Labels(torch.arange(23))))
 
 
 def with_images(dataset, **changes):
@@ -112,10 +112,69 @@ def test_share_selects_rows_of_the_microbatch(numbered):
             assert torch.equal(test.targets(m), tests.targets(m))
 
 
+def test_augmentation_does_not_depend_on_the_batch_size(numbered):
+    """Two epochs read sample by sample, in batches of 23 and, as far as they go, in batches of 5: each sample looks the same."""
+    for split in (numbered.train, from_dataset(Noisy(23))):
+
+        def read(batch_size, batches, split=split):
+            source = TrainSource(split, batch_size, seed=4)
+            return torch.cat([source.inputs(m) for m in batches])
+
+        single, whole = read(1, range(46)), read(23, range(2))
+        assert torch.equal(single, whole)
+        assert torch.equal(read(5, range(4)), whole[:20])
+        first, second = (epoch[epoch.flatten(1).sum(1).argsort()] for epoch in whole.split(23))
+        assert not torch.equal(first, second), "augmentation changes from epoch to epoch"
+
+
+class Noisy(list):
+    """Data set whose samples draw random numbers."""
+
+    def __init__(self, count):
+        super().__init__(range(count))
+
+    def __getitem__(self, index):
+        return torch.rand(3), index
+
+
+def test_readers_that_draw_for_a_whole_microbatch_have_a_seed_of_their_own_for_each():
+    split = Split(8, lambda indices, seed: torch.full((len(indices), 1), seed % 1000), Labels(torch.zeros(8)))
+    source = TrainSource(split, 2, seed=0)
+    assert len({source.inputs(m)[0].item() for m in range(4)}) == 4
+
+
 @pytest.mark.parametrize("batch_size", [0, 24])
 def test_batch_size_must_fit_the_training_set(numbered, batch_size):
     with pytest.raises(ConfigError, match=rf"data\.batch_size: expected an integer from 1 to 23, .*, got {batch_size}"):
         TrainSource(numbered, batch_size, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 2.5}, "data.batch_size: expected an integer "),
+        ({"batch_size": "4"}, "data.batch_size: expected an integer "),
+        ({"workers": -1}, "data.workers: expected an integer >= 0, got -1"),
+        ({"workers": 1.5}, "data.workers: expected an integer >= 0, got 1.5"),
+        ({"share": 3}, "share: expected a slice, got 3"),
+        ({"timeout": 0}, "timeout: expected a number > 0, got 0"),
+        ({"timeout": float("nan")}, "timeout: expected a number > 0, got nan"),
+        ({"timeout": "x"}, "timeout: expected a number > 0, got x"),
+        ({"dataset": [1, 2]}, "dataset: expected a Dataset or Split (petra.data.from_dataset makes one), got list"),
+        ({"seed": 1.5}, "seed: expected an integer, got 1.5"),
+        ({"augment": "no"}, "augment: expected true or false, got no"),
+    ],
+)
+def test_arguments_are_checked_when_a_source_is_made(numbered, changes, message):
+    """And not when its first microbatch is read. Rows selected by a number would have no batch dimension."""
+    own = {"seed", "augment"} & changes.keys()
+    for kind, arguments in ((TrainSource, {"seed": 0}), *(() if own else ((EvalSource, {}),))):
+        try:
+            kind(**{"dataset": numbered, "batch_size": 4, **arguments, **changes})
+            found = "nothing"
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+        assert found.startswith(f"ConfigError: {message}")
 
 
 # --- augmentation ---
@@ -133,21 +192,21 @@ def test_augmentation_against_a_search_over_all_crops():
             crop = padded[:, top : top + 32, left : left + 32]
             choices[crop.tobytes()] = (top, left, False)
             choices[crop[:, :, ::-1].tobytes()] = (top, left, True)
-    results = augment(image.expand(2000, -1, -1, -1), flip=True, seed=derive_seed(7))
+    results = augment(image.expand(2000, -1, -1, -1), flip=True, seed=derive_seed(7), indices=torch.arange(2000))
     found = [choices[result.numpy().tobytes()] for result in results]
     assert len(set(found)) == 162
     counts = np.bincount([9 * top + left for top, left, _ in found], minlength=81)
     assert ((counts - 2000 / 81) ** 2).sum() / (2000 / 81) < 130  # chi-square with 80 degrees, 99.9th percentile 125
     assert 0.45 < np.mean([mirrored for *_, mirrored in found]) < 0.55
 
-    unmirrored = augment(image.expand(200, -1, -1, -1), flip=False, seed=1)
+    unmirrored = augment(image.expand(200, -1, -1, -1), flip=False, seed=1, indices=torch.arange(200))
     assert not any(choices[result.numpy().tobytes()][2] for result in unmirrored)
 
 
 def test_augmentation_does_not_mix_images(numbered):
     """Row i of the result is a crop of image i."""
     images = numbered.train.inputs.images.clamp(min=1)  # no zeros but the padding
-    for image, result in zip(images, augment(images, flip=False, seed=0), strict=True):
+    for image, result in zip(images, augment(images, flip=False, seed=0, indices=torch.arange(len(images))), strict=True):
         padded = torch.zeros(3, 40, 40, dtype=torch.uint8)
         padded[:, 4:36, 4:36] = image
         crops = [padded[:, top : top + 32, left : left + 32] for top in range(9) for left in range(9)]
@@ -162,9 +221,8 @@ def test_normalised_augmented_images_against_a_loop_over_pixels():
     indices = torch.tensor([4, 0, 4, 5])
     found = Images(images, moments, flip=True)(indices, 11)
 
-    generator = torch.Generator().manual_seed(11)
-    tops, lefts = torch.randint(0, 9, (2, 4, 1), generator=generator).flatten(1).tolist()
-    mirrored = (torch.rand(4, 1, generator=generator) < 0.5).flatten().tolist()
+    drawn = [derive_seed(11, index) for index in indices.tolist()]
+    tops, lefts, mirrored = ([number // factor % choices for number in drawn] for factor, choices in ((1, 9), (9, 9), (81, 2)))
     assert len(set(mirrored)) == 2
     expected = np.empty((4, 3, 8, 8), np.float32)
     for i, channel, row, column in np.ndindex(4, 3, 8, 8):

@@ -143,7 +143,7 @@ def test_the_mean_image_is_subtracted_before_the_crop(release, tmp_path, monkeyp
     assert torch.allclose(centred.train.inputs(everything, None).double(), expected, atol=1e-6)
     assert torch.allclose(centred.train.inputs(everything, None).mean(0), torch.zeros(3, 32, 32), atol=1e-6)
     # The padding of a crop is zero, the value of the mean image, and the crops are those of the other normalisation.
-    first, second = centred.train.inputs(everything, 5), augment(expected.float(), True, 5)
+    first, second = centred.train.inputs(everything, 5), augment(expected.float(), True, 5, everything)
     assert torch.allclose(first, second, atol=1e-6)
     test = plain.test.inputs.images.double()
     assert torch.allclose(centred.test.inputs(torch.arange(4), None).double(), (test - pixels.mean(0)) / 255, atol=1e-6)

@@ -10,7 +10,9 @@ import torch
 from PIL import Image
 
 from petra.data import EvalSource, TrainSource, imagenet, load_dataset
-from petra.data.imagenet import decoded, distorted, jittered, one_of_ten, random_box
+from petra.data.imagenet import MOMENTS, decoded, distorted, jittered, one_of_ten, random_box
+from petra.data.label_maps import read_image
+from petra.data.preparation import Preparation
 from petra.errors import ConfigError, DataError
 from tests.support.fakes import jpeg, smooth_image, write_image_folders
 
@@ -66,6 +68,21 @@ def test_png_file_with_the_name_of_a_jpeg(tmp_path):
     path = tmp_path / "really_png.JPEG"
     smooth_image(32, 32).save(path, "PNG")
     assert np.array_equal(decoded(path, 28, None), np.asarray(smooth_image(32, 32).crop((2, 2, 30, 30))))
+
+
+@pytest.mark.parametrize("reader", ["training", "evaluation", "prediction", "segmentation"])
+def test_16_bit_greyscale_keeps_its_brightness(reader, tmp_path):
+    """A file of twice the bits shows the same picture, wherever images are read."""
+    grey = np.asarray(smooth_image(32, 32, "L"))
+    for name, values in (("8.png", grey), ("16.png", grey.astype(np.uint16) * 257)):
+        Image.fromarray(values).save(tmp_path / name)
+    read = {
+        "training": lambda path: decoded(path, 28, random.Random(0)),
+        "evaluation": lambda path: decoded(path, 28, None),
+        "prediction": Preparation(28, MOMENTS),
+        "segmentation": lambda path: np.asarray(read_image(path)),
+    }[reader]
+    assert np.array_equal(read(tmp_path / "16.png"), read(tmp_path / "8.png"))
 
 
 @pytest.mark.parametrize("content", ["truncated", "empty", "no image", "gif"])

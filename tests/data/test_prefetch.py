@@ -33,6 +33,15 @@ def test_numbers_come_in_order_from_other_processes() -> None:
         assert process != os.getpid()
 
 
+def test_any_timeout_is_accepted() -> None:
+    """The loader refuses more than 2^31 ms."""
+    try:
+        found = Prefetcher(doubled, workers=1, stop=1, timeout=1e7)(0)[0].item()
+    except OverflowError as error:
+        found = repr(error)
+    assert found == 0
+
+
 def test_number_of_prefetched_results_is_limited(tmp_path: Path) -> None:
     def recorded(m: int) -> torch.Tensor:
         (tmp_path / str(m)).touch()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import struct
+import zlib
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from petra.data.class_uniform import ClassUniform
 from petra.data.crops import MEAN_COLOUR, random_pixel, random_window, scaled, tiles_of
 from petra.data.label_maps import SampleIndex
 from petra.data.segmentation import CITYSCAPES_CLASSES
-from petra.errors import ConfigError, DataError
+from petra.errors import ConfigError, DataError, PetraError
 from petra.specs import IGNORED
 
 CLASSES = 4
@@ -173,6 +176,26 @@ def test_class_uniform_sampling_shows_all_classes_equally_often() -> None:
     assert len({*order(generator).tolist()}) == 20  # repetitions of an image differ
 
 
+def test_class_uniform_sampling_needs_a_pixel_of_a_class(root: Path) -> None:
+    for i in range(6):
+        write_pair(root, "train", f"{i}", np.full((40, 52), 255, np.uint8))
+    message = (
+        "data.sampling: expected shuffle, or training images with pixels of a class, got class_uniform and only ignored pixels"
+    )
+    assert refusal(lambda: TrainSource(load(root, sampling="class_uniform"), 3, seed=0).targets(0)) == message
+
+
+def refusal(function: Callable[[], object]) -> str:
+    """Return the message of the error that a function raises, with the type of one that is not petra's."""
+    try:
+        function()
+    except PetraError as error:
+        return str(error)
+    except Exception as error:
+        return repr(error)
+    return "none"
+
+
 def test_class_uniform_windows_contain_their_class(root: Path) -> None:
     """A rare class: 16 pixels in one image. Without the sampling, few windows show it."""
     labels = blocks(120, 160, 9, values=2)
@@ -206,8 +229,9 @@ def test_class_presence_is_cached_until_a_label_file_changes(root: Path, cache: 
     ]
     assert first.tolist() == expected
     (stored,) = (cache / "petra").iterdir()
-    np.save(stored, ~first)
-    assert (load(root, sampling="class_uniform").train.order.presence == ~first).all()
+    other = np.logical_xor(first, np.arange(6)[:, None] < 3)  # such as no labels of these images would give
+    np.save(stored, other)
+    assert (load(root, sampling="class_uniform").train.order.presence == other).all()
     write_pair(root, "train", "0", np.zeros((9, 9), np.uint8))
     assert load(root, sampling="class_uniform").train.order.presence[0].tolist() == [True, False, False, False]
     for path in (cache / "petra").iterdir():
@@ -243,6 +267,33 @@ def test_unusable_files_are_errors_that_name_them(root: Path, change: str, messa
     actions[change]()
     with pytest.raises(DataError, match=message):
         _read_everything(root)
+
+
+@pytest.mark.parametrize("depth", [2, 4])
+def test_labels_of_few_bits_are_refused_without_a_palette(root: Path, depth: int) -> None:
+    """Pillow scales greyscale values: with many classes, 1 of 4 bits would be class 17."""
+    labels, path = blocks(40, 52, 0), root / "labels/train/0.png"
+    read = load(root, classes=255).train.targets.files.read_labels
+    palette = Image.fromarray(labels, "P")
+    palette.putpalette([0] * 12)
+    palette.save(path, bits=depth)
+    assert (read(0) == labels).all()
+    write_greyscale(path, labels, 8)
+    assert (read(0) == labels).all()
+    write_greyscale(path, labels, depth)
+    message = rf"labels/train/0\.png: expected labels in one channel of 8 bits, or in a palette, got greyscale of {depth} bits$"
+    with pytest.raises(DataError, match=message):
+        read(0)
+
+
+def write_greyscale(path: Path, values: np.ndarray[Any, Any], depth: int) -> None:
+    """Write a greyscale PNG file of ``depth`` bits, which Pillow can't."""
+    bits = np.unpackbits(values[..., None], axis=2)[..., -depth:].reshape(len(values), -1)
+    rows = np.pad(np.packbits(bits, axis=1), ((0, 0), (1, 0)))  # the first byte of a row: no filter
+    header = struct.pack(">2I5B", values.shape[1], len(values), depth, 0, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes())), (b"IEND", b""))
+    parts = (struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks)
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
 
 
 def _read_everything(root: Path) -> None:

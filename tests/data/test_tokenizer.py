@@ -64,6 +64,30 @@ def test_documents_are_delimited_and_divided(tmp_path: Path, monkeypatch: pytest
     assert data.train.inputs(torch.tensor([0]), None)[0, 0] == 0
 
 
+@pytest.mark.parametrize("fraction", ["0.3", "1e-9"])
+def test_a_third_part_leaves_the_validation_part_as_it_is(fraction: str, tmp_path: Path) -> None:
+    for folder, words in ((tmp_path / "a", []), (tmp_path / "b", ["--test", fraction])):
+        folder.mkdir()
+        facts = tokenize(folder, "--validation", fraction, *words)
+    two, three = tmp_path / "a" / "tokens", tmp_path / "b" / "tokens"
+    assert (two / "val_000000.bin").read_bytes() == (three / "val_000000.bin").read_bytes()
+    assert not [*two.glob("*test*")]
+    parts = {part: decoded(three, part) for part in ("train", "val", "test")}
+    assert sorted(text for texts in parts.values() for text in texts) == sorted(TEXTS)
+    assert {part: len(texts) for part, texts in parts.items()} == {part: facts[part]["documents"] for part in parts}
+    data = load_dataset("tokens", root=three, size=8, classes=facts["classes"], split="test")
+    assert data.bytes_per_target == facts["test"]["bytes"] / facts["test"]["tokens"]
+
+
+def test_files_for_the_test_part(tmp_path: Path) -> None:
+    for name in ("one", "two", "three"):
+        (tmp_path / name).write_text(f"Chapter {name}", encoding="utf-8")
+    one, two, three, out = (str(tmp_path / name) for name in ("one", "two", "three", "out"))
+    main([one, "--validation", two, "--test", three, "--out", out, "--vocabulary", "300"])
+    parts = [decoded(Path(out), part) for part in ("train", "val", "test")]
+    assert parts == [["Chapter one"], ["Chapter two"], ["Chapter three"]]
+
+
 def test_equal_documents_are_on_one_side(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 2))
     main([str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "tokens"), "--vocabulary", "300", "--validation", "0.3"])
@@ -90,7 +114,6 @@ def test_files_for_validation_and_a_given_vocabulary(tmp_path: Path, capsys: pyt
         (["--vocabulary", "missing.json"], "missing.json: can't be read as a vocabulary"),
         (["--validation", "1.5"], "--validation: expected a number > 0 and < 1, or files, got 1.5"),
         (["--validation", "0.0"], "--validation: expected a number > 0 and < 1, or files, got 0.0"),
-        (["--separator", "nowhere"], "text files: expected at least two different documents"),
         (["--separator", ""], "--separator: expected a text, got nothing"),
         (["--validation", "missing.txt"], "missing.txt: can't be read as UTF-8 text"),
     ],
@@ -148,3 +171,64 @@ def test_documents_are_not_truncated_by_the_vocabulary(tmp_path: Path) -> None:
     loaded = tokenizer.load_vocabulary(tmp_path / "short.json")
     for text in TEXTS:
         assert loaded.encode(text).ids == tokenizers.Tokenizer.from_file(str(path)).encode(text).ids
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.txt", "one<>two"), ("a.jsonl", '{"text": "one"}\n{"text": "two"}\n')])
+def test_a_byte_order_mark_is_no_text(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    assert [*tokenizer.documents([tmp_path / name], "<>", lambda count: None)] == ["one", "two"]
+
+
+def test_text_without_whitespace_is_divided() -> None:
+    """Each word takes the trainer a time that grows with the square of its length."""
+    text = "acgt\u00e9" * 1000
+    vocabulary = tokenizer.train_vocabulary([text], 300)
+    words = vocabulary.pre_tokenizer.pre_tokenize_str(text)
+    assert max(len(word) for word, _ in words) == 512
+    assert vocabulary.decode(vocabulary.encode(text).ids) == text
+
+
+def test_the_vocabulary_of_ordinary_text_is_that_of_whole_words() -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    expected = Tokenizer(models.BPE())
+    expected.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    expected.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False)
+    texts = [Path(__file__).read_text(encoding="utf-8"), *TEXTS, "=" * 500]
+    expected.train_from_iterator(texts, trainer)
+    found = tokenizer.train_vocabulary(texts, 400)
+    assert found.get_vocab() == expected.get_vocab()
+    assert [found.encode(text).ids for text in texts] == [expected.encode(text).ids for text in texts]
+
+
+@pytest.mark.parametrize("sizes", [(3000,), (2000, 2500), (5000, 1, 2), (3000, 3000)])
+@pytest.mark.parametrize("test", [[], ["--test", "0.05"]])
+def test_few_documents_give_about_the_asked_fraction(sizes: tuple[int, ...], test: list[str], tmp_path: Path) -> None:
+    texts = [f"Chapter {size}: " + "".join(f"na\u00efve {i}, " for i in range(size)) for size in sizes]
+    for i, text in enumerate(texts):
+        (tmp_path / f"{i}.txt").write_text(text, encoding="utf-8")
+    files = [str(path) for path in sorted(tmp_path.glob("*.txt"))]
+    main([*files, "--validation", "0.02", *test, "--out", str(tmp_path / "tokens"), "--vocabulary", "300"])
+    facts = json.loads((tmp_path / "tokens" / "corpus.json").read_text())
+    total = sum(len(text.encode()) for text in texts)
+    assert facts["val"]["bytes"] / total == pytest.approx(0.02, rel=0.1)
+    if test:
+        assert facts["test"]["bytes"] / total == pytest.approx(0.05, rel=0.1)
+    parts = {part: decoded(tmp_path / "tokens", part) for part in ("train", "val", "test")[: 3 if test else 2]}
+    assert sum(len(text) for found in parts.values() for text in found) == sum(map(len, texts))
+    longest = max(texts, key=len)
+    assert parts["val"][texts.index(longest) if len(parts["val"]) > 1 else 0] in longest[-len(longest) // 8 :]
+
+
+def test_the_folder_is_checked_before_the_vocabulary_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / "train.bin").touch()
+    trained = []
+    monkeypatch.setattr("launch.tokenize.train_vocabulary", lambda *options: trained.append(options))
+    with pytest.raises(SystemExit):
+        tokenize(tmp_path)
+    assert not trained

@@ -47,7 +47,7 @@ def test_help_names_each_command_and_what_it_does() -> None:
     for name in commands():
         (line,) = (line for line in lines if line.startswith(f"  petra {name} "))
         assert len(line.split()) > 3
-    assert {"train", "evaluate", "compare", "sweep", "local", "node", "doctor", "reproduce"} <= {*commands()}
+    assert {"train", "evaluate", "compare", "sweep", "local", "node", "doctor"} <= {*commands()}
 
 
 def test_an_unknown_command_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,6 +58,16 @@ def test_an_unknown_command_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys:
     assert capsys.readouterr().err == "error: command: expected train or another name from petra --help, got trian\n"
     with pytest.raises(ConfigError, match="expected a name from petra --help, got xyz"):
         require_command("xyz")
+
+
+def test_a_command_that_moved_names_the_new_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "reproduce" not in commands()
+    monkeypatch.setattr(sys, "argv", ["petra", "reproduce", "table1"])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2
+    expected = "error: command: expected python -m reproduction in a clone of the project, got reproduce\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_processes_are_taken_from_the_arguments() -> None:
@@ -95,7 +105,6 @@ def test_several_processes_start_through_the_agent(monkeypatch: pytest.MonkeyPat
         ("petra sweep model=revnet18,revnet3", ["model=revnet18,revnet34"], []),
         ("petra sweep --", ["--out", "--slurm"], ["--nproc"]),
         ("petra train --", ["--nproc", "--config-dir", "--multirun"], []),
-        ("petra reproduce table", ["table1", "table6"], []),
         ("petra evaluate r", ["run=", "run_dir="], []),
         ("petra completion ", ["bash", "zsh"], []),
         ("petra no_command ", [], ["k="]),

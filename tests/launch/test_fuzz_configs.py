@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 from hypothesis import given, settings
 
-from tests.fuzz_configs import command_lines, limited_attempt, prepare
+from tests.fuzz_configs import attempt_sequence, command_lines, limited_attempt, prepare
+from tests.fuzz_runs import DAMAGES, Train, sequence
 
+SEQUENCES = (0, 1)
 SMALL = [
     "model=revvit",
     "data=synthetic",
@@ -33,6 +36,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @given(line=command_lines)
 def test_a_random_configuration_runs_or_is_one_error(line: list[str], folder: Path) -> None:
     limited_attempt(line, folder)
+
+
+@pytest.mark.parametrize("number", SEQUENCES)
+def test_a_random_sequence_of_commands_leaves_what_it_should(number: int, tmp_path: Path) -> None:
+    attempt_sequence(number, tmp_path)
+
+
+def test_the_sequences_have_each_kind_of_step() -> None:
+    steps = [step for number in SEQUENCES for step in sequence(Random(number))]
+    trainings = [step for step in steps if isinstance(step, Train)]
+    assert {step.export for step in trainings} == {"none", "pt", "safetensors"}
+    assert {step.average for step in trainings} == {"null", "0.5"}
+    assert {step.stopped for step in trainings} == {False, True}
+    assert {"no config", *DAMAGES} & {step for step in steps if not isinstance(step, Train)} > {"no config"}
 
 
 @pytest.mark.parametrize(

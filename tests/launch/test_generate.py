@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from launch import evaluate, generate, tokenize
 from launch.config.schema import to_config
 from launch.run.report import history
 from launch.run.training import run
+from petra.errors import PetraError
 from petra.models import revgpt
 from petra.training import Lines, load
 from tests.launch.test_launch import ALONE, to_composed
@@ -47,6 +49,29 @@ def test_loss_is_also_in_bits_per_byte(trained: Path, capsys: pytest.CaptureFixt
     evaluate.main([f"run={trained}/run"])
     assert json.loads(capsys.readouterr().out)["bits_per_byte"] == pytest.approx(row["test_bits_per_byte"])
     assert f"{row['test_bits_per_byte']:.4f}" in (trained / "run" / "report.html").read_text()
+
+
+def test_evaluate_reads_the_test_part(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the files of two parts exchanged, the results are exchanged."""
+    words = ["--vocabulary", f"{trained}/tokens/tokenizer.json", "--separator", "<>", "--validation", "0.2", "--test", "0.3"]
+    tokenize.main([str(trained / "a.txt"), "--out", str(tmp_path / "one"), *words])
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    (tmp_path / "one" / "val_000000.bin").rename(tmp_path / "two" / "test_000000.bin")
+    (tmp_path / "one" / "test_000000.bin").rename(tmp_path / "two" / "val_000000.bin")
+    facts = json.loads((tmp_path / "two" / "corpus.json").read_text())
+    facts["val"], facts["test"] = facts["test"], facts["val"]
+    (tmp_path / "two" / "corpus.json").write_text(json.dumps(facts))
+    results = []
+    for words in (["data.split=test"], []):
+        capsys.readouterr()
+        evaluate.main([f"run={trained}/run", f"data.root={tmp_path}/two", "trainer.limit_batches=null", *words])
+        results.append(json.loads(capsys.readouterr().out))
+    val = json.loads((trained / "tokens" / "corpus.json").read_text())["val"]
+    assert results[0]["tokens"] == val["tokens"] - 1
+    assert results[1]["tokens"] == facts["val"]["tokens"] - 1
+    for result, part in zip(results, ("test", "val"), strict=True):
+        ratio = facts[part]["tokens"] / facts[part]["bytes"]
+        assert result["bits_per_byte"] == pytest.approx(result["loss"] / math.log(2) * ratio)
 
 
 def test_bits_per_byte_are_not_printed_as_a_share(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,6 +108,14 @@ def test_greedy_text_is_that_of_the_exported_network(trained: Path, capsys: pyte
         (["tokens=many"], "tokens: expected "),
         (["tokens=0"], "tokens: expected an integer >= 1, got 0"),
         (["temperature=-1"], "temperature: expected a number >= 0, got -1"),
+        (
+            ["temperature=1e-310"],
+            "temperature: expected 0 for the most probable token, or a number from 1e-100 to 1e+100, got 1e-310",
+        ),
+        (["temperature=.inf"], "temperature: expected 0 for the most probable token, or a number from 1e-100 to 1e+100, got inf"),
+        (["temperature=.nan"], "temperature: expected a number >= 0, got nan"),
+        (["top_p=.nan"], "top_p: expected a number > 0 and <= 1, got nan"),
+        (["prompt=a\udcff"], "prompt: expected text in UTF-8, got 'a\\udcff'"),
         (["vocabulary=missing.json"], "missing.json: can't be read as a vocabulary"),
         (["model.hidden=31"], "weights: expected the weights of revgpt, got "),
         (["tokns=3"], "tokns: no such key"),
@@ -96,7 +129,7 @@ def test_invalid_words_give_one_line(words: list[str], message: str, trained: Pa
     with pytest.raises(SystemExit) as ended:
         generate.main([f"run={trained}/run", *words])
     assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("weights of ")]
     assert line.startswith(f"error: {message}")
 
 
@@ -129,9 +162,66 @@ def test_a_vocabulary_with_more_tokens_than_the_network_is_refused(trained: Path
     assert "tokenizer.json: expected a vocabulary of at most 280 tokens, the run's data.classes, got 285" in capsys.readouterr().err
 
 
+@pytest.fixture(scope="module")
+def other(trained: Path) -> Path:
+    """Tokens of a vocabulary of the same size, of which some are other words."""
+    (trained / "b.txt").write_text("<>".join(f"A {w} by {i} or a {w}? " * 5 for i in range(30) for w in ("ship", "port")))
+    words = ["--separator", "<>", "--vocabulary", "280", "--validation", "0.2", "--out", f"{trained}/other"]
+    tokenize.main([str(trained / "b.txt"), *words])
+    return trained / "other"
+
+
+def test_another_vocabulary_of_the_same_size_is_refused(
+    trained: Path, other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of exported weights and of checkpoints, by evaluate and generate, as data.root or as files that replace the run's."""
+    (checkpoint,) = (path for path in (trained / "run" / "checkpoints").iterdir() if path.is_dir())
+    for words in ([], [f"weights={checkpoint}"]):
+        for command, root in ((evaluate.main, f"data.root={other}"), (generate.main, f"vocabulary={other}/tokenizer.json")):
+            capsys.readouterr()
+            with pytest.raises(SystemExit):
+                command([f"run={trained}/run", root, *words])
+            chosen, line = capsys.readouterr().err.splitlines()
+            assert chosen.startswith("weights of ")
+            assert "expected tokens of the vocabulary" in line
+            assert str(other) in line or line.startswith("error: data.root: ")
+
+
+@pytest.mark.parametrize("word", ["resume", "init_from"])
+def test_a_run_does_not_start_from_weights_for_another_vocabulary(word: str, trained: Path, other: Path, tmp_path: Path) -> None:
+    shape = [f"model.{key}={value}" for key, value in SHAPE.items()]
+    data = ["data=tokens", "data.classes=280", "data.size=16", "data.batch_size=4", "model=revgpt_1m", *shape, "model.delimiter=0"]
+    recipe = [
+        "optim=adamw",
+        "optim.lr=1e-3",
+        "trainer.epochs=2",
+        "trainer.device=cpu",
+        "trainer.stages=2",
+        "trainer.limit_batches=8",
+    ]
+    changes = [f"data.root={other}", f"run_dir={tmp_path}/run", f"{word}={trained}/run"]
+    with pytest.raises(PetraError, match=r"^data\.root: expected tokens of the vocabulary \w{12}, with which .* was trained, got "):
+        run(to_config(to_composed(*data, *recipe, *changes)), ALONE)
+
+
+def test_other_text_of_the_same_vocabulary_and_unknown_vocabularies_are_evaluated(
+    trained: Path, other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--separator", "<>", "--vocabulary", f"{trained}/tokens/tokenizer.json", "--validation", "0.2"]
+    tokenize.main([str(trained / "b.txt"), *words, "--out", f"{tmp_path}/same"])
+    shutil.copytree(other, tmp_path / "unknown")
+    facts = json.loads((other / "corpus.json").read_text())
+    facts.pop("vocabulary", None)
+    (tmp_path / "unknown" / "corpus.json").write_text(json.dumps(facts))
+    for name in ("same", "unknown"):
+        capsys.readouterr()
+        evaluate.main([f"run={trained}/run", f"data.root={tmp_path}/{name}"])
+        assert "bits_per_byte" in json.loads(capsys.readouterr().out)
+
+
 def test_settings_of_the_training_do_not_matter(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The run had replicas that could be lost, over a transport, on a GPU."""
-    words = ["dp=2", "trainer.transport=edge", "cluster.elastic=true", "checkpoint.every=4", "trainer.cuda_graphs=auto"]
+    words = ["dp=2", "trainer.transport=edge", "cluster.elastic=true", "checkpoint.every=4"]
     generate.main([f"run={trained}/run", "tokens=4", "trainer.device=cuda", *words])
     assert capsys.readouterr().out
     evaluate.main([f"run={trained}/run", *words])

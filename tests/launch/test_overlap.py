@@ -18,9 +18,6 @@ from tests.launch.test_launch import planned
     [
         (("trainer.overlap=true", "method=1f1b"), r"trainer\.overlap: expected false unless a boundary .* d >= 2, got true with"),
         (("trainer.overlap=true", "trainer.exact_streams=true"), r"trainer\.exact_streams: expected false with trainer\.overlap"),
-        (("trainer.stage_streams=true",), r"trainer\.stage_streams: expected false on the CPU"),
-        (("trainer.cuda_graphs=auto",), r"trainer\.cuda_graphs: expected false on the CPU, got auto"),
-        (("trainer.cuda_graphs=true",), r"trainer\.cuda_graphs: expected false or auto, got true"),
     ],
 )
 def test_settings_that_are_refused(overrides: tuple[str, ...], message: str) -> None:

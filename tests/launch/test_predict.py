@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,23 @@ def test_invalid_predictions_are_errors_in_one_line(
         predict.main([word.format(folder=folder) for word in words])
     err = capsys.readouterr().err
     assert message in err
-    assert len(err.splitlines()) == 1
+    assert len([line for line in err.splitlines() if not line.startswith("weights of ")]) == 1
+
+
+@pytest.mark.processes
+def test_weights_that_are_not_finite_predict_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {key: value * float("nan") if value.is_floating_point() else value for key, value in load(folder / "model.pt").items()}
+    monkeypatch.setattr(predict, "read_weights", lambda path: state)
+    Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
+    with suppress(SystemExit):
+        predict.main([f"run={folder}", str(tmp_path / "a.png")])
+    printed = capsys.readouterr()
+    expected = f"weights that give finite scores for {tmp_path}/a.png, got scores that are not finite"
+    chosen, error = printed.err.splitlines()
+    assert chosen.startswith(f"weights of {folder}/model.pt, ")
+    assert (printed.out, error) == ("", f"error: {folder}/model.pt: expected {expected}")
 
 
 def _note_pipelines(rank: int) -> None:

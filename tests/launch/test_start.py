@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
+from launch import evaluate, generate, predict
 from launch.config.compose import compose_overrides
 from launch.run.folder import default_folder
 from launch.run.resume import Start, load_start
 from launch.run.training import run
+from launch.runtime.signals import StopRequest
 from petra import ConfigError, PetraError
 from petra.engine.weights import DoubleWeights, WeightVersion
-from petra.training import load
+from petra.errors import Interrupted
+from petra.training import Checkpoints, load
 from tests.launch.test_launch import ALONE, TINY, planned
 
 pytestmark = pytest.mark.usefixtures("shared_profiles")
@@ -51,7 +58,10 @@ def test_weights_of_a_network_with_another_head(trained: Path, capsys: pytest.Ca
     with pytest.raises(PetraError, match=r"model\.pt: block head does not fit"):
         train(*more, f"init_from={trained}", "run_dir=refused")
     train(*more, f"init_from={trained}", "init_skip=[head]", "run_dir=tuned")
-    assert f"initial weights of 9 of 10 blocks from {trained}/model.pt; random: head" in capsys.readouterr().out
+    assert (
+        f"initial weights of 9 of 10 blocks from {trained}/model.pt, after microbatch 4 (1 epochs done); random: head"
+        in capsys.readouterr().out
+    )
     before, after = load(trained / "model.pt"), load(Path("tuned/model.pt"))
     assert after["head.linear.weight"].shape[0] == 7
     weights = [key for key in before if key.endswith("weight") and not key.startswith("head.")]
@@ -63,10 +73,16 @@ def test_weights_of_a_network_with_another_head(trained: Path, capsys: pytest.Ca
 
 def test_a_folder_of_a_run_gives_its_export_or_its_checkpoint(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(f"init_from={trained}", "run_dir=second")
-    assert f"initial weights of 10 of 10 blocks from {trained}/model.pt\n" in capsys.readouterr().out
+    assert (
+        f"initial weights of 10 of 10 blocks from {trained}/model.pt, after microbatch 4 (1 epochs done)\n"
+        in capsys.readouterr().out
+    )
     (trained / "model.pt").unlink()
     train(f"init_from={trained}", "run_dir=third")
-    assert f"initial weights of 10 of 10 blocks from {trained}/checkpoints/000000004\n" in capsys.readouterr().out
+    assert (
+        f"initial weights of 10 of 10 blocks from {trained}/checkpoints/000000004, after microbatch 4 (1 epochs done)\n"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_resumed_run_changes_only_what_resume_change_names(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,6 +109,43 @@ def test_a_run_resumes_without_its_config_file(trained: Path) -> None:
     (trained / "config.yaml").write_bytes(b"\0: [damaged")
     train("run_dir=first", "resume=auto", "trainer.epochs=2")
     assert (trained / "config.yaml").read_text() == before.replace("epochs: 1", "epochs: 2").replace("resume: null", "resume: auto")
+
+
+def test_a_run_resumes_if_its_config_file_is_gone(trained: Path) -> None:
+    before = (trained / "config.yaml").read_text()
+    (trained / "config.yaml").unlink()
+    train("run_dir=first", "resume=auto", "trainer.epochs=2")
+    assert (trained / "config.yaml").read_text() == before.replace("epochs: 1", "epochs: 2").replace("resume: null", "resume: auto")
+    assert len((trained / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_run_resumes_if_its_folder_was_deleted_while_it_wrote(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run creates the folder again with its next checkpoint."""
+    save = Checkpoints.save
+
+    def deleting(self: Checkpoints, *args: Any) -> None:
+        if (trained / "config.yaml").exists():
+            shutil.rmtree(trained)
+        save(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", deleting)
+        train("run_dir=first", "resume=auto", "trainer.epochs=3", "checkpoint.background=false")
+    assert not (trained / "config.yaml").exists()
+    train("run_dir=first", "resume=auto", "trainer.epochs=3")
+    assert [row["epoch"] for row in map(json.loads, (trained / "metrics.jsonl").read_text().splitlines())] == [1, 2, 3]
+    assert (trained / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("stated", [True, False])
+def test_a_warm_up_that_does_not_end_is_one_warning(
+    stated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    train("run_dir=run", "trainer.limit_batches=1", f"schedule.warmup_epochs={4 if stated else 0.5}")
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "warmup" in line]
+    expected = "expected less than trainer.epochs=1; the learning rate reaches 25% of its peak, at the end of the run"
+    assert warnings == ([f"warning: schedule.warmup_epochs=4: {expected}"] if stated else [])
 
 
 def test_another_batch_size_begins_with_an_epoch(trained: Path) -> None:
@@ -199,3 +252,126 @@ def test_a_run_folder_without_weights_is_named(tmp_path: Path, monkeypatch: pyte
     Path("empty/config.yaml").touch()
     with pytest.raises(PetraError, match="init_from: expected a folder with exported weights or checkpoints, got empty"):
         train("init_from=empty", "run_dir=run")
+
+
+def test_a_run_past_the_epochs_asked_for_is_refused(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would export the weights of the middle of an epoch as those of the epochs asked for."""
+    before = (trained / "model.pt").read_bytes()
+    again = ("run_dir=first", "resume=auto", "checkpoint.every=2")
+    with monkeypatch.context() as patch:
+        patch.setattr("launch.run.training.StopRequest", StoppedAtOnce)
+        with pytest.raises(Interrupted):
+            train(*again, "trainer.epochs=2")
+    message = (
+        r"trainer\.epochs: expected an integer >= 2, because the run resumes from first/checkpoints/000000006, after microbatch 6 "
+        r"with 4 microbatches in an epoch, got 1"
+    )
+    with pytest.raises(PetraError, match=message):
+        train(*again, "trainer.epochs=1")
+    assert (trained / "model.pt").read_bytes() == before
+    assert "epochs: 2" in (trained / "config.yaml").read_text()
+    train(*again, "trainer.epochs=2")
+    train(*again, "trainer.epochs=2")  # nothing to train: a restarted command ends as before
+    assert json.loads((trained / "summary.json").read_text())["epochs"] == 2
+
+
+# --- which weights of a run are the trained ones ---
+
+
+class StoppedAtOnce(StopRequest):
+    """A request to stop that is there from the start, without signals."""
+
+    def __call__(self) -> bool:
+        return True
+
+    def handle_signals(self) -> nullcontext[None]:  # type: ignore[override]
+        return nullcontext()
+
+
+def evaluated(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, float, str]:
+    """Return the path of the weights that petra evaluate took for a run, their loss, and what it says about them."""
+    capsys.readouterr()
+    evaluate.main(["run=first", *words])
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    return found["weights"], found["loss"], err
+
+
+def last_loss() -> float:
+    return float(json.loads(Path("first/metrics.jsonl").read_text().splitlines()[-1])["test_loss"])
+
+
+def test_a_newer_export_of_another_format_replaces_the_older(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("safetensors")
+    train("run_dir=first", "resume=auto", "trainer.epochs=2", "trainer.export=safetensors")
+    path, loss, said = evaluated(capsys)
+    assert (path, loss) == ("first/model.safetensors", last_loss())
+    assert "weights of first/model.safetensors, after microbatch 8 (2 epochs done)" in said
+    train("init_from=first", "run_dir=second")
+    assert "from first/model.safetensors, after microbatch 8 (2 epochs done)\n" in capsys.readouterr().out
+    assert evaluated(capsys, "weights=first/model.pt")[1] != loss
+
+
+def test_a_checkpoint_of_a_stopped_run_replaces_an_older_export(
+    trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launch.run.training.StopRequest", StoppedAtOnce)
+    with pytest.raises(Interrupted):
+        train("run_dir=first", "resume=auto", "trainer.epochs=2", "checkpoint.every=2")
+    path, loss, said = evaluated(capsys)
+    assert path == "first/checkpoints/000000006"
+    assert "weights of first/checkpoints/000000006, after microbatch 6 (1 epochs done)" in said
+    assert "weights=first/checkpoints/000000004 takes the best checkpoint" in said
+    assert loss != last_loss()
+
+
+def test_moving_averages_are_taken_by_their_paths_only(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    average = ("run_dir=first", "resume=auto", "resume_change=[optim.ema]")
+    train(*average, "trainer.epochs=2", "optim.ema=0.9")
+    path, loss, said = evaluated(capsys)
+    assert path == "first/model.pt"
+    assert "weights=first/ema.pt takes their moving average" in said
+    assert loss != last_loss()  # the run evaluates its moving average
+    assert evaluated(capsys, "weights=first/ema.pt")[1] == last_loss()
+    assert evaluated(capsys, "weights=first/checkpoints/000000008")[1] == loss
+    assert evaluated(capsys, "weights=first/checkpoints/000000008/average")[1] == last_loss()
+    train(*average, "trainer.epochs=3", "optim.ema=null")
+    path, loss, said = evaluated(capsys)
+    assert (path, loss) == ("first/model.pt", last_loss())
+    assert "ema.pt" not in said
+    with pytest.raises(SystemExit):
+        evaluated(capsys, "weights=first/checkpoints/000000012/average")
+    assert "expected a checkpoint with a moving average (optim.ema), got none" in capsys.readouterr().err
+
+
+def test_an_export_without_a_clock_is_older_than_any_checkpoint(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(dict(load(trained / "model.pt")), trained / "model.pt")  # as another program writes it
+    assert evaluated(capsys)[0] == "first/checkpoints/000000004"
+    (trained / "checkpoints").rename("elsewhere")
+    path, _, said = evaluated(capsys)
+    assert path == "first/model.pt"
+    assert "weights of first/model.pt, which does not record its microbatch" in said
+
+
+def test_generate_and_predict_take_the_newest_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_bytes(b"abc def" * 300)
+    Image.new("RGB", (8, 8)).save("x.png")
+    texts = ("data=text", "data.root=text", "model=revgpt", "model.dim=8", "model.heads=2", "model.depth=1", "data.size=8")
+    images = ("data=digits", "model=revnet18", "model.width=0.0625")
+    common = ("k=2", "data.batch_size=4", "trainer.device=cpu", "trainer.limit_batches=2", "resume=auto")
+    for words, command in (
+        (texts, lambda: generate.main(["run=a", "tokens=1", "prompt=a"])),
+        (images, lambda: predict.main(["run=b", "x.png"])),
+    ):
+        folder = "a" if words == texts else "b"
+        for epochs, kind in ((1, "pt"), (2, "none")):
+            line = [*words, *common, f"run_dir={folder}", f"trainer.epochs={epochs}", f"trainer.export={kind}"]
+            run(compose_overrides(line), ALONE)
+        capsys.readouterr()
+        command()
+        assert f"weights of {folder}/checkpoints/000000004, after microbatch 4 (2 epochs done)" in capsys.readouterr().err

@@ -73,8 +73,3 @@ def test_torchrun_starts_the_installed_module(site: Path, tmp_path: Path) -> Non
 
 def test_sweep_starts_runs_of_the_installed_package(site: Path, tmp_path: Path) -> None:
     assert "2 of 2 runs finished" in run_module(site, tmp_path, "petra", "sweep", "seed=0,1", *TINY)
-
-
-def test_reproduce_a_table(site: Path, tmp_path: Path) -> None:
-    run_module(site, tmp_path, "petra", "reproduce", "table1")
-    assert (tmp_path / "runs" / "reproduce" / "table1.md").exists()

@@ -7,10 +7,11 @@ from itertools import islice
 import pytest
 import torch
 
-from petra.errors import ConfigError
+from petra.errors import ConfigError, PetraError
 from petra.models import gpt, revgpt, revvit
 from petra.models.attention import Attention
 from petra.models.generation import Sampling, generate
+from petra.models.language import COUPLINGS, POSITIONS
 from tests.models.test_language import MODERN
 
 SIZE, CLASSES = 12, 9
@@ -22,6 +23,7 @@ MODELS = {
     "leapfrog": revgpt(**SHAPE, coupling="leapfrog"),
     "ordinary": gpt(**SHAPE, **MODERN, delimiter=0),
 }
+FORMS = [(name, positions) for name in ("gpt", *COUPLINGS) for positions in POSITIONS]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -34,9 +36,22 @@ def test_greedy_text_equals_that_of_the_plain_module(name: str) -> None:
     text = list(prompt)
     for _ in found:
         text.append(int(model(torch.tensor([text]))[-1].argmax()))
-    if 0 not in found:  # the plain module begins a new document after the delimiter
-        assert found == text[3:]
+    assert found == text[3:]
     assert all(layer.cache is None for layer in model.modules() if isinstance(layer, Attention))
+
+
+@pytest.mark.parametrize("prompt", [[3, 0, 4, 1], [0, 3, 1, 0], [0, 0, 2], [2, 1, 0, 5, 0, 7, 3]], ids=str)
+@pytest.mark.parametrize(("form", "positions"), FORMS)
+def test_text_attends_to_its_own_document_as_in_training(form: str, positions: str, prompt: list[int]) -> None:
+    options = {**SHAPE, "size": 16, "positions": positions, "delimiter": 0}
+    model = (gpt(**options) if form == "gpt" else revgpt(**options, coupling=form)).build(3).double().eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    given: list[torch.Tensor] = []
+    with model.get_submodule("head").register_forward_hook(lambda head, x, logits: given.append(logits[-1])):
+        found = list(islice(generate(model, prompt, Sampling(0), seed=0), 9))
+    rows = [len(prompt) - 1 + i for i in range(9)]
+    torch.testing.assert_close(torch.stack(given), model(torch.tensor([prompt + found[:-1]]))[rows], rtol=1e-9, atol=1e-9)
 
 
 def test_text_longer_than_the_context_starts_again_from_its_last_half() -> None:
@@ -100,3 +115,22 @@ def test_invalid_use() -> None:
         next(generate(MODELS["gpt2"].build(0), [], Sampling(), 0))
     with pytest.raises(ConfigError, match="run: expected a run of gpt or revgpt"):
         next(generate(revvit().build(0), [1], Sampling(), 0))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_network_whose_logits_are_not_finite_is_refused(value: float, temperature: float) -> None:
+    """Such as one that has diverged. Without a check, the most probable token would be that of the value."""
+    logits = torch.tensor([0.0, value, 1.0])
+    try:
+        found = repr(Sampling(temperature).draw(logits, torch.Generator()))
+    except (PetraError, RuntimeError) as error:
+        found = str(error)
+    assert found == f"weights: expected those of a network with finite logits, got {value}"
+
+
+def test_extreme_temperatures_draw_tokens() -> None:
+    """The smallest takes the most probable token, the largest draws all tokens equally often."""
+    logits, generator = torch.tensor([3e38, 0.0, 2e38]), torch.Generator().manual_seed(0)
+    assert {Sampling(1e-100).draw(logits, generator) for _ in range(20)} == {0}
+    assert {Sampling(1e100).draw(logits, generator) for _ in range(50)} == {0, 1, 2}

@@ -256,6 +256,8 @@ def adamw(module: torch.nn.Module) -> torch.optim.Optimizer:
         ),
         ({"delimiter": 256}, r"model\.delimiter: expected null or a token from 0 to 255, got 256"),
         ({"embedding_std": 0.0}, r"model\.embedding_std: expected a number > 0, got 0\.0"),
+        ({"embedding_std": float("inf")}, r"model\.embedding_std: expected a number > 0, got inf"),
+        ({"coupling": "midpoint", "step": float("inf")}, r"model\.step: expected a number > 0; 1 for two_functions, got inf"),
         ({"coupling": "euler"}, r"model\.coupling: expected two_functions, midpoint or leapfrog, got euler"),
         ({"step": 0.5}, r"model\.step: expected a number > 0; 1 for two_functions, got 0\.5"),
     ],

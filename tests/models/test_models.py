@@ -107,7 +107,7 @@ def test_heavier_downsampling_of_revnet50():
 @pytest.mark.parametrize(
     ("name", "blocks", "reversible", "parameters", "millions"),
     # The counts follow from the units and channels of RevNet's Table 2. The millions are those of the table, except for RevNet-104,
-    # for which it has 45.2: no layout within the text has that many (launch.reproduce revnet-table2).
+    # for which it has 45.2: no layout within the text has that many (reproduction/paper_tables.md).
     [
         ("resnet32", 17, 0, 464_154, 0.46),
         ("resnet110", 56, 0, 1_727_962, 1.73),

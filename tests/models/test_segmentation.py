@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from petra import ConfigError, Model, Pipeline, TensorSpec
+from petra import ConfigError, Model, ModelError, Pipeline, TensorSpec
 from petra.models import MODELS, deeplabv3
 from petra.models.segmentation import BODIES
 from petra.specs import IGNORED
@@ -124,6 +124,84 @@ def test_gradients_equal_those_of_autograd(body: str, method: str, stages: int, 
     after = pipeline.state_dict()
     for name, parameter in network.named_parameters():
         assert torch.allclose(before[name] - after[name], parameter.grad, rtol=1e-9, atol=1e-12), name
+
+
+class PlainHead(nn.Module):
+    """The published head, written for this test: each branch has its own normalisation, and all of them are then stacked."""
+
+    def __init__(self, features: int, channels: int, classes: int) -> None:
+        super().__init__()
+        kernels = [(1, 1), (3, 12), (3, 24), (3, 36), (1, 1)]
+        self.convolutions = nn.ModuleList(
+            nn.Conv2d(features, channels, kernel, padding=dilation * (kernel // 2), dilation=dilation, bias=False)
+            for kernel, dilation in kernels
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in kernels)
+        self.reduce = nn.Conv2d(5 * channels, channels, 1, bias=False)
+        self.norm = nn.BatchNorm2d(channels)
+        self.predict = nn.Conv2d(channels, classes, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inputs = [x] * 4 + [F.adaptive_avg_pool2d(x, 1)]
+        parts = [F.relu(norm(conv(part))) for norm, conv, part in zip(self.norms, self.convolutions, inputs, strict=True)]
+        parts[4] = F.interpolate(parts[4], x.shape[2:], mode="nearest")
+        y = self.predict(F.relu(self.norm(self.reduce(torch.cat(parts, 1)))))
+        return F.interpolate(y, scale_factor=8, mode="bilinear", align_corners=False)
+
+
+def head_buffers(context: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the running statistics (mean, variance) of the stacked branches, with the pooled one at the end, and of the output."""
+    norms = [m for m in context.modules() if isinstance(m, nn.BatchNorm2d)]
+    (last,) = (m for m in norms if m is context.reduce[1])
+    pooled = [m for m in norms if m is not last and m.num_features == last.num_features]
+    stacked = [m for m in norms if m is not last and m not in pooled]
+    joined = [torch.cat([getattr(m, name) for m in (*stacked, *pooled)]) for name in ("running_mean", "running_var")]
+    return [(joined[0], joined[1]), (last.running_mean, last.running_var)]
+
+
+@pytest.mark.parametrize("batch", [2, 3, 4, 8])
+def test_head_equals_a_plain_one_in_training_and_evaluation(batch: int) -> None:
+    """Outputs, gradients and running statistics, over three batches in float64."""
+    torch.manual_seed(batch)
+    network = _double(deeplabv3(CLASSES, "resnet18", 0.125)).build(0)
+    context, predict = network.context, network.predict
+    features, channels = context.branches[0].in_channels, context.reduce[0].out_channels
+    plain = PlainHead(features, channels, CLASSES).double()
+    (pooled,) = (m for m in context.pooled.modules() if isinstance(m, nn.Conv2d))
+    layers = [*context.branches, pooled, context.reduce[0], predict.scores]
+    pairs = [*zip(layers, [*plain.convolutions, plain.reduce, plain.predict], strict=True)]
+    for ours, theirs in pairs:
+        theirs.load_state_dict(ours.state_dict())
+    for _ in range(3):
+        x = torch.randn(batch, features, 4, 5, dtype=torch.float64)
+        found, expected = (head(x) for head in (lambda x: predict(context(x)), plain))
+        assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+        scores = torch.randn_like(found)
+        for output in (found, expected):
+            (output * scores).sum().backward()
+    for ours, theirs in pairs:
+        assert torch.allclose(ours.weight.grad, theirs.weight.grad, rtol=1e-8, atol=1e-10)
+    theirs = [[torch.cat([getattr(n, name) for n in plain.norms]) for name in ("running_mean", "running_var")]]
+    theirs.append([plain.norm.running_mean, plain.norm.running_var])
+    for ours, expected in zip(head_buffers(context), theirs, strict=True):
+        for value, reference in zip(ours, expected, strict=True):
+            assert torch.allclose(value, reference, rtol=1e-9, atol=1e-12)
+    with torch.no_grad():
+        assert torch.allclose(predict.eval()(context.eval()(x)), plain.eval()(x), rtol=1e-9, atol=1e-12)
+
+
+def test_replicas_with_shared_statistics_may_have_one_image_each() -> None:
+    """Shapes are determined before the replicas' group exists."""
+    image = TensorSpec((1, 3, 64, 96), torch.float32)
+    assert deeplabv3(CLASSES, "resnet18", 0.125, norm="inplace_abn_sync").profile(image)[-1].outputs[0].shape == (
+        1,
+        CLASSES,
+        64,
+        96,
+    )
+    for norm in ("batchnorm", "inplace_abn"):
+        with pytest.raises(ModelError, match=r"values? per channel"):
+            deeplabv3(CLASSES, "resnet18", 0.125, norm=norm).profile(image)
 
 
 def _double(model: Model) -> Model:

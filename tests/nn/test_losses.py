@@ -68,6 +68,21 @@ def test_only_the_hardest_pixels_have_a_gradient() -> None:
     assert torch.autograd.gradcheck(lambda scores: bootstrapped_cross_entropy(scores, targets, fraction=0.25), output)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_pixels_are_counted_exactly(dtype: torch.dtype) -> None:
+    """Of n pixels, p hundredths are ceil(p n / 100), and one of a billion is one."""
+    sizes = torch.arange(1, 131)
+    targets = torch.zeros(len(sizes), 1, 130, dtype=torch.int64).masked_fill(torch.arange(130) >= sizes[:, None, None], IGNORED)
+    for percent in (7, 15, 27, 30, 36, 54, 60, 72):
+        output = torch.zeros(len(sizes), 2, 1, 130, dtype=dtype, requires_grad=True)
+        bootstrapped_cross_entropy(output, targets, fraction=percent / 100).backward()
+        counted = (output.grad != 0).any(1).sum((1, 2))
+        assert counted.tolist() == [-(-percent * size // 100) for size in sizes.tolist()]
+    output = torch.zeros(len(sizes), 2, 1, 130, dtype=dtype, requires_grad=True)
+    bootstrapped_cross_entropy(output, targets, fraction=1e-12).backward()
+    assert ((output.grad != 0).any(1).sum((1, 2)) == 1).all()
+
+
 def test_parts_of_a_batch_weighted_by_their_pixels_give_the_loss_of_the_batch() -> None:
     """So the loss of replicas, weighted by their counted targets, is that of the joint batch."""
     output, targets = example(3)

@@ -206,6 +206,8 @@ def test_schedules_check_their_values() -> None:
             Polynomial(0.1, 10, 5, final=final)
     with pytest.raises(ConfigError, match=r"schedule\.warmup_epochs: expected a finite number >= 0, got nan"):
         MultiStep(0.1, 10, 5, warmup_epochs=math.nan)
+    with pytest.raises(ConfigError, match=r"optim\.lr: expected a number >= 0, got inf"):
+        MultiStep(math.inf, 10, 5)
 
 
 @pytest.mark.parametrize("skips", [False, True])
