@@ -1,10 +1,13 @@
 """Train short runs at another commit and in this work tree, and compare their final weights bit for bit.
 
-``python -m tests.golden --against COMMIT [--folder DIR] [--only NAME ...]``
+``python -m tests.golden --against COMMIT [--folder DIR] [--only NAME ...] [--with WORD ...]``
 
 Every method, transport, remedy and optimizer appears in at least one run, as do several values of k, replicas, resumed runs and
 most families of models. Runs are float32 on the CPU unless their name says otherwise. Both trees must run on the same machine: bits
 differ between processors. With ``--folder`` the weights of COMMIT are kept there and trained only once.
+
+Crops and shifts changed after commit 314a3f5, and so did the head of DeepLab. A comparison of the other runs with this commit needs
+``--with data.augment=false`` and a folder of its own.
 
 Runs are written in the oldest spelling of their configuration. :data:`SPELLINGS` translates them for a tree that refuses it.
 """
@@ -175,10 +178,12 @@ def main() -> None:
     parser.add_argument("--against", required=True, metavar="COMMIT", help="the commit whose weights are the reference")
     parser.add_argument("--folder", type=Path, help="where to keep the reference; a temporary folder by default")
     parser.add_argument("--only", nargs="*", metavar="NAME", help="these runs only")
+    parser.add_argument("--with", nargs="*", default=(), metavar="WORD", dest="words", help="words that every start gets too")
     options = parser.parse_args()
     if unknown := set(options.only or ()) - {run.name for run in RUNS}:
         parser.error(f"--only: expected names of runs, got {', '.join(sorted(unknown))}")
     runs = [run for run in RUNS if not options.only or run.name in options.only]
+    runs = [run._replace(starts=tuple((*start, *options.words) for start in run.starts)) for run in runs]
     parsed = subprocess.run(["git", "rev-parse", options.against], cwd=ROOT, check=True, capture_output=True, text=True)
     commit, begun = parsed.stdout.strip(), time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
