@@ -40,7 +40,7 @@ class Epochs(RandomSource):
 
     def __init__(self, batches_per_epoch: int) -> None:
         super().__init__()
-        self.batches_per_epoch = batches_per_epoch
+        self.batches_per_epoch, self.unit, self.bytes_per_target = batches_per_epoch, "images", None
 
 
 def train(rank: int, microbatches: int, transport: str, folder: str) -> list[dict[str, float]]:
@@ -55,7 +55,7 @@ def train(rank: int, microbatches: int, transport: str, folder: str) -> list[dic
         learning_rate=lambda t: 0.01,
         runtime=Runtime(transport=transport),  # type: ignore[arg-type]
     )
-    trainer = Trainer(pipeline, data, data, lambda t: 0.01, checkpoints=Checkpoints(Path(folder)))  # type: ignore[arg-type]
+    trainer = Trainer(pipeline, data, data, checkpoints=Checkpoints(Path(folder)))  # type: ignore[arg-type]
     samples = []
     for epoch in range(1, EPOCHS + 1):
         started, used = time.perf_counter(), time.process_time()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from petra.distributed import all_gather_objects
 from petra.elastic.liveness import Member
 from petra.elastic.membership import Membership, MembershipChanged
-from petra.elastic.replicas import ElasticReplicas
+from petra.elastic.replicas import ElasticReplicas, ElasticTrainer
 from petra.errors import PetraError, require
 from petra.training.records import writing
 from petra.training.state import state_of
@@ -31,9 +31,9 @@ from petra.training.weight_files import State
 from ..config.schema import Config
 from ..run import training
 from ..run.build import Setup, set_up
-from ..run.exclusive import exclusive_folder
+from ..run.folder import exclusive_folder
 from ..run.resume import Start, find_start
-from ..run.training import Run, finish_run, fit, open_run, prepare_process
+from ..run.training import Run, prepare_process
 from ..runtime.rank import Process
 from ..runtime.reporting import STOPPED
 from ..runtime.signals import StopRequest
@@ -109,14 +109,14 @@ def run_generation(
             shared = share_kept(kept, membership)
             start = find_start(setup.config, process) if shared is None else start_from(shared, setup.config)
             replicas = ElasticReplicas(setup.plan.layout, setup.device, membership)
-            current = open_run(setup, notes, process, start, stop, replicas)
+            current = Run(setup, process, start, stop, notes, replicas, ElasticTrainer)
             absent = report_changes(current, membership, shared)
     except MembershipChanged:
         return False, kept
     try:
-        history = fit(current)
+        current.fit()
         with membership.concluding("finished"):
-            finish_run(current, history)
+            current.finish()
     except MembershipChanged:
         return False, keep(current, membership, absent)
     except Exception:
@@ -127,13 +127,12 @@ def run_generation(
 
 def keep(run: Run, membership: Membership, absent: dict[int, int]) -> Kept:
     """Return what the next generation needs, from a drained pipeline."""
-    if run.trainer.checkpoints is not None:
-        with suppress(PetraError, RuntimeError):  # a save in the background that a lost process has interrupted
-            run.trainer.checkpoints.wait()
+    with suppress(PetraError, RuntimeError):  # a save in the background that a lost process has interrupted
+        run.checkpoints.wait()
     replicas = run.pipeline.replicas
     assert isinstance(replicas, ElasticReplicas)
     state = {key: value.to("cpu", copy=True) for key, value in state_of(run.pipeline, every_replica=True).items()}
-    facts = {**run.trainer.resumable_facts(), "clock": run.pipeline.clock}
+    facts = {**run.checkpoints.facts, "trainer": run.trainer.state(), "clock": run.pipeline.clock}
     return Kept(
         facts, membership.generation.members, dict(replicas.lost), absent, replicas.tolerant_sums.stalls, time.time(), state
     )

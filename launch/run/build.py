@@ -83,7 +83,9 @@ class Setup:
             PetraError: If the data set cannot be used. Raised on every rank.
         """
         members = None if replicas is None else replicas.members
-        return data_sources(self.config.data, self.config.seed, self.plan.layout, self.config.trainer.timeout, members)
+        train, test = data_sources(self.config.data, self.config.seed, self.plan.layout, self.config.trainer.timeout, members)
+        test.unit = self.unit
+        return train, test
 
     def learning_rate(self, microbatches_per_epoch: int) -> Schedule:
         """Return the learning rate schedule of all stages. With ``optim.scaling=goyal``, its peak depends on batch_size * k."""

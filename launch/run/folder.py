@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import datetime
 from itertools import count
@@ -16,6 +18,7 @@ import torch
 from omegaconf import OmegaConf
 
 from petra.analysis.plots import curves
+from petra.distributed import raise_on_all_ranks
 from petra.errors import invalid
 from petra.plan.overlap import describe_overlap
 from petra.training import (
@@ -24,6 +27,7 @@ from petra.training import (
     Logger,
     TensorBoardLogger,
     WandbLogger,
+    locked,
     means,
     new_run_folder,
     write_json,
@@ -33,6 +37,7 @@ from petra.training.progress import means_text
 from petra.training.records import write_text_atomically, writing
 
 from ..config.schema import AUTO, Config
+from ..runtime.rank import Process
 from .build import Setup
 from .dry_run import stage_rows
 from .report import METRICS, UPDATES, read_updates, write_report
@@ -94,6 +99,10 @@ class Records:
             with writing(self.folder / CHANGES), (self.folder / CHANGES).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
 
+    def opening(self, setup: Setup) -> str:
+        """Return the line that describes the run when it begins."""
+        return f"{headline(setup)}; records in {self.folder}"
+
     def finish(self, summary: dict[str, Any], history: Sequence[Epoch]) -> None:
         """Draw curves.png, close the loggers, and write report.html and summary.json, whose existence marks a complete run."""
         title = f"{summary['model']}, {summary['method']} (d = {summary['delay']}), {summary['stages']} stages"
@@ -107,6 +116,23 @@ class Records:
         metric = next(name for name in RESULTS if f"test_{name}" in summary)
         result = means_text({metric: summary[f"test_{metric}"]})
         print(f"test {result} after {summary['wall_seconds']:.0f} s; records in {self.folder}", flush=True)
+
+
+@contextmanager
+def exclusive_folder(config: Config, process: Process) -> Iterator[None]:
+    """Hold the lock on ``run_dir`` for the duration of the context. Every rank must enter it; rank 0 holds the lock.
+
+    A run without ``run_dir`` has a folder of its own and needs no lock.
+
+    Raises:
+        PetraError: If another job uses the folder. Raised on every rank.
+    """
+    with ExitStack() as stack:
+        with raise_on_all_ranks():
+            if process.first and config.run_dir is not None and not stack.enter_context(locked(Path(config.run_dir))):
+                refused = "so a second job with this run_dir is not refused"
+                print(f"warning: the file system of {config.run_dir} has no locks, {refused}", file=sys.stderr, flush=True)
+        yield
 
 
 def default_folder(config: Config) -> Path:

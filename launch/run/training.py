@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from petra.data import EvalSource, TrainSource
+from petra.data import TrainSource
 from petra.diagnostics.weight_drift import WeightDrift, distance
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.engine.data_parallel import Replicas
 from petra.errors import require
-from petra.pipeline import Pipeline
 from petra.process_memory import keep_freed_memory, release_memory
 from petra.training import (
     FORMATS,
     Bar,
     Checkpoints,
-    Epoch,
     Lines,
-    Schedule,
     Trainer,
-    UpdateLog,
+    UpdateMeans,
+    Watcher,
     export,
     finished_epochs,
     limited,
@@ -39,8 +36,7 @@ from .autotune import tune_setup
 from .build import Setup, set_numerics, set_up
 from .diagnostics import attach_diagnostics
 from .dry_run import memory_table, stage_map
-from .exclusive import exclusive_folder
-from .folder import Records, headline, summarise
+from .folder import Records, exclusive_folder, summarise
 from .report import read_updates
 from .resume import Start, checkpoint_facts, find_start, load_start, require_shared, restore_choices
 from .weights import FOLDER
@@ -65,104 +61,18 @@ def run(config: Config, process: Process) -> None:
         return
     notes = prepare_process(setup)
     with process.process_group(setup.device, config.trainer.timeout), exclusive_folder(config, process):
-        train_in_group(setup, notes, process)
+        train_in_group(setup, process, notes)
 
 
-@dataclass
-class Run:
-    """A run that is ready to train.
-
-    Attributes:
-        setup: The setup, with the values that auto-tuning has chosen.
-        folder: Folder of the run.
-        records: Records of the run in the first process, None in the others.
-        facts: Facts of the data, stored with exported weights.
-        stop: Whether this process was asked to stop.
-        started: Time at which the run was opened.
-    """
-
-    setup: Setup
-    pipeline: Pipeline
-    trainer: Trainer
-    folder: Path
-    records: Records | None
-    facts: Mapping[str, Any]
-    stop: StopRequest
-    started: float
-
-
-def train_in_group(setup: Setup, notes: Sequence[str], process: Process) -> None:
-    """Train a set-up run inside its process group.
+def train_in_group(setup: Setup, process: Process, notes: Sequence[str]) -> None:
+    """Train inside the process group.
 
     The pipeline and all that refers to it end with this function, before the process group does: destroyed the other way round,
     groups of replicas sometimes abort the process.
-
-    Args:
-        notes: Lines to print first.
     """
-    run = open_run(setup, notes, process, find_start(setup.config, process), StopRequest())
-    finish_run(run, fit(run))
-
-
-def open_run(
-    setup: Setup,
-    notes: Sequence[str],
-    process: Process,
-    start: Start,
-    stop: StopRequest,
-    replicas: Replicas | None = None,
-) -> Run:
-    """Load the data, build the pipeline, load what the run starts from, and open its records. Every process must call this.
-
-    Args:
-        notes: Lines to print first.
-        start: What the run starts from.
-        stop: Whether this process was asked to stop.
-        replicas: The replicas that take part, if some may be lost; None for all.
-    """
-    config, started = setup.config, time.perf_counter()
-    setup = tune_setup(restore_choices(setup, start), process)
-    train, test = setup.data(replicas)
-    preparation = None if train.preparation is None else train.preparation.as_dict()
-    prepared = {"preparation": preparation, "vocabulary": train.vocabulary}
-    batches = limited(train.batches_per_epoch, config.trainer.limit_batches)
-    learning_rate = setup.learning_rate(batches)
-    pipeline = setup.pipeline(learning_rate, replicas)
-    loaded = load_start(pipeline, config, start, batches, train.vocabulary)
-    records = open_records(config, start, pipeline.clock, process)
-    if records is not None:
-        if (total := config.trainer.epochs * batches) < config.k:
-            print(f"warning: k={config.k}: the run has only {total} microbatches, so it ends before its first update")
-        if (warmup := config.schedule.warmup_epochs) >= config.trainer.epochs:
-            reached = f"the learning rate reaches {config.trainer.epochs / warmup:.0%} of its peak, at the end of the run"
-            print(
-                f"warning: schedule.warmup_epochs={warmup:g}: expected less than trainer.epochs={config.trainer.epochs}; {reached}"
-            )
-        print(*notes, f"{headline(setup)}; records in {records.folder}", *loaded, sep="\n", flush=True)
-        records.log_changes(pipeline.clock, start.changes)
-    folder = all_gather_objects(None if records is None else records.folder)[0]
-    checkpoints = open_checkpoints(config, folder, process)
-    data = train, test
-    trainer = make_trainer(setup, pipeline, data, learning_rate, records, checkpoints, stop, prepared)
-    if start.trainer is not None:
-        trainer.resume(start.trainer)
-    return Run(setup, pipeline, trainer, folder, records, prepared, stop, started)
-
-
-def fit(run: Run) -> list[Epoch]:
-    """Train a run to its last epoch. Every process must call this function."""
-    config = run.setup.config.trainer
-    with attach_diagnostics(config, run.pipeline, None if run.records is None else run.folder), run.stop.handle_signals():
-        return run.trainer.fit(config.epochs)
-
-
-def finish_run(run: Run, history: Sequence[Epoch]) -> None:
-    """Export the weights and write the summary. Every process must call this function."""
-    export_weights(run.pipeline, run.folder, run.setup.config, {**run.facts, "epochs": len(history)})
-    memory = all_gather_objects(peak_memory(run.setup.device))
-    if run.records is not None:
-        seconds = time.perf_counter() - run.started
-        run.records.finish(summarise(run.setup, run.pipeline.clock, history, memory, seconds), history)
+    run = Run(setup, process, find_start(setup.config, process), StopRequest(), notes)
+    run.fit()
+    run.finish()
 
 
 def prepare_process(setup: Setup) -> list[str]:
@@ -175,86 +85,134 @@ def prepare_process(setup: Setup) -> list[str]:
     return set_variables(setup.config.cluster)
 
 
-def open_records(config: Config, start: Start, clock: int, process: Process) -> Records | None:
-    """Open the run's folder in the first process, and return None in the others.
+class Run:
+    """This process's part of a training run, ready to train. Every process must make the same calls.
 
     Args:
-        clock: Number of microbatches that the run has trained on.
+        setup: Configuration and plan.
+        process: This process.
+        start: What the run starts from.
+        stop: Whether this process was asked to stop.
+        notes: Lines to print first.
+        replicas: The replicas that take part, if some may be lost; None for all.
+        trainer: Class of the trainer.
+
+    Attributes:
+        setup: Configuration and plan, with the values that auto-tuning has chosen.
+        folder: Folder of the run.
+        pipeline, trainer: The pipeline and its trainer.
+        checkpoints: Writer of the run's checkpoints.
+        records: Records of the run in the first process, None in the others.
 
     Raises:
-        PetraError: If the folder cannot be used or the checkpoint's facts are invalid. Raised in every process.
+        PetraError: If the data, the folder or what the run starts from cannot be used. Raised in every process.
     """
-    records = None
-    with raise_on_all_ranks():
-        rows = [] if start.trainer is None else [epoch.row() for epoch in finished_epochs(start.trainer)]
-        if process.first:
-            before = Path(str(config.run_dir)) if start.state is not None else start.path and start.path.parent.parent
-            updates = [] if before is None else read_updates(before, clock)
-            records = Records(config, rows, updates, clock)
-    return records
 
+    def __init__(
+        self,
+        setup: Setup,
+        process: Process,
+        start: Start,
+        stop: StopRequest,
+        notes: Sequence[str] = (),
+        replicas: Replicas | None = None,
+        trainer: type[Trainer] = Trainer,
+    ) -> None:
+        self._started = time.perf_counter()
+        self.setup = setup = tune_setup(restore_choices(setup, start), process)
+        config = setup.config
+        train, test = setup.data(replicas)
+        self._data_facts = _data_facts(train)
+        batches = limited(train.batches_per_epoch, config.trainer.limit_batches)
+        self.pipeline = setup.pipeline(setup.learning_rate(batches), replicas)
+        loaded = load_start(self.pipeline, config, start, batches, train.vocabulary)
+        self.records = self._open_records(start, process)
+        if self.records is not None:
+            print(*_warnings(config, batches), *notes, self.records.opening(setup), *loaded, sep="\n", flush=True)
+            self.records.log_changes(self.pipeline.clock, start.changes)
+        self.folder: Path = all_gather_objects(None if self.records is None else self.records.folder)[0]
+        self.checkpoints = self._open_checkpoints(process)
+        limit, self._stop = config.trainer.limit_batches, stop
+        watchers = self._watchers(batches)
+        self.trainer = trainer(self.pipeline, train, test, limit=limit, checkpoints=self.checkpoints, watchers=watchers, stop=stop)
+        if start.trainer is not None:
+            self.trainer.resume(start.trainer)
 
-def open_checkpoints(config: Config, folder: Path, process: Process) -> Checkpoints | None:
-    """Return the writer of the run's checkpoints, or None if ``checkpoint.keep`` is 0.
+    def fit(self) -> None:
+        """Train to the last epoch."""
+        config = self.setup.config.trainer
+        with attach_diagnostics(config, self.pipeline, None if self.records is None else self.folder), self._stop.handle_signals():
+            self.trainer.fit(config.epochs)
 
-    Raises:
-        PetraError: If a process does not see the run's folder. Raised in every process.
-    """
-    checkpoint = config.checkpoint
-    if not checkpoint.keep:
-        return None
-    require_shared(folder, config, process)
-    return Checkpoints(folder / FOLDER, checkpoint.keep, background=checkpoint.background, timeout=config.trainer.timeout)
+    def finish(self) -> None:
+        """Export the weights and write the summary."""
+        config, history = self.setup.config, self.trainer.history
+        if config.trainer.export != "none":
+            suffix, facts = FORMATS[config.trainer.export], {**self._data_facts, "epochs": len(history)}
+            export(self.pipeline, self.folder / f"model{suffix}", facts)
+            if config.optim.ema is not None:
+                with self.pipeline.averaged():
+                    export(self.pipeline, self.folder / f"ema{suffix}", facts)
+        memory = all_gather_objects(peak_memory(self.setup.device))
+        if self.records is not None:
+            seconds = time.perf_counter() - self._started
+            self.records.finish(summarise(self.setup, self.pipeline.clock, history, memory, seconds), history)
 
+    def _open_records(self, start: Start, process: Process) -> Records | None:
+        """Open the run's folder in the first process, and return None in the others."""
+        config, clock, records = self.setup.config, self.pipeline.clock, None
+        with raise_on_all_ranks():
+            rows = [] if start.trainer is None else [epoch.row() for epoch in finished_epochs(start.trainer)]
+            if process.first:
+                before = Path(str(config.run_dir)) if start.state is not None else start.path and start.path.parent.parent
+                updates = [] if before is None else read_updates(before, clock)
+                records = Records(config, rows, updates, clock)
+        return records
 
-def make_trainer(
-    setup: Setup,
-    pipeline: Pipeline,
-    data: tuple[TrainSource, EvalSource],
-    learning_rate: Schedule,
-    records: Records | None,
-    checkpoints: Checkpoints | None,
-    stop: Callable[[], bool],
-    facts: Mapping[str, Any],
-) -> Trainer:
-    """Return the trainer of a run. It logs and displays progress only if ``records`` is not None."""
-    config, progress, updates = setup.config, None, None
-    drift = WeightDrift(pipeline, distance(config.k, config.trainer.log_every or UPDATES_BETWEEN_DRIFTS))
-    pipeline.hooks.attach(drift)
-    pipeline.measures.append(drift.metrics)
-    if records is not None:
-        display = Bar if sys.stdout.isatty() else Lines
-        metrics = pipeline.recipe.metrics
+    def _open_checkpoints(self, process: Process) -> Checkpoints:
+        """Return the writer of the run's checkpoints.
+
+        Raises:
+            PetraError: If a process does not see the run's folder. Raised in every process.
+        """
+        config = self.setup.config
+        if config.checkpoint.keep:
+            require_shared(self.folder, config, process)
+        return Checkpoints(
+            self.folder / FOLDER,
+            config.checkpoint.keep,
+            every=config.checkpoint.every,
+            facts=checkpoint_facts(self.setup) | self._data_facts,
+            background=config.checkpoint.background,
+            timeout=config.trainer.timeout,
+        )
+
+    def _watchers(self, batches: int) -> list[Watcher]:
+        """Measure the drift of the weights, and return the observers of the trainer: none without records."""
+        config, pipeline = self.setup.config, self.pipeline
+        drift = WeightDrift(pipeline, distance(config.k, config.trainer.log_every or UPDATES_BETWEEN_DRIFTS))
+        pipeline.hooks.attach(drift)
+        pipeline.measures.append(drift.metrics)
+        if self.records is None:
+            return []
+        found: list[Watcher] = [*self.records.loggers]
         if config.trainer.log_every is not None:
-            measure, loggers = drift.of_first_stage, records.update_loggers
-            updates = UpdateLog(config.trainer.log_every, config.k, learning_rate, metrics, loggers, measure)
-        progress = display(config.trainer.epochs, learning_rate.microbatches_per_epoch, learning_rate, metrics, setup.unit)
-    return Trainer(
-        pipeline,
-        *data,
-        learning_rate,
-        limit=config.trainer.limit_batches,
-        unit=setup.unit,
-        bytes_per_target=data[1].bytes_per_target,
-        every=config.checkpoint.every,
-        checkpoints=checkpoints,
-        facts=checkpoint_facts(setup) | dict(facts),
-        stop=stop,
-        loggers=() if records is None else records.loggers,
-        updates=updates,
-        progress=progress,
-    )
+            measure, loggers = drift.of_first_stage, self.records.update_loggers
+            found.append(UpdateMeans(config.trainer.log_every, config.k, pipeline.recipe, loggers, measure))
+        display = Bar if sys.stdout.isatty() else Lines
+        return [*found, display(config.trainer.epochs, batches, pipeline.recipe, self.setup.unit)]
 
 
-def export_weights(pipeline: Pipeline, folder: Path, config: Config, facts: Mapping[str, Any]) -> None:
-    """Write the trained network to the run's folder as ``trainer.export`` says, and its moving average if there is one.
+def _data_facts(train: TrainSource) -> dict[str, Any]:
+    """Return the facts of the data that are stored with checkpoints and exported weights."""
+    preparation = None if train.preparation is None else train.preparation.as_dict()
+    return {"preparation": preparation, "vocabulary": train.vocabulary}
 
-    Every process must call this function.
-    """
-    if config.trainer.export == "none":
-        return
-    suffix = FORMATS[config.trainer.export]
-    export(pipeline, folder / f"model{suffix}", facts)
-    if config.optim.ema is not None:
-        with pipeline.averaged():
-            export(pipeline, folder / f"ema{suffix}", facts)
+
+def _warnings(config: Config, batches: int) -> Iterator[str]:
+    """Yield warnings about a run of ``batches`` microbatches in an epoch."""
+    if (total := config.trainer.epochs * batches) < config.k:
+        yield f"warning: k={config.k}: the run has only {total} microbatches, so it ends before its first update"
+    if (warmup := config.schedule.warmup_epochs) >= config.trainer.epochs:
+        reached = f"the learning rate reaches {config.trainer.epochs / warmup:.0%} of its peak, at the end of the run"
+        yield f"warning: schedule.warmup_epochs={warmup:g}: expected less than trainer.epochs={config.trainer.epochs}; {reached}"

@@ -66,7 +66,7 @@ def curves(runs: Mapping[str, History], path: Path, title: str, updates: Mapping
     Args:
         runs: History of each run by name.
         path: File to write, in the format of its suffix (PNG, SVG or PDF).
-        updates: Rows of :class:`petra.training.UpdateLog` of runs by name. They are drawn as thin lines.
+        updates: Rows of :class:`petra.training.UpdateMeans` of runs by name. They are drawn as thin lines.
     """
     panels(curve_panels(runs, updates or {}), path, title=title)
 

@@ -201,6 +201,7 @@ class EvalSource(_Source):
     Attributes:
         batches: Number of microbatches.
         bytes_per_target: As :attr:`petra.data.Dataset.bytes_per_target`.
+        unit: What a target is counted as in records: ``images``, ``tokens`` or ``pixels``.
 
     Raises:
         ConfigError: If ``batch_size`` is not an integer >= 1, if padding is needed but targets are not integers, or if another
@@ -218,6 +219,7 @@ class EvalSource(_Source):
         self.batches = -(-split.count // batch_size)
         super().__init__(split, workers, share, timeout, self.batches)
         self.bytes_per_target = dataset.bytes_per_target if isinstance(dataset, Dataset) else None
+        self.unit = "images"
         self._batch_size = batch_size
 
     def inputs(self, m: int) -> Tensor:

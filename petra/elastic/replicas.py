@@ -30,6 +30,7 @@ from petra.nn import InPlaceABN
 from petra.plan.layout import Layout
 from petra.specs import IGNORED
 from petra.torch_private import gloo_group
+from petra.training import Trainer
 
 
 class LossTolerantSums:
@@ -172,18 +173,24 @@ class ElasticReplicas(Replicas):
         share = DealtShares(data, self.layout, self.members.index(self.replica), self.size, microbatches)
         return share, -(-microbatches * self.layout.dp // self.size)
 
-    def phase(self, name: str, *, admit: bool = False) -> AbstractContextManager[None]:
-        """See :meth:`Replicas.phase`.
-
-        Raises:
-            MembershipChanged: In every process, at the end of the context, if replicas were lost or return.
-        """
-        return self.membership.concluding(name, admit=admit)
-
     def total(self, values: Tensor) -> None:
         self.sums.start(values)
         self.sums.finish()
         dist.all_reduce(values, group=self.pipeline_group)
+
+
+class ElasticTrainer(Trainer):
+    """Trainer whose processes agree at the end of each phase whether to continue with the same replicas."""
+
+    def phase(self, name: str, *, admit: bool = False) -> AbstractContextManager[None]:
+        """Return a context for a phase.
+
+        Raises:
+            MembershipChanged: In every process, at the end of the context, if replicas were lost or return.
+        """
+        replicas = self.pipeline.replicas
+        assert isinstance(replicas, ElasticReplicas)
+        return replicas.membership.concluding(f"{name} after microbatch {self.pipeline.clock}", admit=admit)
 
 
 class MembersShare(Share):

@@ -8,7 +8,6 @@ that the schedule is free of deadlock therefore covers them too (docs/data_paral
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from typing import Protocol
 
@@ -198,15 +197,6 @@ class Replicas(Hook):
     def share(self, data: DataSource, microbatches: int, *, evaluation: bool) -> tuple[DataSource, int]:
         """Return this replica's part of ``microbatches`` microbatches of a data source, and its number of microbatches."""
         return Share(data, self.layout, self.replica), microbatches
-
-    def phase(self, name: str, *, admit: bool = False) -> AbstractContextManager[None]:
-        """Return a context for work on a drained pipeline. Replicas that may be lost agree at its end whether to continue.
-
-        Args:
-            name: Name of the phase, used once in a process group.
-            admit: Whether replicas may come back at its end.
-        """
-        return nullcontext()
 
     def total(self, values: Tensor) -> None:
         """Replace values of one process of each replica by their sum, in all processes. The others pass zeros."""

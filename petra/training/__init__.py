@@ -5,13 +5,13 @@ from petra.training.checkpoint import Checkpoints, best_of, facts_of, newest, re
 from petra.training.lars import LARS
 from petra.training.learning_rate import SCHEDULES, Cosine, MultiStep, Polynomial, Schedule, peak_rate
 from petra.training.lock import locked
-from petra.training.loggers import JsonLines, Logger, TensorBoardLogger, WandbLogger
+from petra.training.loggers import JsonLines, TensorBoardLogger, WandbLogger
 from petra.training.optim import OPTIMIZERS, sgd
 from petra.training.progress import Bar, Lines, Progress
 from petra.training.records import new_run_folder, read_rows, write_json
 from petra.training.state import network
 from petra.training.trainer import Epoch, Trainer, finished_epochs, limited, means
-from petra.training.updates import UpdateLog
+from petra.training.watchers import Logger, UpdateMeans, Watcher
 from petra.training.weight_files import FORMATS, export, facts_in, gathered_blocks, load, load_into
 
 __all__ = [
@@ -32,8 +32,9 @@ __all__ = [
     "Schedule",
     "TensorBoardLogger",
     "Trainer",
-    "UpdateLog",
+    "UpdateMeans",
     "WandbLogger",
+    "Watcher",
     "best_of",
     "export",
     "facts_in",

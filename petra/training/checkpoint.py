@@ -34,6 +34,7 @@ from petra.training.weight_files import State
 log = logging.getLogger(__name__)
 
 FACTS, MANIFEST, LATEST = "facts.json", "manifest.json", "latest"
+NO_FACTS: Mapping[str, Any] = {}
 
 
 class Checkpoints:
@@ -41,22 +42,34 @@ class Checkpoints:
 
     Args:
         folder: Folder of the checkpoints, on storage that all processes share.
-        keep: Number of newest checkpoints to keep. The one with the highest score is kept as well.
+        keep: Number of newest checkpoints to keep. The one with the highest score is kept as well. 0: write none.
+        every: Number of microbatches, counted from the start of the run, after which a trainer drains the pipeline and saves; None
+            to save only at the end of an epoch.
+        facts: Facts of the run, as values for JSON, which each checkpoint has.
         background: Write from a copy in memory, in a thread, while training continues. The next call raises the thread's error,
             and :attr:`failed` tells it before.
         timeout: Seconds that processes wait for each other while they write in the background.
 
     Raises:
-        ConfigError: If ``keep`` is not an integer >= 1.
+        ConfigError: If ``keep`` < 0.
     """
 
-    def __init__(self, folder: Path, keep: int = 2, *, background: bool = False, timeout: float = 600) -> None:
-        require(keep >= 1, "checkpoint.keep", "an integer >= 1", keep)
-        self.folder, self.keep = folder, keep
+    def __init__(
+        self,
+        folder: Path,
+        keep: int = 2,
+        *,
+        every: int | None = None,
+        facts: Mapping[str, Any] = NO_FACTS,
+        background: bool = False,
+        timeout: float = 600,
+    ) -> None:
+        require(keep >= 0, "checkpoint.keep", "an integer >= 0", keep)
+        self.folder, self.keep, self.every, self.facts = folder, keep, every, facts
         distributed = dist.is_available() and dist.is_initialized()
         self._first = not distributed or dist.get_rank() == 0
         # A group of its own: the thread's collectives run at the same time as those of training.
-        separate = background and distributed
+        separate = keep > 0 and background and distributed
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if separate else None
         self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
         self._pending: Future[None] | None = None
@@ -65,15 +78,17 @@ class Checkpoints:
         """Write the state of a drained pipeline.
 
         Args:
-            facts: Values that JSON can represent. :func:`facts_of` returns them.
+            facts: Further facts. :func:`facts_of` returns them with those of the run.
             score: Quality of the network (higher is better), or None if it has not been evaluated.
 
         Raises:
             PetraError: In every process, if the checkpoint cannot be written. Earlier checkpoints stay intact.
         """
+        if not self.keep:
+            return
         self.wait()
         state, name = state_of(pipeline), f"{pipeline.clock:09}"
-        content = {**facts, "clock": pipeline.clock, "score": score}
+        content = {**self.facts, **facts, "clock": pipeline.clock, "score": score}
         if self._thread is None:
             self._write(state, name, content)
         else:

@@ -8,26 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, Protocol
+from typing import Any
 
 from petra.errors import ConfigError
 from petra.training.records import write_text_atomically, writing
-
-NO_SUMMARY: Mapping[str, Any] = {}
-
-
-class Logger(Protocol):
-    """Receiver of rows of numbers. Each row has the entry ``microbatches``, the number of microbatches trained on so far."""
-
-    def log(self, row: Mapping[str, float]) -> None:
-        """Receive the numbers of an epoch, or of some updates (``update/<name>``)."""
-
-    def close(self, summary: Mapping[str, Any] = NO_SUMMARY, pictures: Sequence[Path] = ()) -> None:
-        """Receive the final numbers and the pictures (PNG files) of a run that is complete."""
+from petra.training.watchers import NO_SUMMARY, Logger
 
 
-class JsonLines:
-    """File with one JSON object per line, readable while the run continues.
+class JsonLines(Logger):
+    """File with one JSON object per line, readable while the run continues. It is open only while a row is written.
 
     Args:
         path: The file.
@@ -46,11 +35,8 @@ class JsonLines:
         with writing(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(dict(row)) + "\n")
 
-    def close(self, summary: Mapping[str, Any] = NO_SUMMARY, pictures: Sequence[Path] = ()) -> None:
-        """Do nothing: the file is open only while a row is written."""
 
-
-class WandbLogger:
+class WandbLogger(Logger):
     """One run of Weights & Biases, also if training is interrupted and resumes. Its steps are microbatches.
 
     The identity of the run is stored in the folder, in the file ``wandb/run_id``. Offline, a resumed run writes its whole history
@@ -118,7 +104,7 @@ class WandbLogger:
         self._run.finish()
 
 
-class TensorBoardLogger:
+class TensorBoardLogger(Logger):
     """Event files in a run's folder, for ``tensorboard --logdir``. Their steps are microbatches.
 
     Args:

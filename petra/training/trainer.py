@@ -14,12 +14,10 @@ from torch import Tensor
 from petra.data import EvalSource, TrainSource
 from petra.distributed import all_gather_objects
 from petra.engine.totals import Result, combined
-from petra.errors import DataError, Interrupted, first_line
+from petra.errors import DataError, Interrupted, first_line, invalid
 from petra.pipeline import Pipeline
 from petra.training.checkpoint import Checkpoints
-from petra.training.loggers import Logger
-from petra.training.progress import Progress
-from petra.training.updates import UpdateLog
+from petra.training.watchers import Watcher
 
 
 @dataclass(frozen=True)
@@ -79,24 +77,19 @@ def means(result: Result, unit: str, bytes_per_target: float | None = None) -> d
 class Trainer:
     """Trains a pipeline epoch by epoch, evaluates it after each epoch and saves checkpoints.
 
-    All processes of the pipeline must make the same calls.
+    All processes of the pipeline must make the same calls. Pass watchers only in the process of the first stage.
 
     Args:
-        pipeline: This process's part of the pipeline.
+        pipeline: This process's part of the pipeline. It must have a learning rate.
         train: Training data.
         test: Test data.
-        learning_rate: The pipeline's learning rate as a function of microbatches, for the records.
-        loggers: Receivers of each epoch's numbers. Pass them only in the process of the first stage.
-        updates: Log of numbers between the ends of epochs. Pass it only in the process of the first stage.
-        progress: Display of the epoch in progress. Pass it only in the process of the first stage.
         limit: Largest number of microbatches in an epoch and in an evaluation, or None.
-        unit: What a target belongs to: ``images``, ``tokens`` or ``pixels``.
-        bytes_per_target: Mean number of bytes of text per token of the test data, for the bits per byte.
-        checkpoints: Writer of checkpoints, or None. The trainer saves one after each epoch.
-        every: Number of microbatches, counted from the start of the run, after which the pipeline is drained and a checkpoint is
-            saved; None to save only at the end of an epoch.
-        facts: Facts of the run to save with each checkpoint.
+        checkpoints: Writer of checkpoints, or None. The trainer saves one after each epoch, and at planned drains.
+        watchers: Observers of microbatches and epochs: records, loggers and progress.
         stop: Returns whether this process was asked to stop. Called after each drain; without planned drains also during training.
+
+    Raises:
+        ConfigError: If the pipeline has no learning rate.
     """
 
     def __init__(
@@ -104,23 +97,17 @@ class Trainer:
         pipeline: Pipeline,
         train: TrainSource,
         test: EvalSource,
-        learning_rate: Callable[[int], float],
         *,
-        loggers: Sequence[Logger] = (),
-        updates: UpdateLog | None = None,
-        progress: Progress | None = None,
         limit: int | None = None,
-        unit: str = "images",
-        bytes_per_target: float | None = None,
         checkpoints: Checkpoints | None = None,
-        every: int | None = None,
-        facts: Mapping[str, Any] | None = None,
+        watchers: Sequence[Watcher] = (),
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.pipeline, self.learning_rate = pipeline, learning_rate
-        self.train, self.test, self.unit, self.bytes_per_target = train, test, unit, bytes_per_target
-        self.checkpoints, self.every, self.facts, self.stop = checkpoints, every, dict(facts or {}), stop
-        self.loggers, self.updates, self.progress = loggers, updates, progress
+        rate = pipeline.recipe.learning_rate
+        if rate is None:
+            raise invalid("learning_rate", "a function of the microbatches done, for a pipeline with a trainer", "None")
+        self.pipeline, self.train, self.test, self._learning_rate = pipeline, train, test, rate
+        self.checkpoints, self.watchers, self.stop = checkpoints, watchers, stop
         self.microbatches, self.test_batches = limited(train.batches_per_epoch, limit), limited(test.batches, limit)
 
         self.history: list[Epoch] = []
@@ -132,8 +119,7 @@ class Trainer:
 
         Raises:
             Interrupted: In every process, if any was asked to stop. The last checkpoint is complete.
-            PetraError: In every process, if a checkpoint cannot be written, or the replicas that take part change. The pipeline has
-                drained.
+            PetraError: In every process, if a checkpoint cannot be written. The pipeline has drained.
         """
         while len(self.history) < epochs:
             try:
@@ -147,8 +133,17 @@ class Trainer:
             self.checkpoints.wait()
         return self.history
 
+    def state(self) -> dict[str, Any]:
+        """Return what :meth:`resume` needs, as values for JSON. A checkpoint's facts have it under ``trainer``."""
+        history = [asdict(epoch) for epoch in self.history]
+        parts = [asdict(part) for part in self._parts]
+        state = {"history": history, "parts": parts, "seconds": self._seconds, "epoch": self.microbatches}
+        for watcher in self.watchers:
+            state |= watcher.state()
+        return state
+
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Resume from ``state``, the entry ``trainer`` in a checkpoint's facts. Restore the pipeline first.
+        """Resume from what :meth:`state` returned. Restore the pipeline first.
 
         Raises:
             DataError: If ``state`` is something else.
@@ -158,52 +153,55 @@ class Trainer:
             self._parts, self._seconds = [Result(**part) for part in state["parts"]], float(state["seconds"])
         except (KeyError, TypeError, ValueError) as error:
             raise _bad_state(error) from error
-        if self.updates is not None:
-            self.updates.resume(self.pipeline.clock, state.get("updates", ()))
+        for watcher in self.watchers:
+            watcher.resume(state, self.pipeline.clock)
+
+    def phase(self, name: str, *, admit: bool = False) -> AbstractContextManager[None]:
+        """Return a context for work on a drained pipeline, or for training until it has drained. A subclass may check its result.
+
+        Args:
+            name: Name of the phase, used once for each number of microbatches.
+            admit: Whether other processes may join the run at its end.
+        """
+        return nullcontext()
 
     def _run_epoch(self, epoch: int) -> None:
         """Train to the end of an epoch, which may have begun before a checkpoint, then evaluate and record it."""
         start, end = (epoch - 1) * self.microbatches, epoch * self.microbatches
-        if self.progress is not None:
-            self.progress.start(epoch, start, self.pipeline.clock - start)
+        for watcher in self.watchers:
+            watcher.epoch_begin(epoch, start, self.pipeline.clock - start)
         while self.pipeline.clock < end:
             self._train_to_drain(end)
-            with self._phase("trained", admit=True):
+            with self.phase("trained", admit=True):
                 pass
             if self.pipeline.clock < end:
-                with self._phase("saved"):
+                with self.phase("saved"):
                     self._save_and_stop(None)
-        with self._phase("evaluated"):
+        with self.phase("evaluated"):
             finished = self._evaluate(epoch)
             self.history.append(finished)
             self._parts, self._seconds = [], 0.0
-            for logger in self.loggers:
-                logger.log(finished.row())
-            if self.progress is not None:
-                self.progress.end(finished.row())
+            for watcher in self.watchers:
+                watcher.epoch_end(finished.row())
             scores = finished.test.metrics
             self._save_and_stop(scores.get("miou", scores.get("accuracy", -finished.test.loss)))
-
-    def _phase(self, name: str, *, admit: bool = False) -> AbstractContextManager[None]:
-        """Return a context in which replicas may be lost. At its end, all processes agree whether to continue."""
-        replicas = self.pipeline.replicas
-        return nullcontext() if replicas is None else replicas.phase(f"{name} after microbatch {self.pipeline.clock}", admit=admit)
 
     def _train_to_drain(self, end: int) -> None:
         """Train up to the next planned drain or the end of the epoch, or until a process is asked to stop."""
         started = time.perf_counter()
         count = end - self.pipeline.clock
-        if self.every is not None:
-            count = min(count, self.every - self.pipeline.clock % self.every)
+        every = None if self.checkpoints is None else self.checkpoints.every
+        if every is not None:
+            count = min(count, every - self.pipeline.clock % every)
         # An unplanned drain changes the weights of a run. With planned drains, a run that stops there resumes bit for bit.
-        stop = self._stop_early if self.every is None else None
-        watchers = [watcher.microbatch for watcher in (self.updates, self.progress) if watcher is not None]
+        stop = self._stop_early if every is None else None
+        receivers = [watcher.microbatch for watcher in self.watchers if type(watcher).microbatch is not Watcher.microbatch]
 
         def on_microbatch(report: Tensor) -> None:
-            for watcher in watchers:
-                watcher(report)
+            for receive in receivers:
+                receive(report)
 
-        self._parts.append(self.pipeline.train(self.train, count, on_microbatch if watchers else None, stop))
+        self._parts.append(self.pipeline.train(self.train, count, on_microbatch if receivers else None, stop))
         self._seconds += time.perf_counter() - started
 
     def _stop_early(self) -> bool:
@@ -221,27 +219,20 @@ class Trainer:
             test=replace(test, counts={}),
             seconds=self._seconds + time.perf_counter() - started,
             training_seconds=self._seconds,
-            learning_rate=self.learning_rate(self.pipeline.clock),
+            learning_rate=self._learning_rate(self.pipeline.clock),
             stages=self.pipeline.stage_metrics(),
-            unit=self.unit,
-            bytes_per_target=self.bytes_per_target,
+            unit=self.test.unit,
+            bytes_per_target=self.test.bytes_per_target,
         )
 
     def _save_and_stop(self, score: float | None) -> None:
         """Save the drained pipeline, and raise :class:`Interrupted` if any process was asked to stop."""
         if self.checkpoints is not None:
-            self.checkpoints.save(self.pipeline, self.resumable_facts(), score)
+            self.checkpoints.save(self.pipeline, {"trainer": self.state()}, score)
         if any(all_gather_objects(self.stop())):
             if self.checkpoints is not None:
                 self.checkpoints.wait()
-            raise Interrupted(self.pipeline.clock, saved=self.checkpoints is not None)
-
-    def resumable_facts(self) -> dict[str, Any]:
-        """Return the facts of the run, and under ``trainer`` what :meth:`resume` needs."""
-        history = [asdict(epoch) for epoch in self.history]
-        parts = [asdict(part) for part in self._parts]
-        state = {"history": history, "parts": parts, "seconds": self._seconds, "epoch": self.microbatches}
-        return {**self.facts, "trainer": state if self.updates is None else state | {"updates": self.updates.totals}}
+            raise Interrupted(self.pipeline.clock, saved=self.checkpoints is not None and self.checkpoints.keep > 0)
 
 
 def finished_epochs(state: Mapping[str, Any]) -> list[Epoch]:

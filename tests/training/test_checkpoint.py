@@ -196,26 +196,26 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
         store.save(pipeline, {}, score)
     assert [int(path.name) for path in checkpoints(tmp_path)] == [5, 4, 1]
     assert best_of(tmp_path) == tmp_path / "000000001"
-    with pytest.raises(ConfigError, match=r"checkpoint\.keep: expected an integer >= 1, got 0"):
-        Checkpoints(tmp_path, keep=0)
+    with pytest.raises(ConfigError, match=r"checkpoint\.keep: expected an integer >= 0, got -1"):
+        Checkpoints(tmp_path, keep=-1)
 
 
 class Epochs(RandomSource):
     """Random microbatches in epochs of 11, which is a multiple of neither k nor the checkpoint interval."""
 
     batches_per_epoch, batches = 11, 2
+    unit, bytes_per_target = "images", None
 
 
-def trainer(folder: Path, pipeline: Pipeline | None = None, *, batches: int = 11, **options: Any) -> Trainer:
+def trainer(folder: Path, pipeline: Pipeline | None = None, *, batches: int = 11, every: int | None = 4, **options: Any) -> Trainer:
     data = Epochs()
     data.batches_per_epoch = batches
     options = {
-        "checkpoints": Checkpoints(folder / "c", 9),
-        "every": 4,
-        "loggers": [JsonLines(folder / "metrics.jsonl")],
+        "checkpoints": Checkpoints(folder / "c", 9, every=every),
+        "watchers": [JsonLines(folder / "metrics.jsonl")],
         **options,
     }
-    return Trainer(pipeline or build(), data, data, lambda t: 0.1, **options)  # type: ignore[arg-type]
+    return Trainer(pipeline or build(), data, data, **options)  # type: ignore[arg-type]
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
@@ -234,7 +234,7 @@ def test_metrics_and_epochs_resume_from_any_checkpoint(tmp_path: Path) -> None:
         pipeline = build()
         state = restore(pipeline, tmp_path / "c" / f"{clock:09}")["trainer"]
         log = JsonLines(tmp_path / "metrics.jsonl", [epoch.row() for epoch in finished_epochs(state)])
-        resumed = trainer(tmp_path, pipeline, checkpoints=None, loggers=[log])
+        resumed = trainer(tmp_path, pipeline, checkpoints=Checkpoints(tmp_path / "none", 0, every=4), watchers=[log])
         resumed.resume(state)
         resumed.fit(2)
         assert rows(tmp_path) == expected

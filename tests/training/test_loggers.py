@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +10,24 @@ import pytest
 import torch
 from PIL import Image
 
+from petra import Pipeline
+from petra.engine.build import Recipe
 from petra.errors import ConfigError, DataError
-from petra.training import JsonLines, TensorBoardLogger, UpdateLog, WandbLogger, read_rows
-from petra.training.updates import ACCURACY
+from petra.training import JsonLines, Logger, TensorBoardLogger, UpdateMeans, WandbLogger, read_rows, sgd
+from tests.support.nets import RandomSource, mixed_net
 from tests.support.wandb_files import OfflineRun
 
 
-class Received:
+class Received(Logger):
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
 
     def log(self, row: Any) -> None:
         self.rows.append(row)
 
-    def close(self, summary: Any = None, pictures: Any = ()) -> None:
-        pass
+
+def recipe(rate: Callable[[int], float] = lambda t: 0.1) -> Recipe:
+    return Pipeline(mixed_net(), RandomSource().spec, optimizer=sgd, learning_rate=rate).recipe
 
 
 def report(targets: float, loss: float, correct: float) -> torch.Tensor:
@@ -32,7 +36,7 @@ def report(targets: float, loss: float, correct: float) -> torch.Tensor:
 
 def test_a_row_has_the_means_over_the_targets_of_its_updates() -> None:
     received = Received()
-    log = UpdateLog(2, 2, lambda t: t / 10, ACCURACY, [received])
+    log = UpdateMeans(2, 2, recipe(lambda t: t / 10), [received])
     for m in range(9):
         log.microbatch(report(m, 3.0 * m, 1))
     assert [(row["microbatches"], row["updates"]) for row in received.rows] == [(4, 2), (8, 4)]
@@ -43,20 +47,20 @@ def test_a_row_has_the_means_over_the_targets_of_its_updates() -> None:
         "update/accuracy": pytest.approx(4 / 6),
         "update/learning_rate": 0.4,
     }
-    assert log.totals == [8, 24, 1], "the rest is for the next row"
+    assert log.state() == {"updates": [8, 24, 1]}, "the rest is for the next row"
 
 
 def test_rows_of_a_resumed_run_are_those_of_an_uninterrupted_one() -> None:
     reports = [report(7, 0.1 * m, m % 3) for m in range(12)]
     whole, parts = Received(), Received()
-    log = UpdateLog(3, 2, lambda t: 0.1, ACCURACY, [whole])
+    log = UpdateMeans(3, 2, recipe(), [whole])
     for one in reports:
         log.microbatch(one)
-    first = UpdateLog(3, 2, lambda t: 0.1, ACCURACY, [parts])
+    first = UpdateMeans(3, 2, recipe(), [parts])
     for one in reports[:8]:
         first.microbatch(one)
-    second = UpdateLog(3, 2, lambda t: 0.1, ACCURACY, [parts])
-    second.resume(8, first.totals)
+    second = UpdateMeans(3, 2, recipe(), [parts])
+    second.resume(first.state(), 8)
     for one in reports[8:]:
         second.microbatch(one)
     assert parts.rows == whole.rows
@@ -66,10 +70,10 @@ def test_rows_of_a_resumed_run_are_those_of_an_uninterrupted_one() -> None:
 
 def test_microbatches_without_targets_do_not_divide_by_zero() -> None:
     received = Received()
-    UpdateLog(1, 1, lambda t: 0.1, ACCURACY, [received]).microbatch(report(0, 0, 0))
+    UpdateMeans(1, 1, recipe(), [received]).microbatch(report(0, 0, 0))
     assert received.rows[0]["update/loss"] == 0
     with pytest.raises(ConfigError, match=r"trainer\.log_every: expected null or an integer >= 1, got 0"):
-        UpdateLog(0, 1, lambda t: 0.1)
+        UpdateMeans(0, 1, recipe(), [])
 
 
 def test_rows_of_a_file(tmp_path: Path) -> None:

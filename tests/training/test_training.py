@@ -118,9 +118,10 @@ def test_peak_memory_counts_what_was_held() -> None:
 
 
 def test_bar_shows_the_current_epoch(capsys: pytest.CaptureFixture[str]) -> None:
-    bar = Bar(epochs=3, microbatches=10, learning_rate=lambda t: 0.1 * t)
+    data = RandomSource()
+    bar = Bar(3, 10, Pipeline(mixed_net(), data.spec, optimizer=sgd, learning_rate=lambda t: 0.1 * t).recipe)
     bar.seconds = 0.0
-    bar.start(2, clock=10)
+    bar.epoch_begin(2, start=10, done=0)
     bar.microbatch(torch.tensor([8, 4.0, 6], dtype=torch.float64))  # images, summed loss, correct
     assert "epoch 2/3 " in (shown := capsys.readouterr().out.split("\r")[-1])
     assert "1/10, loss 0.5000, accuracy 75.00%" in shown
@@ -140,10 +141,10 @@ def test_trainer_records_every_epoch(tmp_path: Path, capsys: pytest.CaptureFixtu
         optimizer=partial(sgd, weight_decay=1e-4),
         learning_rate=rate,
     )
-    progress = Lines(2, train.batches_per_epoch, rate)
+    progress = Lines(2, train.batches_per_epoch, pipeline.recipe)
     progress.seconds = 0.0
     log = JsonLines(tmp_path / "metrics.jsonl")
-    history = Trainer(pipeline, train, test, rate, loggers=[log], progress=progress).fit(2)
+    history = Trainer(pipeline, train, test, watchers=[log, progress]).fit(2)
     log.close()
 
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
