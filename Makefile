@@ -5,11 +5,11 @@ BIN := $(VENV)/bin
 CUDA_VENV ?= .venv-cuda
 CUDA_TORCH := torch==2.14.1
 
-.PHONY: check demo docs lint test test-cuda-build
+.PHONY: check demo docs lint stress test test-cuda-build
 
 TESTS := $(BIN)/python -m pytest -n 2 --dist worksteal
 # they wait for delays and timeouts much of the time
-EMULATED_TESTS := $(BIN)/python -m pytest -n 4 --dist worksteal tests/emulated
+EMULATED_TESTS := $(BIN)/python -m pytest -n 4 --dist worksteal -m "not stress" tests/emulated
 
 # PETRA over four processes: loss and accuracy in runs/*/curves.png
 demo: $(VENV)/installed
@@ -23,6 +23,10 @@ test: lint
 # lint, types, and the tests that need one process
 check: lint
 	$(TESTS) -m "not processes"
+
+# soak, kills, fuzz, two hosts, Slurm, the whole emulated matrix: hours. `python -m stress --only NAME` runs parts
+stress: $(VENV)/installed
+	$(BIN)/python -m stress
 
 # with the CUDA build of torch, which needs 6 GB of disk and no GPU: private functions of torch, Triton kernels compiled to machine
 # code, doctor, fake tensors, and a short run

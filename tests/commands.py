@@ -72,7 +72,7 @@ def small(command: str) -> list[str] | None:
         return None
     words[:1] = [sys.executable] if words[0] == "python" else [sys.executable, "-m", "torch.distributed.run"]
     modules = [word for previous, word in pairwise(words) if previous == "-m"]
-    if modules and modules[-1].startswith("tests."):
+    if modules and modules[-1].startswith(("tests.", "stress")):
         return None
     if modules and modules[-1] in TRAINS:
         return [

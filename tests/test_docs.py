@@ -122,9 +122,11 @@ def check_python(words: list[str], environment: dict[str, str], out: Path) -> No
 
 @cache
 def usage(module: str) -> str:
-    """Return what a module, or the ``command`` module of a package, prints for ``--help``."""
+    """Return what a module, or the ``command`` or ``__main__`` module of a package, prints for ``--help``."""
     found = import_module(module)
-    main = found.main if hasattr(found, "main") else import_module(f"{module}.command").main
+    if not hasattr(found, "main"):
+        found = import_module(f"{module}.{'command' if find_spec(f'{module}.command') else '__main__'}")
+    main = found.main
     with redirect_stdout(StringIO()) as printed, pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", [module, "--help"])
         with pytest.raises(SystemExit):

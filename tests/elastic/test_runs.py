@@ -16,7 +16,7 @@ from launch.run.checks import check
 from launch.runtime.rank import Process
 from launch.runtime.reporting import STOPPED
 from petra.errors import ConfigError
-from tests.kill_replicas import RUN, Replicas, kill_many
+from stress.kill_replicas import RUN, Replicas, kill_many
 
 
 @pytest.mark.processes

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.emulated import device as emulated
+from tests.emulated.core import core
 from tests.emulated.device import Options
 from tests.emulated.processes import run, start
 
@@ -39,7 +40,8 @@ def on_side_stream(wait: bool, keep: str) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("wait", "keep", "expected"), [(True, "hold", True), (True, "record", True), (False, "hold", False), (True, "free", False)]
+    ("wait", "keep", "expected"),
+    core([(True, "hold", True), (True, "record", True), (False, "hold", False), (True, "free", False)], {1, 2}),
 )
 def test_values_are_wrong_without_a_wait_or_after_an_early_free(wait: bool, keep: str, expected: bool) -> None:
     z, other = run(on_side_stream, wait, keep)[0]
@@ -150,7 +152,7 @@ def mixes_devices(which: str) -> str:
     return "\n".join(errors)
 
 
-@pytest.mark.parametrize("which", ["cpu", "cuda"])
+@pytest.mark.parametrize("which", core(["cpu", "cuda"], {1}))
 def test_devices_do_not_mix(which: str) -> None:
     lines = run(mixes_devices, which)[0].splitlines()
     assert sum("device" in line for line in lines) >= 4
@@ -195,7 +197,7 @@ def compare_layers() -> list[bool]:
     return [torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(layers("cuda"), layers("cpu"), strict=True)]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", core([0, 1], {1}))
 def test_layers_compute_what_they_compute_on_the_cpu(seed: int) -> None:
     assert all(run(compare_layers, options=Options(seed=seed, delay_rate=0.5))[0])
 
@@ -218,6 +220,7 @@ def replays() -> list[Tensor]:
     return [t.cpu() for t in found]
 
 
+@pytest.mark.stress
 def test_graphs_replay_what_was_captured() -> None:
     before, first, second = run(replays)[0]
     assert before.isnan().all()  # a capture runs nothing
@@ -232,6 +235,7 @@ def synchronizes_in_a_capture() -> str:
     return str(caught.value)
 
 
+@pytest.mark.stress
 def test_a_capture_forbids_synchronizations() -> None:
     assert "capturing" in run(synchronizes_in_a_capture)[0]
 
@@ -256,7 +260,7 @@ def many_launches() -> float:
     return float(x.sum())
 
 
-@pytest.mark.parametrize(("fault", "status"), [("die", -9), ("hang", None), ("slow", 0)])
+@pytest.mark.parametrize(("fault", "status"), core([("die", -9), ("hang", None), ("slow", 0)], {0}))
 def test_faults_strike_at_their_launch(fault: str, status: int | None) -> None:
     options = Options(fault=fault, fault_at=50, slow_us=100)
     ended = start(many_launches, options=options, timeout=2 if fault == "hang" else 20)
@@ -297,7 +301,8 @@ def forbidden(what: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "what", ["reads", "synchronizes", "seeds", "reads the generator", "pins", "allocates outside", "leaves work unjoined"]
+    "what",
+    core(["reads", "synchronizes", "seeds", "reads the generator", "pins", "allocates outside", "leaves work unjoined"], ()),
 )
 def test_what_a_capture_forbids_is_an_error(what: str) -> None:
     expected = "unjoined" if what == "leaves work unjoined" else "capturing"

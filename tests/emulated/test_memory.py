@@ -9,6 +9,7 @@ import torch
 
 from petra import TensorSpec
 from petra.cost_model.memory import PredictedMemory, predict_memory
+from tests.emulated.core import core
 from tests.emulated.processes import run
 from tests.emulated.runs import Case
 
@@ -50,7 +51,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", core(CASES, {1}), ids=str)
 def test_the_peak_of_one_process_is_predicted(case: Case) -> None:
     peak, predicted = run(alone, case)[0]
     assert predicted.tensors == pytest.approx(peak, rel=0.05)
@@ -58,7 +59,7 @@ def test_the_peak_of_one_process_is_predicted(case: Case) -> None:
     assert predicted.summed == predicted.tensors
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=str)
+@pytest.mark.parametrize("case", core([CASES[0], CASES[3]], {1}), ids=str)
 def test_the_peak_of_each_of_several_processes_is_predicted(case: Case) -> None:
     for peak, predicted in run(among_others, case, world=3):
         assert predicted.tensors == pytest.approx(peak, rel=0.05), predicted

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.emulated.core import core
 from tests.emulated.device import Options
 from tests.emulated.processes import Ended, run, start
 
@@ -29,7 +30,7 @@ def ring(rank: int) -> list[float]:
     return [y.min().item(), y.max().item()]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", core([0, 1, 2], {1}))
 def test_grouped_operations_start_together(seed: int) -> None:
     assert run(ring, world=3, options=Options(seed=seed, delay_rate=0.5)) == [[2, 2], [0, 0], [1, 1]]
 
@@ -177,12 +178,15 @@ def other_type(rank: int) -> float:
 
 @pytest.mark.parametrize(
     ("target", "expected"),
-    [
-        (other_order, "ALLREDUCE number 1 of 2000 bytes Float"),
-        (collective_and_message, "SEND of 4000 bytes Float"),
-        (other_size, "3996 bytes Float"),
-        (other_type, "4000 bytes Int"),
-    ],
+    core(
+        [
+            (other_order, "ALLREDUCE number 1 of 2000 bytes Float"),
+            (collective_and_message, "SEND of 4000 bytes Float"),
+            (other_size, "3996 bytes Float"),
+            (other_type, "4000 bytes Int"),
+        ],
+        {0, 2},
+    ),
 )
 def test_ranks_must_issue_matching_operations(target: Any, expected: str) -> None:
     ended = start(target, world=2, **SHORT)  # type: ignore[arg-type]
@@ -235,7 +239,7 @@ def loops(rank: int) -> float:
     return x.mean().item()
 
 
-@pytest.mark.parametrize("fault", ["die", "hang", "slow"])
+@pytest.mark.parametrize("fault", core(["die", "hang", "slow"], {0}))
 def test_a_lost_rank_runs_the_others_into_the_timeout(fault: str) -> None:
     options = Options(fault=fault, fault_at=40, fault_rank=1, slow_us=500)
     group_timeout = 30 if fault == "slow" else 2

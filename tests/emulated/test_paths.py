@@ -17,6 +17,7 @@ from petra.diagnostics.recorder import Recorder
 from petra.diagnostics.stage_times import StageTimes
 from petra.training import Checkpoints, restore
 from tests.emulated import runs
+from tests.emulated.core import core
 from tests.emulated.device import Options
 from tests.emulated.processes import Ended, run, start
 from tests.emulated.runs import Case, host
@@ -40,7 +41,7 @@ def resumes(rank: int, case: Case, folder: str, background: bool) -> bool:
     return all(torch.equal(value, weights[key]) for key, value in host(pipeline.state_dict()).items())
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", core([False, True], {1}))
 def test_checkpoints_resume(background: bool, tmp_path: Path) -> None:
     numerics = {"autocast": torch.bfloat16} if background else {}
     case = Case(optimizer="adam", numerics=numerics)
@@ -58,7 +59,7 @@ def stops(rank: int, case: Case) -> tuple[int, bool]:
     return stopped.clock, all(torch.equal(value, weights[key]) for key, value in host(stopped.state_dict()).items())
 
 
-@pytest.mark.parametrize("transport", ["lockstep", "edge"])
+@pytest.mark.parametrize("transport", core(["lockstep", "edge"], {1}))
 def test_all_processes_stop_after_the_same_microbatch(transport: str) -> None:
     first, second = run(stops, Case(transport=transport, arguments={"stages": 2}), world=2, options=DELAYED)
     assert first == second
@@ -139,7 +140,7 @@ def test_the_doctor_finds_the_emulated_devices(tmp_path: Path) -> None:
     assert "cuda:1" in text
 
 
-@pytest.mark.parametrize(("fault", "transport"), [("die", "lockstep"), ("hang", "edge")])
+@pytest.mark.parametrize(("fault", "transport"), core([("die", "lockstep"), ("hang", "edge")], {0}))
 def test_a_lost_neighbour_ends_all_within_the_timeout(fault: str, transport: str) -> None:
     options = Options(fault=fault, fault_at=3000, fault_rank=1)
     case = Case(microbatches=200, transport=transport)
@@ -157,7 +158,7 @@ def test_a_slow_rank_changes_no_bits() -> None:
     assert all(torch.equal(value, weights[key]) for key, value in expected.weights.items())
 
 
-@pytest.mark.parametrize(("method", "transport"), [("petra", "lockstep"), ("pipedream", "lockstep")])
+@pytest.mark.parametrize(("method", "transport"), core([("petra", "lockstep"), ("pipedream", "lockstep")], {0}))
 def test_lockstep_does_not_hang_if_the_first_launch_of_a_kernel_waits_for_the_device(method: str, transport: str) -> None:
     options = Options(lazy_loading=True, patience_ms=5000)
     found = run(runs.train_rank, Case(method, transport=transport), world=3, options=options)

@@ -11,6 +11,7 @@ import torch
 from petra import METHODS, UpdateRules
 from petra.staleness import Prediction, Remedy
 from tests.emulated import runs
+from tests.emulated.core import core
 from tests.emulated.device import Options
 from tests.emulated.processes import run
 from tests.emulated.runs import Case, Outcome
@@ -27,7 +28,7 @@ def of_method(method: str, **settings: Any) -> Case:
     return Case(method, **{"k": 32 if many else 2, "microbatches": 36 if many else 9, **settings})
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", core(METHODS, {3, 6}))
 def test_methods_in_one_process(method: str) -> None:
     assert run(runs.compare, of_method(method), options=DELAYED) == [0]
 
@@ -35,7 +36,7 @@ def test_methods_in_one_process(method: str) -> None:
 NETS = {"dropout": 0.0, "revnet18": 0.0, "abn": 0.0, "irevnet": 0.0, "resnet18": 0.0, "revgpt": ROUNDING, "revvit": ROUNDING}
 
 
-@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("net", core(NETS, {0, 2, 5}))
 def test_models(net: str) -> None:
     method = "pipedream" if net == "resnet18" else "petra"
     arguments = {"stages": 4} if net == "irevnet" else {}
@@ -65,7 +66,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", core(SETTINGS, {3, 6, 9, 13}))
 def test_settings(name: str) -> None:
     assert run(runs.compare, Case(**SETTINGS[name]), options=DELAYED)[0] <= 1e-7
 
@@ -92,7 +93,7 @@ PROCESSES = [
 ]
 
 
-@pytest.mark.parametrize(("method", "world", "transport", "settings"), PROCESSES)
+@pytest.mark.parametrize(("method", "world", "transport", "settings"), core(PROCESSES, {1, 2, 8, 10}))
 def test_processes(method: str, world: int, transport: str, settings: dict[str, Any]) -> None:
     case = of_method(method, transport=transport, **settings)
     found = run(runs.train_rank, case, world=world, options=DELAYED)
@@ -101,7 +102,7 @@ def test_processes(method: str, world: int, transport: str, settings: dict[str, 
     assert all(outcome.losses == expected.losses for outcome in found)
 
 
-@pytest.mark.parametrize(("method", "world"), [("petra", 4), ("pipedream", 2)])
+@pytest.mark.parametrize(("method", "world"), core([("petra", 4), ("pipedream", 2)], {0}))
 def test_replicas(method: str, world: int) -> None:
     case = of_method(method, arguments={"dp": 2}, refetch=method == "pipedream")
     found = run(runs.train_rank, case, world=world, options=DELAYED)
@@ -147,7 +148,7 @@ STEADY = [
 ]
 
 
-@pytest.mark.parametrize("case", STEADY, ids=lambda case: f"{case.method}-{case.optimizer}-{len(case.numerics)}")
+@pytest.mark.parametrize("case", core(STEADY, {0, 12}), ids=lambda case: f"{case.method}-{case.optimizer}-{len(case.numerics)}")
 def test_the_host_does_not_wait_in_steady_state(case: Case) -> None:
     ((found, _),) = run(runs.synchronizations, case)
     assert excess(found, case) == {}

@@ -1,7 +1,8 @@
-"""A fixed sample of the random configurations of ``python -m tests.fuzz_configs``, and errors that it has found."""
+"""A fixed sample of the random configurations of ``python -m stress.fuzz_configs``, and errors that it has found."""
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from random import Random
 
@@ -9,10 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from tests.fuzz_configs import attempt_sequence, command_lines, limited_attempt, prepare
-from tests.fuzz_runs import DAMAGES, Train, sequence
+from stress.fuzz_configs import attempt_sequence, command_lines, limited_attempt, prepare
+from stress.fuzz_runs import DAMAGES, Train, sequence
 
-SEQUENCES = (0, 1)
+SEQUENCE = 1
+"""A short sequence of commands."""
 SMALL = [
     "model=revvit",
     "data=synthetic",
@@ -32,24 +34,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@settings(max_examples=15)
+@settings(max_examples=5)
 @given(line=command_lines)
 def test_a_random_configuration_runs_or_is_one_error(line: list[str], folder: Path) -> None:
     limited_attempt(line, folder)
 
 
-@pytest.mark.parametrize("number", SEQUENCES)
-def test_a_random_sequence_of_commands_leaves_what_it_should(number: int, tmp_path: Path) -> None:
-    attempt_sequence(number, tmp_path)
+def test_a_random_sequence_of_commands_leaves_what_it_should(tmp_path: Path) -> None:
+    attempt_sequence(SEQUENCE, tmp_path)
 
 
-def test_the_sequences_have_each_kind_of_step() -> None:
-    steps = [step for number in SEQUENCES for step in sequence(Random(number))]
+def test_sequences_have_each_kind_of_step() -> None:
+    steps = [step for number in range(30) for step in sequence(Random(number))]
     trainings = [step for step in steps if isinstance(step, Train)]
-    assert {step.export for step in trainings} == {"none", "pt", "safetensors"}
+    assert {(step.export, step.stopped) for step in trainings} == {*product(("none", "pt", "safetensors"), (False, True))}
     assert {step.average for step in trainings} == {"null", "0.5"}
-    assert {step.stopped for step in trainings} == {False, True}
-    assert {"no config", *DAMAGES} & {step for step in steps if not isinstance(step, Train)} > {"no config"}
+    assert {"no config", "no run", *DAMAGES} <= {step for step in steps if not isinstance(step, Train)}
 
 
 @pytest.mark.parametrize(

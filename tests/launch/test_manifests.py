@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from launch.node import Node
-from tests import manifests
+from stress import manifests
 
 ROOT = Path(__file__).parents[2]
 

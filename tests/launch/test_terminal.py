@@ -25,7 +25,7 @@ from petra.data import DATASETS
 from petra.models import MODELS
 from petra.staleness import Prediction
 from petra.training import FORMATS, OPTIMIZERS, SCHEDULES
-from tests.kill_many import children
+from stress.kill_many import children
 from tests.structure import ROOT
 
 IMPORTS = """

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import filesystem
 from petra import BlockSpec, Model, PetraError, Pipeline
 from petra.training import Checkpoints, newest, restore, sgd
 from petra.training import checkpoint as protocol
-from tests.kill_many import RUN, assert_same, assert_undamaged, results
+from stress.kill_many import RUN, assert_same, assert_undamaged, results
 from tests.support.forked import Forked
 from tests.support.nets import RandomSource
 from tests.support.processes import context

@@ -1,7 +1,7 @@
-"""Run the shipped Slurm job on a cluster of three nodes on this machine: ``python -m tests.slurm_suite [--only NAME ...]``.
+"""Run the shipped Slurm job on a cluster of three nodes on this machine: ``python -m stress.slurm_suite [--only NAME ...]``.
 
 Needs root, and ``apt-get install slurmctld slurmd slurm-client iproute2``. Each node has a network namespace, a host name, eight
-GPUs that Slurm counts but no program can use, and a slurmd (:mod:`tests.support.slurm`). Networks are narrow and train on the
+GPUs that Slurm counts but no program can use, and a slurmd (:mod:`stress.slurm`). Networks are narrow and train on the
 CPU. The output is a Markdown table of what happened. "Equal" means: with the weights, metrics and files of a run without Slurm and
 without interruption. An assertion fails where the result differs from docs/clusters.md.
 """
@@ -20,10 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stress.kill_many import assert_same, assert_undamaged, results
+from stress.slurm import POLL, Cluster, cluster, missing
 from tests.commands import ROOT
-from tests.kill_many import assert_same, assert_undamaged, results
 from tests.support.forked import Forked
-from tests.support.slurm import POLL, Cluster, cluster, missing
 
 JOB = str(ROOT / "launch" / "templates" / "slurm.sbatch")
 SMALL = (

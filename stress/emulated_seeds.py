@@ -1,4 +1,4 @@
-"""Train under random delays: weights must be equal for all seeds, bit for bit. ``python -m tests.emulated.seeds 1000``"""
+"""Train under random delays: weights must be equal for all seeds, bit for bit. ``python -m stress.emulated_seeds 1000``"""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def try_seeds(case: Case, world: int, seeds: list[int], expected: list[dict[str,
 
 def main() -> None:
     """Try the seeds; exit with status 1 if one is wrong."""
-    from tests.emulated import seeds as module  # functions of __main__ can't be sent to other processes
+    from stress import emulated_seeds as module  # functions of __main__ can't be sent to other processes
 
-    parser = argparse.ArgumentParser(prog="python -m tests.emulated.seeds", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m stress.emulated_seeds", description=__doc__)
     parser.add_argument("count", type=int, nargs="?", default=1000, help="number of seeds")
     parser.add_argument("--first", type=int, default=1, help="first seed")
     parsed = parser.parse_args()

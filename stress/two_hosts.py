@@ -1,7 +1,7 @@
 """Runs on two hosts with a shared folder: an interrupted link, a second job, a killed agent, and restarts by torchrun.
 
-Run ``python -m tests.two_hosts`` as root. The hosts are two network namespaces of this machine with two processes each, joined by a
-virtual Ethernet link (Linux, iproute2).
+Run ``python -m stress.two_hosts`` as root. The hosts are two network namespaces of this machine with two processes each, joined by
+a virtual Ethernet link (Linux, iproute2).
 
 The link is interrupted in two ways: one end goes down, or all packets of the second host are lost silently, because they have a
 wrong hardware address. Both sides must end by themselves with an error within the timeout. If one host's agent is killed, the
@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.shaped_link import only_one
+from stress.kill_many import RUN, assert_same, assert_undamaged, children, results
 from tests.commands import ROOT
-from tests.kill_many import RUN, assert_same, assert_undamaged, children, results
 
 HOSTS = ("petra-a", "petra-b")
 ADDRESSES = ("10.98.0.1", "10.98.0.2")

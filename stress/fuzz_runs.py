@@ -1,4 +1,4 @@
-"""Random sequences of commands on the folder of one run, for :mod:`tests.fuzz_configs`, which describes them."""
+"""Random sequences of commands on the folder of one run, for :mod:`stress.fuzz_configs`, which describes them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Kill a random process at a random moment, many times, and compare the resumed runs with an uninterrupted one.
 
-``python -m tests.kill_many --kills 200 --torchrun 10`` runs launch.train in four processes, with a checkpoint every three
+``python -m stress.kill_many --kills 200 --torchrun 10`` runs launch.train in four processes, with a checkpoint every three
 microbatches, and kills at any time from start-up to the last file. The other processes then get SIGTERM, as from torchrun's agent,
 and must end by themselves. ``--torchrun`` is the number of additional kills under torchrun, which restarts the processes
 (``--max-restarts``). With ``--agents 2``, the processes are shared by two agents, as on two machines.

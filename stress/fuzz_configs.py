@@ -1,6 +1,6 @@
 """Test random configurations: each must train a few steps of a tiny network, or raise an error of one line. None may hang.
 
-``python -m tests.fuzz_configs --examples 10000 --sequences 1000``
+``python -m stress.fuzz_configs --examples 10000 --sequences 1000``
 
 A command line has a file of each group, settings that keep model and data small, and a few random overrides of any key of the
 schema: values from files under conf/, values of other types or out of range, and misspelt keys. It goes through Hydra, the plan
@@ -51,7 +51,7 @@ from launch.run.training import run
 from launch.runtime.rank import Process
 from petra.errors import PetraError
 from petra.training import limited
-from tests.fuzz_runs import Runner, Step, sequence
+from stress.fuzz_runs import Runner, Step, sequence
 
 ALONE = Process(rank=0, world=1, local_rank=0, local_world=1)
 PROCESSOR_SECONDS, WALL_SECONDS = 60, 900

@@ -1,7 +1,7 @@
 """Kill or stop a random process of a run with replicas at a random moment, many times, and compare the replicas afterwards.
 
-``python -m tests.kill_replicas --kills 50 --processes 4`` trains with two replicas of two processes each. After each kill, it waits
-until the lost replica has returned. Every drain of every process records a digest of weights, optimizer state and running
+``python -m stress.kill_replicas --kills 50 --processes 4`` trains with two replicas of two processes each. After each kill, it
+waits until the lost replica has returned. Every drain of every process records a digest of weights, optimizer state and running
 statistics, which must be equal in all replicas.
 """
 

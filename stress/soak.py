@@ -1,6 +1,6 @@
 """Train a tiny network of four stages in four processes for a long time, and check that memory and open files do not grow.
 
-``python -m tests.soak --microbatches 100000 --out soak.json``
+``python -m stress.soak --microbatches 100000 --out soak.json``
 
 The run has 100 epochs, each with an evaluation and a checkpoint. After each epoch, every process records its resident memory, its
 open files, and the epoch's processor and wall time. The report compares the second tenth of the run with the last tenth, because

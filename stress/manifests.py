@@ -1,7 +1,7 @@
 """Run a Compose file or a Kubeflow TrainJob on this machine, without Docker and Kubernetes: one process group for each node.
 
-python -m tests.manifests docker/compose.yaml
-python -m tests.manifests launch/templates/kubeflow.yaml model.width=0.0625 trainer.device=cpu data.images=2000
+python -m stress.manifests docker/compose.yaml
+python -m stress.manifests launch/templates/kubeflow.yaml model.width=0.0625 trainer.device=cpu data.images=2000
 
 Each node is the command of its container with the variables that Docker or Kubeflow Trainer 2 gives it. One folder stands for the
 shared volume. Overrides are added to those of the file. The exit status is the largest of all nodes. Differences from a cluster:

@@ -1,0 +1,82 @@
+"""Run the long tests one after the other: ``python -m stress [--only NAME ...] [--golden COMMIT]``, or ``make stress``.
+
+Prints a line for each with its minutes and how it ended, and the output of those that fail. Exits with status 1 if one failed.
+Programs that need root or Slurm are skipped where these are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PROGRAMS = {
+    "emulated": "-m pytest -q tests/emulated",
+    "delays": "-m stress.emulated_seeds 300",
+    "mutants": "-m tests.emulated.mutants",
+    "kills": "-m stress.kill_many --kills 100 --torchrun 5",
+    "agents": "-m stress.kill_many --kills 0 --torchrun 5 --agents 2",
+    "replicas": "-m stress.kill_replicas --kills 30 --processes 4",
+    "soak": "-m stress.soak --microbatches 20000",
+    "soak_edge": "-m stress.soak --microbatches 20000 --transport edge",
+    "configurations": "-m stress.fuzz_configs --examples 2000 --sequences 50",
+    "damage": "-m pytest -q --hypothesis-profile=long tests/training/test_damaged_checkpoints.py tests/data/test_damaged_files.py",
+    "commands": "-m tests.commands",
+    "hosts": "-m stress.two_hosts",
+    "slurm": "-m stress.slurm_suite",
+}
+"""Arguments of Python by name of the test."""
+
+
+def obstacle(name: str) -> str | None:
+    """Return why a program can't run here, or None."""
+    if name in ("hosts", "slurm") and os.geteuid() != 0:
+        return "needs root"
+    if name == "hosts" and shutil.which("ip") is None:
+        return "needs iproute2"
+    if name == "slurm":
+        from stress.slurm import missing
+
+        return missing()
+    return None
+
+
+def run(name: str, arguments: str) -> bool:
+    """Run a program, print how it ended, and return whether it succeeded or was skipped."""
+    if (reason := obstacle(name)) is not None:
+        print(f"{name}: skipped, {reason}", flush=True)
+        return True
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PETRA_STRESS": "1"}
+    begun = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, *arguments.split()], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    last = (done.stdout.splitlines() or [""])[-1]
+    minutes = (time.monotonic() - begun) / 60
+    print(f"{name}: {f'status {done.returncode}' if done.returncode else 'passed'}, {minutes:.1f} min; {last}", flush=True)
+    if done.returncode:
+        print(done.stdout, flush=True)
+    return done.returncode == 0
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=PROGRAMS, default=[*PROGRAMS], help=", ".join(PROGRAMS))
+    parser.add_argument("--golden", metavar="COMMIT", help="also compare weights with those of a commit (tests.golden)")
+    options = parser.parse_args()
+    chosen = {name: PROGRAMS[name] for name in options.only}
+    if options.golden:
+        chosen["golden"] = f"-m tests.golden --against {options.golden}"
+    failed = [name for name, arguments in chosen.items() if not run(name, arguments)]
+    print(f"{len(chosen)} programs, failed: {', '.join(failed) or 'none'}")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
