@@ -28,7 +28,7 @@ from petra.cost_model.costs import BlockCost, StageCost
 from petra.cost_model.delays import choose_delays
 from petra.cost_model.links import Link
 from petra.cost_model.simulator import predict
-from petra.plan.rounds import training_rounds
+from petra.plan.timetable import training_rounds
 from petra.reversible import Coupling
 
 STAGES = (10, 30, 100, 300, 1000)

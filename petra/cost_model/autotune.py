@@ -16,7 +16,7 @@ from petra.cost_model.zero_bubble import lags
 from petra.errors import ConfigError, invalid
 from petra.method import Keep, Method
 from petra.plan.partition import Indices, RangeExtrema, Values, best_partition, partition_of, prefix_sums
-from petra.plan.schedule import in_flight
+from petra.plan.timetable import in_flight
 from petra.settings import TransportName
 
 

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from petra.cost_model.costs import StageCost
 from petra.cost_model.links import Connection
 from petra.cost_model.period import Edges, EventGraph, Indices, Values
+from petra.cost_model.steps import Steps
 from petra.cost_model.wires import WireModel
-from petra.plan.steady import SteadyState
 from petra.transport.edge import posted_receives
 
 
 def event_graph(
-    steady: SteadyState,
+    steady: Steps,
     costs: Sequence[StageCost],
     k: int,
     processes: Sequence[range],
@@ -63,7 +63,7 @@ class _Steps:
         beside: Indices of the backwards that run beside the forward of their stage in the round before.
     """
 
-    steady: SteadyState
+    steady: Steps
     process: Indices
     compute: Values
     update: Values
@@ -79,7 +79,7 @@ class _Steps:
 
     @staticmethod
     def of(
-        steady: SteadyState,
+        steady: Steps,
         costs: Sequence[StageCost],
         k: int,
         processes: Sequence[range],
@@ -132,7 +132,7 @@ class _Steps:
         return number[step], -before
 
 
-def _beside(steady: SteadyState, overlapped: Sequence[int]) -> Indices:
+def _beside(steady: Steps, overlapped: Sequence[int]) -> Indices:
     """Return the indices of the backwards of ``overlapped`` stages whose stage runs a forward in the round before."""
     forwards = set(zip(steady.stage[steady.forward].tolist(), steady.round[steady.forward].tolist(), strict=True))
     columns = zip(steady.stage.tolist(), steady.round.tolist(), steady.forward.tolist(), strict=True)
@@ -183,7 +183,7 @@ def _finished(microbatch: Indices, lag: Indices, k: int) -> Indices:
     return np.where(place == k - 1, 1 + np.minimum(lag, k - 1), place >= lag)
 
 
-def _at_end_of_round(steady: SteadyState, process: Indices, seconds: Values) -> Values:
+def _at_end_of_round(steady: Steps, process: Indices, seconds: Values) -> Values:
     """Move the seconds of each step to the last step of its process in the same round."""
     _, step = np.unique(steady.round * (int(process.max()) + 1) + process, return_inverse=True)
     last = np.zeros(int(step.max()) + 1, np.int64)
@@ -197,7 +197,7 @@ def _sides(connections: Sequence[Connection]) -> tuple[list[object], list[object
     return [connection.forward for connection in connections], [connection.backward for connection in connections]
 
 
-def _find(steady: SteadyState, forward: NDArray[np.bool_], stage: Indices, microbatch: Indices) -> tuple[Indices, Indices]:
+def _find(steady: Steps, forward: NDArray[np.bool_], stage: Indices, microbatch: Indices) -> tuple[Indices, Indices]:
     """Return the index of each step, and how many repetitions later than this one it is."""
     period, stages = steady.microbatches, int(steady.stage.max()) + 1
     index, first = np.empty((2, stages, period), np.int64), np.full((2, stages), np.iinfo(np.int64).max)

@@ -28,7 +28,7 @@ from petra.engine.worker import Worker
 from petra.hooks import Hook, Hooks
 from petra.method import Weights
 from petra.plan import Plan
-from petra.plan.rounds import training_rounds
+from petra.plan.timetable import training_rounds
 from petra.settings import Runtime
 from petra.specs import Message, Streams, TensorSpec
 from petra.torch_private import DEVICE, TorchDispatchMode, fake_tensor_mode, storage_key

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from petra.cost_model.costs import StageCost
 from petra.cost_model.event_graph import event_graph
 from petra.cost_model.links import INSTANT, Connection, Link, connections
 from petra.cost_model.period import maximum_cycle_ratio
+from petra.cost_model.steps import steady_state
 from petra.cost_model.wires import Edge, WireModel, Wires, make_wires
 from petra.cost_model.zero_bubble import ZeroBubble, lags, splits
 from petra.diagnostics.events import Interval, Kind
 from petra.method import Method
 from petra.plan.overlap import overlapped_stages
-from petra.plan.schedule import Op, Step, in_flight, timetable, training_orders
-from petra.plan.steady import steady_state
+from petra.plan.timetable import Op, Step, Timetable, in_flight
 
 
 @dataclass(frozen=True)
@@ -120,13 +119,12 @@ def simulate(
     stages = len(costs)
     boundary_delays = method.boundary_delays(stages - 1)[: stages - 1]
     delays = method.delays(stages, k)
-    orders = training_orders(delays, 0, microbatches, k if method.flush else None)
     processes = processes or [range(j, j + 1) for j in range(stages)]
     wires = make_wires(transport, _edge_links(processes, link), boundary_delays)
     beside = overlapped_stages(boundary_delays) if overlap and not isinstance(method, ZeroBubble) else ()
     simulation = _Simulation(costs, k, processes, wires, splits(method, stages), lags(method, delays), beside)
-    for _, round_ in groupby(timetable(orders, boundary_delays), key=lambda step: step.round):
-        for step in round_:
+    for round_ in Timetable(delays, boundary_delays, 0, microbatches, k if method.flush else None):
+        for step in round_.steps():
             simulation.run(step)
         simulation.end_round()
     simulation.drain()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from petra.cost_model.links import Link
-from petra.plan.schedule import Op
+from petra.plan.timetable import Op
 from petra.transport.edge import posted_receives
 
 WireModel = Literal["edge", "lockstep"]

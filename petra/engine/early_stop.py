@@ -14,7 +14,7 @@ PERIODS_AFTER_STOP = 2
 
 
 class EarlyStop:
-    """Decides before each period of a timetable how many periods still run (:meth:`petra.plan.rounds.PeriodicRounds.iterate`).
+    """Decides before each period of a timetable how many periods still run (:meth:`petra.plan.timetable.PeriodicRounds.iterate`).
 
     A poll is an all-reduce of one number per process: 1 if that process has been asked to stop. All processes start it before the
     same period. If an all-reduce fails, a process is lost and polling ends. The messages between stages then report the error,

@@ -14,8 +14,7 @@ from petra.engine.worker import Worker
 from petra.errors import PetraError, invalid
 from petra.hooks import Hooks
 from petra.plan import Plan
-from petra.plan.rounds import PeriodicRounds, evaluation_rounds, training_rounds
-from petra.plan.schedule import Op, Step
+from petra.plan.timetable import Op, PeriodicRounds, Step, evaluation_rounds, training_rounds
 from petra.transport import Transfer, Transport
 
 

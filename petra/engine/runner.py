@@ -8,7 +8,7 @@ from petra.engine.steps import InThreads, Overlapped, StepRunner, compute_thread
 from petra.errors import require
 from petra.plan import Plan
 from petra.plan.overlap import overlapped_stages, require_overlap
-from petra.plan.schedule import Op
+from petra.plan.timetable import Op
 from petra.settings import Runtime
 
 

@@ -11,7 +11,7 @@ import torch
 
 from petra.engine.worker import Worker
 from petra.errors import require
-from petra.plan.schedule import Op
+from petra.plan.timetable import Op
 from petra.transport import Port
 
 Ports = Mapping[int, tuple[Port, Port]]

@@ -11,7 +11,7 @@ from petra.method import METHODS, Keep, Method, Weights
 from petra.model import BlockProfile, Model
 from petra.plan.layout import Layout, make_layout
 from petra.plan.messages import Boundary, boundary
-from petra.plan.schedule import check_training, in_flight
+from petra.plan.timetable import check_training, in_flight
 from petra.plan.transport import choose_transport
 from petra.settings import Numerics, TransportName
 from petra.specs import TensorSpec

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petra.distributed import default_timeout
-from petra.plan.schedule import Step
+from petra.plan.timetable import Step
 from petra.specs import Message
 from petra.transport.lockstep import Transfer
 from petra.transport.packing import Packing

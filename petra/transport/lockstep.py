@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from petra.plan.schedule import Op, Step
+from petra.plan.timetable import Op, Step
 from petra.specs import Message
 from petra.transport.packing import Packing
 from petra.transport.port import locate_errors

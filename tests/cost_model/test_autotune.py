@@ -19,7 +19,7 @@ from petra.cost_model.links import Link
 from petra.cost_model.simulator import predict
 from petra.models import revnet18
 from petra.plan.messages import boundary
-from petra.plan.schedule import in_flight
+from petra.plan.timetable import in_flight
 from petra.settings import Numerics
 from tests.support.nets import RandomSource, mixed_net
 

@@ -19,7 +19,7 @@ from petra.diagnostics.events import Interval, Kind, split_waits
 from petra.diagnostics.recorder import Recorder, clock_offset, gathered_intervals
 from petra.diagnostics.stage_times import MAX_PENDING, StageTimes
 from petra.diagnostics.timing import Mark, StageTimer
-from petra.plan.schedule import Op
+from petra.plan.timetable import Op
 from petra.settings import Runtime
 from tests.cost_model.test_simulator import seconds_by_kind
 from tests.support.nets import RandomSource, mixed_net

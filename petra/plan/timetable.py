@@ -1,19 +1,142 @@
-"""The timetable round by round. Once the steady state is reached, its rounds are repeated instead of computed again."""
+"""The timetable: in which round each stage runs which forward and backward. It is what the executor runs.
+
+Example: four stages with d = 2 (PETRA). Each column is one tick, which is two rounds: F in the first, B in the second. Stage j
+starts with τ_j = 2(4 − j) forwards::
+
+    stage 1   F0  F1  F2  F3  F4  F5  F6 B0  F7 B1
+    stage 2       F0  F1  F2  F3  F4 B0  F5 B1  F6 B2
+    stage 3           F0  F1  F2 B0  F3 B1  F4 B2  F5 B3
+    stage 4               F0 B0  F1 B1  F2 B2  F3 B3  F4 B4
+
+:class:`Timetable` computes the rounds, and :class:`PeriodicRounds` repeats those of the steady state. Predictions read the same
+rounds (:mod:`petra.cost_model.steps`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import StrEnum
+from itertools import pairwise
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from petra.errors import ScheduleError
-from petra.plan.schedule import Op, Step
+from petra.errors import ScheduleError, invalid
 
 T = TypeVar("T")
 U = TypeVar("U")
 Numbers = NDArray[np.int64]
+
+
+class Op(StrEnum):
+    """Kind of a step."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+
+
+class Step(NamedTuple):
+    """Forward or backward of one microbatch on one stage, in a round (half a tick) of the timetable."""
+
+    round: int
+    stage: int
+    op: Op
+    microbatch: int
+
+
+def training_order(delay: int, start: int, stop: int, flush_every: int | None = None) -> Iterator[tuple[Op, int]]:
+    """Yield the steps of one stage for microbatches ``start`` … ``stop`` − 1.
+
+    The stage runs ``delay`` forwards, then one forward and one backward in turn, then the remaining backwards.
+
+    Args:
+        delay: Delay τ of the stage.
+        flush_every: Drain the pipeline at each multiple of this number of microbatches. Methods with exact gradients use k.
+    """
+    while start < stop:
+        end = stop if flush_every is None else min(stop, (start // flush_every + 1) * flush_every)
+        warm_up = min(delay, end - start)
+        for m in range(start, start + warm_up):
+            yield Op.FORWARD, m
+        for m in range(start + warm_up, end):
+            yield Op.FORWARD, m
+            yield Op.BACKWARD, m - warm_up
+        for m in range(end - warm_up, end):
+            yield Op.BACKWARD, m
+        start = end
+
+
+def in_flight(delay: int, k: int, flush: bool) -> int:
+    """Return the largest number of microbatches between forward and backward at a stage, including the one it works on.
+
+    Args:
+        delay: Delay τ of the stage.
+        k: Microbatches per update.
+        flush: Whether the pipeline drains before each update.
+    """
+    return min(delay + 1, k) if flush else delay + 1
+
+
+def check_training(delays: Sequence[int], boundary_delays: Sequence[int]) -> None:
+    """Check that the orders of :func:`training_order` can be executed, for any number of microbatches and any flush.
+
+    Sufficient condition: at each boundary, the delay τ falls by 0 to d. Let f_j(n) be the F of microbatch n + τ_j at stage j, and
+    b_j(n) the B of microbatch n. In the order of the stage, f_j(n) comes directly before b_j(n). A step with index n waits for
+    steps with a smaller index. With the same index, f_j waits only for f_(j−1), and b_j for f_j and b_(j+1), which form no cycle.
+    A message that waits for room waits for a step with a smaller index. Starts, ends and flushes only remove steps.
+
+    Args:
+        delays: Delay τ of each stage.
+        boundary_delays: Delay d of each boundary, which has room for d + 1 messages in each direction.
+
+    Raises:
+        ScheduleError: If the condition is not met.
+    """
+    for j, ((tau, following), d) in enumerate(zip(pairwise(delays), boundary_delays, strict=True)):
+        if not 0 <= tau - following <= d:
+            got = f"{tau} and {following}"
+            raise invalid(f"delays of stages {j + 1} and {j + 2}", f"a difference of 0 to {d}", got, ScheduleError)
+
+
+def check_orders(orders: Sequence[Iterable[tuple[Op, int]]], boundary_delays: Sequence[int]) -> None:
+    """Check that stages that run these orders never deadlock, whatever the timing.
+
+    Each stage runs its next step as soon as the message for it has arrived and the receiver of its own message has room. No step
+    takes a message or room from another stage, so if one sequence of steps reaches the end, all do.
+
+    Args:
+        orders: Steps of each stage, in order.
+        boundary_delays: Delay d of each boundary, which has room for d + 1 messages in each direction.
+
+    Raises:
+        ScheduleError: If they deadlock, or if a backward comes before its forward. The message lists what each blocked stage waits
+            for.
+    """
+    left, last = [deque(order) for order in orders], len(orders) - 1
+    sent: dict[tuple[Op, int], deque[int]] = {(op, j): deque() for op in Op for j in range(-1, last + 2)}  # by receiver
+    stored: list[set[int]] = [set() for _ in orders]
+    ready = list(range(last + 1))
+    while ready:
+        j = ready.pop()
+        if not left[j]:
+            continue
+        op, m = left[j][0]
+        before, after = (j - 1, j + 1) if op is Op.FORWARD else (j + 1, j - 1)
+        if op is Op.BACKWARD and m not in stored[j]:
+            raise ScheduleError(f"stage {j + 1}: backward of microbatch {m} comes before its forward")
+        arrived = not 0 <= before <= last or (sent[op, j] and sent[op, j][0] == m)
+        if not arrived or (0 <= after <= last and len(sent[op, after]) > boundary_delays[min(j, after)]):
+            continue
+        left[j].popleft()
+        (stored[j].add if op is Op.FORWARD else stored[j].remove)(m)
+        if 0 <= before <= last:
+            sent[op, j].popleft()
+        sent[op, after].append(m)
+        ready += [i for i in (j - 1, j + 1, j) if 0 <= i <= last]
+    if blocked := [f"stage {j + 1} waits to run {order[0][0]}{order[0][1]}" for j, order in enumerate(left) if order]:
+        raise ScheduleError("the schedule deadlocks: " + ", ".join(blocked))
 
 
 class Round(NamedTuple):
@@ -40,9 +163,17 @@ class Round(NamedTuple):
 
 
 class Timetable:
-    """Computes the rounds of :func:`petra.plan.schedule.timetable` for all stages at once, one round after the other.
+    """Computes the rounds of all stages at once, one round after the other.
 
-    The orders are those of :func:`petra.plan.schedule.training_order` or :func:`petra.plan.schedule.evaluation_order`.
+    In training, each stage runs the order of :func:`training_order`; in evaluation, forwards only. Rules:
+
+    - A stage runs at most one step per round, and at most one forward in two rounds (a tick).
+    - The receiver uses a message at the earliest max(1, d) rounds after the step that sent it. At d = 2, all stages therefore run
+      their forwards in the same rounds, and a message has the other half of the tick to travel.
+    - At most d + 1 messages wait at a boundary in each direction. Every transport provides room for that many.
+
+    If each process runs the steps of its stages in this order, the processes can't deadlock: the first step that has not run yet
+    never waits for a later one.
 
     Args:
         delays: Delay τ of each stage in training; None for forwards only.

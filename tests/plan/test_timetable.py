@@ -1,14 +1,28 @@
+"""Rounds of the timetable against a plain search step by step, and the checker of deadlocks on orders that do deadlock."""
+
 from collections import deque
-from collections.abc import Sequence
-from itertools import product
+from collections.abc import Iterator, Sequence
+from itertools import groupby, product
 from random import Random
 
 import pytest
 
 from petra import METHODS, ConfigError, Keep, Method, ScheduleError
-from petra.plan.schedule import Op, evaluation_order, in_flight, timetable, training_order
+from petra.plan.timetable import (
+    Op,
+    PeriodicRounds,
+    Step,
+    Timetable,
+    check_orders,
+    check_training,
+    evaluation_rounds,
+    in_flight,
+    training_order,
+    training_rounds,
+)
 
 F, B = Op.FORWARD, Op.BACKWARD
+Grouped = list[list[tuple[int, Op, int]]]
 
 
 def method(delay: int | tuple[int, ...], flush: bool = False, fill: bool = False) -> Method:
@@ -20,9 +34,42 @@ def orders(made: Method, stages: int, k: int, microbatches: int, start: int = 0)
     return [list(training_order(delay, start, start + microbatches, flush)) for delay in made.delays(stages, k)]
 
 
+def searched(orders: Sequence[Sequence[tuple[Op, int]]], between: Sequence[int]) -> Iterator[Step]:
+    """Merge orders round by round: each stage runs its next step in the first round in which the rules of Timetable allow it."""
+    left = [deque(order) for order in orders]
+    inbox: dict[tuple[Op, int], deque[int]] = {(op, j): deque() for op, j in product(Op, range(len(orders)))}  # first rounds
+    forward_from, now = [0] * len(orders), 0
+    while any(left):
+        ran: set[int] = set()
+        for j in [*range(len(orders))] * 2 * len(orders):  # what a stage uses makes room, so that its neighbour can run as well
+            if j in ran or not left[j]:
+                continue
+            (op, m), step = left[j][0], 1 if left[j][0][0] is F else -1
+            source, target = j - step, j + step
+            waits = 0 <= source < len(orders) and not (inbox[op, j] and inbox[op, j][0] <= now)
+            full = 0 <= target < len(orders) and len(inbox[op, target]) > between[min(j, target)]
+            if waits or full or (op is F and forward_from[j] > now):
+                continue
+            if 0 <= source < len(orders):
+                inbox[op, j].popleft()
+            if 0 <= target < len(orders):
+                inbox[op, target].append(now + max(1, between[min(j, target)]))
+            forward_from[j] = now + 2 if op is F else forward_from[j]
+            left[j].popleft()
+            ran.add(j)
+            yield Step(now, j, op, m)
+        now += 1
+
+
+def steps_of(made: Method, stages: int, k: int, microbatches: int, start: int = 0) -> list[Step]:
+    between = made.boundary_delays(stages - 1)[: stages - 1]
+    rounds = Timetable(made.delays(stages, k), between, start, start + microbatches, k if made.flush else None)
+    return [step for round_ in rounds for step in round_.steps()]
+
+
 def draw(delay: int, stages: int, microbatches: int) -> list[str]:
     rows: list[dict[int, str]] = [{} for _ in range(stages)]
-    for step in timetable(orders(method(delay), stages, 1, microbatches), [delay] * (stages - 1)):
+    for step in steps_of(method(delay), stages, 1, microbatches):
         rows[step.stage][step.round] = f"{step.op}{step.microbatch}"
     return [" ".join(row.get(i, "  ") for i in range(max(row) + 1)) for row in rows]
 
@@ -111,9 +158,8 @@ def random_case(seed: int) -> tuple[Method, int, int, int, int]:
 @pytest.mark.parametrize("seed", range(60))
 def test_every_schedule_runs_to_the_end(seed: int) -> None:
     made, stages, k, microbatches, start = random_case(seed)
-    between = made.boundary_delays(stages - 1)[: stages - 1]
     expected = orders(made, stages, k, microbatches, start)
-    steps = list(timetable(expected, between))
+    steps = steps_of(made, stages, k, microbatches, start)
     for j in range(stages):
         assert [(s.op, s.microbatch) for s in steps if s.stage == j] == expected[j]
     done = {}
@@ -134,7 +180,7 @@ def test_processes_with_blocking_messages_finish(seed: int) -> None:
     bounds = sorted(Random(seed + 1).sample(range(1, stages), processes - 1)) if stages > 1 else []
     owner = [sum(b <= j for b in bounds) for j in range(stages)]
     programs: list[deque[tuple[str, Op, int, int]]] = [deque() for _ in range(processes)]
-    for step in timetable(orders(made, stages, k, microbatches, start), between):
+    for step in steps_of(made, stages, k, microbatches, start):
         source = step.stage - 1 if step.op is F else step.stage + 1
         target = step.stage + 1 if step.op is F else step.stage - 1
         if 0 <= source < stages and owner[source] != owner[step.stage]:
@@ -168,26 +214,20 @@ def deadlocked(*rows: str) -> Sequence[Sequence[tuple[Op, int]]]:
 
 def test_check_finds_deadlocks() -> None:
     with pytest.raises(ScheduleError, match="stage 1 waits to run B0, stage 2 waits to run F1"):
-        list(timetable(deadlocked("F0 B0 F1 B1", "F0 F1 B0 B1"), [0]))
+        check_orders(deadlocked("F0 B0 F1 B1", "F0 F1 B0 B1"), [0])
     with pytest.raises(ScheduleError, match="deadlocks: stage 3 waits to run F1"):
-        list(timetable(deadlocked("F0 B0", "F0 B0", "F0 B0 F1 B1"), [0, 0]))
+        check_orders(deadlocked("F0 B0", "F0 B0", "F0 B0 F1 B1"), [0, 0])
     with pytest.raises(ScheduleError, match="stage 2: backward of microbatch 0 comes before its forward"):
-        list(timetable(deadlocked("F0 B0", "B0 F0"), [0]))
+        check_orders(deadlocked("F0 B0", "B0 F0"), [0])
 
 
 def test_check_limits_waiting_messages() -> None:
     """A boundary of d = 1 has room for two forwards that the receiver has not used."""
     ahead = deadlocked("F0 F1 F2 F3 B0 B1 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3")
-    list(timetable(ahead, [3]))
-    list(timetable(ahead, [1]))  # the second stage uses messages while the first sends more
+    check_orders(ahead, [3])
+    check_orders(ahead, [1])  # the second stage uses messages while the first sends more
     with pytest.raises(ScheduleError, match="deadlocks"):
-        list(timetable(deadlocked("F0 F1 F2 B0 B1 B2", "F0 B0 F2 F1 B1 B2"), [0]))
-
-
-def test_evaluation_has_forwards_only() -> None:
-    steps = list(timetable([evaluation_order(0, 5) for _ in range(3)], [0, 0]))
-    assert len(steps) == 15
-    assert all(step.op is F for step in steps)
+        check_orders(deadlocked("F0 F1 F2 B0 B1 B2", "F0 B0 F2 F1 B1 B2"), [0])
 
 
 def test_accumulation_bounds_the_updates_between_forward_and_backward() -> None:
@@ -201,3 +241,86 @@ def test_accumulation_bounds_the_updates_between_forward_and_backward() -> None:
             made.delays(8, k - 1)
     with pytest.raises(ConfigError, match=r"method\.max_updates: expected null or an integer >= 1, got 0"):
         Method("paci", 1, Keep.GRAPH, max_updates=0)
+
+
+def expected_rounds(steps: Iterator[Step]) -> Grouped:
+    return [sorted((s.stage, s.op, s.microbatch) for s in round_) for _, round_ in groupby(steps, lambda step: step.round)]
+
+
+def found_rounds(rounds: Iterator[tuple[int, list[Step]]]) -> Grouped:
+    return [sorted((s.stage, s.op, s.microbatch + offset) for s in round_) for offset, round_ in rounds]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_rounds_match_the_timetable_at_any_length(seed: int) -> None:
+    made, stages, k, _, start = random_case(seed)
+    between, delays = made.boundary_delays(stages - 1)[: stages - 1], made.delays(stages, k)
+    flush = k if made.flush else None
+
+    def rounds(microbatches: int) -> PeriodicRounds[list[Step]]:
+        return training_rounds(delays, between, start, start + microbatches, flush)
+
+    for microbatches in (0, 1, 23, 97, 150):
+        steps = list(searched(orders(made, stages, k, microbatches, start), between))
+        found = rounds(microbatches)
+        assert found_rounds(iter(found)) == expected_rounds(iter(steps))
+        numbers = [round_.round for round_ in Timetable(delays, between, start, start + microbatches, flush)]
+        assert numbers == sorted({step.round for step in steps})
+    assert found.repeats > 0, "the body is not repeated"
+    for dropped in range(min(found.repeats, 4) + 1):
+        first = iter([True])
+
+        def drop_once(remaining: int, first: Iterator[bool] = first, dropped: int = dropped) -> int:
+            return remaining - dropped if next(first, False) else remaining
+
+        steps = searched(orders(made, stages, k, 150 - dropped * found.period, start), between)
+        assert found_rounds(rounds(150).iterate(drop_once)) == expected_rounds(steps)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_step_comes_after_those_that_make_room_for_its_message(seed: int) -> None:
+    """Processes that own several stages run them in this order, so a sender must not come before the receiver that it waits for."""
+    made, stages, k, microbatches, start = random_case(seed)
+    between, delays = made.boundary_delays(stages - 1)[: stages - 1], made.delays(stages, k)
+    waiting: dict[tuple[Op, int], int] = {(op, j): 0 for op in Op for j in range(stages)}
+    for _, round_ in training_rounds(delays, between, start, start + microbatches, k if made.flush else None):
+        for step in round_:
+            source, target = (step.stage - 1, step.stage + 1) if step.op is Op.FORWARD else (step.stage + 1, step.stage - 1)
+            if 0 <= source < stages:
+                waiting[step.op, step.stage] -= 1
+            if 0 <= target < stages:
+                assert waiting[step.op, target] <= between[min(step.stage, target)]
+                waiting[step.op, target] += 1
+    assert set(waiting.values()) == {0}
+
+
+@pytest.mark.parametrize("stages", [1, 4, 7])
+def test_evaluation(stages: int) -> None:
+    for microbatches in (0, 1, 40):
+        steps = searched([[(F, m) for m in range(microbatches)]] * stages, [2] * (stages - 1))
+        assert found_rounds(iter(evaluation_rounds([2] * (stages - 1), microbatches))) == expected_rounds(steps)
+
+
+def test_rounds_of_the_steady_state_are_converted_once() -> None:
+    converted = []
+    for _ in training_rounds([2, 0], [2], 0, 10_000).map(lambda round_: converted.append(round_)):
+        pass
+    assert len(converted) < 40
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_training_orders_do_not_deadlock(seed: int) -> None:
+    made, stages, k, microbatches, start = random_case(seed)
+    between = made.boundary_delays(stages - 1)[: stages - 1]
+    check_training(made.delays(stages, k), between)
+    check_orders(orders(made, stages, k, microbatches, start), between)
+
+
+def test_delays_that_deadlock_are_refused() -> None:
+    """Stage 2 runs three forwards before its first backward, but stage 1 has to wait for that backward after one forward."""
+    with pytest.raises(ScheduleError, match="delays of stages 1 and 2: expected a difference of 0 to 1, got 0 and 2"):
+        check_training([0, 2], [1])
+    with pytest.raises(ScheduleError, match="deadlocks"):
+        check_orders([training_order(delay, 0, 9) for delay in (0, 2)], [1])
+    with pytest.raises(ScheduleError, match="deadlocks"):
+        list(Timetable([0, 2], [1], 0, 9))
