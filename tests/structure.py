@@ -1,4 +1,4 @@
-"""Measure the structure of the code: files, imports between rooms, longest function and class.
+"""Measure the structure of the code: files, imports between rooms, longest function.
 
 ``python -m tests.structure [FOLDER]`` prints the numbers of the checkout in FOLDER, by default this one. A room is a folder of
 ``petra/`` or ``launch/``, a file at the root of either, or ``reproduction/``.
@@ -100,9 +100,8 @@ def main() -> None:
     print(f"rooms: {len({room(name) for name in found} - set(PACKAGES))}, imports between rooms: {len(between)}, ", end="")
     print(f"rooms in circles: {len(circles(between))}, modules in circles: {len(circles(imports(root)))}")
     print(f"longest file: {max(lines.values())} lines ({max(lines, key=lambda path: lines[path]).relative_to(root)})")
-    for kind in ("function", "class"):
-        longest = max(d for d in definitions(root) if d.kind == kind)
-        print(f"longest {kind}: {longest.lines} lines ({longest.name} in {longest.path.relative_to(root)})")
+    longest = max(d for d in definitions(root) if d.kind == "function")
+    print(f"longest function: {longest.lines} lines ({longest.name} in {longest.path.relative_to(root)})")
 
 
 if __name__ == "__main__":

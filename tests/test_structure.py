@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 import traceback
+from importlib import import_module
+from inspect import signature
 from typing import ClassVar
 
 import pytest
@@ -14,6 +17,7 @@ from torch import Tensor, nn
 from petra import BlockSpec, Model, Pipeline, TensorSpec
 from petra.reversible import Coupling
 from petra.training import sgd
+from tests import budgets
 from tests.structure import ROOT, WHOLE, circles, definitions, imports, modules, room, room_imports
 
 PETRA = (
@@ -49,9 +53,48 @@ def test_circles_are_found() -> None:
     assert not circles({("a", "b"), ("b", "c"), ("a", "c")})
 
 
-@pytest.mark.parametrize(("kind", "most"), [("function", 60), ("class", 200)])
-def test_definitions_are_short(kind: str, most: int) -> None:
-    assert not [d for d in definitions(ROOT) if d.kind == kind and d.lines > most]
+def test_functions_are_short() -> None:
+    assert not [d for d in definitions(ROOT) if d.kind == "function" and d.lines > 60]
+
+
+@pytest.mark.parametrize("places", budgets.ROOMS, ids=", ".join)
+def test_rooms_keep_their_budgets(places: tuple[str, ...]) -> None:
+    assert budgets.size(*places) <= max(budgets.ROOMS[places])
+
+
+def test_every_folder_with_code_has_a_budget() -> None:
+    assert not [path for path, place in budgets.sources().items() if place is None]
+
+
+def test_the_package_keeps_its_budget() -> None:
+    places = [place for places in budgets.ROOMS for place in places if place.startswith(("petra/", "launch/"))]
+    assert budgets.size(*places) <= budgets.BOTH.limit
+
+
+@pytest.mark.processes
+def test_the_core_keeps_its_budget() -> None:
+    """What a plain run imports of the engine counts, so that code does not leave the core by changing its folder only."""
+    assert budgets.core_size() <= budgets.CORE.limit
+
+
+def test_configuration_keeps_its_budget() -> None:
+    assert sum(budgets.count(path) for path in (ROOT / "conf").rglob("*.yaml")) <= budgets.CONFIGURATION.limit
+
+
+@pytest.mark.parametrize("name", budgets.PARAMETERS)
+def test_constructors_take_few_parameters(name: str) -> None:
+    module, _, member = name.partition(":")
+    assert len(signature(getattr(import_module(module), member)).parameters) <= budgets.PARAMETERS[name].limit
+
+
+def test_lines_are_not_packed() -> None:
+    """The formatter's settings decide how many lines a statement has."""
+    ruff = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]
+    assert ruff["line-length"] == 132
+    assert "format" not in ruff
+    mark = "# fmt" + ":"
+    counts = [(ROOT / path).read_text(encoding="utf-8").count(mark) for path in budgets.sources()]
+    assert sum(counts) <= budgets.UNFORMATTED.limit
 
 
 def test_files_are_short() -> None:

@@ -1,0 +1,134 @@
+"""Line budgets of all folders with code, and of the constructors of the core. One table; ``tests/test_structure.py`` checks it.
+
+``python -m tests.budgets`` prints lines, limits and budgets. A limit is the size of a room before it meets its budget, rounded up.
+Lower it when the room shrinks, down to the budget, and never raise it. A room's budget rises only by what another room gives up,
+with the reason in docs/design.md; a budget is met by removing and moving code, not by packing lines or shortening docstrings.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.structure import ROOT
+
+
+class Budget(NamedTuple):
+    """Lines or parameters: what is accepted today, and what is accepted once the rebuild has ended."""
+
+    limit: int
+    budget: int
+
+
+ROOMS = {
+    ("petra/*.py",): Budget(1_950, 1_600),
+    ("petra/reversible",): Budget(720, 650),
+    ("petra/plan",): Budget(1_200, 930),
+    ("petra/transport",): Budget(750, 700),
+    ("petra/engine",): Budget(3_500, 1_900),
+    ("petra/engine/options",): Budget(1_400, 1_400),
+    ("petra/staleness",): Budget(800, 450),
+    ("petra/training",): Budget(2_200, 1_790),
+    ("petra/data",): Budget(3_300, 1_800),
+    ("petra/models",): Budget(2_300, 1_700),
+    ("petra/nn",): Budget(850, 0),
+    ("petra/inplace_abn",): Budget(2_000, 2_000),
+    ("petra/elastic", "launch/elastic"): Budget(1_100, 1_000),
+    ("petra/diagnostics",): Budget(1_000, 800),
+    ("petra/cost_model",): Budget(2_450, 1_500),
+    ("petra/analysis",): Budget(700, 400),
+    ("launch/*.py", "launch/templates"): Budget(1_750, 1_300),
+    ("launch/config",): Budget(850, 400),
+    ("launch/run",): Budget(2_700, 1_500),
+    ("launch/runtime",): Budget(800, 700),
+    ("launch/doctor", "launch/selftest"): Budget(950, 700),
+    ("reproduction",): Budget(2_050, 2_000),
+    ("benchmarks",): Budget(4_050, 2_700),
+    ("examples",): Budget(600, 600),
+    ("tests", "stress"): Budget(26_400, 15_000),
+    ("docs",): Budget(150, 150),
+}
+"""Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
+BOTH = Budget(29_900, 23_000)
+"""petra and launch together. The rooms add up to more: not every room fills its budget."""
+CORE = Budget(8_700, 6_050)
+"""Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""
+CORE_ROOMS = ("petra/*.py", "petra/reversible", "petra/plan", "petra/transport")
+UNFORMATTED = Budget(4, 0)
+"""Statements that the formatter is told to leave alone."""
+CONFIGURATION = Budget(2_100, 900)
+"""Lines of YAML in conf/."""
+PARAMETERS = {
+    "petra.engine.stage:Stage": Budget(17, 8),
+    "petra.engine.block:block_runner": Budget(12, 6),
+    "petra.training.trainer:Trainer": Budget(8, 8),
+    "petra.pipeline:Pipeline": Budget(16, 10),
+}
+"""Parameters of constructors and builders."""
+PLAIN_RUN = """
+import sys
+import torch
+from torch import nn
+from petra import BlockSpec, Model, Pipeline, TensorSpec
+
+class Zeros:
+    def inputs(self, m): return torch.zeros(2, 8)
+    def targets(self, m): return torch.zeros(2, dtype=torch.int64)
+
+pipeline = Pipeline(
+    Model("plain", (BlockSpec("a", lambda: nn.Linear(8, 8)), BlockSpec("b", lambda: nn.Linear(8, 4)))),
+    TensorSpec((2, 8), torch.float32),
+    optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
+)
+pipeline.train(Zeros(), 4)
+print(*(module.__file__ for name, module in sys.modules.items() if name.startswith("petra.engine")), sep="\\n")
+"""
+
+
+def room_of(path: Path) -> str | None:
+    """Return the entry of :data:`ROOMS` that a file under the root of the checkout belongs to, or None."""
+    places = [place for places in ROOMS for place in places]
+    if (found := f"{path.parent}/*.py") in places:
+        return found
+    inside = [place for place in places if Path(place) in path.parents]
+    return max(inside, key=len, default=None)
+
+
+@cache
+def sources() -> dict[Path, str | None]:
+    """Return the room of each Python file that git tracks or would track."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    return {Path(name): room_of(Path(name)) for name in listed if (ROOT / name).exists()}
+
+
+def count(path: Path) -> int:
+    """Return the number of lines of a file."""
+    return len((ROOT / path).read_text(encoding="utf-8").splitlines())
+
+
+def size(*places: str) -> int:
+    """Return the lines of the rooms with these folders."""
+    return sum(count(path) for path, place in sources().items() if place in places)
+
+
+def core_size() -> int:
+    """Return the lines of the core: its rooms, and what a plain run imports of the engine."""
+    done = subprocess.run([sys.executable, "-c", PLAIN_RUN], cwd=ROOT, capture_output=True, text=True, check=True)
+    return size(*CORE_ROOMS) + sum(count(Path(name)) for name in done.stdout.split())
+
+
+def main() -> None:
+    """Print the table."""
+    rows = [(", ".join(places), size(*places), budget) for places, budget in ROOMS.items()]
+    rows += [("core, by imports", core_size(), CORE)]
+    rows += [("petra, launch", sum(lines for name, lines, _ in rows if name.startswith(("petra", "launch"))), BOTH)]
+    for name, lines, (limit, budget) in rows:
+        print(f"{name:40} {lines:6} of {limit:6}, budget {budget:6}")
+
+
+if __name__ == "__main__":
+    main()
