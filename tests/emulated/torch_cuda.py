@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 GIBIBYTE = 1 << 30
+NARROW = 16
+"""``petra.models.layers.NARROW``. Importing petra here would import it before a test sets its environment."""
 
 
 class Stream(torch.Stream):
@@ -103,6 +105,7 @@ def install(extension: Any, devices: int) -> None:
             if module is cuda or (original is not None and getattr(module, name, None) is original):
                 setattr(module, name, value)
     torch.storage._StorageBase.to = _storage_to
+    torch.nn.functional.conv2d = _conv2d
     cuda.nccl.version = lambda: (2, 27, 0)
     torch._C._cuda_getCurrentRawStream = lambda device: extension.current_stream(device)
     torch._C._host_emptyCache = lambda: None
@@ -118,6 +121,22 @@ def _storage_to(self: Any, *, device: torch.device, non_blocking: bool = False) 
         return _original_storage_to(self, device=device, non_blocking=non_blocking)
     target = torch.empty(self.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
     return target.copy_(self, non_blocking)
+
+
+_original_conv2d = torch.nn.functional.conv2d
+
+
+def _conv2d(x: Any, weight: Any, bias: Any = None, stride: Any = 1, *others: Any, **options: Any) -> Any:
+    """Convolve. The emulated device convolves on the CPU, so it needs what ``petra.models.layers.StridedPointwise`` does there.
+
+    Without it, the gradient of a narrow strided 1x1 convolution in channels-last format corrupts memory on processors without
+    AVX-512.
+    """
+    rows, columns = (stride, stride) if isinstance(stride, int) else stride
+    narrow = weight.shape[1] < NARROW and tuple(weight.shape[2:]) == (1, 1) and not (x.is_contiguous() and weight.shape[1] > 1)
+    if x.device.type != "cuda" or not narrow or rows * columns == 1:
+        return _original_conv2d(x, weight, bias, stride, *others, **options)
+    return _original_conv2d(x[..., ::rows, ::columns], weight, bias, 1, *others, **options)
 
 
 def _device_functions(extension: Any, devices: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from petra import BlockSpec, Model, TensorSpec
 from petra.engine.endpoints import DataSource
+from petra.models.layers import StridedPointwise
 from petra.reversible import Coupling, TwoFunctionCoupling, derive_seed
 
 
@@ -37,7 +38,7 @@ class Down(nn.Module):
         super().__init__()
         self.first = nn.Sequential(nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1), nn.BatchNorm2d(2 * channels))
         self.second = branch(2 * channels, dropout)
-        self.shortcut = nn.Conv2d(channels, 2 * channels, 1, stride=2)
+        self.shortcut = StridedPointwise(channels, 2 * channels, 1, stride=2)
 
     def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
         h = torch.tanh(self.first(x2))
