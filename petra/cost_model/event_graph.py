@@ -1,9 +1,22 @@
-"""The event graph of a pipeline's steady state: what each step and each transfer waits for, by the rules of the simulator."""
+"""The event graph of a timetable: what each step and each message waits for, by the rules of the transports.
+
+Events: the start of each step, its end after sending, and the end of each transfer of a message between processes; in lockstep,
+also the end of each exchange of a process.
+
+In both transports, a transfer starts when the sender knows that its receive has been posted, as in gloo and NCCL: this notice takes
+the latency of the other direction. Transfers of one direction of a boundary follow one another.
+
+- edge: receives are posted in advance. A sender with d + 1 pending messages waits until the oldest has left.
+- lockstep: after each round, the two ends of a boundary post their messages together. Each sender then waits until what it sent in
+  its exchange before has left.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,62 +25,96 @@ from petra.cost_model.costs import StageCost
 from petra.cost_model.links import Connection
 from petra.cost_model.period import Edges, EventGraph, Indices, Values
 from petra.cost_model.steps import Steps
-from petra.cost_model.wires import WireModel
 from petra.transport.edge import posted_receives
 
+TransportRules = Literal["edge", "lockstep"]
+"""Name of the transport whose rules messages follow."""
 
-def event_graph(
-    steady: Steps,
-    costs: Sequence[StageCost],
-    k: int,
-    processes: Sequence[range],
-    connections: Sequence[Connection],
-    boundary_delays: Sequence[int],
-    transport: WireModel,
-    splits: Sequence[bool],
-    lags: Sequence[int],
-    overlapped: Sequence[int] = (),
-) -> EventGraph:
-    """Return the event graph of one repetition of ``steady``, whose number of microbatches must be a multiple of k.
 
-    Args:
+@dataclass(frozen=True)
+class Pipe:
+    """A pipeline to be predicted.
+
+    Attributes:
         costs: Cost of each stage.
         k: Microbatches per update.
         processes: Stages of each process.
         connections: Connection of each process to the next one.
         boundary_delays: Delay d of each boundary.
         transport: Transport whose rules the messages follow.
-        splits, lags: Whether each stage splits its backward, and by how many microbatches it postpones the second part.
-        overlapped: Stages that run forward beside backward; none if stages split their backward (ZB-H1).
+        splits, lags: Whether each stage splits its backward (ZB-H1), and by how many microbatches it postpones the second part.
+        overlapped: Stages that run forward beside backward; none if stages split their backward.
     """
-    steps = _Steps.of(steady, costs, k, processes, connections, splits, lags, overlapped)
-    return _edge_graph(steps, np.array(boundary_delays, np.int64)) if transport == "edge" else _lockstep_graph(steps)
+
+    costs: Sequence[StageCost]
+    k: int
+    processes: Sequence[range]
+    connections: Sequence[Connection]
+    boundary_delays: Sequence[int]
+    transport: TransportRules
+    splits: Sequence[bool]
+    lags: Sequence[int]
+    overlapped: Sequence[int] = ()
+
+    @cached_property
+    def owner(self) -> Indices:
+        """Process of each stage."""
+        return np.repeat(np.arange(len(self.processes)), [len(stages) for stages in self.processes])
 
 
 @dataclass(frozen=True)
-class _Steps:
-    """The steps of one repetition as arrays with one entry per step, in the order in which processes run them.
+class TimedSteps:
+    """Steps with their costs, as arrays with one entry per step, in the order in which processes run them.
 
     Attributes:
-        steady: The steps.
+        steps: The steps.
         process: Process of each step.
         compute: Seconds of each step until it sends.
         update: Seconds of the update that follows each step directly; 0 if none follows.
         late: Seconds of the second parts of split backwards, and of their updates. They follow the last step of the process in the
             round of each step, and its exchange if it has one.
-        sender, receiver: Indices of the steps that send and that receive a message between two processes.
-        later: For each message, number of repetitions by which its receiver is later.
-        transfer, latency: Seconds of each message on its link.
-        notice: Seconds until the sender of each message knows that its receive has been posted.
-        boundary: Boundary of each message.
         beside: Indices of the backwards that run beside the forward of their stage in the round before.
     """
 
-    steady: Steps
+    steps: Steps
     process: Indices
     compute: Values
     update: Values
     late: Values
+    beside: Indices
+
+    @staticmethod
+    def of(steps: Steps, pipe: Pipe) -> TimedSteps:
+        """Return the steps of a timetable with the costs of a pipeline."""
+        stage, forward, m = steps.stage, steps.forward, steps.microbatch
+        columns = ("forward", "backward", "update", "weights")
+        seconds_f, seconds_b, update, weights = (np.array([getattr(cost, name) for cost in pipe.costs]) for name in columns)
+        split, process = np.array(pipe.splits), pipe.owner[stage]
+        weights = np.where(split, weights, 0.0)
+        updates = np.where(~forward & ((m + 1) % pipe.k == 0), update[stage], 0.0)
+        finished = np.where(forward, 0, _finished(m, np.array(pipe.lags)[stage], pipe.k))
+        return TimedSteps(
+            steps,
+            process,
+            compute=np.where(forward, seconds_f[stage], seconds_b[stage] - weights[stage]),
+            update=np.where(split[stage], 0.0, updates),
+            late=_at_end_of_round(steps, process, finished * weights[stage] + np.where(split[stage], updates, 0.0)),
+            beside=_beside(steps, pipe.overlapped),
+        )
+
+
+@dataclass(frozen=True)
+class _Messages:
+    """Messages between processes, as arrays with one entry per message.
+
+    Attributes:
+        sender, receiver: Indices of the steps that send and that receive it.
+        later: Number of repetitions by which its receiver is later.
+        transfer, latency: Seconds on its link.
+        notice: Seconds until its sender knows that its receive has been posted.
+        boundary: Its boundary.
+    """
+
     sender: Indices
     receiver: Indices
     later: Indices
@@ -75,106 +122,168 @@ class _Steps:
     latency: Values
     notice: Values
     boundary: Indices
-    beside: Indices
 
     @staticmethod
-    def of(
-        steady: Steps,
-        costs: Sequence[StageCost],
-        k: int,
-        processes: Sequence[range],
-        connections: Sequence[Connection],
-        splits: Sequence[bool],
-        lags: Sequence[int],
-        overlapped: Sequence[int],
-    ) -> _Steps:
-        stage, forward, m = steady.stage, steady.forward, steady.microbatch
-        owner = np.repeat(np.arange(len(processes)), [len(stages) for stages in processes])
-        columns = ("forward", "backward", "update", "weights", "forward_bytes", "backward_bytes")
-        seconds_f, seconds_b, update, weights, bytes_f, bytes_b = (
-            np.array([getattr(cost, name) for cost in costs]) for name in columns
-        )
-        split = np.array(splits)
-        weights = np.where(split, weights, 0.0)
-        updates = np.where(~forward & ((m + 1) % k == 0), update[stage], 0.0)
-        finished = np.where(forward, 0, _finished(m, np.array(lags)[stage], k))
+    def of(steps: Steps, pipe: Pipe) -> _Messages:
+        stage, forward, owner, last = steps.stage, steps.forward, pipe.owner, len(pipe.costs) - 1
+        bytes_f, bytes_b = (np.array([getattr(cost, name) for cost in pipe.costs]) for name in ("forward_bytes", "backward_bytes"))
         target = np.where(forward, stage + 1, stage - 1)
-        exists = (target >= 0) & (target < len(costs))
-        sender = np.flatnonzero(exists & (owner[np.clip(target, 0, len(costs) - 1)] != owner[stage]))
-        receiver, later = _find(steady, forward[sender], target[sender], m[sender])
-        down, link = forward[sender], np.minimum(owner[stage[sender]], owner[target[sender]])
+        remote = (target >= 0) & (target <= last) & (owner[np.clip(target, 0, last)] != owner[stage])
+        sender = np.flatnonzero(remote)
+        source, target, down = stage[sender], target[sender], forward[sender]
+        receiver, later = _find(steps, down, target, steps.microbatch[sender])
+        link = np.minimum(owner[source], owner[target])
+        sides = [[pair.forward for pair in pipe.connections], [pair.backward for pair in pipe.connections]]
         bandwidth, latency = (
-            [np.array([getattr(side, name) for side in sides])[link] for sides in _sides(connections)]
-            for name in ("bandwidth", "latency")
+            [np.array([getattr(x, name) for x in side])[link] for side in sides] for name in ("bandwidth", "latency")
         )
-        return _Steps(
-            steady,
-            process=owner[stage],
-            compute=np.where(forward, seconds_f[stage], seconds_b[stage] - weights[stage]),
-            update=np.where(split[stage], 0.0, updates),
-            late=_at_end_of_round(steady, owner[stage], finished * weights[stage] + np.where(split[stage], updates, 0.0)),
-            sender=sender,
-            receiver=receiver,
-            later=later,
-            transfer=np.where(down, bytes_f[stage[sender]], bytes_b[stage[sender]]) / np.where(down, *bandwidth),
+        return _Messages(
+            sender,
+            receiver,
+            later,
+            transfer=np.where(down, bytes_f[source], bytes_b[source]) / np.where(down, *bandwidth),
             latency=np.where(down, *latency),
             notice=np.where(down, *reversed(latency)),
-            boundary=np.minimum(stage[sender], target[sender]),
-            beside=_beside(steady, overlapped),
+            boundary=np.minimum(source, target),
         )
 
-    def other_message(self, earlier: Indices | int) -> tuple[Indices, Indices]:
+    def other(self, steps: Steps, earlier: Indices | int) -> tuple[Indices, Indices]:
         """Return the message of the same kind ``earlier`` microbatches before each message, and how many repetitions before."""
-        stage, forward, m = self.steady.stage[self.sender], self.steady.forward[self.sender], self.steady.microbatch[self.sender]
-        step, before = _find(self.steady, forward, stage, m - earlier)
-        number = np.full(len(self.process), -1)
+        step, before = _find(steps, steps.forward[self.sender], steps.stage[self.sender], steps.microbatch[self.sender] - earlier)
+        number = np.full(len(steps.stage), -1)
         number[self.sender] = np.arange(len(self.sender))
         return number[step], -before
 
 
-def _beside(steady: Steps, overlapped: Sequence[int]) -> Indices:
+@dataclass(frozen=True)
+class Events:
+    """Event graph of some steps, with what is needed to read it.
+
+    Step i starts at event i and ends at event i + (number of steps). A process runs its *items* one after the other: steps, and
+    exchanges in lockstep, which are numbered after the steps.
+
+    Attributes:
+        graph: The graph.
+        process, round: Process and round of each item.
+        before, wrapped: Item before each item in its process, and 1 if that is one repetition earlier.
+        end: Event that ends each item.
+        after: Seconds that the process computes after each item: updates, and second parts of split backwards.
+    """
+
+    graph: EventGraph
+    process: Indices
+    round: Indices
+    before: Indices
+    wrapped: Indices
+    end: Indices
+    after: Values
+
+
+def event_graph(timed: TimedSteps, pipe: Pipe, *, repeats: bool) -> Events:
+    """Return the event graph of steps.
+
+    Args:
+        repeats: Whether the steps are one repetition of the steady state, of a multiple of k microbatches. Otherwise they are a
+            whole run, and nothing follows the last item of a process.
+    """
+    steps, messages = timed.steps, _Messages.of(timed.steps, pipe)
+    count, sender, receiver = len(steps.stage), messages.sender, messages.receiver
+    lockstep = pipe.transport == "lockstep"
+    exchanges, exchange = _exchanges(timed, messages) if lockstep else (np.zeros((2, 0), np.int64), sender)
+    process, round_ = (np.concatenate(parts) for parts in zip((timed.process, steps.round), exchanges, strict=True))
+    before, wrapped = _previous(process, round_)
+    after = _after(timed, round_, before)
+    if not repeats:
+        after[before[wrapped == 1]] = 0.0
+    items = len(process)
+    wire = np.arange(count + items, count + items + len(sender))
+    start, end = np.arange(count), np.arange(count, count + items)
+    alone, beside = np.setdiff1d(start, timed.beside), timed.beside
+    previous, previous_before = messages.other(steps, 1)
+    now, at_once = np.zeros(count, np.int64), np.zeros(len(wire))
+    edges: list[Edges] = [
+        (end[before[alone]], start[alone], after[before[alone]], wrapped[alone]),
+        (start, end[:count], timed.compute, now),
+        (end[before[beside]], end[beside], after[before[beside]], wrapped[beside]),
+        (end[before[count:]], end[count:], after[before[count:]], wrapped[count:]),
+        (wire, start[receiver], messages.latency, messages.later),
+        (wire[previous], wire, messages.transfer, previous_before),
+        *_starts_beside(timed, process, round_, before, wrapped, end, after),
+    ]
+    if lockstep:
+        at, wraps = before[count + exchange], wrapped[count + exchange]  # items after which sender and receiver post the message
+        following, following_wraps = _following(exchanges[0])
+        edges += [
+            (wire, end[count + following[exchange[0]]], at_once, following_wraps[exchange[0]]),
+            (end[at[0]], wire, after[at[0]] + messages.transfer, wraps[0]),
+            (end[at[1]], wire, after[at[1]] + messages.notice + messages.transfer, wraps[1]),
+        ]
+    else:
+        delays = np.array(pipe.boundary_delays, np.int64)[messages.boundary]
+        oldest, oldest_before = messages.other(steps, delays + 1)
+        ahead = np.array([posted_receives(delay) for delay in delays.tolist()], np.int64)
+        posted, posted_before = messages.other(steps, ahead)
+        edges += [
+            (wire[oldest], end[sender], at_once, oldest_before),
+            (end[sender], wire, messages.transfer, now[sender]),
+            (start[receiver[posted]], wire, messages.notice + messages.transfer, posted_before - messages.later[posted]),
+        ]
+    phase = np.concatenate([4 * steps.round, 4 * steps.round + 1, 4 * exchanges[1] + 2, 4 * steps.round[sender] + 3])
+    return Events(EventGraph.of(phase, edges), process, round_, before, wrapped, end, after)
+
+
+def _exchanges(timed: TimedSteps, messages: _Messages) -> tuple[Indices, Indices]:
+    """Return process and round of each exchange, sorted by round, and the exchanges of sender and receiver of each message.
+
+    A process takes part in the exchange of a round in which it sends or a neighbour sends to it.
+    """
+    processes = int(timed.process.max()) + 1
+    taking_part = timed.process[np.stack([messages.sender, messages.receiver])]
+    key, exchange = np.unique(timed.steps.round[messages.sender] * processes + taking_part, return_inverse=True)
+    round_, process = np.divmod(key, processes)
+    return np.stack([process, round_]), exchange.reshape(taking_part.shape)
+
+
+def _after(timed: TimedSteps, round_: Indices, before: Indices) -> Values:
+    """Return the seconds that the process computes after each item: second parts come after the exchange of their round."""
+    count = len(timed.late)
+    late = np.concatenate([timed.late, np.zeros(len(round_) - count)])
+    own = count + np.flatnonzero((before[count:] < count) & (round_[before[count:]] == round_[count:]))
+    late[own], late[before[own]] = late[before[own]], 0.0
+    late[:count] += timed.update
+    return late
+
+
+def _starts_beside(
+    timed: TimedSteps, process: Indices, round_: Indices, before: Indices, wrapped: Indices, end: Indices, after: Values
+) -> list[Edges]:
+    """Return the edges to the starts of backwards beside forwards: to the start of the forward's round, and in their own thread."""
+    beside, first = timed.beside, dict[tuple[int, int], int]()
+    for item in np.argsort(round_, kind="stable").tolist():
+        first.setdefault((int(process[item]), int(round_[item])), item)
+    forward_round = round_[beside] - 1
+    places = zip(process[beside].tolist(), (forward_round % timed.steps.rounds).tolist(), strict=True)
+    heads = np.array([first[place] for place in places], np.int64)
+    previous, passed = _previous(process[beside], round_[beside])
+    return [
+        (end[before[heads]], beside, after[before[heads]], wrapped[heads] + (forward_round < 0)),
+        (beside[previous], beside, timed.compute[beside[previous]], passed),
+    ]
+
+
+def _beside(steps: Steps, overlapped: Sequence[int]) -> Indices:
     """Return the indices of the backwards of ``overlapped`` stages whose stage runs a forward in the round before."""
-    forwards = set(zip(steady.stage[steady.forward].tolist(), steady.round[steady.forward].tolist(), strict=True))
-    columns = zip(steady.stage.tolist(), steady.round.tolist(), steady.forward.tolist(), strict=True)
+    forwards = set(zip(steps.stage[steps.forward].tolist(), steps.round[steps.forward].tolist(), strict=True))
+    columns = zip(steps.stage.tolist(), steps.round.tolist(), steps.forward.tolist(), strict=True)
     chosen = set(overlapped)
     return np.array(
         [
             i
             for i, (stage, round_, forward) in enumerate(columns)
-            if not forward and stage in chosen and (stage, (round_ - 1) % steady.rounds) in forwards
+            if not forward and stage in chosen and (stage, (round_ - 1) % steps.rounds) in forwards
         ],
         np.int64,
     )
-
-
-@dataclass(frozen=True)
-class _Beside:
-    """What backwards beside forwards wait for, as arrays with one entry for each of them.
-
-    Attributes:
-        step: Index of the step.
-        start, started: Event that ends the rounds before the forward's in the process, and by how many repetitions it is earlier.
-        previous, passed: Number of the backward that ran before in the same thread, and by how many repetitions it is earlier.
-    """
-
-    step: Indices
-    start: Indices
-    started: Indices
-    previous: Indices
-    passed: Indices
-
-    @staticmethod
-    def of(steps: _Steps, process: Indices, round_: Indices, order: Indices, before: Indices, wrapped: Indices) -> _Beside:
-        """Return them, given process, round and predecessor of each event, and the order of events; steps come first."""
-        first: dict[tuple[int, int], int] = {}
-        for event in order.tolist():
-            first.setdefault((int(process[event]), int(round_[event])), event)
-        chosen = steps.beside
-        forward_round = round_[chosen] - 1
-        rounds, own = steps.steady.rounds, process[chosen]
-        heads = np.array([first[p, r % rounds] for p, r in zip(own.tolist(), forward_round.tolist(), strict=True)], np.int64)
-        previous, passed = _previous(own)
-        return _Beside(chosen, before[heads], wrapped[heads] + (forward_round < 0), previous, passed)
 
 
 def _finished(microbatch: Indices, lag: Indices, k: int) -> Indices:
@@ -183,9 +292,9 @@ def _finished(microbatch: Indices, lag: Indices, k: int) -> Indices:
     return np.where(place == k - 1, 1 + np.minimum(lag, k - 1), place >= lag)
 
 
-def _at_end_of_round(steady: Steps, process: Indices, seconds: Values) -> Values:
+def _at_end_of_round(steps: Steps, process: Indices, seconds: Values) -> Values:
     """Move the seconds of each step to the last step of its process in the same round."""
-    _, step = np.unique(steady.round * (int(process.max()) + 1) + process, return_inverse=True)
+    _, step = np.unique(steps.round * (int(process.max()) + 1) + process, return_inverse=True)
     last = np.zeros(int(step.max()) + 1, np.int64)
     np.maximum.at(last, step, np.arange(len(step)))
     moved = np.zeros(len(step))
@@ -193,122 +302,31 @@ def _at_end_of_round(steady: Steps, process: Indices, seconds: Values) -> Values
     return moved
 
 
-def _sides(connections: Sequence[Connection]) -> tuple[list[object], list[object]]:
-    return [connection.forward for connection in connections], [connection.backward for connection in connections]
-
-
-def _find(steady: Steps, forward: NDArray[np.bool_], stage: Indices, microbatch: Indices) -> tuple[Indices, Indices]:
+def _find(steps: Steps, forward: NDArray[np.bool_], stage: Indices, microbatch: Indices) -> tuple[Indices, Indices]:
     """Return the index of each step, and how many repetitions later than this one it is."""
-    period, stages = steady.microbatches, int(steady.stage.max()) + 1
+    period, stages = steps.microbatches, int(steps.stage.max()) + 1
     index, first = np.empty((2, stages, period), np.int64), np.full((2, stages), np.iinfo(np.int64).max)
-    np.minimum.at(first, (steady.forward.astype(int), steady.stage), steady.microbatch)
-    slot = steady.microbatch - first[steady.forward.astype(int), steady.stage]
-    index[steady.forward.astype(int), steady.stage, slot] = np.arange(len(slot))
+    np.minimum.at(first, (steps.forward.astype(int), steps.stage), steps.microbatch)
+    slot = steps.microbatch - first[steps.forward.astype(int), steps.stage]
+    index[steps.forward.astype(int), steps.stage, slot] = np.arange(len(slot))
     later, slot = np.divmod(microbatch - first[forward.astype(int), stage], period)
     return index[forward.astype(int), stage, slot], later
 
 
-def _previous(process: Indices) -> tuple[Indices, Indices]:
-    """Return the event before each event in its process, and 1 if that is one repetition earlier, given the process of each."""
-    order = np.argsort(process, kind="stable")
-    grouped = process[order]
-    start, end = np.searchsorted(grouped, grouped), np.searchsorted(grouped, grouped, "right")
-    place = np.arange(len(order))
+def _previous(process: Indices, round_: Indices) -> tuple[Indices, Indices]:
+    """Return the item before each item in its process, in the order of rounds, and 1 if that is one repetition earlier."""
+    order = np.lexsort((np.arange(len(process)), round_, process))
+    grouped, place = process[order], np.arange(len(order))
+    start, stop = np.searchsorted(grouped, grouped), np.searchsorted(grouped, grouped, "right")
     before, wrapped = np.empty_like(order), np.empty_like(order)
-    before[order] = order[np.where(place > start, place - 1, end - 1)]
+    before[order] = order[np.where(place > start, place - 1, stop - 1)]
     wrapped[order] = place == start
     return before, wrapped
 
 
-def _phases(kinds: Iterable[tuple[Indices, int]]) -> Indices:
-    """Return the phases of all events: four in each round. A kind is the rounds of its events, and their place among the four."""
-    return np.concatenate([4 * rounds + place for rounds, place in kinds])
-
-
-def _edge_graph(steps: _Steps, boundary_delays: Indices) -> EventGraph:
-    """Events: start of each step, its end after sending, the end of each transfer, and the end of each computation beside another.
-
-    See ``EdgeWires``.
-    """
-    count, messages = len(steps.process), len(steps.sender)
-    start, end = np.arange(count), np.arange(count, 2 * count)
-    wire = np.arange(2 * count, 2 * count + messages)
-    before, wrapped = _previous(steps.process)
-    none, nothing = np.zeros(messages, np.int64), np.zeros(count, np.int64)
-    oldest, oldest_before = steps.other_message(boundary_delays[steps.boundary] + 1)
-    previous, previous_before = steps.other_message(1)
-    ahead = np.array([posted_receives(delay) for delay in boundary_delays.tolist()], np.int64)
-    posted, posted_before = steps.other_message(ahead[steps.boundary])
-    beside = _Beside.of(steps, steps.process, steps.steady.round, start, before, wrapped)
-    alone = np.setdiff1d(start, beside.step)
-    done = np.arange(len(beside.step)) + 2 * count + messages  # end of the computation of a backward beside a forward
-    at_once = np.zeros(len(done), np.int64)
-    edges: list[Edges] = [
-        (end[before[alone]], start[alone], (steps.update + steps.late)[before[alone]], wrapped[alone]),
-        (start[alone], end[alone], steps.compute[alone], nothing[alone]),
-        (end[beside.start], start[beside.step], steps.update[beside.start], beside.started),
-        (done[beside.previous], start[beside.step], at_once.astype(float), beside.passed),
-        (start[beside.step], done, steps.compute[beside.step], at_once),
-        (done, end[beside.step], at_once.astype(float), at_once),
-        (end[before[beside.step]], end[beside.step], steps.update[before[beside.step]], wrapped[beside.step]),
-        (wire, start[steps.receiver], steps.latency, steps.later),
-        (wire[oldest], end[steps.sender], np.zeros(messages), oldest_before),
-        (end[steps.sender], wire, steps.transfer, none),
-        (wire[previous], wire, steps.transfer, previous_before),
-        (start[steps.receiver[posted]], wire, steps.notice + steps.transfer, posted_before - steps.later[posted]),
-    ]
-    round_ = steps.steady.round
-    phases = (round_, round_, round_[steps.sender], round_[beside.step])
-    return EventGraph.of(_phases(zip(phases, (0, 2, 3, 1), strict=True)), edges)
-
-
-def _lockstep_graph(steps: _Steps) -> EventGraph:
-    """Events: end of each step with its update, of each exchange of a process, of each transfer, and of each computation beside
-    another. See ``LockstepWires``."""
-    count, messages = len(steps.process), len(steps.sender)
-    round_ = steps.steady.round
-    # A process takes part in the exchange of a round in which it sends or a neighbour sends to it.
-    taking_part = np.stack([steps.process[steps.sender], steps.process[steps.receiver]])
-    key = round_[steps.sender] * (int(steps.process.max()) + 1) + taking_part
-    exchanges, exchange = np.unique(key, return_inverse=True)
-    exchange = exchange.reshape(key.shape)  # of sender and receiver of each message
-    exchange_round, exchange_process = np.divmod(exchanges, int(steps.process.max()) + 1)
-    # Events of a process, in order: steps of a round, then its exchange.
-    event_round = np.concatenate([round_, exchange_round])
-    order = np.argsort(event_round, kind="stable")  # keeps the steps of a round before its exchanges
-    process = np.concatenate([steps.process, exchange_process])
-    before_sorted, wrapped_sorted = _previous(process[order])
-    before, wrapped = np.empty_like(order), np.empty_like(order)
-    before[order], wrapped[order] = order[before_sorted], wrapped_sorted
-    clock = np.arange(count + len(exchanges))
-    wire = np.arange(len(clock), len(clock) + messages)
-    seconds = np.concatenate([steps.compute + steps.update, np.zeros(len(exchanges))])
-    beside = _Beside.of(steps, process, event_round, order, before, wrapped)
-    done = np.arange(len(beside.step)) + len(clock) + messages
-    at_once = np.zeros(len(done), np.int64)
-    computed, joined = np.arange(len(clock)), seconds.copy()  # the event that a step's computation ends in, and seconds after it
-    computed[beside.step] = done
-    joined[beside.step] = steps.update[beside.step]
-    waiting = np.where(np.isin(steps.receiver, beside.step), steps.compute[steps.receiver], seconds[steps.receiver])
-    late = np.concatenate([steps.late, np.zeros(len(exchanges))])
-    # An exchange comes after the last step of its round, if its process has any, and before the second parts.
-    own = count + np.flatnonzero((before[count:] < count) & (event_round[before[count:]] == exchange_round))
-    late[own], late[before[own]] = late[before[own]], 0.0
-    # Each sender waits in its next exchange.
-    earlier, earlier_wrapped = _previous(exchange_process)
-    following, following_wrapped = np.empty_like(earlier), np.empty_like(earlier)
-    following[earlier], following_wrapped[earlier] = np.arange(len(exchanges)), earlier_wrapped
-    previous, previous_before = steps.other_message(1)
-    edges: list[Edges] = [
-        (before, clock, joined + late[before], wrapped),
-        (done, clock[beside.step], joined[beside.step], at_once),
-        (beside.start, done, steps.compute[beside.step], beside.started),
-        (done[beside.previous], done, steps.compute[beside.step], beside.passed),
-        (wire, computed[steps.receiver], steps.latency + waiting, steps.later),
-        (wire, count + following[exchange[0]], np.zeros(messages), following_wrapped[exchange[0]]),
-        (wire[previous], wire, steps.transfer, previous_before),
-        (before[count + exchange[0]], wire, steps.transfer, wrapped[count + exchange[0]]),
-        (before[count + exchange[1]], wire, steps.notice + steps.transfer, wrapped[count + exchange[1]]),
-    ]
-    phases = (round_, exchange_round, round_[steps.sender], round_[beside.step])
-    return EventGraph.of(_phases(zip(phases, (1, 2, 3, 0), strict=True)), edges)
+def _following(process: Indices) -> tuple[Indices, Indices]:
+    """Return the exchange after each exchange in its process, and 1 if that is one repetition later."""
+    before, wrapped = _previous(process, np.arange(len(process)))
+    following, wraps = np.empty_like(before), np.empty_like(before)
+    following[before], wraps[before] = np.arange(len(process)), wrapped
+    return following, wraps

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import TopologicalSorter
 from itertools import pairwise
 
 import numpy as np
@@ -105,6 +106,28 @@ def maximum_cycle_ratio(graph: EventGraph) -> float:
         policy = _reach_best(graph, policy, policy.ratio < policy.ratio.max() * (1 - RELATIVE_ERROR))
         passes = FIRST_PASSES if policy.ratio.max() > ratio * (1 + RELATIVE_ERROR) else 2 * passes
     return float(policy.ratio.max())
+
+
+def longest_paths(graph: EventGraph) -> Values:
+    """Return the time of each event of a single repetition, before which all others have happened at time 0.
+
+    Raises:
+        graphlib.CycleError: If events wait for each other.
+    """
+    slots, targets = np.nonzero(graph.exists)
+    edges = zip(
+        targets.tolist(), *(x[slots, targets].tolist() for x in (graph.sources, graph.seconds, graph.repetitions)), strict=True
+    )
+    waits: list[list[tuple[int, float]]] = [[] for _ in graph.phase]
+    times = [0.0] * len(graph.phase)
+    for target, source, seconds, repetitions in edges:
+        if repetitions:
+            times[target] = max(times[target], seconds)
+        else:
+            waits[target].append((source, seconds))
+    for event in TopologicalSorter({target: [source for source, _ in edges] for target, edges in enumerate(waits)}).static_order():
+        times[event] = max([times[event], *(times[source] + seconds for source, seconds in waits[event])])
+    return np.array(times)
 
 
 def _first_choice(graph: EventGraph) -> Indices:
