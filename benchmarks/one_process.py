@@ -6,7 +6,6 @@ python -m benchmarks.one_process --out runs/one_process.json
 from __future__ import annotations
 
 import time
-from argparse import ArgumentParser
 from collections.abc import Callable
 from functools import partial
 
@@ -55,19 +54,13 @@ def plain(
     return (time.perf_counter() - start) / whole
 
 
-def model_parser(description: str | None) -> ArgumentParser:
-    """Return a parser with the options of a benchmark that trains one model in one process."""
-    parser = benchmark_parser(description, 9)
+def main() -> None:
+    parser = benchmark_parser(__doc__, 9)
     parser.add_argument("--model", default="revnet18", choices=MODELS, metavar="NAME", help="name of a model")
     parser.add_argument("--width", type=float, default=0.25, help="factor of the number of channels")
     parser.add_argument("--batch", type=int, default=64, help="images per microbatch")
     parser.add_argument("--k", type=int, default=4, help="microbatches per update")
     parser.add_argument("--microbatches", type=int, default=21, help="microbatches of one round of one contestant")
-    return parser
-
-
-def main() -> None:
-    parser = model_parser(__doc__)
     parser.add_argument("--cores", type=int, default=2, help="cores, and stages that run at the same time")
     parser.add_argument("--float32", action="store_true", help="compute in float32 instead of bf16")
     options = parser.parse_args()

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.shaped_link import only_one
+from stress.locks import only_one
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "ip", "unshare", "setpriv")
 PREFIX, BRIDGE, NETWORK, CONTROLLER = "petra-n", "petra-slurm", "10.97.0", "10.97.0.254"

@@ -25,8 +25,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shaped_link import only_one
 from stress.kill_many import RUN, assert_same, assert_undamaged, children, results
+from stress.locks import only_one
 from tests.commands import ROOT
 
 HOSTS = ("petra-a", "petra-b")

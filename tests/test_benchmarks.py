@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import cast_once, pipelines, plan_check, refetch, reversible_sequence, scaling, simulator_check
+from benchmarks import pipelines, plan_check, refetch, reversible_sequence, scaling, simulator_check
 from benchmarks.pipeline_peers import Batches, Run, Setting
 from benchmarks.reversible_peers import LIBRARIES, PEERS, gradients
-from benchmarks.shaped_link import QUEUE, Direction, Shape
 from benchmarks.two_stages import build
 from petra.cost_model.costs import StageCost
 from tests.support.processes import run_processes
@@ -105,18 +104,6 @@ def compare_simulator(rank: int) -> dict[str, dict[str, list[float]]]:
     return simulator_check.compare(rank, options)
 
 
-def test_packets_of_a_shaped_link_arrive_one_after_the_other() -> None:
-    """At 1000 bytes/s and 2 s of delay. A pause of the sender frees the link."""
-    link = Direction(Shape(rate=1000, delay=2))
-    found = [link.arrival(size, now) for size, now in ((100, 0), (200, 0), (300, 0.1), (100, 5))]
-    assert found == pytest.approx([2.1, 2.3, 2.6, 7.1])
-    full = Direction(Shape(rate=1000, delay=2))
-    assert [full.arrival(QUEUE // 2, 0) is None for _ in range(3)] == [False, False, True]
-    lossy = Direction(Shape(rate=1e9, delay=0, loss=0.1))
-    lost = sum(lossy.arrival(1, now) is None for now in range(10_000))
-    assert 900 < lost < 1100
-
-
 @pytest.mark.processes
 def test_a_reversible_stage_in_its_own_process_stores_nothing(tmp_path: Path) -> None:
     _, (nothing, graphs), _ = run_processes(3, stored_by_keep, tmp_path)
@@ -134,11 +121,6 @@ def test_a_plan_is_compared_with_runs_in_one_process() -> None:
     found = plan_check.compare(options)
     assert set(found) == set(plan_check.ALONE)
     assert all(len(values) == 1 and values[0] > 0 for figures in found.values() for values in figures.values())
-
-
-def test_casts_are_timed() -> None:
-    stage = cast_once.build("GPT, 256 channels, 1 x 256 tokens", 2, cast_once=True)
-    assert cast_once.seconds(stage, (1, 4, 256)) > 0
 
 
 @pytest.mark.processes
