@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from petra.errors import DataError, first_line, require
 
 from .run.markdown import table
-from .runtime.terminal import command
+from .runtime.terminal import command, parser_for
 
 HEADER = ("run", "method", "d", "k", "epochs", "train loss", "test loss", "test accuracy", "best")
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -25,7 +24,7 @@ SUFFIXES = (".png", ".svg", ".pdf")
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Print a Markdown table of the runs, finished or not, and draw their curves."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, or records of runs")
     parser.add_argument("--out", type=Path, help="PNG, SVG or PDF file for the curves")
     options = parser.parse_args(arguments)
@@ -60,7 +59,7 @@ def compare(folders: Sequence[Path], out: Path | None) -> None:
             curves({name: run.rows for name, run in runs.items()}, out, "", {name: run.updates for name, run in runs.items()})
 
 
-class _Run(NamedTuple):
+class _Curve(NamedTuple):
     """A run or its record: the cells of the table that state its setting, and its rows."""
 
     method: Any
@@ -71,23 +70,23 @@ class _Run(NamedTuple):
     updates: Sequence[dict[str, Any]]
 
 
-def _read(path: Path) -> _Run:
+def _read(path: Path) -> _Curve:
     from .run.report import SUFFIX, history, read_updates
 
     if path.name.endswith(SUFFIX):
         return _read_record(path)
     rows, config = history(path), _config(path / "config.yaml")
     method, delay, k, epochs = (OmegaConf.select(config, key) for key in ("method.name", "method.delay", "k", "trainer.epochs"))
-    return _Run(method, delay, k, epochs, rows, read_updates(path))
+    return _Curve(method, delay, k, epochs, rows, read_updates(path))
 
 
-def _read_record(path: Path) -> _Run:
+def _read_record(path: Path) -> _Curve:
     from .run.report import rows_of
 
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         method, delay, k, epochs = (content[name] for name in ("method", "delay", "k", "epochs"))
-        return _Run(method, delay, k, epochs, rows_of(content["curve"]), rows_of(content["updates"]))
+        return _Curve(method, delay, k, epochs, rows_of(content["curve"]), rows_of(content["updates"]))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: expected the record of a run, got another file ({first_line(error)})") from error
 
@@ -100,7 +99,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return names if len({*names}) == len(names) else [str(folder) for folder in folders]
 
 
-def _cells(name: str, run: _Run) -> list[str]:
+def _cells(name: str, run: _Curve) -> list[str]:
     last = run.rows[-1]
     accuracies = [row["test_accuracy"] for row in run.rows if "test_accuracy" in row]
     values = (

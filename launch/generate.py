@@ -28,16 +28,16 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from petra.data.tokenizer import DELIMITER, VOCABULARY, fingerprint, load_vocabulary
-from petra.errors import DataError, ModelError, alternatives, first_line, invalid, require
+from petra.errors import DataError, ModelError, alternatives, require
 from petra.models.generation import Sampling, find_stem, generate
 
 from .config.errors import config_error
 from .config.schema import Config
 from .evaluate import dotlist, parse
 from .run.build import set_up
-from .run.evaluation import for_inference
+from .run.evaluation import for_inference, trained_network
 from .run.vocabulary import require_vocabulary
-from .run.weights import chosen_weights, read_weights, weight_facts
+from .run.weights import chosen_weights, weight_facts
 from .runtime.rank import Process
 from .runtime.reporting import report_errors
 from .runtime.terminal import command, words_or_help
@@ -111,14 +111,10 @@ def load_model(config: Config, weights: Path, device: str) -> nn.Module:
     Raises:
         PetraError: If the configuration or the weights can't be used.
     """
-    plan = set_up(for_inference(config, device="cpu"), Process(0, 1, 0, 1)).plan
-    chain = plan.model.build(0)
-    require(find_stem(chain) is not None, "run", "a run of gpt or revgpt", plan.model.name, ModelError)
-    try:
-        chain.load_state_dict(read_weights(weights))
-    except RuntimeError as error:
-        raise invalid("weights", f"the weights of {plan.model.name}", f"{weights} ({first_line(error)})", ModelError) from error
-    return chain.to(torch.device(device)).eval()
+    setup = set_up(for_inference(config, device="cpu"), Process(0, 1, 0, 1))
+    chain = trained_network(setup, weights)
+    require(find_stem(chain) is not None, "run", "a run of gpt or revgpt", setup.plan.model.name, ModelError)
+    return chain.to(torch.device(device))
 
 
 def vocabulary(config: Config, path: str | None, weights: Path | None = None) -> tuple[Encode, Decode, int | None]:

@@ -5,7 +5,6 @@ The configuration and the assignment of stages to processes are checked once, be
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 from petra.errors import invalid
@@ -14,7 +13,7 @@ from . import own_module
 from .runtime.agent import run_agent
 from .runtime.rank import Process
 from .runtime.signals import stop_before_start
-from .runtime.terminal import command
+from .runtime.terminal import command, parser_for
 
 
 @command
@@ -23,12 +22,7 @@ def main() -> None:
     stop_before_start()
     from .config.compose import training_configs
 
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="All other arguments are those of petra train; petra train --help lists them.",
-        allow_abbrev=False,
-    )
+    parser = parser_for(__doc__, "All other arguments are those of petra train; petra train --help lists them.")
     parser.add_argument(
         "--processes", type=int, metavar="N", help="number of processes (default: one for each GPU, or one without a GPU)"
     )

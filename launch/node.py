@@ -2,13 +2,12 @@
 
 Environment variables describe the node. In each row, the first variable that is set counts:
 
-| meaning | set by hand | Kubernetes (Kubeflow) | Slurm | default |
-|---|---|---|---|---|
-| number of nodes | NNODES | PET_NNODES | SLURM_NNODES | 1 |
-| rank of this node | NODE_RANK | PET_NODE_RANK | SLURM_NODEID | 0 for a single node |
-| processes on this node | NPROC_PER_NODE | PET_NPROC_PER_NODE | SLURM_GPUS_ON_NODE | auto |
-| address of node 0 | MASTER_ADDR | PET_MASTER_ADDR | first of SLURM_JOB_NODELIST | 127.0.0.1 for a single node |
-| port on node 0 | MASTER_PORT | PET_MASTER_PORT | – | 29500 |
+    meaning                 set by hand     Kubernetes (Kubeflow)  Slurm                        default
+    number of nodes         NNODES          PET_NNODES             SLURM_NNODES                 1
+    rank of this node       NODE_RANK       PET_NODE_RANK          SLURM_NODEID                 0 for a single node
+    processes on this node  NPROC_PER_NODE  PET_NPROC_PER_NODE     SLURM_GPUS_ON_NODE           auto
+    address of node 0       MASTER_ADDR     PET_MASTER_ADDR        first of SLURM_JOB_NODELIST  127.0.0.1 for a single node
+    port on node 0          MASTER_PORT     PET_MASTER_PORT        –                            29500
 
 The number of processes is an integer, ``auto`` (one for each GPU, or for each core without a GPU), or a list with a number for
 each node, such as 8,2. Ranks are assigned node by node, so neighbouring stages share a node wherever possible.
@@ -20,7 +19,6 @@ processes and RevNet-34 has 8 + 8 + 2. If the nodes together take fewer, all are
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
@@ -32,7 +30,7 @@ from petra.errors import invalid, require
 from . import own_module
 from .runtime.agent import run_agent
 from .runtime.signals import stop_before_start
-from .runtime.terminal import command
+from .runtime.terminal import command, parser_for
 
 WORDS = ("auto", "cpu", "gpu")
 STAGES = "stages"
@@ -92,7 +90,7 @@ class Node:
 def main(arguments: list[str] | None = None) -> None:
     """Run the processes of this node."""
     stop_before_start()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = parser_for(__doc__)
     parser.add_argument("--module", default=TRAIN, help="module to run: launch.train (default) or launch.doctor")
     options, overrides = parser.parse_known_args(arguments)
     node = Node.from_environment(os.environ)

@@ -24,8 +24,8 @@ from petra.errors import ModelError, PetraError, invalid, require
 from .config.schema import Config
 from .evaluate import parse
 from .run.build import set_up
-from .run.evaluation import for_inference
-from .run.weights import chosen_weights, read_weights, weight_facts
+from .run.evaluation import for_inference, trained_network
+from .run.weights import chosen_weights, weight_facts
 from .runtime.rank import Process
 from .runtime.reporting import report_errors
 from .runtime.terminal import command, words_or_help
@@ -63,12 +63,7 @@ def predictions(config: Config, weights: Path, images: Sequence[Path], process: 
     if facts.get("preparation") is None:
         raise invalid(str(weights), "weights of a run on images, with their normalisation", "none", PetraError)
     prepare = Preparation.from_dict(facts["preparation"])
-    network = setup.plan.model.build(config.seed)
-    try:
-        network.load_state_dict(read_weights(weights))
-    except RuntimeError as error:
-        raise ModelError(f"{weights}: does not fit {setup.plan.model.name} ({' '.join(str(error).split())})") from error
-    network.eval()
+    network = trained_network(setup, weights)
     for path in images:
         with torch.no_grad():
             probabilities = network(prepare(path)).softmax(1)[0]

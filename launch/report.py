@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from .run.report import write_report
-from .runtime.terminal import command
+from .runtime.terminal import command, parser_for
 
 
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Write the report of each run, and print its path."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_for(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     options = parser.parse_args(arguments)
     for folder in options.runs:

@@ -7,7 +7,6 @@ their last checkpoint. sweep.md and sweep.json under --out hold the results so f
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 import sys
@@ -23,7 +22,7 @@ from petra.errors import first_line, invalid, require
 from .config.compose import hydra_errors, require_arguments, search_path
 from .run.jobs import Job, check_job, run_here, submit
 from .run.markdown import table
-from .runtime.terminal import command
+from .runtime.terminal import command, parser_for
 
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "test accuracy": lambda s: f"{s['test_accuracy']:.2%}",
@@ -38,7 +37,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Check all runs, train the unfinished ones, and print the table. Exit with status 1 if a run failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = parser_for(__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs", "sweep"), help="folder of the sweep (default: runs/sweep)")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes of each run on this machine (default: 1)")
     parser.add_argument("--slurm", metavar="OPTIONS", help="submit the runs to Slurm with these options of sbatch, which may be ''")

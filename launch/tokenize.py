@@ -24,13 +24,13 @@ from petra.data.tokenizer import (
 )
 from petra.data.tokens import PARTS
 
-from .runtime.terminal import command
+from .runtime.terminal import command, parser_for
 
 
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Tokenize text files, and print the size of the corpus."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     parser.add_argument("files", nargs="+", type=Path, help="text files: one document each, or one per line in *.jsonl (key text)")
     parser.add_argument("--out", type=Path, required=True, help="folder for the token files")
     parser.add_argument("--vocabulary", default="4096", help="number of tokens of a new vocabulary, or the file of one (4096)")

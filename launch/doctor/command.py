@@ -23,7 +23,7 @@ from ..runtime.network import set_variables
 from ..runtime.rank import Process
 from ..runtime.reporting import only_first_prints, report_errors
 from ..runtime.signals import stop_with_agent
-from ..runtime.terminal import command, help_wanted
+from ..runtime.terminal import command, help_wanted, plain
 from .links import LARGE, Link, measure_links
 from .machine import Report, find_differences, inspect_machine
 from .speed import describe, measure_speeds
@@ -35,7 +35,7 @@ def main() -> None:
     process = Process.from_environment()
     if help_wanted(sys.argv[1:]):
         if process.first:
-            print(__doc__)
+            print(plain(__doc__))
         return
     stop_with_agent()
     with report_errors(process):

@@ -7,11 +7,13 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from petra.data.segmentation import CITYSCAPES_CLASSES
 from petra.distributed import raise_on_all_ranks
 from petra.engine.metrics import ConfusionMatrix
 from petra.engine.totals import Result
-from petra.errors import require
+from petra.errors import ModelError, require
 from petra.training import limited, load_into, means
 
 from ..config.schema import Config, LoggerConfig
@@ -42,7 +44,7 @@ def evaluate(config: Config, weights: Path, process: Process, pictures: Pictures
     with process.process_group(checked.device, config.trainer.timeout):
         numbers = evaluate_in_group(checked, weights)
     if pictures is not None and process.first:
-        pictures.write(checked, read_weights(weights), numbers["iou"])
+        pictures.write(checked, trained_network(checked, weights), numbers["iou"])
     return numbers
 
 
@@ -62,6 +64,20 @@ def for_inference(config: Config, device: str | None = None) -> Config:
         cluster=replace(config.cluster, elastic=False),
         logger=LoggerConfig(name="jsonl"),
     )
+
+
+def trained_network(setup: Setup, weights: Path) -> nn.Module:
+    """Return the whole network of a run as one module on the CPU, in evaluation mode.
+
+    Raises:
+        PetraError: If the weights can't be read, or are those of another network.
+    """
+    network = setup.plan.model.build(setup.config.seed)
+    try:
+        network.load_state_dict(read_weights(weights))
+    except RuntimeError as error:
+        raise ModelError(f"{weights}: does not fit {setup.plan.model.name} ({' '.join(str(error).split())})") from error
+    return network.eval()
 
 
 def evaluate_in_group(setup: Setup, weights: Path) -> dict[str, Any]:

@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
-from torch import Tensor, nn
+from torch import nn
 
 from petra.data.crops import Classes
 from petra.data.label_maps import TileImages, read_image
-from petra.errors import ModelError
 from petra.specs import IGNORED
 from petra.training.records import write_text_atomically, writing
 
@@ -40,23 +39,17 @@ class Pictures:
     folder: Path
     count: int
 
-    def write(self, setup: Setup, state: Mapping[str, Tensor], per_class: Mapping[str, float | None]) -> None:
+    def write(self, setup: Setup, network: nn.Module, per_class: Mapping[str, float | None]) -> None:
         """Write one PNG file per image, and ``iou.md``.
 
         Args:
             setup: Configuration and plan of the evaluation.
-            state: Weights of the whole network.
+            network: The trained network, in evaluation mode.
             per_class: Intersection over union by class name.
 
         Raises:
-            ModelError: If the weights don't fit.
             DataError: If a file can't be read or written.
         """
-        network = setup.plan.model.build(setup.config.seed)
-        try:
-            network.load_state_dict(state)
-        except RuntimeError as error:
-            raise ModelError(f"weights: do not fit {setup.plan.model.name} ({' '.join(str(error).split())})") from error
         reader = load(setup.config.data).test.inputs
         assert isinstance(reader, TileImages)
         with writing(self.folder):
@@ -64,7 +57,7 @@ class Pictures:
         rows = [[name, "–" if iou is None else f"{iou:.1%}"] for name, iou in per_class.items()]
         write_text_atomically(self.folder / "iou.md", aligned_table(("class", "IoU"), rows) + "\n")
         for index, pair in enumerate(reader.files.pairs[: self.count]):
-            labels, found = reader.files.read_labels(index), predicted(network.eval(), reader, index)
+            labels, found = reader.files.read_labels(index), predicted(network, reader, index)
             path = self.folder / f"{pair.image.stem}.png"
             with writing(path):
                 overview(read_image(pair.image), labels, found, [*per_class]).save(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import codecs
 import errno
 import io
@@ -48,6 +49,17 @@ def command(main: Callable[P, None]) -> Callable[P, None]:
     return run
 
 
+def plain(text: str | None) -> str:
+    """Return a docstring as text for a terminal, without the marks of code."""
+    return (text or "").replace("``", "").replace("::", ":")
+
+
+def parser_for(text: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
+    """Return a parser whose help is the docstring of a command. Abbreviated flags are refused: the rest may be Hydra's."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=plain(text), formatter_class=form, epilog=epilog, allow_abbrev=False)
+
+
 def words_or_help(arguments: list[str] | None, text: str | None) -> list[str] | None:
     """Return the words of the command line, or print the help text and return None if there are none or they ask for it.
 
@@ -58,7 +70,7 @@ def words_or_help(arguments: list[str] | None, text: str | None) -> list[str] | 
     words = sys.argv[1:] if arguments is None else arguments
     if words and not help_wanted(words):
         return words
-    print(text)
+    print(plain(text))
     return None
 
 

@@ -35,7 +35,7 @@ VARIANTS: dict[str, dict[str, Any]] = {"": {}, ", compiled": {"compile": "induct
 """Options of the runs that measure speed, by the end of their names."""
 
 
-class Run(NamedTuple):
+class Trial(NamedTuple):
     """A part of the test (:data:`launch.selftest.parts.PARTS`) with its options, in a number of processes."""
 
     part: str
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> 
     return int(any("failed" in part for part in found["parts"]))
 
 
-def plan(gpus: int, tiny: bool) -> Iterator[Run]:
+def plan(gpus: int, tiny: bool) -> Iterator[Trial]:
     """Yield the parts, most valuable first."""
     device = {"device": "cuda" if gpus else "cpu"}
     small = (
@@ -89,19 +89,19 @@ def plan(gpus: int, tiny: bool) -> Iterator[Run]:
     )
     for method in METHODS:
         k = 20 if method == "pipedream_2bw" else 2
-        yield Run("compare", f"{method} against the CPU", {**small, **device, "method": method, "k": k})
+        yield Trial("compare", f"{method} against the CPU", {**small, **device, "method": method, "k": k})
     several = min(gpus, 8) if gpus else 2
     if several > 1:
         large = small if tiny else {"model": "revnet18", "batch": 256}  # 268 MB backward
         for transport, delay in (("lockstep", 2), ("lockstep", 1), ("edge", 1), ("edge", 2)):
             options = {**large, **device, "method": "petra", "delay": delay, "transport": transport, "k": 2, "microbatches": 24}
-            yield Run("transport", f"{transport}, d = {delay}", options, several)
+            yield Trial("transport", f"{transport}, d = {delay}", options, several)
     for method in ("petra", "pipedream", "backprop"):
-        yield Run("memory", f"memory of {method}", {**small, **device, "method": method, "k": 2, "stages": 4})
+        yield Trial("memory", f"memory of {method}", {**small, **device, "method": method, "k": 2, "stages": 4})
     yield from _speeds({**(small if tiny else {}), **device}, tiny, several)
 
 
-def _speeds(common: dict[str, Any], tiny: bool, processes: int) -> Iterator[Run]:
+def _speeds(common: dict[str, Any], tiny: bool, processes: int) -> Iterator[Trial]:
     """Yield the parts that measure speed: plain ones first, since compilation takes much of the time."""
     for variant, chosen in VARIANTS.items():
         for model in ("revnet18",) if tiny else ("revnet18", "revnet50", "revgpt"):
@@ -111,10 +111,10 @@ def _speeds(common: dict[str, Any], tiny: bool, processes: int) -> Iterator[Run]
                     fast = {} if tiny else {"precision": "bf16", "channels_last": model != "revgpt"}
                     counts = {"microbatches": 8 if tiny else 40}
                     if not (tiny and variant):
-                        yield Run("speed", f"{model}, batch {batch}, {method}{variant}", {**options, **fast, **counts}, processes)
+                        yield Trial("speed", f"{model}, batch {batch}, {method}{variant}", {**options, **fast, **counts}, processes)
 
 
-def run_part(run: Run, seconds: float, start: Start) -> dict[str, Any]:
+def run_part(run: Trial, seconds: float, start: Start) -> dict[str, Any]:
     """Run a part in processes of its own. Return its findings, or why it ``failed``."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"

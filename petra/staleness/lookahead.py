@@ -6,7 +6,7 @@ For a constant learning rate, this is SGD with Nesterov momentum γ and learning
 w_t + d_t. The implementation uses this form.
 
 Source: Ajanthan et al. 2025, with γ = 0.99. This remedy uses SGD, with the method's weights and k. The experiments of the paper
-use NAdam (:mod:`petra.training.nadam`) instead, with stashed weights and one update per microbatch: ``optim=nadam
+use NAdam (:func:`petra.training.optim.nadam`) instead, with stashed weights and one update per microbatch: ``optim=nadam
 method=pipedream k=1``.
 """
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from petra.torch_private import foreach_mul
 from petra.training.basis_rotation import BasisRotation
 from petra.training.lars import LARS
-from petra.training.nadam import make_nadam
 
 Rated = TypeVar("Rated", bound=torch.optim.Optimizer)
 
@@ -53,8 +52,13 @@ def adamw(
 def nadam(
     module: nn.Module, *, betas: Sequence[float] = (0.99, 0.999), eps: float = 1e-8, weight_decay: float = 0.01
 ) -> torch.optim.NAdam:
-    """Return NAdam with decoupled weight decay, as Ajanthan et al. (2025) use it (:mod:`petra.training.nadam`)."""
-    return _without_rate(make_nadam(_groups(module, weight_decay), _pair(betas), eps))
+    """Return NAdam with decoupled weight decay (Dozat 2016), as Ajanthan et al. (2025) use it for asynchronous pipelines.
+
+    Its Nesterov momentum grows during training. The large β1 makes the look-ahead long; torch's momentum_decay is their ψ, 0.004.
+    Their experiments use ``method=pipedream k=1``, or, without stashed weights, ``method=petra``.
+    """
+    groups = _groups(module, weight_decay)
+    return _without_rate(torch.optim.NAdam(groups, lr=0.0, betas=_pair(betas), eps=eps, decoupled_weight_decay=True, foreach=True))
 
 
 def basis_rotation(

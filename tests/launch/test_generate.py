@@ -120,7 +120,7 @@ def test_greedy_text_is_that_of_the_exported_network(trained: Path, capsys: pyte
         (["top_p=.nan"], "top_p: expected a number > 0 and <= 1, got nan"),
         (["prompt=a\udcff"], "prompt: expected text in UTF-8, got 'a\\udcff'"),
         (["vocabulary=missing.json"], "missing.json: can't be read as a vocabulary"),
-        (["model.hidden=31"], "weights: expected the weights of revgpt, got "),
+        (["model.hidden=31"], "RUN/model.safetensors: does not fit revgpt"),
         (["tokns=3"], "tokns: no such key"),
         (["seed=18446744073709551616"], "seed: expected an integer >= 0 and < 2^63, got 18446744073709551616"),
         (["device=gpu"], "device: expected cpu"),
@@ -133,7 +133,7 @@ def test_invalid_words_give_one_line(words: list[str], message: str, trained: Pa
         generate.main([f"run={trained}/run", *words])
     assert ended.value.code == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("weights of ")]
-    assert line.startswith(f"error: {message}")
+    assert line.startswith("error: " + message.replace("RUN", f"{trained}/run"))
 
 
 def test_pieces_are_those_of_decoding_the_whole_text(trained: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from launch.runtime.rank import Process
 from launch.selftest import command
-from launch.selftest.command import LARGE_MESSAGE, LARGEST_DIFFERENCE, Run, judge, plan, run_part
+from launch.selftest.command import LARGE_MESSAGE, LARGEST_DIFFERENCE, Trial, judge, plan, run_part
 from launch.selftest.parts import PARTS, shares
 from launch.selftest.report import markdown
 from petra import METHODS
@@ -107,7 +107,7 @@ def test_differences_from_the_cpu_fail() -> None:
 
 @pytest.mark.processes
 def test_a_part_that_fails_is_reported_with_its_reason() -> None:
-    found = run_part(Run("compare", "wrong", {**TINY, "device": "tpu"}), seconds=100, start=command.start_processes)
+    found = run_part(Trial("compare", "wrong", {**TINY, "device": "tpu"}), seconds=100, start=command.start_processes)
     assert found["failed"].startswith("error: trainer.device: expected ")
     assert "got tpu" in found["failed"]
 
@@ -126,7 +126,11 @@ def test_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "launching": 0.25,
         },
     ]
-    runs = [Run("compare", "petra against the CPU", {}), Run("transport", "edge, d = 1", {}, 2), Run("speed", "revnet18", {}, 2)]
+    runs = [
+        Trial("compare", "petra against the CPU", {}),
+        Trial("transport", "edge, d = 1", {}, 2),
+        Trial("speed", "revnet18", {}, 2),
+    ]
     monkeypatch.setattr(command, "plan", lambda gpus, tiny: iter(runs))
     monkeypatch.setattr(command, "run_part", lambda run, seconds, start: results[runs.index(run)])
     monkeypatch.setattr(command, "_doctor", lambda processes, start: "No problems found.")

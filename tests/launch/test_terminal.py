@@ -83,7 +83,7 @@ def test_names_are_those_of_the_registries() -> None:
 def test_help_in_any_encoding(encoding: str) -> None:
     ended = python("-m", "launch.node", "--help", env={"PYTHONIOENCODING": encoding})
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert "| port on node 0 | MASTER_PORT | PET_MASTER_PORT | - | 29500 |" in ended.stdout
+    assert "port on node 0 MASTER_PORT PET_MASTER_PORT - 29500" in " ".join(ended.stdout.split())
 
 
 WRITER = """
