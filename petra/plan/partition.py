@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
@@ -19,7 +20,11 @@ RangeCosts = Callable[[Indices, Indices, int], Values]
 def balanced_partition(costs: Sequence[float], parts: int) -> list[range]:
     """Partition items into ``parts`` contiguous, non-empty ranges that minimise the cost of the most expensive range.
 
-    If several partitions are optimal, return the one with the smallest first range; likewise for the ranges after it.
+    Of partitions with the same maximum, choose the one whose second most expensive range is cheapest, and so on. If several are
+    left, return the one with the smallest first range; likewise for the ranges after it.
+
+    Costs of ranges are compared as one integer, whose digits count the ranges of each cost: the digit of a higher cost is more
+    significant. Adding the same range to two partitions does not change which of them is better, so dynamic programming is exact.
 
     Args:
         costs: Cost of each item, at least 0.
@@ -27,14 +32,38 @@ def balanced_partition(costs: Sequence[float], parts: int) -> list[range]:
     Raises:
         ConfigError: If there are fewer items than parts.
     """
-    if parts == len(costs):
+    items = len(costs)
+    if parts == items:
         return [range(i, i + 1) for i in range(parts)]
-    total = prefix_sums(costs)
-    return best_partition(len(costs), parts, lambda starts, ends, part: total[ends] - total[starts])
+    sums, total = prefix_sums(costs), list(accumulate(costs, initial=0))
+    fastest = best_partition(items, parts, lambda starts, ends, part: sums[ends] - sums[starts])
+    limit: float = max(total[part.stop] - total[part.start] for part in fastest)
+    limit += 1e-12 * total[-1]  # sums may be rounded
+    ends = [bisect_right(total, total[start] + limit) for start in range(items)]  # after the last end within the limit
+    distinct = sorted({total[end] - total[start] for start in range(items) for end in range(start + 1, ends[start])})
+    digit = {cost: (parts + 1) ** place for place, cost in enumerate(distinct)}
+    rest = {items: 0}  # digits of the best partition of the items from each one on into the last p parts
+    choices: list[dict[int, int]] = []
+    for p in range(1, parts + 1):
+        starts = range(parts - p, items - p + 1) if p < parts else range(1)
+        found: dict[int, tuple[int, int]] = {}
+        for start in starts:
+            options = ((digit[total[end] - total[start]] + rest[end], end) for end in range(start + 1, ends[start]) if end in rest)
+            if (best := min(options, default=None)) is not None:
+                found[start] = best
+        rest = {start: value for start, (value, _) in found.items()}
+        choices.append({start: end for start, (_, end) in found.items()})
+    ranges, start = [], 0
+    for choice in reversed(choices):
+        ranges.append(range(start, choice[start]))
+        start = choice[start]
+    return ranges
 
 
 def best_partition(items: int, parts: int, cost: RangeCosts) -> list[range]:
-    """Solve the problem of :func:`balanced_partition` where the cost of a range also depends on which part it becomes.
+    """Minimise the cost of the most expensive range, where the cost of a range also depends on which part it becomes.
+
+    If several partitions are optimal, return the one with the smallest first range; likewise for the ranges after it.
 
     The solution is exact: dynamic programming in O(items · parts · log items). For each first item of a part, a binary search finds
     the end at which the part becomes more expensive than the most expensive of the parts after it.
