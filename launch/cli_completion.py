@@ -15,6 +15,7 @@ from petra.errors import alternatives, require
 
 from .cli_commands import IN_SEVERAL_PROCESSES, commands, source
 from .config import CONF
+from .config.presets import presets
 
 CONFIGURED = ("train", "local", "node", "sweep", "doctor", "evaluate", "generate", "predict")
 """Commands that accept keys of the configuration."""
@@ -119,6 +120,7 @@ def values(word: str, roots: list[Path]) -> Iterator[str]:
     for root in roots:
         if "." not in key and (root / key).is_dir():
             yield from (head + str(path.relative_to(root / key).with_suffix("")) for path in (root / key).rglob("*.yaml"))
+            yield from (head + name for name in presets(key))
             continue
         paths = root.glob(f"{group}/*.yaml") if group else root.glob("config.yaml")
         found = {value for path in paths for known, value in settings(path) if known == name}

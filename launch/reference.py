@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 from omegaconf import OmegaConf
 
 from .config import CONF
+from .config.presets import purposes
 from .config.schema import Config
 
 HEAD = """# Configuration
@@ -46,23 +47,17 @@ def page() -> str:
             continue
         paths = sorted(Path(CONF, group).glob("*.yaml"), key=lambda path: (path.stem != chosen[group], path.stem))
         files = {path.stem: path for path in paths}
-        parts += [f"## {group}\n", *_files(group, files), "".join(_table(schema, files, f"{group}."))]
-    presets = sorted(Path(CONF, "experiment").rglob("*.yaml"))
-    experiments = {str(path.relative_to(Path(CONF, "experiment")).with_suffix("")): path for path in presets}
-    parts += ["## experiment\n\nNone by default.\n", *_files("experiment", experiments)]
+        names = sorted(purposes(group), key=lambda name: (name != chosen[group], name))
+        parts += [f"## {group}\n", *_files(group, names), "".join(_table(schema, files, f"{group}."))]
+    parts += ["## experiment\n\nNone by default.\n", *_files("experiment", list(purposes("experiment")))]
     return "\n".join(parts)
 
 
-def _files(group: str, files: dict[str, Path]) -> Iterator[str]:
-    """Yield a table of the files of a group with their purpose, the comment at their head."""
-    if len(files) > 1:
-        rows = [f"| `{group}={name}` | {_cell(_purpose(path))} |\n" for name, path in files.items()]
-        yield "".join(["| file | |\n|---|---|\n", *rows])
-
-
-def _purpose(path: Path) -> str:
-    heads = [line[2:] for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# ") and "@package" not in line]
-    return heads[0] if heads else dict((k, c) for k, _, c in _settings(path))[NAME]
+def _files(group: str, names: list[str]) -> Iterator[str]:
+    """Yield a table of the configurations of a group with their purpose."""
+    if len(names) > 1:
+        about = purposes(group)
+        yield "".join(["| file | |\n|---|---|\n", *(f"| `{group}={name}` | {_cell(about[name])} |\n" for name in names)])
 
 
 def _table(schema: Any, files: dict[str, Path], prefix: str) -> Iterator[str]:

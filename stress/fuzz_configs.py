@@ -40,8 +40,10 @@ import yaml
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+from launch.config import CONF
+from launch.config.checks import schema_keys
 from launch.config.compose import compose_overrides
-from launch.config.errors import CONF, schema_keys
+from launch.config.presets import TABLES, purposes
 from launch.config.schema import Config
 from launch.run.autotune import tune_setup
 from launch.run.build import set_up
@@ -64,7 +66,7 @@ Override = str
 
 def files(group: str) -> list[str]:
     """Return the names of the files of a group."""
-    return sorted(path.stem for path in Path(CONF, group).glob("*.yaml"))
+    return list(purposes(group))
 
 
 def written(value: Any) -> str:
@@ -77,7 +79,7 @@ def written(value: Any) -> str:
 def values_of_files() -> dict[str, list[str]]:
     """Return all values of each key in the files under conf/."""
     found: dict[str, dict[str, None]] = {}
-    for path in Path(CONF).rglob("*.yaml"):
+    for path in (path for path in Path(CONF).rglob("*.yaml") if path.name != TABLES):
         section = path.parent.name
         for key, value in yaml.safe_load(path.read_text()).items():
             nested = value.items() if isinstance(value, dict) else [(None, value)]

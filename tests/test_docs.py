@@ -27,7 +27,7 @@ from torch.distributed.run import get_args_parser
 
 import petra
 from examples.own_model import Patches, branch
-from launch.config.errors import CONF
+from launch.config import CONF
 from launch.config.schema import Config, register, to_config
 from launch.reference import page
 from launch.run.build import set_up

@@ -6,15 +6,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from difflib import get_close_matches
-from pathlib import Path
 
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, ValidationError
 
 from petra.errors import ConfigError, PetraError, alternatives, invalid
 
-from . import CONF
 from .checks import Key, schema_keys
+from .presets import purposes
 
 
 def config_error(error: Exception, schema: type, overrides: Sequence[str] = ()) -> PetraError:
@@ -60,12 +59,12 @@ def _unparsed(error: OverrideParseException) -> PetraError:
 def _unknown_file(path: str) -> PetraError:
     """Return the error for a file that a group doesn't have."""
     group, _, name = path.rpartition("/")
-    while group and not Path(CONF, group).is_dir():  # the files of a group may be in subfolders
+    while "/" in group:  # the files of a group may be in subfolders
         group, _, rest = group.rpartition("/")
         name = f"{rest}/{name}"
-    folder = Path(CONF, group)
-    files = sorted(str(file.relative_to(folder).with_suffix("")) for file in folder.rglob("*.yaml"))
-    return invalid(group, alternatives(files), name)
+    files = list(purposes(group))
+    near = get_close_matches(name, files, 1, 0.6)
+    return invalid(group, alternatives([*near, *(file for file in files if file not in near)]), name)
 
 
 def _suggestion(key: str, keys: Mapping[str, Key]) -> str:

@@ -19,6 +19,7 @@ from petra.method import STORABLE, Weights
 from .checks import as_list, integer, is_integer, key, number, one_of, require_valid, satisfies
 from .errors import config_error
 from .names import DATASETS, FORMATS, MODELS, OPTIMIZERS, PRECISIONS, PREDICTIONS, SCHEDULES, WIRES, one_of_or_own
+from .presets import presets
 
 AUTO = "auto"
 MEMORY = "memory"
@@ -261,8 +262,13 @@ class Config:
 
 
 def register() -> None:
-    """Register the schema with Hydra under the name ``schema``, the first entry of the defaults in conf/config.yaml."""
-    ConfigStore.instance().store("schema", Config)
+    """Register with Hydra the schema, the first entry of the defaults in conf/config.yaml, and the configurations without files."""
+    store = ConfigStore.instance()
+    store.store("schema", Config)
+    for group, package in (("method", "method"), ("experiment", "_global_")):
+        for name, node in presets(group).items():
+            folder, _, leaf = f"{group}/{name}".rpartition("/")
+            store.store(leaf, node, folder, package)
 
 
 def to_config(composed: DictConfig) -> Config:

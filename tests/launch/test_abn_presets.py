@@ -6,16 +6,15 @@ Rota Bulò, Porzi, Kontschieder, "In-place activated BatchNorm for memory-optimi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
 from launch.config.compose import compose_overrides
+from launch.config.presets import purposes
 from launch.config.schema import Config
 from launch.run.recipe import learning_rate, optimizer
 
-FOLDER = Path(__file__).parents[2] / "conf" / "experiment" / "inplace_abn"
-NAMES = [path.stem for path in sorted(FOLDER.iterdir())]
+NAMES = [name.removeprefix("inplace_abn/") for name in purposes("experiment") if name.startswith("inplace_abn/")]
 NORMS = {"batchnorm": "batchnorm", "inplace_abn": "inplace_abn", "synchronised": "inplace_abn_sync"}
 SEGMENTATION = {"cityscapes": (19, 2.5e-3, 360), "cocostuff": (91, 2.5e-3, 30), "vistas": (65, 3.5e-3, 90)}
 """Classes, initial learning rate and epochs (section 4.2)."""

@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from benchmarks.nodes import run_nodes
 from launch import local, node
-from launch.config.errors import CONF
+from launch.config import CONF
 from launch.config.schema import ClusterConfig, register, to_config
 from launch.node import Node, first_host
 from launch.runtime import agent, network
