@@ -129,12 +129,9 @@ def memory_table(setup: Setup) -> str:
     """
     plan, rows, targets = setup.plan, [], targets_of(setup)
     recipe = setup.recipe(setup.learning_rate(microbatches_per_epoch=1))
-    # Where each process has one stage, equal stages are counted once.
-    single = len(plan.stages) > 1 and all(len(stages) == 1 for stages in plan.layout.processes)
-    alone = predict_stages(plan, recipe, targets) if single else []
     for process, stages in enumerate(plan.layout.processes):
         if stages:
-            found = alone[process] if alone else predict_memory(plan, recipe, targets, process=process)
+            found = predict_memory(plan, recipe, targets, process=process)
             numbers = f"{stages[0] + 1} … {stages[-1] + 1}" if len(stages) > 1 else str(stages[0] + 1)
             several = {str(j + 1): found.stages[j] for j in stages} if len(stages) > 1 else {}
             for name, memory in {**several, numbers: found}.items():
