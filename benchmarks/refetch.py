@@ -66,7 +66,7 @@ def seconds(pipeline: Pipeline, source: TrainSource, microbatches: int, clock: C
 
 def stored_bytes(pipeline: Pipeline, source: TrainSource, microbatches: int) -> int:
     """Return the most bytes that stage 1 stores between its forwards and backwards."""
-    with ActivationMemory(pipeline.stages[0]).attached(pipeline.hooks) as meter:
+    with ActivationMemory(0, pipeline.stages[0]).attached(pipeline.hooks) as meter:
         pipeline.train(source, microbatches)
     return meter.peak
 

@@ -151,7 +151,7 @@ def compute(pipeline: Pipeline, data: Noise, rank: int, microbatches: int) -> fl
     for m in range(microbatches):
         y = stage.forward(m, x)
         stage.backward(m, y, tuple(torch.ones_like(t) for t in y))
-        if (m + 1) % stage.k == 0:
+        if (m + 1) % stage.gradients.k == 0:
             worker.update(m + 1)
     return (time.perf_counter() - start) / microbatches
 

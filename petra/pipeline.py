@@ -11,15 +11,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from petra.distributed import bind_device, raise_on_all_ranks
-from petra.engine.build import Recipe, build_remedies, build_stages, build_workers, check_drained, load_blocks
-from petra.engine.data_parallel import Replicas, ShareObjective, all_replicas
+from petra.engine.build import (
+    Recipe,
+    build_remedies,
+    build_stages,
+    build_strategy,
+    build_workers,
+    check_drained,
+    check_runtime,
+    load_blocks,
+)
 from petra.engine.endpoints import DataPort, DataSource, Loss, Losses, Objective, require_source
 from petra.engine.executor import Executor
 from petra.engine.method_state import restart_state
 from petra.engine.metrics import Metric, correct_predictions, require_metrics, size_of
 from petra.engine.options.averaging import averaged
-from petra.engine.options.global_clip import GlobalClip
-from petra.engine.runner import step_runner
+from petra.engine.options.replicas import Replicas, ShareObjective, all_replicas
 from petra.engine.stage import evaluating
 from petra.engine.totals import Result, Totals, gather_stage_metrics, reduce_totals, warn_without_update
 from petra.engine.update import OptimizerFactory
@@ -130,7 +137,7 @@ class Pipeline(Uncopied):
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         position, process = plan.layout.locate(self.rank)
         self.replica = position if replicas is None else replicas.replica
-        runner = step_runner(plan, runtime, self.device, process)
+        check_runtime(plan, runtime, device)
         self.hooks, self.clock = Hooks(), 0
         self.measures: list[Callable[[], dict[str, float]]] = []
         self._totals = Totals(recipe.metrics, plan.layout.dp, self.device)
@@ -140,19 +147,18 @@ class Pipeline(Uncopied):
             check_ranks_agree({**plan.settings(), **recipe.settings()}, plan)
         place = (self.replica, process)
         with raise_on_all_ranks():
-            self.stages = build_stages(plan, recipe, runtime, device, place, self.hooks, None, self._source.refetch)
+            self.stages = build_stages(plan, recipe, runtime, device, place, None, self._source.refetch)
         self.replicas = replicas or all_replicas(plan.layout, position, device)
         group = None if self.replicas is None else self.replicas.pipeline_group
         transport = open_transport(plan, self.device, group)
         ports = connect(plan.layout.processes[process], self._source, self.objective, plan.boundaries, transport)
-        used = runner.ports(ports) if runner else ports
         with raise_on_all_ranks():
-            self.workers = build_workers(plan, recipe, self.stages, used, self.device, self.hooks)
+            self.workers = build_workers(plan, recipe, self.stages, ports, self.device, self.hooks)
             self.remedies = build_remedies(plan, recipe, self.workers)
         if self.replicas is not None:
             self.replicas.attach([*self.workers.values()], self.hooks)
-        clip = GlobalClip([*self.workers.values()], plan.k, self.device, group) if recipe.rules.clip_globally else None
-        self._executor = Executor(plan, self.workers, transport, self.hooks, runner=runner, on_completed=clip)
+        strategy = build_strategy(plan, recipe, runtime, self.workers, device, group)
+        self._executor = Executor(plan, self.workers, transport, self.hooks, strategy)
 
     def train(
         self,

@@ -128,7 +128,7 @@ def measure(method: Method, reversible: bool, stages: int) -> Complexity:
     microbatches = 2 * (max(pipeline.plan.delays) + 1)
     first = pipeline.stages[1]
     with ExitStack() as stack:
-        memory = stack.enter_context(ActivationMemory(first, weights=False).attached(pipeline.hooks))
+        memory = stack.enter_context(ActivationMemory(1, first, weights=False).attached(pipeline.hooks))
         versions = stack.enter_context(pipeline.hooks.attached(_Versions(first)))
         messages = stack.enter_context(pipeline.hooks.attached(_Messages()))
         counter = stack.enter_context(FlopCounter())
@@ -223,7 +223,7 @@ class _Versions(Hook):
         self.stage, self.peak = stage, 0
 
     def forward_end(self, stage: int, m: int, y: Streams) -> None:
-        if stage == self.stage.index:
+        if stage == 1:
             copies = {storage_key(t): t.nbytes for stash in _stashes(self.stage) for t in stash.values()}
             self.peak = max(self.peak, sum(copies.values()))
 

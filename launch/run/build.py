@@ -11,10 +11,9 @@ import torch
 
 from petra.cost_model.delays import largest_delay
 from petra.data import PIXEL_DATASETS, EvalSource, TrainSource
-from petra.engine.build import Recipe
-from petra.engine.data_parallel import Replicas
+from petra.engine.build import Recipe, check_runtime
 from petra.engine.metrics import size_of
-from petra.engine.runner import check_runtime
+from petra.engine.options.replicas import Replicas
 from petra.errors import ConfigError, alternatives, invalid, require
 from petra.method import Keep, Method, Weights
 from petra.model import Model

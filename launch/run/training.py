@@ -11,7 +11,7 @@ from typing import Any
 from petra.data import TrainSource
 from petra.diagnostics.weight_drift import WeightDrift, distance
 from petra.distributed import all_gather_objects, raise_on_all_ranks
-from petra.engine.data_parallel import Replicas
+from petra.engine.options.replicas import Replicas
 from petra.errors import require
 from petra.process_memory import keep_freed_memory, release_memory
 from petra.training import (

@@ -41,6 +41,6 @@ def predicted(plan: Plan) -> list[StageMemory]:
 def measured(pipeline: Pipeline, data: DataSource, microbatches: int) -> list[int]:
     """Train, and return for each stage of this process the largest number of bytes stored between forward and backward."""
     with ExitStack() as stack:
-        meters = [stack.enter_context(ActivationMemory(stage).attached(pipeline.hooks)) for stage in pipeline.stages.values()]
+        meters = [stack.enter_context(ActivationMemory(j, stage).attached(pipeline.hooks)) for j, stage in pipeline.stages.items()]
         pipeline.train(data, microbatches)
         return [meter.peak for meter in meters]

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from petra.cost_model.clock import synchronized_time
 from petra.diagnostics.activation_memory import graph_bytes
+from petra.engine.build import simple_stage
 from petra.engine.stage import Stage
 from petra.method import Keep
 from petra.model import BlockProfile, Model
 from petra.plan.messages import returns_activations
+from petra.settings import Numerics
 from petra.specs import Streams, TensorSpec
 
 BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -208,13 +210,14 @@ def profile_blocks(
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         x, dy = (tuple(_example(spec, device, channels_last) for spec in specs_) for specs_ in (specs, profile.outputs))
         times: list[float] = []
+        numerics = Numerics(autocast, channels_last)
         smallest = Keep.NOTHING if profile.reversible else Keep.INPUT
         for keep in (smallest, Keep.GRAPH):
-            stage = Stage([module], [keep], first_block=b, seed=seed, autocast=autocast, channels_last=channels_last)
+            stage = simple_stage([module], [keep], first_block=b, seed=seed, numerics=numerics)
             times += _forward_backward_seconds(stage, x, dy, device, rounds, others)
         times.append(_update_seconds(module, optimizer, device, rounds, others))
         # What the gradients of the parameters take: a backward without them is shorter by it.
-        frozen = Stage([module.requires_grad_(False)], [Keep.GRAPH], first_block=b, autocast=autocast, channels_last=channels_last)
+        frozen = simple_stage([module.requires_grad_(False)], [Keep.GRAPH], first_block=b, numerics=numerics)
         times.append(max(0.0, times[3] - _forward_backward_seconds(frozen, x, dy, device, rounds, others)[1]))
         measured: dict[str, Any] = dict(zip(TIMES, times, strict=True))
         costs[b] = replace(costs[b], **measured)

@@ -305,7 +305,7 @@ def _executor(
     objective = Objective(CPU, recipe.losses, recipe.metrics)
     for port in (source, objective):
         port.start(data, 0, 0)
-    stages = build_stages(plan, recipe, Runtime(), CPU, (0, process), hooks, blocks, source.refetch)
+    stages = build_stages(plan, recipe, Runtime(), CPU, (0, process), blocks, source.refetch)
     transport = None
     if len(processes) > 1:
         transport = LockstepTransport(pack_boundaries(plan, CPU), processes, process, post=lambda operations: [_Done()])
@@ -314,7 +314,7 @@ def _executor(
     for worker in workers.values():
         _without_decisions(worker.update)
     build_remedies(plan, recipe, workers)
-    return Executor(plan, workers, transport, hooks, runner=None, on_completed=None), [*workers.values()]
+    return Executor(plan, workers, transport, hooks), [*workers.values()]
 
 
 def _without_data(block: nn.Module, channels_last: bool) -> nn.Module:

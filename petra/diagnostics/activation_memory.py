@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from petra.engine.build import simple_stage
 from petra.engine.stage import Stage
 from petra.hooks import Hook, Hooks
 from petra.method import Keep, Weights
 from petra.model import Model
+from petra.settings import Numerics
 from petra.specs import Streams, TensorSpec
 from petra.torch_private import fake_tensor_mode, storage_key
 
@@ -77,14 +79,16 @@ class ActivationMemory(Hook):
     """Measure the bytes that one stage stores. Attach with :meth:`attached`.
 
     Args:
+        index: Number of the stage, from 0.
+        stage: The stage.
         weights: Whether copies of the weights count.
 
     Attributes:
         peak: The largest number of bytes stored at the end of a forward.
     """
 
-    def __init__(self, stage: Stage, *, weights: bool = True) -> None:
-        self.stage, self.weights, self.peak = stage, weights, 0
+    def __init__(self, index: int, stage: Stage, *, weights: bool = True) -> None:
+        self.index, self.stage, self.weights, self.peak = index, stage, weights, 0
         self._graphs, self._forward = GraphMeter(), ExitStack()
 
     @contextmanager
@@ -94,11 +98,11 @@ class ActivationMemory(Hook):
             yield self
 
     def forward_begin(self, stage: int, m: int, x: Streams) -> None:
-        if stage == self.stage.index:
+        if stage == self.index:
             self._forward.enter_context(self._graphs.counting())
 
     def forward_end(self, stage: int, m: int, y: Streams) -> None:
-        if stage == self.stage.index:
+        if stage == self.index:
             self._forward.close()
             self.peak = max(self.peak, stored_bytes(self.stage, self._graphs, weights=self.weights))
 
@@ -140,7 +144,7 @@ def graph_bytes(
     with fake_tensor_mode():
         for module in modules:
             fake_module(module)
-        stage = Stage(modules, keeps, weights=weights, first_block=blocks.start, autocast=autocast)
+        stage = simple_stage(modules, keeps, weights=weights, first_block=blocks.start, numerics=Numerics(autocast))
         x = tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in inputs)
         with GraphMeter().counting() as graphs:
             stage.forward(0, x)

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from petra.distributed import default_timeout
 from petra.elastic.membership import Membership
-from petra.engine.data_parallel import Replicas, Share
 from petra.engine.endpoints import DataSource
 from petra.engine.metrics import count_targets
+from petra.engine.options.replicas import Replicas, Share
 from petra.engine.worker import Worker
 from petra.errors import require
 from petra.hooks import Hooks
@@ -151,7 +151,7 @@ class ElasticReplicas(Replicas):
                 bucket /= self.size
 
     def all_reduce_end(self, stage: int, m: int) -> None:
-        k = self._stages[stage].worker.stage.k
+        k = self._stages[stage].worker.stage.gradients.k
         self._note_lost(stage, max(self._start, m + 1 - k))
 
     def _note_lost(self, stage: int, first: int) -> None:
@@ -162,7 +162,9 @@ class ElasticReplicas(Replicas):
     def _carry_over(self, worker: Worker, buckets: Sequence[Tensor], factor: float) -> None:
         for bucket in buckets:
             bucket *= factor
-        self._note_lost(worker.index, max(self._start, worker.microbatches_done - worker.microbatches_done % worker.stage.k))
+        self._note_lost(
+            worker.index, max(self._start, worker.microbatches_done - worker.microbatches_done % worker.stage.gradients.k)
+        )
 
     def restored(self, worker: Worker) -> None:
         """Keep the gradients: :meth:`train_begin` divides them between the replicas."""

@@ -22,13 +22,14 @@ class Accumulation:
         k: Microbatches per update.
 
     Attributes:
+        module, k: As given.
         parameters: Trained parameters.
-        on_block: Called with the index of each block whose gradients have been added; None by default.
+        on_block: Called with the position in the stage of each block whose gradients have been added; None by default.
     """
 
-    def __init__(self, module: nn.Module, k: int) -> None:
+    def __init__(self, module: nn.ModuleList, k: int) -> None:
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        self._module, self._k = module, k
+        self.module, self.k = module, k
         self.on_block: Callable[[int], None] | None = None
         self._used = set[nn.Parameter]()
         self._hooks: dict[nn.Parameter, list[Mapping[int, Hook]]] = {}
@@ -40,12 +41,12 @@ class Accumulation:
         """Add 1/k of the gradients of one block, which may be none.
 
         Args:
-            block: Index of the block in the model.
+            block: Position of the block in the stage.
         """
         if gradients:
             if not self._all_used():
                 self._used.update(gradients)
-            foreach_add_([p.grad for p in gradients], list(gradients.values()), alpha=1 / self._k)
+            foreach_add_([p.grad for p in gradients], list(gradients.values()), alpha=1 / self.k)
         if self.on_block is not None:
             self.on_block(block)
 
@@ -98,7 +99,7 @@ class Accumulation:
                 hook(parameter)
 
     def _name(self, parameter: nn.Parameter) -> str:
-        return next(name for name, p in self._module.named_parameters() if p is parameter)
+        return next(name for name, p in self.module.named_parameters() if p is parameter)
 
     def hide_unused(self) -> Sequence[tuple[nn.Parameter, Tensor | None]]:
         """Set ``.grad`` to None for parameters that no backward pass has reached since the last update, before an optimizer step.
@@ -146,7 +147,7 @@ class Accumulation:
             ModelError: If one was frozen or unfrozen. The message names it.
         """
         trained = {id(p) for p in self.parameters}
-        for name, p in self._module.named_parameters():
+        for name, p in self.module.named_parameters():
             was = id(p) in trained
             expected = f"requires_grad={was}, as when the pipeline was built (freeze parameters before)"
             require(was == p.requires_grad, f"parameter {name} of stage {stage}", expected, p.requires_grad, ModelError)

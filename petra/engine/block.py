@@ -17,20 +17,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from petra.engine.block_function import BlockFunction
-from petra.engine.twin import TwinFunction
-from petra.engine.weights import WeightVersion, WeightVersions, weight_versions
+from petra.engine.weights import WeightVersion, WeightVersions
 from petra.errors import ModelError
-from petra.method import Keep, Weights
-from petra.reversible import Gradients, Grid
+from petra.method import Keep
+from petra.reversible import Gradients
 from petra.reversible.replay import NOTHING
 from petra.specs import Streams, detached, in_own_memory
 from petra.torch_private import vector_jacobian_products
@@ -41,11 +40,6 @@ RECOMPUTES = (
     "activation checkpointing and other saved-tensor hooks inside a block can't be used with method.keep=graph and "
     "method.weights=current where updates come between forward and backward: the recomputation would use newer weights; use "
     "method.keep=input or method.weights=stashed"
-)
-
-HOOKS_BESIDE = (
-    "activation checkpointing and other saved-tensor hooks inside a block can't be used with trainer.overlap on the CPU if the "
-    "block stores its graph or draws random numbers: they could run the block in two threads at once"
 )
 
 
@@ -68,13 +62,12 @@ class BlockRunner(ABC):
     Args:
         function: The block as a function of input, weights and microbatch.
         versions: The versions of its weights.
-        input_needs_gradient: False for the first block of the model, which takes the data.
+        first: True for the first block of the model. It takes the data, which need no gradient.
         overwritten: Whether updates may overwrite the weights between the passes of a microbatch.
-        beside: Whether forwards run in one thread while backwards run in another.
 
     Attributes:
         parameters: Trained parameters by name.
-        forward_function: The function that forwards evaluate, ``function`` unless :meth:`prepare_training` copies the block.
+        forward_function: The function that forwards evaluate if they store no graph: ``function``, unless an option replaces it.
         stored: Stored activations of each microbatch in flight.
     """
 
@@ -85,20 +78,14 @@ class BlockRunner(ABC):
         function: BlockFunction,
         versions: WeightVersions,
         *,
-        input_needs_gradient: bool,
+        first: bool = False,
         overwritten: bool = False,
-        beside: bool = False,
     ) -> None:
         self.function, self.versions, self.parameters = function, versions, function.parameters
         self.forward_function = function
         self.stored: dict[int, Stored] = {}
         self._trained = tuple(self.parameters.values())
-        self._input_needs_gradient, self._overwritten, self._beside = input_needs_gradient, overwritten, beside
-
-    def prepare_training(self) -> None:
-        """Copy the block for forwards, in its present mode, if backwards run at the same time in another thread."""
-        if self._beside:
-            self.forward_function = TwinFunction(self.function)
+        self._first, self._overwritten = first, overwritten
 
     @abstractmethod
     def forward(self, m: int, x: Streams) -> Streams:
@@ -116,8 +103,9 @@ class BlockRunner(ABC):
     def begin_update(self) -> None:
         """Prepare for an optimizer step."""
         self.versions.before_update()
-        for function in {self.function, self.forward_function}:
-            function.begin_update()
+        self.function.begin_update()
+        if self.forward_function is not self.function:
+            self.forward_function.begin_update()
 
     def replay(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
         """Run the forward pass of microbatch ``m`` again; nothing is stored or updated."""
@@ -131,7 +119,7 @@ class BlockRunner(ABC):
         return version
 
     def _forward_with_graph(self, m: int, x: Streams, version: WeightVersion | None) -> Stored:
-        inputs = tuple(t.detach().requires_grad_(self._input_needs_gradient and t.is_floating_point()) for t in x)
+        inputs = tuple(t.detach().requires_grad_(not self._first and t.is_floating_point()) for t in x)
         try:
             with torch.enable_grad():
                 return Stored(inputs, self.function(m, inputs, version))
@@ -141,11 +129,6 @@ class BlockRunner(ABC):
                     self.function(m, tuple(t.detach().clone() for t in x), version)
             raise
 
-    def _recomputing(self) -> AbstractContextManager[None]:
-        """Return the context of an evaluation of the block in a backward pass."""
-        forbidden = self._beside and self.function.draws is not False
-        return _without_hooks(self.function.module, HOOKS_BESIDE) if forbidden else NOTHING
-
     def _differentiate(self, stored: Stored, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
         weights: Sequence[Tensor] = self._trained if version is None else [version[name] for name in self.parameters]
         connected = [(y, d) for y, d in zip(stored.outputs, dy, strict=True) if y.requires_grad]
@@ -154,7 +137,7 @@ class BlockRunner(ABC):
         inputs = [t for t in stored.inputs if t.requires_grad]
         outputs, gradients = zip(*connected, strict=True)
         # Activation checkpointing inside the block reads the parameters again.
-        with NOTHING if self._beside and self.keep is Keep.GRAPH else self.function.using(version):
+        with self.function.using(version):
             found = vector_jacobian_products(outputs, [*inputs, *weights], gradients)
         dx = tuple([torch.zeros_like(t) if d is None else d for t, d in zip(inputs, found, strict=False)])
         of_parameters = {p: g for p, g in zip(self._trained, found[len(inputs) :], strict=True) if g is not None}
@@ -166,12 +149,9 @@ class KeepGraph(BlockRunner):
 
     keep = Keep.GRAPH
 
-    def prepare_training(self) -> None:
-        """Do nothing: backwards don't evaluate the block, so forwards need no copy."""
-
     def forward(self, m: int, x: Streams) -> Streams:
         version = self._choose_version(m)
-        with _without_hooks(self.function.module, RECOMPUTES if self._overwritten else HOOKS_BESIDE if self._beside else None):
+        with without_hooks(self.function.module, RECOMPUTES) if self._overwritten else NOTHING:
             self.stored[m] = self._forward_with_graph(m, x, version)
         return detached(self.stored[m].outputs)
 
@@ -193,8 +173,7 @@ class Recompute(BlockRunner):
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
         version = self.versions.for_backward(m)
-        with self._recomputing():
-            recomputed = self._forward_with_graph(m, self._take_input(m), version)
+        recomputed = self._forward_with_graph(m, self._take_input(m), version)
         return self._differentiate(recomputed, dy, version)
 
     def _keep_input(self, m: int, x: Streams) -> None:
@@ -232,70 +211,63 @@ class Reconstruct(BlockRunner):
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
         version = self.versions.for_backward(m)
-        with self._recomputing():
-            if version is None or not self.versions.reconstructs_with_current:
-                return self.function.inverse_vjp(m, y, dy, version)
-            # Reconstruct with the current parameters, but compute the gradient at the stashed version.
-            recomputed = self._forward_with_graph(m, self.function.inverse(m, y), version)
+        if version is None or not self.versions.reconstructs_with_current:
+            return self.function.inverse_vjp(m, y, dy, version)
+        # Reconstruct with the current parameters, but compute the gradient at the stashed version.
+        recomputed = self._forward_with_graph(m, self.function.inverse(m, y), version)
         return self._differentiate(recomputed, dy, version)
 
 
+class WrappedRunner(BlockRunner):
+    """Base of what changes or observes the passes of a block: has the attributes of the runner that it contains.
+
+    Args:
+        inner: The runner.
+    """
+
+    def __init__(self, inner: BlockRunner) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def forward(self, m: int, x: Streams) -> Streams:
+        return self.inner.forward(m, x)
+
+    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
+        return self.inner.backward(m, y, dy)
+
+
 def block_runner(
-    module: nn.Module,
+    function: BlockFunction,
     keep: Keep,
+    versions: WeightVersions,
     *,
-    weights: Weights,
-    k: int,
-    seed: int,
-    input_needs_gradient: bool,
-    autocast: torch.dtype | None,
-    stale: bool = False,
-    beside: bool = False,
-    grid: Grid | None = None,
+    first: bool = False,
+    overwritten: bool = False,
     fetch: Fetch | None = None,
-    cast_once: bool = False,
 ) -> BlockRunner:
     """Return the runner of a block.
 
     Args:
-        module: The block, on its device and in training mode.
+        function, versions, first, overwritten: As for :class:`BlockRunner`.
         keep: What the block stores between its passes.
-        weights: Which weights the backward pass differentiates.
-        k: Microbatches per update.
-        seed: Seed of this block in this run.
-        input_needs_gradient: False for the first block of the model, which takes the data.
-        autocast: Type in which the block computes, or None.
-        stale: Whether updates may come between the passes of a microbatch.
-        beside: Whether forwards run in one thread while backwards run in another.
-        grid: Grid for exact streams, or None.
         fetch: Returns the block's input for a microbatch again; for ``Keep.REFETCH``.
-        cast_once: As for :class:`petra.engine.block_function.BlockFunction`.
     """
     kinds: dict[Keep, type[BlockRunner]] = {kind.keep: kind for kind in (KeepGraph, Recompute, Refetch, Reconstruct)}
-    function = BlockFunction(module, seed=seed, autocast=autocast, grid=grid, cast_once=cast_once)
-    versions = weight_versions(function.parameters, weights, keeps_graph=keep is Keep.GRAPH, k=k)
-    runner = kinds[keep](
-        function,
-        versions,
-        input_needs_gradient=input_needs_gradient,
-        overwritten=stale and weights is Weights.CURRENT,
-        beside=beside,
-    )
+    runner = kinds[keep](function, versions, first=first, overwritten=overwritten)
     if isinstance(runner, Refetch):
         runner.fetch = fetch
     return runner
 
 
 @contextmanager
-def _without_hooks(module: nn.Module, reason: str | None) -> Iterator[None]:
-    """Forbid saved-tensor hooks inside the ``with`` block, unless ``reason`` is None.
+def without_hooks(module: nn.Module, reason: str) -> Iterator[None]:
+    """Forbid saved-tensor hooks inside the ``with`` block.
 
     Raises:
         ModelError: If the body sets such hooks. The message contains the reason.
     """
-    if reason is None:
-        yield
-        return
     try:
         with ExitStack() as stack:
             with suppress(RuntimeError):  # a measurement outside of the block has hooks of its own

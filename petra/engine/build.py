@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -11,28 +11,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from petra.engine.block import Fetch
-from petra.engine.compile import compile_block
-from petra.engine.data_parallel import replica_seed
+from petra.engine.accumulation import Accumulation
+from petra.engine.block import BlockRunner, Fetch, block_runner
+from petra.engine.block_function import BlockFunction
 from petra.engine.endpoints import Losses
+from petra.engine.executor import Strategy, in_turn
 from petra.engine.metrics import Metric
+from petra.engine.options.autocast import Autocast
 from petra.engine.options.averaging import WeightAverage
+from petra.engine.options.casts import CastOnce, allows_copies
+from petra.engine.options.compile import compile_block
+from petra.engine.options.exact_streams import OnGrid, check_range, make_grid
 from petra.engine.options.finite_check import CheckedPort, FiniteCheck, Settle
-from petra.engine.options.global_clip import PostponedUpdate
+from petra.engine.options.global_clip import GlobalClip, PostponedUpdate
 from petra.engine.options.loss_scale import LossScale, ScaledCheck, ScaledClip, ScaledHooks, ScaledNorm, ScaledPort
+from petra.engine.options.overlap import Overlapped, check_overlap
+from petra.engine.options.replicas import replica_seed
+from petra.engine.options.threads import InThreads, check_concurrency
 from petra.engine.stage import Stage
 from petra.engine.update import Clip, Norm, OptimizerFactory, ParameterHooks, Part, Step, Update
 from petra.engine.update_rules import UpdateRules
+from petra.engine.weights import weight_versions
 from petra.engine.worker import Worker
 from petra.errors import ModelError, PetraError, check_types, first_line, invalid, require
 from petra.hooks import Hooks
+from petra.method import Keep, Weights
 from petra.model import Model
 from petra.plan import Plan
 from petra.plan.messages import returns_activations
-from petra.plan.overlap import overlapped_stages
-from petra.reversible import Grid
-from petra.settings import Runtime
+from petra.plan.plan import StagePlan
+from petra.reversible import Grid, derive_seed
+from petra.settings import Numerics, Runtime
 from petra.staleness import Remedy, StageRemedy
+from petra.staleness.delay_compensation import Compensated
 from petra.staleness.shrinking import ShrinkingPort, boundary_factor
 from petra.transport import Port
 
@@ -91,7 +102,6 @@ def build_stages(
     runtime: Runtime,
     device: torch.device,
     place: tuple[int, int],
-    hooks: Hooks,
     make_block: Callable[[int], nn.Module] | None = None,
     fetch: Fetch | None = None,
 ) -> dict[int, Stage]:
@@ -104,39 +114,90 @@ def build_stages(
     """
     make_block = partial(_block, plan, recipe, runtime, device) if make_block is None else make_block
     replica, process = place
+    seed = replica_seed(recipe.seed, replica)
     stages = {}
-    beside = runtime.overlap and device.type == "cpu"
     for j in plan.layout.processes[process]:
         stage = plan.stages[j]
+        make = partial(block_function, numerics=plan.numerics, grid=make_grid(plan, device), cast_once=runtime.compile is None)
+        names = [f"block {plan.model.blocks[b].name}" for b in stage.blocks]
+        functions = [make(make_block(b), derive_seed(seed, b), name) for b, name in zip(stage.blocks, names, strict=True)]
+        strength = recipe.remedy.delay_compensation
+        runners = [_runner(plan, stage, i, function, fetch) for i, function in enumerate(functions)]
         stages[j] = Stage(
-            [make_block(b) for b in stage.blocks],
-            stage.keeps,
-            weights=stage.weights,
-            first_block=stage.blocks.start,
-            k=plan.k,
-            seed=replica_seed(recipe.seed, replica),
-            autocast=plan.numerics.autocast,
-            stale=stage.staleness > 0,
+            [Compensated(runner, strength) for runner in runners] if strength else runners,
+            Accumulation(nn.ModuleList(function.module for function in functions), plan.k),
             returns_input=j > 0 and returns_activations(plan.stages[j - 1].keeps[-1]),
             channels_last=plan.numerics.channels_last,
-            beside=beside and j in overlapped_stages(plan.boundary_delays),
-            grid=build_grid(plan, device),
-            index=j,
-            fetch=fetch,
-            cast_once=runtime.compile is None,  # compiled blocks fuse casts
-            delay_compensation=recipe.remedy.delay_compensation,
         )
-        for b, runner in zip(stage.blocks, stages[j].runners, strict=True):
-            runner.function.name = f"block {plan.model.blocks[b].name}"
     return stages
 
 
-def build_grid(plan: Plan, device: torch.device) -> Grid | None:
-    """Build the grid for exact streams, in the dtype of the plan's streams; None if streams are not exact."""
-    if not plan.numerics.exact_streams:
-        return None
-    pairs = [profile.outputs for profile in plan.layout.profiles if profile.reversible]
-    return Grid(pairs[0][0].dtype if pairs else torch.float32, device)
+def _runner(plan: Plan, stage: StagePlan, position: int, function: BlockFunction, fetch: Fetch | None) -> BlockRunner:
+    """Build the runner of a block, given its position in the stage."""
+    keep = stage.keeps[position]
+    return block_runner(
+        function,
+        keep,
+        weight_versions(function.parameters, stage.weights, keeps_graph=keep is Keep.GRAPH, k=plan.k),
+        first=stage.blocks[position] == 0,
+        overwritten=stage.staleness > 0 and stage.weights is Weights.CURRENT,
+        fetch=fetch,
+    )
+
+
+def block_function(
+    block: nn.Module,
+    seed: int,
+    name: str | None = None,
+    *,
+    numerics: Numerics,
+    grid: Grid | None = None,
+    cast_once: bool = False,
+) -> BlockFunction:
+    """Build the chain of a block's function.
+
+    Args:
+        block, seed, name: As for :class:`BlockFunction`.
+        numerics: Number formats.
+        grid: Grid for exact streams, or None.
+        cast_once: Whether each cast of autocast is made once per update. Compiled blocks fuse casts instead.
+    """
+    function = BlockFunction(block, seed, name)
+    if numerics.autocast is not None:
+        if cast_once and allows_copies(block):
+            function = CastOnce(function, numerics.autocast)
+        function = Autocast(function, numerics.autocast)
+    return function if grid is None else OnGrid(function, grid)
+
+
+def simple_stage(
+    blocks: Sequence[nn.Module],
+    keeps: Sequence[Keep],
+    *,
+    first_block: int = 0,
+    weights: Weights = Weights.CURRENT,
+    k: int = 1,
+    seed: int = 0,
+    numerics: Numerics = Numerics(),  # noqa: B008 (frozen)
+    cast_once: bool = False,
+) -> Stage:
+    """Build a stage outside of a pipeline, for measurements.
+
+    Args:
+        blocks: Modules on their device, in training mode.
+        keeps: What each block stores between its passes.
+        first_block: Index of the first block in the model. A block's random numbers derive from the seed and its index.
+        weights: Which weights backward passes differentiate.
+        k: Microbatches per update.
+        seed: Seed of the run.
+        numerics, cast_once: As for :func:`block_function`.
+    """
+    grid, runners = Grid() if numerics.exact_streams else None, []
+    for b, (block, keep) in enumerate(zip(blocks, keeps, strict=True), first_block):
+        function = block_function(block, derive_seed(seed, b), numerics=numerics, grid=grid, cast_once=cast_once)
+        versions = weight_versions(function.parameters, weights, keeps_graph=keep is Keep.GRAPH, k=k)
+        runners.append(block_runner(function, keep, versions, first=b == 0))
+    return Stage(runners, Accumulation(nn.ModuleList(blocks), k), channels_last=numerics.channels_last)
 
 
 def check_drained(plan: Plan, workers: Mapping[int, Worker], device: torch.device) -> None:
@@ -146,12 +207,7 @@ def check_drained(plan: Plan, workers: Mapping[int, Worker], device: torch.devic
         ModelError: If exact streams exceeded the range of the grid at a stage. Raised on every rank.
         NumericsError: If a value is non-finite and the update rules say stop.
     """
-    if (grid := build_grid(plan, device)) is not None:
-        own = [worker.stage.grid.largest for worker in workers.values() if worker.stage.grid]
-        grid.largest = torch.stack([grid.largest, *own]).amax()
-        if dist.is_initialized():
-            dist.all_reduce(grid.largest, dist.ReduceOp.MAX)
-        grid.require()
+    check_range(plan, [worker.stage for worker in workers.values()], device)
     for worker in reversed([*workers.values()]):  # check later stages first: gradients flow upstream
         check = worker.update.part(FiniteCheck)
         assert check is not None
@@ -169,7 +225,7 @@ def build_workers(
     """Build a worker for each stage of a rank, by index."""
     workers = {}
     for j, stage in stages.items():
-        update, (upstream, downstream) = _update(plan, recipe, stage, device, hooks), ports[j]
+        update, (upstream, downstream) = _update(plan, recipe, j, stage, device, hooks), ports[j]
         check, loss_scale = update.part(FiniteCheck), update.part(LossScale)
         assert check is not None
         downstream = CheckedPort(downstream, check)
@@ -183,20 +239,20 @@ def build_workers(
     return workers
 
 
-def _update(plan: Plan, recipe: Recipe, stage: Stage, device: torch.device, hooks: Hooks) -> Update:
+def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.device, hooks: Hooks) -> Update:
     """Return the updates of a stage: hooks of parameters, norm, clip, check, step, average."""
     rules, parameters = recipe.rules, stage.gradients.parameters
-    rate = recipe.remedy.learning_rate(recipe.learning_rate, plan.stages[stage.index].staleness)
-    step = Step(stage, _optimizer(recipe, stage.module), rate, hooks)
-    last = stage.index == len(plan.stages) - 1
+    rate = recipe.remedy.learning_rate(recipe.learning_rate, plan.stages[j].staleness)
+    step = Step(j, stage, _optimizer(recipe, stage.module), rate, hooks)
+    last = j == len(plan.stages) - 1
     check: FiniteCheck
     measured: list[Part]
     if rules.loss_scale is None:
-        check = FiniteCheck(stage, rules, device, last=last)
+        check = FiniteCheck(stage, j + 1, rules, device, last=last)
         measured = [ParameterHooks(stage), Norm(parameters), Clip(rules.clip), check]
     else:
         scale = LossScale(rules.loss_scale, device)
-        check = ScaledCheck(stage, rules, device, scale, last=last)
+        check = ScaledCheck(stage, j + 1, rules, device, scale, last=last)
         measured = [ScaledHooks(stage, scale), ScaledNorm(parameters, scale), ScaledClip(rules.clip, scale), check, scale]
     averages = [] if rules.average is None else [WeightAverage(parameters, rules.average)]
     kind = PostponedUpdate if rules.clip_globally else Update
@@ -214,6 +270,36 @@ def build_remedies(plan: Plan, recipe: Recipe, workers: Mapping[int, Worker]) ->
             if remedy is not None:
                 remedies[j] = remedy
     return remedies
+
+
+def check_runtime(plan: Plan, runtime: Runtime, device: torch.device) -> None:
+    """Check that the plan and the device allow the settings of a runtime. Makes the same decision on every rank.
+
+    Raises:
+        ConfigError: If they don't.
+    """
+    check_concurrency(plan, runtime.concurrency, device)
+    if runtime.overlap:
+        check_overlap(plan, runtime, device)
+
+
+def build_strategy(
+    plan: Plan,
+    recipe: Recipe,
+    runtime: Runtime,
+    workers: Mapping[int, Worker],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> Strategy:
+    """Build what runs the steps of a rank's rounds.
+
+    Args:
+        group: The ranks of this replica; None for all ranks.
+    """
+    strategy: Strategy = in_turn if runtime.concurrency == 1 else InThreads(plan, runtime.concurrency)
+    if runtime.overlap:
+        strategy = Overlapped(plan, workers, runtime.concurrency, strategy)
+    return GlobalClip(plan, workers.values(), device, group, strategy) if recipe.rules.clip_globally else strategy
 
 
 def load_blocks(model: Model, own: Mapping[str, nn.Module], state: Mapping[str, Tensor]) -> None:

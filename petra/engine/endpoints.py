@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from petra.engine.metrics import Metric, count_targets, size_of
-from petra.engine.staging import Read, reading, staged
+from petra.engine.options.staging import Read, reading, staged
 from petra.errors import ConfigError, ModelError, invalid, require
 from petra.specs import Message, Streams, TensorSpec
 from petra.torch_private import storage_key, vector_jacobian_products

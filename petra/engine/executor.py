@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from petra.engine.early_stop import EarlyStop
+from petra.engine.options.early_stop import EarlyStop
 from petra.engine.options.observed import observing
-from petra.engine.steps import BoundStep, StepRunner
 from petra.engine.worker import Worker
 from petra.errors import PetraError, invalid
 from petra.hooks import Hooks
@@ -18,14 +17,49 @@ from petra.plan.timetable import Op, PeriodicRounds, Step, evaluation_rounds, tr
 from petra.transport import Transfer, Transport
 
 
+class BoundStep(NamedTuple):
+    """A forward or backward of one microbatch, or a forward in evaluation, on a stage of this process.
+
+    Attributes:
+        op: Kind of the step.
+        worker: Worker of the stage.
+        call: The worker's method that runs the step, given the microbatch.
+        microbatch: Number of the microbatch.
+    """
+
+    op: Op
+    worker: Worker
+    call: Callable[[int], None]
+    microbatch: int
+
+    def run(self) -> None:
+        """Run the step in this thread."""
+        self.located(self.call)
+
+    def located(self, call: Callable[[int], None]) -> None:
+        """Run a part of the step. Exceptions get a note that names stage, microbatch and pass."""
+        try:
+            with torch.no_grad():  # blocks record the graphs that they need
+                call(self.microbatch)
+        except Exception as error:
+            self.locate(error)
+            raise
+
+    def locate(self, error: Exception) -> None:
+        """Add a note to an exception that names stage, microbatch and pass."""
+        operation = "evaluation" if self.call.__name__ == "evaluate" else self.call.__name__
+        error.add_note(f"in stage {self.worker.index + 1}, microbatch {self.microbatch}, {operation}")
+
+
 class ProcessRound(NamedTuple):
     """One process's part of a round.
 
     Attributes:
         number: Number of the round.
-        steps: Its steps.
-        transfers: Its transfers.
-        completed: The microbatch whose backward ends at the first stage in this round, if any.
+        steps: Its steps, which do not depend on each other.
+        transfers: Its transfers, which follow the steps.
+        completed: The microbatch whose backward ends at the first stage in this round, if any. No message of it is in flight after
+            the transfers.
     """
 
     number: int
@@ -42,6 +76,22 @@ class ProcessRound(NamedTuple):
         return ProcessRound(self.number + rounds, steps, self.transfers, completed)
 
 
+Strategy = Callable[[Iterable[ProcessRound]], Iterator[ProcessRound]]
+"""Runs the steps of rounds, and yields each round after its steps. The executor then makes the round's transfers."""
+
+
+def in_turn(rounds: Iterable[ProcessRound]) -> Iterator[ProcessRound]:
+    """Strategy that runs steps one after another."""
+    for round_ in rounds:
+        for step in round_.steps:
+            try:
+                step.call(step.microbatch)
+            except Exception as error:
+                step.locate(error)
+                raise
+        yield round_
+
+
 class Executor:
     """Runs the stages of one process, round by round, by the same timetable as all other processes.
 
@@ -50,9 +100,7 @@ class Executor:
         workers: Workers of this process, by stage.
         transport: Transport to the other processes of this replica; None if there are none.
         hooks: Hooks that observe training.
-        runner: Runs the steps of a round; None runs them in turn.
-        on_completed: Called with each microbatch after the round in which its last backward, that of the first stage, has run. No
-            message of the microbatch is in flight then.
+        strategy: Runs the steps of each round.
     """
 
     def __init__(
@@ -61,12 +109,10 @@ class Executor:
         workers: Mapping[int, Worker],
         transport: Transport | None,
         hooks: Hooks,
-        *,
-        runner: StepRunner | None,
-        on_completed: Callable[[int], None] | None,
+        strategy: Strategy = in_turn,
     ) -> None:
         self._plan, self._workers, self._transport, self._hooks = plan, workers, transport, hooks
-        self._runner, self._on_completed = runner, on_completed
+        self._strategy = strategy
         self._processes = plan.layout.dp * len(plan.layout.processes)
         # A rank without a stage would wait in the last collective for the whole run, and time out. Polls for an early stop, which
         # are collectives too, keep such ranks in step with the others.
@@ -83,27 +129,27 @@ class Executor:
         Raises:
             ModelError: If a parameter was frozen or unfrozen since the pipeline was built.
         """
-        for worker in self._workers.values():
-            worker.stage.begin_run()
-            for runner in worker.stage.runners:
-                runner.prepare_training()
+        for j, worker in self._workers.items():
+            worker.stage.begin_run(j + 1)
         plan = self._plan
         rounds = training_rounds(plan.delays, plan.boundary_delays, start, end, plan.flush_every)
-        with observing(self._workers, self._hooks):
-            return self._run(rounds, end - start, training=True, stop=stop)
+        with observing(self._workers, plan.layout.stages, self._hooks):
+            if stop is None and not self._has_idle_ranks:
+                self._run(rounds, end - start, training=True)
+                return end - start
+            shorten = self._transport.shorten if self._transport is not None else _ignore
+            early = EarlyStop(stop or _never, self._processes, lambda periods: shorten(periods * rounds.period))
+            self._run(rounds, end - start, training=True, early=early)
+            early.finish()
+            return end - start - early.dropped * rounds.period
 
     def evaluate(self, microbatches: int) -> None:
         """Run forwards of microbatches 0 ... ``microbatches`` - 1."""
         self._run(evaluation_rounds(self._plan.boundary_delays, microbatches), microbatches, training=False)
 
     def _run(
-        self,
-        rounds: PeriodicRounds[list[Step]],
-        microbatches: int,
-        *,
-        training: bool,
-        stop: Callable[[], bool] | None = None,
-    ) -> int:
+        self, rounds: PeriodicRounds[list[Step]], microbatches: int, *, training: bool, early: EarlyStop | None = None
+    ) -> None:
         if not self._drained:
             raise invalid(
                 "pipeline", "a new one", "one whose last run ended in an error, with messages still in flight", PetraError
@@ -112,40 +158,18 @@ class Executor:
         transport = self._transport
         if transport is not None:
             transport.begin(microbatches, training)
-        early = None
-        if stop is None and self._has_idle_ranks:
-            stop = _never
-        if stop is not None:
-            shorten = transport.shorten if transport is not None else lambda messages: None
-            early = EarlyStop(stop, self._processes, lambda bodies: shorten(bodies * rounds.period))
         mine = rounds.map(lambda round_: self._select(round_, training))
-        looks_ahead = self._runner is not None and self._runner.looks_ahead
-        mine_shifted = (
+        shifted = (
             part.shifted(shift, shift // mine.period * mine.length)
             for shift, part in (mine if early is None else mine.iterate(early))
         )
         with torch.no_grad():  # blocks record the graphs that they need
-            for round_, following in _with_next(mine_shifted) if looks_ahead else _alone(mine_shifted):
-                if self._runner is not None:
-                    self._runner.run(round_.steps, following)
-                else:  # few calls lie between train() and a block
-                    for step in round_.steps:
-                        try:
-                            step.call(step.microbatch)
-                        except Exception as error:
-                            step.locate(error)
-                            raise
+            for round_ in self._strategy(shifted):
                 if transport is not None and round_.transfers:
                     self._exchange(transport, round_.transfers, training)
-                if self._on_completed is not None and round_.completed is not None:
-                    self._on_completed(round_.completed)
         if transport is not None:
             transport.finish()
         self._drained = True
-        if early is None:
-            return microbatches
-        early.finish()
-        return microbatches - early.dropped * rounds.period
 
     def _exchange(self, transport: Transport, transfers: Sequence[Transfer], training: bool) -> None:
         if not training:
@@ -170,18 +194,9 @@ class Executor:
         return ProcessRound(round_[0].round, steps, transfers, completed)
 
 
-def _alone(rounds: Iterator[ProcessRound]) -> Iterator[tuple[ProcessRound, Sequence[BoundStep]]]:
-    return ((round_, ()) for round_ in rounds)
-
-
-def _with_next(rounds: Iterator[ProcessRound]) -> Iterator[tuple[ProcessRound, Sequence[BoundStep]]]:
-    """Yield each round with the steps of the next one. Empty rounds are left out of ``rounds``, and have no steps."""
-    current = next(rounds, None)
-    while current is not None:
-        following = next(rounds, None)
-        yield current, following.steps if following is not None and following.number == current.number + 1 else ()
-        current = following
-
-
 def _never() -> bool:
     return False
+
+
+def _ignore(messages: int) -> None:
+    pass

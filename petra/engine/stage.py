@@ -6,16 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from petra.engine.accumulation import Accumulation
-from petra.engine.block import Fetch, block_runner
+from petra.engine.block import BlockRunner
 from petra.engine.weights import WeightVersion
-from petra.method import Keep, Weights
-from petra.reversible import Grid, derive_seed
 from petra.reversible.replay import NOTHING
 from petra.specs import Streams
-from petra.staleness.delay_compensation import compensated
 from petra.torch_private import preserve_version_counter
 
 
@@ -23,71 +20,28 @@ class Stage:
     """Consecutive blocks of a model with their gradients. A stage is independent of transport and schedule.
 
     Args:
-        blocks: Modules on their device, in training mode.
-        keeps: What each block stores between its forward and its backward pass.
-        index: Number of the stage, from 0.
-        first_block: Index of the first block in the model. A block's random numbers derive from the seed, its index and the
-            microbatch, so they don't depend on the partition.
-        k: Microbatches per update. Gradients are accumulated as their mean.
-        seed: Seed of the run.
-        weights, autocast, stale, beside, grid, fetch, cast_once: As for :func:`petra.engine.block.block_runner`.
+        runners: Runners of its blocks (:mod:`petra.engine.build` makes them).
+        gradients: The gradients that its blocks accumulate.
         returns_input: Whether the previous stage needs x̃, this stage's reconstructed or stored input, for its own backward pass.
         channels_last: Whether 4-d streams use the channels-last memory format.
-        delay_compensation: Factor λ of :mod:`petra.staleness.delay_compensation`; 0 is off.
-
-    Attributes:
-        gradients: Accumulated gradients of the trained parameters.
     """
 
     def __init__(
-        self,
-        blocks: Sequence[nn.Module],
-        keeps: Sequence[Keep],
-        *,
-        weights: Weights = Weights.CURRENT,
-        index: int = 0,
-        first_block: int = 0,
-        k: int = 1,
-        seed: int = 0,
-        autocast: torch.dtype | None = None,
-        stale: bool = False,
-        returns_input: bool = True,
-        channels_last: bool = False,
-        beside: bool = False,
-        grid: Grid | None = None,
-        fetch: Fetch | None = None,
-        cast_once: bool = False,
-        delay_compensation: float = 0.0,
+        self, runners: Sequence[BlockRunner], gradients: Accumulation, *, returns_input: bool = True, channels_last: bool = False
     ) -> None:
-        self.module, self.grid, self._delay_compensation = nn.ModuleList(blocks), grid, delay_compensation
-        self.index, self.first_block, self.k = index, first_block, k
+        self.runners, self.gradients, self.module = list(runners), gradients, gradients.module
         self.returns_input, self.channels_last = returns_input, channels_last
-        self.runners = [
-            block_runner(
-                block,
-                keep,
-                weights=weights,
-                k=k,
-                seed=derive_seed(seed, b),
-                input_needs_gradient=b > 0,
-                autocast=autocast,
-                stale=stale,
-                beside=beside,
-                grid=grid,
-                fetch=fetch,
-                cast_once=cast_once,
-            )
-            for b, (block, keep) in enumerate(zip(blocks, keeps, strict=True), first_block)
-        ]
-        self.gradients = Accumulation(self.module, k)
 
-    def begin_run(self) -> None:
+    def begin_run(self, number: int) -> None:
         """Prepare for a run of training.
+
+        Args:
+            number: Number of the stage, from 1, for messages.
 
         Raises:
             ModelError: If a parameter was frozen or unfrozen since the pipeline was built.
         """
-        self.gradients.check_trained(self.index + 1)
+        self.gradients.check_trained(number)
         self.gradients.take_hooks()
         for runner in self.runners:
             runner.function.begin_run()
@@ -115,14 +69,9 @@ class Stage:
             with torch.no_grad():
                 return self.backward(m, y, dy)
         for i in range(len(self.runners) - 1, -1, -1):
-            runner = self.runners[i]
-            version = runner.versions.stashed.get(m) if self._delay_compensation else None
-            y, dy, gradients = runner.backward(m, y, dy)
-            if version is not None:
-                old = {p: version[name] for name, p in runner.parameters.items()}
-                gradients = compensated(gradients, old, self._delay_compensation)
+            y, dy, gradients = self.runners[i].backward(m, y, dy)
             y, dy = self._contiguous(y), self._contiguous(dy)
-            self.gradients.add(self.first_block + i, gradients)
+            self.gradients.add(i, gradients)
         return y if self.returns_input else (), dy
 
     def replay(self, m: int, x: Streams, versions: Sequence[WeightVersion | None]) -> Streams:
@@ -146,11 +95,8 @@ class Stage:
 
     def evaluate(self, x: Streams) -> Streams:
         """Run a forward pass for evaluation: with running statistics, and without storing anything."""
-        largest = None if self.grid is None else self.grid.largest
         for runner in self.runners:
             x = self._contiguous(runner.function.evaluate(x))
-        if self.grid is not None and largest is not None:
-            self.grid.largest = largest  # nothing is reconstructed, so streams may leave the grid's range
         return x
 
     @contextmanager

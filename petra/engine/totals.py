@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petra.distributed import all_gather_objects
-from petra.engine.data_parallel import Replicas
 from petra.engine.metrics import ConfusionMatrix, Metric, counts_of, size_of, values_of
+from petra.engine.options.replicas import Replicas
 from petra.engine.worker import Worker
 from petra.errors import NumericsError
 

@@ -115,6 +115,7 @@ class Step(Part):
     """Runs the optimizer.
 
     Args:
+        index: Number of the stage, from 0, for hooks.
         stage: The stage.
         optimizer: Optimizer of the stage's parameters; None if it has none.
         learning_rate: Maps the number of microbatches that the stage has processed, including those of the update, to the
@@ -124,12 +125,13 @@ class Step(Part):
 
     def __init__(
         self,
+        index: int,
         stage: Stage,
         optimizer: torch.optim.Optimizer | None,
         learning_rate: Callable[[int], float] | None,
         hooks: Hooks,
     ) -> None:
-        self.stage, self.optimizer, self.learning_rate = stage, optimizer, learning_rate
+        self.index, self.stage, self.optimizer, self.learning_rate = index, stage, optimizer, learning_rate
         self._hooks = hooks
 
     def __call__(self, pending: Pending) -> None:
@@ -139,12 +141,12 @@ class Step(Part):
         if pending.factor is not None:
             foreach_mul_([p.grad for p in parameters], pending.factor.to(parameters[0].dtype))
         for call in self._hooks.update_begin:
-            call(self.stage.index, pending.t - 1)
+            call(self.index, pending.t - 1)
         with self.stage.updating():
             self.set_learning_rate(pending.t)
             _step(self.optimizer, pending.skip, self.stage.gradients)
         for call in self._hooks.update_end:
-            call(self.stage.index, pending.t - 1)
+            call(self.index, pending.t - 1)
 
     def set_learning_rate(self, t: int) -> None:
         """Set the optimizer's learning rate for an update after ``t`` microbatches."""

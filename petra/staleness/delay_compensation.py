@@ -11,19 +11,27 @@ Source: Zheng et al. 2017, Asynchronous Stochastic Gradient Descent with Delay C
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from petra.engine.block import BlockRunner, WrappedRunner
+from petra.reversible import Gradients
+from petra.specs import Streams
 
-from torch import Tensor, nn
 
-
-def compensated(
-    gradients: Mapping[nn.Parameter, Tensor], old: Mapping[nn.Parameter, Tensor], strength: float
-) -> dict[nn.Parameter, Tensor]:
-    """Return corrected gradients.
+class Compensated(WrappedRunner):
+    """Runner whose gradients at old weights are corrected.
 
     Args:
-        gradients: Gradient g of each parameter.
-        old: Weights w_old at which the gradients were computed, of each parameter.
+        inner: BlockRunner of a block, whose method stashes weights.
         strength: λ.
     """
-    return {p: g + strength * g * g * (p.detach() - old[p].detach()) for p, g in gradients.items()}
+
+    def __init__(self, inner: BlockRunner, strength: float) -> None:
+        super().__init__(inner)
+        self._strength = strength
+
+    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
+        old = self.versions.stashed.get(m)
+        x, dx, gradients = self.inner.backward(m, y, dy)
+        if old is not None:
+            names = {p: name for name, p in self.parameters.items()}
+            gradients = {p: g + self._strength * g * g * (p.detach() - old[names[p]].detach()) for p, g in gradients.items()}
+        return x, dx, gradients

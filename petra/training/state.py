@@ -28,7 +28,7 @@ Parts = dict[str, State]
 def state_of(pipeline: Pipeline, *, every_replica: bool = False) -> State:
     """Return the state of this process's blocks. The pipeline must be drained; most tensors are its own, not copies.
 
-    The first replica holds the whole state (:meth:`petra.engine.data_parallel.Replicas.synchronize`). The others return nothing,
+    The first replica holds the whole state (:meth:`petra.engine.options.replicas.Replicas.synchronize`). The others return nothing,
     unless ``every_replica`` asks for it: their accumulated gradients are complete only if replicas may be lost.
     """
     state: State = {}

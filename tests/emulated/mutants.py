@@ -89,7 +89,7 @@ _TARGETS = {"staged(data.targets, self.device, range(start, start + microbatches
 _SCALAR = {"dtype=torch.float64, device=device)": "dtype=torch.float64).reshape(1)[0]"}
 _PAGEABLE = {"self._read(m).pin_memory()": "self._read(m)"}
 
-LOCKSTEP, EDGE, REPLICAS = "petra.transport.lockstep", "petra.transport.edge", "petra.engine.data_parallel"
+LOCKSTEP, EDGE, REPLICAS = "petra.transport.lockstep", "petra.transport.edge", "petra.engine.options.replicas"
 WAIT, EARLY = "missing stream wait", "buffer reused early"
 SHARED, ORDER = "send before receive on a shared communicator", "collective in another order"
 MIX, HIDDEN = "device mix", "hidden synchronization"
@@ -107,7 +107,7 @@ MUTANTS = (
     Mutant(MIX, "petra.engine.options.finite_check", _SCALAR, "alone, fp16"),
     Mutant(HIDDEN, "petra.engine.update", _ITEM, "alone"),
     Mutant(HIDDEN, "petra.engine.worker", _BOOL, "alone"),
-    Mutant(HIDDEN, "petra.engine.staging", _PAGEABLE, "alone"),
+    Mutant(HIDDEN, "petra.engine.options.staging", _PAGEABLE, "alone"),
 )
 
 

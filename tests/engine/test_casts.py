@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from petra import Keep, Weights
-from petra.engine.casts import CAST
+from petra import Keep, Numerics, Weights
+from petra.engine.build import simple_stage
+from petra.engine.options.casts import CAST
 from petra.engine.stage import Stage
 from petra.reversible import Coupling
 from petra.torch_private import TorchDispatchMode
@@ -45,7 +46,9 @@ class CountCasts(TorchDispatchMode):
 def build(reversible: bool, keep: Keep, cast_once: bool, weights: Weights = Weights.CURRENT) -> Stage:
     torch.manual_seed(3)
     block = Coupling(Function()) if reversible else Function()
-    return Stage([block], [keep], weights=weights, k=K, first_block=1, autocast=torch.bfloat16, cast_once=cast_once)
+    return simple_stage(
+        [block], [keep], weights=weights, k=K, first_block=1, numerics=Numerics(torch.bfloat16), cast_once=cast_once
+    )
 
 
 def train(stage: Stage, updates: int, streams: int) -> list[Tensor]:

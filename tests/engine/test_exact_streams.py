@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from petra import BlockSpec, Keep, Model, ModelError, Pipeline
-from petra.engine.stage import Stage
+from petra.engine.build import simple_stage
+from petra.engine.options.exact_streams import OnGrid
 from petra.plan.layout import make_layout
 from petra.reversible import (
     Coupling,
@@ -24,6 +25,7 @@ from petra.settings import Numerics
 from tests.support.nets import RandomSource, Stem, branch, mixed_net
 
 CPU = torch.device("cpu")
+EXACT = Numerics(exact_streams=True)
 
 
 def blocks(dtype: torch.dtype, dropout: float = 0.0) -> list[ReversibleBlock]:
@@ -80,9 +82,9 @@ def test_a_stage_returns_its_input_bit_for_bit(keep: Keep) -> None:
     model = mixed_net(dropout=0.2, dtype=torch.float32)
     made = [model.build_block(i, 4) for i in range(5)]
     kept = [keep if keep is not Keep.NOTHING or isinstance(b, ReversibleBlock) else Keep.INPUT for b in made]
-    whole = Stage(copy.deepcopy(made), kept, grid=Grid(), k=1)
-    tail = Stage(made[3:], kept[3:], first_block=3, grid=Grid(), k=1)
-    head = Stage(made[:3], kept[:3], grid=Grid(), k=1)
+    whole = simple_stage(copy.deepcopy(made), kept, numerics=EXACT)
+    tail = simple_stage(made[3:], kept[3:], first_block=3, numerics=EXACT)
+    head = simple_stage(made[:3], kept[:3], numerics=EXACT)
     x = RandomSource(dtype=torch.float32).inputs(0)
     between = head.forward(0, (x,))
     y = tail.forward(0, between)
@@ -145,7 +147,8 @@ def test_blocks_and_types_without_exact_streams_raise_an_error() -> None:
 
 def test_evaluation_may_leave_the_range() -> None:
     """Nothing is reconstructed in an evaluation."""
-    chain = Stage([Coupling(branch(4))], [Keep.NOTHING], grid=Grid())
-    assert chain.grid is not None
+    chain = simple_stage([Coupling(branch(4))], [Keep.NOTHING], numerics=EXACT)
+    function = chain.runners[0].function
+    assert isinstance(function, OnGrid)
     chain.evaluate((torch.full((2, 4, 6, 6), 1e6), torch.ones(2, 4, 6, 6)))
-    chain.grid.require()
+    function.grid.require()

@@ -104,7 +104,7 @@ def test_a_stage_that_refetches_stores_nothing() -> None:
     source, peaks, inputs = Again(), {}, []
     for refetch in (False, True):
         made = pipeline(refetch)
-        with ActivationMemory(made.stages[0]).attached(made.hooks) as meter:
+        with ActivationMemory(0, made.stages[0]).attached(made.hooks) as meter:
             made.train(source, 20)
         peaks[refetch] = meter.peak
         inputs.append(made.stages[0].stored_bytes())

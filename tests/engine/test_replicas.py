@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from petra import BlockSpec, ConfigError, Model, ModelError, Pipeline, TensorSpec, UpdateRules
-from petra.engine.data_parallel import Share, ShareObjective
 from petra.engine.endpoints import Losses
+from petra.engine.options.replicas import Share, ShareObjective
 from petra.errors import CommunicationError
 from petra.hooks import Gradients, Hook
 from petra.models import revnet18

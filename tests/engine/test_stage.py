@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.parameter import UninitializedTensorMixin
 
-from petra import Keep, Weights
+from petra import Keep, Numerics, Weights
+from petra.engine.build import simple_stage
 from petra.engine.options.observed import observing
 from petra.engine.stage import Stage
 from petra.engine.update import Norm, Update
@@ -29,7 +30,7 @@ def stage(model: Model, keep: Keep, weights: Weights = Weights.CURRENT, k: int =
     blocks = [model.build_block(i, seed) for i in range(len(model.blocks))]
     reversible = [isinstance(b, Coupling) or hasattr(b, "_halves") for b in blocks]
     keeps = [Keep.INPUT if keep is Keep.NOTHING and not r else keep for r in reversible]
-    return Stage(blocks, keeps, weights=weights, k=k, seed=seed)
+    return simple_stage(blocks, keeps, weights=weights, k=k, seed=seed)
 
 
 def replayed(chain: Chain, m: int, x: Tensor, seed: int = 4) -> Tensor:
@@ -71,7 +72,7 @@ def test_generators_are_seeded_only_for_blocks_that_draw() -> None:
     """Each run finds again which blocks draw random numbers: a rate of dropout may have been 0 in the run before."""
     torch.manual_seed(0)
     functions = [nn.Sequential(nn.Linear(3, 3), nn.Dropout(rate)) for rate in (0.0, 0.5)]
-    made = Stage([Coupling(f) for f in functions] + [nn.Bilinear(3, 3, 2)], [Keep.NOTHING] * 2 + [Keep.INPUT], first_block=1)
+    made = simple_stage([Coupling(f) for f in functions] + [nn.Bilinear(3, 3, 2)], [Keep.NOTHING] * 2 + [Keep.INPUT], first_block=1)
     x = (torch.randn(4, 3), torch.randn(4, 3))
 
     def backward_repeats_the_masks() -> bool:
@@ -104,7 +105,7 @@ class Offset(ReversibleBlock):
 
 
 def test_other_reversible_blocks_always_get_a_seed() -> None:
-    made = Stage([Offset()], [Keep.NOTHING], first_block=1)
+    made = simple_stage([Offset()], [Keep.NOTHING], first_block=1)
     x = (torch.zeros(2), torch.zeros(2))
     for m in range(3):
         assert torch.equal(made.backward(m, made.forward(m, x), x)[0][0], x[0])
@@ -118,7 +119,7 @@ def live_bytes() -> int:
 
 
 def test_reversible_block_that_keeps_nothing_stores_no_tensor() -> None:
-    made = Stage([Coupling(branch(4)) for _ in range(3)], [Keep.NOTHING] * 3, first_block=1)
+    made = simple_stage([Coupling(branch(4)) for _ in range(3)], [Keep.NOTHING] * 3, first_block=1)
     x = (torch.randn(4, 4, 8, 8), torch.randn(4, 4, 8, 8))
     before = live_bytes()
     for m in range(6):
@@ -129,7 +130,7 @@ def test_reversible_block_that_keeps_nothing_stores_no_tensor() -> None:
 
 
 def test_block_that_is_not_reversible_stores_its_inputs_in_flight() -> None:
-    made = Stage([nn.Conv2d(4, 4, 3, padding=1)], [Keep.INPUT], first_block=1)
+    made = simple_stage([nn.Conv2d(4, 4, 3, padding=1)], [Keep.INPUT], first_block=1)
     one = 4 * 4 * 8 * 8 * 4
     before = live_bytes()
     outputs = {}
@@ -152,7 +153,7 @@ def test_stashed_and_current_weights_differ_after_an_update(keep: Keep) -> None:
         torch.manual_seed(0)
         block = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double()
         old = [p.detach().clone() for p in block.parameters()]
-        made = Stage([block], [keep], weights=weights, first_block=1)
+        made = simple_stage([block], [keep], weights=weights, first_block=1)
         made.forward(0, (x,))
         with made.updating(), torch.no_grad():
             for p in block.parameters():
@@ -179,7 +180,7 @@ def test_a_stored_graph_uses_the_updated_weights(optimizer: type[torch.optim.Opt
     block = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)).double()
     block.to(memory_format=torch.channels_last)
     x, delta = torch.randn(2, 3, 5, 5, dtype=torch.float64), torch.randn(2, 2, 5, 5, dtype=torch.float64)
-    made = Stage([block], [Keep.GRAPH], first_block=1, channels_last=True)
+    made = simple_stage([block], [Keep.GRAPH], first_block=1, numerics=Numerics(channels_last=True))
     made.forward(0, (x,))
     made.forward(1, (torch.randn_like(x),))  # updates the running statistics
     with torch.no_grad():
@@ -201,7 +202,7 @@ def test_a_stored_graph_uses_the_updated_weights(optimizer: type[torch.optim.Opt
 
 def test_double_weights_are_two_versions() -> None:
     """Only one version exists besides the parameters, however many microbatches are in flight."""
-    made = Stage([nn.Linear(500, 500)], [Keep.INPUT], weights=Weights.DOUBLE, first_block=1, k=2)
+    made = simple_stage([nn.Linear(500, 500)], [Keep.INPUT], weights=Weights.DOUBLE, first_block=1, k=2)
     size, x = 500 * 501 * 4, torch.randn(2, 500)
     before = live_bytes()
     for m in range(8):
@@ -219,7 +220,7 @@ def test_reconstruction_with_current_weights_differentiates_stashed_ones() -> No
     torch.manual_seed(0)
     block = Coupling(nn.Sequential(nn.Linear(3, 3), nn.Tanh())).double()
     old = {name: p.detach().clone() for name, p in block.named_parameters()}
-    made = Stage([block], [Keep.NOTHING], weights=Weights.STASHED, first_block=1)
+    made = simple_stage([block], [Keep.NOTHING], weights=Weights.STASHED, first_block=1)
     x = tuple(torch.randn(4, 3, dtype=torch.float64) for _ in range(2))
     y = made.forward(0, x)
     with made.updating(), torch.no_grad():
@@ -250,7 +251,7 @@ def test_bf16_autocast_keeps_streams_in_float32() -> None:
     model = mixed_net(dtype=torch.float32)
     blocks = [model.build_block(i, 0) for i in range(5)]
     keeps = METHODS["petra"].keep_of([False, True, False, True, True], last=False)
-    made = Stage(blocks, keeps, autocast=torch.bfloat16)
+    made = simple_stage(blocks, keeps, numerics=Numerics(torch.bfloat16))
     y = made.forward(0, (RandomSource(dtype=torch.float32).inputs(0),))
     assert {t.dtype for t in y} == {torch.float32}
     x, dx = made.backward(0, y, tuple(torch.ones_like(t) for t in y))
@@ -276,11 +277,11 @@ class Recorded(Hook):
 
 def test_hooks_get_the_input_and_the_gradients_of_each_block() -> None:
     hook, hooks = Recorded(), Hooks()
-    made = Stage([Coupling(nn.Linear(3, 3)), nn.Bilinear(3, 3, 2)], [Keep.NOTHING, Keep.INPUT], index=4, first_block=7, k=2)
+    made = simple_stage([Coupling(nn.Linear(3, 3)), nn.Bilinear(3, 3, 2)], [Keep.NOTHING, Keep.INPUT], first_block=7, k=2)
     port = local_boundary((), ())[0]
     worker = Worker(4, made, port, port, Update([Norm([])], torch.device("cpu")))
     x, dy = (torch.randn(4, 3), torch.randn(4, 3)), (torch.randn(4, 2),)
-    with hooks.attached(hook), observing({4: worker}, hooks):
+    with hooks.attached(hook), observing({4: worker}, {4: range(7, 9)}, hooks):
         made.forward(5, x)
         made.backward(5, (), dy)
     assert hook.events == [("forward", 4, 7, 5), ("forward", 4, 8, 5), ("backward", 4, 8, 5), ("backward", 4, 7, 5)]
@@ -295,7 +296,7 @@ def test_hooks_get_the_input_and_the_gradients_of_each_block() -> None:
 def test_remedies_set_the_weights_of_both_passes() -> None:
     """The forward pass uses predicted weights and the backward pass differentiates corrected ones, until both are reset."""
     block = nn.Linear(3, 2)
-    made = Stage([block], [Keep.INPUT], first_block=1)
+    made = simple_stage([block], [Keep.INPUT], first_block=1)
     predicted, corrected = ({p: torch.randn_like(p).requires_grad_() for p in block.parameters()} for _ in range(2))
     made.use_weights(predicted, corrected)
     x, dy = torch.randn(4, 3), torch.randn(4, 2)

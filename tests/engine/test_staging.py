@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from petra.engine import staging
-from petra.engine.staging import AHEAD, IN_FLIGHT, Staging
+from petra.engine.options.staging import AHEAD, IN_FLIGHT, Staging
 
 CPU = torch.device("cpu")
 

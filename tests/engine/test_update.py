@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from petra import BlockSpec, ConfigError, Keep, Method, Model, NumericsError, Pipeline, TensorSpec, UpdateRules
-from petra.engine.data_parallel import ReplicaSum
 from petra.engine.options.finite_check import FiniteCheck
 from petra.engine.options.loss_scale import GROWTH_INTERVAL
+from petra.engine.options.replicas import ReplicaSum
 from petra.engine.update_state import load_update_state, update_state
 from petra.errors import CommunicationError
 from petra.hooks import Hook

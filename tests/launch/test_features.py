@@ -21,9 +21,9 @@ from launch.run.build import set_up
 from launch.run.dry_run import stage_map, stage_rows
 from launch.run.training import run
 from petra import BlockSpec, ConfigError, DataError, Keep, Method, Model, Pipeline, TensorSpec, UpdateRules, Weights
-from petra.engine.compile import compile_block
 from petra.engine.endpoints import Losses
 from petra.engine.metrics import top5_correct
+from petra.engine.options.compile import compile_block
 from petra.models import revnet18
 from petra.reversible import Coupling
 from petra.settings import Numerics, Runtime

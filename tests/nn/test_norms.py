@@ -9,7 +9,7 @@ from torch import nn
 from benchmarks.report import kept_bytes
 from petra import Pipeline
 from petra.analysis.memory import measured, predicted
-from petra.engine.stage import Stage
+from petra.engine.build import simple_stage
 from petra.errors import ConfigError, ModelError
 from petra.method import STORABLE, Keep
 from petra.model import Chain
@@ -99,7 +99,7 @@ def test_every_keep_equals_plain_autograd(keep: Keep) -> None:
     made, chain = small("revnet18", "inplace_abn"), small("revnet18", "inplace_abn")
     blocks = list(made.children())
     keeps = [Keep.INPUT if keep is Keep.NOTHING and not isinstance(b, ReversibleBlock) else keep for b in blocks]
-    stage = Stage(blocks, keeps, k=3)
+    stage = simple_stage(blocks, keeps, k=3)
     data = torch.randn(3, 4, 3, 16, 16, dtype=torch.float64)
     outputs = [stage.forward(m, (x,)) for m, x in enumerate(data)]
     for m, y in enumerate(outputs):

@@ -53,6 +53,7 @@ class FiniteCheck(Part):
 
     Args:
         stage: The stage.
+        number: Its number, from 1, for messages.
         rules: Whether a non-finite gradient stops the run or skips the update.
         device: Device of the stage's tensors.
         last: Whether the stage receives its gradient from the loss.
@@ -62,8 +63,8 @@ class FiniteCheck(Part):
         norms: Mean norm of the gradients of updates that were not skipped, up to the last :meth:`settle`.
     """
 
-    def __init__(self, stage: Stage, rules: UpdateRules, device: torch.device, *, last: bool) -> None:
-        self.stage, self.rules, self.device, self.last = stage, rules, device, last
+    def __init__(self, stage: Stage, number: int, rules: UpdateRules, device: torch.device, *, last: bool) -> None:
+        self.stage, self.number, self.rules, self.device, self.last = stage, number, rules, device, last
         self._received: list[Tensor] = []  # the sum of each δ received since the last update
         self._failed: tuple[int, bool] | None = None  # t of the first failure, and whether the received gradient was non-finite
         self._log = self._make_log()
@@ -157,9 +158,9 @@ class FiniteCheck(Part):
             return
         t, was_received = self._failed
         what = "loss or gradient" if self.last else "gradient"
-        source = f", received from stage {self.stage.index + 2}" if was_received else ""
+        source = f", received from stage {self.number + 1}" if was_received else ""
         raise NumericsError(
-            f"stage {self.stage.index + 1}: non-finite {what} in the update after microbatch {t}{source}; the update was not "
+            f"stage {self.number}: non-finite {what} in the update after microbatch {t}{source}; the update was not "
             f"applied. {ADVICE}, or skip such updates with trainer.nonfinite=skip",
             origin=not was_received,
         )
@@ -183,14 +184,14 @@ class FiniteCheck(Part):
         received = self._sum_received()
         if not (squared_norm() + received.abs()).isfinite():
             raise NumericsError(
-                f"stage {self.stage.index + 1}: non-finite gradient in the accumulation that began after microbatch {t}; "
+                f"stage {self.number}: non-finite gradient in the accumulation that began after microbatch {t}; "
                 f"the update was not applied. {ADVICE}",
                 origin=bool(received.isfinite()),
             )
         statistics = running_statistics(self.stage.module)
         if statistics and not torch.stack([s.double().sum() for s in statistics]).isfinite().all():
             raise NumericsError(
-                f"stage {self.stage.index + 1}: non-finite running statistics after microbatch {t}; evaluation would be wrong. "
+                f"stage {self.number}: non-finite running statistics after microbatch {t}; evaluation would be wrong. "
                 "Lower optim.lr, or check the data",
                 origin=True,
             )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 
+from petra.engine.executor import ProcessRound, Strategy
 from petra.engine.update import Pending, Update
 from petra.engine.worker import Worker
+from petra.plan import Plan
 
 
 class PostponedUpdate(Update):
@@ -25,22 +27,29 @@ class PostponedUpdate(Update):
 
 
 class GlobalClip:
-    """Finishes the updates of a rank together, once every stage has done the last microbatch of an update.
+    """Strategy of the executor: finishes the updates of a rank together, once every stage has done their last microbatch.
 
     Args:
+        plan: Plan of the run.
         workers: Workers of this rank's stages, with a :class:`PostponedUpdate` each.
-        k: Microbatches per update.
         group: The ranks of this replica; None for all ranks.
+        steps: Strategy that runs the steps.
     """
 
-    def __init__(self, workers: Sequence[Worker], k: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, plan: Plan, workers: Iterable[Worker], device: torch.device, group: dist.ProcessGroup | None, steps: Strategy
+    ) -> None:
         self._updates = [worker.update for worker in workers if isinstance(worker.update, PostponedUpdate)]
-        self._k, self._device, self._group = k, device, group
+        self._k, self._device, self._group, self._steps = plan.k, device, group, steps
 
-    def __call__(self, m: int) -> None:
-        """Update if microbatch ``m``, which every stage has done, is the last of an update."""
-        if (m + 1) % self._k:
-            return
+    def __call__(self, rounds: Iterable[ProcessRound]) -> Iterator[ProcessRound]:
+        """Run the steps of rounds, yield each round after its steps, and update after its transfers."""
+        for round_ in self._steps(rounds):
+            yield round_
+            if round_.completed is not None and (round_.completed + 1) % self._k == 0:
+                self._update()
+
+    def _update(self) -> None:
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         for update in self._updates:
             squares += update.pending.squared_norm

@@ -116,12 +116,14 @@ class ScaledCheck(FiniteCheck):
     """Detects non-finite values under a loss scale, and adapts a dynamic one.
 
     Args:
-        stage, rules, device, last: As for :class:`petra.engine.options.finite_check.FiniteCheck`.
+        stage, number, rules, device, last: As for :class:`petra.engine.options.finite_check.FiniteCheck`.
         loss_scale: The stage's loss scale.
     """
 
-    def __init__(self, stage: Stage, rules: UpdateRules, device: torch.device, loss_scale: LossScale, *, last: bool) -> None:
-        super().__init__(stage, rules, device, last=last)
+    def __init__(
+        self, stage: Stage, number: int, rules: UpdateRules, device: torch.device, loss_scale: LossScale, *, last: bool
+    ) -> None:
+        super().__init__(stage, number, rules, device, last=last)
         self._loss_scale = loss_scale
         self._sent = scalar(0, device)  # the sum of all δ sent since the last update
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from petra.engine.block import BlockRunner
+from petra.engine.block import BlockRunner, WrappedRunner
 from petra.engine.stage import Stage
 from petra.engine.worker import Worker
-from petra.hooks import Gradients, Hooks
+from petra.hooks import Hooks
+from petra.reversible import Gradients
 from petra.specs import Message, Streams
 from petra.transport import Port
 from petra.transport.port import WrappedPort
@@ -20,8 +21,12 @@ BLOCK = ("block_forward_begin", "block_backward_end")
 
 
 @contextmanager
-def observing(workers: Mapping[int, Worker], hooks: Hooks) -> Iterator[None]:
-    """Emit the events of attached hooks inside the ``with`` block. Nothing is wrapped for events that no hook overrides."""
+def observing(workers: Mapping[int, Worker], blocks: Sequence[range] | Mapping[int, range], hooks: Hooks) -> Iterator[None]:
+    """Emit the events of attached hooks inside the ``with`` block. Nothing is wrapped for events that no hook overrides.
+
+    Args:
+        blocks: Indices of the blocks of each stage in the model.
+    """
     with ExitStack() as stack:
         for j, worker in workers.items():
             if any(getattr(hooks, event) for event in PORT):
@@ -30,7 +35,8 @@ def observing(workers: Mapping[int, Worker], hooks: Hooks) -> Iterator[None]:
                     stack.enter_context(_replaced(owner, name, ObservedPort(getattr(owner, name), j, peer, hooks)))
             if any(getattr(hooks, event) for event in BLOCK):
                 stage = worker.stage
-                runners = [ObservedRunner(runner, j, stage.first_block + i, hooks) for i, runner in enumerate(stage.runners)]
+                observed = zip(blocks[j], stage.runners, strict=True)
+                runners = [ObservedRunner(runner, j, block, hooks) for block, runner in observed]
                 stack.enter_context(_replaced(stage, "runners", runners))
             if any(getattr(hooks, event) for event in STAGE):
                 stack.enter_context(_replaced(worker, "stage", ObservedStage(worker.stage, j, hooks)))
@@ -105,24 +111,20 @@ class ObservedStage:
         return x, dx
 
 
-class ObservedRunner:
-    """Runner that emits the events of its block. Everything else is the runner's own."""
+class ObservedRunner(WrappedRunner):
+    """Runner of block ``block`` of stage ``stage`` that emits the events of its passes."""
 
-    def __init__(self, runner: BlockRunner, stage: int, block: int, hooks: Hooks) -> None:
-        self._runner, self._stage, self._block, self._hooks = runner, stage, block, hooks
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
+    def __init__(self, inner: BlockRunner, stage: int, block: int, hooks: Hooks) -> None:
+        super().__init__(inner)
+        self._stage, self._block, self._hooks = stage, block, hooks
 
     def forward(self, m: int, x: Streams) -> Streams:
-        """See :meth:`petra.engine.block.BlockRunner.forward`."""
         for begin in self._hooks.block_forward_begin:
             begin(self._stage, self._block, m, x)
-        return self._runner.forward(m, x)
+        return self.inner.forward(m, x)
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
-        """See :meth:`petra.engine.block.BlockRunner.backward`."""
-        x, dx, gradients = self._runner.backward(m, y, dy)
+        x, dx, gradients = self.inner.backward(m, y, dy)
         for end in self._hooks.block_backward_end:
             end(self._stage, self._block, m, x, gradients)
         return x, dx, gradients

@@ -158,7 +158,7 @@ class Replicas(Hook):
             for layer in worker.stage.module.modules():
                 if isinstance(layer, InPlaceABN) and layer.synchronized:
                     layer.group = self._dp_group
-            replicas = self._stages[worker.index] = StageReplicas(worker, self.layout.stages[worker.index].start, self.sums)
+            replicas = self._stages[worker.index] = StageReplicas(worker, self.sums)
             worker.stage.gradients.on_block = replicas.start
             worker.update.parts.insert(0, ReplicaSum(replicas, hooks))
         hooks.attach(self)
@@ -212,22 +212,24 @@ class StageReplicas:
     """All-reduces of one stage.
 
     Args:
-        first_block: Index of the stage's first block in the model.
         sums: Sums over the processes that own the stage.
     """
 
-    def __init__(self, worker: Worker, first_block: int, sums: Sums) -> None:
+    def __init__(self, worker: Worker, sums: Sums) -> None:
         self.worker, self.sums = worker, sums
-        runners = enumerate(worker.stage.runners, first_block)
-        self._buckets = {block: _buckets(list(runner.parameters.values())) for block, runner in runners}
+        self._buckets = [_buckets(list(runner.parameters.values())) for runner in worker.stage.runners]
 
     def buckets(self) -> list[Tensor]:
         """Return the buffers of the stage's accumulated gradients."""
-        return [bucket for buckets in self._buckets.values() for bucket in buckets]
+        return [bucket for buckets in self._buckets for bucket in buckets]
 
     def start(self, block: int) -> None:
-        """Start to all-reduce a block's gradients after its backward, if an update follows this microbatch."""
-        if (self.worker.microbatches_done + 1) % self.worker.stage.k == 0:
+        """Start to all-reduce the gradients of a block after its backward, if an update follows this microbatch.
+
+        Args:
+            block: Position of the block in the stage.
+        """
+        if (self.worker.microbatches_done + 1) % self.worker.stage.gradients.k == 0:
             for bucket in self._buckets[block]:
                 self.sums.start(bucket)
 

@@ -3,12 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from petra.engine.block_function import BlockFunction, WrappedFunction
+from petra.engine.weights import WeightVersion
+from petra.reversible import Coupling, ReversibleBlock, TwoFunctionCoupling
+from petra.reversible.replay import NOTHING
 from petra.torch_private import CAST, TorchDispatchMode, tree_leaves, version
+
+
+class CastOnce(WrappedFunction):
+    """Evaluates a block with the copies of :class:`WeightCasts`. The first evaluation of a run finds what to copy.
+
+    Args:
+        inner: The function to evaluate.
+        dtype: Type of autocast.
+    """
+
+    def __init__(self, inner: BlockFunction, dtype: torch.dtype) -> None:
+        super().__init__(inner)
+        self._casts, self._watched = WeightCasts(inner.module, dtype), False
+
+    def begin_run(self) -> None:
+        self._casts.drop()
+        self._watched = False
+        super().begin_run()
+
+    def context(self, x: Tensor, version: WeightVersion | None) -> AbstractContextManager[object]:
+        if version is not None:
+            return NOTHING
+        if not self._watched:
+            self._watched = True
+            return self._casts.watch()
+        return self._casts
+
+    def begin_update(self) -> None:
+        self._casts.drop()
+
+
+def allows_copies(module: nn.Module) -> bool:
+    """Return whether a module's parameters may be replaced by copies: other reversible blocks look for them in a backward pass."""
+    return not isinstance(module, ReversibleBlock) or isinstance(module, Coupling | TwoFunctionCoupling)
 
 
 class WeightCasts:

@@ -1,0 +1,55 @@
+"""Threads: several stages of one process compute at the same time, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from petra.engine.executor import BoundStep, ProcessRound
+from petra.errors import require
+from petra.plan import Plan
+from petra.plan.timetable import Op
+
+
+class InThreads:
+    """Strategy of the executor: runs the steps of a round at the same time. The longest start first, so that threads finish
+    at about the same time.
+
+    Args:
+        plan: Plan of the run.
+        concurrency: Number of threads.
+    """
+
+    def __init__(self, plan: Plan, concurrency: int) -> None:
+        self._flops = [stage.flops for stage in plan.stages]
+        self._threads = compute_threads(concurrency, "stage")
+
+    def __call__(self, rounds: Iterable[ProcessRound]) -> Iterator[ProcessRound]:
+        """Run the steps of rounds, and yield each round after its steps."""
+        for round_ in rounds:
+            for future in [self._threads.submit(step.run) for step in sorted(round_.steps, key=self._cost, reverse=True)]:
+                future.result()
+            yield round_
+
+    def _cost(self, step: BoundStep) -> int:
+        return self._flops[step.worker.index] * (1 if step.op is Op.FORWARD else 3)
+
+
+def compute_threads(count: int, name: str) -> ThreadPoolExecutor:
+    """Return a pool of threads, each of which computes with as many threads as this one (``torch.get_num_threads``)."""
+    return ThreadPoolExecutor(count, name, torch.set_num_threads, (torch.get_num_threads(),))
+
+
+def check_concurrency(plan: Plan, concurrency: int, device: torch.device) -> None:
+    """Check the number of stages that run at the same time in threads.
+
+    Raises:
+        ConfigError: If it is not an integer >= 1, or is above 1 on a GPU or with several processes.
+    """
+    require(isinstance(concurrency, int) and concurrency >= 1, "concurrency", "an integer >= 1", concurrency)
+    processes = plan.layout.dp * len(plan.layout.processes)
+    alone = processes == 1 and device.type == "cpu"
+    got = f"{concurrency} with {processes} process(es) on {device.type}"
+    require(concurrency == 1 or alone, "concurrency", "1, or several stages in one process on the CPU", got)
