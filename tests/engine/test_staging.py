@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from petra.engine import staging
+from petra.engine.options import staging
 from petra.engine.options.staging import AHEAD, IN_FLIGHT, Staging
 
 CPU = torch.device("cpu")
