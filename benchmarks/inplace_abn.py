@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.report import alternate, benchmark_parser, kept_bytes, machine, ratio, save, spread
+from petra.inplace_abn import CheckpointedABNConv, InPlaceABN
 from petra.models import MODELS
-from petra.nn import CheckpointedABNConv, InPlaceABN
 
 # Channels and image side of the 3x3 convolutions for images of 224x224 pixels (Xie et al. 2017, Table 1: 32x4d).
 SHAPES = {"module 1": (128, 56), "module 2": (256, 28), "module 3": (512, 14), "module 4": (1024, 7)}

@@ -20,10 +20,9 @@ from torch.nn import functional as F
 from petra.cost_model.memory import predict_memory
 from petra.engine.build import Recipe
 from petra.engine.endpoints import Losses
-from petra.engine.metrics import ConfusionMatrix, correct_predictions
+from petra.engine.metrics import correct_predictions
 from petra.engine.update_rules import UpdateRules
-from petra.models import deeplabv3
-from petra.nn.losses import bootstrapped_cross_entropy
+from petra.inplace_abn import ConfusionMatrix, bootstrapped_cross_entropy, deeplabv3
 from petra.plan import make_plan
 from petra.settings import Numerics
 from petra.specs import TensorSpec

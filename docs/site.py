@@ -24,7 +24,7 @@ API = {
     "petra.models": "Networks",
     "petra.data": "Data sets and microbatches",
     "petra.training": "Epochs, optimizers, learning rates, checkpoints, export",
-    "petra.nn": "InPlace-ABN",
+    "petra.inplace_abn": "InPlace-ABN",
     "petra.plan": "Plans",
     "petra.staleness": "Remedies for stale gradients",
     "petra.diagnostics": "Observers of a run",

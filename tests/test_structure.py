@@ -21,9 +21,9 @@ from tests import budgets
 from tests.structure import ROOT, WHOLE, circles, definitions, imports, modules, room, room_imports
 
 PETRA = (
-    *("errors", "torch_private", "process_memory", "specs", "settings", "hooks", "reversible", "nn", "distributed", "method"),
+    *("errors", "torch_private", "process_memory", "specs", "settings", "hooks", "reversible", "distributed", "method"),
     *("model", "plan", "transport", "staleness", "engine", "pipeline", "diagnostics", "cost_model", "analysis", "data", "models"),
-    *("training", "elastic", "__main__"),
+    *("inplace_abn", "training", "elastic", "__main__"),
 )
 """Rooms of petra/, from the bottom up: a room imports only rooms before it."""
 LAUNCH = ("config", "runtime", "run", "elastic", "doctor", "selftest")

@@ -10,15 +10,16 @@ from typing import Any, cast
 import torch
 
 from petra.cost_model.delays import largest_delay
-from petra.data import PIXEL_DATASETS, EvalSource, TrainSource
+from petra.data import EvalSource, TrainSource
 from petra.engine.build import Recipe, check_runtime
 from petra.engine.metrics import size_of
 from petra.engine.options.replicas import Replicas
 from petra.errors import ConfigError, alternatives, invalid, require
+from petra.inplace_abn import PIXEL_DATASETS, PIXEL_MODELS
+from petra.inplace_abn.deeplab import OUTPUT_STRIDE
 from petra.method import Keep, Method, Weights
 from petra.model import Model
-from petra.models import MODELS, SEGMENTATION_MODELS, TOKEN_MODELS
-from petra.models.segmentation import OUTPUT_STRIDE
+from petra.models import MODELS, TOKEN_MODELS
 from petra.pipeline import Pipeline
 from petra.plan import Plan, make_plan
 from petra.plan.layout import processes_per_replica
@@ -199,8 +200,8 @@ def _check_data_fits(config: Config) -> None:
     unit = _unit(config.data, form)
     accepted = {
         "tokens": TOKEN_MODELS,
-        "pixels": SEGMENTATION_MODELS,
-        "images": [own for own in MODELS if own not in (*TOKEN_MODELS, *SEGMENTATION_MODELS)],
+        "pixels": PIXEL_MODELS,
+        "images": [own for own in MODELS if own not in (*TOKEN_MODELS, *PIXEL_MODELS)],
     }
     expected = "a model of images" if unit == "images" else alternatives(accepted[unit])
     require(name in accepted[unit], "model", f"{expected} with data={config.data.name}", name)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from petra.data import PIXEL_DATASETS
 from petra.errors import alternatives, require
+from petra.inplace_abn import PIXEL_DATASETS
 from petra.plan.layout import processes_per_replica
 from petra.training import FORMATS, TensorBoardLogger, WandbLogger
 from petra.training.weight_files import check_format

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from petra.data.segmentation import CITYSCAPES_CLASSES
 from petra.distributed import raise_on_all_ranks
-from petra.engine.metrics import ConfusionMatrix
 from petra.engine.totals import Result
 from petra.errors import ModelError, require
+from petra.inplace_abn import ConfusionMatrix
+from petra.inplace_abn.segmentation import CITYSCAPES_CLASSES
 from petra.training import limited, load_into, means
 
 from ..config.schema import Config, LoggerConfig

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from torch import nn
 
-from petra.data.crops import Classes
-from petra.data.label_maps import TileImages, read_image
+from petra.inplace_abn.crops import Classes
+from petra.inplace_abn.label_maps import TileImages, read_image
 from petra.specs import IGNORED
 from petra.training.records import write_text_atomically, writing
 

@@ -8,11 +8,11 @@ from typing import Literal, cast
 from torch.nn import functional as F
 
 from petra.engine.endpoints import Losses
-from petra.engine.metrics import ConfusionMatrix, MeanOutput, Metric, correct_predictions, top5_correct
+from petra.engine.metrics import MeanOutput, Metric, correct_predictions, top5_correct
 from petra.engine.update import OptimizerFactory
 from petra.engine.update_rules import UpdateRules
 from petra.errors import invalid, require
-from petra.nn.losses import bootstrapped_cross_entropy
+from petra.inplace_abn import ConfusionMatrix, bootstrapped_cross_entropy
 from petra.training import OPTIMIZERS, SCHEDULES, Schedule, peak_rate
 
 from ..config.options import options

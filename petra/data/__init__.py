@@ -1,7 +1,7 @@
 """Data sets, and data sources that return microbatches by number."""
 
 from petra.data.dataset import Dataset, Split
-from petra.data.load import DATASETS, PIXEL_DATASETS, in_memory, load_dataset, microbatch_form, settings
+from petra.data.load import DATASETS, DECODED, in_memory, load_dataset, microbatch_form, settings
 from petra.data.map_style import from_dataset
 from petra.data.preparation import Preparation
 from petra.data.sources import EvalSource, TrainSource
@@ -13,7 +13,7 @@ TrainStream = TrainSource
 
 __all__ = [
     "DATASETS",
-    "PIXEL_DATASETS",
+    "DECODED",
     "Dataset",
     "EvalSource",
     "EvalStream",

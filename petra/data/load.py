@@ -13,18 +13,17 @@ from petra.data.dataset import Dataset
 from petra.data.generated import digits, synthetic
 from petra.data.imagenet import imagenet
 from petra.data.imagenet32 import imagenet32
-from petra.data.segmentation import cityscapes, cocostuff, segmentation, vistas
 from petra.data.text import text
 from petra.data.tokens import tokens
 from petra.errors import ConfigError, alternatives, require
 from petra.specs import TensorSpec
 
-_IMAGES = (digits, cifar10, cifar100, imagenet32, imagenet, synthetic)
-_PIXELS = (segmentation, cityscapes, vistas, cocostuff)
-DATASETS: dict[str, Callable[..., Dataset]] = {load.__name__: load for load in (*_IMAGES, *_PIXELS, text, tokens)}
-"""Functions that return a data set, by name. Their arguments are the settings of the data set."""
-PIXEL_DATASETS = tuple(load.__name__ for load in _PIXELS)
-"""Names of the data sets that have a class for each pixel."""
+_ALL = (digits, cifar10, cifar100, imagenet32, imagenet, synthetic, text, tokens)
+DATASETS: dict[str, Callable[..., Dataset]] = {load.__name__: load for load in _ALL}
+"""Functions that return a data set, by name. Their arguments are the settings of the data set. :mod:`petra.inplace_abn` adds its
+own when it is imported."""
+DECODED = {"imagenet"}
+"""Names of the data sets whose samples are decoded from files whenever they are read."""
 
 
 def settings(name: str) -> frozenset[str]:
@@ -57,7 +56,7 @@ def load_dataset(name: str, **options: Any) -> Dataset:
 
 def in_memory(name: str) -> bool:
     """Return :attr:`petra.data.Split.in_memory` of a data set without reading data."""
-    return name not in ("imagenet", *PIXEL_DATASETS)
+    return name not in DECODED
 
 
 def microbatch_form(name: str, batch_size: int, size: int, height: int | None = None) -> TensorSpec:

@@ -26,7 +26,6 @@ from petra.engine.options.replicas import Replicas, Share
 from petra.engine.worker import Worker
 from petra.errors import require
 from petra.hooks import Hooks
-from petra.nn import InPlaceABN
 from petra.plan.layout import Layout
 from petra.specs import IGNORED
 from petra.torch_private import gloo_group
@@ -139,7 +138,7 @@ class ElasticReplicas(Replicas):
             ConfigError: If a layer shares batch statistics between replicas, which a lost replica would interrupt.
         """
         layers = [layer for worker in workers for layer in worker.stage.module.modules()]
-        synchronized = any(isinstance(layer, InPlaceABN) and layer.synchronized for layer in layers)
+        synchronized = any(getattr(layer, "synchronized", False) for layer in layers)
         require(not synchronized, "cluster.elastic", "false with layers that share batch statistics between replicas", "true")
         super().attach(workers, hooks)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petra.distributed import all_gather_objects
-from petra.engine.metrics import ConfusionMatrix, Metric, counts_of, size_of, values_of
+from petra.engine.metrics import Metric, VectorMetric, counts_of, size_of, values_of
 from petra.engine.options.replicas import Replicas
 from petra.engine.worker import Worker
 from petra.errors import NumericsError
@@ -111,7 +111,7 @@ def combined(parts: Sequence[Result], metrics: Mapping[str, Metric]) -> Result:
 
     found, counts = dict[str, float](), dict[str, list[int]]()
     for name, metric in metrics.items():
-        if isinstance(metric, ConfusionMatrix):
+        if isinstance(metric, VectorMetric):
             counts[name] = [sum(column) for column in zip(*(part.counts[name] for part in parts), strict=True)]
             found[name] = metric.value(counts[name])
         else:

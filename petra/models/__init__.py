@@ -17,35 +17,27 @@ from petra.models.preactivation import (
     revnet602,
 )
 from petra.models.resnet import resnet18, resnet34, resnet50, resnet101
-from petra.models.resnext import resnext101, resnext152
 from petra.models.revnet import revnet18, revnet34, revnet50, revnet101
-from petra.models.segmentation import deeplabv3
 from petra.models.vision_transformer import revvit
-from petra.models.wide_resnet import wide_resnet38
 
 _RESNETS = (resnet18, resnet34, resnet50, resnet101, resnet32, resnet110, resnet164, resnet101_preact)
-_WIDER = (resnext101, resnext152, wide_resnet38)
 _REVNETS = (revnet18, revnet34, revnet50, revnet101, revnet38, revnet110, revnet164, revnet104, revnet602)
 
 MODELS: dict[str, Callable[..., Model]] = {
-    build.__name__: build for build in (*_RESNETS, *_WIDER, *_REVNETS, irevnet163, irevnet301, deeplabv3, gpt, revgpt, revvit)
+    build.__name__: build for build in (*_RESNETS, *_REVNETS, irevnet163, irevnet301, gpt, revgpt, revvit)
 }
-"""Builders by name.
+"""Builders by name. :mod:`petra.inplace_abn` adds its own when it is imported.
 
 Every builder takes ``classes``. Builders that depend on the side of the images or the context length take it as ``size``. All
 other arguments are options, which the configuration reads from the builders' signatures.
 """
 
 TOKEN_MODELS = ("gpt", "revgpt")
-"""Names of the models that take tokens. All others take images."""
-SEGMENTATION_MODELS = ("deeplabv3",)
-"""Names of the models that classify each pixel of an image."""
+"""Names of the models that take tokens. The others take images."""
 
 __all__ = [
     "MODELS",
-    "SEGMENTATION_MODELS",
     "TOKEN_MODELS",
-    "deeplabv3",
     "gpt",
     "irevnet163",
     "irevnet301",
@@ -57,8 +49,6 @@ __all__ = [
     "resnet101_preact",
     "resnet110",
     "resnet164",
-    "resnext101",
-    "resnext152",
     "revgpt",
     "revnet18",
     "revnet34",
@@ -70,5 +60,4 @@ __all__ = [
     "revnet164",
     "revnet602",
     "revvit",
-    "wide_resnet38",
 ]

@@ -13,17 +13,12 @@ from torch.nn import functional as F
 
 from petra.errors import alternatives, invalid, require
 from petra.model import BlockSpec, Model
-from petra.nn import InPlaceABN
 
 STEMS = ("cifar", "imagenet")
 PARTITIONS = ("channels", "rows", "columns", "checkerboard")
 """How the units of a layer are divided into two streams (Gomez et al. 2017, section 3.1, footnote 2; Dinh et al. 2017)."""
-NORMS = {"batchnorm": ("relu", "leaky_relu"), "inplace_abn": ("leaky_relu",), "inplace_abn_sync": ("leaky_relu",)}
-"""Normalisations, each with the activations that may follow it. The first activation is the default."""
 LEAK = 0.01
 """Slope of ``leaky_relu`` for negative inputs."""
-
-
 NARROW = 16
 """Number of input channels from which oneDNN's gradient of strided 1x1 convolutions is correct in every measured case."""
 
@@ -56,10 +51,33 @@ def conv(in_channels: int, out_channels: int, kernel: int, stride: int = 1, grou
     return layer
 
 
+class Norm(NamedTuple):
+    """A kind of normalisation.
+
+    Attributes:
+        activations: Activations that may follow it. The first is the default.
+        build: Function that returns the modules. It takes the number of channels; the activation, or None for the normalisation
+            alone; and whether the input may be overwritten. With every kind of normalisation, modules at the same place have the
+            same parameters.
+    """
+
+    activations: tuple[str, ...]
+    build: Callable[[int, str | None, bool], list[nn.Module]]
+
+
+def _batchnorm(channels: int, activation: str | None, overwrite: bool) -> list[nn.Module]:
+    kinds = {"relu": nn.ReLU(inplace=True), "leaky_relu": nn.LeakyReLU(LEAK, inplace=True)}
+    return [nn.BatchNorm2d(channels), *([] if activation is None else [kinds[activation]])]
+
+
+NORMS = {"batchnorm": Norm(("relu", "leaky_relu"), _batchnorm)}
+"""Normalisations by name. :mod:`petra.inplace_abn` adds its own when it is imported."""
+
+
 class Style(NamedTuple):
     """Normalisation and activation of a network."""
 
-    norm: str = "batchnorm"
+    norm: Norm = NORMS["batchnorm"]
     activation: str = "relu"
 
     @classmethod
@@ -67,12 +85,12 @@ class Style(NamedTuple):
         """Return the style for the options of a model builder. ``activation`` None selects the default of ``norm``.
 
         Raises:
-            ConfigError: If a name is unknown, or InPlace-ABN can't invert the activation.
+            ConfigError: If a name is unknown, or the activation may not follow the normalisation.
         """
-        activations = NORMS[choice("norm", norm, tuple(NORMS))]
+        kind = NORMS[choice("norm", norm, tuple(NORMS))]
         if activation is None:
-            return cls(norm, activations[0])
-        return cls(norm, choice("activation", activation, activations, f" with model.norm={norm}"))
+            return cls(kind, kind.activations[0])
+        return cls(kind, choice("activation", activation, kind.activations, f" with model.norm={norm}"))
 
     def activate_(self, x: Tensor) -> Tensor:
         """Apply the activation in place and return ``x``."""
@@ -89,15 +107,9 @@ def norm_act(channels: int, style: Style = STANDARD, *, activate: bool = True, o
         channels: Number of channels.
         style: Kinds of normalisation and activation.
         activate: Whether an activation follows.
-        overwrite: Whether InPlace-ABN may overwrite the input. Set False if another operation needs the input.
+        overwrite: Whether the normalisation may overwrite the input. Set False if another operation needs the input.
     """
-    if style.norm != "batchnorm":
-        kind, synchronized = style.activation if activate else "identity", style.norm == "inplace_abn_sync"
-        norm = InPlaceABN(channels, kind, slope=LEAK, overwrite=overwrite, synchronized=synchronized)
-        # The identity takes the place of the activation, so that state dictionaries have the same keys with every norm.
-        return [norm, *([nn.Identity()] if activate else [])]
-    activation = nn.ReLU(inplace=True) if style.activation == "relu" else nn.LeakyReLU(LEAK, inplace=True)
-    return [nn.BatchNorm2d(channels), *([activation] if activate else [])]
+    return style.norm.build(channels, style.activation if activate else None, overwrite)
 
 
 def conv_norm(

@@ -49,8 +49,8 @@ def resnet18(
         width: Factor of all channel counts, which are 64, 128, 256 and 512 at 1.
         stem: ``cifar`` (3x3 convolution of stride 1, for images of 32x32 pixels) or ``imagenet`` (7x7 convolution of stride 2 and
             3x3 max pooling of stride 2).
-        norm: ``batchnorm``; or ``inplace_abn`` (:class:`petra.nn.InPlaceABN`), which stores half as much for the backward pass;
-            or ``inplace_abn_sync``, the same with batch statistics that the replicas of a stage share.
+        norm: ``batchnorm``; or, after the import of :mod:`petra.inplace_abn`, ``inplace_abn``, which stores half as much for the
+            backward pass, or ``inplace_abn_sync``, the same with batch statistics that the replicas of a stage share.
         activation: ``relu`` or ``leaky_relu`` with slope 0.01. None selects ``relu`` for ``batchnorm`` and ``leaky_relu`` for
             InPlace-ABN, which can't invert ReLU.
 

@@ -11,9 +11,9 @@ from PIL import Image
 
 from petra.data import EvalSource, TrainSource, imagenet, load_dataset
 from petra.data.imagenet import MOMENTS, decoded, distorted, jittered, one_of_ten, random_box
-from petra.data.label_maps import read_image
 from petra.data.preparation import Preparation
 from petra.errors import ConfigError, DataError
+from petra.inplace_abn.label_maps import read_image
 from tests.support.fakes import jpeg, smooth_image, write_image_folders
 
 MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))

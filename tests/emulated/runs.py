@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import petra.inplace_abn  # noqa: F401 - adds the norms of revnet18
 from petra import Model, Numerics, Pipeline, Runtime, TensorSpec
 from petra.models import MODELS
 from petra.training import OPTIMIZERS

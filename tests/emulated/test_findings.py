@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from petra.nn import InPlaceABN
+from petra.inplace_abn import InPlaceABN
 from tests.emulated import device as emulated
 from tests.emulated.core import core
 from tests.emulated.processes import run

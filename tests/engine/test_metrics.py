@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from petra import ModelError, Pipeline, TensorSpec
 from petra.data import EvalSource, Split
-from petra.engine.metrics import ConfusionMatrix, MeanOutput, correct_predictions, top5_correct
+from petra.engine.metrics import MeanOutput, correct_predictions, top5_correct
 from petra.engine.totals import combined
+from petra.inplace_abn import ConfusionMatrix
 from petra.model import BlockSpec, Model
 from petra.specs import IGNORED
 from tests.support.processes import run_processes

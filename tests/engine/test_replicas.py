@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+import petra.inplace_abn  # noqa: F401 - adds the norms of revnet18
 from petra import BlockSpec, ConfigError, Model, ModelError, Pipeline, TensorSpec, UpdateRules
 from petra.engine.endpoints import Losses
 from petra.engine.options.replicas import Share, ShareObjective

@@ -20,7 +20,8 @@ from launch.run.training import run
 from launch.runtime.rank import Process
 from petra.data import load_dataset
 from petra.errors import ConfigError
-from petra.models import deeplabv3, resnet18
+from petra.inplace_abn import deeplabv3
+from petra.models import resnet18
 from petra.training import load, read_rows
 from tests.support.fakes import write_image_folders
 from tests.support.forked import Forked

@@ -23,7 +23,6 @@ from petra.engine.options.finite_check import FiniteCheck
 from petra.engine.update import Part, Pending
 from petra.engine.worker import Worker
 from petra.hooks import Hook, Hooks
-from petra.nn import InPlaceABN
 from petra.plan.layout import Layout
 from petra.reversible import derive_seed, running_statistics
 from petra.specs import Message
@@ -151,13 +150,15 @@ class Replicas(Hook):
     def attach(self, workers: Sequence[Worker], hooks: Hooks) -> None:
         """All-reduce the gradients of ``workers`` from now on. Gradients become views of buffers, each all-reduced as a whole.
 
-        Synchronized layers share their batch statistics from now on. All replicas run the same steps in the same order, so these
+        A module with a method ``join_replicas`` gets the process group of its stage's replicas, over which layers may share their
+        batch statistics. All replicas run the same steps in the same order, so these
         collectives also have the same order in every replica.
         """
         for worker in workers:
             for layer in worker.stage.module.modules():
-                if isinstance(layer, InPlaceABN) and layer.synchronized:
-                    layer.group = self._dp_group
+                join = getattr(layer, "join_replicas", None)
+                if join is not None:
+                    join(self._dp_group)
             replicas = self._stages[worker.index] = StageReplicas(worker, self.sums)
             worker.stage.gradients.on_block = replicas.start
             worker.update.parts.insert(0, ReplicaSum(replicas, hooks))

@@ -1,7 +1,7 @@
 """Backward pass of in-place activated batch normalisation as two Triton kernels for CUDA.
 
-The reference is :func:`petra.nn.normalise.normalise_backward`, whose operations read and write ten tensors of the size of z. The
-kernels read four (z and dL/dz, twice) and write one.
+The reference is :func:`petra.inplace_abn.normalise.normalise_backward`, whose operations read and write ten tensors of the size of
+z. The kernels read four (z and dL/dz, twice) and write one.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petra.nn.activation import Activation
-from petra.nn.normalise import Statistics, input_gradient_coefficients
+from petra.inplace_abn.activation import Activation
+from petra.inplace_abn.normalise import Statistics, input_gradient_coefficients
 
 PROGRAMS = 512
 """Number of programs that compute the sums. Channels are split among programs so that few channels also occupy a large GPU."""
@@ -35,7 +35,7 @@ def backward(
     Args:
         dz: dL/dz, of the shape of z.
         z: Dense output of the layer, (B, C, ...).
-        scale, shift, rate, statistics: As in :func:`petra.nn.normalise.normalise_backward`.
+        scale, shift, rate, statistics: As in :func:`petra.inplace_abn.normalise.normalise_backward`.
         activation: φ.
         needs_dx: Whether to compute dL/dx. The result has None in its place otherwise.
     """

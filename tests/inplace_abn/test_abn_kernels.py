@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from petra.nn import InPlaceABN, inplace_abn
+from petra.inplace_abn import InPlaceABN, layer
 
 interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 in_interpreter = pytest.mark.skipif(not interpreted, reason="run by test_in_the_interpreter")
@@ -31,8 +31,8 @@ def test_in_the_interpreter() -> None:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    module = importlib.import_module("petra.nn.kernels")
-    monkeypatch.setattr(inplace_abn, "_kernels", lambda z: module if module.supports(z) else None)
+    module = importlib.import_module("petra.inplace_abn.kernels")
+    monkeypatch.setattr(layer, "_kernels", lambda z: module if module.supports(z) else None)
     return module
 
 

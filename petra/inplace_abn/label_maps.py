@@ -14,10 +14,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from petra.data.crops import Classes, Pixels, Size, Tile, Window, cut_image, cut_labels, random_pixel, random_window
 from petra.data.imagenet import MOMENTS
 from petra.data.preparation import as_rgb, normalise
 from petra.errors import DataError, first_line, invalid
+from petra.inplace_abn.crops import Classes, Pixels, Size, Tile, Window, cut_image, cut_labels, random_pixel, random_window
 from petra.reversible import derive_seed
 from petra.specs import IGNORED
 

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Generator, Tensor
 
-from petra.data.label_maps import Files, SampleIndex
 from petra.errors import DataError, require
+from petra.inplace_abn.label_maps import Files, SampleIndex
 
 THREADS = 4
 """Threads that read label files."""
@@ -27,7 +27,7 @@ class ClassUniform:
     """Order of an epoch. For each sample it draws a class, and then one of the images that have a pixel of this class.
 
     All classes that occur are equally probable, and so are all images with a class. The window of a sample shows a pixel of its
-    class (:func:`petra.data.crops.random_window`). An epoch has as many samples as there are images.
+    class (:func:`petra.inplace_abn.crops.random_window`). An epoch has as many samples as there are images.
 
     Attributes:
         presence: Whether each image (row) has a pixel of each class (column).
@@ -49,7 +49,7 @@ class ClassUniform:
         return [(c, images) for c, images in found if len(images)]
 
     def __call__(self, generator: Generator) -> Tensor:
-        """Return the indices of an epoch (N,), see :class:`petra.data.label_maps.SampleIndex`."""
+        """Return the indices of an epoch (N,), see :class:`petra.inplace_abn.label_maps.SampleIndex`."""
         images, classes = self.presence.shape
         drawn = torch.randint(len(self._images), (images,), generator=generator).tolist()
         chosen = torch.rand(images, generator=generator, dtype=torch.float64).tolist()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from petra.data.class_uniform import ClassUniform, class_presence
-from petra.data.crops import tiles_of
 from petra.data.dataset import Dataset, Split
 from petra.data.files import folder_of
-from petra.data.label_maps import Files, LabelValues, Pair, TileImages, TileLabels, TrainingImages, TrainingLabels, size_of
 from petra.errors import DataError, alternatives, invalid, require
+from petra.inplace_abn.class_uniform import ClassUniform, class_presence
+from petra.inplace_abn.crops import tiles_of
+from petra.inplace_abn.label_maps import Files, LabelValues, Pair, TileImages, TileLabels, TrainingImages, TrainingLabels, size_of
 
 SAMPLINGS = ("shuffle", "class_uniform")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
@@ -62,7 +62,7 @@ def segmentation(
         height: Height of a sample in pixels; None for ``size``.
         void: Label of pixels to ignore.
         sampling: ``shuffle``: each epoch shows each image once; ``class_uniform``: an epoch shows all classes equally often
-            (:class:`petra.data.class_uniform.ClassUniform`).
+            (:class:`petra.inplace_abn.class_uniform.ClassUniform`).
         split: Split for evaluation.
 
     Raises:

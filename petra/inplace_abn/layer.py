@@ -14,12 +14,13 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from petra.errors import first_line, require
-from petra.nn.activation import FUSED, Activation
-from petra.nn.normalise import affine, away_from_zero, check_input, normalise, normalise_backward, safe_affine
+from petra.inplace_abn.activation import FUSED, Activation
+from petra.inplace_abn.normalise import affine, away_from_zero, check_input, normalise, normalise_backward, safe_affine
+from petra.models.layers import LEAK
 from petra.torch_private import NormBase
 
 
@@ -82,8 +83,20 @@ class InPlaceABN(NormBase):
         z: Tensor = _InPlaceABN.apply(self, x, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return z
 
+    def join_replicas(self, group: dist.ProcessGroup) -> None:
+        """Share batch statistics over the replicas of a stage, if the layer is ``synchronized``."""
+        if self.synchronized:
+            self.group = group
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation.name}, variant={self.variant}"  # type: ignore[no-untyped-call]
+
+
+def norm_act(channels: int, activation: str | None, overwrite: bool, *, synchronized: bool = False) -> list[nn.Module]:
+    """Build the layer for :data:`petra.models.layers.NORMS`."""
+    norm = InPlaceABN(channels, activation or "identity", slope=LEAK, overwrite=overwrite, synchronized=synchronized)
+    # The identity takes the place of the activation, so that state dictionaries have the same keys with every norm.
+    return [norm, *([] if activation is None else [nn.Identity()])]
 
 
 class _InPlaceABN(torch.autograd.Function):
@@ -140,7 +153,7 @@ def _compiled_kernels(device: torch.device) -> ModuleType | None:
     Triton compiles a launcher with the C compiler and the headers of Python, which a machine may lack.
     """
     try:
-        kernels = importlib.import_module("petra.nn.kernels")
+        kernels = importlib.import_module("petra.inplace_abn.kernels")
         kernels.trial(device)
     except Exception as error:
         reason = f"{type(error).__name__}: {first_line(error)}"

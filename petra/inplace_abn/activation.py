@@ -13,7 +13,7 @@ from petra.errors import alternatives, require
 aten = torch.ops.aten
 ACTIVATIONS = ("leaky_relu", "elu", "sigmoid", "tanh", "identity")
 FUSED = ("leaky_relu", "elu", "identity")
-"""Activations that the CUDA kernels of :class:`petra.nn.InPlaceABN` support."""
+"""Activations that the CUDA kernels of :class:`petra.inplace_abn.InPlaceABN` support."""
 
 
 @dataclass(frozen=True)

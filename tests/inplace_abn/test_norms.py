@@ -11,10 +11,10 @@ from petra import Pipeline
 from petra.analysis.memory import measured, predicted
 from petra.engine.build import simple_stage
 from petra.errors import ConfigError, ModelError
+from petra.inplace_abn import InPlaceABN
 from petra.method import STORABLE, Keep
 from petra.model import Chain
 from petra.models import MODELS, revnet18
-from petra.nn import InPlaceABN
 from petra.reversible import Coupling, ReversibleBlock
 from petra.specs import TensorSpec, as_streams
 from petra.training import sgd

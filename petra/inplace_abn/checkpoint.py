@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from petra.errors import require
-from petra.nn.inplace_abn import InPlaceABN
-from petra.nn.normalise import affine, away_from_zero, check_input, normalise, normalise_backward, safe_affine
+from petra.inplace_abn.layer import InPlaceABN
+from petra.inplace_abn.normalise import affine, away_from_zero, check_input, normalise, normalise_backward, safe_affine
 from petra.torch_private import conv_forward
 
 aten = torch.ops.aten

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from petra import ConfigError
-from petra.nn.losses import bootstrapped_cross_entropy
+from petra.inplace_abn.losses import bootstrapped_cross_entropy
 from petra.specs import IGNORED
 
 

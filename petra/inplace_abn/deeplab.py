@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from petra.errors import alternatives, require
+from petra.inplace_abn.resnext import resnext_body
+from petra.inplace_abn.wide_resnet import wide_resnet38_body
 from petra.model import BlockSpec, Model
 from petra.models import layers
 from petra.models.resnet import resnet_body
-from petra.models.resnext import resnext_body
 from petra.models.revnet import revnet_body
-from petra.models.wide_resnet import wide_resnet38_body
 
 OUTPUT_STRIDE = 8
 """Side of the image divided by the side of the body's output."""

@@ -17,11 +17,11 @@ from PIL import Image
 from scipy.stats import chisquare
 
 from petra.data import EvalSource, TrainSource, load_dataset
-from petra.data.class_uniform import ClassUniform
-from petra.data.crops import MEAN_COLOUR, random_pixel, random_window, scaled, tiles_of
-from petra.data.label_maps import SampleIndex
-from petra.data.segmentation import CITYSCAPES_CLASSES
 from petra.errors import ConfigError, DataError, PetraError
+from petra.inplace_abn.class_uniform import ClassUniform
+from petra.inplace_abn.crops import MEAN_COLOUR, random_pixel, random_window, scaled, tiles_of
+from petra.inplace_abn.label_maps import SampleIndex
+from petra.inplace_abn.segmentation import CITYSCAPES_CLASSES
 from petra.specs import IGNORED
 
 CLASSES = 4

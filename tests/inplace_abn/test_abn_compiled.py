@@ -39,7 +39,7 @@ def compiled(kernel: Any, architecture: int, float_name: str, tile: tuple[int, i
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("name", ["_sums_kernel", "_input_gradient_kernel"])
 def test_kernels_compile_to_machine_code(name: str, architecture: str, float_name: str, tile: tuple[int, int]) -> None:
-    kernels = importlib.import_module("petra.nn.kernels")
+    kernels = importlib.import_module("petra.inplace_abn.kernels")
     found = compiled(getattr(kernels, name), ARCHITECTURES[architecture], float_name, tile)
     assert found.asm["cubin"][:4] == b"\x7fELF"
     assert f".target {architecture}" in found.asm["ptx"]
@@ -50,7 +50,7 @@ def test_kernels_compile_to_machine_code(name: str, architecture: str, float_nam
 @pytest.mark.parametrize("shape", [(64, 128, 112, 112), (168, 128, 112, 112), (1024, 64, 112, 112), (4096, 64, 32, 32)])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_grids_are_within_the_limits_of_cuda(shape: tuple[int, ...], channels_last: bool) -> None:
-    kernels = importlib.import_module("petra.nn.kernels")
+    kernels = importlib.import_module("petra.inplace_abn.kernels")
     z = torch.empty(shape, device="meta")
     z = z.contiguous(memory_format=torch.channels_last) if channels_last else z
     rows, channels = kernels.input_gradient_grid(z)

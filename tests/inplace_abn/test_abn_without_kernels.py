@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from petra.nn import inplace_abn
+from petra.inplace_abn import layer
 
 
 def test_plain_operations_replace_kernels_that_do_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,12 +20,12 @@ def test_plain_operations_replace_kernels_that_do_not_compile(monkeypatch: pytes
     fake = SimpleNamespace(trial=fails, supports=lambda z: True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(importlib, "import_module", lambda name: fake)
-    inplace_abn._compiled_kernels.cache_clear()
+    layer._compiled_kernels.cache_clear()
     z: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
     with pytest.warns(UserWarning, match="Triton can't compile its kernels .RuntimeError: Failed to find C compiler"):
-        assert inplace_abn._kernels(z) is None
-    assert inplace_abn._kernels(z) is None  # one warning
+        assert layer._kernels(z) is None
+    assert layer._kernels(z) is None  # one warning
     fake.trial = lambda device: None
-    inplace_abn._compiled_kernels.cache_clear()
-    assert inplace_abn._kernels(z) is fake
-    inplace_abn._compiled_kernels.cache_clear()
+    layer._compiled_kernels.cache_clear()
+    assert layer._kernels(z) is fake
+    layer._compiled_kernels.cache_clear()

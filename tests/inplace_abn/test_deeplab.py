@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from petra import ConfigError, Model, ModelError, Pipeline, TensorSpec
-from petra.models import MODELS, deeplabv3
-from petra.models.segmentation import BODIES
+from petra.inplace_abn import deeplabv3
+from petra.inplace_abn.deeplab import BODIES
+from petra.models import MODELS
 from petra.specs import IGNORED
 
 IMAGE = TensorSpec((2, 3, 64, 96), torch.float32)

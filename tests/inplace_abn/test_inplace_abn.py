@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from benchmarks.report import kept_bytes
 from petra.errors import ConfigError, ModelError
-from petra.nn import CheckpointedABNConv, InPlaceABN
+from petra.inplace_abn import CheckpointedABNConv, InPlaceABN
 from petra.reversible import frozen_statistics
 from tests.support.processes import run_processes
 
