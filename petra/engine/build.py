@@ -21,6 +21,7 @@ from petra.engine.options.autocast import Autocast
 from petra.engine.options.averaging import WeightAverage
 from petra.engine.options.casts import CastOnce, allows_copies
 from petra.engine.options.compile import compile_block
+from petra.engine.options.delay_compensation import Compensated
 from petra.engine.options.exact_streams import OnGrid, check_range, make_grid
 from petra.engine.options.finite_check import CheckedPort, FiniteCheck, Settle
 from petra.engine.options.global_clip import GlobalClip, PostponedUpdate
@@ -43,7 +44,6 @@ from petra.plan.plan import StagePlan
 from petra.reversible import Grid, derive_seed
 from petra.settings import Numerics, Runtime
 from petra.staleness import Remedy, StageRemedy
-from petra.staleness.delay_compensation import Compensated
 from petra.staleness.shrinking import ShrinkingPort, boundary_factor
 from petra.transport import Port
 

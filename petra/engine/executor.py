@@ -133,52 +133,58 @@ class Executor:
             worker.stage.begin_run(j + 1)
         plan = self._plan
         rounds = training_rounds(plan.delays, plan.boundary_delays, start, end, plan.flush_every)
-        with observing(self._workers, plan.layout.stages, self._hooks):
-            if stop is None and not self._has_idle_ranks:
-                self._run(rounds, end - start, training=True)
-                return end - start
+        early = None
+        if stop is not None or self._has_idle_ranks:
             shorten = self._transport.shorten if self._transport is not None else _ignore
             early = EarlyStop(stop or _never, self._processes, lambda periods: shorten(periods * rounds.period))
-            self._run(rounds, end - start, training=True, early=early)
-            early.finish()
-            return end - start - early.dropped * rounds.period
+        with observing(self._workers, plan.layout.stages, self._hooks), torch.no_grad():  # blocks record the graphs that they need
+            for round_ in self._begin(rounds, end - start, training=True, early=early):
+                self._exchange(round_, training=True)
+            self._finish()
+        if early is None:
+            return end - start
+        early.finish()
+        return end - start - early.dropped * rounds.period
 
     def evaluate(self, microbatches: int) -> None:
         """Run forwards of microbatches 0 ... ``microbatches`` - 1."""
-        self._run(evaluation_rounds(self._plan.boundary_delays, microbatches), microbatches, training=False)
+        rounds = evaluation_rounds(self._plan.boundary_delays, microbatches)
+        with torch.no_grad():
+            for round_ in self._begin(rounds, microbatches, training=False):
+                self._exchange(round_, training=False)
+            self._finish()
 
-    def _run(
+    def _begin(
         self, rounds: PeriodicRounds[list[Step]], microbatches: int, *, training: bool, early: EarlyStop | None = None
-    ) -> None:
+    ) -> Iterator[ProcessRound]:
+        """Begin a run, and return its rounds, each after its steps."""
         if not self._drained:
             raise invalid(
                 "pipeline", "a new one", "one whose last run ended in an error, with messages still in flight", PetraError
             )
         self._drained = False
-        transport = self._transport
-        if transport is not None:
-            transport.begin(microbatches, training)
+        if self._transport is not None:
+            self._transport.begin(microbatches, training)
         mine = rounds.map(lambda round_: self._select(round_, training))
         shifted = (
             part.shifted(shift, shift // mine.period * mine.length)
             for shift, part in (mine if early is None else mine.iterate(early))
         )
-        with torch.no_grad():  # blocks record the graphs that they need
-            for round_ in self._strategy(shifted):
-                if transport is not None and round_.transfers:
-                    self._exchange(transport, round_.transfers, training)
-        if transport is not None:
-            transport.finish()
+        return self._strategy(shifted)
+
+    def _finish(self) -> None:
+        if self._transport is not None:
+            self._transport.finish()
         self._drained = True
 
-    def _exchange(self, transport: Transport, transfers: Sequence[Transfer], training: bool) -> None:
-        if not training:
-            transport.exchange(transfers)
+    def _exchange(self, round_: ProcessRound, *, training: bool) -> None:
+        """Make the transfers of a round."""
+        if self._transport is None or not round_.transfers:
             return
-        for call in self._hooks.exchange_begin:
+        for call in self._hooks.exchange_begin if training else ():
             call(self._last_stage)
-        transport.exchange(transfers)
-        for call in self._hooks.exchange_end:
+        self._transport.exchange(round_.transfers)
+        for call in self._hooks.exchange_end if training else ():
             call(self._last_stage)
 
     def _select(self, round_: Sequence[Step], training: bool) -> ProcessRound:

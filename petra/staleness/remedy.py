@@ -51,7 +51,7 @@ class Remedy:
         lookahead: Momentum γ of Nesterov's method with discounted gradients; 0 is off (:mod:`petra.staleness.lookahead`).
         predict_backward: Whether backward passes predict weights too, as in SpecTrain (:mod:`petra.staleness.prediction`).
         feedback: Factor c of the extrapolation of updates; 0 is off (:mod:`petra.staleness.feedback`).
-        delay_compensation: Factor λ of DC-ASGD's correction; 0 is off (:mod:`petra.staleness.delay_compensation`).
+        delay_compensation: Factor λ of DC-ASGD's correction; 0 is off (:mod:`petra.engine.options.delay_compensation`).
         braking: Strength ρ of adaptive braking; 0 is off (:mod:`petra.staleness.braking`).
 
     Raises:
