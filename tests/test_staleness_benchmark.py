@@ -40,7 +40,7 @@ def test_the_grid_has_the_staleness_that_the_protocol_states() -> None:
 
 def test_the_preset_is_the_network_of_sixteen_stages() -> None:
     model = OmegaConf.to_container(to_composed("model=revgpt_500k", "data=tokens").model)
-    given = {key: model[key] for key in inspect.signature(revgpt).parameters if key in model}
+    given = {key: model[key] for key in inspect.signature(revgpt).parameters if model.get(key) is not None}
     shape = {"classes": cells.VOCABULARY, "size": WINDOW, "delimiter": 0}
     found = revgpt(**{**given, **shape})
     shapes = [{name: p.shape for name, p in model.build(0).named_parameters()} for model in (found, Cell("petra").make_model())]

@@ -8,16 +8,16 @@ from .checks import Check
 
 MODELS = (
     *("resnet18", "resnet34", "resnet50", "resnet101", "resnet32", "resnet110", "resnet164", "resnet101_preact"),
-    *("resnext101", "resnext152", "wide_resnet38"),
     *("revnet18", "revnet34", "revnet50", "revnet101", "revnet38", "revnet110", "revnet164", "revnet104", "revnet602"),
-    *("irevnet163", "irevnet301", "deeplabv3", "gpt", "revgpt", "revvit"),
+    *("irevnet163", "irevnet301", "gpt", "revgpt", "revvit"),
+    *("resnext101", "resnext152", "wide_resnet38", "deeplabv3"),
 )
-"""Keys of ``petra.models.MODELS``."""
+"""Keys of ``petra.models.MODELS``, those that ``petra.inplace_abn`` adds last."""
 DATASETS = (
-    *("digits", "cifar10", "cifar100", "imagenet32", "imagenet", "synthetic"),
-    *("segmentation", "cityscapes", "vistas", "cocostuff", "text", "tokens"),
+    *("digits", "cifar10", "cifar100", "imagenet32", "imagenet", "synthetic", "text", "tokens"),
+    *("segmentation", "cityscapes", "vistas", "cocostuff"),
 )
-"""Keys of ``petra.data.DATASETS``."""
+"""Keys of ``petra.data.DATASETS``, those that ``petra.inplace_abn`` adds last."""
 OPTIMIZERS = ("sgd", "lars", "adam", "adamw", "muon", "nadam", "basis_rotation")
 """Keys of ``petra.training.OPTIMIZERS``."""
 SCHEDULES = ("multistep", "cosine", "polynomial")

@@ -458,7 +458,7 @@ def test_runs_are_compared_from_their_folders(tmp_path: Path, capsys: pytest.Cap
     ("overrides", "message"),
     [
         (["k=0"], "error: k: expected an integer >= 1, got 0"),
-        (["model=revnet99"], "error: model: expected deeplabv3, gpt, gpt_4m, irevnet163, "),
+        (["model=revnet99"], "error: model: expected revnet50, deeplabv3, gpt, gpt_4m, irevnet163, "),
         (["data=cifar10", "data.root=nowhere"], "data_batch_1: can't be read"),
     ],
     ids=["value", "composition", "data"],
