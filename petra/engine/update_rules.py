@@ -22,7 +22,7 @@ class UpdateRules:
         average: Decay of a moving average of the weights, which evaluation uses, or None for no average.
         loss_scale: Factor of the gradients inside a stage, for fp16, or None. Gradients are divided by it before they are used.
             ``dynamic`` halves the factor after an overflow and doubles it after
-            :data:`petra.engine.loss_scale.GROWTH_INTERVAL` updates without one. Gradients travel between stages unscaled in
+            :data:`petra.engine.options.loss_scale.GROWTH_INTERVAL` updates without one. Gradients travel between stages unscaled in
             float32, so each stage has a scale of its own.
         nonfinite: Reaction to a non-finite gradient: ``stop`` the run, or ``skip`` the update of the stage. With a dynamic scale
             above 1, the update is skipped in either case.
