@@ -1,4 +1,4 @@
-"""The benchmark of staleness: its grid, its search by successive halving, and its records."""
+"""The benchmark of staleness: its grid, its search for a learning rate, and its records."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_records_of_a_cell(tokens: Path, tmp_path: Path) -> None:
     assert len(written) == len(records)
     assert list(command.trials(cell, tokens, out)) == records
     assert {path.name: path.read_bytes() for path in out.iterdir()} == written, "finished runs are not repeated"
-    final = [record for record in records if record["updates"] == 4]
+    final = [record for record in records if record["seed"] != command.SEARCH_SEED]
     assert [record["seed"] for record in final] == [0, 1, 2]
     assert all("test" in record["loss"] for record in final)
     assert not any("test" in record["loss"] for record in records if record not in final)
@@ -92,13 +92,14 @@ def test_the_search_chooses_by_the_validation_loss(monkeypatch: pytest.MonkeyPat
 
     def pretend(trial: train.Trial, data: Path, out: Path) -> dict[str, object]:
         loss = abs(np.log2(trial.rate / 1.6e-2)) + (0 if trial.warmup > 0.2 else 0.1)
-        return {"rate": trial.rate, "warmup": trial.warmup, "updates": trial.updates, "loss": {"val": loss, "test": -trial.rate}}
+        return {"rate": trial.rate, "warmup": trial.warmup, "updates": trial.updates, "seed": trial.seed, "loss": {"val": loss}}
 
     monkeypatch.setattr(command, "run", pretend)
     records = list(command.trials(Cell("backprop"), tmp_path, tmp_path))
-    short = [record["rate"] for record in records if record["updates"] == command.UPDATES // 4]
-    assert short == [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2], "one rate beyond the best"
-    final = [record for record in records if record["updates"] == command.UPDATES]
+    searched = [record["rate"] for record in records if record["seed"] == command.SEARCH_SEED and record["warmup"] == command.SHORT]
+    assert searched == [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2], "one rate beyond the best"
+    assert {record["updates"] for record in records} == {command.UPDATES}, "the search's runs are as long as the final ones"
+    final = [record for record in records if record["seed"] != command.SEARCH_SEED]
     assert {(record["rate"], record["warmup"]) for record in final} == {(1.6e-2, 0.3)}
     assert len(final) == 5
 

@@ -15,9 +15,9 @@ from benchmarks.staleness.cells import GRID, MOST_COMPARED, Cell
 from benchmarks.staleness.train import Trial, run
 
 UPDATES = 256
-"""Updates of a final run: 524,288 tokens."""
+"""Updates of each run: 524,288 tokens. Shorter runs of a search would favour larger rates than the final runs need."""
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
-"""Peak learning rates of the first round of the search. The round goes on beyond an edge while the best rate is there."""
+"""Peak learning rates of the search, which goes on beyond an edge while the best rate is there."""
 MOST_RATES = 8
 SHORT, LONG = 0.1, 0.3
 """Warm-ups, as fractions of a run."""
@@ -27,31 +27,23 @@ SEEDS, MORE_SEEDS = (0, 1, 2), (3, 4)
 
 
 def trials(cell: Cell, data: Path, out: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a cell: those of the search, by successive halving, then the final ones."""
-    found: dict[float, float] = {}
+    """Yield the records of a cell: those of the search, then the final ones."""
+    found: dict[float, dict[str, Any]] = {}
 
-    def searched(rate: float, warmup: float, updates: int) -> dict[str, Any]:
-        return run(Trial(cell, rate, warmup, updates, SEARCH_SEED), data, out)
+    def loss(rate: float) -> float:
+        return float(found[rate]["loss"]["val"])
 
     wanted = list(RATES)
     while wanted:
         for rate in wanted:
-            record = searched(rate, SHORT, UPDATES // 4)
-            found[rate] = record["loss"]["val"]
-            yield record
-        best = min(found, key=found.__getitem__)
+            found[rate] = run(Trial(cell, rate, SHORT, UPDATES, SEARCH_SEED), data, out)
+            yield found[rate]
+        best = min(found, key=loss)
         beyond = {min(found): min(found) / 2, max(found): max(found) * 2}
         wanted = [beyond[best]] if best in beyond and len(found) < MOST_RATES else []
-    halves = {}
-    for rate in sorted(found, key=found.__getitem__)[:2]:
-        record = searched(rate, SHORT, UPDATES // 2)
-        halves[rate, SHORT] = record["loss"]["val"]
-        yield record
-    rate, _ = min(halves, key=halves.__getitem__)
-    record = searched(rate, LONG, UPDATES // 2)
-    halves[rate, LONG] = record["loss"]["val"]
-    yield record
-    rate, warmup = min(halves, key=halves.__getitem__)
+    longer = run(Trial(cell, best, LONG, UPDATES, SEARCH_SEED), data, out)
+    yield longer
+    rate, warmup = best, LONG if longer["loss"]["val"] < loss(best) else SHORT
     for seed in SEEDS + (MORE_SEEDS if cell in MOST_COMPARED else ()):
         yield run(Trial(cell, rate, warmup, UPDATES, seed, final=True), data, out)
 
