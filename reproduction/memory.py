@@ -12,7 +12,8 @@ from launch.run.markdown import table
 from petra.cost_model.costs import PARAMETER_COPIES, count_blocks, stage_cost
 from petra.model import Model
 from petra.models import revnet18, revnet50
-from petra.models.revnet import revnet
+from petra.models.layers import network
+from petra.models.revnet import revnet_body
 from petra.plan.plan import Plan, make_plan
 from petra.specs import TensorSpec
 
@@ -30,7 +31,7 @@ def _revnet34_of_table6() -> Model:
 
     ResNet-34's groups of 3, 4, 6 and 3 blocks, with the 22.3 million parameters of Table 2, would have them at 4, 8 and 14.
     """
-    return revnet("revnet34", (4, 4, 4, 4), expansion=1)
+    return network(revnet_body("revnet34", (4, 4, 4, 4), expansion=1), 10)
 
 
 MODELS: dict[str, Callable[[], Model]] = {"revnet18": revnet18, "revnet34": _revnet34_of_table6}

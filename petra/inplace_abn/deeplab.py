@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,14 +23,12 @@ BRANCHES = ((1, 1), (3, 12), (3, 24), (3, 36))
 """Kernel size and dilation of the head's parallel convolutions."""
 CHANNELS = 256
 """Channels of each branch of the head, and of its output."""
-REPEATS = {
-    **{"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3), "resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3)},
-    **{"revnet18": (2, 2, 2, 2), "revnet34": (3, 4, 6, 3), "revnet50": (3, 4, 6, 3), "revnet101": (3, 4, 23, 3)},
-    **{"resnext101": (3, 4, 23, 3), "resnext152": (3, 8, 36, 3)},
+BODIES = {
+    **{"resnet18": 18, "resnet34": 34, "resnet50": 50, "resnet101": 101},
+    **{"revnet18": 18, "revnet34": 34, "revnet50": 50, "revnet101": 101},
+    **{"resnext101": 101, "resnext152": 152, "wide_resnet38": 38},
 }
-"""Number of residual blocks in each group of a body."""
-BODIES = (*REPEATS, "wide_resnet38")
-"""Names of the bodies."""
+"""Names of the bodies, with their depths."""
 
 
 class Context(nn.Module):
@@ -111,10 +108,9 @@ def deeplabv3(
         ConfigError: If an argument is out of range.
     """
     require(classes >= 1, "model.classes", "an integer >= 1", classes)
-    style = layers.Style.chosen(norm, activation)
-    built = dilated(_body(body, width, cardinality, base_width, style), 1 if body == "wide_resnet38" else 4)
+    built = dilated(_body(body, width, cardinality, base_width, norm, activation), 1 if body == "wide_resnet38" else 4)
     (channels,) = layers.scaled((CHANNELS,), width)
-    context = partial(Context, built.features, channels, style, preactivation=built.preactivation)
+    context = partial(Context, built.features, channels, built.style, preactivation=built.preactivation)
     head = BlockSpec("context", context), BlockSpec("predict", partial(Prediction, channels, classes))
     return Model(f"deeplabv3_{body}", (*built.blocks(), *head))
 
@@ -138,15 +134,16 @@ def dilated(body: layers.Body, stem_stride: int, output_stride: int = OUTPUT_STR
     return body._replace(rows=rows)
 
 
-def _body(name: str, width: float, cardinality: int | None, base_width: int | None, style: layers.Style) -> layers.Body:
+def _body(
+    name: str, width: float, cardinality: int | None, base_width: int | None, norm: str, activation: str | None
+) -> layers.Body:
     require(name in BODIES, "model.body", alternatives(BODIES), name)
     if name.startswith("resnext"):
         groups, channels = 64 if cardinality is None else cardinality, 4 if base_width is None else base_width
-        return resnext_body(name, REPEATS[name], width, "imagenet", groups, channels, style)
+        return resnext_body(name, layers.DEPTHS[BODIES[name]][0], width, "imagenet", groups, channels, norm, activation)
     for key, value in (("cardinality", cardinality), ("base_width", base_width)):
         require(value is None, f"model.{key}", f"null with model.body={name}", value)
     if name == "wide_resnet38":
-        return wide_resnet38_body(width, style)
-    build: Callable[[str, Sequence[int], int, float, str, layers.Style], layers.Body]
+        return wide_resnet38_body(width, norm, activation)
     build = revnet_body if name.startswith("revnet") else resnet_body
-    return build(name, REPEATS[name], 1 if name.endswith(("18", "34")) else 4, width, "imagenet", style)
+    return build(name, *layers.DEPTHS[BODIES[name]], width, "imagenet", norm, activation)

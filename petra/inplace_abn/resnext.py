@@ -32,7 +32,8 @@ def resnext101(
     Raises:
         ConfigError: If an argument is out of range.
     """
-    return _resnext("resnext101", (3, 4, 23, 3), classes, width, stem, cardinality, base_width, norm, activation)
+    body = resnext_body("resnext101", layers.DEPTHS[101][0], width, stem, cardinality, base_width, norm, activation)
+    return layers.network(body, classes)
 
 
 def resnext152(
@@ -45,34 +46,26 @@ def resnext152(
     activation: str | None = None,
 ) -> Model:
     """Build a ResNeXt-152: 52 blocks. Arguments as for :func:`resnext101`."""
-    return _resnext("resnext152", (3, 8, 36, 3), classes, width, stem, cardinality, base_width, norm, activation)
+    body = resnext_body("resnext152", layers.DEPTHS[152][0], width, stem, cardinality, base_width, norm, activation)
+    return layers.network(body, classes)
 
 
-def _resnext(
+def resnext_body(
     name: str,
     repeats: Sequence[int],
-    classes: int,
     width: float,
     stem: str,
     cardinality: int,
     base_width: int,
     norm: str,
     activation: str | None,
-) -> Model:
-    style = layers.Style.chosen(norm, activation)
-    return layers.network(resnext_body(name, repeats, width, stem, cardinality, base_width, style), classes)
-
-
-def resnext_body(
-    name: str, repeats: Sequence[int], width: float, stem: str, cardinality: int, base_width: int, style: layers.Style
 ) -> layers.Body:
     """Build a ResNeXt without its head.
 
     Args:
         name: Name of the model.
         repeats: Number of residual blocks in each of the four groups.
-        width, stem, cardinality, base_width: As for :func:`resnext101`.
-        style: Normalisation and activation.
+        width, stem, cardinality, base_width, norm, activation: As for :func:`resnext101`.
 
     Raises:
         ConfigError: If an argument is out of range.
@@ -84,4 +77,4 @@ def resnext_body(
         row._replace(hidden=cardinality * group * row.hidden // channels[0], groups=cardinality)
         for row in layers.residuals(repeats, channels, expansion=4)
     ]
-    return residual_body(name, rows, stem, style)
+    return residual_body(name, rows, stem, layers.Style.chosen(norm, activation))

@@ -80,19 +80,12 @@ def wide_resnet38(classes: int = 10, width: float = 1.0, norm: str = "batchnorm"
     Raises:
         ConfigError: If an argument is out of range.
     """
-    return layers.network(wide_resnet38_body(width, layers.Style.chosen(norm, activation)), classes)
+    return layers.network(wide_resnet38_body(width, norm, activation), classes)
 
 
-def wide_resnet38_body(width: float, style: layers.Style) -> layers.Body:
-    """Build a WideResNet-38 without its head.
-
-    Args:
-        width: As for :func:`wide_resnet38`.
-        style: Normalisation and activation.
-
-    Raises:
-        ConfigError: If ``width`` is out of range.
-    """
+def wide_resnet38_body(width: float, norm: str, activation: str | None) -> layers.Body:
+    """Build a WideResNet-38 without its head. Arguments and errors as for :func:`wide_resnet38`."""
+    style = layers.Style.chosen(norm, activation)
     channels = iter(layers.scaled([64, *(c for layer in CHANNELS for c in layer)], width))
     in_channels = stem = next(channels)
     rows = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,12 +10,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from petra.errors import alternatives, require
+from petra.model import BlockSpec, Model
 
 DEVIATION = 0.02
 """Standard deviation of initial weights (Radford et al. 2019, section 2.3)."""
 ROTARY_BASE = 10_000.0
 """Base of the wavelengths of rotary position embeddings (Su et al. 2021, section 3.2.2)."""
 NORMS, MLPS = ("layernorm", "rmsnorm"), ("gelu", "swiglu")
+MAX_DEPTH = 10_000
+"""Largest accepted number of layers."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class LayerOptions:
     """
 
     dim: int
-    heads: int
+    heads: int = 1
     kv_heads: int | None = None
     hidden: int | None = None
     mlp: str = "gelu"
@@ -65,6 +69,7 @@ class LayerOptions:
         even = not self.rotary or self.head_dim % 2 == 0
         require(even, "model.dim", "an even number of channels per head with model.positions=rotary", self.dim)
         require(0 <= self.dropout < 1, "model.dropout", "a number >= 0 and < 1", self.dropout)
+        require(1 <= self.depth <= MAX_DEPTH, "model.depth", f"an integer from 1 to {MAX_DEPTH}", self.depth)
 
     @property
     def head_dim(self) -> int:
@@ -80,6 +85,13 @@ class LayerOptions:
     def make_norm(self, channels: int) -> nn.Module:
         """Return the normalisation of vectors with ``channels`` entries."""
         return nn.RMSNorm(channels) if self.norm == "rmsnorm" else nn.LayerNorm(channels, bias=self.bias)
+
+    def model(
+        self, name: str, stem: Callable[[], nn.Module], layer: Callable[[], nn.Module], head: Callable[[], nn.Module]
+    ) -> Model:
+        """Return a model of a stem, :attr:`depth` layers and a head."""
+        layers = (BlockSpec(f"layer{i}", layer) for i in range(self.depth))
+        return Model(name, (BlockSpec("stem", stem), *layers, BlockSpec("head", head)))
 
 
 class KeyValueCache:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -119,21 +120,9 @@ def _irevnet(
 
 
 def _residual(first: layers.Residual, kernels: Sequence[int], row: layers.Residual) -> nn.Module:
-    branch = _branch(row, kernels, raw=row == first)
+    """Build a block. The first 3x3 convolution of its branch has the stride. The first branch of a network reads the image."""
+    widths = pairwise((row.in_channels, row.hidden, row.hidden, row.channels))
+    strides = (row.stride if i == kernels.index(3) else 1 for i in range(3))
+    sizes = ((a, b, kernel, stride) for (a, b), kernel, stride in zip(widths, kernels, strides, strict=True))
+    branch = layers.preactivated(sizes, activated=row == first)
     return Coupling(branch) if row.stride == 1 else DownsamplingCoupling(branch, row.stride)
-
-
-def _branch(row: layers.Residual, kernels: Sequence[int], *, raw: bool) -> nn.Sequential:
-    """Build a branch of three times normalisation, ReLU and convolution. The first 3x3 convolution has the stride.
-
-    Args:
-        row: Sizes of the branch.
-        kernels: Kernel sizes of the convolutions.
-        raw: Whether the branch reads the image. It then starts with the convolution.
-    """
-    widths = (row.in_channels, row.hidden, row.hidden, row.channels)
-    modules: list[nn.Module] = []
-    for i, kernel in enumerate(kernels):
-        modules += [] if raw and i == 0 else layers.norm_act(widths[i])
-        modules.append(layers.conv(widths[i], widths[i + 1], kernel, row.stride if i == kernels.index(3) else 1))
-    return nn.Sequential(*modules)

@@ -21,19 +21,18 @@ in the lower precision.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from petra.errors import alternatives, require
-from petra.model import BlockSpec, Model
+from petra.model import Model
 from petra.models.attention import DEVIATION, MLP, Attention, LayerOptions, linear
 from petra.reversible import Coupling, ReversibleBlock, TwoFunctionCoupling
 from petra.specs import Streams
 
-MAX_DEPTH = 10_000
-"""Largest accepted number of layers."""
 COUPLINGS, POSITIONS = ("two_functions", "midpoint", "leapfrog"), ("learned", "rotary")
 
 
@@ -192,23 +191,10 @@ def revgpt(
     require(coupling in COUPLINGS, "model.coupling", alternatives(COUPLINGS), coupling)
     fits = 0 < step < math.inf and (step == 1 or coupling != "two_functions")
     require(fits, "model.step", "a number > 0; 1 for two_functions", step)
-    options = _options(
-        dim, depth, heads, dropout, size, kv_heads, hidden, mlp, norm, bias, positions, qk_norm, classes, delimiter, embedding_std
-    )
-    stem = partial(
-        TokenStem,
-        classes,
-        size,
-        dim,
-        dropout,
-        learned=positions == "learned",
-        rest=coupling == "leapfrog",
-        delimiter=delimiter,
-        std=embedding_std,
-    )
+    options = LayerOptions(dim, heads, kv_heads, hidden, mlp, norm, bias, positions == "rotary", qk_norm, dropout, depth=depth)
+    stem = _stem(options, classes, size, positions, delimiter, embedding_std, rest=coupling == "leapfrog")
     head = partial(LanguageHead, options, classes, joint=coupling == "two_functions", streams=2)
-    layers = tuple(BlockSpec(f"layer{i}", partial(_coupled, options, coupling, step)) for i in range(depth))
-    return Model("revgpt", (BlockSpec("stem", stem), *layers, BlockSpec("head", head)))
+    return options.model("revgpt", stem, partial(_coupled, options, coupling, step), head)
 
 
 def gpt(
@@ -235,54 +221,32 @@ def gpt(
     Raises:
         ConfigError: If an argument is out of range.
     """
-    options = _options(
-        dim, depth, heads, dropout, size, kv_heads, hidden, mlp, norm, bias, positions, qk_norm, classes, delimiter, embedding_std
-    )
-    learned = positions == "learned"
-    stem = partial(TokenStem, classes, size, dim, dropout, learned=learned, copies=1, delimiter=delimiter, std=embedding_std)
+    options = LayerOptions(dim, heads, kv_heads, hidden, mlp, norm, bias, positions == "rotary", qk_norm, dropout, depth=depth)
+    stem = _stem(options, classes, size, positions, delimiter, embedding_std, copies=1)
     head = partial(LanguageHead, options, classes, joint=False, streams=1)
-    layers = tuple(BlockSpec(f"layer{i}", partial(ResidualLayer, options)) for i in range(depth))
-    return Model("gpt", (BlockSpec("stem", stem), *layers, BlockSpec("head", head)))
+    return options.model("gpt", stem, partial(ResidualLayer, options), head)
 
 
-def _options(
-    dim: int,
-    depth: int,
-    heads: int,
-    dropout: float,
-    size: int,
-    kv_heads: int | None,
-    hidden: int | None,
-    mlp: str,
-    norm: str,
-    bias: bool,
-    positions: str,
-    qk_norm: bool,
+def _stem(
+    options: LayerOptions,
     classes: int,
+    size: int,
+    positions: str,
     delimiter: int | None,
-    embedding_std: float,
-) -> LayerOptions:
-    """Check the arguments of a language model, and return the form of its layers."""
+    std: float,
+    *,
+    copies: int = 2,
+    rest: bool = False,
+) -> Callable[[], nn.Module]:
+    """Check the arguments of a language model's stem, and return its builder."""
     require(size >= 1, "model.size", "an integer >= 1", size)
     require(classes >= 1, "model.classes", "an integer >= 1", classes)
-    require(1 <= depth <= MAX_DEPTH, "model.depth", f"an integer from 1 to {MAX_DEPTH}", depth)
     require(positions in POSITIONS, "model.positions", alternatives(POSITIONS), positions)
     within = delimiter is None or 0 <= delimiter < classes
     require(within, "model.delimiter", f"null or a token from 0 to {classes - 1}", delimiter)
-    require(0 < embedding_std < math.inf, "model.embedding_std", "a number > 0", embedding_std)
-    return LayerOptions(
-        dim=dim,
-        heads=heads,
-        kv_heads=kv_heads,
-        hidden=hidden,
-        mlp=mlp,
-        norm=norm,
-        bias=bias,
-        rotary=positions == "rotary",
-        qk_norm=qk_norm,
-        dropout=dropout,
-        depth=depth,
-    )
+    require(0 < std < math.inf, "model.embedding_std", "a number > 0", std)
+    kind = {"learned": positions == "learned", "copies": copies, "rest": rest}
+    return partial(TokenStem, classes, size, options.dim, options.dropout, **kind, delimiter=delimiter, std=std)
 
 
 def _coupled(options: LayerOptions, coupling: str, step: float) -> ReversibleBlock:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import gcd
 from typing import Any, NamedTuple, Protocol
@@ -15,6 +15,10 @@ from petra.errors import alternatives, invalid, require
 from petra.model import BlockSpec, Model
 
 STEMS = ("cifar", "imagenet")
+DEPTHS = {
+    **{18: ((2, 2, 2, 2), 1), 34: ((3, 4, 6, 3), 1), 50: ((3, 4, 6, 3), 4), 101: ((3, 4, 23, 3), 4), 152: ((3, 8, 36, 3), 4)},
+}
+"""Blocks of each of the four groups, and expansion of a block, by depth (He et al. 2015, Table 1)."""
 PARTITIONS = ("channels", "rows", "columns", "checkerboard")
 """How the units of a layer are divided into two streams (Gomez et al. 2017, section 3.1, footnote 2; Dinh et al. 2017)."""
 LEAK = 0.01
@@ -87,10 +91,11 @@ class Style(NamedTuple):
         Raises:
             ConfigError: If a name is unknown, or the activation may not follow the normalisation.
         """
-        kind = NORMS[choice("norm", norm, tuple(NORMS))]
-        if activation is None:
-            return cls(kind, kind.activations[0])
-        return cls(kind, choice("activation", activation, kind.activations, f" with model.norm={norm}"))
+        require(norm in NORMS, "model.norm", alternatives(NORMS), norm)
+        kind = NORMS[norm]
+        chosen = kind.activations[0] if activation is None else activation
+        require(chosen in kind.activations, "model.activation", f"{alternatives(kind.activations)} with model.norm={norm}", chosen)
+        return cls(kind, chosen)
 
     def activate_(self, x: Tensor) -> Tensor:
         """Apply the activation in place and return ``x``."""
@@ -126,6 +131,20 @@ def conv_norm(
     """Return convolution, normalisation, and the activation if ``activate`` is set."""
     norm = norm_act(out_channels, style, activate=activate)
     return nn.Sequential(conv(in_channels, out_channels, kernel, stride, groups, dilation), *norm)
+
+
+def preactivated(convolutions: Iterable[tuple[int, int, int, int]], *, activated: bool) -> nn.Sequential:
+    """Return a branch of normalisation, ReLU and convolution, repeated.
+
+    Args:
+        convolutions: Input channels, output channels, kernel size and stride of each convolution.
+        activated: Whether the first convolution reads the input as it is.
+    """
+    modules: list[nn.Module] = []
+    for in_channels, channels, kernel, stride in convolutions:
+        modules += [] if activated and not modules else norm_act(in_channels)
+        modules.append(conv(in_channels, channels, kernel, stride))
+    return nn.Sequential(*modules)
 
 
 def stem(kind: str, channels: int, style: Style = STANDARD) -> nn.Sequential:
@@ -330,6 +349,16 @@ def network(body: Body, classes: int) -> Model:
     return Model(body.name, (*body.blocks(), BlockSpec("head", partial(head, body.features, classes))))
 
 
+def require_stem(kind: str) -> str:
+    """Return ``kind`` if it is a kind of stem.
+
+    Raises:
+        ConfigError: If it is not.
+    """
+    require(kind in STEMS, "model.stem", alternatives(STEMS), kind)
+    return kind
+
+
 def scaled(channels: Sequence[int], width: float) -> list[int]:
     """Return channel counts multiplied by ``width``.
 
@@ -342,20 +371,3 @@ def scaled(channels: Sequence[int], width: float) -> list[int]:
             expected = f"a positive multiple of 1/{gcd(*channels)}"
             raise invalid("model.width", expected, f"{width}, which makes {c:g} channels in a layer")
     return [int(c) for c in results]
-
-
-def choice(key: str, value: str, accepted: Sequence[str], condition: str = "") -> str:
-    """Return ``value`` if it is one of the accepted ones.
-
-    Args:
-        key: Option of the model, without the prefix ``model.``.
-        value: Value of the option.
-        accepted: Accepted values.
-        condition: Text that follows the accepted values in the error message.
-
-    Raises:
-        ConfigError: If ``value`` is not accepted.
-    """
-    if value not in accepted:
-        raise invalid(f"model.{key}", alternatives(accepted) + condition, value)
-    return value

@@ -11,6 +11,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from petra.errors import alternatives, require
 from petra.model import Model
 from petra.models import layers
 from petra.reversible import TwoFunctionCoupling
@@ -47,7 +48,7 @@ class PairResize(nn.Module):
     def __init__(self, row: layers.Residual, *, activated: bool) -> None:
         super().__init__()
         self.f = _branch(row, activated=activated)
-        self.g = _branch(_resized(row))
+        self.g = _branch(row._replace(in_channels=row.channels, stride=1))  # reads the resized stream
         self.shortcut1 = _shortcut(row)
         self.shortcut2 = _shortcut(row)
 
@@ -69,22 +70,22 @@ def resnet32(classes: int = 10, width: float = 1.0, stem: str = "cifar") -> Mode
     Raises:
         ConfigError: If an argument is out of range.
     """
-    return _resnet("resnet32", (5, 5, 5), (16, 32, 64), 1, classes, width, stem)
+    return _network("resnet32", (5, 5, 5), (16, 32, 64), 1, classes, width, stem)
 
 
 def resnet110(classes: int = 10, width: float = 1.0, stem: str = "cifar") -> Model:
     """Build a pre-activation ResNet-110: 56 blocks. Arguments as for :func:`resnet32`."""
-    return _resnet("resnet110", (18, 18, 18), (16, 32, 64), 1, classes, width, stem)
+    return _network("resnet110", (18, 18, 18), (16, 32, 64), 1, classes, width, stem)
 
 
 def resnet164(classes: int = 10, width: float = 1.0, stem: str = "cifar") -> Model:
     """Build a pre-activation ResNet-164: 56 blocks with bottlenecks. Arguments as for :func:`resnet32`."""
-    return _resnet("resnet164", (18, 18, 18), (16, 32, 64), 4, classes, width, stem)
+    return _network("resnet164", (18, 18, 18), (16, 32, 64), 4, classes, width, stem)
 
 
 def resnet101_preact(classes: int = 10, width: float = 1.0, stem: str = "imagenet") -> Model:
     """Build a pre-activation ResNet-101: 35 blocks with bottlenecks. Arguments as for :func:`resnet32`."""
-    return _resnet("resnet101_preact", (3, 4, 23, 3), (64, 128, 256, 512), 4, classes, width, stem)
+    return _network("resnet101_preact", (3, 4, 23, 3), (64, 128, 256, 512), 4, classes, width, stem)
 
 
 def revnet38(classes: int = 10, width: float = 1.0, stem: str = "cifar", partition: str = "channels") -> Model:
@@ -100,12 +101,12 @@ def revnet38(classes: int = 10, width: float = 1.0, stem: str = "cifar", partiti
     Raises:
         ConfigError: If an argument is out of range.
     """
-    return _revnet("revnet38", (3, 3, 3), (16, 32, 56), 1, classes, width, stem, partition)
+    return _network("revnet38", (3, 3, 3), (16, 32, 56), 1, classes, width, stem, partition)
 
 
 def revnet110(classes: int = 10, width: float = 1.0, stem: str = "cifar", partition: str = "channels") -> Model:
     """Build a RevNet-110: 29 blocks, of which 25 are reversible, with streams of 16, 32 and 64 channels. See :func:`revnet38`."""
-    return _revnet("revnet110", (9, 9, 9), (16, 32, 64), 1, classes, width, stem, partition)
+    return _network("revnet110", (9, 9, 9), (16, 32, 64), 1, classes, width, stem, partition)
 
 
 def revnet164(classes: int = 10, width: float = 1.0, stem: str = "cifar", partition: str = "channels") -> Model:
@@ -113,7 +114,7 @@ def revnet164(classes: int = 10, width: float = 1.0, stem: str = "cifar", partit
 
     See :func:`revnet38`.
     """
-    return _revnet("revnet164", (9, 9, 9), (16, 32, 64), 4, classes, width, stem, partition)
+    return _network("revnet164", (9, 9, 9), (16, 32, 64), 4, classes, width, stem, partition)
 
 
 def revnet104(classes: int = 10, width: float = 1.0, stem: str = "imagenet", partition: str = "channels") -> Model:
@@ -121,7 +122,7 @@ def revnet104(classes: int = 10, width: float = 1.0, stem: str = "imagenet", par
 
     See :func:`revnet38`.
     """
-    return _revnet("revnet104", (2, 2, 11, 2), (64, 128, 256, 416), 4, classes, width, stem, partition)
+    return _network("revnet104", (2, 2, 11, 2), (64, 128, 256, 416), 4, classes, width, stem, partition)
 
 
 def revnet602(classes: int = 10, width: float = 1.0, stem: str = "imagenet", partition: str = "channels") -> Model:
@@ -130,17 +131,10 @@ def revnet602(classes: int = 10, width: float = 1.0, stem: str = "imagenet", par
     Gomez et al. 2017 (appendix 7.2) train a RevNet of 600 layers without stating its layout. A block has six convolutions, so with
     stem and head 600 is not possible. See :func:`revnet38`.
     """
-    return _revnet("revnet602", (2, 2, 94, 2), (64, 128, 256, 416), 4, classes, width, stem, partition)
+    return _network("revnet602", (2, 2, 94, 2), (64, 128, 256, 416), 4, classes, width, stem, partition)
 
 
-def _resnet(
-    name: str, repeats: Sequence[int], hidden: Sequence[int], expansion: int, classes: int, width: float, stem: str
-) -> Model:
-    rows = layers.residuals(repeats, layers.scaled(hidden, width), expansion)
-    return _network(name, layers.stem, stem, rows, _preactivation_block, streams=1, classes=classes)
-
-
-def _revnet(
+def _network(
     name: str,
     repeats: Sequence[int],
     hidden: Sequence[int],
@@ -148,60 +142,35 @@ def _revnet(
     classes: int,
     width: float,
     stem: str,
-    partition: str,
+    partition: str | None = None,
 ) -> Model:
+    """Build a ResNet, or a RevNet whose streams are divided by ``partition``. Other arguments as for the bodies of ResNets."""
     rows = layers.residuals(repeats, layers.scaled(hidden, width), expansion)
-    build_stem = partial(layers.PairStem, partition=layers.choice("partition", partition, layers.PARTITIONS))
-    return _network(name, build_stem, stem, rows, _two_function_block, streams=2, classes=classes)
-
-
-def _network(
-    name: str,
-    build_stem: Callable[[str, int], nn.Module],
-    stem: str,
-    rows: Sequence[layers.Residual],
-    build_block: Callable[[layers.Residual, layers.Residual], nn.Module],
-    *,
-    streams: int,
-    classes: int,
-) -> Model:
-    start = partial(build_stem, layers.choice("stem", stem, layers.STEMS), rows[0].in_channels)
-    body = layers.Body(name, start, rows, partial(build_block, rows[0]), streams=streams, preactivation=True)
+    start: Callable[[], nn.Module] = partial(layers.stem, layers.require_stem(stem), rows[0].in_channels)
+    if partition is not None:
+        require(partition in layers.PARTITIONS, "model.partition", alternatives(layers.PARTITIONS), partition)
+        start = partial(layers.PairStem, stem, rows[0].in_channels, partition=partition)
+    block = partial(_block, rows[0], reversible=partition is not None)
+    body = layers.Body(name, start, rows, block, streams=1 if partition is None else 2, preactivation=True)
     return layers.network(body, classes)
 
 
-def _preactivation_block(first: layers.Residual, row: layers.Residual) -> nn.Module:
-    return PreactivationBlock(row, activated=row == first)
-
-
-def _two_function_block(first: layers.Residual, row: layers.Residual) -> nn.Module:
+def _block(first: layers.Residual, row: layers.Residual, *, reversible: bool) -> nn.Module:
+    if not reversible:
+        return PreactivationBlock(row, activated=row == first)
     if row.resizes:
         return PairResize(row, activated=row == first)
     return TwoFunctionCoupling(_branch(row, activated=row == first), _branch(row))
 
 
 def _branch(row: layers.Residual, *, activated: bool = False) -> nn.Sequential:
-    """Build a branch of normalisation, ReLU and convolution for each convolution of the row.
-
-    The first convolution has the stride, also in bottlenecks, as in the authors' code.
-
-    Args:
-        row: Sizes of the branch.
-        activated: Whether the input is already normalised and rectified. The branch then starts with a convolution.
-    """
-    modules: list[nn.Module] = []
-    for (in_channels, channels, kernel, *_), stride in zip(row.convolutions(), (row.stride, 1, 1), strict=False):
-        modules += [] if activated and not modules else layers.norm_act(in_channels)
-        modules.append(layers.conv(in_channels, channels, kernel, stride))
-    return nn.Sequential(*modules)
+    """Build a branch. The first convolution has the stride, also in bottlenecks, as in the authors' code."""
+    strides = (row.stride, 1, 1)
+    sizes = [(a, b, kernel, stride) for (a, b, kernel, *_), stride in zip(row.convolutions(), strides, strict=False)]
+    return layers.preactivated(sizes, activated=activated)
 
 
 def _shortcut(row: layers.Residual) -> nn.Module:
     if not row.resizes:
         return nn.Identity()
     return layers.conv(row.in_channels, row.channels, 1, row.stride) if row.bottleneck else layers.PoolAndPad(row)
-
-
-def _resized(row: layers.Residual) -> layers.Residual:
-    """Return the row of G, which reads the resized stream."""
-    return row._replace(in_channels=row.channels, stride=1)

@@ -57,60 +57,49 @@ def resnet18(
     Raises:
         ConfigError: If an argument is out of range.
     """
-    return _resnet("resnet18", (2, 2, 2, 2), 1, classes, width, stem, norm, activation)
+    return layers.network(resnet_body("resnet18", *layers.DEPTHS[18], width, stem, norm, activation), classes)
 
 
 def resnet34(
     classes: int = 10, width: float = 1.0, stem: str = "cifar", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
     """Build a ResNet-34: 18 blocks. Arguments as for :func:`resnet18`."""
-    return _resnet("resnet34", (3, 4, 6, 3), 1, classes, width, stem, norm, activation)
+    return layers.network(resnet_body("resnet34", *layers.DEPTHS[34], width, stem, norm, activation), classes)
 
 
 def resnet50(
     classes: int = 10, width: float = 1.0, stem: str = "cifar", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
     """Build a ResNet-50: 18 blocks with bottlenecks, whose 3x3 convolution has the stride. Arguments as for :func:`resnet18`."""
-    return _resnet("resnet50", (3, 4, 6, 3), 4, classes, width, stem, norm, activation)
+    return layers.network(resnet_body("resnet50", *layers.DEPTHS[50], width, stem, norm, activation), classes)
 
 
 def resnet101(
     classes: int = 10, width: float = 1.0, stem: str = "cifar", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
     """Build a ResNet-101: 35 blocks with bottlenecks, as in :func:`resnet50`. Arguments as for :func:`resnet18`."""
-    return _resnet("resnet101", (3, 4, 23, 3), 4, classes, width, stem, norm, activation)
+    return layers.network(resnet_body("resnet101", *layers.DEPTHS[101], width, stem, norm, activation), classes)
 
 
-def _resnet(
-    name: str,
-    repeats: Sequence[int],
-    expansion: int,
-    classes: int,
-    width: float,
-    stem: str,
-    norm: str,
-    activation: str | None,
-) -> Model:
-    return layers.network(resnet_body(name, repeats, expansion, width, stem, layers.Style.chosen(norm, activation)), classes)
-
-
-def resnet_body(name: str, repeats: Sequence[int], expansion: int, width: float, stem: str, style: layers.Style) -> layers.Body:
+def resnet_body(
+    name: str, repeats: Sequence[int], expansion: int, width: float, stem: str, norm: str, activation: str | None
+) -> layers.Body:
     """Build a ResNet without its head.
 
     Args:
         name: Name of the model.
         repeats: Number of residual blocks in each of the four groups.
         expansion: 1 for basic blocks, 4 for bottlenecks.
-        width, stem: As for :func:`resnet18`.
-        style: Normalisation and activation.
+        width, stem, norm, activation: As for :func:`resnet18`.
 
     Raises:
         ConfigError: If an argument is out of range.
     """
-    return residual_body(name, layers.residuals(repeats, layers.scaled((64, 128, 256, 512), width), expansion), stem, style)
+    rows = layers.residuals(repeats, layers.scaled((64, 128, 256, 512), width), expansion)
+    return residual_body(name, rows, stem, layers.Style.chosen(norm, activation))
 
 
 def residual_body(name: str, rows: Sequence[layers.Residual], stem: str, style: layers.Style) -> layers.Body:
     """Build a network of one :class:`ResidualBlock` per row, without its head."""
-    start = partial(layers.stem, layers.choice("stem", stem, layers.STEMS), rows[0].in_channels, style)
+    start = partial(layers.stem, layers.require_stem(stem), rows[0].in_channels, style)
     return layers.Body(name, start, rows, partial(ResidualBlock, style), streams=1, style=style)

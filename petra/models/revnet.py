@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from petra.errors import alternatives, require
 from petra.model import Model
 from petra.models import layers
 from petra.reversible import Coupling
@@ -72,14 +73,14 @@ def revnet18(
 
     Input: images (B, 3, H, W). Output: logits (B, ``classes``). Arguments and errors as for :func:`petra.models.resnet18`.
     """
-    return revnet("revnet18", (2, 2, 2, 2), 1, classes, width, stem, norm, activation)
+    return layers.network(revnet_body("revnet18", *layers.DEPTHS[18], width, stem, norm, activation), classes)
 
 
 def revnet34(
     classes: int = 10, width: float = 1.0, stem: str = "cifar", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
     """Build a RevNet-34: 18 blocks, of which 13 are reversible. Arguments as for :func:`revnet18`."""
-    return revnet("revnet34", (3, 4, 6, 3), 1, classes, width, stem, norm, activation)
+    return layers.network(revnet_body("revnet34", *layers.DEPTHS[34], width, stem, norm, activation), classes)
 
 
 def revnet50(
@@ -103,61 +104,44 @@ def revnet50(
     Raises:
         ConfigError: If an argument is out of range.
     """
-    return revnet("revnet50", (3, 4, 6, 3), 4, classes, width, stem, norm, activation, downsampling)
+    body = revnet_body("revnet50", *layers.DEPTHS[50], width, stem, norm, activation, downsampling)
+    return layers.network(body, classes)
 
 
 def revnet101(
     classes: int = 10, width: float = 1.0, stem: str = "cifar", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
     """Build a RevNet-101: 35 blocks with bottlenecks, of which 29 are reversible. Arguments as for :func:`revnet18`."""
-    return revnet("revnet101", (3, 4, 23, 3), 4, classes, width, stem, norm, activation)
-
-
-def revnet(
-    name: str,
-    repeats: Sequence[int],
-    expansion: int,
-    classes: int = 10,
-    width: float = 1.0,
-    stem: str = "cifar",
-    norm: str = "batchnorm",
-    activation: str | None = None,
-    downsampling: str = "projection",
-) -> Model:
-    """Build a RevNet of any depth: the stem, ``sum(repeats)`` residual blocks in four groups, and the head.
-
-    Args:
-        name: Name of the model.
-        repeats: Number of residual blocks in each group.
-        expansion: 1 for basic blocks, 4 for bottlenecks.
-        classes, width, stem, norm, activation: As for :func:`revnet18`.
-        downsampling: As for :func:`revnet50`.
-
-    Raises:
-        ConfigError: If an argument is out of range.
-    """
-    style = layers.Style.chosen(norm, activation)
-    return layers.network(revnet_body(name, repeats, expansion, width, stem, style, downsampling), classes)
+    return layers.network(revnet_body("revnet101", *layers.DEPTHS[101], width, stem, norm, activation), classes)
 
 
 def revnet_body(
     name: str,
     repeats: Sequence[int],
     expansion: int,
-    width: float,
-    stem: str,
-    style: layers.Style,
+    width: float = 1.0,
+    stem: str = "cifar",
+    norm: str = "batchnorm",
+    activation: str | None = None,
     downsampling: str = "projection",
 ) -> layers.Body:
-    """Build a RevNet without its head. Arguments as for :func:`revnet`, and its normalisation and activation.
+    """Build a RevNet of any depth without its head: the stem, and ``sum(repeats)`` residual blocks in four groups.
+
+    Args:
+        name: Name of the model.
+        repeats: Number of residual blocks in each group.
+        expansion: 1 for basic blocks, 4 for bottlenecks.
+        width, stem, norm, activation: As for :func:`revnet18`.
+        downsampling: As for :func:`revnet50`.
 
     Raises:
         ConfigError: If an argument is out of range.
     """
+    require(downsampling in DOWNSAMPLINGS, "model.downsampling", alternatives(DOWNSAMPLINGS), downsampling)
+    style = layers.Style.chosen(norm, activation)
     rows = layers.residuals(repeats, layers.scaled((64, 128, 256, 512), width), expansion)
-    start = partial(layers.PairStem, layers.choice("stem", stem, layers.STEMS), rows[0].in_channels, style)
-    residual = partial(_residual, style, layers.choice("downsampling", downsampling, DOWNSAMPLINGS))
-    return layers.Body(name, start, rows, residual, streams=2, style=style)
+    start = partial(layers.PairStem, layers.require_stem(stem), rows[0].in_channels, style)
+    return layers.Body(name, start, rows, partial(_residual, style, downsampling), streams=2, style=style)
 
 
 def _residual(style: layers.Style, downsampling: str, row: layers.Residual) -> nn.Module:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from petra.errors import require
-from petra.model import BlockSpec, Model
+from petra.model import Model
 from petra.models.attention import DEVIATION, MLP, Attention, LayerOptions, linear
-from petra.models.language import MAX_DEPTH
 from petra.reversible import TwoFunctionCoupling
 
 
@@ -88,12 +87,6 @@ def revvit(
     divides = patch >= 1 and size % patch == 0
     require(divides, "model.patch", f"a divisor of {size}, the side of the images in pixels", patch)
     require(classes >= 1, "model.classes", "an integer >= 1", classes)
-    require(1 <= depth <= MAX_DEPTH, "model.depth", f"an integer from 1 to {MAX_DEPTH}", depth)
-    options = LayerOptions(dim=dim, heads=heads, dropout=dropout, causal=False, depth=depth)
-    stem = BlockSpec("stem", partial(PatchStem, size, patch, dim, dropout))
-    layers = tuple(BlockSpec(f"layer{i}", partial(_layer, options)) for i in range(depth))
-    return Model("revvit", (stem, *layers, BlockSpec("head", partial(ImageHead, dim, classes))))
-
-
-def _layer(options: LayerOptions) -> TwoFunctionCoupling:
-    return TwoFunctionCoupling(Attention(options), MLP(options))
+    options = LayerOptions(dim, heads, dropout=dropout, causal=False, depth=depth)
+    stem, head = partial(PatchStem, size, patch, dim, dropout), partial(ImageHead, dim, classes)
+    return options.model("revvit", stem, lambda: TwoFunctionCoupling(Attention(options), MLP(options)), head)
