@@ -120,3 +120,7 @@ def take_processes(words: list[str]) -> tuple[int | None, list[str]]:
 def _fail(message: str) -> NoReturn:
     print(f"error: {message}", file=sys.stderr)
     sys.exit(FAILED)
+
+
+if __name__ == "__main__":
+    main()

@@ -37,7 +37,7 @@ from .config.compose import compose_overrides
 from .config.machines import LARGEST, SMALLEST, in_range, read_machines
 from .config.schema import Config
 from .run import recipe
-from .run.build import PRECISIONS, set_numerics, set_up
+from .run.build import set_numerics, set_up
 from .run.dry_run import MEMORY_PARTS, stage_memories
 from .run.markdown import aligned_table
 from .runtime.rank import Process
@@ -175,7 +175,7 @@ def report(config: Config, options: argparse.Namespace) -> str:
     wire, inputs, model = setup.plan.numerics.wire, setup.plan.inputs, setup.plan.model
     machines = _machines(options)
     machines = replace(machines, connections=in_wire_type(machines.connections, wire))
-    autocast = PRECISIONS[config.trainer.precision]
+    autocast = setup.plan.numerics.autocast
     if options.measure:
         set_numerics(config.trainer)
         build, numerics = recipe.optimizer(config), setup.plan.numerics

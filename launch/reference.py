@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from omegaconf import OmegaConf
 
 from .config import CONF
+from .config.checks import schema_keys
 from .config.presets import purposes
 from .config.schema import Config
 
@@ -24,6 +25,7 @@ This page is generated from `launch/config/schema.py` and `conf/` by `petra refe
 `GROUP=FILE` selects a file of a group, and `GROUP.KEY=VALUE` sets a key. Later arguments override earlier ones. In each table of
 files, the first one is the default. If a key differs between files, its value and meaning are followed by the files' names in
 parentheses: `2 (petra, dsp)`. Unknown keys, wrong types and invalid values are errors before anything runs.
+A resumed run may change keys marked *same results*: they don't change what is computed, apart from rounding and the run's length.
 [Experiments](experiments.md) configure whole runs.
 """
 NAME = "name"
@@ -64,13 +66,19 @@ def _table(schema: Any, files: dict[str, Path], prefix: str) -> Iterator[str]:
     """Yield a row for each key in the order of the schema: type, values and comments in the files."""
     settings = {name: {key: (value, comment) for key, value, comment in _settings(path)} for name, path in files.items()}
     yield "| key | type | value | meaning |\n|---|---|---|---|\n"
-    for field in fields(schema):
-        known = {name: keys[field.name] for name, keys in settings.items() if field.name in keys}
-        if is_dataclass(get_type_hints(schema)[field.name]) or (field.name == NAME and len(files) > 1):
+    keys = schema_keys(Config)
+    for key, kind in get_type_hints(schema).items():
+        if is_dataclass(kind) or (key == NAME and len(files) > 1):
             continue
-        kind = str(field.type).replace(" | None", ", null").replace("Any", "see meaning")
+        known = {name: keys[key] for name, keys in settings.items() if key in keys}
+        text = (
+            (kind.__name__ if isinstance(kind, type) else str(kind))
+            .replace(" | None", ", null")
+            .replace("typing.Any", "see meaning")
+        )
         values, meanings = (_summed({name: pair[i] for name, pair in known.items()}, list(files)) for i in (0, 1))
-        yield f"| `{prefix}{field.name}` | {_cell(kind)} | {_cell(values)} | {_cell(meanings)} |\n"
+        mark = " (same results)" if keys[prefix + key].same_results else ""
+        yield f"| `{prefix}{key}` | {_cell(text)} | {_cell(values)} | {_cell(meanings)}{mark} |\n"
 
 
 def _settings(path: Path) -> Iterator[tuple[str, str, str]]:

@@ -6,6 +6,7 @@ import ast
 import re
 import tomllib
 import traceback
+from dataclasses import is_dataclass
 from importlib import import_module
 from inspect import signature
 from typing import ClassVar
@@ -14,6 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from launch.config.checks import schema_keys
+from launch.config.schema import Config
 from petra import BlockSpec, Model, Pipeline, TensorSpec
 from petra.reversible import Coupling
 from petra.training import sgd
@@ -79,6 +82,10 @@ def test_the_core_keeps_its_budget() -> None:
 
 def test_configuration_keeps_its_budget() -> None:
     assert sum(budgets.count(path) for path in (ROOT / "conf").rglob("*.yaml")) <= budgets.CONFIGURATION.limit
+
+
+def test_keys_keep_their_budget() -> None:
+    assert len([key for key, known in schema_keys(Config).items() if not is_dataclass(known.kind)]) <= budgets.KEYS.limit
 
 
 @pytest.mark.parametrize("name", budgets.PARAMETERS)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from math import inf, isfinite
 from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
-
-from omegaconf import MISSING
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from petra.errors import alternatives, invalid
 
@@ -34,9 +32,15 @@ class Check:
     expected: Callable[[], str]
 
 
-def key(check: Check, default: Any = MISSING) -> Any:
-    """Return a dataclass field for a key with a check. Without a default, the files under conf/ must set the key."""
-    return field(default=default, metadata={"check": check})
+class SameResults:
+    """Type of :data:`SAME_RESULTS`."""
+
+
+SAME_RESULTS = SameResults()
+"""Marks a key or a group of keys that a resumed run may change: they don't change what is computed, apart from rounding.
+
+A key without this mark changes results. The length of a run doesn't count.
+"""
 
 
 def integer(least: int, most: int | None = None) -> Check:
@@ -74,10 +78,11 @@ def as_list(value: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Key:
-    """Type and check of one key of the schema."""
+    """Type, check and marks of one key of the schema."""
 
     kind: Any
-    check: Check | None
+    check: Check | None = None
+    same_results: bool = False
 
     @property
     def optional(self) -> bool:
@@ -110,15 +115,15 @@ class Key:
         return self.check is None or self.check.holds(value)
 
 
-def schema_keys(schema: Any, prefix: str = "") -> dict[str, Key]:
-    """Return all keys of a schema by their full names, groups included."""
+def schema_keys(schema: Any, prefix: str = "", *, same_results: bool = False) -> dict[str, Key]:
+    """Return all keys of a schema by their full names, groups included. Keys of a group have its mark :data:`SAME_RESULTS`, too."""
     found: dict[str, Key] = {}
-    kinds = get_type_hints(schema)
-    for entry in fields(schema):
-        kind = kinds[entry.name]
-        found[prefix + entry.name] = Key(kind, entry.metadata.get("check"))
+    for name, hint in get_type_hints(schema, include_extras=True).items():
+        kind, *marks = (hint.__origin__, *hint.__metadata__) if get_origin(hint) is Annotated else (hint,)
+        known = Key(kind, next((mark for mark in marks if isinstance(mark, Check)), None), same_results or SAME_RESULTS in marks)
+        found[prefix + name] = known
         if is_dataclass(kind):
-            found |= schema_keys(kind, f"{prefix}{entry.name}.")
+            found |= schema_keys(kind, f"{prefix}{name}.", same_results=known.same_results)
     return found
 
 

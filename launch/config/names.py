@@ -26,10 +26,10 @@ FORMATS = ("pt", "safetensors")
 """Keys of ``petra.training.FORMATS``."""
 PREDICTIONS = ("none", "velocity", "decaying", "difference")
 """Values of ``petra.staleness.Prediction``."""
-PRECISIONS = ("float32", "bf16", "fp16")
-"""Keys of ``launch.run.build.PRECISIONS``."""
+PRECISIONS = {"float32": None, "bf16": "bfloat16", "fp16": "float16"}
+"""Names in torch of the types of ``trainer.precision``; None leaves tensors as they are."""
 WIRES = ("float32", "bf16")
-"""Keys of ``launch.run.build.WIRES``."""
+"""Those of them that messages between stages can have, for ``trainer.wire``."""
 
 _OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 

@@ -8,7 +8,7 @@ torch, so that a command reports an invalid value at once.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from petra.method import STORABLE, Weights
 
-from .checks import as_list, integer, is_integer, key, number, one_of, require_valid, satisfies
+from .checks import SAME_RESULTS, as_list, integer, is_integer, number, one_of, require_valid, satisfies
 from .errors import config_error
 from .names import DATASETS, FORMATS, MODELS, OPTIMIZERS, PRECISIONS, PREDICTIONS, SCHEDULES, WIRES, one_of_or_own
 from .presets import presets
@@ -41,7 +41,9 @@ KEEP = satisfies(
     lambda value: value == AUTO or all(keep in STORABLE for keep in as_list(value)),
     "graph, input, nothing, a list with one of these for each block, or auto",
 )
+DRY_RUN = satisfies(lambda value: value in (False, True, MEMORY), f"true, false or {MEMORY}")
 NAMES = satisfies(lambda names: bool(names) and all(names), "a list of names")
+REFETCH = satisfies(lambda value: value in (AUTO, True, False), "true, false or auto")
 STAGES = satisfies(
     lambda value: value in (None, AUTO) or (as_list(value) != [] and all(is_integer(n) and n >= 1 for n in as_list(value))),
     "null, an integer >= 1, auto, or a list with the number of blocks in each stage",
@@ -52,7 +54,7 @@ STAGES = satisfies(
 class ModelConfig:
     """The model's name, and the options of all models. An option that is null keeps the model's default."""
 
-    name: str = key(one_of_or_own(MODELS))
+    name: Annotated[str, one_of_or_own(MODELS)] = MISSING
     body: str | None = None
     width: float | None = None
     stem: str | None = None
@@ -87,25 +89,25 @@ class ModelConfig:
 class DataConfig:
     """The data set, and how it is read."""
 
-    name: str = key(one_of_or_own(DATASETS))
-    root: str | None = None
-    batch_size: int = key(integer(1, 10**6))
+    name: Annotated[str, one_of_or_own(DATASETS)] = MISSING
+    root: Annotated[str | None, SAME_RESULTS] = None
+    batch_size: Annotated[int, integer(1, 10**6)] = MISSING
     augment: bool = MISSING
-    classes: int = key(integer(1, 10**7))
-    size: int = key(integer(1, 10**6))
-    workers: int = key(integer(0, 1000))
-    refetch: Any = key(satisfies(lambda value: value in (AUTO, True, False), "true, false or auto"), AUTO)
+    classes: Annotated[int, integer(1, 10**7)] = MISSING
+    size: Annotated[int, integer(1, 10**6)] = MISSING
+    workers: Annotated[int, integer(0, 1000), SAME_RESULTS] = MISSING
+    refetch: Annotated[Any, REFETCH, SAME_RESULTS] = AUTO
     images: int | None = None
     validation: float | None = None
     mean_image: bool | None = None
     distort: bool | None = None
-    height: int | None = key(integer(1, 10**6), None)
+    height: Annotated[int | None, integer(1, 10**6)] = None
     void: int | None = None
     sampling: str | None = None
     crop: str | None = None
     jitter: bool | None = None
     crops: int | None = None
-    split: str | None = None
+    split: Annotated[str | None, SAME_RESULTS] = None
 
 
 @dataclass
@@ -113,9 +115,9 @@ class MethodConfig:
     """The training method, see :class:`petra.method.Method`."""
 
     name: str = MISSING
-    delay: Any = key(DELAY)
-    keep: Any = key(KEEP)
-    weights: str = key(one_of(tuple(Weights)))
+    delay: Annotated[Any, DELAY] = MISSING
+    keep: Annotated[Any, KEEP] = MISSING
+    weights: Annotated[str, one_of(tuple(Weights))] = MISSING
     flush: bool = MISSING
     fill: bool = MISSING
     max_updates: int | None = None
@@ -126,9 +128,9 @@ class RemedyConfig:
     """Remedies for staleness, see :class:`petra.staleness.Remedy`. ``discount`` is in epochs here."""
 
     name: str = MISSING
-    discount: float = key(number(least=0))
+    discount: Annotated[float, number(least=0)] = MISSING
     correction: float = MISSING
-    prediction: str = key(one_of(PREDICTIONS))
+    prediction: Annotated[str, one_of(PREDICTIONS)] = MISSING
     horizon: float = MISSING
     compensation: bool = MISSING
     shrink: float = MISSING
@@ -143,26 +145,26 @@ class RemedyConfig:
 class OptimConfig:
     """The optimizer, and the rules of an update. Options that are null keep the optimizer's defaults."""
 
-    name: str = key(one_of(OPTIMIZERS))
-    lr: float = key(number(least=0))
-    scaling: str = key(one_of(("goyal", "none")))
+    name: Annotated[str, one_of(OPTIMIZERS)] = MISSING
+    lr: Annotated[float, number(least=0)] = MISSING
+    scaling: Annotated[str, one_of(("goyal", "none"))] = MISSING
     clip: float | None = None
-    clip_scope: str = key(one_of(("stage", "global")), "stage")
+    clip_scope: Annotated[str, one_of(("stage", "global"))] = "stage"
     ema: float | None = None
-    momentum: float | None = key(number(least=0, below=1), None)
+    momentum: Annotated[float | None, number(least=0, below=1)] = None
     nesterov: bool | None = None
-    weight_decay: float | None = key(number(least=0), None)
-    trust: float | None = key(number(above=0), None)
-    betas: list[float] | None = key(BETAS, None)
-    eps: float | None = key(number(above=0), None)
-    frequency: int | None = key(integer(1), None)
+    weight_decay: Annotated[float | None, number(least=0)] = None
+    trust: Annotated[float | None, number(above=0)] = None
+    betas: Annotated[list[float] | None, BETAS] = None
+    eps: Annotated[float | None, number(above=0)] = None
+    frequency: Annotated[int | None, integer(1)] = None
 
 
 @dataclass
 class ScheduleConfig:
     """The learning rate schedule. Options that are null keep the schedule's defaults."""
 
-    name: str = key(one_of(SCHEDULES))
+    name: Annotated[str, one_of(SCHEDULES)] = MISSING
     warmup_epochs: float = MISSING
     milestones: list[int] | None = None
     gamma: float | None = None
@@ -174,41 +176,41 @@ class ScheduleConfig:
 class TrainerConfig:
     """Length of the run, stages, numerics, the runtime, and diagnostics."""
 
-    epochs: int = key(integer(1))
-    stages: Any = key(STAGES, None)
-    transport: str = key(one_of((AUTO, "local", "lockstep", "edge")))
-    precision: str = key(one_of(PRECISIONS))
+    epochs: Annotated[int, integer(1), SAME_RESULTS] = MISSING
+    stages: Annotated[Any, STAGES, SAME_RESULTS] = None
+    transport: Annotated[str, one_of((AUTO, "local", "lockstep", "edge")), SAME_RESULTS] = MISSING
+    precision: Annotated[str, one_of(PRECISIONS)] = MISSING
     exact_streams: bool = MISSING
-    wire: str = key(one_of(WIRES))
+    wire: Annotated[str, one_of(WIRES)] = MISSING
     loss_scale: Any = None
     nonfinite: str = MISSING
-    label_smoothing: float = key(number(least=0, below=1))
-    bootstrap: float | None = key(number(above=0, most=1), None)
-    channels_last: bool = MISSING
-    matmul_precision: str = key(one_of(("highest", "high", "medium")))
-    cudnn_benchmark: bool = MISSING
-    compile: str | None = key(one_of(COMPILERS), None)
-    limit_batches: int | None = key(integer(1), None)
-    export: str = key(one_of(("none", *FORMATS)))
-    threads: int = key(integer(1, 1000))
-    concurrency: int = key(integer(1, 1000))
-    overlap: bool = MISSING
-    device: str = key(one_of((AUTO, "cpu", "cuda")))
-    timeout: float = key(number(above=0, most=LONGEST_TIMEOUT))
-    memory_limit: float | None = key(number(above=0), None)
-    log_every: int | None = key(integer(1), None)
-    trace: int | None = key(integer(1), None)
-    stage_metrics: bool = False
-    drift: float | None = key(number(above=0), None)
-    diagnose: int | None = key(integer(1), None)
+    label_smoothing: Annotated[float, number(least=0, below=1)] = MISSING
+    bootstrap: Annotated[float | None, number(above=0, most=1)] = None
+    channels_last: Annotated[bool, SAME_RESULTS] = MISSING
+    matmul_precision: Annotated[str, one_of(("highest", "high", "medium")), SAME_RESULTS] = MISSING
+    cudnn_benchmark: Annotated[bool, SAME_RESULTS] = MISSING
+    compile: Annotated[str | None, one_of(COMPILERS), SAME_RESULTS] = None
+    limit_batches: Annotated[int | None, integer(1)] = None
+    export: Annotated[str, one_of(("none", *FORMATS)), SAME_RESULTS] = MISSING
+    threads: Annotated[int, integer(1, 1000), SAME_RESULTS] = MISSING
+    concurrency: Annotated[int, integer(1, 1000), SAME_RESULTS] = MISSING
+    overlap: Annotated[bool, SAME_RESULTS] = MISSING
+    device: Annotated[str, one_of((AUTO, "cpu", "cuda")), SAME_RESULTS] = MISSING
+    timeout: Annotated[float, number(above=0, most=LONGEST_TIMEOUT), SAME_RESULTS] = MISSING
+    memory_limit: Annotated[float | None, number(above=0), SAME_RESULTS] = None
+    log_every: Annotated[int | None, integer(1), SAME_RESULTS] = None
+    trace: Annotated[int | None, integer(1), SAME_RESULTS] = None
+    stage_metrics: Annotated[bool, SAME_RESULTS] = False
+    drift: Annotated[float | None, number(above=0), SAME_RESULTS] = None
+    diagnose: Annotated[int | None, integer(1), SAME_RESULTS] = None
 
 
 @dataclass
 class CheckpointConfig:
     """When checkpoints are written, and how many are kept."""
 
-    every: int | None = key(integer(1), None)
-    keep: int = key(integer(0))
+    every: Annotated[int | None, integer(1)] = None
+    keep: Annotated[int, integer(0)] = MISSING
     background: bool = MISSING
 
 
@@ -217,12 +219,12 @@ class ClusterConfig:
     """Settings of NCCL and gloo, see :func:`launch.runtime.network.variables`."""
 
     machines: str | None = None
-    interfaces: list[str] | None = key(NAMES, None)
+    interfaces: Annotated[list[str] | None, NAMES] = None
     infiniband: bool = MISSING
-    adapters: list[str] | None = key(NAMES, None)
-    debug: str = key(one_of(("VERSION", "WARN", "INFO", "TRACE")))
-    heartbeat: int = key(integer(1))
-    flight_recorder: int = key(integer(0))
+    adapters: Annotated[list[str] | None, NAMES] = None
+    debug: Annotated[str, one_of(("VERSION", "WARN", "INFO", "TRACE"))] = MISSING
+    heartbeat: Annotated[int, integer(1)] = MISSING
+    flight_recorder: Annotated[int, integer(0)] = MISSING
     dumps: str | None = None
     elastic: bool = False
 
@@ -231,24 +233,24 @@ class ClusterConfig:
 class LoggerConfig:
     """Where metrics are logged besides metrics.jsonl."""
 
-    name: str = key(one_of(("jsonl", "wandb", "tensorboard")))
+    name: Annotated[str, one_of(("jsonl", "wandb", "tensorboard"))] = MISSING
     project: str = "petra"
-    mode: str = key(one_of(("offline", "online")), "offline")
+    mode: Annotated[str, one_of(("offline", "online"))] = "offline"
 
 
 @dataclass
 class Config:
     """A whole run."""
 
-    k: int = key(integer(1))
-    dp: int = MISSING
-    seed: int = key(integer(0))
-    run_dir: str | None = None
-    resume: str | None = None
-    resume_change: list[str] | None = key(NAMES, None)
-    init_from: str | None = None
-    init_skip: list[str] | None = key(NAMES, None)
-    dry_run: Any = key(satisfies(lambda value: value in (False, True, MEMORY), f"true, false or {MEMORY}"))
+    k: Annotated[int, integer(1)] = MISSING
+    dp: Annotated[int, SAME_RESULTS] = MISSING
+    seed: Annotated[int, integer(0)] = MISSING
+    run_dir: Annotated[str | None, SAME_RESULTS] = None
+    resume: Annotated[str | None, SAME_RESULTS] = None
+    resume_change: Annotated[list[str] | None, NAMES, SAME_RESULTS] = None
+    init_from: Annotated[str | None, SAME_RESULTS] = None
+    init_skip: Annotated[list[str] | None, NAMES, SAME_RESULTS] = None
+    dry_run: Annotated[Any, DRY_RUN, SAME_RESULTS] = MISSING
     model: ModelConfig = MISSING
     data: DataConfig = MISSING
     method: MethodConfig = MISSING
@@ -256,9 +258,9 @@ class Config:
     optim: OptimConfig = MISSING
     schedule: ScheduleConfig = MISSING
     trainer: TrainerConfig = MISSING
-    checkpoint: CheckpointConfig = MISSING
-    cluster: ClusterConfig = MISSING
-    logger: LoggerConfig = MISSING
+    checkpoint: Annotated[CheckpointConfig, SAME_RESULTS] = MISSING
+    cluster: Annotated[ClusterConfig, SAME_RESULTS] = MISSING
+    logger: Annotated[LoggerConfig, SAME_RESULTS] = MISSING
 
 
 def register() -> None:

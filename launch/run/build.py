@@ -28,7 +28,7 @@ from petra.specs import TensorSpec
 from petra.staleness import Prediction, Remedy
 from petra.training import Schedule
 
-from ..config.names import is_own
+from ..config.names import PRECISIONS, is_own
 from ..config.options import options
 from ..config.schema import AUTO, Config, DataConfig, TrainerConfig
 from ..runtime.rank import Process
@@ -37,10 +37,6 @@ from .checks import check
 from .data import data_sources, describe_inputs
 from .own import register_own, require_arguments
 
-PRECISIONS = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Autocast type of each ``trainer.precision``."""
-WIRES = {"float32": None, "bf16": torch.bfloat16}
-"""Type of messages between stages for each ``trainer.wire``; None sends tensors as they are."""
 LARGEST_CIFAR_STEM = 64
 """Largest image size in pixels for which ``model.stem=auto`` chooses the stem that keeps the resolution."""
 
@@ -164,6 +160,17 @@ def set_up(config: Config, process: Process) -> Setup:
     return setup
 
 
+def numerics(trainer: TrainerConfig) -> Numerics:
+    """Return the number formats and memory layouts of a run."""
+    return Numerics(type_of(trainer.precision), trainer.channels_last, trainer.exact_streams, type_of(trainer.wire))
+
+
+def type_of(precision: str) -> torch.dtype | None:
+    """Return the type of a precision; None for float32, which leaves tensors as they are."""
+    name = PRECISIONS[precision]
+    return None if name is None else getattr(torch, name)
+
+
 def _plan(
     config: Config, model: Model, method: Method, stages: int | list[int] | None, processes: int, device: torch.device
 ) -> Plan:
@@ -177,7 +184,7 @@ def _plan(
             stages=stages,
             processes=processes,
             dp=config.dp,
-            numerics=Numerics(PRECISIONS[trainer.precision], trainer.channels_last, trainer.exact_streams, WIRES[trainer.wire]),
+            numerics=numerics(trainer),
             transport=cast(TransportName, trainer.transport),
             device_type=device.type,
             metrics=sum(map(size_of, recipe.metrics(config.data, _unit(config.data, inputs)).values())),

@@ -21,6 +21,7 @@ from petra.training.records import writing
 from petra.training.state import load_state
 from petra.training.weight_files import State
 
+from ..config.checks import schema_keys
 from ..config.schema import AUTO, Config
 from ..runtime.rank import Process
 from .build import Setup
@@ -31,35 +32,6 @@ PROBE = ".seen_by_all_"
 """Start of the name of the file by which ranks check that they share the run's folder."""
 PROBE_TIMEOUT = 60.0
 """Seconds to wait until a network file system shows a new file on other machines."""
-CHANGEABLE = (
-    "dp",
-    "run_dir",
-    "resume",
-    "resume_change",
-    "init_from",
-    "init_skip",
-    "dry_run",
-    "checkpoint.",
-    "cluster.",
-    "logger.",
-    "data.root",
-    "data.split",
-    "data.workers",
-    "data.refetch",
-    "trainer.",
-)
-"""Keys and groups that a resumed run may change."""
-UNCHANGEABLE = (
-    "trainer.precision",
-    "trainer.exact_streams",
-    "trainer.wire",
-    "trainer.loss_scale",
-    "trainer.nonfinite",
-    "trainer.label_smoothing",
-    "trainer.bootstrap",
-    "trainer.limit_batches",
-)
-"""Keys in the groups of :data:`CHANGEABLE` that a resumed run may not change, because they change what is computed."""
 FIXED = ("optim.name",)
 """Keys that no resumed run may change, because the state in the checkpoint has another form."""
 LENGTHS = ("data.name", "data.size", "data.batch_size", "data.images", "data.validation", "trainer.limit_batches")
@@ -133,8 +105,9 @@ def require_same(
 
 
 def changes_results(key: str) -> bool:
-    """Return whether a key of the configuration changes what is computed. The length of a run does not count."""
-    return key in UNCHANGEABLE or not key.startswith(CHANGEABLE)
+    """Return whether a key changes what is computed: all do, except those with the mark ``SAME_RESULTS``."""
+    known = schema_keys(Config).get(key)
+    return known is None or not known.same_results
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

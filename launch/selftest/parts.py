@@ -24,7 +24,7 @@ from petra.models import MODELS
 from petra.process_memory import peak_memory, release_memory
 from petra.training import sgd
 
-from ..run.build import PRECISIONS
+from ..run.build import type_of
 from ..runtime.rank import Process
 from ..runtime.reporting import report_errors
 from ..runtime.signals import stop_with_agent
@@ -81,7 +81,7 @@ def build(options: dict[str, Any], device: torch.device) -> tuple[Pipeline, Rand
         stages=options.get("stages"),
         optimizer=sgd,
         learning_rate=lambda t: 0.01,
-        numerics=Numerics(PRECISIONS[options.get("precision", "float32")], options.get("channels_last", False)),
+        numerics=Numerics(type_of(options.get("precision", "float32")), options.get("channels_last", False)),
         runtime=Runtime(
             device,
             options.get("transport", "auto"),

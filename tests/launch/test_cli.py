@@ -35,6 +35,12 @@ def test_the_command_line_itself_imports_neither_torch_nor_hydra(words: list[str
     assert run_python(code, *words).stdout.splitlines()[-1] == "set()"
 
 
+@pytest.mark.processes
+def test_the_module_of_the_command_line_runs_it() -> None:
+    done = subprocess.run([sys.executable, "-m", "launch.cli", "train", "k=0"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "error: k: expected an integer >= 1, got 0\n")
+
+
 def test_every_public_name_is_imported_on_first_use() -> None:
     assert all(getattr(petra, name) is not None for name in petra.__all__)
     assert {*petra.__all__} <= {*dir(petra)}

@@ -16,7 +16,6 @@ import pytest
 from launch.config import names
 from launch.evaluate import parse
 from launch.node import first_host
-from launch.run.build import PRECISIONS, WIRES
 from launch.runtime.agent import require_loopback
 from launch.runtime.rank import Process
 from launch.runtime.reporting import report_errors
@@ -76,7 +75,6 @@ def test_names_are_those_of_the_registries() -> None:
     assert tuple(SCHEDULES) == names.SCHEDULES
     assert tuple(FORMATS) == names.FORMATS
     assert tuple(Prediction) == names.PREDICTIONS
-    assert (tuple(PRECISIONS), tuple(WIRES)) == (names.PRECISIONS, names.WIRES)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])

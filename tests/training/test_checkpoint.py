@@ -286,6 +286,11 @@ def test_another_configuration_is_an_error() -> None:
         require_same(found, same | {"trainer": {"wire": "float32"}}, Path("c"))
     with pytest.raises(ConfigError, match=r"trainer\.bootstrap: expected None as in .*, got 0\.25"):
         require_same(found, same | {"trainer": {"wire": "bf16", "bootstrap": 0.25}}, Path("c"))
+    for group in ("", *("model.", "data.", "method.", "remedy.", "optim.", "schedule.", "trainer.")):  # unless it is marked
+        name = group.rstrip(".")
+        new = {name: {**same.get(name, {}), "new": 1}} if group else {"new": 1}
+        with pytest.raises(ConfigError, match=rf"{group}new: expected None as in .*, got 1"):
+            require_same(found, same | new, Path("c"))
     with pytest.raises(ConfigError, match=r"k: expected 4 as in .*, got 2"):
         require_same(found, same | {"k": 2}, Path("c"))
 
