@@ -12,7 +12,7 @@ TESTS := $(BIN)/python -m pytest -n 2 --dist worksteal
 EMULATED_TESTS := $(BIN)/python -m pytest -n 4 --dist worksteal -m "not stress" tests/emulated
 
 # PETRA over four processes: loss and accuracy in runs/*/curves.png
-demo: $(VENV)/installed
+demo: $(VENV)/package
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 -m launch.train experiment=demo
 
 # everything; the extension of the emulated tests is compiled beside the other tests
@@ -55,8 +55,13 @@ $(CUDA_VENV)/installed: pyproject.toml constraints.txt
 	$(CUDA_VENV)/bin/pip install -c $(CUDA_VENV)/constraints.txt -e '.[dev]' triton
 	touch $@
 
-$(VENV)/installed: pyproject.toml constraints.txt
+# the package alone, then the tools of development
+$(VENV)/package: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -c constraints.txt -e .
+	touch $@
+
+$(VENV)/installed: $(VENV)/package
 	$(BIN)/pip install -c constraints.txt -e '.[dev]'
 	-$(BIN)/pip install -c constraints.txt -e '.[manifests]' # their tests skip what can't be had
 	touch $@
