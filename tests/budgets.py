@@ -32,7 +32,7 @@ ROOMS = {
     ("petra/engine/options",): Budget(1_850, 1_400),
     ("petra/staleness",): Budget(800, 450),
     ("petra/training",): Budget(2_200, 1_790),
-    ("petra/data",): Budget(2_500, 1_800),
+    ("petra/data",): Budget(2_360, 1_800),
     ("petra/models",): Budget(1_810, 1_700),
     ("petra/inplace_abn",): Budget(2_000, 2_000),
     ("petra/elastic", "launch/elastic"): Budget(1_100, 1_000),

@@ -1,4 +1,4 @@
-"""Image files in the formats of CIFAR and ImageNet32. They are checked before use, and can't run code or exhaust memory."""
+"""Image files in the formats of CIFAR and ImageNet32. They are checked before use, and can't run code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from petra.errors import DataError, invalid
+from petra.errors import DataError, invalid, require
 
 IMAGE_BYTES = 3 * 32 * 32
 Batch = tuple[NDArray[np.uint8], NDArray[np.int64]]
@@ -38,92 +38,77 @@ def folder_of(root: str | Path | None, name: str, help: str) -> Path:
     return Path(root).expanduser().absolute()
 
 
-def read_checked(path: Path, md5: str, help: str, size: int | None = None) -> bytes:
+def read(path: Path, help: str, md5: str | None = None) -> bytes:
     """Return the content of a file.
 
     Args:
-        size: Expected size in bytes, or None if only the md5 is known.
+        path: The file.
+        help: Instructions for error messages.
+        md5: Expected md5, or None for any.
 
     Raises:
-        DataError: If the file can't be read, or has another size or md5.
+        DataError: If the file can't be read, or has another md5.
     """
-    content = read(path, help)
-    if size is not None and len(content) != size:
-        raise invalid(str(path), f"a file of {size} bytes", f"one of {len(content)}, which is damaged; {help}", DataError)
-    actual = hashlib.md5(content, usedforsecurity=False).hexdigest()
-    if actual != md5:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: can't be read ({error.strerror}); {help}") from error
+    if md5 is not None and (actual := hashlib.md5(content, usedforsecurity=False).hexdigest()) != md5:
         raise invalid(str(path), f"a file with md5 {md5}", f"one with md5 {actual}, which is damaged; {help}", DataError)
     return content
 
 
-def read(path: Path, help: str) -> bytes:
-    """Return the content of a file.
-
-    Raises:
-        DataError: If the file can't be read.
-    """
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: can't be read ({error.strerror}); {help}") from error
-
-
-def unpickled(path: Path, content: bytes, help: str) -> dict[str, Any]:
-    """Return the dictionary in a pickle of plain containers and numpy arrays.
-
-    Args:
-        path: Path of the file, for the error message.
-        content: Content of the file.
-        help: Instructions for the error message.
-
-    Raises:
-        DataError: If the content is damaged, or contains anything else.
-    """
-    try:
-        loaded = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
-        if not isinstance(loaded, dict):
-            raise ValueError(f"expected a dictionary, got a {type(loaded).__name__}")
-        return {key.decode() if isinstance(key, bytes) else str(key): _plain(value) for key, value in loaded.items()}
-    except Exception as error:  # a damaged pickle can raise any exception
-        raise _unreadable(path, error, help) from error
-
-
-def unzipped(path: Path, content: bytes, help: str) -> dict[str, Any]:
-    """Return the arrays in an npz file after verifying its checksums. Arguments and errors as for :func:`unpickled`."""
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            # zipfile verifies the checksum of a member when it has read all of it, and np.load might read less.
-            members = {name.removesuffix(".npy"): archive.read(name) for name in archive.namelist()}
-        return {name: np.lib.format.read_array(io.BytesIO(member)) for name, member in members.items()}
-    except Exception as error:  # a damaged archive can raise many exceptions
-        raise _unreadable(path, error, help) from error
-
-
-def as_batch(path: Path, content: dict[str, Any], key: str, labels: range, help: str) -> Batch:
+def read_images(path: Path, key: str, labels: range, help: str, md5: str | None = None) -> Batch:
     """Return images and labels of a file.
 
     Args:
-        path: Path of the file, for the error message.
-        content: Arrays of the file by name. ``data`` are the images.
+        path: ``*.npz``, whose own checksums are verified; ``*.bin``, rows of two labels (of which the second is used) and an image;
+            or a pickle of a dictionary with the images as ``data``.
         key: Name of the labels.
         labels: Accepted labels. The result has labels 0, 1, ... instead.
-        help: Instructions for the error message.
+        help: Instructions for error messages.
+        md5: Expected md5, or None for any.
 
     Raises:
-        DataError: If an array is missing, or has another shape, type or range.
+        DataError: If the file can't be read or has another md5, or if an array is missing or has another shape, type or range.
     """
+    content = read(path, help, md5)
     try:
-        images, numbers = np.asarray(content["data"]), np.asarray(content[key])
-        if images.dtype != np.uint8 or images.ndim != 2 or images.shape[1] != IMAGE_BYTES or not len(images):
-            raise invalid("data", f"uint8[N, {IMAGE_BYTES}]", f"{images.dtype}{list(images.shape)}", DataError)
-        if numbers.dtype.kind not in "iu" or numbers.shape != (len(images),):
-            raise invalid(key, f"integers[{len(images)}]", f"{numbers.dtype}{list(numbers.shape)}", DataError)
-        if numbers.min() < labels.start or numbers.max() >= labels.stop:
-            expected, got = f"integers from {labels[0]} to {labels[-1]}", f"integers from {numbers.min()} to {numbers.max()}"
-            raise invalid(key, expected, got, DataError)
-    except (DataError, KeyError, ValueError) as error:
-        raise _unreadable(path, error, help) from error
+        if path.suffix == ".bin":
+            rows = np.frombuffer(content, np.uint8).reshape(-1, 2 + IMAGE_BYTES)
+            arrays = {"data": rows[:, 2:], key: rows[:, 1]}
+        else:
+            arrays = _unzipped(content) if path.suffix == ".npz" else unpickled(content)
+        images, numbers = np.asarray(arrays["data"]), np.asarray(arrays[key])
+        fits = images.dtype == np.uint8 and images.ndim == 2 and images.shape[1] == IMAGE_BYTES and len(images) > 0
+        require(fits, "data", f"uint8[N, {IMAGE_BYTES}]", f"{images.dtype}{list(images.shape)}", DataError)
+        fits = numbers.dtype.kind in "iu" and numbers.shape == (len(images),)
+        require(fits, key, f"integers[{len(images)}]", f"{numbers.dtype}{list(numbers.shape)}", DataError)
+        least, most = numbers.min(), numbers.max()
+        require(
+            bool(labels[0] <= least and most <= labels[-1]),
+            key,
+            f"integers from {labels[0]} to {labels[-1]}",
+            f"integers from {least} to {most}",
+            DataError,
+        )
+    except Exception as error:  # damaged content can raise any exception
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
+        raise DataError(f"{path}: can't be read as a file of images ({reason}); {help}") from error
     return images, numbers.astype(np.int64) - labels.start
+
+
+def unpickled(content: bytes) -> dict[str, Any]:
+    """Return the dictionary in a pickle of plain containers and numpy arrays. A pickle of anything else raises any exception."""
+    loaded = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
+    return {key.decode() if isinstance(key, bytes) else str(key): value for key, value in loaded.items()}
+
+
+def _unzipped(content: bytes) -> dict[str, Any]:
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        # zipfile verifies the checksum of a member when it has read all of it, and np.load might read less.
+        members = {name.removesuffix(".npy"): archive.read(name) for name in archive.namelist()}
+    return {name: np.lib.format.read_array(io.BytesIO(member)) for name, member in members.items()}
 
 
 def joined(batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
@@ -137,59 +122,19 @@ def joined(batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(images).view(-1, 3, 32, 32), torch.from_numpy(np.concatenate(numbers).astype(np.int16))
 
 
-def _unreadable(path: Path, error: Exception, help: str) -> DataError:
-    reason = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
-    return DataError(f"{path}: can't be read as a file of images ({reason}); {help}")
-
-
-class _Array:
-    """Description of a numpy array in a pickle. It is checked before numpy gets it, since a wrong one could crash numpy."""
-
-    def __init__(self, *arguments: object) -> None:
-        self.state: Any = None
-
-    def __setstate__(self, state: object) -> None:
-        self.state = state
-
-    def plain(self) -> NDArray[Any]:
-        _, shape, dtype, fortran, content = self.state
-        if not isinstance(dtype, _Dtype) or fortran or not isinstance(content, bytes):
-            raise ValueError("unsupported array format")
-        return np.frombuffer(content, dtype.plain()).reshape(shape)
-
-
-class _Dtype:
-    """Description of a numpy data type in a pickle."""
-
-    def __init__(self, code: str | bytes, *flags: object) -> None:
-        self.code, self.state = code, (0, "|")
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.state = state
-
-    def plain(self) -> np.dtype[Any]:
-        order, code = (part.decode() if isinstance(part, bytes) else part for part in (self.state[1], self.code))
-        if order not in ("<", ">", "|") or code not in ("u1", "u2", "i2", "i4", "i8", "f4", "f8"):
-            raise ValueError(f"unsupported array type {order}{code}")
-        return np.dtype(order + code)
-
-
+_RECONSTRUCT = np.empty(0).__reduce__()[0]
 _ALLOWED = {
-    ("numpy.core.multiarray", "_reconstruct"): _Array,
-    ("numpy._core.multiarray", "_reconstruct"): _Array,
-    ("numpy", "ndarray"): _Array,
-    ("numpy", "dtype"): _Dtype,
+    ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
+    ("numpy._core.multiarray", "_reconstruct"): _RECONSTRUCT,
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): lambda code, *flags: np.dtype(code),  # numpy warns of the integers that old pickles have as flags
 }
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Unpickler of plain containers and arrays only. Pickles can call any function, and a file with a given md5 can be forged."""
+    """Unpickler of plain containers and arrays only. Pickles can call any function."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"{module}.{name} is not allowed")
         return _ALLOWED[module, name]
-
-
-def _plain(value: object) -> object:
-    return value.plain() if isinstance(value, _Array) else value

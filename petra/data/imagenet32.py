@@ -6,7 +6,7 @@ from pathlib import Path
 
 from petra.data.arrays import array_dataset, channel_moments
 from petra.data.dataset import Dataset
-from petra.data.files import Batch, as_batch, folder_of, joined, read, read_checked, unpickled, unzipped
+from petra.data.files import Batch, folder_of, joined, read_images
 
 MD5 = {
     "train_data_batch_1": "6c4495e65cd24a8c3019857ef9b758ee",
@@ -50,6 +50,5 @@ def imagenet32(root: str | Path | None = None) -> Dataset:
 
 def _batch(folder: Path, name: str) -> Batch:
     path, zipped = folder / name, folder / f"{name}.npz"
-    if zipped.exists() and not path.exists():
-        return as_batch(zipped, unzipped(zipped, read(zipped, HELP), HELP), "labels", range(1, CLASSES + 1), HELP)
-    return as_batch(path, unpickled(path, read_checked(path, MD5[name], HELP), HELP), "labels", range(1, CLASSES + 1), HELP)
+    chosen, md5 = (zipped, None) if zipped.exists() and not path.exists() else (path, MD5[name])
+    return read_images(chosen, "labels", range(1, CLASSES + 1), HELP, md5)

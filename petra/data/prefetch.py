@@ -57,12 +57,7 @@ class Prefetcher(Generic[Result]):
             if m != self._next:
                 self._start(m)
             result = next(self._results)
-        except OSError as error:
-            raise DataError(
-                f"data.workers: {self._workers} worker processes can't be started ({error.strerror or error}); use fewer workers "
-                "or raise the limits of this shell (ulimit -n, ulimit -u)"
-            ) from error
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             raise self._named(error) from error
         self._next = m + 1
         if self._next == self._stop:
@@ -71,19 +66,20 @@ class Prefetcher(Generic[Result]):
             raise DataError(result)
         return result
 
-    def _named(self, error: RuntimeError) -> Exception:
+    def _named(self, error: OSError | RuntimeError) -> Exception:
         """Return the error to raise for an error of the loader."""
-        reason = first_line(error)
-        if reason.startswith("DataLoader worker"):
-            return DataError(
-                f"data.workers: a worker process died ({reason}), possibly because memory or shared memory (/dev/shm) "
-                "for the prepared microbatches was exhausted; use fewer workers or provide more memory"
-            )
-        if reason.startswith("DataLoader timed out"):
-            return DataError(f"data.workers: no worker process has prepared the microbatch within {self._patience:g} s")
-        if reason.startswith("Too many open files"):
-            return DataError(f"data.workers: too many open files with {self._workers} workers; use fewer or raise ulimit -n")
-        return error
+        workers, reason = self._workers, first_line(error)
+        reports = {
+            "DataLoader worker": f"a worker process died ({reason}), possibly because memory or shared memory (/dev/shm) for the "
+            "prepared microbatches was exhausted; use fewer workers or provide more memory",
+            "DataLoader timed out": f"no worker process has prepared the microbatch within {self._patience:g} s",
+            "Too many open files": f"too many open files with {workers} workers; use fewer or raise ulimit -n",
+        }
+        if isinstance(error, OSError):
+            limits = "use fewer workers or raise the limits of this shell (ulimit -n, ulimit -u)"
+            return DataError(f"data.workers: {workers} worker processes can't be started ({error.strerror or error}); {limits}")
+        found = next((text for start, text in reports.items() if reason.startswith(start)), None)
+        return error if found is None else DataError(f"data.workers: {found}")
 
     def _start(self, m: int) -> None:
         require_files(FILES_PER_WORKER * self._workers)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import lru_cache
 from numbers import Integral, Real
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,8 +19,7 @@ from petra.reversible import derive_seed
 from petra.specs import IGNORED
 
 _ORDER, _AUGMENTATION = 1, 2
-
-
+Read = TypeVar("Read")
 RECENT = 256
 """Number of microbatches whose targets are kept if they were read together with the inputs. More than are in flight at a time."""
 RECENT_DECODED = 2
@@ -56,11 +57,12 @@ class _Source(ABC):
         self._recent: OrderedDict[int, Tensor] = OrderedDict()
         self._reads_inputs = False
         self._newest_targets = -1
-        self._read = Prefetcher(self._inputs, workers, stop, timeout) if workers else self._inputs
-        self._read_both = Prefetcher(self._both, workers, stop, timeout) if workers else self._both
-        decoded = workers and split.decodes_targets
-        self._read_targets = Prefetcher(self._targets, workers, stop, timeout) if decoded else self._targets
-        self._read_again = Prefetcher(self._again, workers, stop, timeout) if workers else self._again
+
+        def ahead(read: Callable[[int], Read], workers: int = workers) -> Callable[[int], Read]:
+            return Prefetcher(read, workers, stop, timeout) if workers else read
+
+        self._read, self._read_both, self._read_again = ahead(self._inputs), ahead(self._both), ahead(self._again)
+        self._read_targets = ahead(self._targets, workers if split.decodes_targets else 0)
 
     @abstractmethod
     def _request(self, m: int) -> tuple[Tensor, int | None]:
@@ -191,7 +193,8 @@ class TrainSource(_Source):
 
 
 class EvalSource(_Source):
-    """Source of test data: the test samples in their order. The last microbatch is padded to ``batch_size``.
+    """Source of test data: the test samples in their order. The last microbatch is padded to ``batch_size`` with
+    the last sample, whose targets are -100.
 
     Args:
         dataset: Data set whose test split is read, or a split.
@@ -221,10 +224,6 @@ class EvalSource(_Source):
         self.bytes_per_target = dataset.bytes_per_target if isinstance(dataset, Dataset) else None
         self.unit = "images"
         self._batch_size = batch_size
-
-    def inputs(self, m: int) -> Tensor:
-        """Return the inputs of microbatch ``m``, as :meth:`TrainSource.inputs`. Padding rows repeat the last sample."""
-        return super().inputs(m)
 
     def targets(self, m: int) -> Tensor:
         """Return the targets of microbatch ``m``, -100 in padding rows."""

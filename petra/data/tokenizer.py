@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import chain, islice
 from math import nextafter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -155,20 +155,17 @@ class _Part:
     folder: Path
     name: str
     dtype: np.dtype[Any]
-    documents: int = 0
-    tokens: int = 0
-    bytes: int = 0
-    _pending: list[np.ndarray[Any, Any]] = field(default_factory=list)
-    _count: int = 0
-    _files: list[Path] = field(default_factory=list)
+    facts: dict[str, int] = field(default_factory=lambda: {"documents": 0, "tokens": 0, "bytes": 0})
+    _pending: list[NDArray[Any]] = field(default_factory=list)
+    _files: int = 0
+    _written: int = 0
 
     def add(self, ids: Sequence[int], text: str) -> None:
         """Append a document."""
-        self.documents, self.tokens = self.documents + 1, self.tokens + len(ids)
-        self.bytes += len(text.encode())
+        for key, count in (("documents", 1), ("tokens", len(ids)), ("bytes", len(text.encode()))):
+            self.facts[key] += count
         self._pending.append(np.array(ids, self.dtype))
-        self._count += len(ids)
-        if self._count >= SHARD_TOKENS:
+        if self.facts["tokens"] - self._written >= SHARD_TOKENS:
             self.flush()
 
     def flush(self) -> None:
@@ -179,18 +176,8 @@ class _Part:
         magic, version = next((magic, version) for magic, (version, dtype) in FORMATS.items() if dtype == self.dtype)
         header = np.zeros(HEADER_BYTES // 4, "<i4")
         header[:3] = magic, version, len(content)
-        self._files.append(self.folder / f"{self.name}_{len(self._files):06}.bin")
-        self._files[-1].write_bytes(header.tobytes() + content.tobytes())
-        self._pending, self._count = [], 0
-
-    def remove(self) -> None:
-        """Remove the files that were written."""
-        for path in self._files:
-            path.unlink(missing_ok=True)
-
-    def facts(self) -> dict[str, int]:
-        """Return the number of documents, tokens and bytes."""
-        return {"documents": self.documents, "tokens": self.tokens, "bytes": self.bytes}
+        (self.folder / f"{self.name}_{self._files:06}.bin").write_bytes(header.tobytes() + content.tobytes())
+        self._files, self._written, self._pending = self._files + 1, self.facts["tokens"], []
 
 
 @dataclass(frozen=True)
@@ -302,38 +289,29 @@ def write_tokens(
         raise invalid("--vocabulary", f"a vocabulary with the token {DELIMITER}", "one without it")
     classes = tokenizer.get_vocab_size()
     dtype = np.dtype("<u2" if classes <= 2**16 else "<u4")
-    writers = {part: _Part(folder, part, dtype) for part in PARTS if part in ("train", *division.bounds, *held_out)}
     require_no_tokens(folder)
+    pieces = (piece for text in texts for piece in division.pieces(text))
+    others = ((part, text) for part, found in held_out.items() for text in found)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _removed_on_error(writers.values()):
-            pieces = (piece for text in texts for piece in division.pieces(text))
-            others = ((part, text) for part, found in held_out.items() for text in found)
+        with TemporaryDirectory(dir=folder) as name:
+            drafts = Path(name)
+            writers = {part: _Part(drafts, part, dtype) for part in PARTS if part in ("train", *division.bounds, *held_out)}
             for part, text, ids in _encoded(chain(pieces, others), tokenizer):
                 writers[part].add([delimiter, *ids], text)
             for part, writer in writers.items():
-                require(
-                    writer.documents > 0, OPTIONS.get(part, "text files"), f"at least one document for {part}", "none", DataError
-                )
+                expected, count = f"at least one document for {part}", writer.facts["documents"]
+                require(count > 0, OPTIONS.get(part, "text files"), expected, "none", DataError)
                 writer.flush()
             vocabulary = {"classes": classes, "delimiter": delimiter, "vocabulary": fingerprint(tokenizer)}
-            facts = vocabulary | {part: writer.facts() for part, writer in writers.items()}
-            tokenizer.save(str(folder / VOCABULARY))
-            (folder / CORPUS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+            facts = vocabulary | {part: writer.facts for part, writer in writers.items()}
+            tokenizer.save(str(drafts / VOCABULARY))
+            (drafts / CORPUS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+            for path in drafts.iterdir():
+                path.replace(folder / path.name)
     except OSError as error:
         raise DataError(f"{folder}: can't be written ({error.strerror})") from error
     return facts
-
-
-@contextmanager
-def _removed_on_error(writers: Iterable[_Part]) -> Iterator[None]:
-    """Remove the files of the writers if the context ends with an error."""
-    try:
-        yield
-    except BaseException:
-        for writer in writers:
-            writer.remove()
-        raise
 
 
 def _encoded(pieces: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> Iterator[tuple[str, str, list[int]]]:

@@ -245,8 +245,9 @@ def _stem(
     within = delimiter is None or 0 <= delimiter < classes
     require(within, "model.delimiter", f"null or a token from 0 to {classes - 1}", delimiter)
     require(0 < std < math.inf, "model.embedding_std", "a number > 0", std)
-    kind = {"learned": positions == "learned", "copies": copies, "rest": rest}
-    return partial(TokenStem, classes, size, options.dim, options.dropout, **kind, delimiter=delimiter, std=std)
+    learned, dropout = positions == "learned", options.dropout
+    kind = partial(TokenStem, learned=learned, copies=copies, rest=rest, delimiter=delimiter, std=std)
+    return partial(kind, classes, size, options.dim, dropout)
 
 
 def _coupled(options: LayerOptions, coupling: str, step: float) -> ReversibleBlock:
