@@ -62,43 +62,38 @@ def same(found: list[tuple[Tensor, Tensor]], expected: list[tuple[Tensor, Tensor
     return all(torch.equal(a, b) for x, y in zip(found, expected, strict=True) for a, b in zip(x, y, strict=True))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_microbatches_are_those_of_petras_own_data_sets(workers: int) -> None:
-    numbers = range(12)  # two and a half epochs
-    split = from_dataset(Rows())
-    assert same(read(TrainSource(split, 5, 3, workers=workers), numbers), read(TrainSource(own(), 5, 3), numbers))
-    assert same(read(EvalSource(split, 5, workers=workers), range(5)), read(EvalSource(own(), 5), range(5)))
+def test_microbatches_are_those_of_petras_own_data_sets() -> None:
+    """Each sample is read once for inputs and targets, also if the last stage reads later than the first."""
+    rows, numbers = Rows(), range(12)  # two and a half epochs
+    split = from_dataset(rows)
+    expected = read(TrainSource(own(), 5, 3), numbers)
+    for workers in (0, 2):
+        assert same(read(TrainSource(split, 5, 3, workers=workers), numbers), expected)
+    assert same(read(EvalSource(split, 5), range(5)), read(EvalSource(own(), 5), range(5)))
     assert EvalSource(split, 5).targets(4).tolist() == [0, 1, 2, -100, -100]
-
-
-def test_a_sample_is_read_once_for_inputs_and_targets() -> None:
-    rows = Rows()
-    source = TrainSource(from_dataset(rows), 4, seed=0)
     rows.read.clear()
-    late = [source.inputs(m) for m in range(5)]
-    targets = [source.targets(m) for m in range(5)]  # the last stage reads later than the first
-    assert sorted(rows.read) == sorted(set(rows.read))
-    assert len(rows.read) == 20
-    assert torch.equal(torch.cat(late)[:, 0] / 3 % 5, torch.cat(targets).float())
+    source = TrainSource(split, 5, 3)
+    late = [source.inputs(m) for m in range(4)]
+    assert same(list(zip(late, [source.targets(m) for m in range(4)], strict=True)), expected[:4])
+    assert len(rows.read) == len(set(rows.read)) == 20
 
 
-def test_targets_that_are_not_kept_any_more_are_read_again() -> None:
-    source = TrainSource(from_dataset(Rows(noise=True)), 1, seed=0)
-    first = source.inputs(0), source.targets(0)
-    for m in range(1, 300):
-        source.inputs(m)
-    assert torch.equal(source.targets(0), first[1])
-    assert torch.equal(source.inputs(0), first[0])
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_random_samples_depend_on_seed_and_microbatch_only(workers: int) -> None:
+def test_random_samples_depend_on_seed_and_microbatch_only() -> None:
+    """With workers, when targets are read again that are not kept any more, and in the processes of first and last stage."""
     split = from_dataset(Rows(noise=True))
-    reference = read(TrainSource(split, 4, 1), range(8))
+    plain = TrainSource(split, 4, 1)
+    reference = read(plain, range(8))
     state = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    assert same(read(TrainSource(split, 4, 1, workers=workers), range(5, 8)), reference[5:]), "resumed within an epoch"
+    for workers in (0, 2):
+        assert same(read(TrainSource(split, 4, 1, workers=workers), range(5, 8)), reference[5:]), "resumed within an epoch"
     assert torch.equal(state[0], torch.get_rng_state()), "training's own random numbers are unchanged"
     assert state[1:] == (random.getstate(), np.random.get_state()[1].tolist())
+    first = TrainSource(split.part(inputs=True, targets=False), 4, 1, workers=1)
+    last = TrainSource(split.part(inputs=False, targets=True), 4, 1, workers=1)
+    assert same([(first.inputs(m), last.targets(m)) for m in range(7)], reference[:7])
+    for m in range(8, 300):
+        plain.inputs(m)
+    assert same([(plain.inputs(0), plain.targets(1))], [(reference[0][0], reference[1][1])])
     assert not torch.equal(TrainSource(split, 4, 2).inputs(0), reference[0][0])
     fixed = TrainSource(split, COUNT, 1, augment=False)
     epochs = [fixed.inputs(m)[fixed.inputs(m)[:, 0].argsort()] for m in (0, 1)]
@@ -116,15 +111,6 @@ def test_replicas_read_their_rows() -> None:
         for part in (split, split.part(inputs=True, targets=False)):
             assert torch.equal(TrainSource(part, 6, 0, share=share).inputs(2), whole.inputs(2)[share])
         assert torch.equal(TrainSource(split, 6, 0, share=share).targets(2), whole.targets(2))
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_the_processes_of_the_first_and_the_last_stage_read_their_part(workers: int) -> None:
-    split = from_dataset(Rows(noise=True))
-    first = TrainSource(split.part(inputs=True, targets=False), 4, 0, workers=workers)
-    last = TrainSource(split.part(inputs=False, targets=True), 4, 0, workers=workers)
-    expected = read(TrainSource(split, 4, 0), range(7))
-    assert same([(first.inputs(m), last.targets(m)) for m in range(7)], expected)
 
 
 class Words(IterableDataset[int]):
@@ -177,19 +163,13 @@ def test_wrong_data_sets_are_one_clear_error(make: Callable[[], Any], message: s
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_samples_that_cannot_be_read_are_named(workers: int) -> None:
-    source = EvalSource(from_dataset(Broken()), 4, workers=workers)
-    source.inputs(0)
-    with pytest.raises(DataError, match=r"dataset: sample 7 can't be read \(FileNotFoundError: no such file: 7.jpg\)"):
-        source.inputs(1)
+def test_samples_that_cannot_be_read_are_named() -> None:
+    split = from_dataset(Broken())
+    for workers in (0, 1):
+        with pytest.raises(DataError, match=r"dataset: sample 7 can't be read \(FileNotFoundError: no such file: 7.jpg\)"):
+            EvalSource(split, 4, workers=workers).inputs(1)
     with pytest.raises(DataError, match=r"collate: failed for samples 8, 9, 10, 11 \(RuntimeError: stack expects each tensor"):
-        EvalSource(from_dataset(Broken()), 4, workers=workers).inputs(2)
-
-
-def test_continuous_targets_are_evaluated_in_whole_microbatches() -> None:
-    source = EvalSource(from_dataset(TensorDataset(INPUTS, INPUTS)), 1)
-    assert torch.equal(source.targets(22), INPUTS[22:])
+        EvalSource(split, 4).inputs(2)
 
 
 def test_hugging_face_data_sets() -> None:
@@ -199,10 +179,8 @@ def test_hugging_face_data_sets() -> None:
     def collate(samples: list[Any]) -> tuple[Tensor, Tensor]:
         return torch.stack([row["x"] for row in samples]), torch.stack([row["label"] for row in samples])
 
-    numbers = range(6)
-    expected = read(TrainSource(own(), 5, 3), numbers)
-    for workers in (0, 1):
-        assert same(read(TrainSource(from_dataset(rows, collate), 5, 3, workers=workers), numbers), expected)
+    found = read(TrainSource(from_dataset(rows, collate), 5, 3, workers=1), range(6))
+    assert same(found, read(TrainSource(own(), 5, 3), range(6)))
 
 
 def test_a_run_resumes_within_an_epoch(tmp_path: Path) -> None:
@@ -228,23 +206,22 @@ def test_a_run_resumes_within_an_epoch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool])
 def test_padding_is_ignored_for_integers_of_any_type(dtype: torch.dtype) -> None:
-    """Numbers that can't be -100, such as bytes, become int64."""
+    """Numbers that can't be -100, such as bytes, become int64: 156 is -100 modulo 256."""
     labels = (TARGETS % 2).to(dtype)
     source = EvalSource(from_dataset(TensorDataset(INPUTS, labels)), batch_size=10)
     targets = [source.targets(m) for m in range(source.batches)]
     assert [int(count_targets(t)) for t in targets] == [10, 10, 3]
     assert torch.equal(torch.cat(targets)[:COUNT], labels.long())
+    assert int(count_targets(torch.tensor([156, 1], dtype=torch.uint8))) == 2
+    assert int(count_targets(torch.tensor([-100, 1], dtype=torch.int16))) == 1
 
 
-def test_targets_that_are_not_contiguous_are_padded() -> None:
+def test_targets_of_other_forms() -> None:
+    """Continuous ones are evaluated in whole microbatches; those that are not contiguous are padded."""
+
     def collate(rows: list[Any]) -> tuple[Tensor, Tensor]:
         return torch.stack([x for x, _ in rows]), torch.stack([torch.stack([t, t]) for _, t in rows], 1).t()
 
+    assert torch.equal(EvalSource(from_dataset(TensorDataset(INPUTS, INPUTS)), 1).targets(22), INPUTS[22:])
     source = EvalSource(from_dataset(Rows(), collate), batch_size=10)
     assert (source.targets(2) == IGNORED).sum() == 14
-
-
-def test_bytes_are_never_ignored() -> None:
-    """156 is -100 modulo 256."""
-    assert int(count_targets(torch.tensor([156, 1], dtype=torch.uint8))) == 2
-    assert int(count_targets(torch.tensor([-100, 1], dtype=torch.int16))) == 1

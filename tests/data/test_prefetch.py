@@ -9,6 +9,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -25,155 +26,98 @@ def doubled(m: int) -> torch.Tensor:
     return torch.tensor([2 * m, os.getpid()])
 
 
-def test_numbers_come_in_order_from_other_processes() -> None:
-    prefetch = Prefetcher(doubled, workers=2)
-    for m in (0, 1, 2, 3, 4, 100, 101, 7, 8, 8):  # jumps and repetitions restart the workers
+def test_numbers_come_in_order_from_other_processes(tmp_path: Path) -> None:
+    """As many as the factor says are prepared in advance. Jumps and repetitions restart the workers."""
+
+    def recorded(m: int) -> torch.Tensor:
+        (tmp_path / str(m)).touch()
+        return doubled(m)
+
+    prefetch = Prefetcher(recorded, workers=2)
+    prefetch(0)
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.iterdir())) < 1 + 2 * PREFETCH_FACTOR and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert {int(path.name) for path in tmp_path.iterdir()} == set(range(1 + 2 * PREFETCH_FACTOR))
+    for m in (1, 2, 100, 101, 7, 7):
         found, process = prefetch(m).tolist()
         assert found == 2 * m
         assert process != os.getpid()
 
 
-def test_any_timeout_is_accepted() -> None:
-    """The loader refuses more than 2^31 ms."""
-    try:
-        found = Prefetcher(doubled, workers=1, stop=1, timeout=1e7)(0)[0].item()
-    except OverflowError as error:
-        found = repr(error)
-    assert found == 0
-
-
-def test_number_of_prefetched_results_is_limited(tmp_path: Path) -> None:
-    def recorded(m: int) -> torch.Tensor:
-        (tmp_path / str(m)).touch()
-        return torch.tensor(m)
-
-    prefetch = Prefetcher(recorded, workers=2)
-    prefetch(0)
-    deadline = time.monotonic() + 10
-    while len(list(tmp_path.iterdir())) < 1 + 2 * PREFETCH_FACTOR and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.1)
-    assert {int(path.name) for path in tmp_path.iterdir()} == set(range(1 + 2 * PREFETCH_FACTOR))
-
-
 def test_workers_exit_after_the_last_number() -> None:
-    prefetch = Prefetcher(doubled, workers=2, stop=3)
+    """The loader refuses a timeout of more than 2^31 ms; any is accepted here."""
+    prefetch = Prefetcher(doubled, workers=2, stop=3, timeout=1e7)
     for _ in range(2):
         assert [prefetch(m)[0].item() for m in range(3)] == [0, 2, 4]
         assert not multiprocessing.active_children()
 
 
 def test_microbatches_are_the_same_with_workers(tmp_path: Path) -> None:
+    """And a damaged file is reported as without workers."""
     write_image_folders(tmp_path)
     data = load_dataset("imagenet", root=tmp_path, size=12)
-    for plain, prefetched in (
-        (TrainSource(data, 5, seed=2), TrainSource(data, 5, seed=2, workers=2)),
-        (EvalSource(data, 4), EvalSource(data, 4, workers=2)),
-    ):
-        for m in (0, 1, 0, 1):
-            assert torch.equal(plain.inputs(m), prefetched.inputs(m))
-            assert torch.equal(plain.targets(m), prefetched.targets(m))
-
-
-def test_damaged_file_is_reported_as_without_workers(tmp_path: Path) -> None:
-    write_image_folders(tmp_path)
-    (tmp_path / "val" / "n01" / "0.JPEG").write_bytes(b"no image")
-    source = EvalSource(load_dataset("imagenet", root=tmp_path, size=12), 2, workers=1)
-    assert source.inputs(0).shape == (2, 3, 12, 12)
+    plain, prefetched = TrainSource(data, 5, seed=2), TrainSource(data, 5, seed=2, workers=2)
+    for m in (0, 1, 0):
+        assert torch.equal(plain.inputs(m), prefetched.inputs(m))
+        assert torch.equal(plain.targets(m), prefetched.targets(m))
+    source, tests = EvalSource(data, 2, workers=1), EvalSource(data, 2)
+    assert torch.equal(source.inputs(0), tests.inputs(0))
+    (tmp_path / "val" / "n02" / "0.JPEG").write_bytes(b"no image")
     with pytest.raises(DataError) as error:
-        source.inputs(1)
-    assert str(error.value).startswith(f"{tmp_path}/val/n01/0.JPEG: can't be read")
+        [source.inputs(m) for m in (0, 1, 2)]
+    assert str(error.value).startswith(f"{tmp_path}/val/n02/0.JPEG: can't be read")
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_worker_that_dies_is_reported() -> None:
-    def dies(m: int) -> torch.Tensor:
-        if m == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return torch.tensor(m)
-
-    prefetch = Prefetcher(dies, workers=1)
-    with pytest.raises(DataError, match=r"data\.workers: a worker process died \(DataLoader worker .*/dev/shm"):
-        sum(prefetch(m) for m in range(3))
+def dies(m: int) -> torch.Tensor:
+    if m == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return torch.tensor(m)
 
 
-def test_full_shared_memory_is_reported() -> None:
-    """A limit on the size of files stands for a full /dev/shm: both make the allocation of shared memory fail."""
-
-    def limited(m: int) -> torch.Tensor:
-        if m == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
-        return torch.zeros(1000)
-
-    prefetch = Prefetcher(limited, workers=1, timeout=20)
-    prefetch(0)
-    with pytest.raises(DataError, match=r"data\.workers: no room in shared memory \(/dev/shm\) .*--shm-size") as error:
-        prefetch(1)
-    assert len(str(error.value).splitlines()) == 1
+def limited(m: int) -> torch.Tensor:
+    """Fail to allocate: a limit on the size of files stands for a full /dev/shm."""
+    if m == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    return torch.zeros(1000)
 
 
-def test_worker_that_does_not_answer_is_reported() -> None:
-    def sleeps(m: int) -> torch.Tensor:
-        time.sleep(m * 60)
-        return torch.zeros(1)
+def sleeps(m: int) -> torch.Tensor:
+    time.sleep(m * 60)
+    return torch.zeros(1)
 
-    prefetch = Prefetcher(sleeps, workers=1, timeout=1)
-    prefetch(0)
-    with pytest.raises(DataError, match=r"data\.workers: no worker process has prepared the microbatch within 1 s"):
-        prefetch(1)
+
+def wrong(m: int) -> torch.Tensor:
+    if m == 1:
+        raise RuntimeError("a programming error")
+    return torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "message"),
+    [
+        (dies, DataError, r"data\.workers: a worker process died \(DataLoader worker .*/dev/shm"),
+        (limited, DataError, r"data\.workers: no room in shared memory \(/dev/shm\) .*--shm-size"),
+        (sleeps, DataError, r"data\.workers: no worker process has prepared the microbatch within 3 s"),
+        (wrong, RuntimeError, "a programming error"),
+    ],
+)
+def test_a_worker_that_fails_is_reported(function: Callable[[int], torch.Tensor], kind: type[Exception], message: str) -> None:
+    prefetch = Prefetcher(function, workers=1, timeout=3 if function is sleeps else 60)
+    with pytest.raises(kind, match=message) as error:
+        [prefetch(m) for m in (0, 1)]
+    assert kind is RuntimeError or len(str(error.value).splitlines()) == 1
 
 
 def _few_files(sender: Connection) -> None:
     limit = len(os.listdir("/proc/self/fd")) + 12
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     try:
-        prefetch = Prefetcher(doubled, workers=8)
-        for m in range(40):
-            prefetch(m)
+        Prefetcher(doubled, workers=8)(0)
     except DataError as error:
         sender.send(str(error))
-
-
-@pytest.mark.processes
-def test_too_many_open_files_are_reported(capfd: pytest.CaptureFixture[str]) -> None:
-    context = multiprocessing.get_context("forkserver")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_few_files, args=(sender,))
-    process.start()
-    sender.close()
-    assert receiver.poll(60)
-    assert re.fullmatch(r"data\.workers: 8 worker processes can't be started \(Too many open files\); .*", receiver.recv())
-    process.join(20)
-    assert process.exitcode == 0
-    assert not capfd.readouterr().err
-
-
-def test_other_errors_are_not_reported_as_a_dead_worker() -> None:
-    def wrong(m: int) -> torch.Tensor:
-        raise RuntimeError("a programming error")
-
-    with pytest.raises(RuntimeError, match="a programming error"):
-        Prefetcher(wrong, workers=1)(0)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("end", ["killed", "error"])
-def test_no_worker_outlives_its_parent(end: str) -> None:
-    context = multiprocessing.get_context("forkserver")
-    receiver, sender = context.Pipe(duplex=False)
-    parent = context.Process(target=_prefetching, args=(sender, end))
-    parent.start()
-    assert receiver.poll(60)
-    workers = receiver.recv()
-    assert len(workers) == 2
-    if end == "killed":
-        parent.kill()
-    parent.join(timeout=30)
-    assert parent.exitcode == (-signal.SIGKILL if end == "killed" else 2)
-    deadline = time.monotonic() + 20  # a worker checks its parent every 5 s
-    while any(_alive(pid) for pid in workers) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(_alive(pid) for pid in workers)
 
 
 def _prefetching(sender: Connection, end: str) -> None:
@@ -183,6 +127,39 @@ def _prefetching(sender: Connection, end: str) -> None:
     if end == "error":
         sys.exit(2)
     time.sleep(60)
+
+
+def started(function: Callable[..., None], *arguments: str) -> tuple[multiprocessing.Process, object]:
+    """Fork a process, and return it with the first object that it sends."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=function, args=(sender, *arguments))
+    process.start()
+    sender.close()
+    assert receiver.poll(120)
+    return process, receiver.recv()
+
+
+def test_too_many_open_files_are_reported(capfd: pytest.CaptureFixture[str]) -> None:
+    process, message = started(_few_files)
+    assert re.fullmatch(r"data\.workers: 8 worker processes can't be started \(Too many open files\); .*", message)
+    process.join(60)
+    assert process.exitcode == 0
+    assert not capfd.readouterr().err
+
+
+@pytest.mark.parametrize("end", ["killed", "error"])
+def test_no_worker_outlives_its_parent(end: str) -> None:
+    parent, workers = started(_prefetching, end)
+    assert len(workers) == 2
+    if end == "killed":
+        parent.kill()
+    parent.join(timeout=60)
+    assert parent.exitcode == (-signal.SIGKILL if end == "killed" else 2)
+    deadline = time.monotonic() + 60  # a worker checks its parent every 5 s
+    while any(_alive(pid) for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(_alive(pid) for pid in workers)
 
 
 def _alive(pid: int) -> bool:
