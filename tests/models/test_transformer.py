@@ -213,15 +213,16 @@ def gradients(name: str, method: str | Method, k: int, dropout: float = 0.0, see
     }
 
 
-CROSSED = {f"d={d} {keep} {w}": Method("x", d, keep, w) for d in (0, 1, 2) for keep in STORABLE for w in Weights}
+CROSSED = [Method("x", d, keep, w) for d in (0, 1, 2) for keep in STORABLE for w in Weights]
 
 
-@pytest.mark.parametrize("method", [*METHODS, *CROSSED])
-@pytest.mark.parametrize("name", NETS)
-def test_frozen_weights_give_the_plain_gradient(name: str, method: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "method"), [(list(NETS)[i % 2], method) for i, method in enumerate([*METHODS, *CROSSED])], ids=str
+)
+def test_frozen_weights_give_the_plain_gradient(name: str, method: str | Method) -> None:
     build, data = NETS[name]
     k = 3
-    found = gradients(name, CROSSED.get(method, method), k)
+    found = gradients(name, method, k)
     plain = double(build()).build(3)
     for m in range(k):
         F.cross_entropy(plain(data.inputs(m)), data.targets(m)).backward()
