@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 PROGRAMS = {
     "emulated": "-m pytest -q tests/emulated",
     "delays": "-m stress.emulated_seeds 300",
+    "faults": "-m stress.faults --count 40",
     "mutants": "-m tests.emulated.mutants",
     "kills": "-m stress.kill_many --kills 100 --torchrun 5",
     "agents": "-m stress.kill_many --kills 0 --torchrun 5 --agents 2",

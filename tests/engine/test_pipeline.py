@@ -1,5 +1,6 @@
 import copy
 from functools import cache
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from petra.models import MODELS
 from petra.settings import Numerics, Runtime
 from petra.staleness import Prediction, Remedy
 from tests.support.nets import RandomSource, mixed_net, train_plainly
+from tests.support.pairs import all_pairs
 
 
 def sgd(module: nn.Module) -> torch.optim.SGD:
@@ -34,12 +36,12 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
 
 
 def variants() -> dict[str, Method]:
-    """All switches crossed, beside the named methods."""
+    """The named methods, and all pairs of switches."""
     made = dict(METHODS)
-    for delay in (0, 1, 2, (3, 0, 1, 2, 1)):
-        for keep in STORABLE:
-            for weights in Weights if delay != 2 else (Weights.CURRENT, Weights.STASHED):
-                made[f"d={delay} {keep} {weights}"] = Method("x", delay, keep, weights)
+    for delay, keep, weights in all_pairs((0, 1, 2, (3, 0, 1, 2, 1)), STORABLE, list(Weights)):
+        if (delay, weights) == (2, Weights.DOUBLE):  # seven microbatches are too few for two versions
+            weights = Weights.STASHED
+        made[f"d={delay} {keep} {weights}"] = Method("x", delay, keep, weights)
     for keep in STORABLE:
         made[f"flush {keep}"] = Method("x", 1, keep, flush=True)
         made[f"fill {keep}"] = Method("x", 0, keep, flush=True, fill=True)
@@ -103,14 +105,10 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("stages", [None, 2, 1])
-@pytest.mark.parametrize("k", [1, 3])
-def test_without_staleness_training_is_plain_training(name: str, stages: int | None, k: int) -> None:
+@pytest.mark.parametrize(("name", "shape"), [*zip(EXACT, cycle(product([None, 2, 1], [1, 3])), strict=False)])
+def test_without_staleness_training_is_plain_training(name: str, shape: tuple[int | None, int]) -> None:
     """Invariant 3, over two calls that k does not divide: a partial accumulation is carried over."""
-    method = EXACT[name]
-    if stages is not None and isinstance(method.delay, tuple):
-        pytest.skip("delays are given for six stages")
+    method, (stages, k) = EXACT[name], shape
     model, data = mixed_net(), RandomSource()
     pipeline = Pipeline(model, data.spec, method=method, k=k, stages=stages, optimizer=sgd, seed=3)
     results = [pipeline.train(data, 4), pipeline.train(data, 7)]
@@ -133,7 +131,7 @@ def test_one_stage_is_plain_training(delay: int) -> None:
 
 
 NETWORKS = {
-    **{name: {"width": 1 / 32} for name in ("resnet34", "resnet50", "revnet34", "revnet50", "revnet104")},
+    **{name: {"width": 1 / 32} for name in ("resnet34", "resnet50", "revnet34", "revnet50")},
     "revnet50 convolution": {"width": 1 / 32, "downsampling": "convolution"},
     "resnet32": {"width": 1 / 16},
     "resnet164": {"width": 1 / 16},
@@ -142,15 +140,16 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("method", ["petra", "backprop", "reversible"])
 @pytest.mark.parametrize("network", NETWORKS)
-def test_every_kind_of_network_gives_its_plain_gradient(network: str, method: str) -> None:
+def test_every_kind_of_network_gives_its_plain_gradient(network: str) -> None:
     """Cut down to the first two blocks of each layer: the rest are of the same kinds."""
     model = MODELS[network.split()[0]](classes=5, **NETWORKS[network])
     kept = [b for b in model.blocks if b.name in ("stem", "head") or b.name.endswith(("_0", "_1"))]
     double = Model(network, tuple(BlockSpec(b.name, lambda build=b.build: build().double()) for b in kept))
     data = RandomSource(batch=2, size=32)
-    pipeline = Pipeline(double, data.spec, method=method, k=2, optimizer=Recorder, seed=3)
+    pipeline = Pipeline(double, data.spec, k=2, optimizer=Recorder, seed=3)
+    assert len(kept) > 6, "no blocks between stem and head"
+    assert ("rev" in network) == any(Keep.NOTHING in stage.keeps for stage in pipeline.plan.stages)
     pipeline.train(data, 2)
     plain = double.build(3)
     for m in range(2):
@@ -160,12 +159,11 @@ def test_every_kind_of_network_gives_its_plain_gradient(network: str, method: st
         torch.testing.assert_close(g, p.grad, rtol=1e-7, atol=1e-9, msg=lambda text, key=key: f"{key}: {text}")
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_stages_of_a_round_in_threads_give_the_same_bits(method: str, dropout: float) -> None:
+@pytest.mark.parametrize("method", ["petra", "backprop", "1f1b", "gpipe", "pipedream_2bw"])
+def test_stages_of_a_round_in_threads_give_the_same_bits(method: str) -> None:
     states = []
     for concurrency in (1, 3):
-        model, data = mixed_net(dropout=dropout), RandomSource()
+        model, data = mixed_net(dropout=0.3), RandomSource()
         pipeline = Pipeline(model, data.spec, method=method, k=5, optimizer=sgd, seed=4, runtime=Runtime(concurrency=concurrency))
         results = [pipeline.train(data, 12), pipeline.evaluate(data, 3)]
         states.append((pipeline.state_dict(), results))
@@ -314,7 +312,7 @@ def test_data_of_another_form_is_refused() -> None:
         pipeline.train(RandomSource(batch=1), 2)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["petra", "backprop", "delayed", "gpipe"])
 def test_a_first_block_that_writes_into_the_data_is_refused(method: str) -> None:
     class Scaling(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

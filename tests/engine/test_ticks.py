@@ -17,6 +17,7 @@ from petra.method import STORABLE
 from petra.reversible import Coupling, TwoFunctionCoupling
 from petra.staleness import Prediction, Remedy
 from tests.support.nets import RandomSource, mixed_net
+from tests.support.pairs import all_pairs
 
 RATE, MOMENTUM, DECAY, MICROBATCHES = 0.05, 0.9, 1e-3, 15
 EPSILON = 1e-3  # of Adam, far above the rounding noise in gradients that are zero
@@ -331,9 +332,7 @@ def reference(model: Model, method: Method, k: int, cut: list[int], remedy: Reme
     return stages
 
 
-@pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize("d", [1, 2])
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(("k", "d", "cut"), all_pairs([1, 2, 3], [1, 2], [*CUTS]))
 def test_petra_equals_the_tick_equations(k: int, d: int, cut: str) -> None:
     require_equal(Method("petra", d, Keep.NOTHING), k, cut)
 
