@@ -1,199 +1,138 @@
-"""Planted faults: each is put into a copy of the code in memory, and the emulation must catch it.
+"""Planted faults of programs for GPUs: each replaces a function of petra or torch, and the emulation must catch it.
 
-``python -m tests.emulated.mutants``
+``python -m tests.emulated.mutants``. Faults of other kinds: ``python -m stress.faults``.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.machinery
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
+
+from petra.engine.endpoints import Objective
+from petra.engine.options.replicas import AllReduces
+from petra.engine.options.staging import Staging
+from petra.engine.worker import Worker
+from petra.transport.lockstep import LockstepPort
+from tests.emulated import runs
 from tests.emulated.device import Options
+from tests.emulated.processes import Ended, run, start
+from tests.emulated.test_training import SETTINGS, excess
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """A fault in one module.
+class Unwaited:
+    """A handle whose ``wait`` does nothing."""
 
-    Attributes:
-        kind: Kind of the fault.
-        module: Name of the module.
-        changes: Replaced parts of its source, each of which must occur.
-        scenario: Key of :data:`SCENARIOS`, the run that must fail.
-    """
+    def __init__(self, work: Any) -> None:
+        self.work = work
 
-    kind: str
-    module: str
-    changes: Mapping[str, str]
+    def wait(self) -> None:
+        """Return at once."""
+
+
+def replace(owner: Any, name: str, change: Callable[[Any], Any]) -> Callable[[], None]:
+    """Return a function that replaces a member of a class or module by ``change`` of it."""
+    return lambda: setattr(owner, name, change(getattr(owner, name)))
+
+
+def unwaited(operation: Any) -> Any:
+    return lambda *arguments, **named: Unwaited(operation(*arguments, **named))
+
+
+def unwaited_port(add_posted: Any) -> Any:
+    return lambda port, work, buffer: add_posted(port, Unwaited(work), buffer)
+
+
+def one_group(new_group: Any) -> Any:
+    groups: dict[tuple[int, ...], Any] = {}
+
+    def made(ranks: list[int], **settings: Any) -> Any:
+        if tuple(ranks) not in groups:
+            groups[tuple(ranks)] = new_group(ranks, **settings)
+        return groups[tuple(ranks)]
+
+    return made
+
+
+def late_and_reversed() -> None:
+    """The second replica starts its all-reduces at the end, and in the reverse order."""
+    start_one, finish, late = AllReduces.start, AllReduces.finish, list[torch.Tensor]()
+
+    def start_late(self: AllReduces, tensor: torch.Tensor) -> None:
+        late.insert(0, tensor) if dist.get_rank(self._group) else start_one(self, tensor)
+
+    def finish_late(self: AllReduces) -> float:
+        for tensor in late:
+            start_one(self, tensor)
+        late.clear()
+        return finish(self)
+
+    AllReduces.start, AllReduces.finish = start_late, finish_late  # type: ignore[method-assign]
+
+
+def on_the_host(start_run: Any) -> Any:
+    def started(self: Any, data: Any, *arguments: Any, **named: Any) -> None:
+        start_run(self, data, *arguments, **named)
+        self._read = data.targets
+
+    return started
+
+
+def asking(backward: Any) -> Any:
+    def asked(self: Worker, m: int) -> None:
+        bool(next(self.stage.module.parameters()).sum())
+        backward(self, m)
+
+    return asked
+
+
+class Mutant(NamedTuple):
+    """A fault: the function that plants it, and the key of :data:`SCENARIOS` that must fail."""
+
+    plant: Callable[[], None]
     scenario: str
 
-    @property
-    def name(self) -> str:
-        return f"{self.kind}: {self.module}"
 
-
-def _without(line: str, following: str) -> dict[str, str]:
-    """Return the change that replaces ``line`` by ``pass`` where the source goes on with ``following``."""
-    return {f"{line}{following}": f"pass{following}"}
-
-
-_LATE_BUCKETS = {  # the second replica starts its all-reduces at the end, and in the reverse order
-    "            for bucket in self._buckets[block]:\n": """\
-            late = self.__dict__.setdefault("late", [])
-            if dist.get_rank(self.sums._group):
-                late[:0] = self._buckets[block]
-                return
-            for bucket in self._buckets[block]:
-""",
-    "        joint = torch.cat([value.flatten() for value in values])\n": """\
-        for bucket in self.__dict__.pop("late", []):
-            self.sums.start(bucket)
-        joint = torch.cat([value.flatten() for value in values])
-""",
+MUTANTS = {
+    "missing stream wait, lockstep": Mutant(replace(LockstepPort, "add_posted", unwaited_port), "lockstep"),
+    "missing stream wait, edge": Mutant(replace(dist, "irecv", unwaited), "edge"),
+    "buffer reused early": Mutant(replace(dist, "isend", unwaited), "edge"),
+    "shared communicator": Mutant(replace(dist, "new_group", one_group), "edge"),
+    "collective in another order": Mutant(late_and_reversed, "replicas"),
+    "device mix": Mutant(replace(Objective, "start", on_the_host), "alone"),
+    "hidden synchronization": Mutant(replace(Worker, "backward", asking), "alone"),
+    "pageable copy": Mutant(replace(Staging, "_pin", lambda pin: lambda self, m: self._read(m)), "alone"),
 }
-_BROADCAST = {
-    "            self.sums.start(joint)\n": """\
-            if dist.get_rank(group := self.sums._group):
-                dist.broadcast(joint, group=group, group_src=0)
-            else:
-                self.sums.start(joint)
-"""
-}
-_SENDS_FIRST = {
-    """\
-    return dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend if o.sends else dist.irecv, o.buffer, o.peer, o.group) for o in operations]
-    )
-""": """\
-    ordered = sorted(operations, key=lambda o: not o.sends)
-    posted = {id(o): (dist.isend if o.sends else dist.irecv)(o.buffer, o.peer, o.group) for o in ordered}
-    return [posted[id(o)] for o in operations]
-"""
-}
-_ONE_GROUP = {"for _ in range(2))\n": "for _ in range(1)) * 2\n", "down, up = (": "down, up = tuple("}
-_ITEM = {"        pending = Pending(": "        self._squared_norm.item()\n        pending = Pending("}
-_BOOL = {
-    "    def backward(self, m: int) -> None:\n": """\
-    def backward(self, m: int) -> None:
-        bool(next(self.stage.module.parameters()).sum())
-"""
-}
-_TARGETS = {"staged(data.targets, self.device, range(start, start + microbatches))": "data.targets"}
-_SCALAR = {"dtype=torch.float64, device=device)": "dtype=torch.float64).reshape(1)[0]"}
-_PAGEABLE = {"self._read(m).pin_memory()": "self._read(m)"}
-
-LOCKSTEP, EDGE, REPLICAS = "petra.transport.lockstep", "petra.transport.edge", "petra.engine.options.replicas"
-WAIT, EARLY = "missing stream wait", "buffer reused early"
-SHARED, ORDER = "send before receive on a shared communicator", "collective in another order"
-MIX, HIDDEN = "device mix", "hidden synchronization"
-
-MUTANTS = (
-    Mutant(WAIT, LOCKSTEP, _without("work.wait()", "\n        return self.incoming"), "lockstep"),
-    Mutant(WAIT, EDGE, _without("work.wait()", "\n        if self._ahead:"), "edge"),
-    Mutant(EARLY, LOCKSTEP, _without("work.wait()", "\n            port.outgoing.release"), "lockstep"),
-    Mutant(EARLY, EDGE, _without("work.wait()", "\n        self.packing.release"), "edge"),
-    Mutant(SHARED, LOCKSTEP, _SENDS_FIRST, "lockstep, d = 1"),
-    Mutant(SHARED, EDGE, _ONE_GROUP, "edge"),
-    Mutant(ORDER, REPLICAS, _LATE_BUCKETS, "replicas"),
-    Mutant(ORDER, REPLICAS, _BROADCAST, "replicas"),
-    Mutant(MIX, "petra.engine.endpoints", _TARGETS, "alone"),
-    Mutant(MIX, "petra.engine.options.finite_check", _SCALAR, "alone, fp16"),
-    Mutant(HIDDEN, "petra.engine.update", _ITEM, "alone"),
-    Mutant(HIDDEN, "petra.engine.worker", _BOOL, "alone"),
-    Mutant(HIDDEN, "petra.engine.options.staging", _PAGEABLE, "alone"),
-)
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Loads one module from changed source."""
-
-    def __init__(self, mutant: Mutant) -> None:
-        self.mutant = mutant
-
-    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self.mutant.module:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-        assert spec is not None
-        assert spec.origin is not None
-        spec.loader = _Loader(self.mutant, spec.origin)
-        return spec
-
-
-class _Loader(importlib.machinery.SourceFileLoader):
-    def __init__(self, mutant: Mutant, path: str) -> None:
-        super().__init__(mutant.module, path)
-        self.mutant = mutant
-
-    def get_code(self, fullname: str) -> Any:
-        source = self.get_data(self.path).decode()
-        for old, new in self.mutant.changes.items():
-            if old not in source:
-                raise LookupError(f"{self.mutant.name}: the source no longer contains {old!r}")
-            source = source.replace(old, new)
-        return compile(source, self.path, "exec")
-
-
-def plant(mutant: Mutant | None) -> None:
-    """Make this process import the changed module. petra must not have been imported."""
-    if mutant is not None:
-        assert "petra" not in sys.modules
-        sys.meta_path.insert(0, _Finder(mutant))
-
-
-def train_rank(rank: int, mutant: Mutant | None, settings: dict[str, Any]) -> Any:
+def train_rank(rank: int, name: str | None, settings: dict[str, Any]) -> Any:
     """Train a mutant in one of several processes; return the weights."""
-    plant(mutant)
-    from tests.emulated import runs
-
+    if name is not None:
+        MUTANTS[name].plant()
     return runs.train_rank(rank, runs.Case(microbatches=12, **settings)).weights
 
 
-def train_streams(mutant: Mutant | None) -> list[float]:
-    """Train a mutant in one process on several streams; return how much its weights differ from those of one stream, by seed."""
-    plant(mutant)
-    from tests.emulated.runs import Case
-    from tests.emulated.test_streams import BOTH, OVERLAP, differences
-
-    return differences(Case(microbatches=12), [OVERLAP, BOTH], [1, 2, 3])
-
-
-def train_alone(mutant: Mutant | None, setting: str | None) -> Any:
-    """Train a mutant in one process, with a setting of ``test_training``; return the loss and the unlisted synchronizations."""
-    plant(mutant)
-    from tests.emulated import runs
-    from tests.emulated.test_training import SETTINGS, excess
-
-    case = runs.Case(microbatches=40, **(SETTINGS[setting] if setting else {}))
-    found, losses = runs.synchronizations(case)
-    return losses, excess(found, case)
+def train_alone(name: str | None) -> dict[str, int]:
+    """Train a mutant in one process; return the unlisted synchronizations."""
+    if name is not None:
+        MUTANTS[name].plant()
+    case = runs.Case(microbatches=40, **SETTINGS["fp16"])
+    return excess(runs.synchronizations(case)[0], case)
 
 
-def _expected(world: int, settings: dict[str, Any]) -> Any:
-    from tests.emulated import runs
-    from tests.emulated.processes import run
+def in_processes(world: int, **settings: Any) -> Callable[[str | None, int], str]:
+    expected = functools.cache(lambda: run(runs.train_cpu_rank, runs.Case(microbatches=12, **settings), world=world))
 
-    return run(runs.train_cpu_rank, runs.Case(microbatches=12, **settings), world=world)
-
-
-def _in_processes(world: int, **settings: Any) -> Callable[[Mutant | None, int], str]:
-    expected = functools.cache(lambda: _expected(world, settings))
-
-    def scenario(mutant: Mutant | None, seed: int) -> str:
-        from tests.emulated.processes import start
-
+    def scenario(name: str | None, seed: int) -> str:
         options = Options(seed=seed, delay_rate=0.2)
-        limits = {"group_timeout": 5, "timeout": 60}
-        ended = start(train_rank, mutant, settings, world=world, options=options, preloads_petra=False, **limits)
+        ended = start(train_rank, name, settings, world=world, options=options, group_timeout=5, timeout=60)
         if ended.statuses != [0] * world:
-            return _summary(ended)
+            return summary(ended)
         pairs = [(f[key], e[key]) for f, e in zip(ended.results, (part.weights for part in expected()), strict=True) for key in e]
         wrong = sum(not found.equal(right) for found, right in pairs)
         return f"{wrong} of {len(pairs)} tensors have other bits" if wrong else ""
@@ -201,44 +140,35 @@ def _in_processes(world: int, **settings: Any) -> Callable[[Mutant | None, int],
     return scenario
 
 
-def _alone(mutant: Mutant | None, seed: int, setting: str | None = None) -> str:
-    from tests.emulated.processes import start
-
-    ended = start(train_alone, mutant, setting, options=Options(seed=seed), preloads_petra=False)
-    if ended.statuses != [0]:
-        return _summary(ended)
-    ((_, syncs),) = ended.results
-    return f"host synchronizations: {syncs}" if syncs else ""
+def alone(name: str | None, seed: int) -> str:
+    ended = start(train_alone, name, options=Options(seed=seed))
+    return summary(ended) if ended.statuses != [0] else f"host synchronizations: {ended.results[0]}" * bool(ended.results[0])
 
 
-def _summary(ended: Any) -> str:
+def summary(ended: Ended) -> str:
     lines = [line for text in ended.outputs for line in text.splitlines() if "Error" in line or "emulated NCCL" in line]
     return f"statuses {ended.statuses}: {lines[-1] if lines else ended.outputs}"
 
 
-SCENARIOS: dict[str, Callable[[Mutant | None, int], str]] = {
-    "lockstep": _in_processes(3, transport="lockstep"),
-    "lockstep, d = 1": _in_processes(3, transport="lockstep", method="pipedream"),
-    "edge": _in_processes(3, transport="edge"),
-    "replicas": _in_processes(4, arguments={"dp": 2, "stages": 2}),
-    "alone": _alone,
-    "alone, fp16": functools.partial(_alone, setting="fp16"),
+SCENARIOS: dict[str, Callable[[str | None, int], str]] = {
+    "lockstep": in_processes(3, transport="lockstep"),
+    "edge": in_processes(3, transport="edge"),
+    "replicas": in_processes(4, arguments={"dp": 2, "stages": 2}),
+    "alone": alone,
 }
 """Runs by name. Each returns what is wrong with a mutant, or an empty string. Without a mutant it returns an empty string."""
-
-
 BROKEN = ("LookupError", "AttributeError", "NameError", "TypeError", "SyntaxError", "ImportError")
-"""Errors of a mutant whose source no longer fits, rather than of the emulation."""
+"""Errors of a mutant that no longer fits the code, rather than of the emulation."""
 
 
-def caught(mutant: Mutant, seeds: int = 3) -> str:
+def caught(name: str, seeds: int = 3) -> str:
     """Return how a mutant was caught by one of the first seeds, or an empty string.
 
     Raises:
-        LookupError: If the mutant doesn't fit the source any more.
+        LookupError: If the mutant doesn't fit the code any more.
     """
     for seed in range(1, seeds + 1):
-        if found := SCENARIOS[mutant.scenario](mutant, seed):
+        if found := SCENARIOS[MUTANTS[name].scenario](name, seed):
             if any(error in found for error in BROKEN):
                 raise LookupError(found)
             return f"seed {seed}, {found}"
@@ -254,11 +184,11 @@ def main() -> None:
         found = scenario(None, 1)
         survivors += bool(found)
         print(f"original code, {name}: {found or 'passes'}", flush=True)
-    for mutant in mutants.MUTANTS:
-        start = time.monotonic()
-        found = mutants.caught(mutant)
+    for name in mutants.MUTANTS:
+        begun = time.monotonic()
+        found = mutants.caught(name)
         survivors += not found
-        print(f"{mutant.name}: {f'caught ({found[:200]})' if found else 'SURVIVES'}, {time.monotonic() - start:.1f} s", flush=True)
+        print(f"{name}: {f'caught ({found[:200]})' if found else 'SURVIVES'}, {time.monotonic() - begun:.1f} s", flush=True)
     sys.exit(bool(survivors))
 
 

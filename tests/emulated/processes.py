@@ -66,7 +66,6 @@ def start(
     group_timeout: float = 30,
     waits_for_all: bool = False,
     torchrun: bool = False,
-    preloads_petra: bool = True,
 ) -> Ended:
     """Call ``target(*arguments)`` in one process, or ``target(rank, *arguments)`` in each of ``world`` processes with a group.
 
@@ -79,7 +78,6 @@ def start(
         group_timeout: Seconds after which an operation of the process group fails.
         waits_for_all: Whether the other processes may run until ``timeout`` after one has failed; otherwise 3 seconds.
         torchrun: Set the environment variables of torchrun, and open no group.
-        preloads_petra: Whether petra has been imported when the processes start.
     """
     # As with torchrun, the store is not in a process that may be killed.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if torchrun else None
@@ -96,7 +94,7 @@ def start(
             "waits_for_all": waits_for_all,
             "environment": _torchrun(store, world) if store is not None else {},
         }
-        server = _server(preloads_petra)
+        server = _server()
         print(json.dumps(request), file=server, flush=True)
         statuses = json.loads(server.readline())
         outputs = [(folder / f"output{rank}.txt").read_text() for rank in range(world)]
@@ -111,24 +109,24 @@ def _torchrun(store: dist.TCPStore, world: int) -> dict[str, str]:
 
 
 @functools.cache
-def _server(preloads_petra: bool) -> IO[str]:
+def _server() -> IO[str]:
     """Connect this process to the server of the test run, which the first process that needs it starts."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
     cache = library().parent.parent
-    path = cache / f"{run}{'-petra' * preloads_petra}.socket"
+    path = cache / f"{run}.socket"
     client = socket.socket(socket.AF_UNIX)
     with open(cache / "servers.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if client.connect_ex(str(path)):  # not started yet, or the process that started it has ended
             path.unlink(missing_ok=True)
-            server = _start_server(path, preloads_petra)
+            server = _start_server(path)
             while client.connect_ex(str(path)):
                 assert server.poll() is None, "the server of the emulated device did not start"
                 time.sleep(0.01)
     return client.makefile("rw")
 
 
-def _start_server(path: Path, preloads_petra: bool) -> subprocess.Popen[bytes]:
+def _start_server(path: Path) -> subprocess.Popen[bytes]:
     """Start a server that ends with this process."""
     environment = {
         **os.environ,
@@ -136,7 +134,7 @@ def _start_server(path: Path, preloads_petra: bool) -> subprocess.Popen[bytes]:
         "PYTHONPATH": os.pathsep.join(_paths()),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "tests.emulated.server", str(path), *(["petra"] if preloads_petra else [])]
+    command = [sys.executable, "-m", "tests.emulated.server", str(path)]
     server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
     atexit.register(server.communicate)  # closes its stdin, which ends it
     return server

@@ -1,6 +1,6 @@
 """A process with the emulated device, torch and petra imported. It forks the processes of a test, which then start in milliseconds.
 
-``python -m tests.emulated.server SOCKET [petra]`` listens on a Unix socket until its stdin is closed. For each connection it
+``python -m tests.emulated.server SOCKET`` listens on a Unix socket until its stdin is closed. For each connection it
 forks a process that reads requests and answers each with a line. :mod:`tests.emulated.processes` is its client.
 """
 
@@ -22,20 +22,28 @@ from typing import Any
 
 from tests.emulated import device
 
-PRELOADED = ["torch._dynamo", "matplotlib.figure", "pytest"]
-PETRA = ["petra", "petra.models", "petra.training", "petra.diagnostics.recorder", "launch.train"]
+PRELOADED = [
+    "torch._dynamo",
+    "matplotlib.figure",
+    "pytest",
+    "petra",
+    "petra.models",
+    "petra.training",
+    "petra.diagnostics.recorder",
+    "launch.train",
+]
 
 
 def main() -> None:
     """Serve connections until stdin is closed."""
-    path, *preloaded = sys.argv[1:]
+    (path,) = sys.argv[1:]
     options = device.Options.from_environment()
     assert options is not None
     device.install(options)
     import torch
 
     torch.set_num_threads(1)
-    for name in PRELOADED + PETRA * ("petra" in preloaded):
+    for name in PRELOADED:
         importlib.import_module(name)
     gc.freeze()
     os.dup2(2, 1)  # what tests print goes to files of their own

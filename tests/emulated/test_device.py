@@ -1,4 +1,4 @@
-"""Semantics of the emulated device: streams, events, memory, synchronizations, errors, graphs."""
+"""Semantics of the emulated device: streams, events, memory, synchronizations, errors."""
 
 from __future__ import annotations
 
@@ -202,44 +202,6 @@ def test_layers_compute_what_they_compute_on_the_cpu(seed: int) -> None:
     assert all(run(compare_layers, options=Options(seed=seed, delay_rate=0.5))[0])
 
 
-def replays() -> list[Tensor]:
-    x, weight = torch.zeros(4, device="cuda"), torch.full((4,), 3.0, device="cuda")
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.graph(graph):
-        doubled = x * 2
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            squared = x * x
-        torch.cuda.current_stream().wait_stream(side)
-        y = doubled * weight + squared
-    found = [y.clone()]
-    for value in (1.0, 2.0):
-        x.fill_(value)
-        graph.replay()
-        found.append(y.clone())
-    return [t.cpu() for t in found]
-
-
-@pytest.mark.stress
-def test_graphs_replay_what_was_captured() -> None:
-    before, first, second = run(replays)[0]
-    assert before.isnan().all()  # a capture runs nothing
-    assert (first == 7).all()
-    assert (second == 16).all()
-
-
-def synchronizes_in_a_capture() -> str:
-    x = torch.ones(4, device="cuda")
-    with pytest.raises(RuntimeError) as caught, torch.cuda.graph(torch.cuda.CUDAGraph()):
-        x.sum().item()
-    return str(caught.value)
-
-
-@pytest.mark.stress
-def test_a_capture_forbids_synchronizations() -> None:
-    assert "capturing" in run(synchronizes_in_a_capture)[0]
-
-
 def peak() -> list[int]:
     torch.cuda.reset_peak_memory_stats()
     start = torch.cuda.memory_allocated()
@@ -270,40 +232,3 @@ def test_faults_strike_at_their_launch(fault: str, status: int | None) -> None:
 def test_the_device_comes_before_torch() -> None:
     with pytest.raises(RuntimeError, match="before torch is imported"):
         emulated.install(Options())
-
-
-def forbidden(what: str) -> str:
-    """Do something during a capture that CUDA forbids; return the error."""
-    x, side, graph = torch.ones(4, device="cuda"), torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    generator = torch.cuda.default_generators[0]
-
-    def outside() -> None:
-        with torch.cuda.stream(torch.cuda.default_stream()):
-            x * 2
-
-    def unjoined() -> None:
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            x * 2
-
-    actions: dict[str, Callable[[], object]] = {
-        "reads": lambda: x.tolist(),
-        "synchronizes": torch.cuda.synchronize,
-        "seeds": lambda: generator.manual_seed(1),
-        "reads the generator": generator.get_state,
-        "pins": lambda: torch.ones(4).pin_memory(),
-        "allocates outside": outside,
-        "leaves work unjoined": unjoined,
-    }
-    with pytest.raises(RuntimeError) as caught, torch.cuda.graph(graph):
-        actions[what]()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "what",
-    core(["reads", "synchronizes", "seeds", "reads the generator", "pins", "allocates outside", "leaves work unjoined"], ()),
-)
-def test_what_a_capture_forbids_is_an_error(what: str) -> None:
-    expected = "unjoined" if what == "leaves work unjoined" else "capturing"
-    assert expected in run(forbidden, what)[0]

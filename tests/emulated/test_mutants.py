@@ -6,13 +6,13 @@ import pytest
 
 from stress import emulated_seeds as seeds
 from tests.emulated.core import core
-from tests.emulated.mutants import MUTANTS, SCENARIOS, Mutant, caught
+from tests.emulated.mutants import MUTANTS, SCENARIOS, caught
 from tests.emulated.processes import run
 
 
-@pytest.mark.parametrize("mutant", core(MUTANTS, {1, 6}), ids=lambda mutant: mutant.name)
-def test_seeded_faults_are_caught(mutant: Mutant) -> None:
-    assert caught(mutant)
+@pytest.mark.parametrize("name", core(MUTANTS, {1, 4}))
+def test_planted_faults_are_caught(name: str) -> None:
+    assert caught(name)
 
 
 @pytest.mark.parametrize("scenario", core(SCENARIOS, ()))

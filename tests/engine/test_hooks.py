@@ -104,13 +104,6 @@ def test_blocks_are_numbered_over_the_whole_model() -> None:
     assert forward == [(j, block, 0) for j, blocks in enumerate(pipeline.plan.layout.stages) for block in blocks]
 
 
-def test_evaluation_emits_nothing() -> None:
-    pipeline = built()
-    with pipeline.hooks.attached(EventList()) as hook:
-        pipeline.evaluate(RandomSource(), 2)
-    assert hook.events == []
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize(("dp", "exchanges"), [(1, True), (2, False)])
 def test_events_of_several_processes(dp: int, exchanges: bool, tmp_path: Path) -> None:
@@ -139,13 +132,6 @@ def test_unobserved_pipeline_makes_no_calls() -> None:
 
 def calls_of(hooks: Hooks) -> Iterator[tuple[object, ...]]:
     return (getattr(hooks, event) for event in EVENTS)
-
-
-def test_hooks_are_detached_after_an_error() -> None:
-    pipeline = built()
-    with pytest.raises(ZeroDivisionError), pipeline.hooks.attached(EventList()):
-        raise ZeroDivisionError
-    assert all(calls == () for calls in calls_of(pipeline.hooks))
 
 
 def test_several_hooks_are_called_in_order_of_attachment() -> None:

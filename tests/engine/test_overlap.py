@@ -107,11 +107,6 @@ def test_overlap_gives_the_same_bits(name: str, late_forwards: bool) -> None:
     assert hook.together, "no forward ran beside a backward"
 
 
-def test_overlap_with_stages_in_threads() -> None:
-    expected = states(Runtime(), dropout=0.2)
-    assert_equal(states(Runtime(overlap=True, concurrency=3), dropout=0.2), expected)
-
-
 @pytest.mark.parametrize("delays", [(2, 2, 2), (1, 2, 3), (0, 1)])
 def test_stages_whose_next_boundary_has_two_delays_overlap(delays: tuple[int, ...]) -> None:
     assert overlapped_stages(delays) == tuple(j for j, d in enumerate(delays) if d >= 2)
@@ -256,18 +251,3 @@ def test_overlap_in_processes_with_a_resume(world: int, tmp_path: Path) -> None:
     for transport in ("lockstep", "edge"):
         weights = {key: value for part in parts for key, value in part[transport].items()}
         assert all(torch.equal(weights[key], value) for key, value in expected.items())
-
-
-def train_replicas(rank: int, overlap: bool) -> dict[str, Tensor]:
-    pipeline = built(Runtime(overlap=overlap), dropout=0.2, dp=2, stages=[2, 2, 2])
-    pipeline.train(RandomSource(), 12)
-    return pipeline.state_dict()
-
-
-@pytest.mark.processes
-def test_overlap_with_replicas(tmp_path: Path) -> None:
-
-    expected = run_processes(4, train_replicas, tmp_path / "a", False)
-    found = run_processes(4, train_replicas, tmp_path / "b", True)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert all(torch.equal(ours[key], value) for key, value in theirs.items())
