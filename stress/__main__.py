@@ -25,7 +25,7 @@ PROGRAMS = {
     "replicas": "-m stress.kill_replicas --kills 30 --processes 4",
     "soak": "-m stress.soak --microbatches 20000",
     "soak_edge": "-m stress.soak --microbatches 20000 --transport edge",
-    "configurations": "-m stress.fuzz_configs --examples 2000 --sequences 50",
+    "configurations": "-m stress.fuzz_configs --examples 2000",
     "damage": "-m pytest -q --hypothesis-profile=long tests/training/test_damaged_checkpoints.py tests/data/test_damaged_files.py",
     "commands": "-m tests.commands",
     "hosts": "-m stress.two_hosts",

@@ -1,17 +1,11 @@
 """Test random configurations: each must train a few steps of a tiny network, or raise an error of one line. None may hang.
 
-``python -m stress.fuzz_configs --examples 10000 --sequences 1000``
+``python -m stress.fuzz_configs --examples 10000``
 
 A command line has a file of each group, settings that keep model and data small, and a few random overrides of any key of the
 schema: values from files under conf/, values of other types or out of range, and misspelt keys. It goes through Hydra, the plan
 and the pipeline as in ``launch.train``. One in fifty is a whole run with its folder. Sizes stay small, because a model that is too
 large for the machine is a valid configuration.
-
-A sequence is 4 to 6 steps on the folder of one run of a tiny language model. A step is ``petra train`` with ``resume=auto``, with
-more or fewer ``trainer.epochs``, any ``trainer.export``, with or without ``optim.ema``, to its end or to a request to stop; or
-the loss of config.yaml or of the whole folder; or a wrong count in corpus.json. After each step are checked: exit status, one
-line for an error and no traceback; the clock; that fewer epochs than the run has begun and wrong counts are refused; and that
-``petra evaluate`` reads the weights of the last microbatch, not those of an older export.
 
 Prints the command lines that fail in any other way and exits with status 1.
 """
@@ -20,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import json
 import random
 import signal
 import sys
@@ -28,7 +21,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from contextlib import chdir, redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from itertools import count
 from pathlib import Path
@@ -53,7 +46,6 @@ from launch.run.training import run
 from launch.runtime.rank import Process
 from petra.errors import PetraError
 from petra.training import limited
-from stress.fuzz_runs import Runner, Step, sequence
 
 ALONE = Process(rank=0, world=1, local_rank=0, local_world=1)
 PROCESSOR_SECONDS, WALL_SECONDS = 60, 900
@@ -213,53 +205,16 @@ def prepare(folder: Path) -> None:
     (folder / "text").write_bytes(bytes(random.Random(0).choices(b"abc def\n", k=4000)))
 
 
-def attempt_sequence(number: int, folder: Path) -> list[Step]:
-    """Execute a sequence in an empty folder, and return its steps.
-
-    Raises:
-        Exception: The error of the step, with the sequence so far as a note.
-    """
-    steps = sequence(random.Random(number))
-    with chdir(folder):
-        runner = Runner()
-        for count_done, step in enumerate(steps, 1):
-            try:
-                runner.step(step)
-            except BaseException as error:
-                error.add_note(f"sequence {number}: {'; '.join(map(str, steps[:count_done]))}")
-                raise
-    return steps
-
-
-def sequences(number: int, first: int, failures: dict[str, list[Override]]) -> None:
-    """Execute random sequences, and add those that fail to ``failures``."""
-    for i in range(first, first + number):
-        with tempfile.TemporaryDirectory() as name:
-            try:
-                attempt_sequence(i, Path(name))
-            except Exception as error:
-                notes = getattr(error, "__notes__", [])
-                failures[f"{type(error).__name__} in sequence {i}: {str(error)[:200]}"] = notes
-                print(error, *notes, sep="\n    ", flush=True)
-    print(f"{number} sequences of commands")
-
-
 def main() -> None:
     """Test as many configurations as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--examples", type=int, default=10_000)
-    parser.add_argument("--sequences", type=int, default=100, help="number of sequences of commands on one folder")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="JSON file for counts of errors by key, and failures")
     options = parser.parse_args()
     torch.set_num_threads(1)
     outcomes: Counter[str] = Counter()
     failures: dict[str, list[Override]] = {}
     started, slowest = time.monotonic(), 0.0
-
-    def write_results(**more: Any) -> None:
-        if options.out is not None:
-            options.out.write_text(json.dumps({"outcomes": dict(outcomes.most_common()), "failures": failures, **more}, indent=1))
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -287,16 +242,13 @@ def main() -> None:
             done = outcomes.total()
             if done % 100 == 0:
                 print(f"{done}: {outcomes['ran']} ran, {outcomes['failed']} failed; {time.monotonic() - started:.0f} s", flush=True)
-                write_results()
 
         search()
-    sequences(options.sequences, options.seed, failures)
     refused = outcomes.total() - outcomes["ran"] - outcomes["failed"]
     keys = sum(key.startswith("error") for key in outcomes)
     counts = f"{outcomes['ran']} ran, {refused} were errors (of {keys} keys), {outcomes['failed']} failed"
     seconds = f"{time.monotonic() - started:.0f} s, the slowest {slowest:.1f} s of CPU time"
     print(f"{outcomes.total()} configurations: {counts}; {seconds}")
-    write_results(examples=outcomes.total(), ran=outcomes["ran"], refused=refused)
     sys.exit(1 if failures else 0)
 
 

@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -99,31 +98,14 @@ class Suite:
         assert_same(results(self.folder / name / "run"), self.expected(), name)
 
 
-def ten_processes(suite: Suite) -> str:
-    """The job as shipped, with RevNet-18 on two nodes."""
-    return shipped(suite, "ten", "", "revnet18", 10, "8 + 2 on 2 node(s)")
-
-
-def eighteen_processes(suite: Suite) -> str:
+def shipped(suite: Suite) -> str:
     """The job as shipped, with RevNet-34 on three nodes."""
-    return shipped(suite, "eighteen", "--nodes 3", "revnet34", 18, "8 + 8 + 2 on 3 node(s)")
-
-
-def shipped(suite: Suite, name: str, options: str, model: str, processes: int, nodes: str) -> str:
-    number = suite.submit(name, options, (*SMALL, f"model={model}", "data.images=80", "trainer.epochs=1"))
-    suite.until_ended(number, name, "COMPLETED")
-    line = f"{processes} process(es) for the {processes} stages of {model}: {nodes}"
-    assert suite.log(name).count(line) == 1, suite.log(name)
-    assert suite.summary(name)["processes"] == processes
+    number = suite.submit("shipped", "--nodes 3", (*SMALL, "model=revnet34", "data.images=80", "trainer.epochs=1"))
+    suite.until_ended(number, "shipped", "COMPLETED")
+    line = "18 process(es) for the 18 stages of revnet34: 8 + 8 + 2 on 3 node(s)"
+    assert suite.log("shipped").count(line) == 1, suite.log("shipped")
+    assert suite.summary("shipped")["processes"] == 18
     return line
-
-
-def chosen_numbers(suite: Suite) -> str:
-    """Numbers of processes chosen by hand, different on each node."""
-    number = suite.submit("chosen", "--nodes 3", (*SMALL, "model=revnet18", "trainer.epochs=1"), NPROC="4", NPROC_PER_NODE="1,2,1")
-    suite.until_ended(number, "chosen", "COMPLETED")
-    assert suite.summary("chosen")["processes"] == 4
-    return "4 processes, 1 + 2 + 1 on 3 nodes"
 
 
 def signal_before_time_limit(suite: Suite) -> str:
@@ -151,23 +133,6 @@ def requeue(suite: Suite) -> str:
     suite.until_ended(number, "requeue", "COMPLETED")
     suite.assert_equal("requeue")
     return f"resumed after microbatch {resumed_at(suite.log('requeue'))}; equal"
-
-
-def killed_process(suite: Suite) -> str:
-    """SIGKILL of one process, then ``scontrol requeue`` of the failed job."""
-    number = suite.submit("killed", "", RUN, NPROC="3", NPROC_PER_NODE="2,1")
-    suite.until_saved("killed")
-    pids = subprocess.run(["ip", "netns", "pids", suite.cluster.nodes[1]], capture_output=True, text=True, check=True).stdout
-    victims = [pid for pid in pids.split() if b"launch.train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    os.kill(int(victims[-1]), 9)
-    facts = suite.until_ended(number, "killed", "FAILED")
-    log = suite.log("killed")
-    suite.cluster.call("scontrol", "requeue", number)
-    suite.until("killed", (suite.folder / "killed" / "run" / "summary.json").exists)
-    suite.until_ended(number, "killed", "COMPLETED")
-    suite.assert_equal("killed")
-    assert log.count("Traceback") == 0, log
-    return f"state FAILED, exit code {facts['ExitCode']}; after the requeue, equal"
 
 
 def preemption(suite: Suite) -> str:
@@ -199,25 +164,6 @@ def lost_node(suite: Suite) -> str:
     suite.assert_equal("lost")
     suite.cluster.repair_node(lost)
     return f"resumed on {facts['NodeList']} after microbatch {resumed_at(suite.log('lost'))}; equal"
-
-
-def sweep(suite: Suite) -> str:
-    """``petra sweep --slurm``: submits, does not submit again, and collects."""
-    words = [sys.executable, "-m", "petra", "sweep", "--slurm", "--nodes 2 --gpus-per-node 2 --cpus-per-task 1", "--out", "sweep"]
-    words += ["k=1,2", *SMALL, "data.images=80", "model=revnet18", "trainer.epochs=1"]
-
-    def call() -> str:
-        return suite.cluster.call(*words, environment=environment(), folder=suite.folder)
-
-    first, second = call(), call()
-    numbers = re.findall(r"^k=\d: Slurm job (\d+)$", first, re.MULTILINE)
-    assert len(numbers) == 2, first
-    assert second.count("has not ended") == 2, second
-    for number in numbers:
-        suite.cluster.wait(number, lambda job: job["JobState"] in ENDED, PATIENCE)
-    third = call()
-    assert "2 of 2 runs finished" in third, third + "".join(path.read_text() for path in suite.folder.glob("sweep/*.log"))
-    return "two jobs of 4 processes; the second call submitted none, the third printed both results"
 
 
 def task_per_gpu(suite: Suite) -> str:
@@ -254,11 +200,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 SCENARIOS: dict[str, Callable[[Suite], str]] = {
-    scenario.__name__: scenario
-    for scenario in (
-        *(ten_processes, eighteen_processes, chosen_numbers, task_per_gpu, sweep),
-        *(requeue, killed_process, preemption, lost_node, signal_before_time_limit),
-    )
+    scenario.__name__: scenario for scenario in (shipped, task_per_gpu, requeue, preemption, lost_node, signal_before_time_limit)
 }
 
 

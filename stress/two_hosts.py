@@ -1,4 +1,4 @@
-"""Runs on two hosts with a shared folder: an interrupted link, a second job, a killed agent, and restarts by torchrun.
+"""Runs on two hosts with a shared folder: an interrupted link, a second job, and a killed agent.
 
 Run ``python -m stress.two_hosts`` as root. The hosts are two network namespaces of this machine with two processes each, joined by
 a virtual Ethernet link (Linux, iproute2).
@@ -6,16 +6,14 @@ a virtual Ethernet link (Linux, iproute2).
 The link is interrupted in two ways: one end goes down, or all packets of the second host are lost silently, because they have a
 wrong hardware address. Both sides must end by themselves with an error within the timeout. If one host's agent is killed, the
 processes of both hosts must end by themselves, too. The same commands must then resume the run to the same weights and metrics as
-an uninterrupted run. A second job that starts with the folder
-of a running one must be refused on both hosts, without effect on the first. If a process is killed under torchrun with
---max-restarts, the agents of both hosts must restart the run, to the same weights and metrics.
+an uninterrupted run. A second job that starts with the folder of a running one must be refused on both hosts, without effect on
+the first.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from stress.kill_many import RUN, assert_same, assert_undamaged, children, results
+from stress.kill_many import RUN, assert_same, assert_undamaged, results
 from stress.locks import only_one
 from tests.commands import ROOT
 
@@ -43,10 +41,6 @@ INTERRUPTIONS = {
     ),
 }
 """Commands that interrupt and restore the link, on the second host."""
-RESTARTS = (
-    *("torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "3"),
-    *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29400", "--rdzv-id", "petra"),
-)
 """torchrun on each host."""
 
 
@@ -78,30 +72,24 @@ def command(line: str, host: str | None = None) -> None:
     subprocess.run([*(["ip", "netns", "exec", host] if host else []), *line.split()], check=True)
 
 
-def start(folder: Path, timeout: int, name: str = "", torchrun: bool = False) -> list[subprocess.Popen[str]]:
+def start(folder: Path, timeout: int, name: str = "") -> list[subprocess.Popen[str]]:
     """Start the run's agents, one per host.
 
     Args:
         folder: Folder of the run. The agents' output goes to files in it.
         timeout: Value of trainer.timeout.
         name: Start of the names of these files.
-        torchrun: Start torchrun with restarts instead of launch.node.
     """
     folder.mkdir(exist_ok=True)
     agents = []
     for rank, host in enumerate(HOSTS):
         variables = {"NNODES": "2", "NODE_RANK": str(rank), "NPROC_PER_NODE": "2", "MASTER_ADDR": ADDRESSES[0]}
-        launcher = (
-            [*RESTARTS, "--local-addr", ADDRESSES[rank], "--rdzv-conf", f"is_host={1 - rank}", "-m", "launch.train"]
-            if torchrun
-            else ["launch.node"]
-        )
-        words = ["ip", "netns", "exec", host, sys.executable, "-m", *launcher, *RUN]
+        words = ["ip", "netns", "exec", host, sys.executable, "-m", "launch.node", *RUN]
         words += ["trainer.epochs=20", "cluster.interfaces=[eth0]", f"trainer.timeout={timeout}"]
+        environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        if name:
+            environment["MASTER_PORT"] = "29600"
         with (folder / f"{name}{host}.txt").open("w") as printed:
-            environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-            if name:
-                environment["MASTER_PORT"] = "29600"
             agents.append(subprocess.Popen(words, cwd=folder, env=environment, stdout=printed, stderr=printed, text=True))
     return agents
 
@@ -176,19 +164,6 @@ def kill_agent(folder: Path, expected: dict[str, Any]) -> None:
     print(f"killed agent: all processes ended after {seconds:.1f} s, the other agent with status {status}; resumed", flush=True)
 
 
-def restart_killed_process(folder: Path, expected: dict[str, Any]) -> None:
-    """Kill a process of the second host under torchrun, whose agents restart the run."""
-    agents = start(folder, 60, torchrun=True)
-    until_saved(folder, agents)
-    victim = [pid for pid in inside(HOSTS[1]) if pid in children(agents[1].pid)][-1]
-    os.kill(victim, signal.SIGKILL)
-    started = time.monotonic()
-    assert [agent.wait(PATIENCE) for agent in agents] == [0, 0], "".join(path.read_text() for path in folder.glob("*.txt"))
-    assert "resuming from" in (folder / f"{HOSTS[0]}.txt").read_text() + (folder / f"{HOSTS[1]}.txt").read_text()
-    assert_same(results(folder / "run"), expected, "restart")
-    print(f"torchrun: restarted and finished {time.monotonic() - started:.1f} s after the kill, equal", flush=True)
-
-
 def inside(host: str) -> list[int]:
     """Return the processes of a host."""
     found = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True, check=True).stdout
@@ -206,7 +181,6 @@ def main() -> None:
         expected = results(folder / "uninterrupted" / "run")
         refuse_second_job(folder / "second", expected)
         kill_agent(folder / "agent", expected)
-        restart_killed_process(folder / "restart", expected)
         for how in INTERRUPTIONS:
             interrupt(folder / how, how, options.timeout)
             assert_undamaged(folder / how / "run", expected)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
-from random import Random
 
 import pytest
 import torch
 from hypothesis import given, settings
 
-from stress.fuzz_configs import attempt_sequence, command_lines, limited_attempt, prepare
-from stress.fuzz_runs import DAMAGES, Train, sequence
+from stress.fuzz_configs import command_lines, limited_attempt, prepare
 
-SEQUENCE = 1
-"""A short sequence of commands."""
 SMALL = [
     "model=revvit",
     "data=synthetic",
@@ -38,18 +33,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @given(line=command_lines)
 def test_a_random_configuration_runs_or_is_one_error(line: list[str], folder: Path) -> None:
     limited_attempt(line, folder)
-
-
-def test_a_random_sequence_of_commands_leaves_what_it_should(tmp_path: Path) -> None:
-    attempt_sequence(SEQUENCE, tmp_path)
-
-
-def test_sequences_have_each_kind_of_step() -> None:
-    steps = [step for number in range(30) for step in sequence(Random(number))]
-    trainings = [step for step in steps if isinstance(step, Train)]
-    assert {(step.export, step.stopped) for step in trainings} == {*product(("none", "pt", "safetensors"), (False, True))}
-    assert {step.average for step in trainings} == {"null", "0.5"}
-    assert {"no config", "no run", *DAMAGES} <= {step for step in steps if not isinstance(step, Train)}
 
 
 @pytest.mark.parametrize(
