@@ -19,14 +19,14 @@ from petra.plan.layout import processes_per_replica
 from ..config.compose import compose_command_line
 from ..config.machines import write_machines
 from ..config.schema import Config, to_config
+from ..run.markdown import table
 from ..runtime.network import set_variables
 from ..runtime.rank import Process
 from ..runtime.reporting import only_first_prints, report_errors
 from ..runtime.signals import stop_with_agent
 from ..runtime.terminal import command, help_wanted, plain
-from .links import LARGE, Link, measure_links
+from .links import LARGE, Link, describe, measure_links, measure_speeds
 from .machine import Report, find_differences, inspect_machine
-from .speed import describe, measure_speeds
 
 
 @command
@@ -75,26 +75,19 @@ def examine(config: Config, process: Process) -> None:
 def report_text(reports: Sequence[Report], links: Sequence[Link], problems: Sequence[str]) -> str:
     """Return the whole report in Markdown."""
     first = reports[0]
-    lines = [
-        ", ".join(f"{name} {value}" for name, value in first.versions.items()),
-        "",
-        "| rank | node | device | memory (GiB) | cores |",
-        "|---|---|---|---|---|",
-        *(f"| {r.rank} | {r.node} | {r.device} | {r.memory / 2**30:.1f} | {r.cores} |" for r in reports),
-        "",
-        *(f"{name}={value}" for name, value in first.environment.items()),
-        "",
-    ]
+    machines = [(str(r.rank), r.node, r.device, f"{r.memory / 2**30:.1f}", str(r.cores)) for r in reports]
+    text = f"{', '.join(f'{name} {value}' for name, value in first.versions.items())}\n\n"
+    text += f"{table(('rank', 'node', 'device', 'memory (GiB)', 'cores'), machines)}\n"
+    text += "".join(f"{name}={value}\n" for name, value in first.environment.items()) + "\n"
     if links:
-        size = LARGE // 2**20
-        lines += [
-            f"| ranks | latency (µs) | forward (GB/s) | backward (GB/s) | {size} MiB forward (ms) |",
-            "|---|---|---|---|---|",
-            *(
-                f"| {link.rank} – {link.rank + link.step} | {link.latency * 1e6:.0f} | {link.forward / 1e9:.2f} "
-                f"| {link.backward / 1e9:.2f} | {LARGE / link.forward * 1e3:.1f} |"
-                for link in links
-            ),
-            "",
+        size = f"{LARGE // 2**20} MiB forward (ms)"
+        rows = [
+            (
+                *(f"{link.rank} – {link.rank + link.step}", f"{link.latency * 1e6:.0f}"),
+                *(f"{speed / 1e9:.2f}" for speed in (link.forward, link.backward)),
+                f"{LARGE / link.forward * 1e3:.1f}",
+            )
+            for link in links
         ]
-    return "\n".join([*lines, "Problems:", *(f"- {item}" for item in problems)] if problems else [*lines, "No problems found."])
+        text += f"{table(('ranks', 'latency (µs)', 'forward (GB/s)', 'backward (GB/s)', size), rows)}\n"
+    return text + "\n".join(["Problems:", *(f"- {item}" for item in problems)] if problems else ["No problems found."])

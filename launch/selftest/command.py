@@ -8,7 +8,6 @@ runs on the CPU take its place.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import torch
 from petra import METHODS
 from petra.errors import first_line, invalid
 
+from ..runtime.terminal import parser_for
 from .report import markdown
 
 LARGEST_DIFFERENCE = 1e-3
@@ -48,14 +48,14 @@ Start = Callable[[str, Sequence[str], int, float], "subprocess.CompletedProcess[
 """Runs a module with arguments in a number of processes, within a number of seconds."""
 
 
-def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> int:
-    """Run all parts and write the report. Return 1 if a part failed, otherwise 0.
+def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> None:
+    """Run all parts and write the report. Exit with status 1 if a part failed.
 
     Args:
         start: Starts the processes of a part; None for :func:`start_processes`.
     """
     start = start or start_processes
-    parser = argparse.ArgumentParser(prog="petra selftest", description=__doc__)
+    parser = parser_for(__doc__)
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of the report")
     parser.add_argument("--minutes", type=float, default=10.0, help="time limit; parts that don't fit are left out and named")
     parser.add_argument("--tiny", action="store_true", help="small models and few microbatches, as on a machine without GPUs")
@@ -78,7 +78,8 @@ def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> 
     (given.out / "selftest.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     (given.out / "selftest.md").write_text(markdown(found), encoding="utf-8")
     print(f"report: {given.out / 'selftest.md'}")
-    return int(any("failed" in part for part in found["parts"]))
+    if any("failed" in part for part in found["parts"]):
+        sys.exit(1)
 
 
 def plan(gpus: int, tiny: bool) -> Iterator[Trial]:
@@ -180,4 +181,4 @@ def _summary(part: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

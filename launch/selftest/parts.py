@@ -28,26 +28,26 @@ from ..run.build import type_of
 from ..runtime.rank import Process
 from ..runtime.reporting import report_errors
 from ..runtime.signals import stop_with_agent
+from .report import SHARES
 
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaGraphLaunch")
 """Beginnings of the names of CUDA functions that start work on the GPU."""
 
 
 class RandomData:
-    """Microbatches that depend on their number only."""
+    """Microbatches that depend on their number only. Four inputs are made in advance, so that making them takes no time."""
 
     def __init__(self, inputs: TensorSpec, classes: int) -> None:
-        self._inputs, self._classes = inputs, classes
-        tokens = not inputs.dtype.is_floating_point
+        self._classes, tokens = classes, not inputs.dtype.is_floating_point
         self.targets_spec = TensorSpec((inputs.shape[0] * (inputs.shape[1] if tokens else 1),), torch.int64)
         generator = torch.Generator().manual_seed(0)
-        if tokens:
-            self._made = [torch.randint(classes, inputs.shape, generator=generator) for _ in range(4)]
-        else:
-            self._made = [torch.randn(inputs.shape, generator=generator) for _ in range(4)]
+        self._made = [
+            torch.randint(classes, inputs.shape, generator=generator) if tokens else torch.randn(inputs.shape, generator=generator)
+            for _ in range(4)
+        ]
 
     def inputs(self, m: int) -> Tensor:
-        """Return one of four inputs that were made in advance, so that making them takes no time."""
+        """Return one of the inputs."""
         return self._made[m % 4]
 
     def targets(self, m: int) -> Tensor:
@@ -66,12 +66,12 @@ def build(options: dict[str, Any], device: torch.device) -> tuple[Pipeline, Rand
     if "delay" in options:
         method = replace(method, delay=options["delay"])
     if options["model"] == "revgpt":
-        size = options.get("size", 256)
-        model = MODELS["revgpt"](256, dim=options.get("dim", 512), depth=options.get("depth", 8), heads=8, size=size)
-        inputs, classes = TensorSpec((options["batch"], size), torch.int64), 256
+        classes, size = 256, options.get("size", 256)
+        model = MODELS["revgpt"](classes, dim=options.get("dim", 512), depth=options.get("depth", 8), heads=8, size=size)
+        inputs = TensorSpec((options["batch"], size), torch.int64)
     else:
-        model, classes = MODELS[options["model"]](10, width=options.get("width", 1.0)), 10
-        size = options.get("size", 32)
+        classes, size = 10, options.get("size", 32)
+        model = MODELS[options["model"]](classes, width=options.get("width", 1.0))
         inputs = TensorSpec((options["batch"], 3, size, size), torch.float32)
     pipeline = Pipeline(
         model,
@@ -82,11 +82,7 @@ def build(options: dict[str, Any], device: torch.device) -> tuple[Pipeline, Rand
         optimizer=sgd,
         learning_rate=lambda t: 0.01,
         numerics=Numerics(type_of(options.get("precision", "float32")), options.get("channels_last", False)),
-        runtime=Runtime(
-            device,
-            options.get("transport", "auto"),
-            compile=options.get("compile"),
-        ),
+        runtime=Runtime(device, options.get("transport", "auto"), compile=options.get("compile")),
     )
     return pipeline, RandomData(inputs, classes)
 
@@ -121,7 +117,7 @@ def train_in_processes(options: dict[str, Any], device: torch.device, process: P
         plan = pipeline.plan
         del pipeline
     largest = max((boundary.backward_bytes for boundary in plan.boundaries), default=0)
-    found = {"transport": plan.transport, "message_bytes": largest, "loss": result.loss, "seconds": seconds}
+    found = {"transport": plan.transport, "message_bytes": largest, "loss": result.loss, "seconds_per_microbatch": seconds}
     return {**found, "digest": digests[0], "repeatable": digests[0] == digests[1]}
 
 
@@ -140,7 +136,8 @@ def compare_memory(options: dict[str, Any], device: torch.device, process: Proce
     pipeline.train(data, max(pipeline.plan.delays) + 2 * options["k"] + 2)
     peak = peak_memory(device) if device.type == "cuda" else None
     predicted = predict_memory(pipeline.plan, pipeline.recipe, data.targets_spec, process=0)
-    return {"peak_bytes": peak, "predicted_bytes": predicted.tensors}
+    ratio = predicted.tensors / peak if peak else None
+    return {"peak_bytes": peak, "predicted_bytes": predicted.tensors, "predicted_over_peak": ratio}
 
 
 def measure_speed(options: dict[str, Any], device: torch.device, process: Process) -> dict[str, Any]:
@@ -175,7 +172,7 @@ def shares(rows: Iterable[Any], seconds: float, microbatches: int) -> dict[str, 
         seconds: Duration of the training.
         microbatches: Number of its microbatches.
     """
-    found = dict.fromkeys(("kernels_per_microbatch", "device_busy", "communication", "launching"), 0.0)
+    found = dict.fromkeys(SHARES, 0.0)
     for row in rows:
         if row.device_type == torch.profiler.DeviceType.CUDA:
             part = "communication" if row.key.startswith("nccl") else "device_busy"

@@ -7,16 +7,6 @@ from typing import Any
 from ..run.markdown import aligned_table
 
 TITLES = {"compare": "Methods against the CPU", "transport": "Transports", "memory": "Memory", "speed": "Throughput"}
-COLUMNS = {
-    "compare": ("run", "difference from the CPU", "repeatable bit for bit", "result"),
-    "transport": ("run", "processes", "largest message (MB)", "ms per microbatch", "loss", "digest", "repeatable", "result"),
-    "memory": ("run", "peak (MB)", "predicted (MB)", "predicted / peak", "result"),
-    "speed": (
-        *("run", "processes", "samples/s", "peak memory (GB)", "kernels per microbatch", "kernels' time", "NCCL's time"),
-        *("launching", "result"),
-    ),
-}
-"""Columns of the table of each kind of part."""
 EXPLANATIONS = {
     "compare": "Largest difference of weights after three updates in float32, relative to the largest weight of a tensor, in one "
     "process. Rounding differs between devices, so 1e-3 is accepted.",
@@ -31,16 +21,24 @@ EXPLANATIONS = {
 """What the columns of a table mean."""
 
 
+SHARES = ("kernels_per_microbatch", "device_busy", "communication", "launching")
+COLUMNS = {
+    "compare": ("difference", "repeatable"),
+    "transport": ("processes", "message_bytes", "seconds_per_microbatch", "loss", "digest", "repeatable"),
+    "memory": ("peak_bytes", "predicted_bytes", "predicted_over_peak"),
+    "speed": ("processes", "samples_per_second", "peak_bytes", *SHARES),
+}
+"""Findings of each kind of part that are columns of its table, between the name of the run and its result."""
+
+
 def markdown(found: dict[str, Any]) -> str:
     """Return the report."""
     kind = f"{found['gpus']} GPU(s)" if found["gpus"] else "no GPU"
-    size = ", tiny runs" if found["tiny"] else ""
     parts = found["parts"]
-    failed = [part["name"] for part in parts if "failed" in part]
-    left_out = [part["name"] for part in parts if "left_out" in part]
+    failed, left_out = ([part["name"] for part in parts if key in part] for key in ("failed", "left_out"))
     seconds = sum(part.get("duration", 0.0) for part in parts)
     lines = [
-        f"# Self-test of petra: {kind}{size}",
+        f"# Self-test of petra: {kind}{', tiny runs' if found['tiny'] else ''}",
         "",
         f"{len(parts) - len(failed) - len(left_out)} of {len(parts)} parts passed, in {seconds:.0f} s.",
         *([f"Failed: {'; '.join(failed)}."] if failed else []),
@@ -54,47 +52,24 @@ def markdown(found: dict[str, Any]) -> str:
         "",
     ]
     for part, columns in COLUMNS.items():
-        rows = [_row(entry) for entry in parts if entry["part"] == part]
-        if rows:
-            lines += [f"## {TITLES[part]}", "", EXPLANATIONS[part], "", aligned_table(columns, rows), ""]
+        entries = [entry for entry in parts if entry["part"] == part]
+        if entries:
+            titles = [key.replace("_bytes", " (MB)").replace("_", " ") for key in columns]
+            rows = [[entry["name"], *(_cell(key, entry.get(key)) for key in columns), _result(entry)] for entry in entries]
+            lines += [f"## {TITLES[part]}", "", EXPLANATIONS[part], "", aligned_table(("run", *titles, "result"), rows), ""]
     return "\n".join(lines)
 
 
-def _row(entry: dict[str, Any]) -> list[str]:
-    result = "passed"
-    if "failed" in entry or "left_out" in entry:
-        result = f"failed: {entry['failed']}" if "failed" in entry else "left out"
-    return [entry["name"], *_CELLS[entry["part"]](entry), result]
+def _cell(key: str, value: Any) -> str:
+    """Return a finding as text, empty if there is none. Of a list, the largest counts."""
+    if isinstance(value, list):
+        value = max(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is not None and key.endswith("_bytes"):
+        return f"{value / 1e6:.1f}"
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
-def _compare(entry: dict[str, Any]) -> list[str]:
-    return [_number(entry, "difference", "{:.1e}"), _yes_no(entry, "repeatable")]
-
-
-def _transport(entry: dict[str, Any]) -> list[str]:
-    message, time = _number(entry, "message_bytes", "{:.1f}", 1e-6), _number(entry, "seconds", "{:.1f}", 1e3)
-    return [str(entry["processes"]), message, time, _number(entry, "loss"), entry.get("digest", ""), _yes_no(entry, "repeatable")]
-
-
-def _memory(entry: dict[str, Any]) -> list[str]:
-    peak, predicted = entry.get("peak_bytes"), entry.get("predicted_bytes")
-    ratio = f"{predicted / peak:.3f}" if peak and predicted else ""
-    return [*("" if size is None else f"{size / 1e6:.1f}" for size in (peak, predicted)), ratio]
-
-
-def _speed(entry: dict[str, Any]) -> list[str]:
-    peak = f"{max(entry['peak_bytes']) / 1e9:.2f}" if "peak_bytes" in entry else ""
-    parts = [_number(entry, key, "{:.0%}") for key in ("device_busy", "communication", "launching")]
-    kernels = _number(entry, "kernels_per_microbatch", "{:.0f}")
-    return [str(entry["processes"]), _number(entry, "samples_per_second", "{:.0f}"), peak, kernels, *parts]
-
-
-_CELLS = {"compare": _compare, "transport": _transport, "memory": _memory, "speed": _speed}
-
-
-def _yes_no(entry: dict[str, Any], key: str) -> str:
-    return ("yes" if entry[key] else "no") if key in entry else ""
-
-
-def _number(entry: dict[str, Any], key: str, form: str = "{:.4f}", unit: float = 1.0) -> str:
-    return form.format(unit * entry[key]) if key in entry else ""
+def _result(entry: dict[str, Any]) -> str:
+    return f"failed: {entry['failed']}" if "failed" in entry else "left out" if "left_out" in entry else "passed"

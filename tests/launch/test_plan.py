@@ -12,8 +12,8 @@ import torch
 from launch.config.compose import compose_overrides
 from launch.config.machines import read_machines, write_machines
 from launch.doctor.links import Link as Measured
+from launch.doctor.links import describe, measure_speeds
 from launch.doctor.machine import Report
-from launch.doctor.speed import describe, measure_speeds
 from launch.plan import main, predict_method
 from launch.run.build import set_up
 from launch.run.dry_run import memory_table
