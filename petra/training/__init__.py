@@ -7,7 +7,7 @@ from petra.training.learning_rate import SCHEDULES, Cosine, MultiStep, Polynomia
 from petra.training.lock import locked
 from petra.training.loggers import JsonLines, TensorBoardLogger, WandbLogger
 from petra.training.optim import OPTIMIZERS, sgd
-from petra.training.progress import Bar, Lines, Progress
+from petra.training.progress import Bar, Lines
 from petra.training.records import new_run_folder, read_rows, write_json
 from petra.training.state import network
 from petra.training.trainer import Epoch, Trainer, finished_epochs, limited, means
@@ -28,7 +28,6 @@ __all__ = [
     "Logger",
     "MultiStep",
     "Polynomial",
-    "Progress",
     "Schedule",
     "TensorBoardLogger",
     "Trainer",

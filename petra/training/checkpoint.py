@@ -74,6 +74,10 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
         self._pending: Future[None] | None = None
 
+    def next_after(self, clock: int) -> int | None:
+        """Return the number of microbatches after which a trainer drains and saves next within an epoch, or None."""
+        return None if self.every is None else clock - clock % self.every + self.every
+
     def save(self, pipeline: Pipeline, facts: Mapping[str, Any], score: float | None = None) -> None:
         """Write the state of a drained pipeline.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from secrets import token_hex
@@ -13,6 +14,12 @@ from typing import Any
 from petra.errors import ConfigError
 from petra.training.records import write_text_atomically, writing
 from petra.training.watchers import NO_SUMMARY, Logger
+
+
+def require_installed(package: str) -> None:
+    """Raise ConfigError unless the package of a logger is installed."""
+    if find_spec(package) is None:
+        raise ConfigError(f"logger.name: {package} is not installed; run pip install -e '.[{package}]' or set logger=jsonl")
 
 
 class JsonLines(Logger):
@@ -54,6 +61,8 @@ class WandbLogger(Logger):
         DataError: If a file cannot be written.
     """
 
+    require = staticmethod(partial(require_installed, "wandb"))
+
     def __init__(
         self, folder: Path, project: str, mode: str, config: Mapping[str, Any], rows: Iterable[Mapping[str, float]] = ()
     ) -> None:
@@ -88,12 +97,6 @@ class WandbLogger(Logger):
             for row in rows:
                 self.log(row)
 
-    @staticmethod
-    def require() -> None:
-        """Raise ConfigError unless the package is installed."""
-        if find_spec("wandb") is None:
-            raise ConfigError("logger.name: wandb is not installed; run pip install -e '.[wandb]' or set logger=jsonl")
-
     def log(self, row: Mapping[str, float]) -> None:
         self._run.log(dict(row), step=int(row["microbatches"]))
 
@@ -116,6 +119,8 @@ class TensorBoardLogger(Logger):
         ConfigError: If the package is not installed.
     """
 
+    require = staticmethod(partial(require_installed, "tensorboard"))
+
     def __init__(self, folder: Path, microbatches: int = 0, config: str | None = None) -> None:
         self.require()
         from torch.utils.tensorboard import SummaryWriter
@@ -124,12 +129,6 @@ class TensorBoardLogger(Logger):
         self._step = microbatches
         if config is not None:
             self._text("configuration", config)
-
-    @staticmethod
-    def require() -> None:
-        """Raise ConfigError unless the package is installed."""
-        if find_spec("tensorboard") is None:
-            raise ConfigError("logger.name: tensorboard is not installed; run pip install -e '.[tensorboard]' or set logger=jsonl")
 
     def log(self, row: Mapping[str, float]) -> None:
         self._step = int(row["microbatches"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -14,8 +13,8 @@ from petra.engine.build import Recipe
 from petra.training.watchers import Means, Watcher
 
 
-class Progress(Watcher, ABC):
-    """Adds up the reports of the current epoch and shows their means periodically.
+class Lines(Watcher):
+    """One line per epoch, and in long epochs a line every 30 seconds with the means over the current epoch so far.
 
     Args:
         epochs: Number of epochs in the run.
@@ -24,16 +23,15 @@ class Progress(Watcher, ABC):
         unit: What a target is counted as: ``images``, ``tokens`` or ``pixels``.
     """
 
-    seconds: float
+    seconds = 30.0
     """Seconds between two updates of the display. Reading a report synchronizes with the device, so not every report is read."""
 
     def __init__(self, epochs: int, microbatches: int, recipe: Recipe, unit: str = "images") -> None:
         self.epochs, self.microbatches, self.unit = epochs, microbatches, unit
         self._means, self._learning_rate = Means(recipe), recipe.learning_rate or (lambda t: 0.0)
-        self.epoch = self.done = 0
 
     def epoch_begin(self, epoch: int, start: int, done: int) -> None:
-        self.epoch, self.done, self._clock = epoch, done, start
+        self.epoch, self.done, self._start = epoch, done, start
         self._means.restart()
         self._started = time.perf_counter()
         self._next = self._started + self.seconds
@@ -45,42 +43,23 @@ class Progress(Watcher, ABC):
         if now >= self._next:
             self._next = now + self.seconds
             targets, means = self._means.values()
-            speed, rate = targets / (now - self._started), self._learning_rate(self._clock + self.done)
+            speed, rate = targets / (now - self._started), self._learning_rate(self._start + self.done)
             self.show(f"{means_text(means)}, {speed:.0f} {self.unit}/s, learning rate {rate:.4g}")
 
-    @abstractmethod
     def show(self, means: str) -> None:
         """Show the means over the current epoch so far."""
-
-    def epoch_end(self, row: Mapping[str, float]) -> None:
-        text = (
-            f"epoch {row['epoch']}/{self.epochs}: {means_text(part(row, 'train_'))}; test {means_text(part(row, 'test_'))}; "
-            f"{row[f'{self.unit}_per_second']:.0f} {self.unit}/s, learning rate {row['learning_rate']:.4g}, {row['seconds']:.1f} s"
-        )
-        print(text, flush=True)
-
-
-def part(row: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """Return the numbers whose names begin with ``prefix``, under names without it."""
-    return {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
-
-
-def means_text(means: Mapping[str, float]) -> str:
-    """Format losses, perplexities and bits per byte as numbers, and all other metrics, which are shares, in per cent."""
-    form = {"loss": ".4f", "perplexity": ".3f", "bits_per_byte": ".4f"}
-    return ", ".join(f"{key} {value:{form.get(key, '.2%')}}" for key, value in means.items())
-
-
-class Lines(Progress):
-    """One line per epoch, and in long epochs a line every 30 seconds."""
-
-    seconds = 30.0
-
-    def show(self, means: str) -> None:
         print(f"epoch {self.epoch}/{self.epochs}, {self.done}/{self.microbatches}: {means}", flush=True)
 
+    def epoch_end(self, row: Mapping[str, float]) -> None:
+        train, test = (
+            means_text({key.removeprefix(part): value for key, value in row.items() if key.startswith(part)})
+            for part in ("train_", "test_")
+        )
+        speed = f"{row[f'{self.unit}_per_second']:.0f} {self.unit}/s, learning rate {row['learning_rate']:.4g}"
+        print(f"epoch {row['epoch']}/{self.epochs}: {train}; test {test}; {speed}, {row['seconds']:.1f} s", flush=True)
 
-class Bar(Progress):
+
+class Bar(Lines):
     """A bar for the current epoch, below one line per finished epoch."""
 
     seconds = 0.5
@@ -103,3 +82,9 @@ class Bar(Progress):
     def epoch_end(self, row: Mapping[str, float]) -> None:
         self._bar.close()
         super().epoch_end(row)
+
+
+def means_text(means: Mapping[str, float]) -> str:
+    """Format losses, perplexities and bits per byte as numbers, and all other metrics, which are shares, in per cent."""
+    form = {"loss": ".4f", "perplexity": ".3f", "bits_per_byte": ".4f"}
+    return ", ".join(f"{key} {value:{form.get(key, '.2%')}}" for key, value in means.items())

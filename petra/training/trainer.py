@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -84,7 +85,7 @@ class Trainer:
         train: Training data.
         test: Test data.
         limit: Largest number of microbatches in an epoch and in an evaluation, or None.
-        checkpoints: Writer of checkpoints, or None. The trainer saves one after each epoch, and at planned drains.
+        checkpoints: Writer of checkpoints; None to write none. The trainer saves one after each epoch, and at planned drains.
         watchers: Observers of microbatches and epochs: records, loggers and progress.
         stop: Returns whether this process was asked to stop. Called after each drain; without planned drains also during training.
 
@@ -107,7 +108,7 @@ class Trainer:
         if rate is None:
             raise invalid("learning_rate", "a function of the microbatches done, for a pipeline with a trainer", "None")
         self.pipeline, self.train, self.test, self._learning_rate = pipeline, train, test, rate
-        self.checkpoints, self.watchers, self.stop = checkpoints, watchers, stop
+        self.checkpoints, self.watchers, self.stop = checkpoints or Checkpoints(Path(), keep=0), watchers, stop
         self.microbatches, self.test_batches = limited(train.batches_per_epoch, limit), limited(test.batches, limit)
 
         self.history: list[Epoch] = []
@@ -126,17 +127,15 @@ class Trainer:
                 self._run_epoch(len(self.history) + 1)
             except Exception as error:
                 error.add_note(f"the pipeline was last drained after microbatch {self.pipeline.clock}")
-                if self.checkpoints is not None and isinstance(error, DataError):  # there may be no space even for the message
+                if isinstance(error, DataError):  # there may be no space even for the message
                     self.checkpoints.settle()
                 raise
-        if self.checkpoints is not None:
-            self.checkpoints.wait()
+        self.checkpoints.wait()
         return self.history
 
     def state(self) -> dict[str, Any]:
         """Return what :meth:`resume` needs, as values for JSON. A checkpoint's facts have it under ``trainer``."""
-        history = [asdict(epoch) for epoch in self.history]
-        parts = [asdict(part) for part in self._parts]
+        history, parts = ([asdict(result) for result in results] for results in (self.history, self._parts))
         state = {"history": history, "parts": parts, "seconds": self._seconds, "epoch": self.microbatches}
         for watcher in self.watchers:
             state |= watcher.state()
@@ -149,10 +148,8 @@ class Trainer:
             DataError: If ``state`` is something else.
         """
         self.history = finished_epochs(state)
-        try:
+        with _named_errors():
             self._parts, self._seconds = [Result(**part) for part in state["parts"]], float(state["seconds"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise _bad_state(error) from error
         for watcher in self.watchers:
             watcher.resume(state, self.pipeline.clock)
 
@@ -188,25 +185,22 @@ class Trainer:
 
     def _train_to_drain(self, end: int) -> None:
         """Train up to the next planned drain or the end of the epoch, or until a process is asked to stop."""
-        started = time.perf_counter()
-        count = end - self.pipeline.clock
-        every = None if self.checkpoints is None else self.checkpoints.every
-        if every is not None:
-            count = min(count, every - self.pipeline.clock % every)
+        started, planned = time.perf_counter(), self.checkpoints.next_after(self.pipeline.clock)
         # An unplanned drain changes the weights of a run. With planned drains, a run that stops there resumes bit for bit.
-        stop = self._stop_early if every is None else None
+        count, stop = (end, self._stop_early) if planned is None else (min(end, planned), None)
         receivers = [watcher.microbatch for watcher in self.watchers if type(watcher).microbatch is not Watcher.microbatch]
 
         def on_microbatch(report: Tensor) -> None:
             for receive in receivers:
                 receive(report)
 
+        count -= self.pipeline.clock
         self._parts.append(self.pipeline.train(self.train, count, on_microbatch if receivers else None, stop))
         self._seconds += time.perf_counter() - started
 
     def _stop_early(self) -> bool:
         """Return whether to drain before the end of the epoch: on request, or because a checkpoint could not be written."""
-        return self.stop() or (self.checkpoints is not None and self.checkpoints.failed)
+        return self.stop() or self.checkpoints.failed
 
     def _evaluate(self, epoch: int) -> Epoch:
         started = time.perf_counter()
@@ -227,12 +221,10 @@ class Trainer:
 
     def _save_and_stop(self, score: float | None) -> None:
         """Save the drained pipeline, and raise :class:`Interrupted` if any process was asked to stop."""
-        if self.checkpoints is not None:
-            self.checkpoints.save(self.pipeline, {"trainer": self.state()}, score)
+        self.checkpoints.save(self.pipeline, {"trainer": self.state()}, score)
         if any(all_gather_objects(self.stop())):
-            if self.checkpoints is not None:
-                self.checkpoints.wait()
-            raise Interrupted(self.pipeline.clock, saved=self.checkpoints is not None and self.checkpoints.keep > 0)
+            self.checkpoints.wait()
+            raise Interrupted(self.pipeline.clock, saved=self.checkpoints.keep > 0)
 
 
 def finished_epochs(state: Mapping[str, Any]) -> list[Epoch]:
@@ -241,12 +233,8 @@ def finished_epochs(state: Mapping[str, Any]) -> list[Epoch]:
     Raises:
         DataError: If ``state`` is something else.
     """
-    try:
-        return [
-            Epoch(**{**epoch, "train": Result(**epoch["train"]), "test": Result(**epoch["test"])}) for epoch in state["history"]
-        ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise _bad_state(error) from error
+    with _named_errors():
+        return [Epoch(**{**epoch, **{part: Result(**epoch[part]) for part in ("train", "test")}}) for epoch in state["history"]]
 
 
 def limited(batches: int, limit: int | None) -> int:
@@ -254,5 +242,10 @@ def limited(batches: int, limit: int | None) -> int:
     return batches if limit is None else min(batches, limit)
 
 
-def _bad_state(error: Exception) -> DataError:
-    return DataError(f"checkpoint: its facts hold no valid state of the trainer ({first_line(error)})")
+@contextmanager
+def _named_errors() -> Iterator[None]:
+    """Convert errors of values that are no state of a trainer."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"checkpoint: its facts hold no valid state of the trainer ({first_line(error)})") from error

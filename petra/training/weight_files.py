@@ -93,42 +93,37 @@ def load(path: Path) -> State:
         DataError: If the file is missing or damaged, or does not hold tensors by name.
         ConfigError: If there is no format with this suffix, or safetensors is not installed.
     """
-    check_format(path.suffix)
-    try:
-        if path.suffix == ".pt":
-            state: Any = torch.load(path, map_location="cpu", weights_only=True)
-        else:
-            from safetensors.torch import load_file
-
-            state = load_file(path)
-    except Exception as error:  # each format has its own errors for damage
-        raise DataError(f"{path}: cannot be read as exported weights ({first_line(error)})") from error
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise invalid(str(path), "a state dict of tensors", type(state).__name__, DataError)
-    return state
+    return _read(path, tensors=True)[0]
 
 
 def facts_in(path: Path) -> dict[str, Any]:
     """Return the facts that a file was exported with and its ``clock`` in microbatches; empty if another program has written it.
 
     Raises:
-        DataError: If the file is missing or damaged.
-        ConfigError: If there is no format with this suffix, or safetensors is not installed.
+        As for :func:`load`.
     """
+    return _read(path, tensors=False)[1]
+
+
+def _read(path: Path, *, tensors: bool) -> tuple[State, dict[str, Any]]:
+    """Return the state in an exported file and its facts. Without ``tensors``, the state must not be read."""
     check_format(path.suffix)
     try:
         if path.suffix == ".pt":
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            text = getattr(loaded, "_metadata", {}).get("", {})
+            state: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=not tensors)
+            text = getattr(state, "_metadata", {}).get("", {})
         else:
             from safetensors import safe_open
 
             with safe_open(path, "pt") as file:
-                text = file.metadata() or {}
+                text, names = file.metadata() or {}, file.keys() if tensors else ()
+                state = {name: file.get_tensor(name) for name in names}
         facts: dict[str, Any] = json.loads(text.get(FACTS, "{}"))
     except Exception as error:  # each format has its own errors for damage
         raise DataError(f"{path}: cannot be read as exported weights ({first_line(error)})") from error
-    return facts
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise invalid(str(path), "a state dict of tensors", type(state).__name__, DataError)
+    return state, facts
 
 
 def load_into(pipeline: Pipeline, state: Mapping[str, Tensor], source: str, skip: Collection[str] = ()) -> None:
@@ -157,9 +152,8 @@ def check_format(suffix: str) -> None:
     Raises:
         ConfigError: If there is no format with this suffix, or safetensors is not installed.
     """
-    require(
-        suffix in FORMATS.values(), "weights", f"a file name that ends in {' or '.join(FORMATS.values())}", suffix or "no suffix"
-    )
+    accepted = f"a file name that ends in {' or '.join(FORMATS.values())}"
+    require(suffix in FORMATS.values(), "weights", accepted, suffix or "no suffix")
     if suffix == ".safetensors" and find_spec("safetensors") is None:
         raise ConfigError(
             "trainer.export: safetensors is not installed; run pip install -e '.[safetensors]' or set trainer.export=pt"
