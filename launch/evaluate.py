@@ -43,17 +43,15 @@ def main(arguments: list[str] | None = None) -> None:
     process = Process.from_environment()
     with report_errors(process):
         pictures, others = number_of_pictures(words)
-        folder, weights, config = parse(others)
+        folder, weights, config = parse(others, process)
         import torch
 
         from .run.evaluation import evaluate
         from .run.pictures import Pictures
-        from .run.weights import chosen_weights
 
         if arguments is None:
             torch.set_num_interop_threads(1)
-        place = Pictures(folder / "pictures", pictures) if pictures else None
-        numbers = evaluate(config, chosen_weights(folder, weights, process), process, place)
+        numbers = evaluate(config, weights, process, Pictures(folder / "pictures", pictures) if pictures else None)
         if process.first:
             print(json.dumps(numbers), flush=True)
 
@@ -70,11 +68,11 @@ def number_of_pictures(words: list[str]) -> tuple[int, list[str]]:
     return int(found[-1]) if found else 0, [word for word in words if not word.startswith("pictures=")]
 
 
-def parse(words: list[str]) -> tuple[Path, Path | None, Config]:
-    """Return the run's folder, the weights that the command line names, and the run's configuration with its overrides.
+def parse(words: list[str], process: Process) -> tuple[Path, Path, Config]:
+    """Return the run's folder, the weights to read, and the run's configuration with the overrides on the command line.
 
     Raises:
-        ConfigError: If there is no folder of a run, or an override doesn't fit the configuration.
+        PetraError: If there is no folder of a run, it has no weights, or an override doesn't fit the configuration.
     """
     for word in words:
         require("=" in word, "command line", "run=FOLDER and key=value", word)
@@ -95,7 +93,10 @@ def parse(words: list[str]) -> tuple[Path, Path | None, Config]:
     except Exception as error:  # a damaged file
         raise invalid(str(path), "a configuration in YAML", first_line(error)) from error
     assert isinstance(composed, DictConfig)
-    return folder, Path(own["weights"]) if "weights" in own else None, to_config(composed)
+    config = to_config(composed)
+    from .run.weights import chosen_weights
+
+    return folder, chosen_weights(folder, Path(own["weights"]) if "weights" in own else None, process), config
 
 
 def dotlist(words: list[str]) -> DictConfig:

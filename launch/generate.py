@@ -36,8 +36,7 @@ from .config.schema import Config
 from .evaluate import dotlist, parse
 from .run.build import set_up
 from .run.evaluation import for_inference, trained_network
-from .run.vocabulary import require_vocabulary
-from .run.weights import chosen_weights, weight_facts
+from .run.weights import require_vocabulary, weight_facts
 from .runtime.rank import Process
 from .runtime.reporting import report_errors
 from .runtime.terminal import command, words_or_help
@@ -75,9 +74,8 @@ def main(arguments: list[str] | None = None) -> None:
         decoded = not any("\ud800" <= character <= "\udfff" for character in prompt)  # Python's form of bytes that are not UTF-8
         require(decoded, "prompt", "text in UTF-8", ascii(prompt))
         options = read_options([word for word in own if not word.startswith("prompt=")])
-        folder, weights, config = parse([word for word in words if word not in own])
         sampling = Sampling(options.temperature, options.top_k, options.top_p)
-        weights = chosen_weights(folder, weights, process)
+        _, weights, config = parse([word for word in words if word not in own], process)
         model = load_model(config, weights, options.device)
         encode, decode, stop = vocabulary(config, options.vocabulary, weights)
         text = generate(model, encode(prompt), sampling, options.seed, stop)

@@ -25,7 +25,7 @@ from .config.schema import Config
 from .evaluate import parse
 from .run.build import set_up
 from .run.evaluation import for_inference, trained_network
-from .run.weights import chosen_weights, weight_facts
+from .run.weights import weight_facts
 from .runtime.rank import Process
 from .runtime.reporting import report_errors
 from .runtime.terminal import command, words_or_help
@@ -41,8 +41,8 @@ def main(arguments: list[str] | None = None) -> None:
     with report_errors(process):
         images = [Path(word) for word in words if "=" not in word]
         require(len(images) > 0, "command line", "image files", "none")
-        folder, weights, config = parse([word for word in words if "=" in word])
-        for path, label, probability in predictions(config, chosen_weights(folder, weights, process), images, process):
+        _, weights, config = parse([word for word in words if "=" in word], process)
+        for path, label, probability in predictions(config, weights, images, process):
             print(f"{path}: {label}, {probability:.1%}", flush=True)
 
 

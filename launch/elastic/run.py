@@ -7,12 +7,11 @@ replicas of the last one have in memory, which the first of them sends to the ot
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from petra.elastic.liveness import Member
 from petra.elastic.membership import Membership, MembershipChanged
 from petra.elastic.replicas import ElasticReplicas, ElasticTrainer
 from petra.errors import PetraError, require
-from petra.training.records import writing
+from petra.training import JsonLines
 from petra.training.state import state_of
 from petra.training.weight_files import State
 
@@ -33,7 +32,7 @@ from ..run import training
 from ..run.build import Setup, set_up
 from ..run.folder import exclusive_folder
 from ..run.resume import Start, find_start
-from ..run.training import Run, prepare_process
+from ..run.training import TrainingRun, prepare_process
 from ..runtime.rank import Process
 from ..runtime.reporting import STOPPED
 from ..runtime.signals import StopRequest
@@ -44,8 +43,8 @@ EVENTS = "replicas.jsonl"
 
 
 @dataclass
-class Kept:
-    """What a process keeps in memory from one generation to the next.
+class Handover:
+    """What a process keeps in memory for the next generation.
 
     Attributes:
         facts: Facts as in a checkpoint, with the clock.
@@ -81,12 +80,12 @@ def run(config: Config, process: Process) -> None:
     require(not idle, "cluster.elastic", "false if processes have no stage", "true")
     notes = prepare_process(setup)
     membership = replica.membership(str(config.run_dir), config.trainer.timeout)
-    stop, kept = StopRequest(), None
+    stop, handover = StopRequest(), None
     with stop.handle_signals():
-        while (generation := membership.join(stop if kept is None else None)) is not None:
+        while (generation := membership.join(stop if handover is None else None)) is not None:
             own = replica.in_run(generation.replicas)
             with replica.process_group(membership, own, config.trainer.timeout), exclusive_folder(config, own):
-                finished, kept = run_generation(setup, notes, own, membership, stop, kept)
+                finished, handover = run_generation(setup, notes, own, membership, stop, handover)
             if finished:
                 membership.finish()
     if stop():
@@ -94,38 +93,38 @@ def run(config: Config, process: Process) -> None:
 
 
 def run_generation(
-    setup: Setup, notes: Sequence[str], process: Process, membership: Membership, stop: StopRequest, kept: Kept | None
-) -> tuple[bool, Kept | None]:
-    """Train until the end of the run or until the replicas change. Return whether the run has ended, and what is kept.
+    setup: Setup, notes: Sequence[str], process: Process, membership: Membership, stop: StopRequest, handover: Handover | None
+) -> tuple[bool, Handover | None]:
+    """Train until the end of the run or until the replicas change. Return whether the run has ended, and a handover.
 
     Args:
         notes: Lines to print first.
         process: Rank in the generation.
         stop: Whether this process was asked to stop.
-        kept: What this process has kept from the generation before; None after its start.
+        handover: Of the generation before; None after the start of this process.
     """
     try:
         with membership.concluding("started"):
-            shared = share_kept(kept, membership)
+            shared = share(handover, membership)
             start = find_start(setup.config, process) if shared is None else start_from(shared, setup.config)
             replicas = ElasticReplicas(setup.plan.layout, setup.device, membership)
-            current = Run(setup, process, start, stop, notes, replicas, ElasticTrainer)
+            current = TrainingRun(setup, process, start, stop, notes, replicas, ElasticTrainer)
             absent = report_changes(current, membership, shared)
     except MembershipChanged:
-        return False, kept
+        return False, handover
     try:
         current.fit()
         with membership.concluding("finished"):
             current.finish()
     except MembershipChanged:
-        return False, keep(current, membership, absent)
+        return False, hand_over(current, membership, absent)
     except Exception:
         membership.leave()
         raise
     return True, None
 
 
-def keep(run: Run, membership: Membership, absent: dict[int, int]) -> Kept:
+def hand_over(run: TrainingRun, membership: Membership, absent: dict[int, int]) -> Handover:
     """Return what the next generation needs, from a drained pipeline."""
     with suppress(PetraError, RuntimeError):  # a save in the background that a lost process has interrupted
         run.checkpoints.wait()
@@ -133,25 +132,24 @@ def keep(run: Run, membership: Membership, absent: dict[int, int]) -> Kept:
     assert isinstance(replicas, ElasticReplicas)
     state = {key: value.to("cpu", copy=True) for key, value in state_of(run.pipeline, every_replica=True).items()}
     facts = {**run.checkpoints.facts, "trainer": run.trainer.state(), "clock": run.pipeline.clock}
-    return Kept(
+    return Handover(
         facts, membership.generation.members, dict(replicas.lost), absent, replicas.tolerant_sums.stalls, time.time(), state
     )
 
 
-def share_kept(kept: Kept | None, membership: Membership) -> Kept | None:
-    """Return what the first replica of the generation has kept, and its state for this process. None if it has kept nothing.
+def share(handover: Handover | None, membership: Membership) -> Handover | None:
+    """Return the handover of the first replica of the generation with its state for this process, or None if it has none.
 
     Every process must call this function.
     """
     processes, rank = membership.liveness.processes, dist.get_rank()
-    own = None if kept is None else Kept(kept.facts, kept.members, kept.lost, kept.absent, kept.stalls, kept.since)
-    gathered: list[Kept | None] = all_gather_objects(own)
+    gathered: list[Handover | None] = all_gather_objects(handover and replace(handover, state={}))
     first = gathered[0]
     if first is None:
         return None
     first.lost = {key: m for other in gathered if other is not None for key, m in other.lost.items()}
     first.stalls = [seconds for other in gathered if other is not None for seconds in other.stalls]
-    message = [None if kept is None else kept.state]
+    message = [None if handover is None else handover.state]
     for receiver in range(processes, dist.get_world_size()):
         if rank == receiver % processes:
             dist.send_object_list(message, receiver, device=torch.device("cpu"))
@@ -162,27 +160,33 @@ def share_kept(kept: Kept | None, membership: Membership) -> Kept | None:
     return first
 
 
-def start_from(kept: Kept, config: Config) -> Start:
+def start_from(handover: Handover, config: Config) -> Start:
     """Return the start of a generation from the state of the one before."""
-    return Start(Path(str(config.run_dir)), kept.facts, state=kept.state)
+    return Start(Path(str(config.run_dir)), handover.facts, state=handover.state)
 
 
-def report_changes(run: Run, membership: Membership, kept: Kept | None) -> dict[int, int]:
+def report_changes(run: TrainingRun, membership: Membership, handover: Handover | None) -> dict[int, int]:
     """Print and record which replicas were lost and which return. Return the first microbatch without each absent one.
 
     The number of samples counts each sample of a lost replica that at least one stage was not trained on.
     """
-    if kept is None:
+    if handover is None:
         return {}
-    clock, rows, members = int(kept.facts["clock"]), run.pipeline.plan.layout.inputs.shape[0], membership.generation.members
-    absent, events = dict(kept.absent), list[dict[str, Any]]()
-    for replica, _ in (member for member in kept.members if member not in members):
-        stages = {stage + 1: m + 1 for (stage, r), m in sorted(kept.lost.items()) if r == replica}
+    clock, rows, members = int(handover.facts["clock"]), run.pipeline.plan.layout.inputs.shape[0], membership.generation.members
+    absent, events = dict(handover.absent), list[dict[str, Any]]()
+    for replica, _ in (member for member in handover.members if member not in members):
+        stages = {stage + 1: m + 1 for (stage, r), m in sorted(handover.lost.items()) if r == replica}
         absent[replica] = min((m - 1 for m in stages.values()), default=clock)
         events.append(
-            {"event": "lost", "replica": replica + 1, "microbatch": absent[replica] + 1, "stages": stages, "stalls": kept.stalls}
+            {
+                "event": "lost",
+                "replica": replica + 1,
+                "microbatch": absent[replica] + 1,
+                "stages": stages,
+                "stalls": handover.stalls,
+            }
         )
-    for replica, _ in (member for member in members if member not in kept.members):
+    for replica, _ in (member for member in members if member not in handover.members):
         first = absent.pop(replica, clock)
         samples = (clock - first) * rows
         facts = {"first": first + 1, "last": clock, "rows": [replica * rows, (replica + 1) * rows - 1], "samples": samples}
@@ -190,9 +194,7 @@ def report_changes(run: Run, membership: Membership, kept: Kept | None) -> dict[
     if run.records is not None:
         for event in events:
             print(_describe(event), flush=True)
-        path = run.folder / EVENTS
-        with writing(path), path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(event | {"time": time.time(), "pause": time.time() - kept.since}) + "\n" for event in events)
+            JsonLines(run.folder / EVENTS).log(event | {"time": time.time(), "pause": time.time() - handover.since})
     return absent
 
 

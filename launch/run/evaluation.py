@@ -20,8 +20,7 @@ from ..config.schema import Config, LoggerConfig
 from ..runtime.rank import Process
 from .build import Setup, set_numerics, set_up
 from .pictures import Pictures
-from .vocabulary import require_vocabulary
-from .weights import read_weights, weight_facts
+from .weights import read_weights, require_vocabulary, weight_facts
 
 
 def evaluate(config: Config, weights: Path, process: Process, pictures: Pictures | None = None) -> dict[str, Any]:

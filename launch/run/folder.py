@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,7 +55,7 @@ class Records:
     Args:
         config: Configuration of the run.
         rows: Metrics of the epochs already done. If a run is resumed in its folder, they replace the content of metrics.jsonl.
-        updates: Rows of updates.jsonl already done, which replace its content in the same way.
+        before: Folder of the run that this one resumes, whose rows of updates.jsonl are copied, or None.
         clock: Number of microbatches already trained on.
 
     Attributes:
@@ -69,8 +68,9 @@ class Records:
     """
 
     def __init__(
-        self, config: Config, rows: Sequence[Mapping[str, float]] = (), updates: Sequence[Mapping[str, float]] = (), clock: int = 0
+        self, config: Config, rows: Sequence[Mapping[str, float]] = (), before: Path | None = None, clock: int = 0
     ) -> None:
+        updates = [] if before is None else read_updates(before, clock)
         path = default_folder(config) if config.run_dir is None else Path(config.run_dir)
         # A folder that was deleted while its run wrote checkpoints has no config.yaml.
         resumed = config.resume == AUTO and ((path / "config.yaml").exists() or bool(checkpoints(path / FOLDER)))
@@ -95,13 +95,7 @@ class Records:
             changes: Keys with their values before and from now on.
         """
         for key, (before, now) in changes.items():
-            row = {"microbatch": microbatch, "key": key, "before": before, "now": now}
-            with writing(self.folder / CHANGES), (self.folder / CHANGES).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-
-    def opening(self, setup: Setup) -> str:
-        """Return the line that describes the run when it begins."""
-        return f"{headline(setup)}; records in {self.folder}"
+            JsonLines(self.folder / CHANGES).log({"microbatch": microbatch, "key": key, "before": before, "now": now})
 
     def finish(self, summary: dict[str, Any], history: Sequence[Epoch]) -> None:
         """Draw curves.png, close the loggers, and write report.html and summary.json, whose existence marks a complete run."""

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -58,8 +58,11 @@ class Job:
         path = self.folder / "summary.json"
         if not path.exists():
             return None
-        found, wanted = OmegaConf.load(self.folder / "config.yaml"), OmegaConf.structured(self.config)
-        if differing := _differences(OmegaConf.to_container(found), OmegaConf.to_container(wanted)):
+        from .resume import differences
+
+        found: Any = OmegaConf.to_container(OmegaConf.load(self.folder / "config.yaml"))
+        differing = [key for key in differences(found, asdict(self.config)) if key not in ("run_dir", "resume", "resume_change")]
+        if differing:
             raise invalid("--out", "a new folder", f"{self.folder}, a finished run with another {', '.join(differing)}")
         content: dict[str, Any] = json.loads(path.read_text())
         return content
@@ -141,11 +144,3 @@ def _queued(number: str) -> bool:
     """Return whether a Slurm job is pending or running."""
     found = subprocess.run(["squeue", "--noheader", "--jobs", number], capture_output=True, text=True)
     return found.returncode == 0 and bool(found.stdout.strip())
-
-
-def _differences(found: Any, wanted: Any, key: str = "") -> list[str]:
-    """Return the keys on which two configurations differ, other than the folder and how the run starts."""
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        names = dict.fromkeys([*found, *wanted])
-        return [d for n in names for d in _differences(found.get(n), wanted.get(n), f"{key}.{n}" if key else str(n))]
-    return [] if found == wanted or key in ("run_dir", "resume", "resume_change") else [key]

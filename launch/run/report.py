@@ -12,28 +12,12 @@ from petra.analysis.plots import Panel, curve_panels, gradient_panels, svg, time
 from petra.analysis.timeline import read_trace
 from petra.errors import DataError, first_line, invalid, require
 from petra.training import read_rows
+from petra.training.progress import value_text
 from petra.training.records import write_text_atomically
 
 METRICS, UPDATES, REPORT = "metrics.jsonl", "updates.jsonl", "report.html"
+SPEED, STORED = "_per_second", "buffer_bytes"
 Row = Mapping[str, Any]
-LAYOUT = {
-    "stage": "stage",
-    "processes": "process",
-    "blocks": "blocks",
-    "parameters": "parameters",
-    "flops": "FLOPs",
-    "stores": "stores",
-    "delay": "delay τ",
-    "staleness": "staleness",
-    "in_flight": "in flight",
-}
-"""Title of each column of the table of stages, by its key in summary.json."""
-CURVES = {
-    "gradient_norm": "norm of the gradient, mean over updates",
-    "weight_drift": "drift of the weights from forward to backward, relative",
-}
-"""Label of each curve of the stages, by its key in metrics.jsonl."""
-SECONDS = {"forward_seconds": "forward", "backward_seconds": "backward", "update_seconds": "update", "waiting_seconds": "waiting"}
 SUFFIX = ".record.json"
 """How the name of a record ends: a finished run in one file, see reproduction/records/README.md."""
 
@@ -126,21 +110,17 @@ def _sentence(summary: Row) -> str:
 
 def _numbers(rows: Sequence[Row], summary: Row) -> Iterator[tuple[str, str]]:
     last = rows[-1]
+    for key, value in last.items():
+        if key.startswith("test_"):
+            yield key.replace("_", " "), value_text(key.removeprefix("test_"), value)
     if "test_accuracy" in last:
-        yield "test accuracy", f"{last['test_accuracy']:.2%}"
         yield "best test accuracy", f"{max(row.get('test_accuracy', 0.0) for row in rows):.2%}"
-    if "test_perplexity" in last:
-        yield "test perplexity", f"{last['test_perplexity']:.3f}"
-    if "test_bits_per_byte" in last:
-        yield "test bits per byte", f"{last['test_bits_per_byte']:.4f}"
-    yield "test loss", f"{last['test_loss']:.4f}"
     yield "train loss", f"{last['train_loss']:.4f}"
     yield "epochs", f"{last['epoch']}"
     yield "microbatches", f"{last['microbatches']:,}"
-    for unit in ("images", "tokens", "pixels"):
-        speed = summary.get(f"{unit}_per_second", last.get(f"{unit}_per_second"))
-        if speed is not None:
-            yield f"{unit}/s", f"{speed:,.0f}"
+    for key, value in ({**last, **summary}).items():
+        if key.endswith(SPEED):
+            yield key.replace(SPEED, "/s"), f"{value:,.0f}"
     if summary:
         yield "peak memory, largest process", f"{max(summary['peak_memory_bytes']) / 1e6:,.0f} MB"
         yield "duration", _duration(summary["wall_seconds"])
@@ -148,36 +128,24 @@ def _numbers(rows: Sequence[Row], summary: Row) -> Iterator[tuple[str, str]]:
 
 def _other_curves(rows: Sequence[Row]) -> Iterator[Panel]:
     """Yield the learning rate and the speed by epoch."""
-    for key, label in (
-        ("learning_rate", "learning rate"),
-        ("images_per_second", "images/s"),
-        ("tokens_per_second", "tokens/s"),
-    ):
-        points = [(row["epoch"], row[key]) for row in rows if key in row]
-        if points:
-            yield Panel("epoch", label, {label: points})
+    for key in (key for key in rows[-1] if key == "learning_rate" or key.endswith(SPEED)):
+        label = key.replace(SPEED, "/s").replace("_", " ")
+        yield Panel("epoch", label, {label: [(row["epoch"], row[key]) for row in rows if key in row]})
 
 
 def _stages(rows: Sequence[Row], summary: Row) -> Iterator[str]:
     layout: Sequence[Row] = summary.get("layout", ())
-    names = _stage_numbers(rows)
-    if not layout and not names:
+    found = [Panel("epoch", kind.replace("_", " "), curves) for kind, curves in _stage_curves(rows).items() if kind != STORED]
+    if not layout and not found:
         return
     yield html.heading(
         "Stages and staleness",
         "A stage's delay τ is the number of microbatches that it forwards between the forward and the backward pass of one "
-        "microbatch; staleness is the mean number of updates between the two.",
+        "microbatch; staleness is the mean number of updates between the two. Norms are means over updates, seconds are sums.",
     )
     if layout:
-        yield html.table([*LAYOUT.values()], [[_cell(stage[key]) for key in LAYOUT] for stage in layout], ("blocks", "stores"))
+        yield html.table([*layout[0]], [[*map(_cell, stage.values())] for stage in layout], ("blocks", "stores"))
         yield "<p></p>"
-    found = []
-    for key, label in CURVES.items():
-        if curves := _by_epoch(rows, names, key):
-            found.append(Panel("epoch", label, curves))
-    for key, label in SECONDS.items():
-        if times := _by_epoch(rows, names, key):
-            found.append(Panel("epoch", f"seconds per epoch: {label}", times))
     if found:
         yield html.diagrams(found, shaded=True)
 
@@ -186,9 +154,9 @@ def _memory(rows: Sequence[Row], summary: Row) -> Iterator[str]:
     bars = {}
     if len(peaks := summary.get("peak_memory_bytes", ())) > 1:
         bars["process"] = "peak memory of the process, MB", list(enumerate(peaks))
-    stored = {j: max(row.get(f"stage/{j}/buffer_bytes", 0) for row in rows) for j in _stage_numbers(rows)}
+    stored = {name: max(size for _, size in curve) for name, curve in _stage_curves(rows).get(STORED, {}).items()}
     if any(stored.values()):
-        bars["stage"] = "inputs stored between forward and backward, MB", list(stored.items())
+        bars["stage"] = "inputs stored between forward and backward, MB", list(enumerate(stored.values(), 1))
     if bars:
         yield html.heading("Memory")
         yield html.diagrams(
@@ -197,13 +165,15 @@ def _memory(rows: Sequence[Row], summary: Row) -> Iterator[str]:
         )
 
 
-def _stage_numbers(rows: Sequence[Row]) -> list[int]:
-    return sorted({int(key.split("/")[1]) for key in rows[-1] if key.startswith("stage/")})
-
-
-def _by_epoch(rows: Sequence[Row], stages: Sequence[int], key: str) -> dict[str, list[tuple[float, float]]]:
-    lines = {f"stage {j}": [(row["epoch"], row[f"stage/{j}/{key}"]) for row in rows if f"stage/{j}/{key}" in row] for j in stages}
-    return lines if any(lines.values()) else {}
+def _stage_curves(rows: Sequence[Row]) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Return the metrics of stages by epoch: by the name of the metric, then of the stage."""
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in rows:
+        for key, value in row.items():
+            if key.startswith("stage/"):
+                _, stage, kind = key.split("/")
+                found.setdefault(kind, {}).setdefault(f"stage {stage}", []).append((row["epoch"], value))
+    return found
 
 
 def _cell(value: Any) -> str:

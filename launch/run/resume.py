@@ -25,8 +25,7 @@ from ..config.checks import schema_keys
 from ..config.schema import AUTO, Config
 from ..runtime.rank import Process
 from .build import Setup
-from .vocabulary import require_vocabulary
-from .weights import FOLDER, describe, read_weights, trained_weights, weight_facts
+from .weights import FOLDER, describe, read_weights, require_vocabulary, trained_weights, weight_facts
 
 PROBE = ".seen_by_all_"
 """Start of the name of the file by which ranks check that they share the run's folder."""
@@ -58,6 +57,11 @@ class Start:
     def trainer(self) -> Mapping[str, Any] | None:
         """The trainer's state in the checkpoint, or None without a checkpoint."""
         return self.facts.get("trainer")
+
+    @property
+    def run(self) -> Path | None:
+        """Folder of the run that the checkpoint belongs to, or None without a checkpoint."""
+        return self.path and (self.path if self.state is not None else self.path.parent.parent)
 
 
 def find_start(config: Config, process: Process) -> Start:
@@ -91,17 +95,21 @@ def require_same(
     Raises:
         ConfigError: If they differ in another key that changes what is computed, or if there is no such key or group.
     """
-    before, now = dict(flat(found)), dict(flat(wanted))
     for name in allowed:
-        known = any(key == name or key.startswith(f"{name}.") for key in now)
+        known = any(key == name or key.startswith(f"{name}.") for key, _ in flat(wanted))
         require(known, "resume_change", "a list of keys and groups", name)
-    differing = [key for key in dict.fromkeys([*now, *before]) if changes_results(key) and before.get(key) != now.get(key)]
-    for key in differing:
+    changes = {key: values for key, values in differences(found, wanted).items() if changes_results(key)}
+    for key, (before, now) in changes.items():
         hint = "init_from starts from its weights" if key in FIXED else f"resume_change=[{key}] allows another value"
-        expected = f"{before.get(key)} as in {path}, which the run resumes from ({hint})"
-        require(key not in FIXED, key, expected, now.get(key))
-        require(key in allowed or key.partition(".")[0] in allowed, key, expected, now.get(key))
-    return {key: (before.get(key), now.get(key)) for key in differing}
+        accepted = key not in FIXED and (key in allowed or key.partition(".")[0] in allowed)
+        require(accepted, key, f"{before} as in {path}, which the run resumes from ({hint})", now)
+    return changes
+
+
+def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the keys in which two configurations differ, with the values of both."""
+    before, now = dict(flat(found)), dict(flat(wanted))
+    return {key: (a, b) for key in dict.fromkeys([*now, *before]) if (a := before.get(key)) != (b := now.get(key))}
 
 
 def changes_results(key: str) -> bool:

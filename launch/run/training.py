@@ -6,9 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from petra.data import TrainSource
 from petra.diagnostics.weight_drift import WeightDrift, distance
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.engine.options.replicas import Replicas
@@ -36,8 +34,7 @@ from .autotune import tune_setup
 from .build import Setup, set_numerics, set_up
 from .diagnostics import attach_diagnostics
 from .dry_run import memory_table, stage_map
-from .folder import Records, exclusive_folder, summarise
-from .report import read_updates
+from .folder import Records, exclusive_folder, headline, summarise
 from .resume import Start, checkpoint_facts, find_start, load_start, require_shared, restore_choices
 from .weights import FOLDER
 
@@ -70,7 +67,7 @@ def train_in_group(setup: Setup, process: Process, notes: Sequence[str]) -> None
     The pipeline and all that refers to it end with this function, before the process group does: destroyed the other way round,
     groups of replicas sometimes abort the process.
     """
-    run = Run(setup, process, find_start(setup.config, process), StopRequest(), notes)
+    run = TrainingRun(setup, process, find_start(setup.config, process), StopRequest(), notes)
     run.fit()
     run.finish()
 
@@ -85,7 +82,7 @@ def prepare_process(setup: Setup) -> list[str]:
     return set_variables(setup.config.cluster)
 
 
-class Run:
+class TrainingRun:
     """This process's part of a training run, ready to train. Every process must make the same calls.
 
     Args:
@@ -118,21 +115,34 @@ class Run:
         replicas: Replicas | None = None,
         trainer: type[Trainer] = Trainer,
     ) -> None:
-        self._started = time.perf_counter()
+        self._started, self._stop = time.perf_counter(), stop
         self.setup = setup = tune_setup(restore_choices(setup, start), process)
         config = setup.config
         train, test = setup.data(replicas)
-        self._data_facts = _data_facts(train)
-        batches = limited(train.batches_per_epoch, config.trainer.limit_batches)
+        preparation = None if train.preparation is None else train.preparation.as_dict()
+        self._data_facts = {"preparation": preparation, "vocabulary": train.vocabulary}
+        limit = config.trainer.limit_batches
+        batches = limited(train.batches_per_epoch, limit)
         self.pipeline = setup.pipeline(setup.learning_rate(batches), replicas)
         loaded = load_start(self.pipeline, config, start, batches, train.vocabulary)
-        self.records = self._open_records(start, process)
-        if self.records is not None:
-            print(*_warnings(config, batches), *notes, self.records.opening(setup), *loaded, sep="\n", flush=True)
-            self.records.log_changes(self.pipeline.clock, start.changes)
+        with raise_on_all_ranks():
+            rows = [] if start.trainer is None else [epoch.row() for epoch in finished_epochs(start.trainer)]
+            self.records = Records(config, rows, start.run, self.pipeline.clock) if process.first else None
         self.folder: Path = all_gather_objects(None if self.records is None else self.records.folder)[0]
-        self.checkpoints = self._open_checkpoints(process)
-        limit, self._stop = config.trainer.limit_batches, stop
+        if self.records is not None:
+            opening = f"{headline(setup)}; records in {self.folder}"
+            print(*_warnings(config, batches), *notes, opening, *loaded, sep="\n", flush=True)
+            self.records.log_changes(self.pipeline.clock, start.changes)
+        if config.checkpoint.keep:
+            require_shared(self.folder, config, process)
+        self.checkpoints = Checkpoints(
+            self.folder / FOLDER,
+            config.checkpoint.keep,
+            every=config.checkpoint.every,
+            facts=checkpoint_facts(setup) | self._data_facts,
+            background=config.checkpoint.background,
+            timeout=config.trainer.timeout,
+        )
         watchers = self._watchers(batches)
         self.trainer = trainer(self.pipeline, train, test, limit=limit, checkpoints=self.checkpoints, watchers=watchers, stop=stop)
         if start.trainer is not None:
@@ -158,35 +168,6 @@ class Run:
             seconds = time.perf_counter() - self._started
             self.records.finish(summarise(self.setup, self.pipeline.clock, history, memory, seconds), history)
 
-    def _open_records(self, start: Start, process: Process) -> Records | None:
-        """Open the run's folder in the first process, and return None in the others."""
-        config, clock, records = self.setup.config, self.pipeline.clock, None
-        with raise_on_all_ranks():
-            rows = [] if start.trainer is None else [epoch.row() for epoch in finished_epochs(start.trainer)]
-            if process.first:
-                before = Path(str(config.run_dir)) if start.state is not None else start.path and start.path.parent.parent
-                updates = [] if before is None else read_updates(before, clock)
-                records = Records(config, rows, updates, clock)
-        return records
-
-    def _open_checkpoints(self, process: Process) -> Checkpoints:
-        """Return the writer of the run's checkpoints.
-
-        Raises:
-            PetraError: If a process does not see the run's folder. Raised in every process.
-        """
-        config = self.setup.config
-        if config.checkpoint.keep:
-            require_shared(self.folder, config, process)
-        return Checkpoints(
-            self.folder / FOLDER,
-            config.checkpoint.keep,
-            every=config.checkpoint.every,
-            facts=checkpoint_facts(self.setup) | self._data_facts,
-            background=config.checkpoint.background,
-            timeout=config.trainer.timeout,
-        )
-
     def _watchers(self, batches: int) -> list[Watcher]:
         """Measure the drift of the weights, and return the observers of the trainer: none without records."""
         config, pipeline = self.setup.config, self.pipeline
@@ -201,12 +182,6 @@ class Run:
             found.append(UpdateMeans(config.trainer.log_every, config.k, pipeline.recipe, loggers, measure))
         display = Bar if sys.stdout.isatty() else Lines
         return [*found, display(config.trainer.epochs, batches, pipeline.recipe, self.setup.unit)]
-
-
-def _data_facts(train: TrainSource) -> dict[str, Any]:
-    """Return the facts of the data that are stored with checkpoints and exported weights."""
-    preparation = None if train.preparation is None else train.preparation.as_dict()
-    return {"preparation": preparation, "vocabulary": train.vocabulary}
 
 
 def _warnings(config: Config, batches: int) -> Iterator[str]:

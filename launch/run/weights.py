@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from petra.errors import invalid
+from petra.errors import DataError, invalid, require
 from petra.training import FORMATS, best_of, facts_in, facts_of, load, network, newest
 from petra.training.checkpoint import FACTS, checkpoints, verify
 from petra.training.weight_files import State
@@ -16,6 +17,8 @@ from ..runtime.rank import Process
 FOLDER = "checkpoints"
 AVERAGE = "average"
 """Name under a checkpoint's folder that asks for its moving average instead of its weights. There is no such file."""
+SHOWN = 12
+"""Digits of a vocabulary's fingerprint in messages."""
 
 
 def chosen_weights(folder: Path, named: Path | None, process: Process) -> Path:
@@ -96,6 +99,24 @@ def read_weights(path: Path) -> State:
         return load(path)
     verify(checkpoint or path)
     return network(checkpoint or path, averaged=checkpoint is not None)
+
+
+def require_vocabulary(name: str, found: str | None, facts: Mapping[str, Any], source: Path) -> None:
+    """Check that a vocabulary is the one with which weights were trained. An unknown vocabulary passes.
+
+    Args:
+        name: Key or file with the vocabulary, for the message.
+        found: Its fingerprint (:func:`petra.data.tokenizer.fingerprint`), or None if it is unknown.
+        facts: Facts of the weights.
+        source: File or folder of the weights.
+
+    Raises:
+        DataError: If it is another vocabulary.
+    """
+    trained = facts.get("vocabulary")
+    if trained is not None and found is not None:
+        expected = f"tokens of the vocabulary {trained[:SHOWN]}, with which {source} was trained"
+        require(found == trained, name, expected, f"those of {found[:SHOWN]}", DataError)
 
 
 def _checkpoint_of(path: Path) -> Path | None:

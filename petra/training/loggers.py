@@ -38,7 +38,7 @@ class JsonLines(Logger):
         if rows is not None:
             write_text_atomically(path, "".join(json.dumps(dict(row)) + "\n" for row in rows))
 
-    def log(self, row: Mapping[str, float]) -> None:
+    def log(self, row: Mapping[str, Any]) -> None:
         with writing(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(dict(row)) + "\n")
 

@@ -85,6 +85,11 @@ class Bar(Lines):
 
 
 def means_text(means: Mapping[str, float]) -> str:
+    """Format loss and metrics as ``name value, name value``."""
+    return ", ".join(f"{name} {value_text(name, value)}" for name, value in means.items())
+
+
+def value_text(name: str, value: float) -> str:
     """Format losses, perplexities and bits per byte as numbers, and all other metrics, which are shares, in per cent."""
     form = {"loss": ".4f", "perplexity": ".3f", "bits_per_byte": ".4f"}
-    return ", ".join(f"{key} {value:{form.get(key, '.2%')}}" for key, value in means.items())
+    return f"{value:{form.get(name, '.2%')}}"
