@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from benchmarks.report import benchmark_parser, machine, save, timed
 from benchmarks.two_stages import Noise, sgd
-from petra import Pipeline
+from petra import Pipeline, Recipe
 from petra.models import MODELS
 from petra.settings import Numerics
 from petra.specs import TensorSpec
@@ -43,7 +43,7 @@ def measure(rank: int, options: argparse.Namespace, folder: Path) -> dict[str, f
     """
     model = MODELS[options.model](10, width=options.width, stem="cifar")
     inputs = TensorSpec((options.batch, 3, options.size, options.size), torch.float32)
-    pipeline = Pipeline(model, inputs, optimizer=sgd, numerics=Numerics(channels_last=True))
+    pipeline = Pipeline(model, inputs, Recipe(sgd), numerics=Numerics(channels_last=True))
     data = Noise(inputs)
     front, back = Checkpoints(folder / "front"), Checkpoints(folder / "back", background=True)
 

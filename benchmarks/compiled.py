@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.report import alternate, benchmark_parser, machine, ratios, save, spreads, table
 from benchmarks.two_stages import Noise, sgd
-from petra import Model, Pipeline, TensorSpec
+from petra import Model, Pipeline, Recipe, TensorSpec
 from petra.models import revgpt, revnet18
 from petra.process_memory import keep_freed_memory
 from petra.settings import Numerics, Runtime
@@ -40,7 +40,7 @@ def seconds(pipeline: Pipeline, data: Noise, microbatches: int) -> float:
 
 def build(model: Model, inputs: TensorSpec, backend: str | None) -> Pipeline:
     numerics, runtime = Numerics(autocast=torch.bfloat16, channels_last=True), Runtime(compile=backend)
-    return Pipeline(model, inputs, method="petra", k=8, optimizer=sgd, numerics=numerics, runtime=runtime)
+    return Pipeline(model, inputs, Recipe(sgd), method="petra", k=8, numerics=numerics, runtime=runtime)
 
 
 def main() -> None:

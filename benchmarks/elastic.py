@@ -16,18 +16,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 
 from benchmarks.report import alternate, benchmark_parser, machine, ratio, save, spread, table, timed
 from benchmarks.two_stages import Noise, sgd
-from petra import Pipeline, TensorSpec, UpdateRules, make_plan
+from petra import Pipeline, TensorSpec, make_plan
 from petra.elastic.liveness import Liveness
 from petra.elastic.membership import Membership
 from petra.elastic.replicas import ElasticReplicas
-from petra.engine.build import Recipe
-from petra.engine.endpoints import Losses
+from petra.engine.recipe import Recipe
 from petra.models import revnet18
-from petra.staleness import Remedy
 
 REPLICAS, DRAINS = 2, 20
 
@@ -40,7 +37,7 @@ def measure(rank: int, folder: str, port: int, rounds: int, microbatches: int, w
     membership.join()
     inputs = TensorSpec((REPLICAS * batch, 3, 32, 32), torch.float32)
     plan = make_plan(revnet18(10, width), inputs, method="petra", k=1, processes=REPLICAS, dp=REPLICAS, metrics=0)
-    recipe = Recipe(sgd, lambda t: 0.01, Losses(F.cross_entropy, F.cross_entropy), {}, 0, UpdateRules(), Remedy())
+    recipe = Recipe(sgd, lambda t: 0.01, metrics={})
     pipelines = {
         "plain": Pipeline.from_plan(plan, recipe),
         "elastic": Pipeline.from_plan(plan, recipe, replicas=ElasticReplicas(plan.layout, torch.device("cpu"), membership)),

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from benchmarks.report import alternate, benchmark_parser, machine, ratio, save, spread, table
 from benchmarks.two_stages import Noise, sgd
-from petra import METHODS, Keep, Method, Pipeline, TensorSpec, Weights
+from petra import METHODS, Keep, Method, Pipeline, Recipe, TensorSpec, Weights
 from petra.models import MODELS
 from petra.process_memory import keep_freed_memory
 from petra.settings import Numerics, Runtime
@@ -75,9 +75,9 @@ def main() -> None:
         pipeline = Pipeline(
             model,
             inputs,
+            Recipe(sgd),
             method=method,
             k=options.k,
-            optimizer=sgd,
             numerics=Numerics(autocast=None if options.float32 else torch.bfloat16, channels_last=True),
             runtime=Runtime(concurrency=options.cores),
         )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.two_stages import period, sgd
-from petra import Method, Model, Pipeline, TensorSpec
+from petra import Method, Model, Pipeline, Recipe, TensorSpec
 from petra.reversible import derive_seed
 from petra.settings import Numerics, Runtime, TransportName
 
@@ -138,12 +138,11 @@ def petra(method: Method, transport: TransportName) -> Peer:
         pipeline = Pipeline(
             setting.model,
             setting.inputs,
+            Recipe(sgd, metrics={}),
             method=method,
             stages=setting.stages,
             runtime=Runtime(transport=transport),
             k=setting.k,
-            optimizer=sgd,
-            metrics={},
             numerics=Numerics(channels_last=True),
         )
         blocks = dict(zip(setting.blocks(setting.rank), pipeline.stages[setting.rank].module, strict=True))

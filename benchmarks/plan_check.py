@@ -22,7 +22,7 @@ import torch.distributed as dist
 from benchmarks.report import benchmark_parser, machine, ratio, save, spread, table
 from benchmarks.two_stages import Noise, period, sgd
 from launch.plan import Row, predict_method
-from petra import METHODS, Keep, Method, Numerics, Pipeline, Runtime, TensorSpec
+from petra import METHODS, Keep, Method, Numerics, Pipeline, Recipe, Runtime, TensorSpec
 from petra.cost_model.costs import BlockCost, profile_blocks
 from petra.cost_model.links import measure_link
 from petra.cost_model.machines import Machines
@@ -67,9 +67,15 @@ def compare(options: argparse.Namespace) -> Figures:
 def _run(model: Model, inputs: TensorSpec, row: Row, transport: TransportName, options: argparse.Namespace) -> float:
     """Train the partition of ``row`` and return the seconds per microbatch of the slower process."""
     pipeline = Pipeline(
-        model, inputs, method=row.method, stages=list(row.tuned.stages), k=options.k, optimizer=sgd,
-        numerics=Numerics(channels_last=True), runtime=Runtime(transport=transport),
-    )  # fmt: skip
+        model,
+        inputs,
+        Recipe(sgd),
+        method=row.method,
+        stages=list(row.tuned.stages),
+        k=options.k,
+        numerics=Numerics(channels_last=True),
+        runtime=Runtime(transport=transport),
+    )
     data, warm_up = Noise(inputs), options.k
     pipeline.train(data, warm_up)
     return max(all_gather_objects(period(pipeline, data, options.microbatches + pipeline.plan.delays[0])))

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.augmentation import jpeg_files
 from benchmarks.report import alternate, benchmark_parser, machine, ratio, save, spread, table
-from petra import Pipeline, Runtime, TensorSpec
+from petra import Pipeline, Recipe, Runtime, TensorSpec
 from petra.data import Dataset, TrainSource, load_dataset
 from petra.diagnostics.activation_memory import ActivationMemory
 from petra.models import revnet18
@@ -49,9 +49,8 @@ def build(setting: Setting, width: float, refetch: bool) -> tuple[Pipeline, Trai
     pipeline = Pipeline(
         revnet18(setting.dataset.classes, width=width, stem="imagenet" if size > 64 else "cifar"),
         TensorSpec((setting.batch, 3, size, size), torch.float32),
+        Recipe(sgd, lambda t: 0.01),
         k=4,
-        optimizer=sgd,
-        learning_rate=lambda t: 0.01,
         runtime=Runtime(refetch=refetch),
     )
     return pipeline, TrainSource(setting.dataset, setting.batch, seed=0, workers=setting.workers)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from benchmarks.report import alternate, benchmark_parser, machine, peak_mib, save, spread, table
 from benchmarks.two_stages import Noise, build, period, sgd
-from petra import METHODS, Keep, Method, Pipeline
+from petra import METHODS, Keep, Method, Pipeline, Recipe
 from petra.analysis.memory import measured
 from petra.settings import Numerics
 
@@ -40,9 +40,7 @@ def pipeline(stages: Sequence[int], method: Method, options: argparse.Namespace,
     counts = list(stages)
     counts[0] += 1
     counts[-1] += 1
-    return Pipeline(model, inputs, method=method, stages=counts, optimizer=sgd, numerics=Numerics(channels_last=True)), Noise(
-        inputs
-    )
+    return Pipeline(model, inputs, Recipe(sgd), method=method, stages=counts, numerics=Numerics(channels_last=True)), Noise(inputs)
 
 
 def seconds(works: dict[int, tuple[int, int]], options: argparse.Namespace) -> dict[int, list[float]]:

@@ -18,15 +18,13 @@ import torch
 from torch.nn import functional as F
 
 from petra.cost_model.memory import predict_memory
-from petra.engine.build import Recipe
 from petra.engine.endpoints import Losses
 from petra.engine.metrics import correct_predictions
-from petra.engine.update_rules import UpdateRules
+from petra.engine.recipe import Recipe
 from petra.inplace_abn import ConfusionMatrix, bootstrapped_cross_entropy, deeplabv3
 from petra.plan import make_plan
 from petra.settings import Numerics
 from petra.specs import TensorSpec
-from petra.staleness import Remedy
 from petra.training import sgd
 
 CLASSES = {"cityscapes": 19, "vistas": 65}
@@ -81,7 +79,7 @@ def predicted(options: argparse.Namespace, norm: str, size: int) -> list[float]:
         metrics=1 + classes**2,
     )
     losses = Losses(partial(bootstrapped_cross_entropy, fraction=0.25), F.cross_entropy)
-    recipe = Recipe(sgd, lambda t: 1e-3, losses, metrics, 0, UpdateRules(), Remedy())
+    recipe = Recipe(sgd, lambda t: 1e-3, losses, metrics)
     targets = TensorSpec((options.crops, size, size), torch.int64)
     return [predict_memory(plan, recipe, targets, process=process).total / 1e9 for process in range(options.stages)]
 

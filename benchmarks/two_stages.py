@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks.report import benchmark_parser, machine, ratio, save, spread, table
 from benchmarks.reversible_sequence import branch
-from petra import BlockSpec, Keep, Method, Model, Pipeline, TensorSpec
+from petra import BlockSpec, Keep, Method, Model, Pipeline, Recipe, TensorSpec
 from petra.process_memory import keep_freed_memory
 from petra.reversible import Coupling
 from petra.settings import Numerics, Runtime, TransportName
@@ -88,11 +88,11 @@ def make_pipeline(
     return Pipeline(
         model,
         inputs,
+        Recipe(sgd),
         method=method,
         stages=stages,
         runtime=Runtime(transport=transport),
         k=k,
-        optimizer=sgd,
         numerics=Numerics(channels_last=True),
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from petra import METHODS, Method, Pipeline, TensorSpec
+from petra import METHODS, Method, Pipeline, Recipe, TensorSpec
 from petra.analysis.plots import curves
 from petra.data import EvalSource, TrainSource, load_dataset
 from petra.models import revnet18
@@ -38,7 +38,7 @@ def train(method: Method, epochs: int, microbatches: int | None = None) -> list[
     count = microbatches or data.batches_per_epoch
     rate = MultiStep(0.1, count, epochs, warmup_epochs=1, milestones=[max(1, epochs - 1)])
     inputs = TensorSpec((64, 3, 32, 32), torch.float32)
-    pipeline = Pipeline(revnet18(width=0.25), inputs, method=method, k=2, optimizer=sgd, learning_rate=rate)
+    pipeline = Pipeline(revnet18(width=0.25), inputs, Recipe(sgd, rate), method=method, k=2)
     rows = []
     for epoch in range(1, epochs + 1):
         results = {"train": pipeline.train(data, count), "test": pipeline.evaluate(test, test.batches)}

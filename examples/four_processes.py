@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from petra import Pipeline, TensorSpec
+from petra import Pipeline, Recipe, TensorSpec
 from petra.analysis.timeline import write_timeline
 from petra.data import TrainSource, load_dataset
 from petra.diagnostics.recorder import Recorder, gathered_intervals
@@ -25,7 +25,7 @@ def main(microbatches: int = 60, recorded: int = 16, folder: Path = Path()) -> f
     torch.set_num_threads(1)
     data = TrainSource(load_dataset("digits"), batch_size=64, seed=0)
     inputs = TensorSpec((64, 3, 32, 32), torch.float32)
-    pipeline = Pipeline(revnet18(width=0.25), inputs, method="petra", k=2, stages=4, optimizer=sgd, learning_rate=lambda t: 0.05)
+    pipeline = Pipeline(revnet18(width=0.25), inputs, Recipe(sgd, lambda t: 0.05), method="petra", k=2, stages=4)
     pipeline.train(data, 4)  # the first microbatches also wait for libraries to load
     recorder = Recorder(pipeline, recorded)
     with pipeline.hooks.attached(recorder):

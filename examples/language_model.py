@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from petra import METHODS, Pipeline, TensorSpec
+from petra import METHODS, Pipeline, Recipe, TensorSpec
 from petra.data import EvalSource, TrainSource, load_dataset
 from petra.models import revgpt
 from petra.training import OPTIMIZERS, Cosine
@@ -29,11 +29,10 @@ def main(file: Path = Path(pydoc_data.topics.__file__), microbatches: int = 600)
     pipeline = Pipeline(
         model,
         TensorSpec((BATCH, WINDOW), torch.int64),
+        Recipe(OPTIMIZERS["adamw"], Cosine(2e-3, microbatches, epochs=1, warmup_epochs=0.1)),
         method=METHODS["petra"],
         k=4,
         stages=4,
-        optimizer=OPTIMIZERS["adamw"],
-        learning_rate=Cosine(2e-3, microbatches, epochs=1, warmup_epochs=0.1),
     )
     for done in range(0, microbatches, part := max(1, microbatches // 4)):
         result = pipeline.train(train, part)

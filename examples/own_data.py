@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from petra import BlockSpec, Model, Pipeline, TensorSpec
+from petra import BlockSpec, Model, Pipeline, Recipe, TensorSpec
 from petra.reversible import Coupling, TwoFunctionCoupling
 
 WIDTH = 32
@@ -87,9 +87,7 @@ def main(rounds: int = 6) -> float:
     torch.set_num_threads(1)
     inputs = TensorSpec((64, 2), torch.float32)
     adam = partial(torch.optim.Adam, lr=3e-3)
-    pipeline = Pipeline(
-        network(), inputs, method="petra", optimizer=lambda module: adam(module.parameters()), learning_rate=lambda t: 3e-3
-    )
+    pipeline = Pipeline(network(), inputs, Recipe(lambda module: adam(module.parameters()), lambda t: 3e-3), method="petra")
     train, test = Spirals(64, seed=0), Spirals(64, seed=1)
     for done in range(1, rounds + 1):
         result, tested = pipeline.train(train, 500), pipeline.evaluate(test, 20)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from petra import BlockSpec, Model, Pipeline, TensorSpec
+from petra import BlockSpec, Model, Pipeline, Recipe, TensorSpec
 from petra.data import EvalSource, TrainSource, load_dataset
 from petra.reversible import Coupling
 from petra.training import MultiStep, sgd
@@ -70,7 +70,7 @@ def main(epochs: int = 6) -> float:
     train, test = TrainSource(digits, batch_size=32, seed=0, augment=False), EvalSource(digits, batch_size=32)
     inputs = TensorSpec((32, 3, 32, 32), torch.float32)
     rate = MultiStep(0.02, train.batches_per_epoch, epochs, milestones=[4])
-    pipeline = Pipeline(network(), inputs, method="petra", stages=3, optimizer=sgd, learning_rate=rate)
+    pipeline = Pipeline(network(), inputs, Recipe(sgd, rate), method="petra", stages=3)
     for epoch in range(epochs):
         training, test_result = pipeline.train(train, train.batches_per_epoch), pipeline.evaluate(test, test.batches)
         if pipeline.rank == 0:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from petra.engine.endpoints import Losses
+    from petra.engine.recipe import Recipe
     from petra.engine.totals import Result
     from petra.engine.update_rules import UpdateRules
     from petra.errors import ConfigError, DataError, ModelError, NumericsError, PetraError, ScheduleError
@@ -38,6 +39,7 @@ __all__ = [
     "PetraError",
     "Pipeline",
     "Plan",
+    "Recipe",
     "Result",
     "Runtime",
     "ScheduleError",
@@ -49,6 +51,7 @@ __all__ = [
 
 _MODULES = {
     "Losses": "petra.engine.endpoints",
+    "Recipe": "petra.engine.recipe",
     "Result": "petra.engine.totals",
     "UpdateRules": "petra.engine.update_rules",
     "ConfigError": "petra.errors",

@@ -8,11 +8,9 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from petra.distributed import bind_device, raise_on_all_ranks
 from petra.engine.build import (
-    Recipe,
     build_remedies,
     build_stages,
     build_strategy,
@@ -21,16 +19,15 @@ from petra.engine.build import (
     check_runtime,
     load_blocks,
 )
-from petra.engine.endpoints import DataPort, DataSource, Loss, Losses, Objective, require_source
+from petra.engine.endpoints import DataPort, DataSource, Objective, require_source
 from petra.engine.executor import Executor
 from petra.engine.method_state import restart_state
-from petra.engine.metrics import Metric, correct_predictions, require_metrics, size_of
+from petra.engine.metrics import size_of
 from petra.engine.options.averaging import averaged
 from petra.engine.options.replicas import Replicas, ShareObjective, all_replicas
+from petra.engine.recipe import Recipe
 from petra.engine.stage import evaluating
 from petra.engine.totals import Result, Totals, gather_stage_metrics, reduce_totals, warn_without_update
-from petra.engine.update import OptimizerFactory
-from petra.engine.update_rules import UpdateRules
 from petra.errors import Uncopied, require
 from petra.hooks import Hooks
 from petra.method import Method
@@ -38,7 +35,6 @@ from petra.model import Model
 from petra.plan import Plan, make_plan
 from petra.settings import Numerics, Runtime
 from petra.specs import TensorSpec
-from petra.staleness import Remedy
 from petra.transport import check_ranks_agree, connect, open_transport
 
 DEFAULT = Runtime()
@@ -52,23 +48,17 @@ class Pipeline(Uncopied):
     Args:
         model: The model.
         inputs: Spec of one microbatch of data, of all replicas together.
-        optimizer: Builds the optimizer of a stage from its blocks.
+        recipe: Optimizer, learning rate, loss, metrics, seed, update rules and remedy.
         method: A name from :data:`petra.method.METHODS`, or a :class:`petra.method.Method`.
         k: Microbatches per update; their gradients are averaged.
         stages: Number of stages; None for one per block; or the number of blocks in each stage.
         dp: Number of replicas. Each takes an equal share of every microbatch (docs/data_parallel.md).
-        learning_rate: Maps the number of microbatches done to a learning rate; None keeps the optimizer's own.
-        loss: Mean loss of (output, targets); :class:`Losses` for two different ones. Targets of -100 do not count.
-        metrics: Metrics by name: sums over targets, or confusion matrices. By default ``accuracy``, the correct predictions.
-        seed: Seed of the weights and of the random numbers that blocks draw.
         numerics: Number formats and memory layouts.
         runtime: Device, transport, threads and compilation.
-        rules: Clipping, moving averages and loss scale of the updates.
-        remedy: Remedies for stale gradients; all are off by default.
 
     Attributes:
         plan: Layout, schedule and messages, as plain data.
-        recipe: Optimizer, losses, metrics, update rules and remedy.
+        recipe: As given.
         device, rank, world: Device and rank of this process, and number of ranks; 0 and 1 without ``torch.distributed``.
         replica: Index of the replica that this rank belongs to.
         replicas: All-reduces over replicas; None if there is only one replica.
@@ -88,25 +78,17 @@ class Pipeline(Uncopied):
         self,
         model: Model,
         inputs: TensorSpec,
+        recipe: Recipe,
         *,
-        optimizer: OptimizerFactory,
         method: str | Method = "petra",
         k: int = 1,
         stages: int | Sequence[int] | None = None,
         dp: int = 1,
-        learning_rate: Callable[[int], float] | None = None,
-        loss: Loss | Losses = F.cross_entropy,
-        metrics: Mapping[str, Metric] | None = None,
-        seed: int = 0,
         numerics: Numerics = Numerics(),  # noqa: B008 (frozen)
         runtime: Runtime = Runtime(),  # noqa: B008
-        rules: UpdateRules = UpdateRules(),  # noqa: B008
-        remedy: Remedy = Remedy(),  # noqa: B008
     ) -> None:
-        _check_groups(numerics, runtime, rules, remedy)
-        losses = loss if isinstance(loss, Losses) else Losses(loss, loss)
-        metrics = {"accuracy": correct_predictions} if metrics is None else metrics
-        require_metrics(metrics)
+        for name, group, kind in (("recipe", recipe, Recipe), ("numerics", numerics, Numerics), ("runtime", runtime, Runtime)):
+            require(isinstance(group, kind), name, f"a {kind.__name__}", repr(group))
         plan = make_plan(
             model,
             inputs,
@@ -118,10 +100,10 @@ class Pipeline(Uncopied):
             numerics=numerics,
             transport=runtime.transport,
             device_type=torch.device(runtime.device).type,
-            metrics=sum(map(size_of, metrics.values())),
+            metrics=sum(map(size_of, recipe.metrics.values())),
             refetch=runtime.refetch,
         )
-        self._build(plan, Recipe(optimizer, learning_rate, losses, metrics, seed, rules, remedy), runtime)
+        self._build(plan, recipe, runtime)
 
     @classmethod
     def from_plan(cls, plan: Plan, recipe: Recipe, runtime: Runtime = DEFAULT, replicas: Replicas | None = None) -> Pipeline:
@@ -243,9 +225,3 @@ class Pipeline(Uncopied):
         for port in (self._source, self.objective):
             port.start(data, start, microbatches, training=training)
         return microbatches
-
-
-def _check_groups(*groups: object) -> None:
-    for group, kind in zip(groups, (Numerics, Runtime, UpdateRules, Remedy), strict=True):
-        name = "rules" if kind is UpdateRules else kind.__name__.lower()
-        require(isinstance(group, kind), name, f"a {kind.__name__}", repr(group))

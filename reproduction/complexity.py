@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from launch.run.markdown import table
+from petra import Recipe
 from petra.cost_model.costs import StageCost
 from petra.cost_model.simulator import predict
 from petra.diagnostics.activation_memory import ActivationMemory, graph_bytes
@@ -122,8 +123,8 @@ def measure(method: Method, reversible: bool, stages: int) -> Complexity:
     pipeline = Pipeline(
         chain(stages, reversible),
         inputs,
+        Recipe(lambda blocks: torch.optim.SGD(blocks.parameters() if [*blocks.parameters()] else [torch.zeros(1)], lr=1e-3)),
         method=replace(method, delay=(0, *method.boundary_delays(stages - 1), 0)),
-        optimizer=lambda blocks: torch.optim.SGD(blocks.parameters() if [*blocks.parameters()] else [torch.zeros(1)], lr=1e-3),
     )
     microbatches = 2 * (max(pipeline.plan.delays) + 1)
     first = pipeline.stages[1]

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from petra import Pipeline
+from petra import Pipeline, Recipe
 from petra.settings import Runtime
 from petra.training import Checkpoints, Trainer
 from tests.support.nets import RandomSource, mixed_net
@@ -49,11 +49,10 @@ def train(rank: int, microbatches: int, transport: str, folder: str) -> list[dic
     pipeline = Pipeline(
         mixed_net(dropout=0.1),
         data.spec,
+        Recipe(lambda module: torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9), lambda t: 0.01),
         k=4,
         stages=WORLD,
-        optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9),
-        learning_rate=lambda t: 0.01,
-        runtime=Runtime(transport=transport),  # type: ignore[arg-type]
+        runtime=Runtime(transport=transport),
     )
     trainer = Trainer(pipeline, data, data, checkpoints=Checkpoints(Path(folder)))  # type: ignore[arg-type]
     samples = []

@@ -63,17 +63,17 @@ CONFIGURATION = Budget(1_200, 900)
 KEYS = Budget(133, 110)
 """Keys of the configuration: fields of the schema that are no groups."""
 PARAMETERS = {
-    "petra.engine.stage:Stage": Budget(17, 8),
-    "petra.engine.block:block_runner": Budget(12, 6),
+    "petra.engine.stage:Stage": Budget(4, 4),
+    "petra.engine.block:block_runner": Budget(6, 6),
     "petra.training.trainer:Trainer": Budget(8, 8),
-    "petra.pipeline:Pipeline": Budget(16, 10),
+    "petra.pipeline:Pipeline": Budget(9, 9),
 }
 """Parameters of constructors and builders."""
 PLAIN_RUN = """
 import sys
 import torch
 from torch import nn
-from petra import BlockSpec, Model, Pipeline, TensorSpec
+from petra import BlockSpec, Model, Pipeline, Recipe, TensorSpec
 
 class Zeros:
     def inputs(self, m): return torch.zeros(2, 8)
@@ -82,7 +82,7 @@ class Zeros:
 pipeline = Pipeline(
     Model("plain", (BlockSpec("a", lambda: nn.Linear(8, 8)), BlockSpec("b", lambda: nn.Linear(8, 4)))),
     TensorSpec((2, 8), torch.float32),
-    optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
+    Recipe(lambda module: torch.optim.SGD(module.parameters(), lr=0.1)),
 )
 pipeline.train(Zeros(), 4)
 print(*(module.__file__ for name, module in sys.modules.items() if name.startswith("petra.engine")), sep="\\n")

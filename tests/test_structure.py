@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from launch.config.checks import schema_keys
 from launch.config.schema import Config
-from petra import BlockSpec, Model, Pipeline, TensorSpec
+from petra import BlockSpec, Model, TensorSpec
 from petra.reversible import Coupling
 from petra.training import sgd
 from tests import budgets
 from tests.structure import ROOT, WHOLE, circles, definitions, imports, modules, room, room_imports
+from tests.support.nets import make_pipeline
 
 PETRA = (
     *("errors", "torch_private", "process_memory", "specs", "settings", "hooks", "reversible", "distributed", "method"),
@@ -155,7 +156,7 @@ class Sum(nn.Module):
 
 def test_few_calls_lead_from_train_to_a_function_inside_a_block() -> None:
     blocks = (BlockSpec("pair", Pair), BlockSpec("coupling", lambda: Coupling(Probe())), BlockSpec("sum", Sum))
-    pipeline = Pipeline(Model("probe", blocks), TensorSpec((2, 8), torch.float32), optimizer=sgd, learning_rate=lambda t: 0.1)
+    pipeline = make_pipeline(Model("probe", blocks), TensorSpec((2, 8), torch.float32), optimizer=sgd, learning_rate=lambda t: 0.1)
     pipeline.train(Zeros(), 4)
     assert len(Probe.calls) <= 8, Probe.calls
 

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import product
 
 from petra import METHODS, Keep, Method, Model
-from petra.engine.update import OptimizerFactory
+from petra.engine.recipe import OptimizerFactory
 from petra.models import gpt, revgpt
 from petra.staleness import Remedy
 from petra.staleness.prediction import Prediction

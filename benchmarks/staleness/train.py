@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from benchmarks.report import machine
 from benchmarks.staleness.cells import CLIP, VOCABULARY, WINDOW, WINDOWS, Cell
-from petra import Pipeline, TensorSpec, UpdateRules
+from petra import Pipeline, Recipe, TensorSpec, UpdateRules
 from petra.data import Split, TrainSource, load_dataset
 from petra.diagnostics.reconstruction_error import ReconstructionMonitor
 from petra.diagnostics.weight_drift import WeightDrift, distance
@@ -87,13 +87,15 @@ def train(trial: Trial, data: Path) -> dict[str, Any]:
     pipeline = Pipeline(
         cell.make_model(),
         TensorSpec((size, WINDOW), torch.int64),
-        optimizer=cell.make_optimizer(),
+        Recipe(
+            cell.make_optimizer(),
+            Cosine(trial.rate, trial.updates * cell.k, 1, trial.warmup),
+            seed=trial.seed,
+            rules=UpdateRules(clip=CLIP),
+            remedy=cell.make_remedy(),
+        ),
         method=cell.make_method(),
         k=cell.k,
-        learning_rate=Cosine(trial.rate, trial.updates * cell.k, 1, trial.warmup),
-        seed=trial.seed,
-        rules=UpdateRules(clip=CLIP),
-        remedy=cell.make_remedy(),
     )
     errors, drift = ErrorHistory(pipeline), WeightDrift(pipeline, distance(cell.k, 8))
     losses: list[float] = []

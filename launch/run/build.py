@@ -11,9 +11,10 @@ import torch
 
 from petra.cost_model.delays import largest_delay
 from petra.data import EvalSource, TrainSource
-from petra.engine.build import Recipe, check_runtime
+from petra.engine.build import check_runtime
 from petra.engine.metrics import size_of
 from petra.engine.options.replicas import Replicas
+from petra.engine.recipe import Recipe
 from petra.errors import ConfigError, alternatives, invalid, require
 from petra.inplace_abn import PIXEL_DATASETS, PIXEL_MODELS
 from petra.inplace_abn.deeplab import OUTPUT_STRIDE
@@ -96,7 +97,7 @@ class Setup:
         return Recipe(
             optimizer=recipe.optimizer(self.config),
             learning_rate=learning_rate,
-            losses=recipe.losses(self.config),
+            loss=recipe.losses(self.config),
             metrics=recipe.metrics(self.config.data, self.unit),
             seed=self.config.seed,
             rules=recipe.rules(self.config),

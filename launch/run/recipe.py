@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from petra.engine.endpoints import Losses
 from petra.engine.metrics import MeanOutput, Metric, correct_predictions, top5_correct
-from petra.engine.update import OptimizerFactory
+from petra.engine.recipe import OptimizerFactory
 from petra.engine.update_rules import UpdateRules
 from petra.errors import invalid, require
 from petra.inplace_abn import ConfusionMatrix, bootstrapped_cross_entropy

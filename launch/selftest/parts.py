@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petra import METHODS, Numerics, Pipeline, Runtime, TensorSpec
+from petra import METHODS, Numerics, Pipeline, Recipe, Runtime, TensorSpec
 from petra.cost_model.memory import predict_memory
 from petra.distributed import all_gather_objects
 from petra.models import MODELS
@@ -76,11 +76,10 @@ def build(options: dict[str, Any], device: torch.device) -> tuple[Pipeline, Rand
     pipeline = Pipeline(
         model,
         inputs,
+        Recipe(sgd, lambda t: 0.01),
         method=method,
         k=options["k"],
         stages=options.get("stages"),
-        optimizer=sgd,
-        learning_rate=lambda t: 0.01,
         numerics=Numerics(type_of(options.get("precision", "float32")), options.get("channels_last", False)),
         runtime=Runtime(device, options.get("transport", "auto"), compile=options.get("compile")),
     )

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from petra.diagnostics.activation_memory import fake_module
-from petra.engine.build import Recipe, build_remedies, build_stages, build_workers
+from petra.engine.build import build_remedies, build_stages, build_workers
 from petra.engine.endpoints import DataPort, Objective
 from petra.engine.executor import Executor
 from petra.engine.options.averaging import WeightAverage
 from petra.engine.options.finite_check import Settle
+from petra.engine.recipe import Recipe
 from petra.engine.update import Norm, Step, Update
 from petra.engine.worker import Worker
 from petra.hooks import Hook, Hooks

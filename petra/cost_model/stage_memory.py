@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from petra.cost_model.memory import BLOCK, PredictedMemory, account
-from petra.engine.build import Recipe
+from petra.engine.recipe import Recipe
 from petra.method import Weights
 from petra.plan import Plan
 from petra.specs import TensorSpec

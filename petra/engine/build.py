@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 
@@ -14,9 +13,7 @@ from torch import Tensor, nn
 from petra.engine.accumulation import Accumulation
 from petra.engine.block import BlockRunner, Fetch, block_runner
 from petra.engine.block_function import BlockFunction
-from petra.engine.endpoints import Losses
 from petra.engine.executor import Strategy, in_turn
-from petra.engine.metrics import Metric
 from petra.engine.options.autocast import Autocast
 from petra.engine.options.averaging import WeightAverage
 from petra.engine.options.casts import CastOnce, allows_copies
@@ -29,12 +26,12 @@ from petra.engine.options.loss_scale import LossScale, ScaledCheck, ScaledClip, 
 from petra.engine.options.overlap import Overlapped, check_overlap
 from petra.engine.options.replicas import replica_seed
 from petra.engine.options.threads import InThreads, check_concurrency
+from petra.engine.recipe import Recipe
 from petra.engine.stage import Stage
-from petra.engine.update import Clip, Norm, OptimizerFactory, ParameterHooks, Part, Step, Update
-from petra.engine.update_rules import UpdateRules
+from petra.engine.update import Clip, Norm, ParameterHooks, Part, Step, Update
 from petra.engine.weights import weight_versions
 from petra.engine.worker import Worker
-from petra.errors import ModelError, PetraError, check_types, first_line, invalid, require
+from petra.errors import ModelError, PetraError, first_line, invalid, require
 from petra.hooks import Hooks
 from petra.method import Keep, Weights
 from petra.model import Model
@@ -43,57 +40,9 @@ from petra.plan.messages import returns_activations
 from petra.plan.plan import StagePlan
 from petra.reversible import Grid, derive_seed
 from petra.settings import Numerics, Runtime
-from petra.staleness import Remedy, StageRemedy
+from petra.staleness import StageRemedy
 from petra.staleness.shrinking import ShrinkingPort, boundary_factor
 from petra.transport import Port
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Training settings of a pipeline, the counterpart of its plan.
-
-    Attributes:
-        optimizer: Builds the optimizer of a stage from its blocks.
-        learning_rate: Maps the number of microbatches done to a learning rate; None keeps the optimizer's own.
-        losses: Losses of training and of evaluation.
-        metrics: Metrics by name, each a sum over targets.
-        seed: Seed of the weights and of the random numbers that blocks draw.
-        rules: Clipping, moving averages and loss scale of the updates.
-        remedy: Remedies for stale gradients.
-
-    Raises:
-        ConfigError: If a value has another type.
-    """
-
-    optimizer: OptimizerFactory
-    learning_rate: Callable[[int], float] | None
-    losses: Losses
-    metrics: Mapping[str, Metric]
-    seed: int
-    rules: UpdateRules
-    remedy: Remedy
-
-    def __post_init__(self) -> None:
-        expected = "a function that returns a stage's optimizer, given the module of its blocks"
-        require(callable(self.optimizer), "optimizer", expected, repr(self.optimizer))
-        rate = self.learning_rate
-        require(rate is None or callable(rate), "learning_rate", "None or a function of the microbatches done", repr(rate))
-        check_types(self)
-
-    def check(self, plan: Plan) -> None:
-        """Check that the method of a plan allows the remedy and the update rules.
-
-        Raises:
-            ConfigError: If it does not allow one of them.
-        """
-        self.remedy.check(plan.method)
-        self.rules.check(plan.method, plan.delays)
-        scaled = self.rules.loss_scale is not None and self.remedy.delay_compensation > 0
-        require(not scaled, "remedy.delay_compensation", "0 with a loss scale (fp16)", self.remedy.delay_compensation)
-
-    def settings(self) -> dict[str, object]:
-        """Return the settings that all ranks must agree on, by name."""
-        return {"remedy": self.remedy, "rules": self.rules, "seed": self.seed}
 
 
 def build_stages(

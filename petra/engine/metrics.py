@@ -72,7 +72,7 @@ def require_classes(name: str, targets: Tensor) -> None:
         ModelError: If they are not. The message names the metric.
     """
     if targets.is_floating_point():
-        expected = "integer targets (for others, pass metrics= to Pipeline; metrics={} computes none)"
+        expected = "integer targets (for others, pass metrics= to Recipe; metrics={} computes none)"
         raise invalid(f"metric {name}", expected, TensorSpec(tuple(targets.shape), targets.dtype), ModelError)
 
 

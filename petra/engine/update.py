@@ -18,8 +18,6 @@ from petra.engine.stage import Stage
 from petra.hooks import Hooks
 from petra.torch_private import foreach_mul_, foreach_norm, skips_steps
 
-OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
-"""Builds the optimizer of a stage's parameters from the module of its blocks."""
 P = TypeVar("P", bound="Part")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from torch import Tensor
 from tqdm import tqdm
 
-from petra.engine.build import Recipe
+from petra.engine.recipe import Recipe
 from petra.training.watchers import Means, Watcher
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petra.engine.build import Recipe
 from petra.engine.metrics import values_of
+from petra.engine.recipe import Recipe
 from petra.errors import require
 
 NO_SUMMARY: Mapping[str, Any] = {}

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 import torch
 
-from petra import METHODS, ConfigError, Keep, Method, Pipeline, TensorSpec
+from petra import METHODS, ConfigError, Keep, Method, TensorSpec
 from petra.cost_model import costs
 from petra.cost_model.autotune import choose_keeps, tune
 from petra.cost_model.costs import BlockCost, StageCost, count_blocks, pipeline_costs, profile_blocks, stage_cost
@@ -21,7 +21,7 @@ from petra.models import revnet18
 from petra.plan.messages import boundary
 from petra.plan.timetable import in_flight
 from petra.settings import Numerics
-from tests.support.nets import RandomSource, mixed_net
+from tests.support.nets import RandomSource, make_pipeline, mixed_net
 
 PETRA = METHODS["petra"]
 
@@ -150,7 +150,7 @@ def test_tuned_pipeline_trains_and_fits() -> None:
     method = Method("tuned", tuned.delay, tuned.keep)
     delays = method.delays(3, 2)
     assert all(cost.memory(in_flight(d, 2, False)) <= limit for cost, d in zip(tuned.costs, delays, strict=True))
-    pipeline = Pipeline(model, data.spec, method=method, k=2, stages=tuned.stages, optimizer=partial(_sgd, lr=0.1))
+    pipeline = make_pipeline(model, data.spec, method=method, k=2, stages=tuned.stages, optimizer=partial(_sgd, lr=0.1))
     assert [keep for j in range(3) for keep in pipeline.plan.stages[j].keeps] == list(tuned.keep)
     pipeline.train(data, 9)
 

@@ -7,15 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from torch._subclasses import fake_tensor
-from torch.nn import functional as F
 
 from petra import METHODS, TensorSpec, UpdateRules
 from petra.cost_model.memory import BLOCK, PredictedMemory, predict_memory
-from petra.engine.build import Recipe
-from petra.engine.endpoints import Losses
-from petra.engine.metrics import correct_predictions
+from petra.engine.recipe import Recipe
 from petra.plan import make_plan
-from petra.staleness import Remedy
 from petra.training import OPTIMIZERS
 from tests.support.nets import mixed_net
 
@@ -45,11 +41,7 @@ def predicted(
     recipe = Recipe(
         OPTIMIZERS[optimizer],
         lambda m: 0.1,
-        Losses(F.cross_entropy, F.cross_entropy),
-        {"accuracy": correct_predictions},
-        0,
-        UpdateRules(average=average),
-        Remedy(),
+        rules=UpdateRules(average=average),
     )
     return predict_memory(plan, recipe, TARGETS, process=process)
 

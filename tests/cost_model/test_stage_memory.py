@@ -8,21 +8,20 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from petra import METHODS, Method, Model, TensorSpec, UpdateRules
+from petra import METHODS, Method, Model, TensorSpec
 from petra.cost_model import stage_memory
 from petra.cost_model.memory import PredictedMemory, predict_memory
 from petra.cost_model.stage_memory import Kind, predict_stages
-from petra.engine.build import Recipe
 from petra.engine.endpoints import Losses
 from petra.engine.metrics import correct_predictions
+from petra.engine.recipe import Recipe
 from petra.method import Weights
 from petra.models import MODELS
 from petra.plan import make_plan
-from petra.staleness import Remedy
 from petra.training import OPTIMIZERS
 
 LOSSES = Losses(F.cross_entropy, F.cross_entropy)
-RECIPE = Recipe(OPTIMIZERS["sgd"], lambda m: 0.1, LOSSES, {"accuracy": correct_predictions}, 0, UpdateRules(), Remedy())
+RECIPE = Recipe(OPTIMIZERS["sgd"], lambda m: 0.1, LOSSES, {"accuracy": correct_predictions})
 
 
 def transformer(depth: int) -> tuple[Model, TensorSpec, TensorSpec]:

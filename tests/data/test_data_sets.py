@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from petra import BlockSpec, Model, Pipeline
+from petra import BlockSpec, Model
 from petra.data import DATASETS, EvalSource, TrainSource, from_dataset, in_memory, load_dataset, microbatch_form
 from petra.data.arrays import normalise
 from petra.errors import ConfigError, DataError
 from tests.support.fakes import write_image_folders
+from tests.support.nets import make_pipeline
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +189,7 @@ def test_pipeline_counts_each_token_of_a_text_once(tmp_path):
     data = load_dataset("text", root=tmp_path / "t", size=7)
     model = Model("characters", (BlockSpec("table", Characters),))
     source = TrainSource(data, 4, seed=0)
-    pipeline = Pipeline(
+    pipeline = make_pipeline(
         model, microbatch_form("text", 4, 7), optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=10.0)
     )
     trained = pipeline.train(source, 12 * source.batches_per_epoch)

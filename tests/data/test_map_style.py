@@ -20,6 +20,7 @@ from petra.engine.metrics import count_targets
 from petra.errors import ConfigError, DataError
 from petra.specs import IGNORED
 from petra.training import Checkpoints, newest, restore, sgd
+from tests.support.nets import make_pipeline
 
 COUNT = 23
 INPUTS, TARGETS = torch.arange(COUNT * 3).view(COUNT, 3).float(), torch.arange(COUNT) % 5
@@ -189,7 +190,7 @@ def test_a_run_resumes_within_an_epoch(tmp_path: Path) -> None:
     )
 
     def pipeline() -> Pipeline:
-        return Pipeline(model, TensorSpec((4, 3), torch.float32), optimizer=sgd, learning_rate=lambda t: 1e-4, k=2)
+        return make_pipeline(model, TensorSpec((4, 3), torch.float32), optimizer=sgd, learning_rate=lambda t: 1e-4, k=2)
 
     split = from_dataset(Rows(noise=True))
     whole, first, second = pipeline(), pipeline(), pipeline()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from petra import Keep, Method, Pipeline, TensorSpec, Weights
+from petra import Keep, Method, TensorSpec, Weights
 from petra.analysis.memory import measured, predicted
 from petra.diagnostics.activation_memory import graph_bytes
 from petra.models import revnet18
-from tests.support.nets import RandomSource, mixed_net
+from tests.support.nets import RandomSource, make_pipeline, mixed_net
 
 METHODS = [
     (Method("petra", 2, Keep.NOTHING), 1),
@@ -26,7 +26,7 @@ METHODS = [
 @pytest.mark.parametrize(("method", "k"), METHODS, ids=[m.name for m, _ in METHODS])
 def test_predicted_bytes_are_those_measured(method: Method, k: int, stages: int | None) -> None:
     data = RandomSource()
-    pipeline = Pipeline(
+    pipeline = make_pipeline(
         mixed_net(), data.spec, method=method, k=k, stages=stages, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1)
     )
     found = measured(pipeline, data, 2 * max(pipeline.plan.delays) + 2 * k)
@@ -53,7 +53,7 @@ def test_stashed_weights_count() -> None:
 
     def made(weights: Weights) -> list[int]:
         method = Method("x", 2, Keep.INPUT, weights)
-        pipeline = Pipeline(mixed_net(), data.spec, method=method, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
+        pipeline = make_pipeline(mixed_net(), data.spec, method=method, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
         return measured(pipeline, data, 30)
 
     more = [a - b for a, b in zip(made(Weights.STASHED), made(Weights.CURRENT), strict=True)]

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from petra import ConfigError, Keep, Method, Pipeline, UpdateRules, Weights
+from petra import ConfigError, Keep, Method, UpdateRules, Weights
 from petra.analysis.plots import gradient_quality
 from petra.diagnostics.gradient_quality import GradientQuality, angle
 from petra.hooks import Gradients, Hook
 from petra.specs import Streams
 from petra.staleness import Prediction, Remedy
-from tests.support.nets import RandomSource, mixed_net
+from tests.support.nets import RandomSource, make_pipeline, mixed_net
 
 PETRA = Method("petra", 2, Keep.NOTHING)
 DELAYED = Method("delayed", 2, Keep.INPUT, Weights.STASHED)
@@ -29,7 +29,7 @@ def sgd(lr: float = 0.05, momentum: float = 0.9):  # type: ignore[no-untyped-def
 
 
 def trained(method: Method, every: int | None, *, lr: float = 0.05, microbatches: int = 17, dropout: float = 0.2, k: int = 2):  # type: ignore[no-untyped-def]
-    pipeline = Pipeline(mixed_net(dropout=dropout), RandomSource().spec, method=method, k=k, optimizer=sgd(lr), seed=5)
+    pipeline = make_pipeline(mixed_net(dropout=dropout), RandomSource().spec, method=method, k=k, optimizer=sgd(lr), seed=5)
     if every is None:
         pipeline.train(RandomSource(), microbatches)
         return pipeline, []
@@ -81,7 +81,7 @@ def test_end_to_end_gradient_is_plain_autograd() -> None:
     """With d = 0 and k = 3 the pipeline's own gradient is the end-to-end one, also while weights change."""
     rows = trained(Method("reversible", 0, Keep.NOTHING), 1, microbatches=7, k=3, dropout=0.0)[1]
     assert all(row["cosine_end_to_end"] == pytest.approx(1, abs=1e-12) for row in rows)
-    pipeline = Pipeline(mixed_net(), RandomSource().spec, method=PETRA, optimizer=sgd(0.0), seed=5)
+    pipeline = make_pipeline(mixed_net(), RandomSource().spec, method=PETRA, optimizer=sgd(0.0), seed=5)
     quality, gradients = GradientQuality(pipeline, 1), GradientsOfFirst()
     with pipeline.hooks.attached(quality), pipeline.hooks.attached(gradients):
         pipeline.train(RandomSource(), 1)
@@ -113,7 +113,7 @@ def test_small_angles() -> None:
 
 
 def test_rows_are_written_and_plotted(tmp_path: Path) -> None:
-    pipeline = Pipeline(mixed_net(), RandomSource().spec, method=PETRA, optimizer=sgd(), stages=2)
+    pipeline = make_pipeline(mixed_net(), RandomSource().spec, method=PETRA, optimizer=sgd(), stages=2)
     with pipeline.hooks.attached(GradientQuality(pipeline, 2, tmp_path / "gradients.jsonl")) as quality:
         pipeline.train(RandomSource(), 4)
     rows = [json.loads(line) for line in (tmp_path / "gradients.jsonl").read_text().splitlines()]
@@ -124,7 +124,7 @@ def test_rows_are_written_and_plotted(tmp_path: Path) -> None:
 
 
 def test_invalid_settings() -> None:
-    pipeline = Pipeline(mixed_net(), RandomSource().spec, optimizer=sgd())
+    pipeline = make_pipeline(mixed_net(), RandomSource().spec, optimizer=sgd())
     with pytest.raises(ConfigError, match=r"trainer\.diagnose: expected null or an integer >= 1, got 0"):
         GradientQuality(pipeline, 0)
     pipeline.world = 2
@@ -142,7 +142,7 @@ def test_stage_without_parameters_has_no_gradient_to_compare() -> None:
     model = Model(
         "m", (BlockSpec("doubled", Doubled), BlockSpec("flat", nn.Flatten), BlockSpec("linear", lambda: nn.Linear(192, 5).double()))
     )
-    pipeline = Pipeline(model, RandomSource().spec, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
+    pipeline = make_pipeline(model, RandomSource().spec, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
     with pipeline.hooks.attached(GradientQuality(pipeline, 1)) as quality:
         pipeline.train(RandomSource(), 1)
     assert ["cosine_delayed" in row for row in quality.rows] == [True, False, False]
@@ -160,7 +160,7 @@ def test_stage_without_parameters_has_no_gradient_to_compare() -> None:
 )
 def test_references_use_the_weights_that_the_method_uses(method: str | Method, settings: dict[str, Any]) -> None:
     """With stored inputs the *stored* reference is the method's own gradient, and with stashed weights so is *delayed*."""
-    made = Pipeline(mixed_net(), RandomSource().spec, method=method, optimizer=sgd(), **settings)
+    made = make_pipeline(mixed_net(), RandomSource().spec, method=method, optimizer=sgd(), **settings)
     with made.hooks.attached(GradientQuality(made, 3)) as quality:
         made.train(RandomSource(), 13)
     for row in quality.rows:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from petra import Pipeline, TensorSpec
+from petra import TensorSpec
 from petra.diagnostics.gradient_quality import GradientQuality
 from petra.models import revgpt
+from tests.support.nets import make_pipeline
 
 BATCH, LENGTH, WORDS, STAGES = 2, 12, 11, 4
 ADAM = {"lr": 0.01, "betas": (0.9, 0.95)}
@@ -36,7 +37,7 @@ def test_cosines_to_the_exact_gradient(rate: float) -> None:
     """With constant weights all cosines are 1. In training, the last stage's is closer to 1 than the first's."""
     model = revgpt(WORDS, dim=16, depth=6, heads=2, kv_heads=1, mlp="swiglu", norm="rmsnorm", positions="rotary", delimiter=0)
     spec = TensorSpec((BATCH, LENGTH), torch.int64)
-    pipeline = Pipeline(model, spec, optimizer=adamw, stages=STAGES, k=2, learning_rate=lambda m: rate)
+    pipeline = make_pipeline(model, spec, optimizer=adamw, stages=STAGES, k=2, learning_rate=lambda m: rate)
     with pipeline.hooks.attached(GradientQuality(pipeline, every=10)) as quality:
         pipeline.train(Tokens(), 30)
     rows = [row for row in quality.rows if row["microbatch"] == 20]

@@ -11,7 +11,7 @@ from petra.diagnostics.reconstruction_error import ReconstructionMonitor
 from petra.hooks import Hook
 from petra.settings import Numerics
 from petra.specs import Streams
-from tests.support.nets import RandomSource, mixed_net
+from tests.support.nets import RandomSource, make_pipeline, mixed_net
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def built(method: str | Method = "petra", lr: float = 0.05, **options: object) -
     def sgd(module: nn.Module) -> torch.optim.SGD:
         return torch.optim.SGD(module.parameters(), lr=lr)
 
-    return Pipeline(mixed_net(), RandomSource().spec, method=method, optimizer=sgd, seed=2, **options)  # type: ignore[arg-type]
+    return make_pipeline(mixed_net(), RandomSource().spec, method=method, optimizer=sgd, seed=2, **options)  # type: ignore[arg-type]
 
 
 class Inputs(Hook):

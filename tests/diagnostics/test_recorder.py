@@ -22,7 +22,7 @@ from petra.diagnostics.timing import Mark, StageTimer
 from petra.plan.timetable import Op
 from petra.settings import Runtime
 from tests.cost_model.test_simulator import seconds_by_kind
-from tests.support.nets import RandomSource, mixed_net
+from tests.support.nets import RandomSource, make_pipeline, mixed_net
 from tests.support.processes import run_processes
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
@@ -33,7 +33,7 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
 
 
 def built(method: Method = METHODS["petra"], **options: object) -> Pipeline:
-    return Pipeline(mixed_net(), RandomSource().spec, method=method, optimizer=sgd, seed=2, **options)  # type: ignore[arg-type]
+    return make_pipeline(mixed_net(), RandomSource().spec, method=method, optimizer=sgd, seed=2, **options)  # type: ignore[arg-type]
 
 
 def test_every_step_is_recorded_and_training_is_unchanged() -> None:

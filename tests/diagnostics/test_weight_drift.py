@@ -11,7 +11,7 @@ from petra.diagnostics import weight_drift
 from petra.diagnostics.weight_drift import WeightDrift, distance
 from petra.hooks import Hook
 from petra.specs import Streams
-from tests.support.nets import RandomSource, mixed_net
+from tests.support.nets import RandomSource, make_pipeline, mixed_net
 
 
 def sgd(module: nn.Module) -> torch.optim.SGD:
@@ -19,7 +19,7 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
 
 
 def built(method: str = "petra", k: int = 2) -> Pipeline:
-    return Pipeline(mixed_net(), RandomSource().spec, method=method, optimizer=sgd, k=k, stages=3, seed=2)
+    return make_pipeline(mixed_net(), RandomSource().spec, method=method, optimizer=sgd, k=k, stages=3, seed=2)
 
 
 class Copies(Hook):

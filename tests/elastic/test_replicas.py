@@ -9,21 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
-from petra import Pipeline, UpdateRules
+from petra import Pipeline
 from petra.elastic.liveness import Liveness
 from petra.elastic.membership import Membership, MembershipChanged
 from petra.elastic.replicas import DealtShares, ElasticReplicas, MembersShare
-from petra.engine.build import Recipe
-from petra.engine.endpoints import Losses
+from petra.engine.recipe import Recipe
 from petra.errors import CommunicationError
 from petra.plan import make_plan
 from petra.plan.layout import make_layout
 from petra.specs import IGNORED
-from petra.staleness import Remedy
 from tests.engine.test_replicas import sgd, without_norms
-from tests.support.nets import RandomSource
+from tests.support.nets import RandomSource, make_pipeline
 from tests.support.processes import run_processes
 
 BATCH, MICROBATCHES, LAST, LOST = 6, 9, 5, 1
@@ -68,7 +65,7 @@ def in_replicas(rank: int, dp: int, world: int, method: str, k: int, port: int) 
     """Train until the pipeline has drained without the lost replica, and conclude the generation."""
     membership = membership_of(rank, dp, world // dp, port)
     plan = make_plan(without_norms(), RandomSource(batch=BATCH).spec, method=method, k=k, processes=world, dp=dp, metrics=0)
-    recipe = Recipe(sgd, lambda t: 0.1, Losses(F.cross_entropy, F.cross_entropy), {}, 0, UpdateRules(), Remedy())
+    recipe = Recipe(sgd, lambda t: 0.1, metrics={})
     pipeline = Pipeline.from_plan(plan, recipe, replicas=ElasticReplicas(plan.layout, torch.device("cpu"), membership))
     data = (Ending if membership.replica == LOST else RandomSource)(batch=BATCH)
     try:
@@ -112,7 +109,7 @@ def test_the_others_train_on_the_joint_batch_of_those_that_remain(world: int, dp
         first = LAST // k * k
         assert set(lost.values()) == {first}
         spec = RandomSource(batch=BATCH).spec
-        alone = Pipeline(without_norms(), spec, method=method, k=k, optimizer=sgd, learning_rate=lambda t: 0.1, metrics={})
+        alone = make_pipeline(without_norms(), spec, method=method, k=k, optimizer=sgd, learning_rate=lambda t: 0.1, metrics={})
         alone.train(WithoutLost(dp, first), MICROBATCHES)
         for key, value in alone.state_dict().items():
             torch.testing.assert_close(states[0][key], value, rtol=1e-9, atol=1e-12, msg=key)

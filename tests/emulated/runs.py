@@ -15,7 +15,7 @@ from petra import Model, Numerics, Pipeline, Runtime, TensorSpec
 from petra.models import MODELS
 from petra.training import OPTIMIZERS
 from tests.emulated import device as emulated
-from tests.support.nets import RandomSource, mixed_net
+from tests.support.nets import RandomSource, make_pipeline, mixed_net
 
 BATCH = 4
 
@@ -80,7 +80,7 @@ class Case:
     def pipeline(self, device: str | torch.device) -> Pipeline:
         """Build the pipeline of this run."""
         build, source = NETS[self.net]
-        return Pipeline(
+        return make_pipeline(
             build(),
             source().spec,
             method=self.method,

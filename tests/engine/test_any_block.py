@@ -33,7 +33,7 @@ from petra import (
 from petra.reversible import Coupling, ReversibleSequence, TwoFunctionCoupling
 from petra.staleness import Prediction, Remedy
 from petra.training.optim import OPTIMIZERS
-from tests.support.nets import RandomSource, Stem, mixed_net, train_plainly
+from tests.support.nets import RandomSource, Stem, make_pipeline, mixed_net, train_plainly
 from tests.support.processes import run_processes
 
 FLAT = TensorSpec((4, 6), torch.float64)
@@ -63,7 +63,7 @@ def linear(inputs: int = 6, outputs: int = 6) -> nn.Linear:
 def chain(*blocks: nn.Module, **settings: Any) -> Pipeline:
     """Return a pipeline of one block per stage."""
     model = Model.of("mine", {f"b{i}": block for i, block in enumerate(blocks)})
-    return Pipeline(model, FLAT, **({"optimizer": sgd, "method": "backprop"} | settings))
+    return make_pipeline(model, FLAT, **({"optimizer": sgd, "method": "backprop"} | settings))
 
 
 # Activation checkpointing
@@ -146,7 +146,7 @@ def test_statistics_of_instance_normalisation_move_once_per_microbatch() -> None
     torch.manual_seed(0)
     blocks = {"stem": Stem(4).double(), "pair": Coupling(Normalised()), "head": PairHead()}
     model, data = Model.of("mine", blocks), RandomSource()
-    pipeline = Pipeline(model, data.spec, method="reversible", optimizer=sgd)
+    pipeline = make_pipeline(model, data.spec, method="reversible", optimizer=sgd)
     plain = model.build(0)
     pipeline.train(data, 3)
     train_plainly(plain, sgd(plain), data, 3)
@@ -433,11 +433,11 @@ class Returns(nn.Module):
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "no blocks": (lambda: Model.of("mine", nn.Sequential()), "model mine: expected at least one block"),
     "a module": (
-        lambda: Pipeline(linear(), FLAT, optimizer=sgd),  # type: ignore[arg-type]
+        lambda: make_pipeline(linear(), FLAT, optimizer=sgd),  # type: ignore[arg-type]
         r"model: expected a petra\.Model \(Model\.of makes one from modules\), got Linear",
     ),
     "a shape": (
-        lambda: Pipeline(Model.of("mine", {"b": linear()}), (8, 3, 8, 8), optimizer=sgd),  # type: ignore[arg-type]
+        lambda: make_pipeline(Model.of("mine", {"b": linear()}), (8, 3, 8, 8), optimizer=sgd),  # type: ignore[arg-type]
         r"inputs: expected a petra\.TensorSpec.*, got \(8, 3, 8, 8\)",
     ),
     "a loader": (lambda: chain(linear(6, 3)).train(DataLoader([1, 2]), 1), "data: expected a source .*, got DataLoader"),
@@ -481,7 +481,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         "block b0 of model mine: expected tensors with shapes .*, got weight, bias without",
     ),
     "a lazy layer that is built": (
-        lambda: Pipeline(Model("mine", (BlockSpec("b", partial(nn.LazyLinear, 3)),)), FLAT, optimizer=sgd),
+        lambda: make_pipeline(Model("mine", (BlockSpec("b", partial(nn.LazyLinear, 3)),)), FLAT, optimizer=sgd),
         "block b: expected tensors with shapes .*, got weight, bias without",
     ),
     "a lazy normalisation": (
@@ -493,7 +493,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         "block b0 of model mine: expected modules of Python .*, got TorchScript in 1",
     ),
     "a builder with TorchScript": (
-        lambda: Pipeline(Model("mine", (BlockSpec("b", lambda: torch.jit.script(linear(6, 3))),)), FLAT, optimizer=sgd),
+        lambda: make_pipeline(Model("mine", (BlockSpec("b", lambda: torch.jit.script(linear(6, 3))),)), FLAT, optimizer=sgd),
         "block b: expected modules of Python .*, got TorchScript in the whole block",
     ),
     "LBFGS": (
@@ -514,7 +514,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         "block b: expected a module, got int",
     ),
     "float64 data": (
-        lambda: Pipeline(Model.of("mine", {"b": nn.Linear(6, 3)}), FLAT, optimizer=sgd),
+        lambda: make_pipeline(Model.of("mine", {"b": nn.Linear(6, 3)}), FLAT, optimizer=sgd),
         r"block b: expected an input that it accepts, got float64\[4, 6\] from the data",
     ),
 }
@@ -584,7 +584,7 @@ def test_skipped_updates_leave_stored_graphs_valid() -> None:
     late = Method("late", 2, Keep.GRAPH)
     found = []
     for nonfinite in ("stop", "skip"):
-        pipeline = Pipeline(
+        pipeline = make_pipeline(
             mixed_net(), RandomSource().spec, method=late, optimizer=partial(sgd, lr=0.01), rules=UpdateRules(nonfinite=nonfinite)
         )
         pipeline.train(RandomSource(), 15)
@@ -624,7 +624,7 @@ def test_a_builder_that_returns_an_existing_module_is_refused_and_leaves_it_alon
     module = linear(6, 3)
     model = Model("mine", (BlockSpec("b", lambda: module),))
     with pytest.raises(ModelError, match=r"block b: expected a function that builds a new module .*Model\.of takes existing"):
-        Pipeline(model, FLAT, optimizer=sgd)
+        make_pipeline(model, FLAT, optimizer=sgd)
     assert not module.weight.is_meta
 
 

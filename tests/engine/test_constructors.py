@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from petra import BlockSpec, Keep, Losses, Method, Numerics, Pipeline, Runtime, TensorSpec, UpdateRules
+from petra import BlockSpec, Keep, Losses, Method, Numerics, Runtime, TensorSpec, UpdateRules
 from petra.data import EvalSource, TrainSource, load_dataset
 from petra.errors import PetraError
 from petra.staleness import Remedy
 from petra.training import sgd
-from tests.support.nets import RandomSource, mixed_net
+from tests.support.nets import RandomSource, make_pipeline, mixed_net
 
 WRONG = st.one_of(
     st.none(),
@@ -41,7 +41,7 @@ ARGUMENTS: dict[str, tuple[Callable[..., Any], Mapping[str, Any]]] = {
     "BlockSpec": (BlockSpec, {"name": "b", "build": lambda: nn.Linear(1, 1)}),
     "TrainSource": (TrainSource, {"dataset": DIGITS, "batch_size": 2, "seed": 0, "augment": True, "workers": 0, "timeout": 9.0}),
     "EvalSource": (EvalSource, {"dataset": DIGITS, "batch_size": 2, "workers": 0, "timeout": 9.0}),
-    "Pipeline": (Pipeline, {"model": NET, "inputs": DATA.spec, "optimizer": sgd, "method": "petra", "k": 1, "stages": 2}),
+    "Pipeline": (make_pipeline, {"model": NET, "inputs": DATA.spec, "optimizer": sgd, "method": "petra", "k": 1, "stages": 2}),
 }
 """Constructors with arguments that they accept. One argument at a time is replaced by a drawn value."""
 

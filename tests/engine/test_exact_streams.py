@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from petra import BlockSpec, Keep, Model, ModelError, Pipeline
+from petra import BlockSpec, Keep, Model, ModelError
 from petra.engine.build import simple_stage
 from petra.engine.options.exact_streams import OnGrid
 from petra.plan.layout import make_layout
@@ -22,7 +22,7 @@ from petra.reversible import (
     normalisations,
 )
 from petra.settings import Numerics
-from tests.support.nets import RandomSource, Stem, branch, mixed_net
+from tests.support.nets import RandomSource, Stem, branch, make_pipeline, mixed_net
 
 CPU = torch.device("cpu")
 EXACT = Numerics(exact_streams=True)
@@ -98,7 +98,7 @@ def test_training_with_reconstructed_inputs_equals_training_with_stored_inputs()
     states = []
     for method in ("dsp", "petra"):
         data = RandomSource(dtype=torch.float32)
-        pipeline = Pipeline(
+        pipeline = make_pipeline(
             mixed_net(dtype=torch.float32),
             data.spec,
             method=method,
@@ -137,7 +137,7 @@ def test_blocks_and_types_without_exact_streams_raise_an_error() -> None:
     with pytest.raises(ModelError, match=r"exact_streams: .* block other.* enable_exact_streams"):
         layout.require_exact()
     with pytest.raises(ModelError, match=r"exact_streams: expected .*, got torch\.bfloat16"):
-        Pipeline(
+        make_pipeline(
             mixed_net(dtype=torch.bfloat16),
             RandomSource(dtype=torch.bfloat16).spec,
             optimizer=torch.optim.SGD,

@@ -14,7 +14,7 @@ from torch import nn
 from petra import Pipeline
 from petra.hooks import EVENTS, Hook, Hooks
 from petra.settings import Runtime
-from tests.support.nets import RandomSource, mixed_net
+from tests.support.nets import RandomSource, make_pipeline, mixed_net
 from tests.support.processes import run_processes
 
 STAGES, K, MICROBATCHES = 6, 2, 5
@@ -25,7 +25,7 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
 
 
 def built(dp: int = 1, **options: Any) -> Pipeline:
-    return Pipeline(mixed_net(), RandomSource().spec, k=K, optimizer=sgd, dp=dp, **options)
+    return make_pipeline(mixed_net(), RandomSource().spec, k=K, optimizer=sgd, dp=dp, **options)
 
 
 class EventList(Hook):

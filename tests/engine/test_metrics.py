@@ -18,6 +18,7 @@ from petra.engine.totals import combined
 from petra.inplace_abn import ConfusionMatrix
 from petra.model import BlockSpec, Model
 from petra.specs import IGNORED
+from tests.support.nets import make_pipeline
 from tests.support.processes import run_processes
 
 CLASSES = 5
@@ -96,8 +97,8 @@ def pixel_split(count: int) -> Split:
     return Split(count, lambda indices, seed: images[indices], lambda indices, seed: targets[indices])
 
 
-def make_pipeline(batch: int, dp: int = 1) -> Pipeline:
-    return Pipeline(
+def pixel_pipeline(batch: int, dp: int = 1) -> Pipeline:
+    return make_pipeline(
         pixel_model(),
         TensorSpec((batch, 3, 6, 8), torch.float64),
         optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.0),
@@ -110,7 +111,7 @@ def make_pipeline(batch: int, dp: int = 1) -> Pipeline:
 def test_evaluation_is_exact_for_any_batch_size(batch: int) -> None:
     """10 images: the last microbatch of 3 or 4 is padded. All sizes give the counts of one pass over all images."""
     split = pixel_split(10)
-    pipeline, source = make_pipeline(batch), EvalSource(split, batch)
+    pipeline, source = pixel_pipeline(batch), EvalSource(split, batch)
     result = pipeline.evaluate(source, source.batches)
     everything = torch.arange(10)
     network = pixel_model().build(0)
@@ -123,17 +124,17 @@ def test_evaluation_is_exact_for_any_batch_size(batch: int) -> None:
 
 
 def test_training_sums_the_counts_of_all_microbatches_and_calls() -> None:
-    split, pipeline, reports = pixel_split(10), make_pipeline(2), []
+    split, pipeline, reports = pixel_split(10), pixel_pipeline(2), []
     source = EvalSource(split, 2)
     parts = [pipeline.train(source, count, reports.append) for count in (2, 3)]
-    whole = make_pipeline(2).train(source, 5)
+    whole = pixel_pipeline(2).train(source, 5)
     assert combined(parts, METRICS).counts == whole.counts
     assert combined(parts, METRICS).metrics == pytest.approx(whole.metrics)
     assert sum(reports)[-(CLASSES**2) :].tolist() == whole.counts["miou"]
 
 
 def counts_on_rank(rank: int, dp: int) -> tuple[list[int], list[int], float]:
-    pipeline, source = make_pipeline(4, dp), EvalSource(pixel_split(10), 4)
+    pipeline, source = pixel_pipeline(4, dp), EvalSource(pixel_split(10), 4)
     test, train = pipeline.evaluate(source, source.batches), pipeline.train(source, source.batches)
     return test.counts["miou"], train.counts["miou"], test.metrics["miou"]
 
@@ -142,7 +143,7 @@ def counts_on_rank(rank: int, dp: int) -> tuple[list[int], list[int], float]:
 @pytest.mark.parametrize("dp", [1, 2])
 def test_counts_are_the_same_in_several_processes(dp: int, tmp_path: Path) -> None:
     """Two stages in two processes, alone and with two replicas; the last microbatch has two of four images."""
-    source, alone = EvalSource(pixel_split(10), 4), make_pipeline(4)
+    source, alone = EvalSource(pixel_split(10), 4), pixel_pipeline(4)
     expected = alone.evaluate(source, source.batches)
     for found in run_processes(2 * dp, counts_on_rank, tmp_path, dp):
         assert found == (expected.counts["miou"], expected.counts["miou"], expected.metrics["miou"])

@@ -20,7 +20,7 @@ from petra.settings import Numerics
 from petra.specs import Streams
 from petra.staleness import Prediction, Remedy
 from petra.training import Checkpoints, restore
-from tests.support.nets import RandomSource, mixed_net
+from tests.support.nets import RandomSource, make_pipeline, mixed_net
 from tests.support.processes import run_processes
 
 
@@ -30,7 +30,7 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
 
 def built(runtime: Runtime, dropout: float = 0.0, **settings: Any) -> Pipeline:
     arguments: dict[str, Any] = {"k": 2, "optimizer": sgd, "seed": 4, **settings}
-    return Pipeline(mixed_net(dropout=dropout), RandomSource().spec, runtime=runtime, **arguments)
+    return make_pipeline(mixed_net(dropout=dropout), RandomSource().spec, runtime=runtime, **arguments)
 
 
 class Lateness(Hook):
@@ -182,7 +182,7 @@ def test_blocks_that_two_threads_would_disturb_are_refused(block: Any, keep: Kee
 
     model = Model("m", (BlockSpec("a", block), BlockSpec("b", lambda: nn.Linear(4, 2))))
     method = Method("x", 2, keep, Weights.STASHED)
-    pipeline = Pipeline(
+    pipeline = make_pipeline(
         model, TensorSpec((3, 4), torch.float32), method=method, optimizer=sgd, metrics={}, runtime=Runtime(overlap=True)
     )
     with pytest.raises(ModelError, match=message):

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from petra import BlockSpec, Method, Model, ModelError, Pipeline, TensorSpec, UpdateRules
 from petra.reversible import Coupling
+from tests.support.nets import make_pipeline
 
 ROWS, MICROBATCHES = 4, 12
 SPEC = TensorSpec((ROWS, 6), torch.float64)
@@ -56,7 +57,7 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(modules: dict[str, nn.Module], **settings: Any) -> Pipeline:
-    pipeline = Pipeline(Model.of("mine", modules), SPEC, **{"optimizer": sgd, "method": "backprop", "k": 3, **settings})
+    pipeline = make_pipeline(Model.of("mine", modules), SPEC, **{"optimizer": sgd, "method": "backprop", "k": 3, **settings})
     pipeline.train(Vectors(), MICROBATCHES)
     return pipeline
 
@@ -126,7 +127,7 @@ def test_a_builder_may_register_hooks() -> None:
         return module
 
     model = Model("mine", (BlockSpec("head", build),))
-    pipeline = Pipeline(model, SPEC, optimizer=sgd, method="backprop", k=3)
+    pipeline = make_pipeline(model, SPEC, optimizer=sgd, method="backprop", k=3)
     pipeline.train(Vectors(), 6)
     assert [tuple(g.shape) for g in seen] == [(3, 6), (3,)] * 2
     pipeline.train(Vectors(), 3)
@@ -177,7 +178,7 @@ def test_hooks_that_are_methods_of_a_copied_module_belong_to_the_copy() -> None:
 
 def test_removed_hooks_parameters_without_gradient_and_skipped_updates() -> None:
     module = nn.Linear(6, 3).double()
-    pipeline = Pipeline(
+    pipeline = make_pipeline(
         Model.of("mine", {"head": module}), SPEC, optimizer=sgd, method="backprop", rules=UpdateRules(nonfinite="skip")
     )
     own = dict(pipeline.blocks())["head"]

@@ -27,7 +27,7 @@ from petra.method import STORABLE
 from petra.models import MODELS
 from petra.settings import Numerics, Runtime
 from petra.staleness import Prediction, Remedy
-from tests.support.nets import RandomSource, mixed_net, train_plainly
+from tests.support.nets import RandomSource, make_pipeline, mixed_net, train_plainly
 from tests.support.pairs import all_pairs
 
 
@@ -72,7 +72,7 @@ def accumulated(k: int) -> nn.Module:
 def test_frozen_weights_give_the_plain_gradient(name: str) -> None:
     """Invariant 2."""
     model, data, k = mixed_net(), RandomSource(), 7
-    pipeline = Pipeline(model, data.spec, method=variants()[name], k=k, optimizer=Recorder, seed=3)
+    pipeline = make_pipeline(model, data.spec, method=variants()[name], k=k, optimizer=Recorder, seed=3)
     pipeline.train(data, k)
     found = [g for worker in pipeline.workers.values() for g in worker.update.optimizer.gradients]  # type: ignore[union-attr]
     plain = accumulated(k)
@@ -110,7 +110,7 @@ def test_without_staleness_training_is_plain_training(name: str, shape: tuple[in
     """Invariant 3, over two calls that k does not divide: a partial accumulation is carried over."""
     method, (stages, k) = EXACT[name], shape
     model, data = mixed_net(), RandomSource()
-    pipeline = Pipeline(model, data.spec, method=method, k=k, stages=stages, optimizer=sgd, seed=3)
+    pipeline = make_pipeline(model, data.spec, method=method, k=k, stages=stages, optimizer=sgd, seed=3)
     results = [pipeline.train(data, 4), pipeline.train(data, 7)]
     assert [r.targets for r in results] == [16, 28]
     plain, losses = plainly_trained(k)
@@ -122,7 +122,7 @@ def test_without_staleness_training_is_plain_training(name: str, shape: tuple[in
 @pytest.mark.parametrize("delay", [1, 2])
 def test_one_stage_is_plain_training(delay: int) -> None:
     model, data = mixed_net(), RandomSource()
-    pipeline = Pipeline(model, data.spec, method=Method("petra", delay, Keep.NOTHING), stages=1, optimizer=sgd, seed=1)
+    pipeline = make_pipeline(model, data.spec, method=Method("petra", delay, Keep.NOTHING), stages=1, optimizer=sgd, seed=1)
     pipeline.train(data, 6)
     plain = model.build(1)
     train_plainly(plain, sgd(plain), data, 6)
@@ -147,7 +147,7 @@ def test_every_kind_of_network_gives_its_plain_gradient(network: str) -> None:
     kept = [b for b in model.blocks if b.name in ("stem", "head") or b.name.endswith(("_0", "_1"))]
     double = Model(network, tuple(BlockSpec(b.name, lambda build=b.build: build().double()) for b in kept))
     data = RandomSource(batch=2, size=32)
-    pipeline = Pipeline(double, data.spec, k=2, optimizer=Recorder, seed=3)
+    pipeline = make_pipeline(double, data.spec, k=2, optimizer=Recorder, seed=3)
     assert len(kept) > 6, "no blocks between stem and head"
     assert ("rev" in network) == any(Keep.NOTHING in stage.keeps for stage in pipeline.plan.stages)
     pipeline.train(data, 2)
@@ -164,7 +164,9 @@ def test_stages_of_a_round_in_threads_give_the_same_bits(method: str) -> None:
     states = []
     for concurrency in (1, 3):
         model, data = mixed_net(dropout=0.3), RandomSource()
-        pipeline = Pipeline(model, data.spec, method=method, k=5, optimizer=sgd, seed=4, runtime=Runtime(concurrency=concurrency))
+        pipeline = make_pipeline(
+            model, data.spec, method=method, k=5, optimizer=sgd, seed=4, runtime=Runtime(concurrency=concurrency)
+        )
         results = [pipeline.train(data, 12), pipeline.evaluate(data, 3)]
         states.append((pipeline.state_dict(), results))
     (alone, expected), (together, found) = states
@@ -181,7 +183,7 @@ def test_evaluation_uses_running_statistics_and_ignores_filling_targets() -> Non
             return targets
 
     model, data = mixed_net(), Padded()
-    pipeline = Pipeline(model, data.spec, optimizer=sgd, seed=1)
+    pipeline = make_pipeline(model, data.spec, optimizer=sgd, seed=1)
     pipeline.train(data, 9)
     before = {key: value.clone() for key, value in pipeline.state_dict().items()}
     result = pipeline.evaluate(data, 3)
@@ -205,7 +207,7 @@ def test_learning_rate_follows_each_stages_own_clock() -> None:
             seen.setdefault(id(self), []).append(self.param_groups[0]["lr"])
 
     data = RandomSource()
-    pipeline = Pipeline(
+    pipeline = make_pipeline(
         mixed_net(), data.spec, k=3, optimizer=lambda m: Spy(m.parameters(), lr=9.0), learning_rate=lambda t: t / 100
     )
     pipeline.train(data, 4)
@@ -225,7 +227,7 @@ def test_stages_without_parameters_need_no_optimizer(method: str) -> None:
         ),
     )
     data = RandomSource(size=2, dtype=torch.float32)
-    pipeline = Pipeline(model, data.spec, method=method, optimizer=sgd)
+    pipeline = make_pipeline(model, data.spec, method=method, optimizer=sgd)
     assert pipeline.train(data, 5).loss > 0
     assert [worker.update.optimizer is None for worker in pipeline.workers.values()] == [True, False, True, False]
 
@@ -243,7 +245,7 @@ def test_method_state_goes_on_where_it_was(method: str, remedy: Remedy) -> None:
     """With weights, optimizers and clocks: bit for bit."""
 
     def build() -> Pipeline:
-        return Pipeline(model, data.spec, method=method, remedy=remedy, k=5, optimizer=sgd, seed=3)
+        return make_pipeline(model, data.spec, method=method, remedy=remedy, k=5, optimizer=sgd, seed=3)
 
     model, data = mixed_net(), RandomSource()
     whole, resumed = build(), build()
@@ -269,7 +271,7 @@ def test_what_an_error_left_on_its_way_is_not_trained_on(evaluating: bool) -> No
                 raise DataError("no more")
             return super().targets(m)
 
-    pipeline = Pipeline(mixed_net(), RandomSource().spec, optimizer=sgd)
+    pipeline = make_pipeline(mixed_net(), RandomSource().spec, optimizer=sgd)
     with pytest.raises(DataError):
         (pipeline.evaluate if evaluating else pipeline.train)(Ends(), 9)
     assert all(stage.module.training for stage in pipeline.stages.values())
@@ -298,7 +300,7 @@ def test_what_an_error_left_on_its_way_is_not_trained_on(evaluating: bool) -> No
 )
 def test_settings_that_cannot_work_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Pipeline(mixed_net(), RandomSource().spec, **{"optimizer": sgd, **change})  # type: ignore[arg-type]
+        make_pipeline(mixed_net(), RandomSource().spec, **{"optimizer": sgd, **change})  # type: ignore[arg-type]
 
 
 def test_exact_streams_need_a_wire_of_their_own_type() -> None:
@@ -307,7 +309,7 @@ def test_exact_streams_need_a_wire_of_their_own_type() -> None:
 
 
 def test_data_of_another_form_is_refused() -> None:
-    pipeline = Pipeline(mixed_net(), RandomSource().spec, optimizer=sgd)
+    pipeline = make_pipeline(mixed_net(), RandomSource().spec, optimizer=sgd)
     with pytest.raises(ModelError, match=r"microbatch 0: expected float64\[4, 3, 8, 8\], got float64\[1, 3, 8, 8\]"):
         pipeline.train(RandomSource(batch=1), 2)
 
@@ -320,16 +322,16 @@ def test_a_first_block_that_writes_into_the_data_is_refused(method: str) -> None
 
     model = Model("bad", (BlockSpec("scaling", Scaling), *mixed_net().blocks))
     with pytest.raises(ModelError, match="Scaling modifies its input in place"):
-        Pipeline(model, RandomSource().spec, method=method, k=6, optimizer=sgd).train(RandomSource(), 1)
+        make_pipeline(model, RandomSource().spec, method=method, k=6, optimizer=sgd).train(RandomSource(), 1)
 
 
 def test_a_network_in_bf16_runs_without_autocast() -> None:
     data = RandomSource(dtype=torch.bfloat16)
-    pipeline = Pipeline(mixed_net(dtype=torch.bfloat16), data.spec, optimizer=sgd)
+    pipeline = make_pipeline(mixed_net(dtype=torch.bfloat16), data.spec, optimizer=sgd)
     assert pipeline.train(data, 3).loss > 0
 
 
 def test_blocks_that_do_not_fit_are_named() -> None:
     model = Model("bad", (BlockSpec("stem", lambda: nn.Conv2d(3, 4, 3)), BlockSpec("head", lambda: nn.Conv2d(5, 2, 3))))
     with pytest.raises(ModelError, match=r"block head: expected an input that .*, got float32\[4, 4, 6, 6\] from block stem"):
-        Pipeline(model, TensorSpec((4, 3, 8, 8), torch.float32), optimizer=sgd)
+        make_pipeline(model, TensorSpec((4, 3, 8, 8), torch.float32), optimizer=sgd)

@@ -18,7 +18,7 @@ from petra import BlockSpec, ConfigError, Keep, Method, Model, ModelError, Petra
 from petra.models import revnet18
 from petra.settings import Numerics, Runtime, TransportName
 from petra.staleness import Prediction, Remedy
-from tests.support.nets import RandomSource, mixed_net
+from tests.support.nets import RandomSource, make_pipeline, mixed_net
 from tests.support.processes import run_processes
 
 DELAYS, KS, MICROBATCHES = (1, 2), (1, 3), 61
@@ -34,7 +34,7 @@ def data() -> RandomSource:
 
 def trained(delay: int, k: int, transport: TransportName, microbatches: int = MICROBATCHES) -> tuple[dict[str, Tensor], object]:
     """Ten stages of RevNet-18; a first stretch that k does not divide, an evaluation, a second stretch."""
-    pipeline = Pipeline(
+    pipeline = make_pipeline(
         revnet18(width=1 / 16),
         data().spec,
         method=Method("petra", delay, Keep.NOTHING),
@@ -85,7 +85,7 @@ EARLY: dict[str, dict[str, Any]] = {
 def early(name: str, transport: TransportName) -> Pipeline:
     net, learning_rate = mixed_net(), (lambda t: 0.02)
     settings = {"k": 4, "stages": [1, 2, 1, 2], "optimizer": sgd, "learning_rate": learning_rate, **EARLY[name]}
-    return Pipeline(net, RandomSource().spec, runtime=Runtime(transport=transport), **settings)
+    return make_pipeline(net, RandomSource().spec, runtime=Runtime(transport=transport), **settings)
 
 
 def stop_early(rank: int, by: int, after: int) -> dict[tuple[str, str], tuple[int, bool]]:
@@ -137,7 +137,7 @@ def train_others(rank: int | None) -> dict[tuple[str, str], dict[str, Tensor]]:
     states = {}
     stream = RandomSource()
     for name, transport in product(OTHERS, ("local",) if rank is None else ("lockstep", "edge")):
-        pipeline = Pipeline(
+        pipeline = make_pipeline(
             mixed_net(),
             stream.spec,
             k=4,
@@ -167,7 +167,7 @@ def test_other_methods_do_not_depend_on_processes(world: int, tmp_path: Path) ->
 def disagree(rank: int) -> str:
     stream = RandomSource(batch=4 if rank == 0 else 8)
     try:
-        Pipeline(mixed_net(), stream.spec, optimizer=sgd, stages=2)
+        make_pipeline(mixed_net(), stream.spec, optimizer=sgd, stages=2)
     except ModelError as error:
         return str(error)
     return "no error"
@@ -186,7 +186,7 @@ def test_stages_that_disagree_are_named_in_both_processes(tmp_path: Path) -> Non
 def disagree_on_settings(rank: int) -> str:
     stream = RandomSource()
     with pytest.raises(ConfigError) as caught:
-        Pipeline(mixed_net(), stream.spec, k=1 + rank, optimizer=sgd)
+        make_pipeline(mixed_net(), stream.spec, k=1 + rank, optimizer=sgd)
     return str(caught.value)
 
 
@@ -216,7 +216,7 @@ def send_large(rank: int) -> list[float]:
     spec = TensorSpec((1, 1, 1, 1), torch.float32)
     losses = []
     for transport in ("lockstep", "edge"):
-        pipeline = Pipeline(model, spec, stages=[1, 1, 1], optimizer=sgd, runtime=Runtime(transport=transport))  # type: ignore[arg-type]
+        pipeline = make_pipeline(model, spec, stages=[1, 1, 1], optimizer=sgd, runtime=Runtime(transport=transport))  # type: ignore[arg-type]
         losses.append(pipeline.train(stream, 6).loss)
     return losses
 
@@ -242,7 +242,7 @@ def build_misfit(rank: int) -> str:
     good = mixed_net()
     model = Model("bad", (*good.blocks[:3], BlockSpec("odd", OneStream), *good.blocks[4:]))
     with pytest.raises(ModelError) as caught:
-        Pipeline(model, RandomSource().spec, optimizer=sgd)
+        make_pipeline(model, RandomSource().spec, optimizer=sgd)
     return str(caught.value)
 
 
@@ -296,7 +296,7 @@ def one_stage_errors(rank: int) -> list[str]:
         (failing, {}),
     ):
         with pytest.raises(PetraError) as error:
-            Pipeline(wrong, TensorSpec((4, 6), torch.float32), **plain | settings)  # type: ignore[arg-type]
+            make_pipeline(wrong, TensorSpec((4, 6), torch.float32), **plain | settings)  # type: ignore[arg-type]
         found.append(f"{type(error.value).__name__}: {error.value}")
     return found
 

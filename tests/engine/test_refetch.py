@@ -19,7 +19,7 @@ from petra.models import revnet18
 from petra.plan import make_plan
 from petra.settings import Numerics
 from petra.training import Checkpoints, restore
-from tests.support.nets import RandomSource, mixed_net
+from tests.support.nets import RandomSource, make_pipeline, mixed_net
 from tests.support.processes import run_processes
 
 
@@ -48,7 +48,7 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
 def pipeline(refetch: bool, method: str | Method = "petra", *, dropout: float = 0.1, **options: Any) -> Pipeline:
     runtime = Runtime(refetch=refetch, **options.pop("runtime", {}))
     net = mixed_net(dropout=dropout)
-    return Pipeline(net, RandomSource().spec, method=method, runtime=runtime, optimizer=sgd, **{"k": 2, "seed": 4, **options})
+    return make_pipeline(net, RandomSource().spec, method=method, runtime=runtime, optimizer=sgd, **{"k": 2, "seed": 4, **options})
 
 
 def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
@@ -181,7 +181,7 @@ def train_digits(refetch: bool, workers: int, dp: int, case: tuple[Any, int]) ->
     transport, delay = case
     split = load_dataset("digits").train
     source = TrainSource(split, 4, seed=2, workers=workers)
-    made = Pipeline(
+    made = make_pipeline(
         revnet18(width=1 / 16),
         TensorSpec((4, 3, 32, 32), torch.float32),
         method=replace(METHODS["petra"], delay=delay),

@@ -24,7 +24,7 @@ from petra.models import revnet18
 from petra.plan.layout import make_layout
 from petra.specs import IGNORED, Streams
 from petra.training import Checkpoints, newest, restore
-from tests.support.nets import RandomSource, mixed_net
+from tests.support.nets import RandomSource, make_pipeline, mixed_net
 from tests.support.processes import run_processes
 
 
@@ -85,7 +85,7 @@ SOME = (AGAIN, "1f1b, k = 3", "ignored targets")
 
 def train(case: Case, dp: int) -> dict[str, Any]:
     """Train on a number of microbatches that k does not divide, evaluate, train again; return weights, results and metrics."""
-    pipeline = Pipeline(
+    pipeline = make_pipeline(
         without_norms(),
         case.stream.spec,
         method=case.method,
@@ -166,7 +166,9 @@ def plain(module: nn.Module, rate: float) -> torch.optim.SGD:
 
 
 def step(stream: RandomSource, dp: int, *, rate: float, dropout: float = 0.0, microbatches: int = 1) -> dict[str, Tensor]:
-    pipeline = Pipeline(mixed_net(dropout=dropout), stream.spec, method="reversible", optimizer=partial(plain, rate=rate), dp=dp)
+    pipeline = make_pipeline(
+        mixed_net(dropout=dropout), stream.spec, method="reversible", optimizer=partial(plain, rate=rate), dp=dp
+    )
     pipeline.train(stream, microbatches)
     return pipeline.state_dict()
 
@@ -197,9 +199,9 @@ def in_two_replicas(rank: int, folder: Path) -> dict[str, Any]:
     found["from one"] = pipeline.state_dict()
     for number, (settings, spec) in enumerate((({"dp": 1 + rank}, (8,)), ({"dp": 2}, (8 + 8 * rank,)))):
         with pytest.raises((ConfigError, ModelError)) as caught:
-            Pipeline(mixed_net(), RandomSource(batch=spec[0]).spec, optimizer=sgd, **settings)
+            make_pipeline(mixed_net(), RandomSource(batch=spec[0]).spec, optimizer=sgd, **settings)
         found[f"error {number}"] = str(caught.value)
-    pipeline = Pipeline(without_norms(), RandomSource(batch=8).spec, method="backprop", optimizer=sgd, dp=2)
+    pipeline = make_pipeline(without_norms(), RandomSource(batch=8).spec, method="backprop", optimizer=sgd, dp=2)
     with pytest.raises(CommunicationError if rank == 0 else ZeroDivisionError) as lost:
         pipeline.train(Ending(batch=8) if rank else RandomSource(batch=8), 9)
     found["lost"] = str(lost.value)
@@ -221,7 +223,7 @@ class Order(Hook):
 
 def order_of_work() -> list[str]:
     """Return what a stage of all six blocks does in two microbatches, which make one update."""
-    pipeline = Pipeline(without_norms(), RandomSource(batch=8).spec, k=2, stages=1, optimizer=sgd, dp=2)
+    pipeline = make_pipeline(without_norms(), RandomSource(batch=8).spec, k=2, stages=1, optimizer=sgd, dp=2)
     assert pipeline.replicas is not None
     pipeline.hooks.detach(pipeline.replicas)
     order, all_reduce = Order(), dist.all_reduce
@@ -246,7 +248,7 @@ class Ending(RandomSource):
 def accumulating(dp: int) -> Pipeline:
     """Return a pipeline with k = 3: seven microbatches are two updates and a third of the next."""
     stream, rules = RandomSource(batch=8), UpdateRules(average=0.9)
-    return Pipeline(without_norms(), stream.spec, k=3, optimizer=sgd, learning_rate=lambda t: 0.1, rules=rules, dp=dp)
+    return make_pipeline(without_norms(), stream.spec, k=3, optimizer=sgd, learning_rate=lambda t: 0.1, rules=rules, dp=dp)
 
 
 @pytest.fixture(scope="module")
@@ -364,7 +366,7 @@ def train_synchronized(rank: int, method: str, dp: int, norm: str) -> tuple[dict
     model = revnet18(5, 0.0625, norm=norm, activation="leaky_relu")
     model = Model(model.name, tuple(BlockSpec(block.name, partial(_as_double, block.build)) for block in model.blocks))
     source = Ignoring(batch=6)
-    pipeline = Pipeline(model, source.spec, method=method, k=2, stages=4, optimizer=sgd, learning_rate=lambda t: 0.1, dp=dp)
+    pipeline = make_pipeline(model, source.spec, method=method, k=2, stages=4, optimizer=sgd, learning_rate=lambda t: 0.1, dp=dp)
     results = [pipeline.train(source, 5), pipeline.train(source, 3), pipeline.evaluate(source, 3)]
     return pipeline.state_dict(), [result.loss for result in results]
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from petra import METHODS, Keep, Method, Model, Pipeline, Weights
+from petra import METHODS, Keep, Method, Model, Weights
 from petra.method import STORABLE
 from petra.reversible import Coupling, TwoFunctionCoupling
 from petra.staleness import Prediction, Remedy
-from tests.support.nets import RandomSource, mixed_net
+from tests.support.nets import RandomSource, make_pipeline, mixed_net
 from tests.support.pairs import all_pairs
 
 RATE, MOMENTUM, DECAY, MICROBATCHES = 0.05, 0.9, 1e-3, 15
@@ -280,7 +280,7 @@ def require_equal(
     remedy = remedy or Remedy()
     model, data = mixed_net(), RandomSource()
     losses: list[float] = []
-    pipeline = Pipeline(
+    pipeline = make_pipeline(
         model,
         data.spec,
         method=method,

@@ -23,7 +23,7 @@ from petra.hooks import Hook
 from petra.settings import Numerics, Runtime
 from petra.training import Checkpoints, restore
 from petra.training.optim import OPTIMIZERS
-from tests.support.nets import RandomSource, mixed_net
+from tests.support.nets import RandomSource, make_pipeline, mixed_net
 from tests.support.processes import run_processes
 
 ONE_F_ONE_B = Method("1f1b", 1, Keep.GRAPH, flush=True)
@@ -36,7 +36,7 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
 
 def pipeline(rules: UpdateRules, method: str | Method = "reversible", **settings: object) -> Pipeline:
     settings = {"k": 2, "stages": 3, "optimizer": sgd, "seed": 3} | settings
-    return Pipeline(mixed_net(), RandomSource().spec, method=method, rules=rules, **settings)  # type: ignore[arg-type]
+    return make_pipeline(mixed_net(), RandomSource().spec, method=method, rules=rules, **settings)  # type: ignore[arg-type]
 
 
 def plain_training(
@@ -188,7 +188,7 @@ def limited_net(poison: float = 0.0) -> Model:
 
 
 def limited(rules: UpdateRules, poison: float = 0.0) -> Pipeline:
-    return Pipeline(limited_net(poison), RandomSource(size=2).spec, method="petra", optimizer=sgd, rules=rules, seed=1)
+    return make_pipeline(limited_net(poison), RandomSource(size=2).spec, method="petra", optimizer=sgd, rules=rules, seed=1)
 
 
 def test_a_dynamic_scale_shrinks_only_in_the_overflowing_stage_and_grows_again() -> None:
@@ -272,7 +272,7 @@ def test_a_non_finite_loss_with_a_finite_gradient_raises() -> None:
     def infinite(output: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(output, targets) + torch.inf
 
-    run = Pipeline(mixed_net(), RandomSource().spec, optimizer=sgd, loss=infinite)
+    run = make_pipeline(mixed_net(), RandomSource().spec, optimizer=sgd, loss=infinite)
     with pytest.raises(NumericsError, match="stage 6: the loss is not finite in microbatches 1 to 3"):
         run.train(RandomSource(), 3)
 
@@ -353,7 +353,7 @@ def test_overflow_of_the_sent_gradient_halves_the_scale() -> None:
             return 0.1 * torch.randn(4, 8, generator=self._generator(m, 0))
 
     model = Model("steep", (BlockSpec("first", partial(nn.Linear, 8, 8)), BlockSpec("head", head)))
-    found = Pipeline(
+    found = make_pipeline(
         model,
         TensorSpec((4, 8), torch.float32),
         method="petra",

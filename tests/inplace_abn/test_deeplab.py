@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from petra import ConfigError, Model, ModelError, Pipeline, TensorSpec
+from petra import ConfigError, Model, ModelError, TensorSpec
 from petra.inplace_abn import deeplabv3
 from petra.inplace_abn.deeplab import BODIES
 from petra.models import MODELS
 from petra.specs import IGNORED
+from tests.support.nets import make_pipeline
 
 IMAGE = TensorSpec((2, 3, 64, 96), torch.float32)
 CLASSES = 7
@@ -109,7 +110,7 @@ def test_gradients_equal_those_of_autograd(body: str, method: str, stages: int, 
         def targets(self, m: int) -> torch.Tensor:
             return targets[m]
 
-    pipeline = Pipeline(
+    pipeline = make_pipeline(
         model,
         TensorSpec((2, 3, 32, 32), torch.float64),
         optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=1.0),

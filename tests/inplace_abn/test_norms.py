@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from benchmarks.report import kept_bytes
-from petra import Pipeline
 from petra.analysis.memory import measured, predicted
 from petra.engine.build import simple_stage
 from petra.errors import ConfigError, ModelError
@@ -18,7 +17,7 @@ from petra.models import MODELS, revnet18
 from petra.reversible import Coupling, ReversibleBlock
 from petra.specs import TensorSpec, as_streams
 from petra.training import sgd
-from tests.support.nets import RandomSource
+from tests.support.nets import RandomSource, make_pipeline
 
 SMALL = {"resnext101": {"cardinality": 2, "base_width": 16}}
 FAMILIES = ("resnet18", "resnet50", "revnet18", "revnet50", "resnext101", "wide_resnet38")
@@ -131,7 +130,7 @@ def test_a_stage_stores_less_and_as_much_as_predicted() -> None:
     stored = {}
     for norm in ("inplace_abn", "batchnorm"):
         model, data = revnet18(width=1 / 16, norm=norm), RandomSource(size=32, dtype=torch.float32)
-        pipeline = Pipeline(model, data.spec, method="backprop", stages=[3, 7], optimizer=sgd, learning_rate=lambda t: 0.01)
+        pipeline = make_pipeline(model, data.spec, method="backprop", stages=[3, 7], optimizer=sgd, learning_rate=lambda t: 0.01)
         stored[norm] = measured(pipeline, data, 2)
         assert stored[norm] == [stage.stored for stage in predicted(pipeline.plan)]
     assert all(less < 0.75 * more for less, more in zip(stored["inplace_abn"], stored["batchnorm"], strict=True))

@@ -29,7 +29,7 @@ from petra.reversible import Coupling
 from petra.settings import Numerics, Runtime
 from petra.training import export, gathered_blocks, load, load_into, means, sgd
 from tests.launch.test_launch import ALONE, ROOT, TINY, planned, to_composed
-from tests.support.nets import RandomSource, mixed_net
+from tests.support.nets import RandomSource, make_pipeline, mixed_net
 from tests.support.processes import run_processes
 
 pytestmark = pytest.mark.usefixtures("shared_profiles")
@@ -37,7 +37,9 @@ pytestmark = pytest.mark.usefixtures("shared_profiles")
 
 def trained(method: str | Method, microbatches: int = 5, **settings: object) -> Pipeline:
     data = RandomSource()
-    pipeline = Pipeline(mixed_net(), data.spec, method=method, k=2, optimizer=sgd, learning_rate=lambda t: 0.05, seed=2, **settings)  # type: ignore[arg-type]
+    pipeline = make_pipeline(
+        mixed_net(), data.spec, method=method, k=2, optimizer=sgd, learning_rate=lambda t: 0.05, seed=2, **settings
+    )  # type: ignore[arg-type]
     pipeline.train(data, microbatches)
     return pipeline
 
@@ -72,7 +74,7 @@ def test_fp16_trains_with_streams_in_float32() -> None:
     losses = {}
     for autocast in (None, torch.float16):
         rules = UpdateRules(loss_scale="dynamic" if autocast else None)
-        pipeline = Pipeline(
+        pipeline = make_pipeline(
             revnet18(width=1 / 16),
             data.spec,
             k=2,
@@ -90,7 +92,7 @@ def test_fp16_trains_with_streams_in_float32() -> None:
 def test_label_smoothing_is_for_training_only() -> None:
     data = RandomSource()
     smoothed = partial(F.cross_entropy, label_smoothing=0.3)
-    pipeline = Pipeline(
+    pipeline = make_pipeline(
         mixed_net(),
         data.spec,
         method="backprop",
@@ -137,7 +139,7 @@ def test_perplexity_of_text() -> None:
             return self.linear(x).flatten(0, 1)
 
     model = Model("words", (BlockSpec("table", partial(nn.Embedding, 7, 4)), BlockSpec("head", Flat)))
-    pipeline = Pipeline(model, Words().spec, optimizer=sgd, learning_rate=lambda t: 0.1)
+    pipeline = make_pipeline(model, Words().spec, optimizer=sgd, learning_rate=lambda t: 0.1)
     pipeline.train(Words(), 3)
     numbers = means(pipeline.evaluate(Words(), 4), "tokens")
     plain = model.build(0)
@@ -153,7 +155,7 @@ def test_perplexity_of_text() -> None:
 
 def exported(rank: int, folder: str) -> dict[str, Tensor]:
     data = RandomSource()
-    pipeline = Pipeline(mixed_net(), data.spec, k=2, optimizer=sgd, learning_rate=lambda t: 0.05, seed=2, stages=2)
+    pipeline = make_pipeline(mixed_net(), data.spec, k=2, optimizer=sgd, learning_rate=lambda t: 0.05, seed=2, stages=2)
     pipeline.train(data, 4)
     export(pipeline, Path(folder) / "model.pt")
     names = [name for name, _ in gathered_blocks(pipeline)]

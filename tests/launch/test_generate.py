@@ -15,12 +15,11 @@ from launch import evaluate, generate, tokenize
 from launch.config.schema import to_config
 from launch.run.report import history
 from launch.run.training import run
-from petra import Pipeline
 from petra.errors import PetraError
 from petra.models import revgpt
 from petra.training import Lines, load, sgd
 from tests.launch.test_launch import ALONE, to_composed
-from tests.support.nets import RandomSource, mixed_net
+from tests.support.nets import RandomSource, make_pipeline, mixed_net
 
 pytest.importorskip("tokenizers", reason="the extra 'text' is not installed")
 
@@ -78,7 +77,7 @@ def test_evaluate_reads_the_test_part(trained: Path, tmp_path: Path, capsys: pyt
 
 def test_bits_per_byte_are_not_printed_as_a_share(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = history(trained / "run")
-    recipe = Pipeline(mixed_net(), RandomSource().spec, optimizer=sgd, learning_rate=lambda t: 0.0).recipe
+    recipe = make_pipeline(mixed_net(), RandomSource().spec, optimizer=sgd, learning_rate=lambda t: 0.0).recipe
     Lines(1, 8, recipe, unit="tokens").epoch_end(row)
     printed = dict(part.rsplit(" ", 1) for part in capsys.readouterr().out.split("; test ")[1].split(";")[0].split(", "))
     assert float(printed["bits_per_byte"]) == pytest.approx(row["test_bits_per_byte"], abs=1e-4)

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from petra import METHODS, ConfigError, Model, Pipeline, TensorSpec
+from petra import METHODS, ConfigError, Model, TensorSpec
 from petra.models import gpt, revgpt
 from petra.models.attention import MLP, Attention, HeadNorm, KeyValueCache, LayerOptions
 from petra.reversible import derive_seed
 from petra.settings import Numerics
 from tests.models.test_transformer import Texts, double
+from tests.support.nets import make_pipeline
 
 CLASSES, LENGTH, BATCH, DIM = 11, 12, 3, 24
 MODERN = {"mlp": "swiglu", "norm": "rmsnorm", "bias": False, "positions": "rotary", "qk_norm": True, "kv_heads": 2}
@@ -212,7 +213,9 @@ METHOD_OF = {
 @pytest.mark.parametrize(("name", "method"), [(name, method) for name, methods in METHOD_OF.items() for method in methods])
 def test_frozen_weights_give_the_plain_gradient(name: str, method: str) -> None:
     model, data, never, k = double(NETS[name]), Documents(), 100, 3
-    pipeline = Pipeline(model, data.spec, method=method, k=never, optimizer=lambda m: torch.optim.SGD(m.parameters(), 0.0), seed=3)
+    pipeline = make_pipeline(
+        model, data.spec, method=method, k=never, optimizer=lambda m: torch.optim.SGD(m.parameters(), 0.0), seed=3
+    )
     pipeline.train(data, k)
     plain = model.build(3)
     for m in range(k):
@@ -227,9 +230,9 @@ def test_frozen_weights_give_the_plain_gradient(name: str, method: str) -> None:
 def test_exact_streams_and_low_precision_messages_carry_the_documents() -> None:
     """The reconstruction is exact bit for bit, and the starts of documents survive a message in bf16."""
     data = Documents()
-    exact = Pipeline(NETS["leapfrog"], data.spec, k=2, optimizer=adamw, numerics=Numerics(exact_streams=True), seed=1)
+    exact = make_pipeline(NETS["leapfrog"], data.spec, k=2, optimizer=adamw, numerics=Numerics(exact_streams=True), seed=1)
     exact.train(data, 6)
-    wired = Pipeline(
+    wired = make_pipeline(
         NETS["leapfrog"], data.spec, k=2, optimizer=adamw, numerics=Numerics(autocast=torch.bfloat16, wire=torch.bfloat16), seed=1
     )
     assert wired.train(data, 6).loss == pytest.approx(exact.train(data, 6).loss, rel=0.1)

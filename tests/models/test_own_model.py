@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from petra import BlockSpec, Model, ModelError, Pipeline, TensorSpec
-from tests.support.nets import RandomSource, mixed_net
+from petra import BlockSpec, Model, ModelError, TensorSpec
+from tests.support.nets import RandomSource, make_pipeline, mixed_net
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model.py"
 
@@ -22,7 +22,9 @@ def test_a_model_of_existing_modules_trains_copies_of_them() -> None:
     model, data = Model.of("mine", modules), RandomSource()
     profile = model.profile(data.spec)
     assert [block.reversible for block in profile] == [False, True, False, True, True, False]
-    pipeline = Pipeline(model, data.spec, method="reversible", optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1), seed=8)
+    pipeline = make_pipeline(
+        model, data.spec, method="reversible", optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1), seed=8
+    )
     pipeline.train(data, 1)
 
     plain = mixed_net().build(5)

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from petra import METHODS, BlockSpec, ConfigError, Keep, Method, Model, ModelError, Pipeline, TensorSpec, Weights
+from petra import METHODS, BlockSpec, ConfigError, Keep, Method, Model, ModelError, TensorSpec, Weights
 from petra.method import STORABLE
 from petra.models import revgpt, revvit
 from petra.models.attention import MLP, Attention, LayerOptions
 from petra.reversible import derive_seed
 from petra.settings import Numerics, Runtime, TransportName
 from petra.specs import as_streams
-from tests.support.nets import RandomSource
+from tests.support.nets import RandomSource, make_pipeline
 from tests.support.processes import run_processes
 
 CLASSES, LENGTH, BATCH = 11, 6, 3
@@ -203,7 +203,9 @@ def gradients(name: str, method: str | Method, k: int, dropout: float = 0.0, see
     """Return the summed gradients of the first ``k`` microbatches, without an update."""
     build, data = NETS[name]
     model, never = double(build(dropout)), 100
-    pipeline = Pipeline(model, data.spec, method=method, k=never, optimizer=lambda m: torch.optim.SGD(m.parameters()), seed=seed)
+    pipeline = make_pipeline(
+        model, data.spec, method=method, k=never, optimizer=lambda m: torch.optim.SGD(m.parameters()), seed=seed
+    )
     pipeline.train(data, k)
     return {
         f"{model.blocks[b].name}.{key}": p.grad * never
@@ -245,7 +247,7 @@ def test_backward_repeats_the_forwards_dropout(name: str) -> None:
 @pytest.mark.parametrize("name", NETS)
 def test_evaluation_is_without_dropout(name: str) -> None:
     build, data = NETS[name]
-    pipeline = Pipeline(double(build(0.5)), data.spec, optimizer=lambda m: torch.optim.SGD(m.parameters()), seed=2)
+    pipeline = make_pipeline(double(build(0.5)), data.spec, optimizer=lambda m: torch.optim.SGD(m.parameters()), seed=2)
     result = pipeline.evaluate(data, 2)
     plain = double(build()).build(2)
     with torch.no_grad():
@@ -258,7 +260,7 @@ def test_evaluation_is_without_dropout(name: str) -> None:
 def test_bf16_autocast_keeps_streams_in_float32(build: type) -> None:
     model = build(CLASSES, dim=8, depth=2, heads=2, dropout=0.1, size=8)
     data = RandomSource(BATCH, 8, CLASSES, torch.float32) if build is revvit else Texts()
-    pipeline = Pipeline(
+    pipeline = make_pipeline(
         model,
         data.spec,
         k=4,
@@ -278,7 +280,7 @@ def test_bf16_autocast_keeps_streams_in_float32(build: type) -> None:
 
 def trained(transport: TransportName) -> dict[str, Tensor]:
     model = revgpt(CLASSES, dim=8, depth=2, heads=2, dropout=0.1, size=LENGTH)
-    pipeline = Pipeline(
+    pipeline = make_pipeline(
         model,
         Texts.spec,
         k=2,

@@ -12,7 +12,7 @@ from petra.staleness import Prediction, Remedy
 from petra.staleness.feedback import ErrorFeedback
 from petra.staleness.shrinking import boundary_factor
 from petra.training.optim import OPTIMIZERS
-from tests.support.nets import RandomSource, mixed_net
+from tests.support.nets import RandomSource, make_pipeline, mixed_net
 
 
 def sgd(module: nn.Module) -> torch.optim.SGD:
@@ -28,7 +28,7 @@ def plain_sgd(module: nn.Module) -> torch.optim.SGD:
 
 
 def pipeline(**settings: object) -> Pipeline:
-    return Pipeline(mixed_net(), RandomSource().spec, **{"optimizer": sgd, "seed": 3, **settings})  # type: ignore[arg-type]
+    return make_pipeline(mixed_net(), RandomSource().spec, **{"optimizer": sgd, "seed": 3, **settings})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

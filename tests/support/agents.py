@@ -9,17 +9,16 @@ import torch
 import torch.distributed as dist
 
 from launch.runtime.rank import Process
-from petra import Pipeline
 from petra.distributed import all_gather_objects
 from petra.training import sgd
-from tests.support.nets import RandomSource, mixed_net
+from tests.support.nets import RandomSource, make_pipeline, mixed_net
 
 
 def train() -> dict[str, torch.Tensor]:
     """Return the weights of this process's stages after twelve microbatches."""
     torch.set_num_threads(1)
     stream = RandomSource()
-    pipeline = Pipeline(mixed_net(), stream.spec, k=2, optimizer=sgd, learning_rate=lambda t: 0.02)
+    pipeline = make_pipeline(mixed_net(), stream.spec, k=2, optimizer=sgd, learning_rate=lambda t: 0.02)
     pipeline.train(stream, 12)
     return pipeline.state_dict()
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from petra import BlockSpec, Model, TensorSpec
+from petra import BlockSpec, Model, Pipeline, Recipe, TensorSpec
 from petra.engine.endpoints import DataSource
 from petra.models.layers import StridedPointwise
 from petra.reversible import Coupling, TwoFunctionCoupling, derive_seed
@@ -115,3 +117,9 @@ def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, data: Data
         optimizer.zero_grad()
         F.cross_entropy(model(data.inputs(m)), data.targets(m)).backward()
         optimizer.step()
+
+
+def make_pipeline(*arguments: Any, **settings: Any) -> Pipeline:
+    """Return a pipeline, given the fields of its recipe and its other arguments by name."""
+    recipe = {field.name: settings.pop(field.name) for field in fields(Recipe) if field.name in settings}
+    return Pipeline(*arguments, recipe=Recipe(**recipe), **settings)

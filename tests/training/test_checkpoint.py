@@ -28,7 +28,7 @@ from petra.training.storage import read, write
 from stress.kill_many import kill_many
 from tests.launch.test_launch import TINY, metrics
 from tests.support.forked import Forked
-from tests.support.nets import RandomSource, mixed_net
+from tests.support.nets import RandomSource, make_pipeline, mixed_net
 from tests.support.processes import run_processes
 
 CASES: dict[str, dict[str, Any]] = {
@@ -47,7 +47,7 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
 
 def build(**settings: Any) -> Pipeline:
     given = {"k": 5, "optimizer": sgd, "learning_rate": lambda t: 0.02 / (1 + t / 9), "seed": 3, **settings}
-    return Pipeline(mixed_net(dropout=0.2), RandomSource().spec, **given)
+    return make_pipeline(mixed_net(dropout=0.2), RandomSource().spec, **given)
 
 
 def weights(pipeline: Pipeline) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from petra.training.checkpoint import FACTS, MANIFEST, checksum, to_json
 from petra.training.state import state_of
 from petra.training.weight_files import State
 from tests.data.test_damaged_files import damaged
-from tests.support.nets import RandomSource, mixed_net
+from tests.support.nets import RandomSource, make_pipeline, mixed_net
 
 OLD, NEW = "000000003", "000000006"
 FILES = (".metadata", "__0_0.distcp", FACTS, MANIFEST)
@@ -66,7 +66,7 @@ class Saved:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
     torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("damaged")
-    pipeline = Pipeline(
+    pipeline = make_pipeline(
         mixed_net(channels=2),
         RandomSource().spec,
         k=2,

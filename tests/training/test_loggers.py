@@ -10,11 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
-from petra import Pipeline
-from petra.engine.build import Recipe
+from petra.engine.recipe import Recipe
 from petra.errors import ConfigError, DataError
 from petra.training import JsonLines, Logger, TensorBoardLogger, UpdateMeans, WandbLogger, read_rows, sgd
-from tests.support.nets import RandomSource, mixed_net
+from tests.support.nets import RandomSource, make_pipeline, mixed_net
 from tests.support.wandb_files import OfflineRun
 
 
@@ -27,7 +26,7 @@ class Received(Logger):
 
 
 def recipe(rate: Callable[[int], float] = lambda t: 0.1) -> Recipe:
-    return Pipeline(mixed_net(), RandomSource().spec, optimizer=sgd, learning_rate=rate).recipe
+    return make_pipeline(mixed_net(), RandomSource().spec, optimizer=sgd, learning_rate=rate).recipe
 
 
 def report(targets: float, loss: float, correct: float) -> torch.Tensor:

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from petra import BlockSpec, ConfigError, Model, Pipeline
+from petra import BlockSpec, ConfigError, Model
 from petra.staleness import Prediction, Remedy
 from petra.training import LARS, MultiStep, Polynomial
 from petra.training.learning_rate import SCHEDULES
 from petra.training.optim import OPTIMIZERS
-from tests.support.nets import RandomSource, mixed_net
+from tests.support.nets import RandomSource, make_pipeline, mixed_net
 from tests.support.operations import Operations
 
 
@@ -95,7 +95,7 @@ def test_a_step_that_the_device_skips_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["adam", "adamw"])
 def test_a_first_step_that_is_skipped_predicts_no_change(name: str) -> None:
-    pipeline = Pipeline(
+    pipeline = make_pipeline(
         mixed_net(),
         RandomSource().spec,
         optimizer=OPTIMIZERS[name],
@@ -188,7 +188,9 @@ def test_every_stage_follows_a_schedule_of_200_epochs_at_every_update(name: str)
     middle, head = (BlockSpec(name, partial(nn.Linear, 2, out)) for name, out in (("middle", 2), ("head", 5)))
     model = Model("tiny", (BlockSpec("first", first), middle, head))
     data = RandomSource(batch=1, size=2, dtype=torch.float32)
-    pipeline = Pipeline(model, data.spec, method="petra", k=K, optimizer=lambda m: Spy(m.parameters(), lr=9.0), learning_rate=rate)
+    pipeline = make_pipeline(
+        model, data.spec, method="petra", k=K, optimizer=lambda m: Spy(m.parameters(), lr=9.0), learning_rate=rate
+    )
     for microbatches in (300, 500):
         pipeline.train(data, microbatches)
     expected = [closed_form(name, t) for t in range(K, PER_EPOCH * EPOCHS + 1, K)]

@@ -23,7 +23,7 @@ from petra.training import Checkpoints, newest, restore, sgd
 from petra.training import checkpoint as protocol
 from stress.kill_many import RUN, assert_same, assert_undamaged, results
 from tests.support.forked import Forked
-from tests.support.nets import RandomSource
+from tests.support.nets import RandomSource, make_pipeline
 from tests.support.processes import context
 
 DATA = RandomSource(size=2, dtype=torch.float32)
@@ -31,7 +31,7 @@ DATA = RandomSource(size=2, dtype=torch.float32)
 
 def small() -> Pipeline:
     linear = Model("small", (BlockSpec("a", nn.Flatten), BlockSpec("b", lambda: nn.Linear(12, 5))))
-    return Pipeline(linear, DATA.spec, optimizer=sgd, learning_rate=lambda t: 0.1)
+    return make_pipeline(linear, DATA.spec, optimizer=sgd, learning_rate=lambda t: 0.1)
 
 
 def weights(pipeline: Pipeline) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from petra import ConfigError, DataError, Pipeline, TensorSpec
+from petra import ConfigError, DataError, TensorSpec
 from petra.analysis.plots import curves
 from petra.data import EvalSource, TrainSource, load_dataset
 from petra.models import resnet18
@@ -30,7 +30,7 @@ from petra.training import (
     sgd,
     write_json,
 )
-from tests.support.nets import RandomSource, mixed_net
+from tests.support.nets import RandomSource, make_pipeline, mixed_net
 
 
 def test_peak_rate_of_the_paper() -> None:
@@ -119,7 +119,7 @@ def test_peak_memory_counts_what_was_held() -> None:
 
 def test_bar_shows_the_current_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     data = RandomSource()
-    bar = Bar(3, 10, Pipeline(mixed_net(), data.spec, optimizer=sgd, learning_rate=lambda t: 0.1 * t).recipe)
+    bar = Bar(3, 10, make_pipeline(mixed_net(), data.spec, optimizer=sgd, learning_rate=lambda t: 0.1 * t).recipe)
     bar.seconds = 0.0
     bar.epoch_begin(2, start=10, done=0)
     bar.microbatch(torch.tensor([8, 4.0, 6], dtype=torch.float64))  # images, summed loss, correct
@@ -132,7 +132,7 @@ def test_trainer_records_every_epoch(tmp_path: Path, capsys: pytest.CaptureFixtu
     dataset = load_dataset("synthetic", images=40, classes=4)
     train, test = TrainSource(dataset, 8, seed=0), EvalSource(dataset, 8)
     rate = MultiStep(peak=0.05, microbatches_per_epoch=train.batches_per_epoch, epochs=2, milestones=[1])
-    pipeline = Pipeline(
+    pipeline = make_pipeline(
         resnet18(classes=4, width=1 / 16),
         TensorSpec((8, 3, 32, 32), torch.float32),
         method="backprop",
@@ -163,7 +163,7 @@ def test_trainer_records_every_epoch(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_a_full_disk_at_the_export_is_named(tmp_path: Path) -> None:
     """A limit on the size of files stands for a full disk: both make the operating system refuse to write."""
-    pipeline = Pipeline(mixed_net(), RandomSource().spec, optimizer=sgd, learning_rate=lambda t: 0.0)
+    pipeline = make_pipeline(mixed_net(), RandomSource().spec, optimizer=sgd, learning_rate=lambda t: 0.0)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
@@ -179,7 +179,7 @@ def test_an_exported_file_holds_facts_beside_the_tensors(suffix: str, tmp_path: 
     if suffix == ".safetensors":
         pytest.importorskip("safetensors")
     data = RandomSource()
-    pipeline = Pipeline(mixed_net(), data.spec, optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
+    pipeline = make_pipeline(mixed_net(), data.spec, optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
     facts = {"preparation": {"size": 8, "moments": [[0.1, 0.2, 0.3], [1.0, 2.0, 3.0]], "crop": 1.0}}
     export(pipeline, tmp_path / f"with{suffix}", facts)
     export(pipeline, tmp_path / f"without{suffix}")
