@@ -16,26 +16,18 @@ from petra.reversible import Coupling, TwoFunctionCoupling
 WIDTH = 32
 
 
-class Stem(nn.Module):
+class Stem(nn.Linear):
     """Map points (B, 2) to two streams (B, WIDTH)."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2 * WIDTH)
-
     def forward(self, points: Tensor) -> tuple[Tensor, ...]:
-        return torch.tanh(self.layer(points)).chunk(2, dim=1)
+        return torch.tanh(super().forward(points)).chunk(2, dim=1)
 
 
-class Head(nn.Module):
+class Head(nn.Linear):
     """Map both streams to the logits (B, 2)."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2 * WIDTH, 2)
-
     def forward(self, x1: Tensor, x2: Tensor) -> Tensor:
-        return self.layer(torch.cat([x1, x2], dim=1))
+        return super().forward(torch.cat([x1, x2], dim=1))
 
 
 def branch() -> nn.Module:
@@ -48,12 +40,10 @@ def network() -> Model:
     return Model(
         "spirals",
         (
-            BlockSpec("stem", Stem),
-            BlockSpec("block0", lambda: Coupling(branch())),
-            BlockSpec("block1", lambda: Coupling(branch())),
-            BlockSpec("block2", lambda: TwoFunctionCoupling(branch(), branch())),
-            BlockSpec("block3", lambda: TwoFunctionCoupling(branch(), branch())),
-            BlockSpec("head", Head),
+            BlockSpec("stem", partial(Stem, 2, 2 * WIDTH)),
+            *(BlockSpec(f"block{i}", lambda: Coupling(branch())) for i in (0, 1)),
+            *(BlockSpec(f"block{i}", lambda: TwoFunctionCoupling(branch(), branch())) for i in (2, 3)),
+            BlockSpec("head", partial(Head, 2 * WIDTH, 2)),
         ),
     )
 
@@ -86,8 +76,7 @@ def main(rounds: int = 6) -> float:
     """Train six stages with PETRA, and return the accuracy on points of another seed (0 … 1)."""
     torch.set_num_threads(1)
     inputs = TensorSpec((64, 2), torch.float32)
-    adam = partial(torch.optim.Adam, lr=3e-3)
-    pipeline = Pipeline(network(), inputs, Recipe(lambda module: adam(module.parameters()), lambda t: 3e-3), method="petra")
+    pipeline = Pipeline(network(), inputs, Recipe(lambda module: torch.optim.Adam(module.parameters(), lr=3e-3)), method="petra")
     train, test = Spirals(64, seed=0), Spirals(64, seed=1)
     for done in range(1, rounds + 1):
         result, tested = pipeline.train(train, 500), pipeline.evaluate(test, 20)

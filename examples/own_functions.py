@@ -19,15 +19,11 @@ class Pair(nn.Module):
         return x, x.clone()
 
 
-class Head(nn.Module):
+class Head(nn.Linear):
     """Return class scores from both streams."""
 
-    def __init__(self, width: int, classes: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2 * width, classes)
-
     def forward(self, x1: Tensor, x2: Tensor) -> Tensor:
-        return self.linear(torch.cat([x1, x2], dim=1))
+        return super().forward(torch.cat([x1, x2], dim=1))
 
 
 def coupling(size: int) -> Coupling:
@@ -38,7 +34,7 @@ def coupling(size: int) -> Coupling:
 def network(classes: int, size: int, depth: int = 2) -> Model:
     """Return the model. ``depth`` is set by ``model.depth``."""
     blocks = [BlockSpec(f"block{i}", partial(coupling, size)) for i in range(depth)]
-    return Model("mine", (BlockSpec("pair", Pair), *blocks, BlockSpec("head", partial(Head, size, classes))))
+    return Model("mine", (BlockSpec("pair", Pair), *blocks, BlockSpec("head", partial(Head, 2 * size, classes))))
 
 
 def rows(size: int) -> Dataset:

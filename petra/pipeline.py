@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from petra.distributed import bind_device, raise_on_all_ranks
 from petra.engine.build import (
-    build_remedies,
     build_stages,
     build_strategy,
     build_workers,
@@ -48,7 +47,7 @@ class Pipeline(Uncopied):
     Args:
         model: The model.
         inputs: Spec of one microbatch of data, of all replicas together.
-        recipe: Optimizer, learning rate, loss, metrics, seed, update rules and remedy.
+        recipe: Optimizer, learning rate, loss, metrics, seed, update rules and remedies.
         method: A name from :data:`petra.method.METHODS`, or a :class:`petra.method.Method`.
         k: Microbatches per update; their gradients are averaged.
         stages: Number of stages; None for one per block; or the number of blocks in each stage.
@@ -62,7 +61,7 @@ class Pipeline(Uncopied):
         device, rank, world: Device and rank of this process, and number of ranks; 0 and 1 without ``torch.distributed``.
         replica: Index of the replica that this rank belongs to.
         replicas: All-reduces over replicas; None if there is only one replica.
-        stages, workers, remedies: Stages of this rank, their workers, and the remedies that act at their updates, by index.
+        stages, workers: Stages of this rank, and their workers, by index.
         objective: Port after the last stage, which computes the loss.
         runtime: Device, transport, threads and compilation, as given.
         clock: Number of microbatches trained since the start.
@@ -136,7 +135,6 @@ class Pipeline(Uncopied):
         ports = connect(plan.layout.processes[process], self._source, self.objective, plan.boundaries, transport)
         with raise_on_all_ranks():
             self.workers = build_workers(plan, recipe, self.stages, ports, self.device, self.hooks)
-            self.remedies = build_remedies(plan, recipe, self.workers)
         if self.replicas is not None:
             self.replicas.attach([*self.workers.values()], self.hooks)
         strategy = build_strategy(plan, recipe, runtime, self.workers, device, group)
@@ -213,7 +211,7 @@ class Pipeline(Uncopied):
             ModelError: If a key belongs to no block, or an entry is missing or has another shape. The message names the block.
         """
         load_blocks(self.plan.model, dict(self.blocks()), state)
-        restart_state(self.plan, self.workers, self.remedies)
+        restart_state(self.plan, self.workers)
 
     def __repr__(self) -> str:
         return f"Pipeline({self.plan}, rank {self.rank} of {self.world}, {self.clock} microbatches done)"

@@ -24,13 +24,13 @@ class Budget(NamedTuple):
 
 
 ROOMS = {
-    ("petra/*.py",): Budget(1_950, 1_600),
+    ("petra/*.py",): Budget(1_870, 1_600),
     ("petra/reversible",): Budget(720, 650),
     ("petra/plan",): Budget(1_050, 930),
     ("petra/transport",): Budget(750, 700),
     ("petra/engine",): Budget(2_650, 1_900),
     ("petra/engine/options",): Budget(1_850, 1_400),
-    ("petra/staleness",): Budget(800, 450),
+    ("petra/staleness",): Budget(550, 450),
     ("petra/training",): Budget(2_070, 1_790),
     ("petra/data",): Budget(2_360, 1_800),
     ("petra/models",): Budget(1_810, 1_700),

@@ -61,9 +61,16 @@ SPELLINGS: tuple[tuple[str, str | None], ...] = (
     ("data.name=", "data._target_="),
     ("model.name=", "model._target_="),
     ("optim=basis_rotation", "optim=adamw optim._target_=petra.training.basis_rotation.basis_rotation"),
+    ("remedy=compensation_prediction", None),
     *(
-        (f"remedy={name}", f"remedy._target_=examples.remedies.{name}.{name}")
-        for name in ("compensation", "lookahead", "shrinking", "braking", "dc_asgd")
+        (f"remedy={word}", f"remedy._target_=examples.remedies.{word}.{name}")
+        for word, name in (
+            ("compensation", "SpikeCompensation"),
+            ("lookahead", "Lookahead"),
+            ("shrinking", "GradientShrinking"),
+            ("braking", "Braking"),
+            ("dc_asgd", "DelayCompensation"),
+        )
     ),
 )
 """Words of a run, and what a tree that refuses them accepts instead: other words, or None for what is removed there.

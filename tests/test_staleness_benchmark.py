@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from benchmarks.staleness import __main__ as command
 from benchmarks.staleness import cells, train
 from benchmarks.staleness.cells import GRID, MOST_COMPARED, WINDOW, WINDOWS, Cell
-from petra import TensorSpec, make_plan
+from petra import Recipe, TensorSpec, make_plan
 from petra.data import load_dataset
 from petra.models import revgpt
 from tests.data.test_tokens import write_llmc
@@ -30,7 +30,7 @@ def test_the_grid_has_the_staleness_that_the_protocol_states() -> None:
         inputs = TensorSpec((WINDOWS // cell.k, WINDOW), torch.int64)
         first = make_plan(cell.make_model(), inputs, method=cell.make_method(), k=cell.k).stages[0]
         found[cell.stages, cell.method, round(first.staleness, 1)] += 1
-        cell.make_remedy().check(cell.make_method())
+        Recipe(cell.make_optimizer(), remedies=cell.make_remedies()).check_remedies(cell.make_method())
     assert {(j, method, s) for j, method, s in found if j == 16 and method in ("dsp", "delayed")} == {
         (16, method, s) for method in ("dsp", "delayed") for s in (0.9, 1.9, 3.8, 7.5)
     }

@@ -26,7 +26,7 @@ from tests.support.nets import make_pipeline
 
 PETRA = (
     *("errors", "torch_private", "process_memory", "specs", "settings", "hooks", "reversible", "distributed", "method"),
-    *("model", "plan", "transport", "staleness", "engine", "pipeline", "diagnostics", "cost_model", "analysis", "data", "models"),
+    *("model", "plan", "transport", "engine", "staleness", "pipeline", "diagnostics", "cost_model", "analysis", "data", "models"),
     *("inplace_abn", "training", "elastic", "__main__"),
 )
 """Rooms of petra/, from the bottom up: a room imports only rooms before it."""

@@ -7,10 +7,9 @@ from functools import partial
 from itertools import product
 
 from petra import METHODS, Keep, Method, Model
-from petra.engine.recipe import OptimizerFactory
+from petra.engine.recipe import OptimizerFactory, Remedy
 from petra.models import gpt, revgpt
-from petra.staleness import Remedy
-from petra.staleness.prediction import Prediction
+from petra.staleness import Feedback, Prediction, WeightPrediction
 from petra.training import OPTIMIZERS
 
 VOCABULARY, WINDOW, WINDOWS = 1024, 64, 32
@@ -89,13 +88,13 @@ class Cell:
         """Return a function that builds the optimizer of a stage."""
         return partial(OPTIMIZERS[self.optimizer], **OPTIONS[self.optimizer])
 
-    def make_remedy(self) -> Remedy:
-        """Return the remedy. Muon's momentum is no step, so its prediction repeats the last update."""
+    def make_remedies(self) -> tuple[Remedy, ...]:
+        """Return the remedies. Muon's momentum is no step, so its prediction repeats the last update."""
         if self.remedy == "feedback":
-            return Remedy(feedback=1.0)
+            return (Feedback(),)
         if self.remedy == "prediction":
-            return Remedy(prediction=Prediction.DIFFERENCE if self.optimizer == "muon" else Prediction.VELOCITY)
-        return Remedy()
+            return (WeightPrediction(Prediction.DIFFERENCE if self.optimizer == "muon" else Prediction.VELOCITY),)
+        return ()
 
 
 def _grid() -> tuple[Cell, ...]:

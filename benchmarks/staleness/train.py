@@ -92,7 +92,7 @@ def train(trial: Trial, data: Path) -> dict[str, Any]:
             Cosine(trial.rate, trial.updates * cell.k, 1, trial.warmup),
             seed=trial.seed,
             rules=UpdateRules(clip=CLIP),
-            remedy=cell.make_remedy(),
+            remedies=cell.make_remedies(),
         ),
         method=cell.make_method(),
         k=cell.k,

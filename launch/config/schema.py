@@ -125,20 +125,16 @@ class MethodConfig:
 
 @dataclass
 class RemedyConfig:
-    """Remedies for staleness, see :class:`petra.staleness.Remedy`. ``discount`` is in epochs here."""
+    """Remedies for staleness, see :func:`petra.staleness.remedies`. ``discount`` is in epochs here. Null keeps the default."""
 
     name: str = MISSING
-    discount: Annotated[float, number(least=0)] = MISSING
-    correction: float = MISSING
-    prediction: Annotated[str, one_of(PREDICTIONS)] = MISSING
-    horizon: float = MISSING
-    compensation: bool = MISSING
-    shrink: float = MISSING
-    lookahead: float = MISSING
-    predict_backward: bool = MISSING
-    feedback: float = MISSING
-    delay_compensation: float = MISSING
-    braking: float = MISSING
+    _target_: str = "petra.staleness.remedies"
+    discount: Annotated[float | None, number(least=0)] = None
+    correction: float | None = None
+    prediction: Annotated[str | None, one_of(PREDICTIONS)] = None
+    horizon: float | None = None
+    predict_backward: bool | None = None
+    feedback: float | None = None
 
 
 @dataclass

@@ -14,7 +14,7 @@ from petra.data import EvalSource, TrainSource
 from petra.engine.build import check_runtime
 from petra.engine.metrics import size_of
 from petra.engine.options.replicas import Replicas
-from petra.engine.recipe import Recipe
+from petra.engine.recipe import Recipe, Remedy
 from petra.errors import ConfigError, alternatives, invalid, require
 from petra.inplace_abn import PIXEL_DATASETS, PIXEL_MODELS
 from petra.inplace_abn.deeplab import OUTPUT_STRIDE
@@ -26,7 +26,6 @@ from petra.plan import Plan, make_plan
 from petra.plan.layout import processes_per_replica
 from petra.settings import Numerics, Runtime, TransportName
 from petra.specs import TensorSpec
-from petra.staleness import Prediction, Remedy
 from petra.training import Schedule
 
 from ..config.names import PRECISIONS, is_own
@@ -36,7 +35,7 @@ from ..runtime.rank import Process
 from . import recipe
 from .checks import check
 from .data import data_sources, describe_inputs
-from .own import register_own, require_arguments
+from .own import imported, register_own, require_arguments
 
 LARGEST_CIFAR_STEM = 64
 """Largest image size in pixels for which ``model.stem=auto`` chooses the stem that keeps the resolution."""
@@ -101,7 +100,7 @@ class Setup:
             metrics=recipe.metrics(self.config.data, self.unit),
             seed=self.config.seed,
             rules=recipe.rules(self.config),
-            remedy=_remedy(self.config, learning_rate.microbatches_per_epoch),
+            remedies=_remedies(self.config, learning_rate.microbatches_per_epoch),
         )
 
     def pipeline(self, learning_rate: Schedule, replicas: Replicas | None = None) -> Pipeline:
@@ -157,7 +156,8 @@ def set_up(config: Config, process: Process) -> Setup:
     check_runtime(setup.plan, setup.runtime, device)
     checked = setup.recipe(setup.learning_rate(microbatches_per_epoch=1))
     checked.check(setup.plan)
-    checked.remedy.prepare_optimizer(checked.optimizer(torch.nn.Linear(1, 1)))  # raises if a remedy doesn't support the optimizer
+    for remedy in checked.remedies:
+        remedy.prepare(checked.optimizer(torch.nn.Linear(1, 1)))  # raises if a remedy doesn't support the optimizer
     return setup
 
 
@@ -264,18 +264,12 @@ def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _remedy(config: Config, microbatches_per_epoch: int) -> Remedy:
-    remedy = config.remedy
-    return Remedy(
-        discount=round(remedy.discount * microbatches_per_epoch),
-        correction=remedy.correction,
-        prediction=Prediction(remedy.prediction),
-        horizon=remedy.horizon,
-        compensation=remedy.compensation,
-        shrink=remedy.shrink,
-        lookahead=remedy.lookahead,
-        predict_backward=remedy.predict_backward,
-        feedback=remedy.feedback,
-        delay_compensation=remedy.delay_compensation,
-        braking=remedy.braking,
-    )
+def _remedies(config: Config, microbatches_per_epoch: int) -> tuple[Remedy, ...]:
+    """Return the remedies of a run. ``remedy.discount`` is in epochs."""
+    section = config.remedy
+    build = imported(section._target_, "remedy._target_")
+    given = options(section, "remedy", build, ("_target_",))
+    if section.discount is not None:
+        given["discount"] = round(section.discount * microbatches_per_epoch)
+    made = build(**given)
+    return (made,) if isinstance(made, Remedy) else made

@@ -46,7 +46,7 @@ def require_arguments(name: str, function: Callable[..., Any], key: str, *args: 
 
 
 def imported(name: str, key: str) -> Callable[..., Any]:
-    """Return the function ``module:function``.
+    """Return the function ``module:function`` or ``module.function``.
 
     Args:
         name: Name of the function.
@@ -55,8 +55,9 @@ def imported(name: str, key: str) -> Callable[..., Any]:
     Raises:
         ConfigError: If it can't be imported, or can't be called.
     """
-    module, _, attribute = name.partition(":")
-    if (folder := str(Path.cwd())) not in sys.path:  # a console script doesn't search the working directory
+    module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
+    folder = str(Path.cwd())
+    if not module.startswith("petra.") and folder not in sys.path:  # a console script doesn't search the working directory
         sys.path.insert(0, folder)
     try:
         function = getattr(import_module(module), attribute, None)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from petra.diagnostics.activation_memory import fake_module
-from petra.engine.build import build_remedies, build_stages, build_workers
+from petra.engine.build import build_stages, build_workers
 from petra.engine.endpoints import DataPort, Objective
 from petra.engine.executor import Executor
 from petra.engine.options.averaging import WeightAverage
@@ -314,7 +314,6 @@ def _executor(
     workers = build_workers(plan, recipe, stages, ports, CPU, hooks)
     for worker in workers.values():
         _without_decisions(worker.update)
-    build_remedies(plan, recipe, workers)
     return Executor(plan, workers, transport, hooks), [*workers.values()]
 
 

@@ -18,7 +18,6 @@ from petra.engine.options.autocast import Autocast
 from petra.engine.options.averaging import WeightAverage
 from petra.engine.options.casts import CastOnce, allows_copies
 from petra.engine.options.compile import compile_block
-from petra.engine.options.delay_compensation import Compensated
 from petra.engine.options.exact_streams import OnGrid, check_range, make_grid
 from petra.engine.options.finite_check import CheckedPort, FiniteCheck, Settle
 from petra.engine.options.global_clip import GlobalClip, PostponedUpdate
@@ -40,8 +39,6 @@ from petra.plan.messages import returns_activations
 from petra.plan.plan import StagePlan
 from petra.reversible import Grid, derive_seed
 from petra.settings import Numerics, Runtime
-from petra.staleness import StageRemedy
-from petra.staleness.shrinking import ShrinkingPort, boundary_factor
 from petra.transport import Port
 
 
@@ -70,10 +67,11 @@ def build_stages(
         make = partial(block_function, numerics=plan.numerics, grid=make_grid(plan, device), cast_once=runtime.compile is None)
         names = [f"block {plan.model.blocks[b].name}" for b in stage.blocks]
         functions = [make(make_block(b), derive_seed(seed, b), name) for b, name in zip(stage.blocks, names, strict=True)]
-        strength = recipe.remedy.delay_compensation
         runners = [_runner(plan, stage, i, function, fetch) for i, function in enumerate(functions)]
+        for remedy in recipe.remedies:
+            runners = [remedy.wrap_runner(runner) for runner in runners]
         stages[j] = Stage(
-            [Compensated(runner, strength) for runner in runners] if strength else runners,
+            runners,
             Accumulation(nn.ModuleList(function.module for function in functions), plan.k),
             returns_input=j > 0 and returns_activations(plan.stages[j - 1].keeps[-1]),
             channels_last=plan.numerics.channels_last,
@@ -178,9 +176,8 @@ def build_workers(
         check, loss_scale = update.part(FiniteCheck), update.part(LossScale)
         assert check is not None
         downstream = CheckedPort(downstream, check)
-        shrink = boundary_factor(recipe.remedy.shrink, plan.delays, j)
-        if shrink != 1:
-            upstream = ShrinkingPort(upstream, shrink)
+        for remedy in recipe.remedies:
+            upstream = remedy.wrap_port(upstream, plan, j)
         if loss_scale is not None and isinstance(check, ScaledCheck):
             upstream = ScaledPort(upstream, loss_scale, check, upstream=True)
             downstream = ScaledPort(downstream, loss_scale, check, upstream=False)
@@ -189,10 +186,15 @@ def build_workers(
 
 
 def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.device, hooks: Hooks) -> Update:
-    """Return the updates of a stage: hooks of parameters, norm, clip, check, step, average."""
-    rules, parameters = recipe.rules, stage.gradients.parameters
-    rate = recipe.remedy.learning_rate(recipe.learning_rate, plan.stages[j].staleness)
-    step = Step(j, stage, _optimizer(recipe, stage.module), rate, hooks)
+    """Return the updates of a stage: hooks of parameters, norm, clip, check, remedies, step, average."""
+    rules, parameters, rate = recipe.rules, stage.gradients.parameters, recipe.learning_rate
+    optimizer, remedial = _optimizer(recipe, stage.module), list[Part]()
+    for remedy in recipe.remedies:
+        rate = remedy.learning_rate(rate, plan.stages[j].staleness)
+        if optimizer is not None:
+            remedy.prepare(optimizer)
+            remedial += remedy.parts(stage, optimizer, plan, j)
+    step = Step(j, stage, optimizer, rate, hooks)
     last = j == len(plan.stages) - 1
     check: FiniteCheck
     measured: list[Part]
@@ -205,20 +207,7 @@ def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.devi
         measured = [ScaledHooks(stage, scale), ScaledNorm(parameters, scale), ScaledClip(rules.clip, scale), check, scale]
     averages = [] if rules.average is None else [WeightAverage(parameters, rules.average)]
     kind = PostponedUpdate if rules.clip_globally else Update
-    return kind([*measured, step, *averages, Settle(check)], device)
-
-
-def build_remedies(plan: Plan, recipe: Recipe, workers: Mapping[int, Worker]) -> dict[int, StageRemedy]:
-    """Attach remedies to the optimizers of a rank's stages. Return the attached ones by stage index; many stages need none."""
-    remedies = {}
-    for j, worker in workers.items():
-        optimizer = worker.update.optimizer
-        if optimizer is not None:
-            until_first = 0.0 if plan.method.flush else (plan.delays[0] - plan.delays[j]) / (2 * plan.k)
-            remedy = recipe.remedy.attach(worker.stage.use_weights, optimizer, plan.stages[j].staleness, until_first)
-            if remedy is not None:
-                remedies[j] = remedy
-    return remedies
+    return kind([*measured, *remedial, step, *averages, Settle(check)], device)
 
 
 def check_runtime(plan: Plan, runtime: Runtime, device: torch.device) -> None:

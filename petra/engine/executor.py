@@ -20,6 +20,8 @@ from petra.transport import Transfer, Transport
 class BoundStep(NamedTuple):
     """A forward or backward of one microbatch, or a forward in evaluation, on a stage of this process.
 
+    In a ``with`` block, exceptions get a note that names stage, microbatch and pass.
+
     Attributes:
         op: Kind of the step.
         worker: Worker of the stage.
@@ -32,23 +34,19 @@ class BoundStep(NamedTuple):
     call: Callable[[int], None]
     microbatch: int
 
-    def run(self) -> None:
-        """Run the step in this thread."""
-        self.located(self.call)
+    def run(self, call: Callable[[int], None] | None = None) -> None:
+        """Run the step, or ``call`` as a part of it."""
+        with self:
+            (call or self.call)(self.microbatch)
 
-    def located(self, call: Callable[[int], None]) -> None:
-        """Run a part of the step. Exceptions get a note that names stage, microbatch and pass."""
-        try:
-            with torch.no_grad():  # blocks record the graphs that they need
-                call(self.microbatch)
-        except Exception as error:
-            self.locate(error)
-            raise
+    def __enter__(self) -> None:
+        pass
 
-    def locate(self, error: Exception) -> None:
-        """Add a note to an exception that names stage, microbatch and pass."""
-        operation = "evaluation" if self.call.__name__ == "evaluate" else self.call.__name__
-        error.add_note(f"in stage {self.worker.index + 1}, microbatch {self.microbatch}, {operation}")
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+        """Add a note that names stage, microbatch and pass to an exception."""
+        if isinstance(error, Exception):
+            operation = "evaluation" if self.call.__name__ == "evaluate" else self.call.__name__
+            error.add_note(f"in stage {self.worker.index + 1}, microbatch {self.microbatch}, {operation}")
 
 
 class ProcessRound(NamedTuple):
@@ -84,11 +82,8 @@ def in_turn(rounds: Iterable[ProcessRound]) -> Iterator[ProcessRound]:
     """Strategy that runs steps one after another."""
     for round_ in rounds:
         for step in round_.steps:
-            try:
+            with step:
                 step.call(step.microbatch)
-            except Exception as error:
-                step.locate(error)
-                raise
         yield round_
 
 
@@ -135,8 +130,7 @@ class Executor:
         rounds = training_rounds(plan.delays, plan.boundary_delays, start, end, plan.flush_every)
         early = None
         if stop is not None or self._has_idle_ranks:
-            shorten = self._transport.shorten if self._transport is not None else _ignore
-            early = EarlyStop(stop or _never, self._processes, lambda periods: shorten(periods * rounds.period))
+            early = EarlyStop(stop or (lambda: False), self._processes, lambda periods: self._shorten(periods * rounds.period))
         with observing(self._workers, plan.layout.stages, self._hooks), torch.no_grad():  # blocks record the graphs that they need
             for round_ in self._begin(rounds, end - start, training=True, early=early):
                 self._exchange(round_, training=True)
@@ -177,6 +171,10 @@ class Executor:
             self._transport.finish()
         self._drained = True
 
+    def _shorten(self, messages: int) -> None:
+        if self._transport is not None:
+            self._transport.shorten(messages)
+
     def _exchange(self, round_: ProcessRound, *, training: bool) -> None:
         """Make the transfers of a round."""
         if self._transport is None or not round_.transfers:
@@ -198,11 +196,3 @@ class Executor:
         completed = next((step.microbatch for step in round_ if step.stage == 0 and step.op is Op.BACKWARD), None)
         transfers = self._transport.transfers(round_) if self._transport is not None else ()
         return ProcessRound(round_[0].round, steps, transfers, completed)
-
-
-def _never() -> bool:
-    return False
-
-
-def _ignore(messages: int) -> None:
-    pass

@@ -1,4 +1,4 @@
-"""State of a method and its remedy for checkpoints: older versions of weights and what remedies accumulate."""
+"""State of a method and its remedies for checkpoints: older versions of weights and what remedies accumulate."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from petra.engine.options.averaging import WeightAverage
 from petra.engine.stage import Stage
 from petra.engine.worker import Worker
 from petra.plan import Plan
-from petra.staleness import StageRemedy
 
 State = dict[str, dict[str, Tensor]]
-"""Tensors by kind (``previous`` for older weights, others for remedies), then by the parameter's key in ``Pipeline.state_dict``."""
+"""Tensors by kind (``previous`` for older weights), then by the parameter's key in ``Pipeline.state_dict``."""
 
 
-def method_state(plan: Plan, workers: Mapping[int, Worker], remedies: Mapping[int, StageRemedy]) -> State:
+def method_state(plan: Plan, workers: Mapping[int, Worker]) -> State:
     """Return the state of a rank's stages."""
     found: State = {}
     for j, worker in workers.items():
-        remedy = remedies[j].state() if j in remedies else {}
-        for kind, values in ({"previous": worker.stage.previous()} | remedy).items():
+        kinds = {"previous": worker.stage.previous()}
+        for part in worker.update.parts:
+            kinds |= part.tensors()
+        for kind, values in kinds.items():
             named = {name: values[p] for name, p in _parameters(plan, j, worker.stage).items() if p in values}
             found.setdefault(kind, {}).update(named)
     return found
 
 
-def load_method_state(
-    plan: Plan, workers: Mapping[int, Worker], remedies: Mapping[int, StageRemedy], state: Mapping[str, Mapping[str, Tensor]]
-) -> None:
+def load_method_state(plan: Plan, workers: Mapping[int, Worker], state: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Load what :func:`method_state` returned, after weights, optimizers and the workers' clocks have been loaded."""
     for j, worker in workers.items():
         parameters = _parameters(plan, j, worker.stage)
@@ -37,16 +36,16 @@ def load_method_state(
             kind: {p: values[name] for name, p in parameters.items() if name in values} for kind, values in state.items()
         }
         worker.stage.resume(worker.microbatches_done // plan.k, own.pop("previous", {}))
-        if j in remedies:
-            remedies[j].resume(own)
+        for part in worker.update.parts:
+            part.resume(own)
 
 
-def restart_state(plan: Plan, workers: Mapping[int, Worker], remedies: Mapping[int, StageRemedy]) -> None:
+def restart_state(plan: Plan, workers: Mapping[int, Worker]) -> None:
     """Forget what depends on earlier weights: moving averages, older versions of the weights, and the state of remedies."""
     for worker in workers.values():
         if (average := worker.update.part(WeightAverage)) is not None:
             average.restart()
-    load_method_state(plan, workers, remedies, {})
+    load_method_state(plan, workers, {})
 
 
 def _parameters(plan: Plan, j: int, stage: Stage) -> dict[str, nn.Parameter]:

@@ -111,26 +111,21 @@ def require_metrics(metrics: object) -> None:
         require(callable(metric), f"metrics[{name!r}]", "a function of output and targets", repr(metric))
 
 
-def values_of(metrics: Mapping[str, Metric], targets: float, sums: Sequence[float]) -> dict[str, float]:
-    """Return the values of metrics by name.
+def values_of(
+    metrics: Mapping[str, Metric], targets: float, sums: Sequence[float]
+) -> tuple[dict[str, float], dict[str, list[int]]]:
+    """Return the values of metrics by name, and the counts of the vector metrics by name.
 
     Args:
         metrics: Metrics by name.
         targets: Number of targets.
         sums: Sums of all metrics, in the order of ``metrics``.
     """
-    found, rest = dict[str, float](), list(sums)
-    for name, metric in metrics.items():
-        own, rest = rest[: size_of(metric)], rest[size_of(metric) :]
-        found[name] = metric.value(own) if isinstance(metric, VectorMetric) else own[0] / max(targets, 1)
-    return found
-
-
-def counts_of(metrics: Mapping[str, Metric], sums: Sequence[float]) -> dict[str, list[int]]:
-    """Return the counts of the vector metrics by name. Arguments as for :func:`values_of`."""
-    found, rest = dict[str, list[int]](), list(sums)
+    values, counts, rest = dict[str, float](), dict[str, list[int]](), list(sums)
     for name, metric in metrics.items():
         own, rest = rest[: size_of(metric)], rest[size_of(metric) :]
         if isinstance(metric, VectorMetric):
-            found[name] = [int(count) for count in own]
-    return found
+            values[name], counts[name] = metric.value(own), [int(count) for count in own]
+        else:
+            values[name] = own[0] / max(targets, 1)
+    return values, counts

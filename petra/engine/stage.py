@@ -115,17 +115,15 @@ class Stage:
             yield
         self.gradients.restart(unused)
 
-    def use_weights(self, predicted: Mapping[Tensor, Tensor] | None, corrected: Mapping[Tensor, Tensor] | None) -> None:
-        """Set the weights, by parameter, that all passes use until the next update. None means the parameters themselves.
-
-        Args:
-            predicted: Weights that forward passes use.
-            corrected: Weights that backward passes differentiate.
-        """
+    def use_in_forward(self, weights: Mapping[Tensor, Tensor]) -> None:
+        """Set the weights, by parameter, that forward passes use until the next update. Empty: the parameters themselves."""
         for runner in self.runners:
-            names = runner.parameters.items()
-            runner.versions.predicted = None if predicted is None else {name: predicted[p] for name, p in names}
-            runner.versions.corrected = None if corrected is None else {name: corrected[p] for name, p in names}
+            runner.versions.predicted = _version(runner, weights)
+
+    def use_in_backward(self, weights: Mapping[Tensor, Tensor]) -> None:
+        """Set the weights, by parameter, that backward passes differentiate until the next update. Empty: the parameters."""
+        for runner in self.runners:
+            runner.versions.corrected = _version(runner, weights)
 
     def previous(self) -> dict[Tensor, Tensor]:
         """Return the older version of double weights by parameter; empty for other weights, and before the first update."""
@@ -145,6 +143,10 @@ class Stage:
     def _contiguous(self, streams: Streams) -> Streams:
         """Return the streams in the stage's memory format. Results could otherwise depend on the partition."""
         return tuple(map(_channels_last if self.channels_last else Tensor.contiguous, streams))
+
+
+def _version(runner: BlockRunner, weights: Mapping[Tensor, Tensor]) -> WeightVersion | None:
+    return {name: weights[p].requires_grad_() for name, p in runner.parameters.items()} if weights else None
 
 
 def _channels_last(tensor: Tensor) -> Tensor:

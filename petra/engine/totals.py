@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petra.distributed import all_gather_objects
-from petra.engine.metrics import Metric, VectorMetric, counts_of, size_of, values_of
+from petra.engine.metrics import Metric, VectorMetric, size_of, values_of
 from petra.engine.options.replicas import Replicas
 from petra.engine.worker import Worker
 from petra.errors import NumericsError
@@ -97,7 +97,7 @@ def reduce_totals(totals: Tensor, metrics: Mapping[str, Metric], distributed: bo
     elif distributed:
         dist.all_reduce(totals)
     targets, loss, *sums = totals.tolist()
-    return Result(int(targets), loss / max(targets, 1), values_of(metrics, targets, sums), counts_of(metrics, sums))
+    return Result(int(targets), loss / max(targets, 1), *values_of(metrics, targets, sums))
 
 
 def combined(parts: Sequence[Result], metrics: Mapping[str, Metric]) -> Result:

@@ -1,7 +1,8 @@
 """Updates of a stage's weights every k microbatches: a sequence of parts.
 
 A plain run has the parts hooks of parameters, norm, clip, check and step. What only some runs need is a part of its own: the
-all-reduce over replicas, which comes first, or a moving average, which comes last (:mod:`petra.engine.options`).
+all-reduce over replicas, which comes first, parts of remedies, before the step, or a moving average, which comes last
+(:mod:`petra.engine.options`).
 """
 
 from __future__ import annotations
@@ -54,6 +55,13 @@ class Part:
 
     def load(self, numbers: Mapping[str, Any]) -> None:
         """Restore the numbers of a checkpoint. Gradients have been loaded."""
+
+    def tensors(self) -> dict[str, dict[Tensor, Tensor]]:
+        """Return further state that a checkpoint contains: tensors by kind, then by parameter."""
+        return {}
+
+    def resume(self, tensors: Mapping[str, Mapping[Tensor, Tensor]]) -> None:
+        """Restore the tensors of a checkpoint, after weights, optimizer and numbers have been loaded, or start without any."""
 
     def metrics(self) -> dict[str, float]:
         """Return metrics since the last call, by name."""

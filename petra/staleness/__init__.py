@@ -1,6 +1,9 @@
-"""Remedies for stale gradients, one module for each, and the settings that combine them."""
+"""Remedies for stale gradients (:class:`petra.engine.recipe.Remedy`), one module for each."""
 
-from petra.staleness.prediction import Prediction
-from petra.staleness.remedy import Remedy, StageRemedy
+from petra.staleness.combine import remedies
+from petra.staleness.correction import Correction
+from petra.staleness.discount import Discount
+from petra.staleness.feedback import Feedback
+from petra.staleness.prediction import Prediction, WeightPrediction
 
-__all__ = ["Prediction", "Remedy", "StageRemedy"]
+__all__ = ["Correction", "Discount", "Feedback", "Prediction", "WeightPrediction", "remedies"]

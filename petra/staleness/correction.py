@@ -12,36 +12,86 @@ compare it. Technique T3, a synchronous warm-up, is not implemented.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from petra.engine.recipe import Recipe, Remedy
+from petra.engine.stage import Stage
+from petra.engine.update import Part
+from petra.errors import check_types, require
+from petra.method import Method, Weights
+from petra.plan import Plan
+from petra.staleness.step import AroundStep
 from petra.torch_private import foreach_add, foreach_lerp_
 
 
-class Correction:
-    """Weights for the backward pass of one stage.
-
-    Args:
-        parameters: The stage's trained parameters.
-        decay: D.
-        staleness: s > 0, in updates.
+@dataclass(frozen=True)
+class Correction(Remedy):
+    """Discrepancy correction (see :mod:`petra.staleness.correction`).
 
     Attributes:
-        drift: d for each parameter; empty before the first update.
+        correction: Decay D of the weights' average change; >= 0 and < 1.
+
+    Raises:
+        ConfigError: If it is out of range or of another type.
     """
 
-    def __init__(self, parameters: list[Tensor], decay: float, staleness: float) -> None:
-        self._parameters, self._decay, self._staleness = parameters, decay, staleness
-        self.drift: list[Tensor] = []
+    correction: float = 0.135
 
-    def update(self, change: Sequence[Tensor]) -> None:
-        """Include the change of each parameter in the last update."""
-        if not self.drift:
-            self.drift = [torch.zeros_like(p) for p in self._parameters]
-        foreach_lerp_(self.drift, list(change), 1 - self._decay ** (1 / self._staleness))
+    def __post_init__(self) -> None:
+        check_types(self, "remedy.")
+        require(0 <= self.correction < 1, "remedy.correction", "a number >= 0 and < 1", self.correction)
 
-    def weights(self) -> Sequence[Tensor] | None:
-        """Return the weights for the backward pass, or None before the first update."""
-        return foreach_add(self._parameters, self.drift, alpha=-self._staleness) if self.drift else None
+    def check(self, method: Method, recipe: Recipe) -> None:
+        require_current(method, "remedy.correction", "0", self.correction)
+
+    def parts(self, stage: Stage, optimizer: torch.optim.Optimizer, plan: Plan, j: int) -> Sequence[Part]:
+        staleness = plan.stages[j].staleness
+        return [_Corrected(stage, optimizer, self.correction, staleness)] if staleness else []
+
+
+class _Corrected(AroundStep):
+    """Weights for the backward pass of one stage."""
+
+    uses_change = True
+
+    def __init__(self, stage: Stage, optimizer: torch.optim.Optimizer, decay: float, staleness: float) -> None:
+        super().__init__(optimizer)
+        self._stage, self._decay, self._staleness = stage, decay, staleness
+        self._drift: list[Tensor] = []  # d for each parameter; empty before the first update
+
+    def after_step(self, change: list[Tensor]) -> None:
+        if not self._drift:
+            self._drift = [torch.zeros_like(p) for p in self.parameters]
+        foreach_lerp_(self._drift, change, 1 - self._decay ** (1 / self._staleness))
+        self._correct()
+
+    def tensors(self) -> dict[str, dict[Tensor, Tensor]]:
+        return {"drift": self.by_parameter(self._drift)}
+
+    def resume(self, tensors: Mapping[str, Mapping[Tensor, Tensor]]) -> None:
+        self._drift = self.restored(tensors.get("drift"))
+        self._correct()
+
+    @torch.no_grad()
+    def _correct(self) -> None:
+        weights = list(foreach_add(self.parameters, self._drift, alpha=-self._staleness)) if self._drift else []
+        self._stage.use_in_backward(self.by_parameter(weights))
+
+
+def require_current(method: Method, key: str, off: str, value: object) -> None:
+    """Check that a remedy may set the weights that backward passes differentiate.
+
+    Args:
+        key: Setting of the remedy.
+        off: Its value without the remedy.
+        value: Its value.
+
+    Raises:
+        ConfigError: If the method fixes these weights.
+    """
+    free = method.weights is Weights.CURRENT and not method.writes_through_graphs
+    require(free, key, f"{off} unless method.weights=current and method.keep is input or nothing", value)

@@ -13,15 +13,39 @@ epochs by default and the update after step t uses t + 1 for steps from 0, as he
 
 from __future__ import annotations
 
-from petra.staleness.optimizers import LearningRate
+from dataclasses import dataclass
+
+from petra.engine.recipe import LearningRate, Recipe, Remedy
+from petra.errors import check_types, require
+from petra.method import Method
 
 
-def discounted(rate: LearningRate, microbatches: int, staleness: float) -> LearningRate:
-    """Return ``rate`` discounted over the first ``microbatches`` (K) of a stage with this staleness."""
-    base = max(1.0, staleness)
+@dataclass(frozen=True)
+class Discount(Remedy):
+    """Learning-rate discount (see :mod:`petra.staleness.discount`).
 
-    def discounted_rate(t: int) -> float:
-        divisor: float = base ** (1 - min(t / microbatches, 1))
-        return rate(t) / divisor
+    Attributes:
+        discount: Number of microbatches K; >= 1.
 
-    return discounted_rate
+    Raises:
+        ConfigError: If it is out of range or of another type.
+    """
+
+    discount: int
+
+    def __post_init__(self) -> None:
+        check_types(self, "remedy.")
+        require(self.discount >= 1, "remedy.discount", "an integer >= 1", self.discount)
+
+    def check(self, method: Method, recipe: Recipe) -> None:
+        require(recipe.learning_rate is not None, "learning_rate", "a function with remedy.discount", None)
+
+    def learning_rate(self, rate: LearningRate | None, staleness: float) -> LearningRate | None:
+        assert rate is not None, "checked"
+        run, base = rate, max(1.0, staleness)
+
+        def discounted(t: int) -> float:
+            divisor: float = base ** (1 - min(t / self.discount, 1))
+            return run(t) / divisor
+
+        return discounted

@@ -11,45 +11,72 @@ lodestone-rock/RamTorch. The factor s for other delays is our extension.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from petra.engine.recipe import Remedy
+from petra.engine.stage import Stage
+from petra.engine.update import Part
+from petra.errors import check_types, require
+from petra.plan import Plan
+from petra.staleness.step import AroundStep
 from petra.torch_private import foreach_sub
 
 
-class ErrorFeedback:
-    """Corrects each update of a stage.
-
-    Args:
-        parameters: The stage's trained parameters, in the optimizer's order.
-        strength: c·s.
+@dataclass(frozen=True)
+class Feedback(Remedy):
+    """Error feedback (see :mod:`petra.staleness.feedback`).
 
     Attributes:
-        previous: −u_(t−1) of each parameter; empty before the first update, NaN while the device has skipped all updates.
+        feedback: Factor c of the extrapolation; >= 0.
+
+    Raises:
+        ConfigError: If it is out of range or of another type.
     """
 
-    def __init__(self, parameters: list[Tensor], strength: float) -> None:
-        self._parameters, self._strength = parameters, strength
-        self.previous: list[Tensor] = []
+    feedback: float = 1.0
 
-    def after_step(self, change: Sequence[Tensor], skipped: Tensor | None) -> None:
-        """Correct an update, and store it for the next one.
+    def __post_init__(self) -> None:
+        check_types(self, "remedy.")
+        require(0 <= self.feedback < math.inf, "remedy.feedback", "a number >= 0", self.feedback)
 
-        Args:
-            change: −u_t of each parameter. A parameter without a gradient is not corrected.
-            skipped: Not zero if the optimizer skipped the update on the device; nothing is corrected or stored then.
-        """
-        if self.previous:
-            difference = foreach_sub(list(change), self.previous)
-            for p, correction, previous in zip(self._parameters, difference, self.previous, strict=True):
+    def parts(self, stage: Stage, optimizer: torch.optim.Optimizer, plan: Plan, j: int) -> Sequence[Part]:
+        staleness = plan.stages[j].staleness
+        return [_Extrapolated(optimizer, self.feedback * staleness)] if staleness else []
+
+
+class _Extrapolated(AroundStep):
+    """Corrects each update of a stage, by a strength of c·s."""
+
+    uses_change = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer, strength: float) -> None:
+        super().__init__(optimizer)
+        self._strength = strength
+        # −u_(t−1) of each parameter; empty before the first update, NaN while the device has skipped all updates
+        self._previous: list[Tensor] = []
+
+    def after_step(self, change: list[Tensor]) -> None:
+        skipped = getattr(self.optimizer, "found_inf", None)  # not zero if the optimizer skipped the step on the device
+        if self._previous:
+            difference = foreach_sub(change, self._previous)
+            for p, correction, previous in zip(self.parameters, difference, self._previous, strict=True):
                 if p.grad is None:
                     continue
                 unknown = previous.isnan() if skipped is None else previous.isnan() | (skipped > 0)
                 p.add_(torch.where(unknown, 0.0, correction), alpha=self._strength)
         if skipped is None:
-            self.previous = list(change)
+            self._previous = change
         else:
-            before = self.previous or [torch.full_like(new, torch.nan) for new in change]
-            self.previous = [torch.where(skipped > 0, old, new) for old, new in zip(before, change, strict=True)]
+            before = self._previous or [torch.full_like(new, torch.nan) for new in change]
+            self._previous = [torch.where(skipped > 0, old, new) for old, new in zip(before, change, strict=True)]
+
+    def tensors(self) -> dict[str, dict[Tensor, Tensor]]:
+        return {"feedback": self.by_parameter(self._previous)}
+
+    def resume(self, tensors: Mapping[str, Mapping[Tensor, Tensor]]) -> None:
+        self._previous = self.restored(tensors.get("feedback"))

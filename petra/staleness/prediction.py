@@ -17,62 +17,134 @@ first stage's B, which ends the microbatch: B predicts h·b updates and F h·(s 
 own B to the first stage's, (τ_1 − τ_j) / 2k. SpecTrain has d = 1, k = 1, and rounds b = (j − 1) / 2 down to an integer (compared
 with ntueclab/SpecTrain-PyTorch); here it may be a fraction.
 
-``velocity`` and ``decaying`` only approximate the optimizer's step. They omit the gradient's part in Nesterov momentum and in spike
-compensation, and the weight decay of SGD and Adam; ``velocity`` also omits that of AdamW.
+``velocity`` and ``decaying`` only approximate the optimizer's step. They omit the gradient's part in Nesterov momentum, and the
+weight decay of SGD and Adam; ``velocity`` also omits that of AdamW.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from petra.engine.recipe import Recipe, Remedy
+from petra.engine.stage import Stage
+from petra.engine.update import Part
+from petra.errors import check_types, require
+from petra.method import Method, Weights
+from petra.plan import Plan
+from petra.staleness.correction import Correction, require_current
+from petra.staleness.step import AroundStep, require_momentum
 from petra.torch_private import foreach_add
 
 
 class Prediction(StrEnum):
     """How weights are predicted; see :mod:`petra.staleness.prediction`."""
 
-    NONE = "none"
     VELOCITY = "velocity"
     DECAYING = "decaying"
     DIFFERENCE = "difference"
 
 
-class WeightPrediction:
+@dataclass(frozen=True)
+class WeightPrediction(Remedy):
+    """Weight prediction (see :mod:`petra.staleness.prediction`).
+
+    Attributes:
+        prediction: How weights are predicted.
+        horizon: Factor h of the number of predicted updates s; > 0 and <= 100. Kosson et al. 2021 use 1 or 2.
+        predict_backward: Whether backward passes predict weights too, as in SpecTrain.
+
+    Raises:
+        ConfigError: If a value is out of range or of another type.
+    """
+
+    prediction: Prediction
+    horizon: float = 1.0
+    predict_backward: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self, "remedy.")
+        require(0 < self.horizon <= 100, "remedy.horizon", "a number > 0 and <= 100", self.horizon)
+
+    def check(self, method: Method, recipe: Recipe) -> None:
+        if self.predict_backward:
+            # Each of the two sets the weights of backward passes.
+            corrects = any(isinstance(remedy, Correction) for remedy in recipe.remedies)
+            require(not corrects, "remedy.predict_backward", "false with remedy.correction > 0", "true")
+            require_current(method, "remedy.predict_backward", "false", True)
+        fits = method.weights is not Weights.DOUBLE and not method.writes_through_graphs
+        expected = "none with method.weights=double, and with method.weights=current and method.keep=graph"
+        require(fits, "remedy.prediction", expected, self.prediction)
+
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.prediction is not Prediction.DIFFERENCE and not isinstance(optimizer, torch.optim.Adam):
+            require_momentum("remedy.prediction", optimizer, "adam, adamw, or ")
+
+    def parts(self, stage: Stage, optimizer: torch.optim.Optimizer, plan: Plan, j: int) -> Sequence[Part]:
+        until_first = 0.0 if plan.method.flush else (plan.delays[0] - plan.delays[j]) / (2 * plan.k)
+        ahead = until_first if self.predict_backward else 0.0
+        forward, backward = self.horizon * (plan.stages[j].staleness + ahead), self.horizon * ahead
+        return [_Predicted(stage, optimizer, self.prediction, forward, backward)] if forward else []
+
+
+class _Predicted(AroundStep):
     """Predicted weights of one stage.
 
     Args:
-        parameters: The stage's trained parameters, in the optimizer's order.
-        optimizer: The stage's optimizer.
-        prediction: Any but ``NONE``.
-
-    Attributes:
-        change: With ``DIFFERENCE``, the last change of each parameter; otherwise and before the first update empty.
+        stage: The stage.
+        optimizer: Its optimizer.
+        prediction: How weights are predicted.
+        forward, backward: Number of updates that forward and backward passes predict.
     """
 
-    def __init__(self, parameters: list[Tensor], optimizer: torch.optim.Optimizer, prediction: Prediction) -> None:
-        self._parameters, self._optimizer, self._prediction = parameters, optimizer, prediction
+    def __init__(
+        self, stage: Stage, optimizer: torch.optim.Optimizer, prediction: Prediction, forward: float, backward: float
+    ) -> None:
+        super().__init__(optimizer)
+        self._stage, self._prediction, self._forward, self._backward = stage, prediction, forward, backward
         self.uses_change = prediction is Prediction.DIFFERENCE
-        self.change: list[Tensor] = []
+        self._change: list[Tensor] = []  # with DIFFERENCE, the last change of each parameter; empty before the first update
 
-    def weights(self, updates: float) -> Sequence[Tensor] | None:
-        """Return the weights after a number of further updates, or None before the first update."""
+    def after_step(self, change: list[Tensor]) -> None:
+        self._change = change
+        self._predict()
+
+    def tensors(self) -> dict[str, dict[Tensor, Tensor]]:
+        return {"change": self.by_parameter(self._change)}
+
+    def resume(self, tensors: Mapping[str, Mapping[Tensor, Tensor]]) -> None:
         if self.uses_change:
-            return list(foreach_add(self._parameters, self.change, alpha=updates)) if self.change else None
-        state = self._optimizer.state
-        if not any(state[p] for p in self._parameters):
-            return None
-        pairs = [(p, group) for group in self._optimizer.param_groups for p in group["params"]]
+            self._change = self.restored(tensors.get("change"))
+        self._predict()
+
+    @torch.no_grad()
+    def _predict(self) -> None:
+        """Set the weights that forward and backward passes use until the next update."""
+        forward = self.by_parameter(self._weights(self._forward))
+        self._stage.use_in_forward(forward)
+        if self._backward:
+            same = self._backward == self._forward  # The last stage differentiates the graph of its forward pass.
+            self._stage.use_in_backward(forward if same else self.by_parameter(self._weights(self._backward)))
+
+    def _weights(self, updates: float) -> list[Tensor]:
+        """Return the weights after a number of further updates; none before the first update."""
+        if self.uses_change:
+            return list(foreach_add(self.parameters, self._change, alpha=updates)) if self._change else []
+        state = self.optimizer.state
+        if not any(state[p] for p in self.parameters):
+            return []
+        pairs = [(p, group) for group in self.optimizer.param_groups for p in group["params"]]
         if self._prediction is Prediction.DECAYING:
             return [decayed(p, state[p], group, updates) if state[p] else p.clone() for p, group in pairs]
         # A parameter without state has had no gradient yet.
         steps = [velocity(state[p], group) if state[p] else torch.zeros_like(p) for p, group in pairs]
-        return list(foreach_add(self._parameters, steps, alpha=updates))
+        return list(foreach_add(self.parameters, steps, alpha=updates))
 
 
 def velocity(state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:

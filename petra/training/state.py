@@ -41,7 +41,7 @@ def state_of(pipeline: Pipeline, *, every_replica: bool = False) -> State:
             parts = {"model": module.state_dict(), **_update_parts(own), "update": numbers}
             block = pipeline.plan.model.blocks[b].name
             state |= {f"{block}/{part}/{name}": value.detach() for part, values in parts.items() for name, value in values.items()}
-    for kind, by_key in method_state(pipeline.plan, pipeline.workers, pipeline.remedies).items():
+    for kind, by_key in method_state(pipeline.plan, pipeline.workers).items():
         for key, value in by_key.items():
             block, _, name = key.partition(".")
             state[f"{block}/method/{name}/{kind}"] = value.detach()
@@ -65,7 +65,7 @@ def load_state(pipeline: Pipeline, state: Mapping[str, Tensor], clock: int, sour
         if pipeline.replicas is not None:
             pipeline.replicas.restored(worker)
     pipeline.clock = clock
-    load_method_state(pipeline.plan, pipeline.workers, pipeline.remedies, _method_state(pipeline, blocks))
+    load_method_state(pipeline.plan, pipeline.workers, _method_state(pipeline, blocks))
 
 
 def network(folder: Path, *, averaged: bool = False) -> State:

@@ -86,7 +86,7 @@ class Means:
     def values(self) -> tuple[float, dict[str, float]]:
         """Return the number of targets, and loss and metrics by name."""
         targets, loss, *sums = self.totals
-        return targets, {"loss": loss / max(targets, 1), **values_of(self._metrics, targets, sums)}
+        return targets, {"loss": loss / max(targets, 1), **values_of(self._metrics, targets, sums)[0]}
 
 
 class UpdateMeans(Watcher):

@@ -17,8 +17,9 @@ from petra.analysis.plots import gradient_quality
 from petra.diagnostics.gradient_quality import GradientQuality, angle
 from petra.hooks import Gradients, Hook
 from petra.specs import Streams
-from petra.staleness import Prediction, Remedy
+from petra.staleness import Prediction
 from tests.support.nets import RandomSource, make_pipeline, mixed_net
+from tests.support.remedies import Remedy
 
 PETRA = Method("petra", 2, Keep.NOTHING)
 DELAYED = Method("delayed", 2, Keep.INPUT, Weights.STASHED)

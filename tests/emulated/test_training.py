@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from petra import METHODS, UpdateRules
-from petra.staleness import Prediction, Remedy
+from petra.staleness import Prediction
 from tests.emulated import runs
 from tests.emulated.core import core
 from tests.emulated.device import Options
 from tests.emulated.processes import run
 from tests.emulated.runs import Case, Outcome
+from tests.support.remedies import Remedy
 
 ROUNDING = 5e-6
 """Largest relative difference of weights where torch chooses another composition of kernels for CUDA: attention."""

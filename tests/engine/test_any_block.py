@@ -31,10 +31,11 @@ from petra import (
     Weights,
 )
 from petra.reversible import Coupling, ReversibleSequence, TwoFunctionCoupling
-from petra.staleness import Prediction, Remedy
+from petra.staleness import Prediction
 from petra.training.optim import OPTIMIZERS
 from tests.support.nets import RandomSource, Stem, make_pipeline, mixed_net, train_plainly
 from tests.support.processes import run_processes
+from tests.support.remedies import Remedy
 
 FLAT = TensorSpec((4, 6), torch.float64)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from torch import nn
 from petra import BlockSpec, Keep, Losses, Method, Numerics, Runtime, TensorSpec, UpdateRules
 from petra.data import EvalSource, TrainSource, load_dataset
 from petra.errors import PetraError
-from petra.staleness import Remedy
+from petra.staleness import remedies
 from petra.training import sgd
 from tests.support.nets import RandomSource, make_pipeline, mixed_net
 
@@ -32,7 +32,7 @@ NET, DATA = mixed_net(), RandomSource()
 DIGITS = load_dataset("synthetic", images=8, classes=2)
 ARGUMENTS: dict[str, tuple[Callable[..., Any], Mapping[str, Any]]] = {
     "Method": (Method, {"name": "m", "delay": 1, "keep": Keep.INPUT}),
-    "Remedy": (Remedy, {}),
+    "remedies": (remedies, {}),
     "UpdateRules": (UpdateRules, {}),
     "Numerics": (Numerics, {}),
     "Runtime": (Runtime, {}),
@@ -48,12 +48,9 @@ ARGUMENTS: dict[str, tuple[Callable[..., Any], Mapping[str, Any]]] = {
 
 def names_of(name: str) -> list[str]:
     build, given_ = ARGUMENTS[name]
-    own = [field.name for field in fields(build)] if hasattr(build, "__dataclass_fields__") else list(given_)  # type: ignore[arg-type]
-    return (
-        own
-        if name != "Pipeline"
-        else [*given_, "learning_rate", "loss", "metrics", "seed", "numerics", "runtime", "rules", "remedy"]
-    )
+    if name == "Pipeline":
+        return [*given_, "learning_rate", "loss", "metrics", "seed", "numerics", "runtime", "rules", "remedies"]
+    return list(given_) if name.endswith("Source") else list(signature(build).parameters)
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
@@ -62,8 +59,8 @@ def names_of(name: str) -> list[str]:
 def test_a_drawn_argument_is_used_or_refused(name: str, data: st.DataObject) -> None:
     """Draw an argument and a value: none, booleans, numbers in and out of range, names, containers, modules, types and functions.
 
-    A value is accepted, or refused by an error of petra in one line; any other exception fails the test. A remedy or a method that
-    is accepted has members of the enumerations in its fields.
+    A value is accepted, or refused by an error of petra in one line; any other exception fails the test. A method that is
+    accepted has members of the enumerations in its fields.
     """
     build, accepted = ARGUMENTS[name]
     argument, value = data.draw(st.sampled_from(names_of(name))), data.draw(WRONG)
@@ -76,7 +73,5 @@ def test_a_drawn_argument_is_used_or_refused(name: str, data: st.DataObject) -> 
     assert (made is None) == (message != "")
     if made is None:
         return
-    if name == "Remedy":
-        assert type(made.prediction).__name__ == "Prediction"
     if name == "Method":
         assert type(made.weights).__name__ == "Weights"

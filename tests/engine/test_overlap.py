@@ -18,10 +18,11 @@ from petra.hooks import Hook
 from petra.plan.overlap import describe_overlap, overlapped_stages
 from petra.settings import Numerics
 from petra.specs import Streams
-from petra.staleness import Prediction, Remedy
+from petra.staleness import Prediction
 from petra.training import Checkpoints, restore
 from tests.support.nets import RandomSource, make_pipeline, mixed_net
 from tests.support.processes import run_processes
+from tests.support.remedies import Remedy
 
 
 def sgd(module: nn.Module) -> torch.optim.SGD:

@@ -26,9 +26,10 @@ from petra.engine.update_state import load_update_state, update_state
 from petra.method import STORABLE
 from petra.models import MODELS
 from petra.settings import Numerics, Runtime
-from petra.staleness import Prediction, Remedy
+from petra.staleness import Prediction
 from tests.support.nets import RandomSource, make_pipeline, mixed_net, train_plainly
 from tests.support.pairs import all_pairs
+from tests.support.remedies import Remedy
 
 
 def sgd(module: nn.Module) -> torch.optim.SGD:
@@ -255,8 +256,8 @@ def test_method_state_goes_on_where_it_was(method: str, remedy: Remedy) -> None:
         load_update_state(resumed.stages[j], resumed.workers[j].update, copy.deepcopy(update_state(stage, whole.workers[j].update)))
         resumed.workers[j].microbatches_done = whole.workers[j].microbatches_done
     resumed.clock = whole.clock
-    state = method_state(whole.plan, whole.workers, whole.remedies)
-    load_method_state(resumed.plan, resumed.workers, resumed.remedies, state)
+    state = method_state(whole.plan, whole.workers)
+    load_method_state(resumed.plan, resumed.workers, state)
     for pipeline in (whole, resumed):
         pipeline.train(data, 11)
     for key, value in whole.state_dict().items():

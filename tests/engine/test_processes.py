@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from petra import BlockSpec, ConfigError, Keep, Method, Model, ModelError, PetraError, Pipeline, TensorSpec, UpdateRules
 from petra.models import revnet18
 from petra.settings import Numerics, Runtime, TransportName
-from petra.staleness import Prediction, Remedy
+from petra.staleness import Prediction
 from tests.support.nets import RandomSource, make_pipeline, mixed_net
 from tests.support.processes import run_processes
+from tests.support.remedies import Remedy
 
 DELAYS, KS, MICROBATCHES = (1, 2), (1, 3), 61
 
@@ -308,8 +309,8 @@ def test_errors_of_one_ranks_stages_are_raised_on_all_ranks(tmp_path: Path) -> N
         first
         == second
         == [
-            "ConfigError: optim.name: expected sgd with momentum > 0, which remedy.compensation requires, got adam",
-            "ConfigError: learning_rate: expected a function with remedy.discount or remedy.lookahead, got None",
+            "ConfigError: optim.name: expected sgd with momentum > 0, which SpikeCompensation requires, got adam",
+            "ConfigError: learning_rate: expected a function with remedy.discount, got None",
             "ConfigError: optimizer: expected a function that returns a stage's optimizer, given the module of its blocks, "
             "got IndexError (index 5 is out of range)",
             "ModelError: block b: expected a module, got an error when it is built (no weights)",

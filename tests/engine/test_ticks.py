@@ -15,9 +15,10 @@ from torch.nn import functional as F
 from petra import METHODS, Keep, Method, Model, Weights
 from petra.method import STORABLE
 from petra.reversible import Coupling, TwoFunctionCoupling
-from petra.staleness import Prediction, Remedy
+from petra.staleness import Prediction
 from tests.support.nets import RandomSource, make_pipeline, mixed_net
 from tests.support.pairs import all_pairs
+from tests.support.remedies import Remedy
 
 RATE, MOMENTUM, DECAY, MICROBATCHES = 0.05, 0.9, 1e-3, 15
 EPSILON = 1e-3  # of Adam, far above the rounding noise in gradients that are zero
@@ -143,7 +144,7 @@ class Stage:
             gamma = remedy.correction ** (1 / s)
             self.drift = [gamma * d + (1 - gamma) * c for d, c in zip(self.drift, change, strict=True)]
             self.corrected = [w - s * d for w, d in zip(new, self.drift, strict=True)]
-        if remedy.prediction is not Prediction.NONE:
+        if remedy.prediction != "none":
             b = self.ahead if remedy.predict_backward else 0.0
             self.predicted, self.corrected = (
                 self.foreseen(new, change, lr, remedy.horizon * n) if n else made

@@ -50,7 +50,10 @@ def test_a_random_configuration_runs_or_is_one_error(line: list[str], folder: Pa
         ),
         ("remedy.discount=inf", "remedy.discount: expected a number >= 0, got inf"),
         ("remedy.horizon=1e300", "remedy.horizon: expected a number > 0 and <= 100, got 1e+300"),
-        ("optim=muon remedy=lookahead", "optim.name: expected sgd with momentum > 0, which remedy.lookahead requires, got muon"),
+        (
+            "optim=muon remedy=prediction",
+            "optim.name: expected adam, adamw, or sgd with momentum > 0, which remedy.prediction requires, got muon",
+        ),
     ],
 )
 def test_errors_found_earlier(override: str, message: str, folder: Path) -> None:

@@ -29,6 +29,7 @@ from petra.data import Dataset, EvalSource, TrainSource, load_dataset
 from petra.distributed import raise_on_all_ranks
 from petra.models import revnet18
 from petra.plan.layout import Layout
+from petra.staleness import Correction, Discount
 from tests.support.forked import Forked
 from tests.support.processes import run_processes
 
@@ -69,8 +70,6 @@ def test_every_file_of_every_group_works(group: Path) -> None:
     if group.stem in ("wandb", "tensorboard") and find_spec(group.stem) is None:
         with pytest.raises(ConfigError, match=rf"pip install -e '\.\[{group.stem}\]'"):
             planned(f"logger={group.stem}")
-    elif group.stem == "dc_asgd":
-        planned("remedy=dc_asgd", "method=delayed")
     elif group.stem == "own":
         with pytest.raises(ConfigError, match=rf"{group.parent}\.name: expected .* or module:function, got nothing"):
             planned(f"{group.parent}=own")
@@ -125,8 +124,14 @@ def test_options_of_a_model_reach_its_builder() -> None:
 
 def test_remedies_are_built_in_microbatches() -> None:
     setup = planned("remedy=pipemare")
-    remedy = setup.recipe(setup.learning_rate(microbatches_per_epoch=100)).remedy
-    assert (remedy.discount, remedy.correction, remedy.shrink) == (500, 0.135, 1)
+    assert setup.recipe(setup.learning_rate(microbatches_per_epoch=100)).remedies == (Discount(500), Correction(0.135))
+
+
+@pytest.mark.parametrize(("remedy", "method"), [("braking.Braking", "petra"), ("dc_asgd.DelayCompensation", "delayed")])
+def test_remedies_outside_the_package_are_named_by_target(remedy: str, method: str) -> None:
+    setup = planned(f"method={method}", f"remedy._target_=examples.remedies.{remedy}")
+    (found,) = setup.recipe(setup.learning_rate(100)).remedies
+    assert type(found).__name__ == remedy.partition(".")[2]
 
 
 def test_settings_that_exclude_each_other_are_refused() -> None:
@@ -134,10 +139,8 @@ def test_settings_that_exclude_each_other_are_refused() -> None:
         planned("trainer.exact_streams=true", "trainer.wire=bf16")
     with pytest.raises(ConfigError, match=r"remedy\.correction: expected 0 unless method\.weights=current"):
         planned("method=delayed", "remedy=pipemare")
-    with pytest.raises(
-        ConfigError, match=r"optim\.name: expected sgd with momentum > 0, which remedy\.compensation requires, got adam"
-    ):
-        planned("optim=adam", "remedy=compensation")
+    with pytest.raises(ConfigError, match=r"optim\.name: expected adam, .*, which remedy\.prediction requires, got muon"):
+        planned("optim=muon", "remedy=prediction")
     with pytest.raises(ConfigError, match=r"method\.keep: expected .* under autocast, got graph with method\.weights=current"):
         planned("method=dsp", "method.keep=graph", "trainer.precision=bf16")
     planned("method=1f1b", "trainer.precision=bf16")
@@ -177,7 +180,7 @@ def test_precision_and_stages() -> None:
         ("method=paci", "k: expected an integer >= 9 with method.max_updates=1, got 4"),
         ("method=pipedream_2bw", "k: expected an integer >= 9 with method.weights=double .*, got 4"),
         ("remedy.correction=1", "remedy.correction: expected a number >= 0 and < 1, got 1.0"),
-        ("remedy.prediction=soon", "remedy.prediction: expected none, velocity, decaying or difference, got soon"),
+        ("remedy.prediction=soon", "remedy.prediction: expected null, none, velocity, decaying or difference, got soon"),
         ("trainer.wire=fp8", "trainer.wire: expected float32 or bf16, got fp8"),
         ("method.fill=true", "method.fill: expected false with method.flush=false, got true"),
         ("schedule.milestones=[3,2]", "schedule.milestones: expected increasing epochs >= 1, got"),

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
-from petra import ConfigError, Keep, Method, Pipeline
+from examples.remedies.shrinking import GradientShrinking
+from petra import ConfigError, Keep, Method, Pipeline, UpdateRules
 from petra.engine.method_state import load_method_state, method_state
-from petra.staleness import Prediction, Remedy
-from petra.staleness.feedback import ErrorFeedback
-from petra.staleness.shrinking import boundary_factor
+from petra.staleness import Discount, Prediction, WeightPrediction, remedies
+from petra.staleness.feedback import _Extrapolated
 from petra.training.optim import OPTIMIZERS
 from tests.support.nets import RandomSource, make_pipeline, mixed_net
+from tests.support.remedies import Remedy
 
 
 def sgd(module: nn.Module) -> torch.optim.SGD:
@@ -34,38 +37,27 @@ def pipeline(**settings: object) -> Pipeline:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"discount": -1}, "discount: expected a number >= 0, got -1"),
+        ({"discount": -1}, "discount: expected an integer >= 1, got -1"),
         ({"correction": 1.0}, "correction: expected a number >= 0 and < 1, got 1.0"),
         ({"horizon": 0.0}, "horizon: expected a number > 0 and <= 100, got 0.0"),
-        ({"shrink": 0.0}, "shrink: expected a number > 0 and <= 1, got 0.0"),
-        ({"lookahead": 1.0}, "lookahead: expected a number >= 0 and < 1, got 1.0"),
         ({"feedback": -1.0}, "feedback: expected a number >= 0, got -1.0"),
-        ({"braking": float("nan")}, "braking: expected a number >= 0, got nan"),
         ({"predict_backward": True}, "predict_backward: expected false with remedy.prediction=none, got true"),
-        (
-            {"predict_backward": True, "prediction": Prediction.VELOCITY, "correction": 0.1},
-            "predict_backward: expected false with remedy.correction > 0, got true",
-        ),
-        ({"lookahead": 0.9, "compensation": True}, "compensation: expected false with remedy.lookahead, got true"),
         ({"prediction": "nonsense"}, "prediction: expected none, velocity, decaying or difference, got nonsense"),
         ({"prediction": None}, "prediction: expected none, velocity, decaying or difference, got None"),
-        ({"compensation": "no"}, "compensation: expected true or false, got 'no'"),
-        ({"shrink": "0.5"}, "shrink: expected a number, got '0.5'"),
+        ({"correction": "0.5"}, "correction: expected a number, got '0.5'"),
         ({"discount": 2.5}, "discount: expected an integer, got 2.5"),
     ],
 )
 def test_values_out_of_range_raise(change: dict[str, float], message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"remedy\.{message}"):
-        Remedy(**change)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=message):
+        Remedy(**change).make()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("prediction", Prediction)
 def test_names_of_predictions_are_converted(prediction: Prediction) -> None:
-    remedy = Remedy(prediction=prediction.value)  # type: ignore[arg-type]
-    assert remedy == Remedy(prediction=prediction)
+    (remedy,) = remedies(prediction=prediction.value)
+    assert remedy == WeightPrediction(prediction)
     assert remedy.prediction is prediction
-    attached = pipeline(remedy=Remedy(prediction=str(prediction))).remedies  # type: ignore[arg-type]
-    assert {j for j, own in attached.items() if own._prediction is not None} == (set() if prediction == "none" else {*attached})
 
 
 @pytest.mark.parametrize(
@@ -81,17 +73,24 @@ def test_names_of_predictions_are_converted(prediction: Prediction) -> None:
             "remedy.prediction: expected none with method.weights=double, .*, got velocity",
         ),
         (
-            {"remedy": Remedy(delay_compensation=0.1)},
-            "remedy.delay_compensation: expected 0 with method.weights=current, .*, got 0.1",
+            {"remedy": Remedy(correction=0.1, prediction=Prediction.VELOCITY, predict_backward=True)},
+            "predict_backward: expected false with remedy.correction > 0, got true",
         ),
         (
-            {"remedy": Remedy(braking=1.0), "optimizer": plain_sgd},
-            "optim.momentum: expected a number > 0 with remedy.braking, got 0",
+            {"remedy": Remedy(delay_compensation=0.1)},
+            "method.weights: expected stashed or double with DelayCompensation, got current",
         ),
-        ({"remedy": Remedy(discount=9)}, "learning_rate: expected a function with remedy.discount .*, got None"),
+        (
+            {"method": "delayed", "remedy": Remedy(delay_compensation=0.1), "rules": UpdateRules(loss_scale=2.0)},
+            "trainer.precision: expected float32 or bf16 with DelayCompensation, got a loss scale",
+        ),
+        ({"remedy": Remedy(braking=1.0), "optimizer": plain_sgd}, "optim.momentum: expected a number > 0 with Braking, got 0"),
+        ({"remedy": Remedy(discount=9)}, "learning_rate: expected a function with remedy.discount, got None"),
+        ({"remedy": Remedy(lookahead=0.9)}, "learning_rate: expected a function with Lookahead, got None"),
+        ({"remedies": [3]}, r"remedies: expected a list of remedies .*, got \[3\]"),
         (
             {"remedy": Remedy(compensation=True), "optimizer": adam},
-            "optim.name: expected sgd with momentum > 0, which remedy.compensation requires, got adam",
+            "optim.name: expected sgd with momentum > 0, which SpikeCompensation requires, got adam",
         ),
         (
             {"remedy": Remedy(prediction=Prediction.VELOCITY), "optimizer": plain_sgd},
@@ -106,10 +105,11 @@ def test_remedies_that_do_not_fit_the_run_raise(change: dict[str, object], messa
 
 
 def test_learning_rates_are_discounted_and_scaled() -> None:
-    rate = Remedy(discount=8, lookahead=0.75).learning_rate(lambda t: 2.0, staleness=4.0)
-    assert rate is not None
+    rate = lambda t: 2.0  # noqa: E731
+    for remedy in Remedy(discount=8, lookahead=0.75).make():
+        rate = remedy.learning_rate(rate, staleness=4.0)
     assert [rate(t) for t in (0, 4, 8, 9)] == [0.125, 0.25, 0.5, 0.5]
-    fresh = Remedy(discount=8).learning_rate(lambda t: 2.0, staleness=0.5)
+    fresh = Discount(8).learning_rate(lambda t: 2.0, staleness=0.5)
     assert fresh is not None
     assert fresh(0) == 2.0
 
@@ -130,7 +130,8 @@ def test_muon_predicts_by_the_last_change() -> None:
 
 
 def test_gradients_shrink_at_delayed_boundaries_only() -> None:
-    assert [boundary_factor(0.9, (3, 3, 1, 0), stage) for stage in range(4)] == [1.0, 1.0, 0.9, 0.9]
+    plan, port = SimpleNamespace(delays=(3, 3, 1, 0)), object()
+    assert [GradientShrinking().wrap_port(port, plan, j) is port for j in range(4)] == [True, True, False, False]
 
 
 def test_a_step_that_a_fused_optimizer_skips_is_not_compensated() -> None:
@@ -164,12 +165,14 @@ def test_feedback_continues_after_skipped_steps_as_if_they_had_not_been() -> Non
     for updates in ([1.0, 2.0, 4.0], [None, 1.0, 2.0, None, None, 4.0]):
         p = torch.zeros(3, requires_grad=True)
         p.grad = torch.ones(3)
-        feedback = ErrorFeedback([p], 2.0)
+        optimizer = torch.optim.SGD([p], lr=0.0)
+        feedback = _Extrapolated(optimizer, 2.0)
         for update in updates:
             change = torch.zeros(3) if update is None else torch.full((3,), -update)
             with torch.no_grad():
                 p += change
-                feedback.after_step([change], torch.tensor(float(update is None)))
+                optimizer.found_inf = torch.tensor(float(update is None))
+                feedback.after_step([change])
         found.append(p.tolist())
     expected = -1 - (2 + 2 * 1) - (4 + 2 * 2)
     assert found == [[expected] * 3] * 2
@@ -184,8 +187,8 @@ def test_state_resumes_on_another_partition(remedy: Remedy, kind: str) -> None:
     """The last stage is never late and has no state. With the other partition, one of its blocks is in a late stage."""
     before, after = (pipeline(remedy=remedy, k=2, stages=partition) for partition in ([4, 2], [5, 1]))
     before.train(RandomSource(), 6)
-    state = method_state(before.plan, before.workers, before.remedies)
-    load_method_state(after.plan, after.workers, after.remedies, state)
-    saved, loaded = state[kind], method_state(after.plan, after.workers, after.remedies)[kind]
+    state = method_state(before.plan, before.workers)
+    load_method_state(after.plan, after.workers, state)
+    saved, loaded = state[kind], method_state(after.plan, after.workers)[kind]
     assert {key.split(".")[0] for key in loaded} - {key.split(".")[0] for key in saved} == {"block3"}
     assert all(torch.equal(value, saved.get(key, torch.zeros_like(value))) for key, value in loaded.items())

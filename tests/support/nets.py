@@ -120,6 +120,8 @@ def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, data: Data
 
 
 def make_pipeline(*arguments: Any, **settings: Any) -> Pipeline:
-    """Return a pipeline, given the fields of its recipe and its other arguments by name."""
+    """Return a pipeline, given the fields of its recipe, values of remedies, and its other arguments by name."""
+    if "remedy" in settings:
+        settings["remedies"] = settings.pop("remedy").make()
     recipe = {field.name: settings.pop(field.name) for field in fields(Recipe) if field.name in settings}
     return Pipeline(*arguments, recipe=Recipe(**recipe), **settings)

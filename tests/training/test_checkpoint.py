@@ -21,7 +21,7 @@ from launch.runtime.reporting import STOPPED
 from petra import ConfigError, DataError, PetraError, Pipeline, UpdateRules
 from petra.errors import Interrupted
 from petra.settings import Numerics
-from petra.staleness import Prediction, Remedy
+from petra.staleness import Prediction
 from petra.training import OPTIMIZERS, Checkpoints, JsonLines, Trainer, best_of, finished_epochs, newest, restore
 from petra.training.checkpoint import MANIFEST, checkpoints
 from petra.training.storage import read, write
@@ -30,6 +30,7 @@ from tests.launch.test_launch import TINY, metrics
 from tests.support.forked import Forked
 from tests.support.nets import RandomSource, make_pipeline, mixed_net
 from tests.support.processes import run_processes
+from tests.support.remedies import Remedy
 
 CASES: dict[str, dict[str, Any]] = {
     "petra": {"rules": UpdateRules(average=0.9, loss_scale="dynamic")},

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from petra import BlockSpec, ConfigError, Model
-from petra.staleness import Prediction, Remedy
+from petra.staleness import Prediction
 from petra.training import LARS, MultiStep, Polynomial
 from petra.training.learning_rate import SCHEDULES
 from petra.training.optim import OPTIMIZERS
 from tests.support.nets import RandomSource, make_pipeline, mixed_net
 from tests.support.operations import Operations
+from tests.support.remedies import Remedy
 
 
 def net() -> nn.Module:

@@ -66,7 +66,7 @@ class Overlapped:
                 for step in round_.steps:
                     if step.op is Op.BACKWARD and (future := running.get(step.worker.index)) is not None:
                         future.result()
-                        step.located(step.worker.count_and_update)
+                        step.run(step.worker.count_and_update)
                 left = [step for step in round_.steps if step.op is Op.FORWARD or step.worker.index not in running]
                 deque(self._others([round_._replace(steps=left)]), maxlen=0)
                 yield round_
@@ -79,7 +79,7 @@ class Overlapped:
             return {}
         forwards = {step.worker.index for step in round_.steps if step.op is Op.FORWARD} & self._stages
         backwards = [step for step in following.steps if step.op is Op.BACKWARD and step.worker.index in forwards]
-        return {step.worker.index: self._threads.submit(step.located, step.worker.propagate) for step in backwards}
+        return {step.worker.index: self._threads.submit(step.run, step.worker.propagate) for step in backwards}
 
 
 def _with_next(rounds: Iterator[ProcessRound]) -> Iterator[tuple[ProcessRound, ProcessRound | None]]:

@@ -38,8 +38,14 @@ class InThreads:
 
 
 def compute_threads(count: int, name: str) -> ThreadPoolExecutor:
-    """Return a pool of threads, each of which computes with as many threads as this one (``torch.get_num_threads``)."""
-    return ThreadPoolExecutor(count, name, torch.set_num_threads, (torch.get_num_threads(),))
+    """Return a pool of threads without gradients, which compute with as many threads as this one (``torch.get_num_threads``)."""
+    threads = torch.get_num_threads()
+
+    def prepare() -> None:
+        torch.set_num_threads(threads)
+        torch.set_grad_enabled(False)  # blocks record the graphs that they need
+
+    return ThreadPoolExecutor(count, name, prepare)
 
 
 def check_concurrency(plan: Plan, concurrency: int, device: torch.device) -> None:

@@ -1,0 +1,31 @@
+"""Gradient shrinking: δ is multiplied by β at every boundary with a delay (Zhuang et al. 2021, compared with the authors' code).
+
+The gradient of stage j is therefore scaled by β^n, where n is the number of delayed boundaries between stage j and the loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from petra.engine.recipe import Remedy
+from petra.transport.port import WrappedPort
+
+
+@dataclass(frozen=True)
+class GradientShrinking(Remedy):
+    """Multiplies the gradients that stages send upstream by β."""
+
+    factor: float = 0.9
+
+    def wrap_port(self, upstream, plan, j):
+        return _Shrinking(upstream, self.factor) if j > 0 and plan.delays[j - 1] > plan.delays[j] else upstream
+
+
+class _Shrinking(WrappedPort):
+    def __init__(self, inner, factor):
+        super().__init__(inner)
+        self._factor = factor
+
+    def send(self, m, message):
+        x, delta, report = message
+        self.inner.send(m, (x, tuple(d * self._factor for d in delta), report))

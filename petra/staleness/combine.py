@@ -1,0 +1,48 @@
+"""The list of remedies of a run, from the values of a configuration."""
+
+from __future__ import annotations
+
+from petra.engine.recipe import Remedy
+from petra.errors import alternatives, require
+from petra.staleness.correction import Correction
+from petra.staleness.discount import Discount
+from petra.staleness.feedback import Feedback
+from petra.staleness.prediction import Prediction, WeightPrediction
+
+
+def remedies(
+    discount: int = 0,
+    correction: float = 0.0,
+    prediction: str | Prediction = "none",
+    horizon: float = 1.0,
+    predict_backward: bool = False,
+    feedback: float = 0.0,
+) -> tuple[Remedy, ...]:
+    """Return the remedies that are not off.
+
+    Args:
+        discount: Number of microbatches over which a stage's learning rate rises from lr / s to lr, where s is its staleness in
+            updates; 0: off.
+        correction: The backward pass subtracts s times the average change of the weights per update, a moving average with this
+            decay per s updates; >= 0 and < 1; 0: off.
+        prediction: Prediction of the weights for the forward pass: none, velocity (from the optimizer), decaying (velocity that
+            decays without gradients) or difference (from the last update).
+        horizon: Number of updates that the prediction looks ahead, as a multiple of s.
+        predict_backward: Predict weights for the backward pass too, for the time of the first stage's backward pass.
+        feedback: Extrapolate each update by this factor times s from the last two updates; >= 0; 0: off.
+
+    Raises:
+        ConfigError: If a value is out of range or of another type.
+    """
+    found: list[Remedy] = []
+    if discount:
+        found.append(Discount(discount))
+    if feedback:
+        found.append(Feedback(feedback))
+    if correction:
+        found.append(Correction(correction))
+    names, off = ("none", *Prediction), prediction == "none"
+    require(prediction in names, "remedy.prediction", alternatives(names), prediction)
+    predicted = WeightPrediction(Prediction.VELOCITY if off else Prediction(prediction), horizon, predict_backward)  # checks values
+    require(not off or not predict_backward, "remedy.predict_backward", "false with remedy.prediction=none", "true")
+    return tuple(found if off else [*found, predicted])
