@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from petra.distributed import all_gather_objects, raise_on_all_ranks
-from petra.errors import invalid, require
+from petra.errors import DataError, invalid, require
 from petra.method import Keep
 from petra.pipeline import Pipeline
 from petra.training import facts_of, load_into, newest, restore
@@ -259,9 +259,9 @@ def move_clock(pipeline: Pipeline, config: Config, start: Start, epoch: int) -> 
     if start.trainer is None or start.path is None:
         return []
     k = start.changes.get("k", (pipeline.plan.k, pipeline.plan.k))[0]
-    history = start.trainer["history"]
-    # Checkpoints of earlier versions have no "epoch".
-    before = start.trainer.get("epoch", history[-1]["microbatches"] // len(history) if history else epoch)
+    history, before = start.trainer["history"], start.trainer.get("epoch")
+    expected = "a checkpoint of this version (commit 314a3f5 reads older ones)"
+    require(before is not None, str(start.path), expected, "an older one", DataError)
     if k == pipeline.plan.k and before == epoch:
         return []
     ended = pipeline.clock % k == 0 and not start.trainer["parts"]

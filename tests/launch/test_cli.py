@@ -27,12 +27,16 @@ def run_python(code: str, *words: str, cwd: Path = ROOT) -> subprocess.Completed
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "words", [["--version"], ["--help"], ["no_command"], ["completion", "bash"], ["completion", "words", "petra train "]]
-)
-def test_the_command_line_itself_imports_neither_torch_nor_hydra(words: list[str]) -> None:
-    code = "import sys, petra.__main__ as p\ntry: p.main()\nfinally: print({'torch', 'hydra', 'matplotlib'} & {*sys.modules})"
-    assert run_python(code, *words).stdout.splitlines()[-1] == "set()"
+def test_the_command_line_itself_imports_neither_torch_nor_hydra() -> None:
+    code = """
+import sys, petra.__main__ as p
+for line in ("--version", "--help", "no_command", "completion bash", "completion words petra-train"):
+    sys.argv = ["petra", *line.split()]
+    try: p.main()
+    except SystemExit: pass
+print({"torch", "hydra", "matplotlib"} & {*sys.modules})
+"""
+    assert run_python(code).stdout.splitlines()[-1] == "set()"
 
 
 @pytest.mark.processes

@@ -20,7 +20,6 @@ from launch.config.schema import ClusterConfig, register, to_config
 from launch.node import Node, first_host
 from launch.runtime import agent, network
 from launch.runtime.rank import Process, require_distinct_gpus
-from launch.runtime.reporting import only_first_prints
 from petra import ConfigError
 from tests.support.agents import train
 
@@ -85,6 +84,11 @@ def test_invalid_environments(environment: dict[str, str], message: str) -> None
         ({"NNODES": "1"}, "revnet18", [10]),
         ({"NNODES": "2", "NPROC_PER_NODE": "8", "NPROC": "4"}, "revnet18", [3, 1]),
         ({"NNODES": "2", "NPROC": "3"}, "revnet18", [2, 1]),
+        ({"NNODES": "2", "NPROC_PER_NODE": "3"}, "revnet18 trainer.stages=4", [3, 1]),
+        ({"NNODES": "2", "NPROC_PER_NODE": "3"}, "revnet18 trainer.stages=auto", [3, 3]),
+        ({"NNODES": "2", "NPROC_PER_NODE": "3"}, "revnet18 dp=2 trainer.stages=2", [3, 1]),
+        ({"NNODES": "2", "NPROC_PER_NODE": "3"}, "revnet18 dp=4", [3, 1]),
+        ({"NNODES": "2", "NPROC_PER_NODE": "3"}, "revnet18 trainer.epochs=1,2 --multirun", [3, 3]),
     ],
 )
 def test_processes_of_a_run_fill_the_nodes(
@@ -93,50 +97,27 @@ def test_processes_of_a_run_fill_the_nodes(
     expected: list[int],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     """Without NPROC_PER_NODE and without GPUs, they are spread evenly. The first node prints the sum."""
+    monkeypatch.chdir(tmp_path)  # Hydra writes multirun.yaml
+    model, *overrides = model.split()
     started: list[list[str]] = []
     monkeypatch.setattr(node, "run_agent", lambda flags, module, words: started.append([*flags, module, *words]))
-    words = [f"model={model}", "data=synthetic", "trainer.device=cpu"]
+    words = [f"model={model}", "data=synthetic", "trainer.device=cpu", *overrides]
     for rank in range(len(expected)):
         variables = {"NPROC": "stages", "MASTER_ADDR": "a", "NODE_RANK": str(rank), "PATH": os.environ["PATH"]}
         monkeypatch.setattr(os, "environ", variables | environment)
         monkeypatch.setattr(sys, "argv", ["node", *words])
         node.main(words)
     assert [int(flags[flags.index("--nproc-per-node") + 1]) for flags in started] == expected
-    assert [flags[-4:] for flags in started] == [["launch.train", *words]] * len(expected)
+    assert all(flags[-len(words) - 1 :] == ["launch.train", *words] for flags in started)
     number = environment.get("NPROC") or f"{sum(expected)}"
     blocks = {"revnet18": 10, "revnet34": 18, "revnet50": 18}[model]
     stages = "" if "NPROC" in environment else f" for the {blocks} stages of {model}"
     total = " + ".join(map(str, expected))
-    assert capsys.readouterr().out == f"{number} process(es){stages}: {total} on {len(expected)} node(s)\n"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (["trainer.stages=4"], [3, 1]),
-        (["trainer.stages=auto"], [3, 3]),
-        (["dp=2", "trainer.stages=2"], [3, 1]),
-        (["dp=4"], [3, 1]),
-        (["trainer.epochs=1,2", "--multirun"], [3, 3]),
-    ],
-)
-def test_processes_for_the_stages_of_the_configuration(
-    overrides: list[str], expected: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """With replicas, each has the same number of processes."""
-    monkeypatch.chdir(tmp_path)  # Hydra writes multirun.yaml
-    found = []
-    monkeypatch.setattr(node, "run_agent", lambda flags, module, words: found.append(flags[flags.index("--nproc-per-node") + 1]))
-    words = ["model=revnet18", "data=synthetic", "trainer.device=cpu", *overrides]
-    for rank in (0, 1):
-        for name, value in {"NPROC": "stages", "NNODES": "2", "NPROC_PER_NODE": "3", "MASTER_ADDR": "a"}.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("NODE_RANK", str(rank))
-        monkeypatch.setattr(sys, "argv", ["node", *words])
-        node.main(words)
-    assert [int(number) for number in found] == expected
+    if not overrides:
+        assert capsys.readouterr().out == f"{number} process(es){stages}: {total} on {len(expected)} node(s)\n"
 
 
 @pytest.mark.parametrize(
@@ -218,13 +199,6 @@ def test_local_reports_an_error_once_and_starts_nothing(
     assert started == [(["--standalone", "--nproc-per-node", "10"], "launch.train", ["trainer.device=cpu", "k=2"])]
 
 
-def test_only_the_first_rank_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
-    for rank in (0, 1):
-        with only_first_prints(Process(rank=rank, world=2, local_rank=rank, local_world=2)):
-            print(f"help from {rank}")
-    assert capsys.readouterr().out == "help from 0\n"
-
-
 def test_a_process_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -295,13 +269,6 @@ def test_settings_that_do_not_fit_this_machine(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cluster\.dumps: expected a folder that can be created, got .*file/x \("):
         network.set_variables(settings(f"dumps={tmp_path}/file/x"))
-
-
-def test_a_missing_variable_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(os, "environ", {"NNODES": "2"})
-    with pytest.raises(SystemExit, match="2"):
-        node.main([])
-    assert capsys.readouterr() == ("", "error: NODE_RANK: expected a value on each of 2 nodes, got nothing\n")
 
 
 @pytest.mark.parametrize(

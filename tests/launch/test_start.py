@@ -103,20 +103,27 @@ def test_a_resumed_run_changes_only_what_resume_change_names(trained: Path, caps
         train(*again, "resume_change=[optim.rate]")
 
 
-def test_a_run_resumes_without_its_config_file(trained: Path) -> None:
-    """The checkpoint has the configuration, so a damaged config.yaml is replaced."""
-    before = (trained / "config.yaml").read_text()
-    (trained / "config.yaml").write_bytes(b"\0: [damaged")
-    train("run_dir=first", "resume=auto", "trainer.epochs=2")
-    assert (trained / "config.yaml").read_text() == before.replace("epochs: 1", "epochs: 2").replace("resume: null", "resume: auto")
-
-
-def test_a_run_resumes_if_its_config_file_is_gone(trained: Path) -> None:
+@pytest.mark.parametrize("content", [b"\0: [damaged", None])
+def test_a_run_resumes_without_its_config_file(content: bytes | None, trained: Path) -> None:
+    """The checkpoint has the configuration, so a damaged or missing config.yaml is replaced."""
     before = (trained / "config.yaml").read_text()
     (trained / "config.yaml").unlink()
+    if content is not None:
+        (trained / "config.yaml").write_bytes(content)
     train("run_dir=first", "resume=auto", "trainer.epochs=2")
     assert (trained / "config.yaml").read_text() == before.replace("epochs: 1", "epochs: 2").replace("resume: null", "resume: auto")
     assert len((trained / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused(trained: Path) -> None:
+    (facts,) = trained.glob("checkpoints/*/facts.json")
+    content = json.loads(facts.read_text())
+    del content["trainer"]["epoch"]
+    setup = planned(*SMALL)
+    with pytest.raises(
+        PetraError, match=r"000000004: expected a checkpoint of this version \(.* reads older ones\), got an older one"
+    ):
+        load_start(setup.pipeline(setup.learning_rate(4)), setup.config, Start(facts.parent, content), 4)
 
 
 def test_a_run_resumes_if_its_folder_was_deleted_while_it_wrote(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,17 +220,6 @@ def test_shorter_epochs_need_another_folder(trained: Path, monkeypatch: pytest.M
     train("run_dir=second", "resume=first", *larger)
     rows = [json.loads(line) for line in Path("second/metrics.jsonl").read_text().splitlines()]
     assert [(row["epoch"], row["microbatches"]) for row in rows] == [(1, 4), (2, 4)]
-
-
-def test_a_checkpoint_of_an_earlier_version_has_no_length_of_an_epoch(trained: Path) -> None:
-    (facts,) = trained.glob("checkpoints/*/facts.json")
-    content = json.loads(facts.read_text())
-    del content["trainer"]["epoch"]
-    start = Start(facts.parent, content, {"data.batch_size": (8, 4)})
-    setup = planned(*SMALL, "data.batch_size=4", "trainer.epochs=2")
-    pipeline = setup.pipeline(setup.learning_rate(8))
-    load_start(pipeline, setup.config, start, 8)
-    assert pipeline.clock == 8
 
 
 def test_another_optimizer_cannot_resume(trained: Path) -> None:

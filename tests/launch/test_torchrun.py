@@ -15,17 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from stress.kill_many import RUN, children, under_torchrun, uninterrupted
+from stress.kill_many import RUN, children
 from tests.commands import ROOT
 from tests.launch.test_faults import END, LONG, training
 from tests.support.forked import Forked
-
-
-@pytest.mark.processes
-def test_torchrun_starts_a_killed_run_again_from_its_last_checkpoint(tmp_path: Path) -> None:
-    killed, *_ = under_torchrun(1, tmp_path, *uninterrupted(tmp_path), agents=2)
-    assert killed == 1
-
 
 LOCAL = ("launch.local", "--processes", "2")
 BARE = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "launch.train")
@@ -76,10 +69,9 @@ def test_the_agent_forwards_signals_and_exits_with_the_status_of_the_run(tmp_pat
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("launcher", [LOCAL, BARE], ids=["local", "torchrun"])
-def test_processes_stop_when_their_agent_is_killed(launcher: Sequence[str], tmp_path: Path) -> None:
+def test_processes_stop_when_their_agent_is_killed(tmp_path: Path) -> None:
     """They write a checkpoint first. The restarted job resumes from it."""
-    with started(tmp_path, launcher) as agent:
+    with started(tmp_path, BARE) as agent:
         workers = children(agent.pid)
         agent.kill()
         deadline = time.monotonic() + END

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import pickle
 import signal
 import time
 from pathlib import Path
@@ -25,7 +24,6 @@ from petra.staleness import Prediction
 from petra.training import OPTIMIZERS, Checkpoints, JsonLines, Trainer, best_of, finished_epochs, newest, restore
 from petra.training.checkpoint import MANIFEST, checkpoints
 from petra.training.storage import read, write
-from stress.kill_many import kill_many
 from tests.launch.test_launch import TINY, metrics
 from tests.support.forked import Forked
 from tests.support.nets import RandomSource, make_pipeline, mixed_net
@@ -136,40 +134,16 @@ def saved(folder: Path, count: int = 2, **options: Any) -> Pipeline:
     return pipeline
 
 
-def test_damage_is_detected_and_the_checkpoint_before_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Random damage: test_damaged_checkpoints.py."""
     saved(tmp_path)
-    last = tmp_path / "000000004"
-    for path in last.iterdir():
-        whole = path.read_bytes()
-        for at in {0, len(whole) // 2, len(whole) - 2}:
-            path.write_bytes(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :])
-            caplog.clear()
-            found = newest(tmp_path)
-            if found == last:  # changed white space in the manifest, or the case of a name
-                assert path.name == MANIFEST
-            else:
-                assert found == tmp_path / "000000002"
-                assert f"checkpoint {last}: " in (printed := caplog.text)
-                assert path.name in printed or path.name == MANIFEST
-        path.write_bytes(whole[: len(whole) // 2])
-        assert newest(tmp_path) == tmp_path / "000000002"
-        path.unlink()
-        assert newest(tmp_path) == tmp_path / "000000002"
-        assert "incomplete" in caplog.text
-        path.write_bytes(whole)
-    assert newest(tmp_path) == last
-    for path in checkpoints(tmp_path):
-        (path / MANIFEST).unlink()
+    (tmp_path / "000000004" / ".metadata").unlink()
+    assert newest(tmp_path) == tmp_path / "000000002"
+    assert f"checkpoint {tmp_path}/000000004: incomplete" in caplog.text
+    (tmp_path / "000000002" / MANIFEST).unlink()
     with pytest.raises(DataError, match="expected at least one intact checkpoint, got 2 damaged"):
         newest(tmp_path)
     assert newest(tmp_path / "none") is None
-
-
-def test_a_checkpoint_that_would_run_code_is_an_error(tmp_path: Path) -> None:
-    saved(tmp_path)
-    (tmp_path / "000000004" / ".metadata").write_bytes(pickle.dumps(os.system))
-    with pytest.raises(DataError, match=r"it asks for posix\.system"):
-        restore(build(), tmp_path / "000000004")
 
 
 def save_into_a_file(rank: int, folder: str) -> str:
@@ -294,17 +268,6 @@ def test_another_configuration_is_an_error() -> None:
             require_same(found, same | new, Path("c"))
     with pytest.raises(ConfigError, match=r"k: expected 4 as in .*, got 2"):
         require_same(found, same | {"k": 2}, Path("c"))
-
-
-def test_a_run_from_before_the_test_part_resumes() -> None:
-    """``data.split`` does not change what is trained, and its value for tokens was null."""
-    assert require_same({"data": {"split": None}}, {"data": {"split": "val"}}, Path("c")) == {}
-
-
-@pytest.mark.processes
-@pytest.mark.timeout(600)
-def test_killed_processes_resume_to_the_same_bits(tmp_path: Path) -> None:
-    assert kill_many(2, tmp_path).total() == 2
 
 
 @pytest.mark.processes

@@ -209,8 +209,15 @@ def test_schedules_check_their_values() -> None:
             Polynomial(0.1, 10, 5, final=final)
     with pytest.raises(ConfigError, match=r"schedule\.warmup_epochs: expected a finite number >= 0, got nan"):
         MultiStep(0.1, 10, 5, warmup_epochs=math.nan)
-    with pytest.raises(ConfigError, match=r"optim\.lr: expected a number >= 0, got inf"):
-        MultiStep(math.inf, 10, 5)
+    for peak in (math.inf, -1.0):
+        with pytest.raises(ConfigError, match=r"optim\.lr: expected a number >= 0, got"):
+            MultiStep(peak, 10, 5)
+    with pytest.raises(ConfigError, match=r"schedule\.gamma: expected"):
+        MultiStep(0.1, 10, 5, gamma=2.0)
+    for milestones in ([3, 2], [2, 2], [0, 1]):
+        with pytest.raises(ConfigError, match=r"schedule\.milestones: expected"):
+            MultiStep(0.1, 10, 5, milestones=milestones)
+    assert MultiStep(peak=0.5, microbatches_per_epoch=10, epochs=3)(1) == 0.5  # without a warm-up
 
 
 @pytest.mark.parametrize("skips", [False, True])

@@ -38,46 +38,9 @@ def test_peak_rate_of_the_paper() -> None:
     assert peak_rate(0.1, batch_size=64, k=32) == pytest.approx(0.8)
 
 
-def test_schedule_warms_up_linearly_then_steps_down() -> None:
-    rate = MultiStep(peak=0.8, microbatches_per_epoch=10, epochs=6, warmup_epochs=2, milestones=[3, 5], gamma=0.1)
-    assert [rate(t) for t in (1, 5, 20)] == pytest.approx([0.8 / 20, 0.8 / 4, 0.8])
-    assert [rate(t) for t in (21, 30)] == [0.8, 0.8]
-    assert [rate(t) for t in (31, 50, 51, 500)] == pytest.approx([0.08, 0.08, 0.008, 0.008])
-
-
-def test_schedule_without_warmup_starts_at_the_peak() -> None:
-    assert MultiStep(peak=0.5, microbatches_per_epoch=10, epochs=3)(1) == 0.5
-
-
 def test_a_milestone_within_the_warmup_scales_the_ramp() -> None:
     rate = MultiStep(peak=1.0, microbatches_per_epoch=10, epochs=6, warmup_epochs=4, milestones=[1])
     assert [rate(10), rate(11), rate(40)] == pytest.approx([10 / 40, 0.1 * 11 / 40, 0.1])
-
-
-@pytest.mark.parametrize(
-    ("values", "key"),
-    [({"peak": -1.0}, "lr"), ({"warmup_epochs": -1}, "warmup_epochs"), ({"gamma": 2.0}, "gamma")]
-    + [({"milestones": m}, "milestones") for m in ([3, 2], [2, 2], [0, 1])],
-)
-def test_schedule_checks_its_values(values: dict[str, object], key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"(optim|schedule)\.{key}: expected .*, got"):
-        MultiStep(**({"peak": 0.1, "microbatches_per_epoch": 10, "epochs": 6} | values))
-
-
-def test_sgd_decays_weights_only() -> None:
-    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2))
-    decayed, plain = sgd(module, weight_decay=0.01).param_groups
-    assert [decayed["weight_decay"], plain["weight_decay"]] == [0.01, 0.0]
-    assert {p.dim() for p in decayed["params"]} == {4, 2}
-    assert {p.dim() for p in plain["params"]} == {1}
-    assert len(decayed["params"]) + len(plain["params"]) == len(list(module.parameters()))
-
-
-def test_sgd_of_a_module_without_biases_and_with_frozen_parameters() -> None:
-    module = nn.Linear(3, 2)
-    module.bias.requires_grad_(False)
-    (group,) = sgd(module).param_groups
-    assert group["params"][0] is module.weight
 
 
 def test_sgd_steps_as_the_plain_optimizer() -> None:
