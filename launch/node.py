@@ -29,6 +29,7 @@ from petra.errors import invalid, require
 
 from . import own_module
 from .runtime.agent import run_agent
+from .runtime.rank import integer
 from .runtime.signals import stop_before_start
 from .runtime.terminal import command, parser_for
 
@@ -65,11 +66,11 @@ class Node:
         name, value = _first(environment, "NNODES", "PET_NNODES", "SLURM_NNODES") or ("NNODES", "1")
         least, _, most = value.partition(":")
         require(most in ("", least), name, "one number, since the number of stages is fixed", value)
-        nodes = _integer(name, least, 1)
+        nodes = integer(name, least, 1)
         name, value = _first(environment, "NODE_RANK", "PET_NODE_RANK", "SLURM_NODEID") or _single_node("NODE_RANK", "0", nodes)
-        rank = _integer(name, value, 0, nodes - 1)
+        rank = integer(name, value, 0, nodes - 1)
         name, value = _first(environment, "MASTER_PORT", "PET_MASTER_PORT") or ("MASTER_PORT", "29500")
-        port = _integer(name, value, 1, 65535)
+        port = integer(name, value, 1, 65535)
         found = _first(environment, "MASTER_ADDR", "PET_MASTER_ADDR")
         if found is None and "SLURM_JOB_NODELIST" in environment:
             found = ("SLURM_JOB_NODELIST", first_host(environment["SLURM_JOB_NODELIST"]))
@@ -184,7 +185,7 @@ def _processes(environment: Mapping[str, str], nodes: int, rank: int) -> str:
     values = value.split(",")
     require(len(values) in (1, nodes), name, f"one number, or one for each of {nodes} node(s)", value)
     mine = values[rank if len(values) > 1 else 0]
-    return mine if mine in WORDS else str(_integer(name, mine, 1))
+    return mine if mine in WORDS else str(integer(name, mine, 1))
 
 
 def _first(environment: Mapping[str, str], *names: str) -> tuple[str, str] | None:
@@ -195,13 +196,6 @@ def _single_node(name: str, value: str, nodes: int) -> tuple[str, str]:
     if nodes > 1:
         raise invalid(name, f"a value on each of {nodes} nodes", "nothing")
     return name, value
-
-
-def _integer(name: str, value: str, least: int, most: int | None = None) -> int:
-    expected = f"an integer >= {least}" if most is None else f"an integer from {least} to {most}"
-    valid = value.isdecimal() and least <= int(value) and (most is None or int(value) <= most)
-    require(valid, name, expected, value)
-    return int(value)
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ class Started(Protocol):
         """Send a signal to the process."""
 
 
-Start = Callable[[Mapping[str, str]], Started]
+StartProcess = Callable[[Mapping[str, str]], Started]
 """Starts a process with these variables in its environment."""
 
 
@@ -131,7 +131,7 @@ class ReplicaProcesses:
         restarts: Number of restarts.
     """
 
-    def __init__(self, start: Start, index: int, processes: int, port: int) -> None:
+    def __init__(self, start: StartProcess, index: int, processes: int, port: int) -> None:
         self._start, self._processes = start, processes
         self._store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         self._environment = {

@@ -141,11 +141,11 @@ def default_folder(config: Config) -> Path:
         path = Path("runs", name if number == 1 else f"{name}_{number}")
         try:
             path.mkdir(parents=True)
+            break
         except FileExistsError:
             continue
         except OSError as error:
             raise invalid("run_dir", "a folder, since the default one cannot be created", f"{path} ({error.strerror})") from error
-        break
     return path
 
 

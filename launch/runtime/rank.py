@@ -50,20 +50,20 @@ class Process:
         """
         if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
             return Process(rank=0, world=1, local_rank=0, local_world=1)
-        world = _variable("WORLD_SIZE", 1)
+
+        def variable(name: str, least: int, most: int | None = None, default: str | None = None, note: str = "") -> int:
+            return integer(f"environment variable {name}", os.environ.get(name, default), least, most, note)
+
+        world = variable("WORLD_SIZE", 1)
         process = Process(
-            rank=_variable("RANK", 0, world - 1),
+            rank=variable("RANK", 0, world - 1, note=" (one of WORLD_SIZE processes)"),
             world=world,
-            local_rank=_variable("LOCAL_RANK", 0, default="0"),
-            local_world=_variable("LOCAL_WORLD_SIZE", 1, world, default="1"),
+            local_rank=variable("LOCAL_RANK", 0, default="0"),
+            local_world=variable("LOCAL_WORLD_SIZE", 1, world, default="1"),
         )
-        require(
-            bool(os.environ.get("MASTER_ADDR")),
-            "environment variable MASTER_ADDR",
-            f"the address of rank 0 with WORLD_SIZE={world}",
-            "nothing",
-        )
-        _variable("MASTER_PORT", 1, 65535)
+        expected = f"the address of rank 0 with WORLD_SIZE={world}"
+        require(bool(os.environ.get("MASTER_ADDR")), "environment variable MASTER_ADDR", expected, "nothing")
+        variable("MASTER_PORT", 1, 65535)
         return process
 
     @property
@@ -144,18 +144,18 @@ class Process:
         dist.destroy_process_group()
 
 
-def _variable(name: str, least: int, most: int | None = None, default: str | None = None) -> int:
-    """Return the integer in an environment variable.
+def integer(name: str, value: str | None, least: int, most: int | None = None, note: str = "") -> int:
+    """Return the integer that a text is.
+
+    Args:
+        note: What the message adds to what is expected.
 
     Raises:
-        ConfigError: If the variable is not set and has no default, or if its value is out of range.
+        ConfigError: If it is none, or out of range.
     """
-    value = os.environ.get(name, default)
     expected = f"an integer >= {least}" if most is None else f"an integer from {least} to {most}"
     valid = value is not None and value.isdecimal() and least <= int(value) and (most is None or int(value) <= most)
-    if name == "RANK":
-        expected += " (one of WORLD_SIZE processes)"
-    require(valid, f"environment variable {name}", expected, "nothing" if value is None else value)
+    require(valid, name, expected + note, "nothing" if value is None else value)
     return int(value or 0)
 
 

@@ -44,11 +44,11 @@ class Trial(NamedTuple):
     processes: int = 1
 
 
-Start = Callable[[str, Sequence[str], int, float], "subprocess.CompletedProcess[str]"]
+StartProcesses = Callable[[str, Sequence[str], int, float], "subprocess.CompletedProcess[str]"]
 """Runs a module with arguments in a number of processes, within a number of seconds."""
 
 
-def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> None:
+def main(arguments: Sequence[str] | None = None, start: StartProcesses | None = None) -> None:
     """Run all parts and write the report. Exit with status 1 if a part failed.
 
     Args:
@@ -115,7 +115,7 @@ def _speeds(common: dict[str, Any], tiny: bool, processes: int) -> Iterator[Tria
                         yield Trial("speed", f"{model}, batch {batch}, {method}{variant}", {**options, **fast, **counts}, processes)
 
 
-def run_part(run: Trial, seconds: float, start: Start) -> dict[str, Any]:
+def run_part(run: Trial, seconds: float, start: StartProcesses) -> dict[str, Any]:
     """Run a part in processes of its own. Return its findings, or why it ``failed``."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
@@ -156,7 +156,7 @@ def judge(part: str, found: dict[str, Any], large: bool = False) -> dict[str, st
     return {}
 
 
-def _doctor(processes: int, start: Start) -> str:
+def _doctor(processes: int, start: StartProcesses) -> str:
     """Return the report of ``launch.doctor`` for all GPUs."""
     module = f"{(__package__ or '').rpartition('.')[0]}.doctor"
     try:

@@ -6,7 +6,7 @@ rate must be set before each step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -22,31 +22,37 @@ Rated = TypeVar("Rated", bound=torch.optim.Optimizer)
 def sgd(module: nn.Module, *, momentum: float = 0.9, nesterov: bool = True, weight_decay: float = 5e-4) -> torch.optim.SGD:
     """Return stochastic gradient descent with momentum."""
     # fused=True takes one kernel per group instead of several per parameter, with the same results bit for bit.
-    optimizer = torch.optim.SGD(_groups(module, weight_decay), lr=0.0, momentum=momentum, nesterov=nesterov, fused=True)
+    optimizer = torch.optim.SGD(
+        _groups(module.parameters(), weight_decay), lr=0.0, momentum=momentum, nesterov=nesterov, fused=True
+    )
     if momentum:
         # Zeros do not change the first step. If that step is skipped on the GPU, torch's own first buffer is uninitialised memory.
-        for p in _trainable(module):
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
     return _without_rate(optimizer)
 
 
 def lars(module: nn.Module, *, momentum: float = 0.9, trust: float = 0.001, weight_decay: float = 5e-4) -> LARS:
     """Return LARS, for large batches. It updates biases and normalisation as SGD does."""
-    return _without_rate(LARS(_groups(module, weight_decay), momentum=momentum, trust=trust))
+    return _without_rate(LARS(_groups(module.parameters(), weight_decay), momentum=momentum, trust=trust))
 
 
 def adam(
     module: nn.Module, *, betas: Sequence[float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0
 ) -> torch.optim.Adam:
     """Return Adam, with weight decay added to the gradient (Kingma, Ba 2015)."""
-    return _without_rate(torch.optim.Adam(_groups(module, weight_decay), lr=0.0, betas=_pair(betas), eps=eps, fused=True))
+    return _without_rate(
+        torch.optim.Adam(_groups(module.parameters(), weight_decay), lr=0.0, betas=(betas[0], betas[1]), eps=eps, fused=True)
+    )
 
 
 def adamw(
     module: nn.Module, *, betas: Sequence[float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01
 ) -> torch.optim.AdamW:
     """Return Adam with decoupled weight decay (Loshchilov, Hutter 2019)."""
-    return _without_rate(torch.optim.AdamW(_groups(module, weight_decay), lr=0.0, betas=_pair(betas), eps=eps, fused=True))
+    return _without_rate(
+        torch.optim.AdamW(_groups(module.parameters(), weight_decay), lr=0.0, betas=(betas[0], betas[1]), eps=eps, fused=True)
+    )
 
 
 def nadam(
@@ -57,8 +63,10 @@ def nadam(
     Its Nesterov momentum grows during training. The large β1 makes the look-ahead long; torch's momentum_decay is their ψ, 0.004.
     Their experiments use ``method=pipedream k=1``, or, without stashed weights, ``method=petra``.
     """
-    groups = _groups(module, weight_decay)
-    return _without_rate(torch.optim.NAdam(groups, lr=0.0, betas=_pair(betas), eps=eps, decoupled_weight_decay=True, foreach=True))
+    groups = _groups(module.parameters(), weight_decay)
+    return _without_rate(
+        torch.optim.NAdam(groups, lr=0.0, betas=(betas[0], betas[1]), eps=eps, decoupled_weight_decay=True, foreach=True)
+    )
 
 
 def basis_rotation(
@@ -72,7 +80,9 @@ def basis_rotation(
     """Return Adam in a rotated basis for the weights of linear layers, and in the ordinary one for all other parameters."""
     matrices, rest = _matrices(module)
     groups = [{"params": matrices, "weight_decay": weight_decay, "rotated": True}] if matrices else []
-    return _without_rate(BasisRotation([*groups, *_split(rest, weight_decay)], betas=_pair(betas), eps=eps, frequency=frequency))
+    return _without_rate(
+        BasisRotation([*groups, *_groups(rest, weight_decay)], betas=(betas[0], betas[1]), eps=eps, frequency=frequency)
+    )
 
 
 class Muon(torch.optim.Optimizer):
@@ -110,7 +120,7 @@ class Muon(torch.optim.Optimizer):
             self._parts.append((muon, 1))
             groups += muon.param_groups
         if rest:
-            other = torch.optim.AdamW(_split(rest, weight_decay), lr=0.0, betas=_pair(betas), eps=eps, fused=True)
+            other = torch.optim.AdamW(_groups(rest, weight_decay), lr=0.0, betas=(betas[0], betas[1]), eps=eps, fused=True)
             self._parts.append((other, len(other.param_groups)))
             groups += other.param_groups
         super().__init__(groups, {})
@@ -164,10 +174,6 @@ def _without_rate(optimizer: Rated) -> Rated:
     return optimizer
 
 
-def _trainable(module: nn.Module) -> list[Tensor]:
-    return [p for p in module.parameters() if p.requires_grad]
-
-
 def _matrices(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """Return the weights of linear layers and of the projections of attention layers, and all other trained parameters."""
     layers = [*module.modules()]
@@ -175,22 +181,12 @@ def _matrices(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     projections = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
     linear |= {id(getattr(m, name)) for m in layers if isinstance(m, nn.MultiheadAttention) for name in projections}
     linear -= {id(m.weight) for m in layers if isinstance(m, nn.Embedding)}  # shared with a linear layer
-    trained = _trainable(module)
+    trained = [p for p in module.parameters() if p.requires_grad]
     return [p for p in trained if id(p) in linear], [p for p in trained if id(p) not in linear]
 
 
-def _groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    return _split(_trainable(module), weight_decay)
-
-
-def _split(parameters: Sequence[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    return [g for g in groups if g["params"]]
-
-
-def _pair(betas: Sequence[float]) -> tuple[float, float]:
-    first, second = betas
-    return first, second
+def _groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
+    """Return the groups of the trained parameters: those with decay, and those of one dimension."""
+    trained = [p for p in parameters if p.requires_grad]
+    parts = ([p for p in trained if p.dim() > 1], weight_decay), ([p for p in trained if p.dim() <= 1], 0.0)
+    return [{"params": params, "weight_decay": decay} for params, decay in parts if params]

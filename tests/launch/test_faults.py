@@ -147,7 +147,7 @@ def own_session(rank: int) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_to_every_process_of_a_job_lets_it_save(number: signal.Signals, tmp_path: Path) -> None:
     """Includes the processes that prepare data."""
     with Forked(tmp_path, [*LONG, "data.workers=1", "checkpoint.every=4"], 2, prepare=own_session) as run:

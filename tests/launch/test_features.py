@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -20,10 +21,11 @@ from launch.evaluate import main as evaluate
 from launch.run.build import set_up
 from launch.run.dry_run import stage_map, stage_rows
 from launch.run.training import run
-from petra import BlockSpec, ConfigError, DataError, Keep, Method, Model, Pipeline, TensorSpec, UpdateRules, Weights
+from petra import ConfigError, DataError, Keep, Method, Pipeline, UpdateRules, Weights
 from petra.engine.endpoints import Losses
 from petra.engine.metrics import top5_correct
 from petra.engine.options.compile import compile_block
+from petra.engine.totals import Result
 from petra.models import revnet18
 from petra.reversible import Coupling
 from petra.settings import Numerics, Runtime
@@ -117,37 +119,10 @@ def test_metrics_follow_the_data() -> None:
         assert list(setup.pipeline(setup.learning_rate(1)).recipe.metrics) == names
 
 
-class Words(RandomSource):
-    def __init__(self) -> None:
-        super().__init__(batch=2, size=3, classes=7)
-        self.spec = TensorSpec((2, 3), torch.int64)
-
-    def inputs(self, m: int) -> Tensor:
-        return torch.randint(7, (2, 3), generator=self._generator(m, 0))
-
-    def targets(self, m: int) -> Tensor:
-        return torch.randint(7, (6,), generator=self._generator(m, 1))
-
-
-def test_perplexity_of_text() -> None:
-    class Flat(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 7)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x).flatten(0, 1)
-
-    model = Model("words", (BlockSpec("table", partial(nn.Embedding, 7, 4)), BlockSpec("head", Flat)))
-    pipeline = make_pipeline(model, Words().spec, optimizer=sgd, learning_rate=lambda t: 0.1)
-    pipeline.train(Words(), 3)
-    numbers = means(pipeline.evaluate(Words(), 4), "tokens")
-    plain = model.build(0)
-    plain.load_state_dict(pipeline.state_dict())
-    with torch.no_grad():
-        loss = torch.cat([F.cross_entropy(plain(Words().inputs(m)), Words().targets(m), reduction="none") for m in range(4)]).mean()
-    assert numbers["perplexity"] == pytest.approx(loss.exp().item(), rel=1e-5)
-    assert numbers.keys() == {"loss", "accuracy", "perplexity"}
+def test_perplexity_is_for_tokens_only() -> None:
+    result = Result(6, 1.5, {"accuracy": 0.5})
+    assert means(result, "tokens") == {"loss": 1.5, "accuracy": 0.5, "perplexity": pytest.approx(math.exp(1.5))}
+    assert means(result, "images") == {"loss": 1.5, "accuracy": 0.5}
 
 
 # --- export and evaluation ---

@@ -41,29 +41,18 @@ def test_all_methods_and_both_transports_are_tested_in_any_machine() -> None:
     assert not [run for run in plan(1, False) if run.part == "transport"]  # NCCL refuses two processes on one GPU
 
 
-def test_a_run_on_the_cpu_equals_itself() -> None:
-    found = PARTS["compare"](TINY, CPU, ALONE)
-    assert found == {"difference": 0.0, "repeatable": True}
-
-
-def test_speed_and_loss_are_measured() -> None:
-    found = PARTS["speed"](TINY, CPU, ALONE)
-    assert found["samples_per_second"] > 0
-    assert found["loss"] > 0
-    assert len(found["peak_bytes"]) == 1
-
-
-def test_the_memory_of_a_cpu_is_predicted_but_not_known() -> None:
-    found = PARTS["memory"]({**TINY, "stages": 4}, CPU, ALONE)
-    assert found["peak_bytes"] is None
-    assert found["predicted_bytes"] > 0
-
-
-def test_runs_over_a_transport_are_repeated() -> None:
-    first, second = (PARTS["transport"]({**TINY, "microbatches": 4}, CPU, ALONE) for _ in range(2))
+def test_parts_on_the_cpu() -> None:
+    """A run equals itself, its memory is predicted but not known, and its digest depends on its length only."""
+    assert PARTS["compare"](TINY, CPU, ALONE) == {"difference": 0.0, "repeatable": True}
+    memory = PARTS["memory"]({**TINY, "stages": 4}, CPU, ALONE)
+    assert memory["peak_bytes"] is None
+    assert memory["predicted_bytes"] > 0
+    speed = PARTS["speed"](TINY, CPU, ALONE)
+    assert speed["samples_per_second"] > 0
+    assert len(speed["peak_bytes"]) == 1
+    first, second = (PARTS["transport"]({**TINY, "microbatches": count}, CPU, ALONE) for count in (4, 5))
     assert first["repeatable"]
-    assert first["digest"] == second["digest"]
-    assert first["digest"] != PARTS["transport"]({**TINY, "microbatches": 5}, CPU, ALONE)["digest"]
+    assert first["digest"] != second["digest"]
 
 
 @pytest.mark.parametrize("minutes", ["nan", "0", "-1"])

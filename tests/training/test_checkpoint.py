@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[key], value), key
 
 
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "background"), [*zip(CASES, cycle([True, False]), strict=False)])
 def test_a_resumed_pipeline_is_equal_bit_for_bit(case: str, background: bool, tmp_path: Path) -> None:
     """The checkpoint is saved inside an accumulation."""
     data, whole, resumed = RandomSource(), build(**CASES[case]), build(**CASES[case])
