@@ -22,20 +22,8 @@ def tokenize(folder: Path, *words: str) -> dict[str, object]:
     """Tokenize TEXTS, a third of them for validation unless the words say otherwise."""
     source = folder / "texts.txt"
     source.write_text("<end>\n".join(TEXTS), encoding="utf-8")
-    main(
-        [
-            str(source),
-            "--out",
-            str(folder / "tokens"),
-            "--vocabulary",
-            "300",
-            "--separator",
-            r"<end>\n",
-            "--validation",
-            "0.3",
-            *words,
-        ]
-    )
+    options = f"--vocabulary 300 --separator <end>\\n --validation 0.3 --out {folder / 'tokens'}".split()
+    main([str(source), *options, *words])
     return json.loads((folder / "tokens" / "corpus.json").read_text())
 
 
@@ -79,15 +67,6 @@ def test_a_third_part_leaves_the_validation_part_as_it_is(fraction: str, tmp_pat
     assert data.bytes_per_target == facts["test"]["bytes"] / facts["test"]["tokens"]
 
 
-def test_files_for_the_test_part(tmp_path: Path) -> None:
-    for name in ("one", "two", "three"):
-        (tmp_path / name).write_text(f"Chapter {name}", encoding="utf-8")
-    one, two, three, out = (str(tmp_path / name) for name in ("one", "two", "three", "out"))
-    main([one, "--validation", two, "--test", three, "--out", out, "--vocabulary", "300"])
-    parts = [decoded(Path(out), part) for part in ("train", "val", "test")]
-    assert parts == [["Chapter one"], ["Chapter two"], ["Chapter three"]]
-
-
 def test_equal_documents_are_on_one_side(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 2))
     main([str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "tokens"), "--vocabulary", "300", "--validation", "0.3"])
@@ -95,16 +74,15 @@ def test_equal_documents_are_on_one_side(tmp_path: Path) -> None:
     assert not train & held_out
 
 
-def test_files_for_validation_and_a_given_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_for_other_parts_and_a_given_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenize(tmp_path)
-    for name in ("one", "two"):
+    for name in ("one", "two", "three"):
         (tmp_path / name).write_text(f"Chapter {name}", encoding="utf-8")
-    vocabulary = str(tmp_path / "tokens" / "tokenizer.json")
-    one, two, out = (str(tmp_path / name) for name in ("one", "two", "again"))
-    main([one, "--validation", two, "--out", out, "--vocabulary", vocabulary])
-    assert decoded(Path(out), "train") == ["Chapter one"]
-    assert decoded(Path(out), "val") == ["Chapter two"]
-    assert "22.0/22.0" in capsys.readouterr().err  # the progress bar counts the bytes of both files
+    one, two, three, out = (str(tmp_path / name) for name in ("one", "two", "three", "again"))
+    main([one, "--validation", two, "--test", three, "--out", out, "--vocabulary", str(tmp_path / "tokens" / "tokenizer.json")])
+    parts = [decoded(Path(out), part) for part in ("train", "val", "test")]
+    assert parts == [["Chapter one"], ["Chapter two"], ["Chapter three"]]
+    assert "35.0/35.0" in capsys.readouterr().err  # the progress bar counts the bytes of all files
 
 
 @pytest.mark.parametrize(
@@ -124,20 +102,6 @@ def test_invalid_input_gives_one_line(words: list[str], message: str, tmp_path: 
     assert ended.value.code == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert message in line
-
-
-def test_a_folder_with_tokens_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tokenize(tmp_path)
-    with pytest.raises(SystemExit):
-        tokenize(tmp_path)
-    assert "--out: expected a folder without token files" in capsys.readouterr().err
-
-
-def test_few_documents_leave_at_least_one_for_validation(tmp_path: Path) -> None:
-    tokenize(tmp_path, "--validation", "1e-9")
-    train, held_out = (decoded(tmp_path / "tokens", split) for split in ("train", "val"))
-    assert len(held_out) == 1
-    assert sorted(train + held_out) == sorted(TEXTS)
 
 
 def test_an_error_leaves_no_token_files(
@@ -203,8 +167,10 @@ def test_the_vocabulary_of_ordinary_text_is_that_of_whole_words() -> None:
     assert [found.encode(text).ids for text in texts] == [expected.encode(text).ids for text in texts]
 
 
-@pytest.mark.parametrize("sizes", [(3000,), (2000, 2500), (5000, 1, 2), (3000, 3000)])
-@pytest.mark.parametrize("test", [[], ["--test", "0.05"]])
+TEST = ["--test", "0.05"]
+
+
+@pytest.mark.parametrize(("sizes", "test"), [((3000,), TEST), ((2000, 2500), []), ((5000, 1, 2), TEST), ((3000, 3000), TEST)])
 def test_few_documents_give_about_the_asked_fraction(sizes: tuple[int, ...], test: list[str], tmp_path: Path) -> None:
     texts = [f"Chapter {size}: " + "".join(f"na\u00efve {i}, " for i in range(size)) for size in sizes]
     for i, text in enumerate(texts):
@@ -222,7 +188,7 @@ def test_few_documents_give_about_the_asked_fraction(sizes: tuple[int, ...], tes
     assert parts["val"][texts.index(longest) if len(parts["val"]) > 1 else 0] in longest[-len(longest) // 8 :]
 
 
-def test_the_folder_is_checked_before_the_vocabulary_is_trained(
+def test_a_folder_with_tokens_is_refused_before_the_vocabulary_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "tokens").mkdir()
@@ -232,3 +198,4 @@ def test_the_folder_is_checked_before_the_vocabulary_is_trained(
     with pytest.raises(SystemExit):
         tokenize(tmp_path)
     assert not trained
+    assert "--out: expected a folder without token files" in capsys.readouterr().err
