@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -46,20 +48,18 @@ def test_size(name: str, options: dict[str, object], blocks: int, parameters: in
     assert sum(p.numel() for p in chain.parameters()) == parameters
 
 
-def test_resnext_flops_and_shapes_without_data() -> None:
-    """ResNeXt-101 32x4d needs 8.0 billion multiply-adds for an image of 224x224 pixels (Xie et al. 2017, section 5.1)."""
+def test_flops_and_shapes_without_data() -> None:
+    """ResNeXt-101 32x4d: 8.0 billion multiply-adds for 224x224 pixels (Xie et al. 2017, section 5.1). WideResNet: five halvings."""
     profile = MODELS["resnext101"](1000, stem="imagenet", norm="inplace_abn").profile(TensorSpec((1, 3, 224, 224), torch.float32))
     assert sum(block.flops for block in profile) / 2e9 == pytest.approx(8.0, abs=0.05)
     assert profile[-2].outputs[0].shape == (1, 2048, 7, 7)
-
-
-def test_wide_resnet_halves_the_image_five_times() -> None:
     profile = MODELS["wide_resnet38"](norm="inplace_abn").profile(TensorSpec((1, 3, 64, 64), torch.float32))
     assert [block.outputs[0].shape[2] for block in profile[:-1]] == [64, *[32] * 3, *[16] * 3, *[8] * 6, *[4] * 3, 2, 2]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_inplace_abn_equals_batch_norm_and_leaky_relu(name: str) -> None:
+    """It stores less, and blocks leave the callers' tensors unchanged."""
     x = torch.randn(3, 3, 32, 32, dtype=torch.float64)
     with_abn, plain = small(name, "inplace_abn"), small(name, "batchnorm")
     assert with_abn.state_dict().keys() == plain.state_dict().keys()
@@ -70,26 +70,14 @@ def test_inplace_abn_equals_batch_norm_and_leaky_relu(name: str) -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-9 * max(1, q.grad.abs().max().item()))
     for a, b in zip(with_abn.buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+    stored, more = (kept_bytes(lambda c=c: c(x), c.parameters()) for c in (with_abn, plain))
+    assert stored < 0.9 * more
     torch.testing.assert_close(with_abn.eval()(x), plain.eval()(x), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_blocks_leave_the_callers_tensors_unchanged(name: str) -> None:
-    made = [torch.randn(2, 3, 32, 32, dtype=torch.float64)]
-    copies, streams = [made[0].clone()], (made[0],)
-    for block in small(name, "inplace_abn").children():
+    made, streams = [(x, x.clone())], (x,)
+    for block in with_abn.train().children():
         streams = as_streams(block(*streams))
-        made += streams
-        copies += [y.clone() for y in streams]
-    assert all(torch.equal(a, b) for a, b in zip(made, copies, strict=True))
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_inplace_abn_stores_less(name: str) -> None:
-    x = torch.randn(3, 3, 32, 32, dtype=torch.float64)
-    chains = [small(name, norm) for norm in ("inplace_abn", "batchnorm")]
-    with_abn, plain = (kept_bytes(lambda c=c: c(x), c.parameters()) for c in chains)
-    assert with_abn < 0.9 * plain
+        made += [(y, y.clone()) for y in streams]
+    assert all(torch.equal(y, copy) for y, copy in made)
 
 
 @pytest.mark.parametrize("keep", STORABLE)
@@ -145,25 +133,17 @@ def test_a_block_may_not_normalise_its_input_in_place() -> None:
     torch.testing.assert_close(y2 - x1, InPlaceABN(4)(y1.clone()))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"norm": "groupnorm"}, "model.norm: expected batchnorm, inplace_abn or inplace_abn_sync, got groupnorm"),
-        (
-            {"norm": "inplace_abn", "activation": "relu"},
-            "model.activation: expected leaky_relu with model.norm=inplace_abn, got relu",
-        ),
+        ({"norm": "inplace_abn", "activation": "relu"}, "expected leaky_relu with model.norm=inplace_abn, got relu"),
         ({"activation": "elu"}, "model.activation: expected relu or leaky_relu with model.norm=batchnorm, got elu"),
+        ({"cardinality": 0}, "model.cardinality: expected"),
+        ({"base_width": 0}, "model.base_width: expected"),
+        ({"width": 1 / 8}, "model.width: expected"),
     ],
 )
-def test_invalid_norms_and_activations(name: str, arguments: dict[str, str], message: str) -> None:
+def test_invalid_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        MODELS[name](**arguments)
-
-
-@pytest.mark.parametrize("arguments", [{"cardinality": 0}, {"base_width": 0}, {"width": 1 / 8}])
-def test_invalid_sizes_of_resnext(arguments: dict[str, float]) -> None:
-    (key,) = arguments
-    with pytest.raises(ConfigError, match=f"model.{key}: expected"):
         MODELS["resnext101"](**arguments)

@@ -6,7 +6,6 @@ import random
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from PIL import Image
 from scipy.stats import chisquare
 
 from petra.data import EvalSource, TrainSource, load_dataset
-from petra.errors import ConfigError, DataError, PetraError
+from petra.errors import ConfigError, DataError
 from petra.inplace_abn.class_uniform import ClassUniform
-from petra.inplace_abn.crops import MEAN_COLOUR, random_pixel, random_window, scaled, tiles_of
+from petra.inplace_abn.crops import MEAN_COLOUR, random_window, scaled, tiles_of
 from petra.inplace_abn.label_maps import SampleIndex
 from petra.inplace_abn.segmentation import CITYSCAPES_CLASSES
 from petra.specs import IGNORED
@@ -87,22 +86,16 @@ def test_training_images_and_labels_show_the_same_window(root: Path, sampling: s
     assert compared > 500
 
 
-def test_windows_change_with_epoch_and_seed_and_are_reproducible(root: Path) -> None:
-    source, other = TrainSource(load(root), 6, seed=0), TrainSource(load(root), 6, seed=1)
-    first = source.inputs(0)
-    assert not torch.equal(first, source.inputs(1))
-    assert not torch.equal(first, other.inputs(0))
-    assert torch.equal(first, TrainSource(load(root), 6, seed=0).inputs(0))
-
-
-@pytest.mark.processes
-def test_workers_change_nothing(root: Path) -> None:
+def test_windows_change_with_epoch_and_seed_and_workers_change_nothing(root: Path) -> None:
     """Also if targets are read twice, as by replicas, or out of order."""
-    alone, helped = TrainSource(load(root), 2, seed=0), TrainSource(load(root), 2, seed=0, workers=2)
-    for m in (0, 1, 1, 2, 0, 3, 4):
+    alone, helped, other = TrainSource(load(root), 3, 0), TrainSource(load(root), 3, 0, workers=2), TrainSource(load(root), 3, 1)
+    first = alone.inputs(0)
+    assert not torch.equal(first, alone.inputs(2))
+    assert not torch.equal(first, other.inputs(0))
+    for m in (0, 1, 1, 2, 0, 3):
         assert torch.equal(alone.targets(m), helped.targets(m))
         assert torch.equal(alone.inputs(m), helped.inputs(m))
-    test, helped_test = EvalSource(load(root), 2), EvalSource(load(root), 2, workers=1)
+    test, helped_test = EvalSource(load(root), 5), EvalSource(load(root), 5, workers=1)
     for m in [*range(test.batches), 0, 1]:
         assert torch.equal(test.targets(m), helped_test.targets(m))
 
@@ -165,7 +158,7 @@ def test_class_uniform_sampling_shows_all_classes_equally_often() -> None:
     presence = np.zeros((20, 4), bool)
     presence[:, 0], presence[::2, 1], presence[7, 2] = True, True, True
     order, generator = ClassUniform(presence), torch.Generator().manual_seed(0)
-    samples = [SampleIndex.decode(i, 20, 4) for _ in range(150) for i in order(generator).tolist()]
+    samples = [SampleIndex.decode(i, 20, 4) for _ in range(80) for i in order(generator).tolist()]
     shown = Counter(sample.shown for sample in samples)
     assert set(shown) == {0, 1, 2}
     assert chisquare([*shown.values()]).pvalue > 1e-3
@@ -182,18 +175,8 @@ def test_class_uniform_sampling_needs_a_pixel_of_a_class(root: Path) -> None:
     message = (
         "data.sampling: expected shuffle, or training images with pixels of a class, got class_uniform and only ignored pixels"
     )
-    assert refusal(lambda: TrainSource(load(root, sampling="class_uniform"), 3, seed=0).targets(0)) == message
-
-
-def refusal(function: Callable[[], object]) -> str:
-    """Return the message of the error that a function raises, with the type of one that is not petra's."""
-    try:
-        function()
-    except PetraError as error:
-        return str(error)
-    except Exception as error:
-        return repr(error)
-    return "none"
+    with pytest.raises(DataError, match=message):
+        load(root, sampling="class_uniform")
 
 
 def test_class_uniform_windows_contain_their_class(root: Path) -> None:
@@ -212,14 +195,6 @@ def test_class_uniform_windows_contain_their_class(root: Path) -> None:
             assert (data.train.targets(torch.tensor([index]), seed) == shown).any()
             hits += shown == 3
     assert hits > 10
-
-
-def test_random_pixels_have_the_class() -> None:
-    labels, rng = blocks(40, 40, 1).astype(np.int16), random.Random(0)
-    for _ in range(50):
-        column, row = random_pixel(labels, 2, rng)
-        assert labels[row, column] == 2
-    assert random_pixel(labels, 9, rng) is None
 
 
 def test_class_presence_is_cached_until_a_label_file_changes(root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,20 +277,15 @@ def _read_everything(root: Path) -> None:
     source.targets(0)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_invalid_settings_are_errors(root: Path) -> None:
+    """Without a folder the error explains the layout."""
+    for options, message in (
         ({"classes": 1}, "data.classes: expected an integer from 2 to 255, got 1"),
         ({"void": 2}, "data.void: expected an integer from 4, the number of classes, to 255, got 2"),
         ({"sampling": "often"}, "data.sampling: expected shuffle or class_uniform, got often"),
-    ],
-)
-def test_invalid_settings_are_errors(root: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load(root, **options)
-
-
-def test_without_a_folder_the_error_explains_the_layout() -> None:
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(root, **options)
     for name in ("segmentation", "cityscapes", "vistas", "cocostuff"):
         with pytest.raises(DataError, match="data.root: expected a path to the files of " + name):
             load_dataset(name)
