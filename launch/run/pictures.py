@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw
 from torch import nn
 
 from petra.inplace_abn.crops import Classes
-from petra.inplace_abn.label_maps import TileImages, read_image
+from petra.inplace_abn.label_maps import TileSamples, read_image
 from petra.specs import IGNORED
 from petra.training.records import write_text_atomically, writing
 
@@ -51,7 +51,7 @@ class Pictures:
             DataError: If a file can't be read or written.
         """
         reader = load(setup.config.data).test.inputs
-        assert isinstance(reader, TileImages)
+        assert isinstance(reader, TileSamples)
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         rows = [[name, "–" if iou is None else f"{iou:.1%}"] for name, iou in per_class.items()]
@@ -63,7 +63,7 @@ class Pictures:
                 overview(read_image(pair.image), labels, found, [*per_class]).save(path)
 
 
-def predicted(network: nn.Module, reader: TileImages, index: int) -> Classes:
+def predicted(network: nn.Module, reader: TileSamples, index: int) -> Classes:
     """Return the class with the highest score for each pixel of a test image, (H, W)."""
     height, width = reader.files.read_labels(index).shape
     found: Classes = np.full((height, width), IGNORED, np.int16)

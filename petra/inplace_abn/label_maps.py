@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from petra.data.imagenet import MOMENTS
 from petra.data.preparation import as_rgb, normalise
-from petra.errors import DataError, first_line, invalid
+from petra.errors import DataError, first_line, invalid, require
 from petra.inplace_abn.crops import Classes, Pixels, Size, Tile, Window, cut_image, cut_labels, random_pixel, random_window
 from petra.reversible import derive_seed
 from petra.specs import IGNORED
@@ -25,6 +25,7 @@ FORMATS = ("JPEG", "PNG", "WEBP")
 """Image formats that can be read."""
 OUT_OF_RANGE = IGNORED - 1
 """Class of values that may not occur."""
+Used = TypeVar("Used")
 
 
 class Pair(NamedTuple):
@@ -88,11 +89,7 @@ def read_image(path: Path) -> Image.Image:
     Raises:
         DataError: If it can't be decoded.
     """
-    try:
-        with Image.open(path, formats=FORMATS) as image:
-            return as_rgb(image)
-    except Exception as error:
-        raise _unreadable(path, error, "a JPEG, PNG or WebP image") from error
+    return _opened(path, as_rgb)
 
 
 def size_of(path: Path) -> Size:
@@ -101,23 +98,15 @@ def size_of(path: Path) -> Size:
     Raises:
         DataError: If the file can't be read.
     """
+    return _opened(path, lambda image: image.size)
+
+
+def _opened(path: Path, use: Callable[[Image.Image], Used]) -> Used:
     try:
         with Image.open(path, formats=FORMATS) as image:
-            return image.size
-    except Exception as error:
+            return use(image)
+    except Exception as error:  # decoders raise many types
         raise _unreadable(path, error, "a JPEG, PNG or WebP image") from error
-
-
-def require_same_size(pair: Pair, labels: Classes) -> None:
-    """Check that an image has the size of its labels.
-
-    Raises:
-        DataError: If it does not, or can't be read.
-    """
-    (width, height), (rows, columns) = size_of(pair.image), labels.shape
-    if (width, height) != (columns, rows):
-        expected = f"labels of {width}x{height} pixels, the size of {pair.image.name}"
-        raise invalid(str(pair.labels), expected, f"{columns}x{rows}", DataError)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,8 +135,11 @@ class Files:
         Raises:
             DataError: If they can't be used, or do not have the image's size.
         """
-        labels = self.values.read(self.pairs[index].labels)
-        require_same_size(self.pairs[index], labels)
+        pair = self.pairs[index]
+        labels = self.values.read(pair.labels)
+        (width, height), (rows, columns) = size_of(pair.image), labels.shape
+        expected = f"labels of {width}x{height} pixels, the size of {pair.image.name}"
+        require((width, height) == (columns, rows), str(pair.labels), expected, f"{columns}x{rows}", DataError)
         return labels
 
 
@@ -178,8 +170,9 @@ class SampleIndex(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class TrainingImages:
-    """Reader of random windows of training images.
+class TrainingSamples:
+    """Reader of random windows of training images. Images and labels are read
+    separately, as in different processes, and show the same.
 
     Attributes:
         files: The files. The index of a sample is a :class:`SampleIndex`.
@@ -193,46 +186,35 @@ class TrainingImages:
         Raises:
             DataError: If a file can't be used.
         """
-        return _as_images([self._one(index, seed) for index in indices.tolist()])
+        windows = []
+        for index in indices.tolist():
+            sample = self.files.sample(index)
+            image = read_image(self.files.pairs[sample.image].image)
+            labels = None if sample.shown is None else self.files.read_labels(sample.image)
+            windows.append(cut_image(image, self._window(index, image.size, labels, seed), self.files.size))
+        return _as_images(windows)
 
-    def _one(self, index: int, seed: int | None) -> Pixels:
-        sample = self.files.sample(index)
-        image = read_image(self.files.pairs[sample.image].image)
-        labels = None if sample.shown is None else self.files.read_labels(sample.image)
-        return cut_image(image, _training_window(self.files, index, image.size, labels, seed), self.files.size)
+    def labels(self, indices: Tensor, seed: int | None) -> Tensor:
+        """Return int64 targets (B, H, W). Arguments and errors as for the images."""
+        windows = []
+        for index in indices.tolist():
+            labels = self.files.read_labels(self.files.sample(index).image)
+            rows, columns = labels.shape
+            windows.append(cut_labels(labels, self._window(index, (columns, rows), labels, seed), self.files.size))
+        return _as_targets(windows)
 
-
-@dataclass(frozen=True, eq=False)
-class TrainingLabels:
-    """Reader of the labels in the windows of :class:`TrainingImages`.
-
-    Attributes:
-        files: The files.
-    """
-
-    files: Files
-
-    def __call__(self, indices: Tensor, seed: int | None) -> Tensor:
-        """Return int64 targets (B, H, W). Arguments and errors as for :class:`TrainingImages`."""
-        return _as_targets([self._one(index, seed) for index in indices.tolist()])
-
-    def _one(self, index: int, seed: int | None) -> Classes:
-        labels = self.files.read_labels(self.files.sample(index).image)
-        rows, columns = labels.shape
-        return cut_labels(labels, _training_window(self.files, index, (columns, rows), labels, seed), self.files.size)
-
-
-def _training_window(files: Files, index: int, whole: Size, labels: Classes | None, seed: int | None) -> Window:
-    """Return the window of a training sample. ``labels`` may be None if the sample need not show a class."""
-    if seed is None:
-        return Window((whole[0] - files.size[0]) // 2, (whole[1] - files.size[1]) // 2)
-    rng, shown = random.Random(derive_seed(seed, index)), files.sample(index).shown
-    pixel = None if shown is None or labels is None else random_pixel(labels, shown, rng)
-    return random_window(whole, files.size, rng, pixel)
+    def _window(self, index: int, whole: Size, labels: Classes | None, seed: int | None) -> Window:
+        """Return the window of a sample. ``labels`` may be None if the sample need not show a class."""
+        size = self.files.size
+        if seed is None:
+            return Window((whole[0] - size[0]) // 2, (whole[1] - size[1]) // 2)
+        rng, shown = random.Random(derive_seed(seed, index)), self.files.sample(index).shown
+        pixel = None if shown is None or labels is None else random_pixel(labels, shown, rng)
+        return random_window(whole, size, rng, pixel)
 
 
 @dataclass(frozen=True, eq=False)
-class TileImages:
+class TileSamples:
     """Reader of tiles of test images.
 
     Attributes:
@@ -255,20 +237,8 @@ class TileImages:
             [cut_image(read(self.files.pairs[tile.image].image), Window(tile.left, tile.top), self.files.size) for tile in found]
         )
 
-
-@dataclass(frozen=True, eq=False)
-class TileLabels:
-    """Reader of the labels of tiles. Attributes as for :class:`TileImages`."""
-
-    files: Files
-    tiles: Sequence[Tile]
-
-    def __call__(self, indices: Tensor, seed: int | None) -> Tensor:
-        """Return int64 targets (B, H, W), -100 where another tile counts the pixel.
-
-        Raises:
-            DataError: If a file can't be used.
-        """
+    def labels(self, indices: Tensor, seed: int | None) -> Tensor:
+        """Return int64 targets (B, H, W), -100 where another tile counts the pixel. Errors as for the images."""
         read = lru_cache(maxsize=1)(self.files.read_labels)
         found = []
         for tile in (self.tiles[index] for index in indices.tolist()):

@@ -10,7 +10,7 @@ from petra.data.files import folder_of
 from petra.errors import DataError, alternatives, invalid, require
 from petra.inplace_abn.class_uniform import ClassUniform, class_presence
 from petra.inplace_abn.crops import tiles_of
-from petra.inplace_abn.label_maps import Files, LabelValues, Pair, TileImages, TileLabels, TrainingImages, TrainingLabels, size_of
+from petra.inplace_abn.label_maps import Files, LabelValues, Pair, TileSamples, TrainingSamples, size_of
 
 SAMPLINGS = ("shuffle", "class_uniform")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
@@ -170,21 +170,9 @@ def _dataset(
     train, test = (Files(_complete(pairs(split), help), values, size, classes) for split in splits)
     order = ClassUniform(class_presence(train)) if sampling == "class_uniform" else None
     tiles = [tile for i, pair in enumerate(test.pairs) for tile in tiles_of(i, size_of(pair.image), size)]
-    return Dataset(
-        name,
-        classes,
-        size[0],
-        Split(
-            len(train.pairs),
-            TrainingImages(train),
-            TrainingLabels(train),
-            per_sample_augmentation=True,
-            epoch_seed=True,
-            decodes_targets=True,
-            order=order,
-        ),
-        Split(len(tiles), TileImages(test, tiles), TileLabels(test, tiles), decodes_targets=True),
-    )
+    random, whole = TrainingSamples(train), TileSamples(test, tiles)
+    shown = Split(len(train.pairs), random, random.labels, True, epoch_seed=True, decodes_targets=True, order=order)
+    return Dataset(name, classes, size[0], shown, Split(len(tiles), whole, whole.labels, decodes_targets=True))
 
 
 def _complete(pairs: Sequence[Pair], help: str) -> Sequence[Pair]:

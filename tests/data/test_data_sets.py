@@ -1,18 +1,14 @@
 """Data sets without files, text, and invalid settings of all data sets."""
 
 import hashlib
-import math
 
 import pytest
 import torch
-from torch import nn
 
-from petra import BlockSpec, Model
 from petra.data import EvalSource, TrainSource, from_dataset, in_memory, load_dataset, microbatch_form
 from petra.data.arrays import normalise
 from petra.errors import ConfigError, DataError
 from tests.support.fakes import write_image_folders
-from tests.support.nets import make_pipeline
 
 
 @pytest.fixture(scope="module")
@@ -144,31 +140,3 @@ def test_text_that_is_missing_or_too_short(tmp_path):
     (tmp_path / "short.txt").write_text("too short")
     with pytest.raises(DataError, match=r"short\.txt: expected at least 9 bytes for training and 2 for testing, got 8 and 1"):
         load_dataset("text", root=tmp_path / "short.txt", size=8)
-
-
-class Characters(nn.Module):
-    """Predict each byte from the byte before it. Returns logits (B·T, 256)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(256, 256)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.table(tokens).flatten(0, 1)
-
-
-def test_pipeline_counts_each_token_of_a_text_once(tmp_path):
-    """A table of pairs learns the entropy given one byte: one bit after b, which c and d follow in turn, and zero elsewhere."""
-    (tmp_path / "t").write_bytes(b"abcabd" * 50)
-    data = load_dataset("text", root=tmp_path / "t", size=7)
-    model = Model("characters", (BlockSpec("table", Characters),))
-    source = TrainSource(data, 4, seed=0)
-    pipeline = make_pipeline(
-        model, microbatch_form("text", 4, 7), optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=10.0)
-    )
-    trained = pipeline.train(source, 12 * source.batches_per_epoch)
-    assert trained.targets == 12 * source.batches_per_epoch * 4 * 7
-    test = EvalSource(data, 4)
-    tested = pipeline.evaluate(test, test.batches)
-    assert tested.targets == 29
-    assert tested.loss == pytest.approx(10 / 29 * math.log(2), rel=0.3)

@@ -5,22 +5,18 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
-from petra import BlockSpec, Model, Pipeline, TensorSpec
 from petra.data import Dataset, EvalSource, Split, TrainSource, from_dataset
 from petra.engine.metrics import count_targets
 from petra.errors import ConfigError, DataError
 from petra.specs import IGNORED
-from petra.training import Checkpoints, newest, restore, sgd
-from tests.support.nets import make_pipeline
 
 COUNT = 23
 INPUTS, TARGETS = torch.arange(COUNT * 3).view(COUNT, 3).float(), torch.arange(COUNT) % 5
@@ -182,27 +178,6 @@ def test_hugging_face_data_sets() -> None:
 
     found = read(TrainSource(from_dataset(rows, collate), 5, 3, workers=1), range(6))
     assert same(found, read(TrainSource(own(), 5, 3), range(6)))
-
-
-def test_a_run_resumes_within_an_epoch(tmp_path: Path) -> None:
-    model = Model(
-        "lines", (BlockSpec("a", lambda: nn.Linear(3, 4)), BlockSpec("b", nn.Tanh), BlockSpec("c", lambda: nn.Linear(4, 5)))
-    )
-
-    def pipeline() -> Pipeline:
-        return make_pipeline(model, TensorSpec((4, 3), torch.float32), optimizer=sgd, learning_rate=lambda t: 1e-4, k=2)
-
-    split = from_dataset(Rows(noise=True))
-    whole, first, second = pipeline(), pipeline(), pipeline()
-    for run in (whole, first):
-        run.train(TrainSource(split, 4, 0), 7)
-    checkpoints = Checkpoints(tmp_path / "saved", 1)
-    checkpoints.save(first, {}, None)
-    checkpoints.wait()
-    whole.train(TrainSource(split, 4, 0), 6)
-    restore(second, newest(tmp_path / "saved"))
-    second.train(TrainSource(split, 4, 0, workers=1), 6)
-    assert all(torch.equal(value, second.state_dict()[name]) for name, value in whole.state_dict().items())
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool])

@@ -248,7 +248,7 @@ def test_unusable_files_are_errors_that_name_them(root: Path, change: str, messa
 def test_labels_of_few_bits_are_refused_without_a_palette(root: Path, depth: int) -> None:
     """Pillow scales greyscale values: with many classes, 1 of 4 bits would be class 17."""
     labels, path = blocks(40, 52, 0), root / "labels/train/0.png"
-    read = load(root, classes=255).train.targets.files.read_labels
+    read = load(root, classes=255).train.inputs.files.read_labels
     palette = Image.fromarray(labels, "P")
     palette.putpalette([0] * 12)
     palette.save(path, bits=depth)

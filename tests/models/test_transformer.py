@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,10 +12,9 @@ from petra.method import STORABLE
 from petra.models import revgpt, revvit
 from petra.models.attention import MLP, Attention, LayerOptions
 from petra.reversible import derive_seed
-from petra.settings import Numerics, Runtime, TransportName
+from petra.settings import Numerics
 from petra.specs import as_streams
 from tests.support.nets import RandomSource, make_pipeline
-from tests.support.processes import run_processes
 
 CLASSES, LENGTH, BATCH = 11, 6, 3
 
@@ -276,30 +273,3 @@ def test_bf16_autocast_keeps_streams_in_float32(build: type) -> None:
     pipeline.train(data, 3)
     parameters = [p for stage in pipeline.stages.values() for p in stage.module.parameters()]
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() and p.grad.abs().sum() > 0 for p in parameters)
-
-
-def trained(transport: TransportName) -> dict[str, Tensor]:
-    model = revgpt(CLASSES, dim=8, depth=2, heads=2, dropout=0.1, size=LENGTH)
-    pipeline = make_pipeline(
-        model,
-        Texts.spec,
-        k=2,
-        optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.01),
-        runtime=Runtime(transport=transport),
-        seed=4,
-    )
-    pipeline.train(Texts(), 7)
-    return pipeline.state_dict()
-
-
-def train_both(rank: int) -> list[dict[str, Tensor]]:
-    return [trained("lockstep"), trained("edge")]
-
-
-@pytest.mark.processes
-def test_two_processes_give_the_weights_of_one(tmp_path: Path) -> None:
-    expected = trained("local")
-    for first, second in zip(*run_processes(2, train_both, tmp_path), strict=True):
-        found = first | second
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], value) for key, value in expected.items())
