@@ -33,7 +33,7 @@ ROOMS = {
     ("petra/staleness",): Budget(550, 450),
     ("petra/training",): Budget(2_070, 1_790),
     ("petra/data",): Budget(2_360, 1_800),
-    ("petra/models",): Budget(1_810, 1_700),
+    ("petra/models",): Budget(1_720, 1_700),
     ("petra/inplace_abn",): Budget(2_000, 2_000),
     ("petra/elastic", "launch/elastic"): Budget(1_080, 1_000),
     ("petra/diagnostics",): Budget(1_000, 800),

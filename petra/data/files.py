@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import pickle
 import zipfile
 from collections.abc import Iterable
@@ -36,6 +37,18 @@ def folder_of(root: str | Path | None, name: str, help: str) -> Path:
     if root is None:
         raise invalid("data.root", f"a path to the files of {name}", f"none; {help}", DataError)
     return Path(root).expanduser().absolute()
+
+
+def listed(folder: Path, help: str) -> list[str]:
+    """Return the names in a folder, sorted.
+
+    Raises:
+        DataError: If it can't be read.
+    """
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as error:
+        raise DataError(f"{folder}: can't be read ({error.strerror}); {help}") from error
 
 
 def read(path: Path, help: str, md5: str | None = None) -> bytes:

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from petra.data.dataset import Dataset, Labels, Split
-from petra.data.files import folder_of
+from petra.data.files import folder_of, listed
 from petra.data.preparation import Moments, Preparation, as_rgb, centre_crop, normalise, resize_shorter_side, unreadable
 from petra.errors import DataError, alternatives, invalid, require
 from petra.reversible import derive_seed
@@ -78,13 +78,8 @@ def imagenet(
 
 
 def _classes(folder: Path) -> tuple[str, ...]:
-    try:
-        with os.scandir(folder) as entries:
-            classes = tuple(sorted(entry.name for entry in entries if entry.is_dir()))
-    except OSError as error:
-        raise DataError(f"{folder}: can't be read ({error.strerror}); {HELP}") from error
-    if len(classes) < 2:
-        raise invalid(str(folder), "at least 2 folders of classes", f"{len(classes)}; {HELP}", DataError)
+    classes = tuple(name for name in listed(folder, HELP) if (folder / name).is_dir())
+    require(len(classes) >= 2, str(folder), "at least 2 folders of classes", f"{len(classes)}; {HELP}", DataError)
     return classes
 
 
@@ -92,12 +87,9 @@ def _split(folder: Path, classes: tuple[str, ...], reader: Callable[..., ImageFi
     names: list[bytes] = []
     counts: list[int] = []
     for name in classes:
-        try:
-            files = sorted(os.fsencode(file) for file in os.listdir(folder / name) if file.lower().endswith(EXTENSIONS))
-        except OSError as error:
-            raise DataError(f"{folder / name}: can't be read ({error.strerror}); {HELP}") from error
-        if not files:
-            raise invalid(str(folder / name), f"files that end in {alternatives(EXTENSIONS)}", f"none; {HELP}", DataError)
+        files = sorted(os.fsencode(file) for file in listed(folder / name, HELP) if file.lower().endswith(EXTENSIONS))
+        expected = f"files that end in {alternatives(EXTENSIONS)}"
+        require(len(files) > 0, str(folder / name), expected, f"none; {HELP}", DataError)
         names += files
         counts.append(len(files))
     labels = np.repeat(np.arange(len(classes), dtype=np.int16), counts)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import signal
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -110,13 +112,9 @@ def require_files(number: int) -> None:
     Raises:
         OSError: If it can't open ``number`` more files.
     """
-    opened: list[int] = []
-    try:
-        for _ in range(number):
-            opened.append(os.open(os.devnull, os.O_RDONLY))
-    finally:
-        for descriptor in opened:
-            os.close(descriptor)
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and len(os.listdir("/dev/fd")) + number > limit:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 def _ignore_signals(worker: int) -> None:

@@ -126,11 +126,11 @@ def dilated(body: layers.Body, stem_stride: int, output_stride: int = OUTPUT_STR
     rows: list[Any] = []
     stride, dilation = stem_stride, 1
     for row in body.rows:
-        own = row.stride  # type: ignore[attr-defined]
+        own = row.stride
         if stride * own > output_stride:
             own, dilation = 1, dilation * own
         stride *= own
-        rows.append(row._replace(stride=own, dilation=dilation))  # type: ignore[attr-defined]
+        rows.append(row._replace(stride=own, dilation=dilation))
     return body._replace(rows=rows)
 
 

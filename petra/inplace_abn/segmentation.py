@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from petra.data.dataset import Dataset, Split
-from petra.data.files import folder_of
+from petra.data.files import folder_of, listed
 from petra.errors import DataError, alternatives, invalid, require
 from petra.inplace_abn.class_uniform import ClassUniform, class_presence
 from petra.inplace_abn.crops import tiles_of
@@ -189,20 +189,12 @@ def _complete(pairs: Sequence[Pair], help: str) -> Sequence[Pair]:
 
 
 def _files(folder: Path, endings: tuple[str, ...], help: str) -> list[Path]:
-    found = [path for path in _listed(folder, help) if path.name.lower().endswith(endings)]
-    if not found:
-        raise invalid(str(folder), f"files that end in {alternatives(endings)}", f"none; {help}", DataError)
+    found = [folder / name for name in listed(folder, help) if name.lower().endswith(endings)]
+    require(len(found) > 0, str(folder), f"files that end in {alternatives(endings)}", f"none; {help}", DataError)
     return found
 
 
 def _folders(folder: Path, help: str) -> list[Path]:
-    found = [path for path in _listed(folder, help) if path.is_dir()]
+    found = [folder / name for name in listed(folder, help) if (folder / name).is_dir()]
     require(len(found) > 0, str(folder), "folders", f"none; {help}", DataError)
     return found
-
-
-def _listed(folder: Path, help: str) -> list[Path]:
-    try:
-        return sorted(folder.iterdir())
-    except OSError as error:
-        raise DataError(f"{folder}: can't be read ({error.strerror}); {help}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import gcd
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -296,24 +296,13 @@ def residuals(repeats: Sequence[int], hidden: Sequence[int], expansion: int) -> 
     return rows
 
 
-class Row(Protocol):
-    """What :class:`Body` needs to know of a block."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def channels(self) -> int:
-        """Channels of the output, of each stream."""
-
-
 class Body(NamedTuple):
     """A residual network without its head: a stem and one block per row.
 
     Attributes:
         name: Name of the network.
         stem: Builder of the stem.
-        rows: Sizes of the residual blocks.
+        rows: Sizes of the residual blocks, with a name and the output's channels (of each stream).
         residual: Builder of a residual block from its row.
         streams: Number of streams, 1 or 2.
         style: Normalisation and activation.
@@ -322,7 +311,7 @@ class Body(NamedTuple):
 
     name: str
     stem: Callable[[], nn.Module]
-    rows: Sequence[Row]
+    rows: Sequence[Any]
     residual: Callable[[Any], nn.Module]
     streams: int
     style: Style = STANDARD
@@ -331,7 +320,7 @@ class Body(NamedTuple):
     @property
     def features(self) -> int:
         """Total channels of the output streams."""
-        return self.streams * self.rows[-1].channels
+        return self.streams * int(self.rows[-1].channels)
 
     def blocks(self) -> tuple[BlockSpec, ...]:
         """Return the stem and the residual blocks."""
@@ -347,16 +336,6 @@ def network(body: Body, classes: int) -> Model:
     require(classes >= 1, "model.classes", "an integer >= 1", classes)
     head: Callable[[int, int], nn.Module] = partial(ActivatedHead, style=body.style) if body.preactivation else Head
     return Model(body.name, (*body.blocks(), BlockSpec("head", partial(head, body.features, classes))))
-
-
-def require_stem(kind: str) -> str:
-    """Return ``kind`` if it is a kind of stem.
-
-    Raises:
-        ConfigError: If it is not.
-    """
-    require(kind in STEMS, "model.stem", alternatives(STEMS), kind)
-    return kind
 
 
 def scaled(channels: Sequence[int], width: float) -> list[int]:

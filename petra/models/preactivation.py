@@ -146,7 +146,8 @@ def _network(
 ) -> Model:
     """Build a ResNet, or a RevNet whose streams are divided by ``partition``. Other arguments as for the bodies of ResNets."""
     rows = layers.residuals(repeats, layers.scaled(hidden, width), expansion)
-    start: Callable[[], nn.Module] = partial(layers.stem, layers.require_stem(stem), rows[0].in_channels)
+    require(stem in layers.STEMS, "model.stem", alternatives(layers.STEMS), stem)
+    start: Callable[[], nn.Module] = partial(layers.stem, stem, rows[0].in_channels)
     if partition is not None:
         require(partition in layers.PARTITIONS, "model.partition", alternatives(layers.PARTITIONS), partition)
         start = partial(layers.PairStem, stem, rows[0].in_channels, partition=partition)

@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from petra.errors import alternatives, require
 from petra.model import Model
 from petra.models import layers
 
@@ -101,5 +102,6 @@ def resnet_body(
 
 def residual_body(name: str, rows: Sequence[layers.Residual], stem: str, style: layers.Style) -> layers.Body:
     """Build a network of one :class:`ResidualBlock` per row, without its head."""
-    start = partial(layers.stem, layers.require_stem(stem), rows[0].in_channels, style)
+    require(stem in layers.STEMS, "model.stem", alternatives(layers.STEMS), stem)
+    start = partial(layers.stem, stem, rows[0].in_channels, style)
     return layers.Body(name, start, rows, partial(ResidualBlock, style), streams=1, style=style)

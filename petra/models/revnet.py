@@ -140,7 +140,8 @@ def revnet_body(
     require(downsampling in DOWNSAMPLINGS, "model.downsampling", alternatives(DOWNSAMPLINGS), downsampling)
     style = layers.Style.chosen(norm, activation)
     rows = layers.residuals(repeats, layers.scaled((64, 128, 256, 512), width), expansion)
-    start = partial(layers.PairStem, layers.require_stem(stem), rows[0].in_channels, style)
+    require(stem in layers.STEMS, "model.stem", alternatives(layers.STEMS), stem)
+    start = partial(layers.PairStem, stem, rows[0].in_channels, style)
     return layers.Body(name, start, rows, partial(_residual, style, downsampling), streams=2, style=style)
 
 
