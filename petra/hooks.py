@@ -115,17 +115,17 @@ class Hooks:
     exchange_end: tuple[Callable[[int], None], ...]
 
     def __init__(self) -> None:
-        self._hooks: list[Hook] = []
+        self.attached_hooks: list[Hook] = []
         self._collect()
 
     def attach(self, hook: Hook) -> None:
         """Call ``hook`` at every event from now on, after the hooks attached earlier."""
-        self._hooks.append(hook)
+        self.attached_hooks.append(hook)
         self._collect()
 
     def detach(self, hook: Hook) -> None:
         """Stop calling ``hook``."""
-        self._hooks.remove(hook)
+        self.attached_hooks.remove(hook)
         self._collect()
 
     @contextmanager
@@ -140,5 +140,5 @@ class Hooks:
     def _collect(self) -> None:
         for event in EVENTS:
             base = getattr(Hook, event)
-            calls = tuple(getattr(hook, event) for hook in self._hooks if getattr(type(hook), event) is not base)
+            calls = tuple(getattr(hook, event) for hook in self.attached_hooks if getattr(type(hook), event) is not base)
             setattr(self, event, calls)

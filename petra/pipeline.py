@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,6 @@ from petra.engine.endpoints import DataPort, DataSource, Objective, require_sour
 from petra.engine.executor import Executor
 from petra.engine.method_state import restart_state
 from petra.engine.metrics import size_of
-from petra.engine.options.averaging import averaged
-from petra.engine.options.replicas import Replicas, ShareObjective, all_replicas
 from petra.engine.recipe import Recipe
 from petra.engine.stage import evaluating
 from petra.engine.totals import Result, Totals, gather_stage_metrics, reduce_totals, warn_without_update
@@ -35,6 +34,9 @@ from petra.plan import Plan, make_plan
 from petra.settings import Numerics, Runtime
 from petra.specs import TensorSpec
 from petra.transport import check_ranks_agree, connect, open_transport
+
+if TYPE_CHECKING:
+    from petra.engine.options.replicas import Replicas
 
 DEFAULT = Runtime()
 
@@ -123,13 +125,19 @@ class Pipeline(Uncopied):
         self.measures: list[Callable[[], dict[str, float]]] = []
         self._totals = Totals(recipe.metrics, plan.layout.dp, self.device)
         self._source = DataPort(plan.layout.inputs, self.device, plan.numerics.channels_last, self._totals.add)
-        self.objective = (Objective if plan.layout.dp == 1 else ShareObjective)(self.device, recipe.losses, recipe.metrics)
+        objective, self.replicas = Objective, replicas
+        if plan.layout.dp > 1:
+            from petra.engine.options.replicas import Replicas, ShareObjective
+
+            objective = ShareObjective
+        self.objective = objective(self.device, recipe.losses, recipe.metrics)
         if self.world > 1:
             check_ranks_agree({**plan.settings(), **recipe.settings()}, plan)
         place = (self.replica, process)
         with raise_on_all_ranks():
             self.stages = build_stages(plan, recipe, runtime, device, place, None, self._source.refetch)
-        self.replicas = replicas or all_replicas(plan.layout, position, device)
+        if plan.layout.dp > 1 and replicas is None:
+            self.replicas = Replicas(plan.layout, position, range(plan.layout.dp), device)
         group = None if self.replicas is None else self.replicas.pipeline_group
         transport = open_transport(plan, self.device, group)
         ports = connect(plan.layout.processes[process], self._source, self.objective, plan.boundaries, transport)
@@ -188,7 +196,11 @@ class Pipeline(Uncopied):
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Use the moving averages of this rank's weights inside the ``with`` block, if the rules ask for averages."""
-        with averaged(worker.update for worker in self.workers.values()):
+        with ExitStack() as stack:
+            if self.recipe.rules.average is not None:
+                from petra.engine.options.averaging import averaged
+
+                stack.enter_context(averaged(worker.update for worker in self.workers.values()))
             yield
 
     def blocks(self) -> Iterator[tuple[str, nn.Module]]:

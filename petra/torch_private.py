@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import PrefixStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -46,7 +45,6 @@ __all__ = [
     "foreach_sub",
     "foreach_sub_",
     "foreach_zero_",
-    "gloo_group",
     "holders",
     "hooks",
     "late_hooks",
@@ -257,18 +255,6 @@ def default_store() -> Any:
     if get is None or not dist.is_initialized():
         return None
     return get()
-
-
-def gloo_group(store: Any, prefix: str, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return a gloo group of some processes, made from a store. Other processes, which may be dead, take no part.
-
-    ``torch.distributed.new_group`` needs the default group, whose processes may have been lost. The class is documented, its
-    constructor is not.
-
-    Raises:
-        RuntimeError: If a process can't be reached.
-    """
-    return dist.ProcessGroupGloo(PrefixStore(prefix, store), rank, size, timeout)
 
 
 def skips_steps(optimizer: torch.optim.Optimizer) -> bool:

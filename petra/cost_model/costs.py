@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from petra.cost_model.clock import synchronized_time
 from petra.diagnostics.activation_memory import graph_bytes
-from petra.engine.build import simple_stage
+from petra.engine.options.simple_stage import simple_stage
 from petra.engine.stage import Stage
 from petra.method import Keep
 from petra.model import BlockProfile, Model

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from petra.engine.build import simple_stage
+from petra.engine.options.simple_stage import simple_stage
 from petra.engine.stage import Stage
 from petra.hooks import Hook, Hooks
 from petra.method import Keep, Weights

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from petra.engine.block import BlockRunner
 from petra.engine.options.loss_scale import LossScale
+from petra.engine.options.staging import reading
 from petra.engine.stage import Stage
 from petra.engine.weights import WeightVersion
 from petra.errors import require
@@ -154,8 +155,12 @@ class GradientQuality(Hook):
         x = self._cases[m].inputs[0]
         for j, stage in stages.items():
             x = stage.replay(m, x, weights[j])
+        objective = self.pipeline.objective
+        assert objective.data is not None
+        with reading:
+            targets = objective.data.targets(m)
         with torch.enable_grad():
-            loss = self.pipeline.objective.loss_of(m, x[0])
+            loss = objective.losses.training(x[0], targets.to(objective.device))
         leaves = {j: _leaves(stage, weights[j]) for j, stage in stages.items()}
         every = [leaf for group in leaves.values() for leaf in group]
         with ExitStack() as stack:

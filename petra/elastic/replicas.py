@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 
 from petra.distributed import default_timeout
 from petra.elastic.membership import Membership
@@ -28,7 +29,6 @@ from petra.errors import require
 from petra.hooks import Hooks
 from petra.plan.layout import Layout
 from petra.specs import IGNORED
-from petra.torch_private import gloo_group
 from petra.training import Trainer
 
 
@@ -105,7 +105,9 @@ class LossTolerantSums:
             position = self.replicas.index(self.membership.replica)
             prefix = f"{self.membership.generation.number}/{name}/gloo"
             try:
-                self._group = gloo_group(self.membership.store, prefix, position, len(self.replicas), self._limit)
+                # dist.new_group would need the default group, whose processes may have been lost
+                store = PrefixStore(prefix, self.membership.store)
+                self._group = dist.ProcessGroupGloo(store, position, len(self.replicas), self._limit)
             except RuntimeError:
                 self._failed = True
 

@@ -86,11 +86,6 @@ class Accumulation:
                     gradient = result
             parameter.grad.copy_(gradient if scale is None else gradient * scale)
 
-    @property
-    def has_late_hooks(self) -> bool:
-        """Whether parameters have hooks of ``register_post_accumulate_grad_hook``."""
-        return any(map(late_hooks, self.parameters))
-
     @torch.no_grad()
     def call_late_hooks(self) -> None:
         """Call the hooks of ``register_post_accumulate_grad_hook``, before an optimizer step. They may set ``.grad`` to None."""

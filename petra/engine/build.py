@@ -1,8 +1,11 @@
-"""Build one rank's part of a pipeline from a plan: stages, their updates, and the workers that run them."""
+"""Build one rank's part of a pipeline from a plan: stages, their updates, and the workers that run them.
+
+Options are imported where a run asks for them, so that other runs do not load them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
 
@@ -14,17 +17,7 @@ from petra.engine.accumulation import Accumulation
 from petra.engine.block import BlockRunner, Fetch, block_runner
 from petra.engine.block_function import BlockFunction
 from petra.engine.executor import Strategy, in_turn
-from petra.engine.options.autocast import Autocast
-from petra.engine.options.averaging import WeightAverage
-from petra.engine.options.casts import CastOnce, allows_copies
-from petra.engine.options.compile import compile_block
-from petra.engine.options.exact_streams import OnGrid, check_range, make_grid
 from petra.engine.options.finite_check import CheckedPort, FiniteCheck, Settle
-from petra.engine.options.global_clip import GlobalClip, PostponedUpdate
-from petra.engine.options.loss_scale import LossScale, ScaledCheck, ScaledClip, ScaledHooks, ScaledNorm, ScaledPort
-from petra.engine.options.overlap import Overlapped, check_overlap
-from petra.engine.options.replicas import replica_seed
-from petra.engine.options.threads import InThreads, check_concurrency
 from petra.engine.recipe import Recipe
 from petra.engine.stage import Stage
 from petra.engine.update import Clip, Norm, ParameterHooks, Part, Step, Update
@@ -60,11 +53,13 @@ def build_stages(
     """
     make_block = partial(_block, plan, recipe, runtime, device) if make_block is None else make_block
     replica, process = place
-    seed = replica_seed(recipe.seed, replica)
+    # The first replica draws the random numbers of a run without replicas.
+    seed = derive_seed(recipe.seed, -1, replica) if replica else recipe.seed
     stages = {}
     for j in plan.layout.processes[process]:
         stage = plan.stages[j]
-        make = partial(block_function, numerics=plan.numerics, grid=make_grid(plan, device), cast_once=runtime.compile is None)
+        grid = _grid(plan, device) if plan.numerics.exact_streams else None
+        make = partial(block_function, numerics=plan.numerics, grid=grid, cast_once=runtime.compile is None)
         names = [f"block {plan.model.blocks[b].name}" for b in stage.blocks]
         functions = [make(make_block(b), derive_seed(seed, b), name) for b, name in zip(stage.blocks, names, strict=True)]
         runners = [_runner(plan, stage, i, function, fetch) for i, function in enumerate(functions)]
@@ -111,40 +106,20 @@ def block_function(
     """
     function = BlockFunction(block, seed, name)
     if numerics.autocast is not None:
-        if cast_once and allows_copies(block):
-            function = CastOnce(function, numerics.autocast)
-        function = Autocast(function, numerics.autocast)
-    return function if grid is None else OnGrid(function, grid)
+        from petra.engine.options.autocast import autocasted
+
+        function = autocasted(function, numerics.autocast, cast_once=cast_once)
+    if grid is not None:
+        from petra.engine.options.exact_streams import OnGrid
+
+        function = OnGrid(function, grid)
+    return function
 
 
-def simple_stage(
-    blocks: Sequence[nn.Module],
-    keeps: Sequence[Keep],
-    *,
-    first_block: int = 0,
-    weights: Weights = Weights.CURRENT,
-    k: int = 1,
-    seed: int = 0,
-    numerics: Numerics = Numerics(),  # noqa: B008 (frozen)
-    cast_once: bool = False,
-) -> Stage:
-    """Build a stage outside of a pipeline, for measurements.
-
-    Args:
-        blocks: Modules on their device, in training mode.
-        keeps: What each block stores between its passes.
-        first_block: Index of the first block in the model. A block's random numbers derive from the seed and its index.
-        weights: Which weights backward passes differentiate.
-        k: Microbatches per update.
-        seed: Seed of the run.
-        numerics, cast_once: As for :func:`block_function`.
-    """
-    grid, runners = Grid() if numerics.exact_streams else None, []
-    for b, (block, keep) in enumerate(zip(blocks, keeps, strict=True), first_block):
-        function = block_function(block, derive_seed(seed, b), numerics=numerics, grid=grid, cast_once=cast_once)
-        versions = weight_versions(function.parameters, weights, keeps_graph=keep is Keep.GRAPH, k=k)
-        runners.append(block_runner(function, keep, versions, first=b == 0))
-    return Stage(runners, Accumulation(nn.ModuleList(blocks), k), channels_last=numerics.channels_last)
+def _grid(plan: Plan, device: torch.device) -> Grid:
+    """Make the grid of a stage with exact streams, in the dtype of the plan's streams."""
+    pairs = [profile.outputs for profile in plan.layout.profiles if profile.reversible]
+    return Grid(pairs[0][0].dtype if pairs else torch.float32, device)
 
 
 def check_drained(plan: Plan, workers: Mapping[int, Worker], device: torch.device) -> None:
@@ -154,7 +129,10 @@ def check_drained(plan: Plan, workers: Mapping[int, Worker], device: torch.devic
         ModelError: If exact streams exceeded the range of the grid at a stage. Raised on every rank.
         NumericsError: If a value is non-finite and the update rules say stop.
     """
-    check_range(plan, [worker.stage for worker in workers.values()], device)
+    if plan.numerics.exact_streams:
+        from petra.engine.options.exact_streams import check_range
+
+        check_range(_grid(plan, device), [worker.stage for worker in workers.values()])
     for worker in reversed([*workers.values()]):  # check later stages first: gradients flow upstream
         check = worker.update.part(FiniteCheck)
         assert check is not None
@@ -173,14 +151,15 @@ def build_workers(
     workers = {}
     for j, stage in stages.items():
         update, (upstream, downstream) = _update(plan, recipe, j, stage, device, hooks), ports[j]
-        check, loss_scale = update.part(FiniteCheck), update.part(LossScale)
+        check = update.part(FiniteCheck)
         assert check is not None
         downstream = CheckedPort(downstream, check)
         for remedy in recipe.remedies:
             upstream = remedy.wrap_port(upstream, plan, j)
-        if loss_scale is not None and isinstance(check, ScaledCheck):
-            upstream = ScaledPort(upstream, loss_scale, check, upstream=True)
-            downstream = ScaledPort(downstream, loss_scale, check, upstream=False)
+        if recipe.rules.loss_scale is not None:
+            from petra.engine.options.loss_scale import scaled_ports
+
+            upstream, downstream = scaled_ports(update, upstream, downstream)
         workers[j] = Worker(j, stage, upstream, downstream, update)
     return workers
 
@@ -195,18 +174,21 @@ def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.devi
             remedy.prepare(optimizer)
             remedial += remedy.parts(stage, optimizer, plan, j)
     step = Step(j, stage, optimizer, rate, hooks)
-    last = j == len(plan.stages) - 1
-    check: FiniteCheck
-    measured: list[Part]
-    if rules.loss_scale is None:
-        check = FiniteCheck(stage, j + 1, rules, device, last=last)
-        measured = [ParameterHooks(stage), Norm(parameters), Clip(rules.clip), check]
-    else:
-        scale = LossScale(rules.loss_scale, device)
-        check = ScaledCheck(stage, j + 1, rules, device, scale, last=last)
-        measured = [ScaledHooks(stage, scale), ScaledNorm(parameters, scale), ScaledClip(rules.clip, scale), check, scale]
-    averages = [] if rules.average is None else [WeightAverage(parameters, rules.average)]
-    kind = PostponedUpdate if rules.clip_globally else Update
+    last, kind, averages = j == len(plan.stages) - 1, Update, list[Part]()
+    check = FiniteCheck(stage, j + 1, rules, device, last=last)
+    measured: list[Part] = [ParameterHooks(stage), Norm(parameters), Clip(rules.clip), check]
+    if rules.loss_scale is not None:
+        from petra.engine.options.loss_scale import scaled_parts
+
+        check, measured = scaled_parts(stage, j + 1, rules, device, last=last)
+    if rules.average is not None:
+        from petra.engine.options.averaging import WeightAverage
+
+        averages.append(WeightAverage(parameters, rules.average))
+    if rules.clip_globally:
+        from petra.engine.options.global_clip import PostponedUpdate
+
+        kind = PostponedUpdate
     return kind([*measured, *remedial, step, *averages, Settle(check)], device)
 
 
@@ -216,8 +198,13 @@ def check_runtime(plan: Plan, runtime: Runtime, device: torch.device) -> None:
     Raises:
         ConfigError: If they don't.
     """
-    check_concurrency(plan, runtime.concurrency, device)
+    if runtime.concurrency != 1:
+        from petra.engine.options.threads import check_concurrency
+
+        check_concurrency(plan, runtime.concurrency, device)
     if runtime.overlap:
+        from petra.engine.options.overlap import check_overlap
+
         check_overlap(plan, runtime, device)
 
 
@@ -234,10 +221,20 @@ def build_strategy(
     Args:
         group: The ranks of this replica; None for all ranks.
     """
-    strategy: Strategy = in_turn if runtime.concurrency == 1 else InThreads(plan, runtime.concurrency)
+    strategy: Strategy = in_turn
+    if runtime.concurrency != 1:
+        from petra.engine.options.threads import InThreads
+
+        strategy = InThreads(plan, runtime.concurrency)
     if runtime.overlap:
+        from petra.engine.options.overlap import Overlapped
+
         strategy = Overlapped(plan, workers, runtime.concurrency, strategy)
-    return GlobalClip(plan, workers.values(), device, group, strategy) if recipe.rules.clip_globally else strategy
+    if recipe.rules.clip_globally:
+        from petra.engine.options.global_clip import GlobalClip
+
+        strategy = GlobalClip(plan, workers.values(), device, group, strategy)
+    return strategy
 
 
 def load_blocks(model: Model, own: Mapping[str, nn.Module], state: Mapping[str, Tensor]) -> None:
@@ -318,5 +315,7 @@ def _block(plan: Plan, recipe: Recipe, runtime: Runtime, device: torch.device, b
     if plan.numerics.channels_last:
         block.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if runtime.compile is not None:
+        from petra.engine.options.compile import compile_block
+
         compile_block(block, runtime.compile)
     return block

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from petra.engine.metrics import Metric, count_targets, size_of
-from petra.engine.options.staging import Read, reading, staged
 from petra.errors import ConfigError, ModelError, invalid, require
 from petra.specs import Message, Streams, TensorSpec
 from petra.torch_private import storage_key, vector_jacobian_products
 
+Read = Callable[[int], Tensor]
+"""Function of a microbatch that returns a tensor on the CPU."""
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Function of (output, targets) that returns the mean over the targets that are not ignored."""
 
@@ -78,6 +79,15 @@ def require_source(data: object, microbatches: int, *, refetches: bool) -> None:
     if refetches and not isinstance(data, RefetchSource):
         expected = "a source with a method refetch(m), such as petra.data.TrainSource (or Runtime.refetch=False)"
         raise invalid("data", expected, type(data).__name__, ConfigError)
+
+
+def staged(read: Read, device: torch.device, microbatches: range) -> Read:
+    """Return a function that reads consecutive microbatches and returns them on the device."""
+    if device.type != "cuda":
+        return read
+    from petra.engine.options.staging import Staging
+
+    return Staging(read, device, microbatches)
 
 
 class DataPort:
@@ -186,13 +196,6 @@ class Objective:
     def receive(self, m: int) -> Message:
         """Return the backward message of microbatch ``m``."""
         return self._pending.pop(m)
-
-    def loss_of(self, m: int, output: Tensor) -> Tensor:
-        """Return the training loss of microbatch ``m``, differentiable with respect to ``output``."""
-        assert self.data is not None
-        with reading:
-            targets = self.data.targets(m)
-        return self.losses.training(output, targets.to(self.device))
 
     def _evaluate(self, m: int, message: Message) -> None:
         ((output,),) = message

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from petra.engine.options.early_stop import EarlyStop
-from petra.engine.options.observed import observing
 from petra.engine.worker import Worker
 from petra.errors import PetraError, invalid
 from petra.hooks import Hooks
 from petra.plan import Plan
 from petra.plan.timetable import Op, PeriodicRounds, Step, evaluation_rounds, training_rounds
+from petra.reversible.replay import NOTHING
 from petra.transport import Transfer, Transport
+
+if TYPE_CHECKING:
+    from petra.engine.options.early_stop import EarlyStop
 
 
 class BoundStep(NamedTuple):
@@ -130,8 +133,10 @@ class Executor:
         rounds = training_rounds(plan.delays, plan.boundary_delays, start, end, plan.flush_every)
         early = None
         if stop is not None or self._has_idle_ranks:
+            from petra.engine.options.early_stop import EarlyStop
+
             early = EarlyStop(stop or (lambda: False), self._processes, lambda periods: self._shorten(periods * rounds.period))
-        with observing(self._workers, plan.layout.stages, self._hooks), torch.no_grad():  # blocks record the graphs that they need
+        with self._observing(), torch.no_grad():  # blocks record the graphs that they need
             for round_ in self._begin(rounds, end - start, training=True, early=early):
                 self._exchange(round_, training=True)
             self._finish()
@@ -147,6 +152,14 @@ class Executor:
             for round_ in self._begin(rounds, microbatches, training=False):
                 self._exchange(round_, training=False)
             self._finish()
+
+    def _observing(self) -> AbstractContextManager[None]:
+        """Return a context in which the attached hooks observe the workers."""
+        if not self._hooks.attached_hooks:
+            return NOTHING
+        from petra.engine.options.observed import observing
+
+        return observing(self._workers, self._plan.layout.stages, self._hooks)
 
     def _begin(
         self, rounds: PeriodicRounds[list[Step]], microbatches: int, *, training: bool, early: EarlyStop | None = None

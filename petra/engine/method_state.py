@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from petra.engine.options.averaging import WeightAverage
 from petra.engine.stage import Stage
 from petra.engine.worker import Worker
 from petra.plan import Plan
@@ -43,8 +42,8 @@ def load_method_state(plan: Plan, workers: Mapping[int, Worker], state: Mapping[
 def restart_state(plan: Plan, workers: Mapping[int, Worker]) -> None:
     """Forget what depends on earlier weights: moving averages, older versions of the weights, and the state of remedies."""
     for worker in workers.values():
-        if (average := worker.update.part(WeightAverage)) is not None:
-            average.restart()
+        for part in worker.update.parts:
+            part.restart()
     load_method_state(plan, workers, {})
 
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,11 @@ from torch import Tensor
 
 from petra.distributed import all_gather_objects
 from petra.engine.metrics import Metric, VectorMetric, size_of, values_of
-from petra.engine.options.replicas import Replicas
 from petra.engine.worker import Worker
 from petra.errors import NumericsError
+
+if TYPE_CHECKING:
+    from petra.engine.options.replicas import Replicas
 
 log = logging.getLogger(__name__)
 

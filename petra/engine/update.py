@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from petra.engine.accumulation import Accumulation
 from petra.engine.stage import Stage
 from petra.hooks import Hooks
-from petra.torch_private import foreach_mul_, foreach_norm, skips_steps
+from petra.torch_private import foreach_mul_, foreach_norm, late_hooks, skips_steps
 
 P = TypeVar("P", bound="Part")
 
@@ -62,6 +62,9 @@ class Part:
 
     def resume(self, tensors: Mapping[str, Mapping[Tensor, Tensor]]) -> None:
         """Restore the tensors of a checkpoint, after weights, optimizer and numbers have been loaded, or start without any."""
+
+    def restart(self) -> None:
+        """Forget what depends on earlier weights, which have been replaced."""
 
     def metrics(self) -> dict[str, float]:
         """Return metrics since the last call, by name."""
@@ -225,7 +228,7 @@ class Update:
 def _step(optimizer: torch.optim.Optimizer, skip: Tensor | None, gradients: Accumulation) -> None:
     """Run late hooks and the optimizer, unless ``skip``. Fused optimizers skip the step on a GPU without synchronization."""
     if skip is not None:
-        if skip.device.type == "cuda" and skips_steps(optimizer) and not gradients.has_late_hooks:
+        if skip.device.type == "cuda" and skips_steps(optimizer) and not any(map(late_hooks, gradients.parameters)):
             optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
         elif skip.item():
             return

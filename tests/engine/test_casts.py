@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from petra import Keep, Numerics, Weights
-from petra.engine.build import simple_stage
 from petra.engine.options.casts import CAST
+from petra.engine.options.simple_stage import simple_stage
 from petra.engine.stage import Stage
 from petra.reversible import Coupling
 from petra.torch_private import TorchDispatchMode

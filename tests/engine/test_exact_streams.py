@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from petra import BlockSpec, Keep, Model, ModelError
-from petra.engine.build import simple_stage
 from petra.engine.options.exact_streams import OnGrid
+from petra.engine.options.simple_stage import simple_stage
 from petra.plan.layout import make_layout
 from petra.reversible import (
     Coupling,

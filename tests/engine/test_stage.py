@@ -10,8 +10,8 @@ from torch._subclasses import FakeTensor
 from torch.nn.parameter import UninitializedTensorMixin
 
 from petra import Keep, Numerics, Weights
-from petra.engine.build import simple_stage
 from petra.engine.options.observed import observing
+from petra.engine.options.simple_stage import simple_stage
 from petra.engine.stage import Stage
 from petra.engine.update import Norm, Update
 from petra.engine.worker import Worker

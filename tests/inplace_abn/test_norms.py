@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks.report import kept_bytes
 from petra.analysis.memory import measured, predicted
-from petra.engine.build import simple_stage
+from petra.engine.options.simple_stage import simple_stage
 from petra.errors import ConfigError, ModelError
 from petra.inplace_abn import InPlaceABN
 from petra.method import STORABLE, Keep

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from petra import Keep, ModelError
-from petra.engine.build import simple_stage
+from petra.engine.options.simple_stage import simple_stage
 from petra.reversible import Coupling
 from petra.specs import TensorSpec
 from petra.transport import Packing, local_boundary

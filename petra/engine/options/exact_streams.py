@@ -10,7 +10,6 @@ import torch.distributed as dist
 from petra.engine.block_function import BlockFunction, WrappedFunction
 from petra.engine.stage import Stage
 from petra.engine.weights import WeightVersion
-from petra.plan import Plan
 from petra.reversible import Grid, ReversibleBlock
 from petra.specs import Streams
 
@@ -43,22 +42,16 @@ class OnGrid(WrappedFunction):
         return tuple(self.grid.enter(t) for t in y) if self._rounds and len(y) > 1 else y
 
 
-def make_grid(plan: Plan, device: torch.device) -> Grid | None:
-    """Make the grid of a stage, in the dtype of the plan's streams; None if streams are not exact."""
-    if not plan.numerics.exact_streams:
-        return None
-    pairs = [profile.outputs for profile in plan.layout.profiles if profile.reversible]
-    return Grid(pairs[0][0].dtype if pairs else torch.float32, device)
-
-
-def check_range(plan: Plan, stages: Iterable[Stage], device: torch.device) -> None:
+def check_range(joint: Grid, stages: Iterable[Stage]) -> None:
     """Check that exact streams stayed in the range of the grid. Every rank must call this function.
+
+    Args:
+        joint: A new grid, for the largest magnitude of all stages.
+        stages: Stages of this rank.
 
     Raises:
         ModelError: If they exceeded it at a stage. Raised on every rank.
     """
-    if (joint := make_grid(plan, device)) is None:
-        return
     functions = [stage.runners[0].function for stage in stages]
     joint.largest = torch.stack([joint.largest, *(f.grid.largest for f in functions if isinstance(f, OnGrid))]).amax()
     if dist.is_initialized():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from petra.engine.options.finite_check import CHECK_EVERY, FiniteCheck, scalar
 from petra.engine.options.update_log import Outcome, UpdateLog
 from petra.engine.stage import Stage
-from petra.engine.update import Clip, Norm, ParameterHooks, Part, Pending
+from petra.engine.update import Clip, Norm, ParameterHooks, Part, Pending, Update
 from petra.engine.update_rules import UpdateRules
 from petra.specs import Message, Streams
 from petra.transport import Port
@@ -26,6 +26,28 @@ INITIAL_SCALE = 2.0**16
 """First value of a dynamic loss scale."""
 GROWTH_INTERVAL = 2000
 """Number of successive updates without an overflow after which a dynamic scale doubles."""
+
+
+def scaled_parts(
+    stage: Stage, number: int, rules: UpdateRules, device: torch.device, *, last: bool
+) -> tuple[FiniteCheck, list[Part]]:
+    """Return the check of a stage with a loss scale, and the parts of its update from the hooks of parameters to the check.
+
+    Args:
+        stage, number, rules, device, last: As for :class:`petra.engine.options.finite_check.FiniteCheck`.
+    """
+    assert rules.loss_scale is not None
+    scale, parameters = LossScale(rules.loss_scale, device), stage.gradients.parameters
+    check = ScaledCheck(stage, number, rules, device, scale, last=last)
+    return check, [ScaledHooks(stage, scale), ScaledNorm(parameters, scale), ScaledClip(rules.clip, scale), check, scale]
+
+
+def scaled_ports(update: Update, upstream: Port, downstream: Port) -> tuple[Port, Port]:
+    """Return the ports of a stage with the parts of :func:`scaled_parts`, so that gradients are scaled inside the stage only."""
+    scale, check = update.part(LossScale), update.part(ScaledCheck)
+    assert scale is not None
+    assert check is not None
+    return ScaledPort(upstream, scale, check, upstream=True), ScaledPort(downstream, scale, check, upstream=False)
 
 
 class LossScale(Part):

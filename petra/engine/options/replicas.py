@@ -24,14 +24,9 @@ from petra.engine.update import Part, Pending
 from petra.engine.worker import Worker
 from petra.hooks import Hook, Hooks
 from petra.plan.layout import Layout
-from petra.reversible import derive_seed, running_statistics
+from petra.reversible import running_statistics
 from petra.specs import Message
 from petra.transport.port import locate_errors
-
-
-def replica_seed(seed: int, replica: int) -> int:
-    """Return the seed of the random numbers that a replica's blocks draw: the run's own seed for the first replica."""
-    return derive_seed(seed, -1, replica) if replica else seed
 
 
 class Share:

@@ -16,10 +16,6 @@ AHEAD = 2
 IN_FLIGHT = 4
 """Microbatches whose copies to the GPU may be unfinished. The host does not get further ahead of the GPU than that."""
 
-Read = Callable[[int], Tensor]
-"""Function of a microbatch that returns a tensor on the CPU."""
-
-
 reading = Lock()
 """Owned by the thread that reads, so a data source is never read by two threads at once."""
 
@@ -28,11 +24,6 @@ reading = Lock()
 def _thread() -> ThreadPoolExecutor:
     """Return the staging thread. There is only one, so microbatches are read in the order in which they are asked for."""
     return ThreadPoolExecutor(1, "staging")
-
-
-def staged(read: Read, device: torch.device, microbatches: range) -> Read:
-    """Return a function that reads consecutive microbatches and returns them on the device."""
-    return Staging(read, device, microbatches, _thread()) if device.type == "cuda" else read
 
 
 class Staging:
@@ -46,11 +37,13 @@ class Staging:
             and in the staging thread for the others.
         device: The GPU.
         microbatches: The microbatches, in the order in which they will be requested. No other is read.
-        thread: Executor with one thread.
+        thread: Executor with one thread; by default one for all.
     """
 
-    def __init__(self, read: Read, device: torch.device, microbatches: range, thread: ThreadPoolExecutor) -> None:
-        self._read, self._device, self._thread = read, device, thread
+    def __init__(
+        self, read: Callable[[int], Tensor], device: torch.device, microbatches: range, thread: ThreadPoolExecutor | None = None
+    ) -> None:
+        self._read, self._device, self._thread = read, device, thread or _thread()
         self._left = iter(microbatches)
         self._pinned: deque[tuple[int | None, Future[Tensor]]] = deque()
         self._copied: deque[torch.cuda.Event] = deque()
