@@ -150,7 +150,7 @@ def petra(method: Method, transport: TransportName) -> Peer:
         def train(updates: int) -> float:
             if method.flush:
                 return _timed(lambda: pipeline.train(batches, updates * setting.k), updates * setting.k)
-            if pipeline.clock == 0:  # only the first update equals that of plain autograd
+            if pipeline.microbatches_done == 0:  # only the first update equals that of plain autograd
                 pipeline.train(batches, setting.k)
                 return 0.0
             return period(pipeline, batches, updates * setting.k + pipeline.plan.delays[0] + 1)  # type: ignore[arg-type]

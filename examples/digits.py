@@ -42,7 +42,7 @@ def train(method: Method, epochs: int, microbatches: int | None = None) -> list[
     rows = []
     for epoch in range(1, epochs + 1):
         results = {"train": pipeline.train(data, count), "test": pipeline.evaluate(test, test.batches)}
-        row: dict[str, float] = {"epoch": epoch, "microbatches": pipeline.clock}
+        row: dict[str, float] = {"epoch": epoch, "microbatches": pipeline.microbatches_done}
         for split, result in results.items():
             row |= {f"{split}_loss": result.loss, f"{split}_accuracy": result.metrics["accuracy"]}
         rows.append(row)

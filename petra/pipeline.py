@@ -19,7 +19,7 @@ from petra.engine.build import (
     check_runtime,
     load_blocks,
 )
-from petra.engine.endpoints import DataPort, DataSource, Objective, require_source
+from petra.engine.endpoints import DataPort, DataSource, LossPort, require_source
 from petra.engine.executor import Executor
 from petra.engine.method_state import restart_state
 from petra.engine.metrics import size_of
@@ -64,9 +64,9 @@ class Pipeline(Uncopied):
         replica: Index of the replica that this rank belongs to.
         replicas: All-reduces over replicas; None if there is only one replica.
         stages, workers: Stages of this rank, and their workers, by index.
-        objective: Port after the last stage, which computes the loss.
+        loss_port: Port after the last stage, which computes the loss.
         runtime: Device, transport, threads and compilation, as given.
-        clock: Number of microbatches trained since the start.
+        microbatches_done: Number of microbatches trained since the start.
         hooks: Hooks that observe training.
         measures: Functions whose results :meth:`stage_metrics` includes. Each returns metrics of this rank's stages since its
             last call, by name.
@@ -121,16 +121,16 @@ class Pipeline(Uncopied):
         position, process = plan.layout.locate(self.rank)
         self.replica = position if replicas is None else replicas.replica
         check_runtime(plan, runtime, device)
-        self.hooks, self.clock = Hooks(), 0
+        self.hooks, self.microbatches_done = Hooks(), 0
         self.measures: list[Callable[[], dict[str, float]]] = []
         self._totals = Totals(recipe.metrics, plan.layout.dp, self.device)
         self._source = DataPort(plan.layout.inputs, self.device, plan.numerics.channels_last, self._totals.add)
-        objective, self.replicas = Objective, replicas
+        loss_port, self.replicas = LossPort, replicas
         if plan.layout.dp > 1:
-            from petra.engine.options.replicas import Replicas, ShareObjective
+            from petra.engine.options.replicas import Replicas, ShareLossPort
 
-            objective = ShareObjective
-        self.objective = objective(self.device, recipe.losses, recipe.metrics)
+            loss_port = ShareLossPort
+        self.loss_port = loss_port(self.device, recipe.losses, recipe.metrics)
         if self.world > 1:
             check_ranks_agree({**plan.settings(), **recipe.settings()}, plan)
         place = (self.replica, process)
@@ -140,7 +140,7 @@ class Pipeline(Uncopied):
             self.replicas = Replicas(plan.layout, position, range(plan.layout.dp), device)
         group = None if self.replicas is None else self.replicas.pipeline_group
         transport = open_transport(plan, self.device, group)
-        ports = connect(plan.layout.processes[process], self._source, self.objective, plan.boundaries, transport)
+        ports = connect(plan.layout.processes[process], self._source, self.loss_port, plan.boundaries, transport)
         with raise_on_all_ranks():
             self.workers = build_workers(plan, recipe, self.stages, ports, self.device, self.hooks)
         if self.replicas is not None:
@@ -164,34 +164,36 @@ class Pipeline(Uncopied):
                 the device with the number of targets, the summed loss and the summed metrics. With replicas, it is called in each
                 replica, with the report of the replica's share multiplied by the number of replicas.
             stop: Polled during the run. Soon after it returns True on any rank, the pipeline drains on all ranks, and
-                :attr:`clock` is the number of microbatches done. Pass it on every rank or on none.
+                :attr:`microbatches_done` is the number of microbatches done. Pass it on every rank or on none.
 
         Raises:
             ModelError: If exact streams exceeded the range of their grid. Raised on every rank.
             NumericsError: If a loss, a gradient or running statistics are not finite (:class:`petra.UpdateRules`).
         """
-        start = self.clock
+        start = self.microbatches_done
         self._set_data(data, start, microbatches, training=True)
         self._totals.start(on_microbatch)
         for begin in self.hooks.train_begin:
             begin(start, start + microbatches)
-        self.clock += self._executor.train(start, start + microbatches, stop)
+        self.microbatches_done += self._executor.train(start, start + microbatches, stop)
         for end in self.hooks.train_end:
             end()
         if self.replicas is not None:
             self.replicas.synchronize()
         check_drained(self.plan, self.workers, self.device)
-        warn_without_update(self.plan.k, self.clock, self.rank, watched=bool(on_microbatch or stop))
+        warn_without_update(self.plan.k, self.microbatches_done, self.rank, watched=bool(on_microbatch or stop))
         result = reduce_totals(self._totals.values, self.recipe.metrics, self.world > 1, self.replicas)
-        return result if self.recipe.rules.may_skip else result.finite(len(self.plan.stages), start + 1, self.clock, self.rank)
+        if self.recipe.rules.may_skip:
+            return result
+        return result.finite(len(self.plan.stages), start + 1, self.microbatches_done, self.rank)
 
     def evaluate(self, data: DataSource, microbatches: int) -> Result:
         """Evaluate microbatches 0 to ``microbatches`` - 1, with averaged weights if the rules ask for averages."""
         microbatches = self._set_data(data, 0, microbatches, training=False)
-        self.objective.totals.zero_()
+        self.loss_port.totals.zero_()
         with self.averaged(), evaluating(self.stages.values()):
             self._executor.evaluate(microbatches)
-        return reduce_totals(self.objective.totals, self.recipe.metrics, self.world > 1, self.replicas)
+        return reduce_totals(self.loss_port.totals, self.recipe.metrics, self.world > 1, self.replicas)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -226,12 +228,12 @@ class Pipeline(Uncopied):
         restart_state(self.plan, self.workers)
 
     def __repr__(self) -> str:
-        return f"Pipeline({self.plan}, rank {self.rank} of {self.world}, {self.clock} microbatches done)"
+        return f"Pipeline({self.plan}, rank {self.rank} of {self.world}, {self.microbatches_done} microbatches done)"
 
     def _set_data(self, data: DataSource, start: int, microbatches: int, *, training: bool) -> int:
         require_source(data, microbatches, refetches=training and self.plan.refetches)
         if self.replicas is not None:
             data, microbatches = self.replicas.share(data, microbatches, evaluation=not training)
-        for port in (self._source, self.objective):
+        for port in (self._source, self.loss_port):
             port.start(data, start, microbatches, training=training)
         return microbatches

@@ -208,7 +208,7 @@ def _main(folder: str, overrides: list[str], environment: dict[str, str]) -> Non
             digest.update(key.encode())
             digest.update(value.contiguous().numpy().tobytes())
         with Path(f"digests-{name}").open("a") as notes:
-            notes.write(f"{self.pipeline.clock} {digest.hexdigest()}\n")
+            notes.write(f"{self.pipeline.microbatches_done} {digest.hexdigest()}\n")
         save(self, score)
 
     Trainer._save_and_stop = noting_save  # type: ignore[method-assign]

@@ -131,7 +131,7 @@ def hand_over(run: TrainingRun, membership: Membership, absent: dict[int, int]) 
     replicas = run.pipeline.replicas
     assert isinstance(replicas, ElasticReplicas)
     state = {key: value.to("cpu", copy=True) for key, value in state_of(run.pipeline, every_replica=True).items()}
-    facts = {**run.checkpoints.facts, "trainer": run.trainer.state(), "clock": run.pipeline.clock}
+    facts = {**run.checkpoints.facts, "trainer": run.trainer.state(), "clock": run.pipeline.microbatches_done}
     return Handover(
         facts, membership.generation.members, dict(replicas.lost), absent, replicas.tolerant_sums.stalls, time.time(), state
     )

@@ -209,13 +209,13 @@ def load_start(pipeline: Pipeline, config: Config, start: Start, epoch: int, voc
             moved = move_clock(pipeline, config, start, epoch)
             source = start.path if start.state is None else "the last generation of replicas"
             require(
-                pipeline.clock <= config.trainer.epochs * epoch,
+                pipeline.microbatches_done <= config.trainer.epochs * epoch,
                 "trainer.epochs",
-                f"an integer >= {math.ceil(pipeline.clock / epoch)}, because the run resumes from {source}, after microbatch "
-                f"{pipeline.clock} with {epoch} microbatches in an epoch",
+                f"an integer >= {math.ceil(pipeline.microbatches_done / epoch)}, because the run resumes from {source}, after "
+                f"microbatch {pipeline.microbatches_done} with {epoch} microbatches in an epoch",
                 config.trainer.epochs,
             )
-            notes.append(f"resuming from {source}, after microbatch {pipeline.clock}")
+            notes.append(f"resuming from {source}, after microbatch {pipeline.microbatches_done}")
             notes += moved
             notes += [f"{key} is {now} from here on, was {before}" for key, (before, now) in start.changes.items()]
         elif config.init_from is not None:
@@ -264,19 +264,19 @@ def move_clock(pipeline: Pipeline, config: Config, start: Start, epoch: int) -> 
     require(before is not None, str(start.path), expected, "an older one", DataError)
     if k == pipeline.plan.k and before == epoch:
         return []
-    ended = pipeline.clock % k == 0 and not start.trainer["parts"]
+    ended = pipeline.microbatches_done % k == 0 and not start.trainer["parts"]
     clock = len(history) * epoch
     changed = next((key for key in ("k", *LENGTHS) if key in start.changes), "data.root")
     value, now = start.changes.get(changed, (f"{before} microbatches in an epoch", epoch))
     expected = f"{value} as in {start.path}; only a checkpoint at the end of an epoch and of an update allows another value"
     require(ended and clock % pipeline.plan.k == 0, changed, expected, now)
     require(
-        clock >= pipeline.clock or not _in_run_dir(config, start.path),
+        clock >= pipeline.microbatches_done or not _in_run_dir(config, start.path),
         "run_dir",
         f"another folder than that of the checkpoint, for epochs of {epoch} microbatches instead of {before} (resume={start.path})",
         config.run_dir,
     )
-    pipeline.clock = clock
+    pipeline.microbatches_done = clock
     for worker in pipeline.workers.values():
         worker.microbatches_done = clock
         worker.stage.resume(clock // pipeline.plan.k, worker.stage.previous())

@@ -127,12 +127,12 @@ class TrainingRun:
         loaded = load_start(self.pipeline, config, start, batches, train.vocabulary)
         with raise_on_all_ranks():
             rows = [] if start.trainer is None else [epoch.row() for epoch in finished_epochs(start.trainer)]
-            self.records = Records(config, rows, start.run, self.pipeline.clock) if process.first else None
+            self.records = Records(config, rows, start.run, self.pipeline.microbatches_done) if process.first else None
         self.folder: Path = all_gather_objects(None if self.records is None else self.records.folder)[0]
         if self.records is not None:
             opening = f"{headline(setup)}; records in {self.folder}"
             print(*_warnings(config, batches), *notes, opening, *loaded, sep="\n", flush=True)
-            self.records.log_changes(self.pipeline.clock, start.changes)
+            self.records.log_changes(self.pipeline.microbatches_done, start.changes)
         if config.checkpoint.keep:
             require_shared(self.folder, config, process)
         self.checkpoints = Checkpoints(
@@ -166,7 +166,7 @@ class TrainingRun:
         memory = all_gather_objects(peak_memory(self.setup.device))
         if self.records is not None:
             seconds = time.perf_counter() - self._started
-            self.records.finish(summarise(self.setup, self.pipeline.clock, history, memory, seconds), history)
+            self.records.finish(summarise(self.setup, self.pipeline.microbatches_done, history, memory, seconds), history)
 
     def _watchers(self, batches: int) -> list[Watcher]:
         """Measure the drift of the weights, and return the observers of the trainer: none without records."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from petra.diagnostics.activation_memory import fake_module
 from petra.engine.build import build_stages, build_workers
-from petra.engine.endpoints import DataPort, Objective
+from petra.engine.endpoints import DataPort, LossPort
 from petra.engine.executor import Executor
 from petra.engine.options.averaging import WeightAverage
 from petra.engine.options.finite_check import Settle
@@ -303,14 +303,14 @@ def _executor(
     """Return an executor of the process whose neighbours are always in time, and the workers of its stages."""
     processes = plan.layout.processes
     source = DataPort(plan.layout.inputs, CPU, plan.numerics.channels_last, lambda report: None)
-    objective = Objective(CPU, recipe.losses, recipe.metrics)
-    for port in (source, objective):
+    loss_port = LossPort(CPU, recipe.losses, recipe.metrics)
+    for port in (source, loss_port):
         port.start(data, 0, 0)
     stages = build_stages(plan, recipe, Runtime(), CPU, (0, process), blocks, source.refetch)
     transport = None
     if len(processes) > 1:
         transport = LockstepTransport(pack_boundaries(plan, CPU), processes, process, post=lambda operations: [_Done()])
-    ports = connect(processes[process], source, objective, plan.boundaries, transport)
+    ports = connect(processes[process], source, loss_port, plan.boundaries, transport)
     workers = build_workers(plan, recipe, stages, ports, CPU, hooks)
     for worker in workers.values():
         _without_decisions(worker.update)

@@ -155,12 +155,12 @@ class GradientQuality(Hook):
         x = self._cases[m].inputs[0]
         for j, stage in stages.items():
             x = stage.replay(m, x, weights[j])
-        objective = self.pipeline.objective
-        assert objective.data is not None
+        loss_port = self.pipeline.loss_port
+        assert loss_port.data is not None
         with reading:
-            targets = objective.data.targets(m)
+            targets = loss_port.data.targets(m)
         with torch.enable_grad():
-            loss = objective.losses.training(x[0], targets.to(objective.device))
+            loss = loss_port.losses.training(x[0], targets.to(loss_port.device))
         leaves = {j: _leaves(stage, weights[j]) for j, stage in stages.items()}
         every = [leaf for group in leaves.values() for leaf in group]
         with ExitStack() as stack:

@@ -37,7 +37,7 @@ class StageTimer(Hook):
 
     def __init__(self, pipeline: Pipeline, first: int | None = None) -> None:
         self.pipeline = pipeline
-        self.stop = float("inf") if first is None else pipeline.clock + first
+        self.stop = float("inf") if first is None else pipeline.microbatches_done + first
         self._stages = len(pipeline.plan.layout.stages)
         self._latest = 0
         self._starts: dict[tuple[int, int], Any] = {}  # Intervals of a stage in one thread don't overlap.

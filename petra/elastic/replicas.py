@@ -193,7 +193,7 @@ class ElasticTrainer(Trainer):
         """
         replicas = self.pipeline.replicas
         assert isinstance(replicas, ElasticReplicas)
-        return replicas.membership.concluding(f"{name} after microbatch {self.pipeline.clock}", admit=admit)
+        return replicas.membership.concluding(f"{name} after microbatch {self.pipeline.microbatches_done}", admit=admit)
 
 
 class MembersShare(Share):

@@ -136,7 +136,7 @@ def check_drained(plan: Plan, workers: Mapping[int, Worker], device: torch.devic
     for worker in reversed([*workers.values()]):  # check later stages first: gradients flow upstream
         check = worker.update.part(FiniteCheck)
         assert check is not None
-        check.check_drained(worker.update.squared_norm, worker.update.t)
+        check.check_drained(worker.update.squared_norm, worker.update.microbatches_done)
 
 
 def build_workers(

@@ -97,7 +97,7 @@ class DataPort:
         inputs: Shape and type of a microbatch's inputs.
         device: Device of the first stage.
         channels_last: Whether 4-d inputs use the channels-last memory format.
-        on_report: Called with the report of each microbatch (see :class:`Objective`).
+        on_report: Called with the report of each microbatch (see :class:`LossPort`).
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class DataPort:
         return (own.clone() if shared else own,)
 
 
-class Objective:
+class LossPort:
     """Port after the last stage: turns an output into the backward message (output, gradient, report).
 
     A report is a float64 vector: number of targets that are not ignored, sum of their losses, sums of the metrics, which may be

@@ -59,7 +59,7 @@ class Result:
 
 
 class Totals:
-    """Sum of the reports (:class:`petra.engine.endpoints.Objective`) of one ``train()`` call.
+    """Sum of the reports (:class:`petra.engine.endpoints.LossPort`) of one ``train()`` call.
 
     Args:
         metrics: Metrics by name.

@@ -174,11 +174,11 @@ class Update:
 
     Attributes:
         done: Number of updates, skipped ones included.
-        t: Number of microbatches that the stage had processed at its last update.
+        microbatches_done: Number of microbatches that the stage had processed at its last update.
     """
 
     def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
-        self.parts, self.done, self.t = list(parts), 0, 0
+        self.parts, self.done, self.microbatches_done = list(parts), 0, 0
         self._squared_norm = torch.zeros((), dtype=torch.float64, device=device)
 
     def __call__(self, t: int) -> None:
@@ -187,7 +187,7 @@ class Update:
 
     def begin(self, t: int) -> Pending:
         """Run the parts up to the norm."""
-        self.t = t
+        self.microbatches_done = t
         pending = Pending(t, self.done, self._squared_norm, self._squared_norm)
         for part in self.parts[: self._measured()]:
             part(pending)

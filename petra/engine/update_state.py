@@ -21,7 +21,7 @@ def update_state(stage: Stage, update: Update) -> dict[str, Any]:
         ``stage``: numbers of the stage. ``blocks``: for each block, by parameter name, the ``optimizer`` state, the moving
         ``average`` and the accumulated ``gradient``, unscaled.
     """
-    numbers: dict[str, Any] = {"done": update.done, "t": update.t}
+    numbers: dict[str, Any] = {"done": update.done, "t": update.microbatches_done}
     for part in update.parts:
         numbers |= part.numbers()
     scale, optimizer = _scale(update), update.optimizer
@@ -47,13 +47,13 @@ def load_update_state(stage: Stage, update: Update, state: Mapping[str, Any]) ->
     scale = update.part(LossScale)
     if scale is not None:
         scale.load(numbers)  # the gradients below are multiplied by it
-    update.done, update.t = int(numbers["done"]), int(numbers["t"])
+    update.done, update.microbatches_done = int(numbers["done"]), int(numbers["t"])
     named = [(n, p, saved) for block, saved in zip(blocks, state["blocks"], strict=True) for n, p in block.items()]
     step = update.part(Step)
     if step is not None and step.optimizer is not None:
         _load_optimizer(step.optimizer, {p: saved["optimizer"][n] for n, p, saved in named})
-        if update.t:
-            step.set_learning_rate(update.t)  # weight prediction reads it before the next update
+        if update.microbatches_done:
+            step.set_learning_rate(update.microbatches_done)  # weight prediction reads it before the next update
     averaging = update.part(WeightAverage)
     if averaging is not None:
         for average, (n, _, saved) in zip(averaging.values, named, strict=True):

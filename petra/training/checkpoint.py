@@ -91,8 +91,8 @@ class Checkpoints:
         if not self.keep:
             return
         self.wait()
-        state, name = state_of(pipeline), f"{pipeline.clock:09}"
-        content = {**self.facts, **facts, "clock": pipeline.clock, "score": score}
+        state, name = state_of(pipeline), f"{pipeline.microbatches_done:09}"
+        content = {**self.facts, **facts, "clock": pipeline.microbatches_done, "score": score}
         if self._thread is None:
             self._write(state, name, content)
         else:

@@ -64,7 +64,7 @@ def load_state(pipeline: Pipeline, state: Mapping[str, Tensor], clock: int, sour
         worker.microbatches_done = clock
         if pipeline.replicas is not None:
             pipeline.replicas.restored(worker)
-    pipeline.clock = clock
+    pipeline.microbatches_done = clock
     load_method_state(pipeline.plan, pipeline.workers, _method_state(pipeline, blocks))
 
 

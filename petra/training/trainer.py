@@ -126,7 +126,7 @@ class Trainer:
             try:
                 self._run_epoch(len(self.history) + 1)
             except Exception as error:
-                error.add_note(f"the pipeline was last drained after microbatch {self.pipeline.clock}")
+                error.add_note(f"the pipeline was last drained after microbatch {self.pipeline.microbatches_done}")
                 if isinstance(error, DataError):  # there may be no space even for the message
                     self.checkpoints.settle()
                 raise
@@ -151,7 +151,7 @@ class Trainer:
         with _named_errors():
             self._parts, self._seconds = [Result(**part) for part in state["parts"]], float(state["seconds"])
         for watcher in self.watchers:
-            watcher.resume(state, self.pipeline.clock)
+            watcher.resume(state, self.pipeline.microbatches_done)
 
     def phase(self, name: str, *, admit: bool = False) -> AbstractContextManager[None]:
         """Return a context for work on a drained pipeline, or for training until it has drained. A subclass may check its result.
@@ -166,12 +166,12 @@ class Trainer:
         """Train to the end of an epoch, which may have begun before a checkpoint, then evaluate and record it."""
         start, end = (epoch - 1) * self.microbatches, epoch * self.microbatches
         for watcher in self.watchers:
-            watcher.epoch_begin(epoch, start, self.pipeline.clock - start)
-        while self.pipeline.clock < end:
+            watcher.epoch_begin(epoch, start, self.pipeline.microbatches_done - start)
+        while self.pipeline.microbatches_done < end:
             self._train_to_drain(end)
             with self.phase("trained", admit=True):
                 pass
-            if self.pipeline.clock < end:
+            if self.pipeline.microbatches_done < end:
                 with self.phase("saved"):
                     self._save_and_stop(None)
         with self.phase("evaluated"):
@@ -185,7 +185,7 @@ class Trainer:
 
     def _train_to_drain(self, end: int) -> None:
         """Train up to the next planned drain or the end of the epoch, or until a process is asked to stop."""
-        started, planned = time.perf_counter(), self.checkpoints.next_after(self.pipeline.clock)
+        started, planned = time.perf_counter(), self.checkpoints.next_after(self.pipeline.microbatches_done)
         # An unplanned drain changes the weights of a run. With planned drains, a run that stops there resumes bit for bit.
         count, stop = (end, self._stop_early) if planned is None else (min(end, planned), None)
         receivers = [watcher.microbatch for watcher in self.watchers if type(watcher).microbatch is not Watcher.microbatch]
@@ -194,7 +194,7 @@ class Trainer:
             for receive in receivers:
                 receive(report)
 
-        count -= self.pipeline.clock
+        count -= self.pipeline.microbatches_done
         self._parts.append(self.pipeline.train(self.train, count, on_microbatch if receivers else None, stop))
         self._seconds += time.perf_counter() - started
 
@@ -207,13 +207,13 @@ class Trainer:
         test = self.pipeline.evaluate(self.test, self.test_batches)
         return Epoch(
             epoch=epoch,
-            microbatches=self.pipeline.clock,
+            microbatches=self.pipeline.microbatches_done,
             # Counts are large, and only needed until the parts of an epoch are combined.
             train=replace(combined(self._parts, self.pipeline.recipe.metrics), counts={}),
             test=replace(test, counts={}),
             seconds=self._seconds + time.perf_counter() - started,
             training_seconds=self._seconds,
-            learning_rate=self._learning_rate(self.pipeline.clock),
+            learning_rate=self._learning_rate(self.pipeline.microbatches_done),
             stages=self.pipeline.stage_metrics(),
             unit=self.test.unit,
             bytes_per_target=self.test.bytes_per_target,
@@ -224,7 +224,7 @@ class Trainer:
         self.checkpoints.save(self.pipeline, {"trainer": self.state()}, score)
         if any(all_gather_objects(self.stop())):
             self.checkpoints.wait()
-            raise Interrupted(self.pipeline.clock, saved=self.checkpoints.keep > 0)
+            raise Interrupted(self.pipeline.microbatches_done, saved=self.checkpoints.keep > 0)
 
 
 def finished_epochs(state: Mapping[str, Any]) -> list[Epoch]:

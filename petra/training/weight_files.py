@@ -68,7 +68,7 @@ def export(pipeline: Pipeline, path: Path, facts: Mapping[str, Any] | None = Non
         return
     draft = path.with_name(path.name + ".part")
     try:
-        text = {FACTS: json.dumps({"clock": pipeline.clock, **(facts or {})})}
+        text = {FACTS: json.dumps({"clock": pipeline.microbatches_done, **(facts or {})})}
         if path.suffix == ".pt":
             ordered = OrderedDict(state)
             # As Module.state_dict() does; load_state_dict() reads only the entries of modules' versions.

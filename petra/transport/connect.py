@@ -84,13 +84,13 @@ def pack_boundaries(plan: Plan, device: torch.device) -> list[tuple[Packing, Pac
 
 
 def connect(
-    stages: range, source: Port, objective: Port, boundaries: Sequence[Boundary], transport: Transport | None
+    stages: range, source: Port, loss_port: Port, boundaries: Sequence[Boundary], transport: Transport | None
 ) -> dict[int, tuple[Port, Port]]:
     """Return the upstream and the downstream port of each of this process's ``stages``.
 
     Args:
         source: Upstream port of the first stage.
-        objective: Downstream port of the last stage.
+        loss_port: Downstream port of the last stage.
         boundaries: Boundary after each stage except the last.
         transport: Transport to the neighbouring processes, or None if there are none.
     """
@@ -101,7 +101,7 @@ def connect(
         downstream: Port | None
         following: Port | None = None
         if j == len(boundaries):
-            downstream = objective
+            downstream = loss_port
         elif j + 1 in stages:
             downstream, following = local_boundary(*boundaries[j])
         else:

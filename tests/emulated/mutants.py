@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from petra.engine.endpoints import Objective
+from petra.engine.endpoints import LossPort
 from petra.engine.options.replicas import AllReduces
 from petra.engine.options.staging import Staging
 from petra.engine.worker import Worker
@@ -104,7 +104,7 @@ MUTANTS = {
     "buffer reused early": Mutant(replace(dist, "isend", unwaited), "edge"),
     "shared communicator": Mutant(replace(dist, "new_group", one_group), "edge"),
     "collective in another order": Mutant(late_and_reversed, "replicas"),
-    "device mix": Mutant(replace(Objective, "start", on_the_host), "alone"),
+    "device mix": Mutant(replace(LossPort, "start", on_the_host), "alone"),
     "hidden synchronization": Mutant(replace(Worker, "backward", asking), "alone"),
     "pageable copy": Mutant(replace(Staging, "_pin", lambda pin: lambda self, m: self._read(m)), "alone"),
 }

@@ -54,9 +54,9 @@ def stops(rank: int, case: Case) -> tuple[int, bool]:
     asked = iter([False])
     stopped, planned = case.pipeline(device), case.pipeline(device)
     stopped.train(case.source(), 200, stop=lambda: next(asked, rank == 1))
-    planned.train(case.source(), stopped.clock)
+    planned.train(case.source(), stopped.microbatches_done)
     weights = host(planned.state_dict())
-    return stopped.clock, all(torch.equal(value, weights[key]) for key, value in host(stopped.state_dict()).items())
+    return stopped.microbatches_done, all(torch.equal(value, weights[key]) for key, value in host(stopped.state_dict()).items())
 
 
 @pytest.mark.parametrize("transport", core(["lockstep", "edge"], {1}))

@@ -655,5 +655,5 @@ def test_loaded_weights_replace_older_and_predicted_ones(settings: dict[str, Any
         x, found = Vectors().inputs(0), []
         for pipeline in (trained, new):
             runner = pipeline.stages[stage].runners[0]
-            found.append(runner.function(0, (x,), runner.versions.for_forward(pipeline.clock))[0])
+            found.append(runner.function(0, (x,), runner.versions.for_forward(pipeline.microbatches_done))[0])
         torch.testing.assert_close(*found)

@@ -255,7 +255,7 @@ def test_method_state_goes_on_where_it_was(method: str, remedy: Remedy) -> None:
         resumed.stages[j].module.load_state_dict(stage.module.state_dict())
         load_update_state(resumed.stages[j], resumed.workers[j].update, copy.deepcopy(update_state(stage, whole.workers[j].update)))
         resumed.workers[j].microbatches_done = whole.workers[j].microbatches_done
-    resumed.clock = whole.clock
+    resumed.microbatches_done = whole.microbatches_done
     state = method_state(whole.plan, whole.workers)
     load_method_state(resumed.plan, resumed.workers, state)
     for pipeline in (whole, resumed):

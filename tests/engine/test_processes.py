@@ -97,11 +97,11 @@ def stop_early(rank: int, by: int, after: int) -> dict[tuple[str, str], tuple[in
         stopped, asked = early(name, transport), iter([False] * after)  # type: ignore[arg-type]
         stopped.train(RandomSource(), 300, stop=lambda asked=asked: next(asked, rank == by))
         planned = early(name, transport)  # type: ignore[arg-type]
-        planned.train(RandomSource(), stopped.clock)
+        planned.train(RandomSource(), stopped.microbatches_done)
         results = [pipeline.train(RandomSource(), 5) for pipeline in (stopped, planned)]
         weights = planned.state_dict()
         same = results[0] == results[1] and all(torch.equal(v, weights[key]) for key, v in stopped.state_dict().items())
-        found[name, transport] = stopped.clock - 5, same
+        found[name, transport] = stopped.microbatches_done - 5, same
     return found
 
 
@@ -117,8 +117,8 @@ def test_all_processes_stop_after_the_same_microbatch(world: int, by: int, after
 def test_one_process_stops_at_once() -> None:
     pipeline = early("petra", "local")
     asked = iter([False] * 9)
-    assert pipeline.train(RandomSource(), 300, stop=lambda: next(asked, True)).targets == 4 * pipeline.clock
-    assert 9 < pipeline.clock < 40
+    assert pipeline.train(RandomSource(), 300, stop=lambda: next(asked, True)).targets == 4 * pipeline.microbatches_done
+    assert 9 < pipeline.microbatches_done < 40
 
 
 OTHERS: dict[str, dict[str, Any]] = {

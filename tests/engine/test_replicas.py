@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 import petra.inplace_abn  # noqa: F401 - adds the norms of revnet18
 from petra import BlockSpec, ConfigError, Model, ModelError, Pipeline, TensorSpec, UpdateRules
 from petra.engine.endpoints import Losses
-from petra.engine.options.replicas import Share, ShareObjective
+from petra.engine.options.replicas import Share, ShareLossPort
 from petra.errors import CommunicationError
 from petra.hooks import Gradients, Hook
 from petra.models import revnet18
@@ -400,8 +400,8 @@ def test_each_replica_reads_the_targets_of_a_microbatch_once() -> None:
     targets = source.targets
     source.targets = lambda m: (read.append(m), targets(m))[1]  # type: ignore[method-assign,func-returns-value]
     layout = make_layout(without_norms(), source.spec, None, 2, 2)
-    objective = ShareObjective(torch.device("cpu"), Losses(cross_entropy, cross_entropy), {})
-    objective.start(Share(source, layout, 1), 0, 3)
+    loss_port = ShareLossPort(torch.device("cpu"), Losses(cross_entropy, cross_entropy), {})
+    loss_port.start(Share(source, layout, 1), 0, 3)
     for m in range(3):
-        objective.send(m, ((torch.zeros(2, 5, dtype=torch.float64),),))
+        loss_port.send(m, ((torch.zeros(2, 5, dtype=torch.float64),),))
     assert read == [0, 1, 2]

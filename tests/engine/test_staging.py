@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from petra.engine.options import staging
+from petra.engine import endpoints
 from petra.engine.options.staging import AHEAD, IN_FLIGHT, Staging
 
 CPU = torch.device("cpu")
@@ -83,7 +83,7 @@ def test_an_error_of_the_source_is_raised_when_its_microbatch_is_requested(threa
 
 def test_the_cpu_reads_directly() -> None:
     source = Source()
-    assert staging.staged(source, CPU, range(3)) is source
+    assert endpoints.staged(source, CPU, range(3)) is source
 
 
 def test_two_readers_of_one_source_do_not_read_at_the_same_time(thread: ThreadPoolExecutor) -> None:

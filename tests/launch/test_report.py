@@ -103,7 +103,7 @@ def test_a_resumed_run_is_the_same_run_of_weights_and_biases(tmp_path: Path, mon
 
     def interrupted(self: Trainer, score: float | None) -> None:
         save(self, score)
-        if self.pipeline.clock == 4:
+        if self.pipeline.microbatches_done == 4:
             (folder / "updates.jsonl").open("a").write('{"microbatches": 6, "update/loss": 99}\n')
             raise Interrupted(4, saved=True)
 

@@ -167,7 +167,7 @@ def test_a_folder_that_cannot_be_written_is_the_same_error_in_all_processes(tmp_
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     pipeline, store = build(), Checkpoints(tmp_path, keep=2)
     for clock, score in enumerate([0.1, 0.7, None, 0.7, 0.3, None]):
-        pipeline.clock = clock
+        pipeline.microbatches_done = clock
         store.save(pipeline, {}, score)
     assert [int(path.name) for path in checkpoints(tmp_path)] == [5, 4, 1]
     assert best_of(tmp_path) == tmp_path / "000000001"
@@ -235,7 +235,7 @@ def test_a_failed_write_in_the_background_ends_the_run_soon(tmp_path: Path, monk
     monkeypatch.setattr("petra.training.storage.write", fail)
     with pytest.raises(PetraError, match=r"checkpoint .*/000000400: cannot be written \(No space left on device\)") as ended:
         failing.fit(2)
-    assert 400 < failing.pipeline.clock < 800
+    assert 400 < failing.pipeline.microbatches_done < 800
     assert any("last drained after microbatch" in note for note in ended.value.__notes__)
     assert not store.failed
 

@@ -113,9 +113,9 @@ def die_everywhere(folder: Path, background: bool) -> None:
         restored, path = small(), newest(work)
         assert path is not None, steps[index]
         restore(restored, path)
-        assert equal(weights(restored), expected[restored.clock]), steps[index]
-        found.add(restored.clock)
-        restored.train(DATA, 2 - restored.clock)
+        assert equal(weights(restored), expected[restored.microbatches_done]), steps[index]
+        found.add(restored.microbatches_done)
+        restored.train(DATA, 2 - restored.microbatches_done)
         Checkpoints(work, keep=1).save(restored, {})
         assert equal(weights(restored), expected[2])
         assert {p.name for p in work.iterdir()} == {"000000002", "latest"}, steps[index]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from petra.distributed import default_timeout
-from petra.engine.endpoints import DataSource, Objective, RefetchSource
+from petra.engine.endpoints import DataSource, LossPort, RefetchSource
 from petra.engine.metrics import count_targets
 from petra.engine.options.finite_check import FiniteCheck
 from petra.engine.update import Part, Pending
@@ -69,7 +69,7 @@ class Share:
         return joint.chunk(self._dp)[self._replica]
 
 
-class ShareObjective(Objective):
+class ShareLossPort(LossPort):
     """Loss of one replica's share. δ is multiplied by the fraction of the microbatch's targets that are in the share.
 
     The sum of gradients over replicas is then the gradient of the mean loss of the whole microbatch.
