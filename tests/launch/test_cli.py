@@ -30,8 +30,8 @@ def run_python(code: str, *words: str, cwd: Path = ROOT) -> subprocess.Completed
 def test_the_command_line_itself_imports_neither_torch_nor_hydra() -> None:
     code = """
 import sys, petra.__main__ as p
-for line in ("--version", "--help", "no_command", "completion bash", "completion words petra-train"):
-    sys.argv = ["petra", *line.split()]
+for words in (["--version"], ["--help"], ["no_command"], ["completion", "bash"], ["completion", "words", "petra train "]):
+    sys.argv = ["petra", *words]
     try: p.main()
     except SystemExit: pass
 print({"torch", "hydra", "matplotlib"} & {*sys.modules})
