@@ -106,8 +106,8 @@ def test_processes_of_a_run_fill_the_nodes(
     monkeypatch.setattr(node, "run_agent", lambda flags, module, words: started.append([*flags, module, *words]))
     words = [f"model={model}", "data=synthetic", "trainer.device=cpu", *overrides]
     for rank in range(len(expected)):
-        variables = {"NPROC": "stages", "MASTER_ADDR": "a", "NODE_RANK": str(rank), "PATH": os.environ["PATH"]}
-        monkeypatch.setattr(os, "environ", variables | environment)
+        for name, value in ({"NPROC": "stages", "MASTER_ADDR": "a", "NODE_RANK": str(rank)} | environment).items():
+            monkeypatch.setenv(name, value)
         monkeypatch.setattr(sys, "argv", ["node", *words])
         node.main(words)
     assert [int(flags[flags.index("--nproc-per-node") + 1]) for flags in started] == expected
