@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from benchmarks.report import alternate, benchmark_parser, machine, save, spread, table
 from benchmarks.two_stages import Noise, sgd
-from petra import BlockSpec, Model, Pipeline, TensorSpec
+from petra import BlockSpec, Model, Pipeline, Recipe, TensorSpec
 from petra.reversible import Coupling
 
 FEATURES = 8
@@ -96,7 +96,7 @@ def main() -> None:
     data = Noise(inputs)
     reversible = [BlockSpec(f"block{i}", coupling) for i in range(options.stages - 2)]
     model = Model("tiny", (BlockSpec("split", Split), *reversible, BlockSpec("head", Head)))
-    build = partial(Pipeline, model, inputs, method="petra", k=options.k, optimizer=sgd)
+    build = partial(Pipeline, model, inputs, Recipe(sgd), method="petra", k=options.k)
     other, clock = build(), CLOCKS[options.clock]
     blocks = [block for stage in other.stages.values() for block in stage.module]
     optimizers = [w.update.optimizer for w in other.workers.values() if w.update.optimizer is not None]

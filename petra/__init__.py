@@ -10,44 +10,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from petra.engine.endpoints import Losses
-    from petra.engine.recipe import Recipe
-    from petra.engine.totals import Result
-    from petra.engine.update_rules import UpdateRules
-    from petra.errors import ConfigError, DataError, ModelError, NumericsError, PetraError, ScheduleError
-    from petra.hooks import Hook
-    from petra.method import METHODS, Keep, Method, Weights
-    from petra.model import BlockSpec, Model
-    from petra.pipeline import Pipeline
-    from petra.plan import Plan, make_plan
-    from petra.settings import Numerics, Runtime
-    from petra.specs import TensorSpec
-
-__all__ = [
-    "METHODS",
-    "BlockSpec",
-    "ConfigError",
-    "DataError",
-    "Hook",
-    "Keep",
-    "Losses",
-    "Method",
-    "Model",
-    "ModelError",
-    "Numerics",
-    "NumericsError",
-    "PetraError",
-    "Pipeline",
-    "Plan",
-    "Recipe",
-    "Result",
-    "Runtime",
-    "ScheduleError",
-    "TensorSpec",
-    "UpdateRules",
-    "Weights",
-    "make_plan",
-]
+    from petra.engine.endpoints import Losses as Losses
+    from petra.engine.recipe import Recipe as Recipe
+    from petra.engine.totals import Result as Result
+    from petra.engine.update_rules import UpdateRules as UpdateRules
+    from petra.errors import ConfigError as ConfigError
+    from petra.errors import DataError as DataError
+    from petra.errors import ModelError as ModelError
+    from petra.errors import NumericsError as NumericsError
+    from petra.errors import PetraError as PetraError
+    from petra.errors import ScheduleError as ScheduleError
+    from petra.hooks import Hook as Hook
+    from petra.method import METHODS as METHODS
+    from petra.method import Keep as Keep
+    from petra.method import Method as Method
+    from petra.method import Weights as Weights
+    from petra.model import BlockSpec as BlockSpec
+    from petra.model import Model as Model
+    from petra.pipeline import Pipeline as Pipeline
+    from petra.plan import Plan as Plan
+    from petra.plan import make_plan as make_plan
+    from petra.settings import Numerics as Numerics
+    from petra.settings import Runtime as Runtime
+    from petra.specs import TensorSpec as TensorSpec
 
 _MODULES = {
     "Losses": "petra.engine.endpoints",
@@ -75,6 +60,7 @@ _MODULES = {
     "TensorSpec": "petra.specs",
 }
 """Module of each public name."""
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor, nn
 
@@ -95,24 +95,10 @@ EVENTS = tuple(name for name in vars(Hook) if not name.startswith("_"))
 class Hooks:
     """The hooks attached to a pipeline. For each event of :class:`Hook`, an attribute holds the methods to call."""
 
-    train_begin: tuple[Callable[[int, int], None], ...]
-    train_end: tuple[Callable[[], None], ...]
-    forward_begin: tuple[Callable[[int, int, Streams], None], ...]
-    forward_end: tuple[Callable[[int, int, Streams], None], ...]
-    backward_begin: tuple[Callable[[int, int, Streams, Streams], None], ...]
-    backward_end: tuple[Callable[[int, int, Streams, Streams], None], ...]
-    block_forward_begin: tuple[Callable[[int, int, int, Streams], None], ...]
-    block_backward_end: tuple[Callable[[int, int, int, Streams, Gradients], None], ...]
-    update_begin: tuple[Callable[[int, int], None], ...]
-    update_end: tuple[Callable[[int, int], None], ...]
-    all_reduce_begin: tuple[Callable[[int, int], None], ...]
-    all_reduce_end: tuple[Callable[[int, int], None], ...]
-    receive_begin: tuple[Callable[[int, int, int], None], ...]
-    receive_end: tuple[Callable[[int, int, int, Message], None], ...]
-    send_begin: tuple[Callable[[int, int, int, Message], None], ...]
-    send_end: tuple[Callable[[int, int, int, Message], None], ...]
-    exchange_begin: tuple[Callable[[int], None], ...]
-    exchange_end: tuple[Callable[[int], None], ...]
+    if TYPE_CHECKING:
+
+        def __getattr__(self, event: str) -> tuple[Callable[..., None], ...]:
+            """Return the methods to call at an event."""
 
     def __init__(self) -> None:
         self.attached_hooks: list[Hook] = []

@@ -15,48 +15,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # the documented way to see every operation
+from torch.utils._pytree import tree_leaves as tree_leaves  # tensors in nested arguments of an operator
 
 from petra.errors import PetraError
 
 Tensors = Sequence[Tensor]
 Hook = Callable[[Any], Any]
 CAST = torch.ops.aten._to_copy.default
+"""What ``Tensor.to`` calls; operators have no public names."""
 DEVICE = torch.ops.prim.device.default
-
-__all__ = [
-    "CAST",  # what Tensor.to calls; operators have no public names
-    "DEVICE",  # what Tensor.device calls if a tensor is fake
-    "ONE_HOLDER",
-    "NormBase",
-    "TorchDispatchMode",  # torch documents it as the way to see every operation, in a module with a private name
-    "conv_forward",
-    "default_group_timeout",
-    "default_store",
-    "fake_tensor_mode",
-    "foreach_add",
-    "foreach_add_",
-    "foreach_copy_",
-    "foreach_lerp_",
-    "foreach_mul",
-    "foreach_mul_",
-    "foreach_norm",
-    "foreach_sub",
-    "foreach_sub_",
-    "foreach_zero_",
-    "holders",
-    "hooks",
-    "late_hooks",
-    "preserve_version_counter",
-    "set_recompile_limit",
-    "skips_steps",
-    "storage_key",
-    "take_hooks",
-    "tree_leaves",  # tensors in nested arguments of an operator
-    "vector_jacobian_products",
-    "version",
-]
+"""What ``Tensor.device`` calls if a tensor is fake."""
 
 
 def foreach(name: str) -> Callable[..., Any]:

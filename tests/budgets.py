@@ -24,12 +24,12 @@ class Budget(NamedTuple):
 
 
 ROOMS = {
-    ("petra/*.py",): Budget(1_870, 1_600),
+    ("petra/*.py",): Budget(1_810, 1_600),
     ("petra/reversible",): Budget(720, 650),
     ("petra/plan",): Budget(1_050, 930),
     ("petra/transport",): Budget(750, 700),
     ("petra/engine",): Budget(2_650, 1_900),
-    ("petra/engine/options",): Budget(1_850, 1_400),
+    ("petra/engine/options",): Budget(1_830, 1_400),
     ("petra/staleness",): Budget(550, 450),
     ("petra/training",): Budget(2_070, 1_790),
     ("petra/data",): Budget(2_360, 1_800),
@@ -53,7 +53,7 @@ ROOMS = {
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
 BOTH = Budget(29_900, 23_000)
 """petra and launch together. The rooms add up to more: not every room fills its budget."""
-CORE = Budget(7_250, 6_050)
+CORE = Budget(7_150, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""
 CORE_ROOMS = ("petra/*.py", "petra/reversible", "petra/plan", "petra/transport")
 UNFORMATTED = Budget(4, 0)
