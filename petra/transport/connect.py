@@ -13,7 +13,7 @@ from petra.errors import ModelError, invalid, require
 from petra.plan import Plan
 from petra.plan.messages import Boundary
 from petra.transport.edge import EdgeTransport
-from petra.transport.local import local_boundary
+from petra.transport.local import OwningPort, local_boundary
 from petra.transport.lockstep import LockstepTransport
 from petra.transport.packing import Packing
 from petra.transport.port import Port
@@ -106,6 +106,7 @@ def connect(
             downstream, following = local_boundary(*boundaries[j])
         else:
             downstream = outside[1]
+            upstream = OwningPort(upstream) if upstream is not None and j > stages[0] else upstream
         assert upstream is not None
         assert downstream is not None
         ports[j] = upstream, downstream

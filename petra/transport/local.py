@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from petra.specs import Message, MessageSpec
+from petra.specs import Message, MessageSpec, in_own_memory
 from petra.transport.packing import round_to_wire
+from petra.transport.port import WrappedPort
 
 
 class LocalPort:
@@ -22,6 +23,17 @@ class LocalPort:
     def receive(self, m: int) -> Message:
         """See :class:`petra.transport.Port`."""
         return self._incoming.popleft()
+
+
+class OwningPort(WrappedPort):
+    """Port that sends copies of tensors that are parts of a larger memory.
+
+    A stage may pass on views of what it has received from another process, which would keep the whole message alive until the
+    neighbour's backward pass.
+    """
+
+    def send(self, m: int, message: Message) -> None:
+        self.inner.send(m, tuple(tuple(in_own_memory(t) for t in part) for part in message))
 
 
 def local_boundary(forward: MessageSpec, backward: MessageSpec) -> tuple[LocalPort, LocalPort]:

@@ -2,15 +2,17 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from petra import Keep, ModelError
 from petra.engine.options.simple_stage import simple_stage
+from petra.plan.messages import Boundary
 from petra.reversible import Coupling
 from petra.specs import TensorSpec
-from petra.transport import Packing, local_boundary
+from petra.transport import Packing, connect, local_boundary
 from tests.support.nets import branch
 
 CPU = torch.device("cpu")
@@ -104,3 +106,15 @@ assert group() is None
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_is_passed_on_inside_a_process_owns_its_memory() -> None:
+    """Views of a message of another process would keep all of it alive until the neighbour's backward pass."""
+    boundary, transport = Boundary((), ()), SimpleNamespace(upstream=None, downstream=object())
+    ports = connect(range(2), object(), object(), [boundary, boundary], transport)  # type: ignore[arg-type]
+    received = torch.arange(8.0).view(4, 2)
+    ports[1][0].send(0, ((received[0],), (received[1],), (torch.ones(2),)))
+    (x,), (delta,), _ = ports[0][1].receive(0)
+    assert (x.tolist(), delta.tolist()) == ([0, 1], [2, 3])
+    assert x.untyped_storage().nbytes() == x.nbytes
+    assert delta.untyped_storage().nbytes() == delta.nbytes
