@@ -21,7 +21,6 @@ from petra.engine.build import (
 )
 from petra.engine.endpoints import DataPort, DataSource, LossPort, require_source
 from petra.engine.executor import Executor
-from petra.engine.method_state import restart_state
 from petra.engine.metrics import size_of
 from petra.engine.recipe import Recipe
 from petra.engine.stage import evaluating
@@ -225,6 +224,8 @@ class Pipeline(Uncopied):
             ModelError: If a key belongs to no block, or an entry is missing or has another shape. The message names the block.
         """
         load_blocks(self.plan.model, dict(self.blocks()), state)
+        from petra.engine.method_state import restart_state
+
         restart_state(self.plan, self.workers)
 
     def __repr__(self) -> str:

@@ -53,7 +53,7 @@ ROOMS = {
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
 BOTH = Budget(29_900, 23_000)
 """petra and launch together. The rooms add up to more: not every room fills its budget."""
-CORE = Budget(7_150, 6_050)
+CORE = Budget(7_110, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""
 CORE_ROOMS = ("petra/*.py", "petra/reversible", "petra/plan", "petra/transport")
 UNFORMATTED = Budget(4, 0)

@@ -89,7 +89,7 @@ def test_a_run_is_used_if_it_computes_the_same() -> None:
         "method=petra",
         "trainer.epochs=7",
         "trainer.precision=float32",
-        "remedy=shrinking",
+        "remedy=feedback",
     ):
         assert not runs.same_results(config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp", other), wanted), other
     diagnosed = config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp", "trainer.diagnose=7")

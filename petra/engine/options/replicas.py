@@ -199,11 +199,6 @@ class Replicas(Hook):
         dist.all_reduce(values)
 
 
-def all_replicas(layout: Layout, position: int, device: torch.device) -> Replicas | None:
-    """Return the all-reduces of a process over the replicas of a layout, or None if there is only one."""
-    return None if layout.dp == 1 else Replicas(layout, position, range(layout.dp), device)
-
-
 class StageReplicas:
     """All-reduces of one stage.
 
