@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -94,13 +96,6 @@ def test_gradients_equal_those_of_autograd(body: str, method: str, stages: int, 
     targets = torch.randint(CLASSES, (2, 2, 32, 32)).masked_fill(torch.rand(2, 2, 32, 32) < 0.2, IGNORED)
     model = double(deeplabv3(CLASSES, body, 0.125, norm=norm))
 
-    class Source:
-        def inputs(self, m: int) -> torch.Tensor:
-            return images[m]
-
-        def targets(self, m: int) -> torch.Tensor:
-            return targets[m]
-
     pipeline = make_pipeline(
         model,
         TensorSpec((2, 3, 32, 32), torch.float64),
@@ -110,7 +105,7 @@ def test_gradients_equal_those_of_autograd(body: str, method: str, stages: int, 
         stages=stages,
     )
     before = {key: value.clone() for key, value in pipeline.state_dict().items()}
-    pipeline.train(Source(), 2)
+    pipeline.train(SimpleNamespace(inputs=images.__getitem__, targets=targets.__getitem__), 2)
     network = model.build(0)
     network.load_state_dict(before)
     (sum(F.cross_entropy(network(x), y) for x, y in zip(images, targets, strict=True)) / 2).backward()
@@ -186,12 +181,8 @@ def test_head_equals_a_plain_one_in_training_and_evaluation(batch: int) -> None:
 def test_replicas_with_shared_statistics_may_have_one_image_each() -> None:
     """Shapes are determined before the replicas' group exists."""
     image = TensorSpec((1, 3, 64, 96), torch.float32)
-    assert deeplabv3(CLASSES, "resnet18", 0.125, norm="inplace_abn_sync").profile(image)[-1].outputs[0].shape == (
-        1,
-        CLASSES,
-        64,
-        96,
-    )
+    profile = deeplabv3(CLASSES, "resnet18", 0.125, norm="inplace_abn_sync").profile(image)
+    assert profile[-1].outputs[0].shape == (1, CLASSES, 64, 96)
     for norm in ("batchnorm", "inplace_abn"):
         with pytest.raises(ModelError, match=r"values? per channel"):
             deeplabv3(CLASSES, "resnet18", 0.125, norm=norm).profile(image)

@@ -114,13 +114,17 @@ def test_heads_read_both_streams() -> None:
         torch.testing.assert_close(head(x1, x2), expected)
 
 
-def test_language_model_sees_no_later_token() -> None:
+def test_language_models_see_no_later_token_and_images_are_seen_whole() -> None:
     chain, tokens = gpt().build(0).double(), Texts().inputs(0)
     changed = tokens.clone()
     changed[:, 3] = (changed[:, 3] + 1) % CLASSES
     a, b = (chain(t).view(BATCH, LENGTH, CLASSES) for t in (tokens, changed))
     assert torch.equal(a[:, :3], b[:, :3])
     assert ((a[:, 3:] - b[:, 3:]).abs().amax(2) > 0).all()
+    layer, x = vit().build_block(1, 0).f, torch.randn(2, 4, 8)
+    changed = x.clone()
+    changed[:, 3] += torch.randn(8)
+    assert ((layer(x) - layer(changed)).abs().amax(2) > 0).all()
 
 
 # --- size and cost ---
