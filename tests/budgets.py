@@ -25,9 +25,9 @@ class Budget(NamedTuple):
 
 ROOMS = {
     ("petra/*.py",): Budget(1_810, 1_600),
-    ("petra/reversible",): Budget(720, 650),
+    ("petra/reversible",): Budget(700, 650),
     ("petra/plan",): Budget(1_050, 930),
-    ("petra/transport",): Budget(750, 700),
+    ("petra/transport",): Budget(720, 700),
     ("petra/engine",): Budget(2_650, 1_900),
     ("petra/engine/options",): Budget(1_830, 1_400),
     ("petra/staleness",): Budget(550, 450),

@@ -124,7 +124,7 @@ class Step(Part):
     """Runs the optimizer.
 
     Args:
-        index: Number of the stage, from 0, for hooks.
+        index: Index of the stage, from 0, for hooks.
         stage: The stage.
         optimizer: Optimizer of the stage's parameters; None if it has none.
         learning_rate: Maps the number of microbatches that the stage has processed, including those of the update, to the

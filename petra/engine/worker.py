@@ -14,7 +14,7 @@ class Worker:
     metrics of a microbatch, travels with the gradients from the last stage to the first.
 
     Args:
-        index: Number of the stage, from 0.
+        index: Index of the stage, from 0.
         upstream: Port that delivers x_(j−1) and accepts (x̃_(j−1), δ_j); the data source for the first stage.
         downstream: Port that accepts x_j and delivers (x̃_j, δ_(j+1)); the loss for the last stage.
         update: Updates the stage's weights every k microbatches.
