@@ -11,6 +11,7 @@ Costs are counted: a device computes ``--teraflops`` on average. With ``--measur
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,9 +20,8 @@ from pathlib import Path
 import torch
 
 from petra.analysis.planning import draw_plan
-from petra.cost_model.autotune import Tuned, tune
+from petra.cost_model.autotune import Tuned, search_within, tune
 from petra.cost_model.costs import BlockCost, count_blocks, profile_blocks
-from petra.cost_model.fitting import search_within
 from petra.cost_model.links import Link, in_wire_type, wire_factor
 from petra.cost_model.machines import Machines
 from petra.cost_model.memory import PredictedMemory
@@ -41,7 +41,7 @@ from .run.build import set_numerics, set_up
 from .run.dry_run import MEMORY_PARTS, stage_memories
 from .run.markdown import aligned_table
 from .runtime.rank import Process
-from .runtime.terminal import command
+from .runtime.terminal import command, show_progress
 
 HEADER = ("method", "d", "samples/s", "bubble", "staleness", "GB per device", "MB per microbatch", "link use")
 EXACT_ENOUGH = 0.95
@@ -164,11 +164,15 @@ def recommend(rows: Sequence[Row]) -> Row:
 def main(arguments: list[str] | None = None) -> None:
     """Print the table, the methods that do not fit, and the recommendation; draw the figure."""
     options, overrides = _parser().parse_known_args(arguments)
-    print(report(compose_overrides(overrides), options))
+    print(report(compose_overrides(overrides), options, overrides))
 
 
-def report(config: Config, options: argparse.Namespace) -> str:
-    """Return the report in Markdown, and draw the figure if there is an output file."""
+def report(config: Config, options: argparse.Namespace, overrides: Sequence[str] = ()) -> str:
+    """Return the report in Markdown, and draw the figure if there is an output file.
+
+    Args:
+        overrides: What ``config`` was composed of, for the command that trains as recommended.
+    """
     setup = set_up(config, Process(rank=0, world=1, local_rank=0, local_world=1))
     if options.out is not None:
         require_picture(options.out)
@@ -188,7 +192,8 @@ def report(config: Config, options: argparse.Namespace) -> str:
     rows, refused, memories = [], [], partial(stage_memories, setup, {})
     petra = METHODS["petra"]
     candidates = [*((method, False) for method in PREDICTED.values()), (replace(petra, name="petra, d=auto"), True)]
-    for method, tune_delay in candidates:
+    for done, (method, tune_delay) in enumerate(candidates):
+        show_progress(f"{method.name}: method {done + 1} of {len(candidates)}")
         try:
             rows.append(
                 predict_method(
@@ -212,6 +217,8 @@ def report(config: Config, options: argparse.Namespace) -> str:
     if any(not isinstance(row.method, ZeroBubble) for row in rows):
         best = recommend(rows)
         lines.append(f"recommended: {setting(best)}")
+        several = f"--nproc {count} " if count > 1 else ""
+        lines.append(f"to train: petra train {several}{shlex.join([*overrides, *setting(best).split()])}")
         lines.append(fullest_device(best))
         if options.out is not None:
             _draw(options.out, rows, best, machines, config.k, transport, overlap=config.trainer.overlap)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
 import torch.distributed as dist
 
-from petra.cost_model.autotune import Tuned, tune
+from petra.cost_model.autotune import Tuned, search_within, tune
+from petra.cost_model.block_memory import Known
 from petra.cost_model.costs import profile_blocks
-from petra.cost_model.fitting import search_within
 from petra.cost_model.links import INSTANT, in_wire_type, measure_link
 from petra.cost_model.machines import Device, Machines
 from petra.cost_model.memory import PredictedMemory
-from petra.cost_model.stage_memory import Kind
 from petra.distributed import raise_on_all_ranks
 from petra.errors import ConfigError, require
 from petra.method import Keep, Method
@@ -105,7 +104,7 @@ def _choose(setup: Setup, machines: Machines) -> Tuned:
 
     if min(limits) == float("inf"):
         return search(limits)
-    known: dict[Hashable, Kind] = {}
+    known = Known()
 
     def count_memory(found: Tuned) -> list[PredictedMemory]:
         return stage_memories(setup, known, _chosen_method(setup, found), found)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from petra.cost_model.autotune import Tuned
+from petra.cost_model.block_memory import Known
 from petra.cost_model.memory import PredictedMemory, predict_memory
-from petra.cost_model.stage_memory import Kind, predict_stages
+from petra.cost_model.stage_memory import predict_stages
 from petra.method import Method
 from petra.plan import Plan, StagePlan
 from petra.plan.messages import Boundary
 from petra.specs import TensorSpec
 
 from ..config.schema import AUTO
+from ..runtime.terminal import show_progress
 from .build import Setup
 from .markdown import aligned_table
 
@@ -125,13 +127,14 @@ def memory_table(setup: Setup) -> str:
     """Return a Markdown table with the memory that stages and processes of a replica would reach on a GPU, in MB (10^6 bytes).
 
     A process with several stages has a row for each, and one for all of them, whose temporary memory is that of one step.
-    Auto-tuned settings have provisional values. Takes seconds to minutes, without a GPU and without the memory that it predicts.
+    Auto-tuned settings have provisional values. Takes seconds, without a GPU and without the memory that it predicts.
     """
-    plan, rows, targets = setup.plan, [], targets_of(setup)
+    plan, rows, targets, known = setup.plan, [], targets_of(setup), Known()
     recipe = setup.recipe(setup.learning_rate(microbatches_per_epoch=1))
     for process, stages in enumerate(plan.layout.processes):
         if stages:
-            found = predict_memory(plan, recipe, targets, process=process)
+            show_progress(f"memory of process {process + 1} of {len(plan.layout.processes)}")
+            found = predict_memory(plan, recipe, targets, process=process, known=known)
             numbers = f"{stages[0] + 1} … {stages[-1] + 1}" if len(stages) > 1 else str(stages[0] + 1)
             several = {str(j + 1): found.stages[j] for j in stages} if len(stages) > 1 else {}
             for name, memory in {**several, numbers: found}.items():
@@ -140,7 +143,7 @@ def memory_table(setup: Setup) -> str:
     return aligned_table(("process", "stage", *MEMORY_PARTS, "total (MB)"), rows)
 
 
-def stage_memories(setup: Setup, known: dict[Hashable, Kind], method: Method, tuned: Tuned) -> list[PredictedMemory]:
+def stage_memories(setup: Setup, known: Known, method: Method, tuned: Tuned) -> list[PredictedMemory]:
     """Predict the memory of each chosen stage on a device of its own. Nothing is allocated.
 
     Args:

@@ -7,9 +7,8 @@ Every allocation and release is counted in the order in which they happen, so th
 from __future__ import annotations
 
 import sys
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
@@ -17,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from petra.cost_model.block_memory import Known, repeat_blocks
+from petra.cost_model.live_bytes import CPU, LiveBytes, rounded
 from petra.diagnostics.activation_memory import fake_module
 from petra.engine.build import build_stages, build_workers
 from petra.engine.endpoints import DataPort, LossPort
@@ -32,14 +33,11 @@ from petra.plan import Plan
 from petra.plan.timetable import training_rounds
 from petra.settings import Runtime
 from petra.specs import Message, Streams, TensorSpec
-from petra.torch_private import DEVICE, TorchDispatchMode, fake_tensor_mode, storage_key
+from petra.torch_private import fake_tensor_mode, storage_key
 from petra.transport import LockstepTransport, connect, pack_boundaries
 
-BLOCK = 512
-"""Sizes of tensors are rounded up to a multiple of this number of bytes, as torch's CUDA allocator does."""
 WORKSPACE = 32 * 2**20
 """Allowance for workspaces of cuBLAS, in bytes: the default on Hopper GPUs. Those of cuDNN depend on its choice of algorithms."""
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -85,70 +83,6 @@ class PredictedMemory:
     def total(self) -> int:
         """Peak with workspaces. The CUDA context and NCCL's buffers, which are not torch's, come on top."""
         return self.tensors + self.workspace
-
-
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of storages that operations inside the ``with`` block create, while they live.
-
-    Attributes:
-        now: Bytes that live now.
-        owner: Stage that runs, which new storages count for.
-        own: Bytes that live now, by the stage that they count for.
-        peaks: Most bytes that lived at a time, of all stages, by the stage that ran.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.owner = 0
-        self.own, self.peaks = Counter[int](), Counter[int]()
-        self._seen: dict[int, _Storage] = {}
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if function is DEVICE:
-            return CPU  # of all tensors here; FakeTensorMode would take longer, and each operation asks several times
-        if function.name().startswith("aten::_fused_") and not function._schema.returns:
-            return None  # updates in place; FakeTensorMode would run the optimizer's kernel on real tensors
-        found = function(*args, **(kwargs or {}))
-        for value in found if isinstance(found, list | tuple) else (found,):
-            for tensor in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(tensor, Tensor):
-                    self._add(tensor)
-        return found
-
-    def assign(self, tensors: Iterable[Tensor], owner: int) -> None:
-        """Count the storages of tensors for another stage from now on."""
-        for tensor in tensors:
-            if (found := self._seen.get(storage_key(tensor))) is not None:
-                self.own[found.owner] -= found.size
-                self.own[owner] += found.size
-                found.owner = owner
-
-    def _add(self, tensor: Tensor) -> None:
-        key, storage = storage_key(tensor), tensor.untyped_storage()
-        if key in self._seen:
-            return
-
-        def freed(_: object) -> None:
-            gone = self._seen.pop(key)
-            self.now -= gone.size
-            self.own[gone.owner] -= gone.size
-
-        found = _Storage(weakref.ref(storage, freed), -(-storage.nbytes() // BLOCK) * BLOCK, self.owner)
-        self._seen[key] = found
-        self.now += found.size
-        self.own[self.owner] += found.size
-        self.peaks[self.owner] = max(self.peaks[self.owner], self.now)
-
-
-@dataclass
-class _Storage:
-    """A storage that lives, its size, and the stage that it counts for."""
-
-    reference: weakref.ref[Any]
-    size: int
-    owner: int
 
 
 def _without_decisions(update: Update) -> None:
@@ -229,12 +163,14 @@ class Account(NamedTuple):
     stored: list[int]
 
 
-def predict_memory(plan: Plan, recipe: Recipe, targets: TensorSpec, *, process: int = 0) -> PredictedMemory:
+def predict_memory(
+    plan: Plan, recipe: Recipe, targets: TensorSpec, *, process: int = 0, known: Known | None = None
+) -> PredictedMemory:
     """Predict the memory of one process, and of each of its stages; see :func:`account`."""
-    return account(plan, recipe, targets, process=process).memory
+    return account(plan, recipe, targets, process=process, known=known).memory
 
 
-def account(plan: Plan, recipe: Recipe, targets: TensorSpec, *, process: int = 0) -> Account:
+def account(plan: Plan, recipe: Recipe, targets: TensorSpec, *, process: int = 0, known: Known | None = None) -> Account:
     """Count the memory of one process, and of each of its stages. Needs neither a GPU nor the memory that it counts.
 
     Args:
@@ -242,6 +178,8 @@ def account(plan: Plan, recipe: Recipe, targets: TensorSpec, *, process: int = 0
         recipe: Training settings. Their functions are called with tensors without data.
         targets: Shape and type of a microbatch's targets (of a replica's share).
         process: Process of the pipeline, from 0.
+        known: Passes of blocks that have been counted. They run once for each kind of block, and are added here. Plans with the
+            same model, inputs and number formats may share it. None runs every pass.
 
     Raises:
         PetraError: If this torch has no FakeTensorMode.
@@ -254,6 +192,10 @@ def account(plan: Plan, recipe: Recipe, targets: TensorSpec, *, process: int = 0
         channels_last = plan.numerics.channels_last
         live.owner = min(plan.layout.processes[process], default=0)
         executor, workers = _executor(plan, recipe, data, process, hooks, lambda b: _without_data(blocks[b], channels_last))
+        if known is not None:
+            for worker in workers:
+                kinds = [plan.model.blocks[b].kind for b in plan.stages[worker.index].blocks]
+                repeat_blocks(worker.stage, kinds, live, known)
         for worker in workers:
             live.assign(chain(*_tensors(worker)), worker.index)
         watch = _Watch(live)
@@ -329,4 +271,4 @@ def _without_data(block: nn.Module, channels_last: bool) -> nn.Module:
 
 def _bytes(tensors: Any) -> int:
     sizes = {storage_key(t): t.untyped_storage().nbytes() for t in tensors}
-    return sum(-(-size // BLOCK) * BLOCK for size in sizes.values())
+    return sum(map(rounded, sizes.values()))

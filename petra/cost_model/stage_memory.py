@@ -11,7 +11,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from petra.cost_model.memory import BLOCK, PredictedMemory, account
+from petra.cost_model.block_memory import Known
+from petra.cost_model.live_bytes import BLOCK
+from petra.cost_model.memory import PredictedMemory, account
 from petra.engine.recipe import Recipe
 from petra.method import Weights
 from petra.plan import Plan
@@ -27,26 +29,25 @@ LATER = 1
 """Least number of later stages in a short pipeline, if there are as many."""
 
 
-def predict_stages(
-    plan: Plan, recipe: Recipe, targets: TensorSpec, known: dict[Hashable, Kind] | None = None
-) -> list[PredictedMemory]:
+def predict_stages(plan: Plan, recipe: Recipe, targets: TensorSpec, known: Known | None = None) -> list[PredictedMemory]:
     """Predict the memory of each stage as the only one of its process. Equal stages are counted once.
 
     Other arguments and errors are those of :func:`petra.cost_model.memory.account`; processes of the plan don't matter.
 
     Args:
-        known: Stages that have been counted, to which this call adds its own. Plans with the same model, inputs, number formats and
-            recipe may share it; methods, k and partitions may differ.
+        known: Stages and passes of blocks that have been counted, to which this call adds its own. Plans with the same model,
+            inputs, number formats and recipe may share it; methods, k and partitions may differ.
     """
     known = {} if known is None else known
+    kinds: dict[Hashable, Kind] = known.setdefault("stages", {})
     whole = len({*plan.boundary_delays}) > 1 and len(plan.stages) <= UNEQUAL
     found = []
     for j in range(len(plan.stages)):
         short, place = (_alone(plan), j) if whole else (_shortened(plan, j), min(j, EARLIER))
         key = _key(short, place)
-        if key not in known:
-            known[key] = _kind(short, place, recipe, targets)
-        found.append(known[key].memory_of(_Counts.of(plan, j)))
+        if key not in kinds:
+            kinds[key] = _kind(short, place, recipe, targets, known)
+        found.append(kinds[key].memory_of(_Counts.of(plan, j)))
     return found
 
 
@@ -101,9 +102,9 @@ class Kind:
         return replace(self.memory, stored=self.memory.stored + more)
 
 
-def _kind(short: Plan, j: int, recipe: Recipe, targets: TensorSpec) -> Kind:
+def _kind(short: Plan, j: int, recipe: Recipe, targets: TensorSpec, known: Known) -> Kind:
     """Count the memory of a stage of a short pipeline, and what one more of each count takes."""
-    (memory, stored), counts = account(short, recipe, targets, process=j), _Counts.of(short, j)
+    (memory, stored), counts = account(short, recipe, targets, process=j, known=known), _Counts.of(short, j)
     microbatch = stored[DELAY] if counts.others >= DELAY else 0  # the first forwards allocate buffers for messages
     backward = BLOCK * len(short.stages[j].outputs)
     return Kind(replace(memory, stages={}), counts, microbatch, version=memory.gradients, backward=backward)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from petra import ConfigError
-from petra.cost_model.fitting import search_within
+from petra.cost_model.autotune import search_within
 from petra.cost_model.memory import PredictedMemory
 from petra.errors import invalid
 

@@ -9,7 +9,8 @@ import torch
 from torch._subclasses import fake_tensor
 
 from petra import METHODS, TensorSpec, UpdateRules
-from petra.cost_model.memory import BLOCK, PredictedMemory, predict_memory
+from petra.cost_model.live_bytes import BLOCK
+from petra.cost_model.memory import PredictedMemory, predict_memory
 from petra.engine.recipe import Recipe
 from petra.plan import make_plan
 from petra.training import OPTIMIZERS

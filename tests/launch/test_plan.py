@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from contextlib import suppress
 from pathlib import Path
 
@@ -104,9 +105,10 @@ def test_plan_prints_all_methods_and_recommends_one(tmp_path: Path, capsys: pyte
     main(["--devices", "4", "--out", str(tmp_path / "plan.png"), *SMALL, "k=8"])
     out = capsys.readouterr().out
     assert all(f"| {name} " in out for name in PREDICTED)
-    assert "recommended: method=" in out
     assert (tmp_path / "plan.png").stat().st_size > 10_000
     recommended = re.search(r"recommended: (.*)", out).group(1).split()  # type: ignore[union-attr]
+    pasted = shlex.split(re.search(r"to train: (.*)", out).group(1))  # type: ignore[union-attr]
+    assert pasted == ["petra", "train", "--nproc", "4", *SMALL, "k=8", *recommended]
     device, parts = re.search(r"fullest device, (\d), in GB: (.*)", out).groups()  # type: ignore[union-attr]
     overrides = [*SMALL, "k=8", *recommended, "trainer.transport=lockstep"]
     setup = set_up(compose_overrides(overrides), Process(rank=0, world=4, local_rank=0, local_world=4))
