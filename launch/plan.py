@@ -38,10 +38,10 @@ from .config.machines import LARGEST, SMALLEST, in_range, read_machines
 from .config.schema import Config
 from .run import recipe
 from .run.build import set_numerics, set_up
-from .run.dry_run import MEMORY_PARTS, stage_memories
+from .run.dry_run import MEMORY_PARTS, show_progress, stage_memories
 from .run.markdown import aligned_table
 from .runtime.rank import Process
-from .runtime.terminal import command, show_progress
+from .runtime.terminal import command
 
 HEADER = ("method", "d", "samples/s", "bubble", "staleness", "GB per device", "MB per microbatch", "link use")
 EXACT_ENOUGH = 0.95

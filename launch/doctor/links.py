@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from petra.cost_model.clock import synchronized_time
-from petra.cost_model.links import Connection, exchange_seconds
+from petra.cost_model.links import Connection, exchange_seconds, synchronized_time
 from petra.cost_model.links import Link as OneWay
 from petra.cost_model.machines import Device, Machines
 from petra.distributed import all_gather_objects

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch.distributed as dist
@@ -13,7 +14,6 @@ from petra.cost_model.block_memory import Known
 from petra.cost_model.costs import profile_blocks
 from petra.cost_model.links import INSTANT, in_wire_type, measure_link
 from petra.cost_model.machines import Device, Machines
-from petra.cost_model.memory import PredictedMemory
 from petra.distributed import raise_on_all_ranks
 from petra.errors import ConfigError, require
 from petra.method import Keep, Method
@@ -79,7 +79,9 @@ def _choose(setup: Setup, machines: Machines) -> Tuned:
     count = len(processes) if "stages" in setup.auto else len(plan.layout.stages)
     several = len(processes) > 1
     owners = [range(j, j + 1) for j in range(count)] if "stages" in setup.auto else used
-    devices = machines.device_of_stages(owners) if several else (Device(),) * count
+    devices = (
+        [device for device, owner in zip(machines.devices, owners, strict=False) for _ in owner] if several else (Device(),) * count
+    )
     # Graphs are stored where there is memory, so each stage of a process gets an equal part of it.
     divided = several and "keep" in setup.auto
     sharing = [len(owner) for owner in owners for _ in owner] if divided else [1] * count
@@ -104,12 +106,9 @@ def _choose(setup: Setup, machines: Machines) -> Tuned:
 
     if min(limits) == float("inf"):
         return search(limits)
-    known = Known()
-
-    def count_memory(found: Tuned) -> list[PredictedMemory]:
-        return stage_memories(setup, known, _chosen_method(setup, found), found)
-
-    return search_within(limits, search, lambda found: found.memory, count_memory, "trainer.memory_limit", "stage")[0]
+    memories, key = partial(stage_memories, setup, Known()), "trainer.memory_limit"
+    found, _ = search_within(limits, search, lambda t: t.memory, lambda t: memories(_chosen_method(setup, t), t), key, "stage")
+    return found
 
 
 def _chosen_method(setup: Setup, found: Tuned) -> Method:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +21,6 @@ from petra.plan.messages import Boundary
 from petra.specs import TensorSpec
 
 from ..config.schema import AUTO
-from ..runtime.terminal import show_progress
 from .build import Setup
 from .markdown import aligned_table
 
@@ -141,6 +141,12 @@ def memory_table(setup: Setup) -> str:
                 parts = (*(getattr(memory, part) for part in MEMORY_PARTS), memory.total)
                 rows.append([str(process), name, *(f"{size / 1e6:.1f}" for size in parts)])
     return aligned_table(("process", "stage", *MEMORY_PARTS, "total (MB)"), rows)
+
+
+def show_progress(text: str) -> None:
+    """Show what is being done, on a terminal only, in place of what was shown before."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="\r", file=sys.stderr, flush=True)
 
 
 def stage_memories(setup: Setup, known: Known, method: Method, tuned: Tuned) -> list[PredictedMemory]:

@@ -49,12 +49,6 @@ def command(main: Callable[P, None]) -> Callable[P, None]:
     return run
 
 
-def show_progress(text: str) -> None:
-    """Show what is being done, on a terminal only, in place of what was shown before."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="\r", file=sys.stderr, flush=True)
-
-
 def plain(text: str | None) -> str:
     """Return a docstring as text for a terminal, without the marks of code."""
     return (text or "").replace("``", "").replace("::", ":")

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petra.cost_model.live_bytes import LiveBytes, rounded
-from petra.engine.block import WrappedRunner
+from petra.diagnostics.activation_memory import LiveBytes, rounded
 from petra.engine.block_function import BlockFunction, WrappedFunction
-from petra.engine.stage import Stage
 from petra.engine.weights import WeightVersion
 from petra.reversible import Gradients
 from petra.specs import Streams
@@ -20,18 +18,6 @@ from petra.torch_private import storage_key, vector_jacobian_products
 
 Known = dict[Hashable, Any]
 """What has been counted, by what it depends on."""
-
-
-def repeat_blocks(stage: Stage, kinds: Sequence[Hashable], live: LiveBytes, known: Known) -> None:
-    """Replace the function of each block of a stage by :class:`Repeated`.
-
-    Args:
-        kinds: Kind of each block.
-        live, known: As for :class:`Repeated`.
-    """
-    for kind, runner in zip(kinds, stage.runners, strict=True):
-        inner = runner.inner if isinstance(runner, WrappedRunner) else runner
-        inner.function = inner.forward_function = Repeated(inner.function, kind, live, known)
 
 
 @dataclass(frozen=True)
@@ -105,10 +91,6 @@ class Repeated(WrappedFunction):
             return _Graph.apply(self._live, forward, backward, len(x), *x, *weights)  # type: ignore[no-any-return, no-untyped-call]
         (found,) = self._of("forward", x, version, lambda: [Pass.of(self._live, lambda: self.inner(m, x, version), x)[0]])
         return tuple(found.repeat(self._live, x))
-
-    def inverse(self, m: int, y: Streams) -> Streams:
-        (found,) = self._of("inverse", y, None, lambda: [Pass.of(self._live, lambda: self.inner.inverse(m, y), y)[0]])
-        return tuple(found.repeat(self._live, y))
 
     def inverse_vjp(self, m: int, y: Streams, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
         given = (*y, *dy)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from petra.cost_model.clock import synchronized_time
+from petra.cost_model.links import synchronized_time
 from petra.diagnostics.activation_memory import graph_bytes
 from petra.engine.options.simple_stage import simple_stage
 from petra.engine.stage import Stage
@@ -276,20 +276,16 @@ def _forward_backward_seconds(
     forward, backward = [], []
     for m in range(rounds + 1):
         others.use()
-        x = _copied(x)
+        x = tuple(t.clone() for t in x)
         start = synchronized_time(device)
         y = stage.forward(m, x)
         forward.append(synchronized_time(device) - start)
         others.use()
-        y, dy = _copied(y), _copied(dy)
+        y, dy = tuple(t.clone() for t in y), tuple(t.clone() for t in dy)
         start = synchronized_time(device)
         stage.backward(m, y, dy)
         backward.append(synchronized_time(device) - start)
     return median(forward[1:]), median(backward[1:])
-
-
-def _copied(streams: Streams) -> Streams:
-    return tuple(t.clone() for t in streams)
 
 
 def _update_seconds(

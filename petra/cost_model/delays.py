@@ -141,9 +141,7 @@ def _lower_by_bisection(pipeline: _Pipeline, delays: list[int], limit: float) ->
         last, reach = exceeds - 1, 2 * reach
         if exceeds >= 0:
             lowest = range(estimate[exceeds] + 1, delays[exceeds])
-            delays[exceeds] = next((d for d in lowest if pipeline.period(_with(delays, exceeds, d)) <= limit), delays[exceeds])
+            delays[exceeds] = next(
+                (d for d in lowest if pipeline.period([*delays[:exceeds], d, *delays[exceeds + 1 :]]) <= limit), delays[exceeds]
+            )
     return delays
-
-
-def _with(delays: Sequence[int], boundary: int, delay: int) -> list[int]:
-    return [*delays[:boundary], delay, *delays[boundary + 1 :]]

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +24,61 @@ from numpy.typing import NDArray
 from petra.cost_model.costs import StageCost
 from petra.cost_model.links import Connection
 from petra.cost_model.period import Edges, EventGraph, Indices, Values
-from petra.cost_model.steps import Steps
+from petra.plan.timetable import PeriodicRounds, Round, Timetable
 from petra.transport.edge import posted_receives
 
 TransportRules = Literal["edge", "lockstep"]
 """Name of the transport whose rules messages follow."""
+UNLIMITED = 2**40
+"""More microbatches than any timetable runs until it repeats."""
+
+
+class Steps(NamedTuple):
+    """Steps of consecutive rounds, one entry per step. Each stage runs ``microbatches`` forwards and as many backwards.
+
+    If the steps repeat, the next repetition has the same steps ``rounds`` rounds later. The microbatches of a stage's forwards are
+    consecutive, and so are those of its backwards.
+
+    Attributes:
+        rounds: Number of rounds.
+        microbatches: Number of microbatches.
+        round, stage, forward, microbatch: Round, stage and microbatch of each step, and whether it is a forward. Sorted by round.
+    """
+
+    rounds: int
+    microbatches: int
+    round: Indices
+    stage: Indices
+    forward: NDArray[np.bool_]
+    microbatch: Indices
+
+    @staticmethod
+    def of(rounds: Sequence[Round], start: int, stop: int, microbatches: int) -> Steps:
+        """Return the steps of the rounds with the numbers ``start`` … ``stop`` − 1, of which the empty ones are left out."""
+        numbers = np.concatenate([np.full(len(r.stages), r.round - start) for r in rounds])
+        stages, forward, microbatch = (np.concatenate(parts) for parts in zip(*(r[1:] for r in rounds), strict=True))
+        return Steps(stop - start, microbatches, numbers, stages, forward, microbatch)
+
+    def repeated(self, times: int) -> Steps:
+        """Return the steps of several repetitions as one."""
+        index = np.repeat(np.arange(times), len(self.round))
+        return Steps(
+            times * self.rounds,
+            times * self.microbatches,
+            np.tile(self.round, times) + index * self.rounds,
+            np.tile(self.stage, times),
+            np.tile(self.forward, times),
+            np.tile(self.microbatch, times) + index * self.microbatches,
+        )
+
+
+def steady_state(delays: Sequence[int], boundary_delays: Sequence[int], flush_every: int | None = None) -> Steps:
+    """Return one repetition of the rounds that repeat. Arguments are those of :class:`petra.plan.timetable.Timetable`."""
+    timetable = Timetable(delays, boundary_delays, 0, UNLIMITED, flush_every)
+    rounds = PeriodicRounds(timetable, flush_every or 1, lambda round_: round_)
+    for _ in rounds.until_steady():
+        pass
+    return Steps.of(rounds.body, rounds.start_of_body, timetable.now, rounds.period)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -9,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from petra.cost_model.clock import synchronized_time
 from petra.errors import require
 
 
@@ -84,6 +84,13 @@ def measure_link(device: torch.device | str = "cpu", rounds: int = 7, nbytes: in
     dist.broadcast_object_list(one_way, 0)
     latency, large = one_way
     return Link(bandwidth=nbytes / max(large - latency, 1e-9), latency=latency)
+
+
+def synchronized_time(device: torch.device) -> float:
+    """Wait until ``device`` has finished its queued work, then return the host's monotonic time in seconds."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def exchange_seconds(request: Tensor, answer: Tensor, peer: int, *, sends_first: bool, repeats: int = 1) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from petra.cost_model.links import INSTANT, Connection, Link, connections
@@ -48,16 +47,3 @@ class Machines:
     def equal(processes: int, link: Link = INSTANT, memory: float = float("inf")) -> Machines:
         """Return machines of equal speed and memory, connected by the same link everywhere."""
         return Machines((Device(memory=memory),) * processes, connections(link, processes))
-
-    def device_of_stages(self, processes: Sequence[range]) -> list[Device]:
-        """Return the device of each stage.
-
-        Args:
-            processes: Stages of each process.
-
-        Raises:
-            ConfigError: If there are more processes than devices.
-        """
-        expected = f"{len(self.devices)} or fewer, one for each device"
-        require(len(processes) <= len(self.devices), "processes", expected, len(processes))
-        return [device for device, stages in zip(self.devices, processes, strict=False) for _ in stages]

@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from petra.cost_model.block_memory import Known, repeat_blocks
-from petra.cost_model.live_bytes import CPU, LiveBytes, rounded
-from petra.diagnostics.activation_memory import fake_module
+from petra.cost_model.block_memory import Known, Repeated
+from petra.diagnostics.activation_memory import CPU, LiveBytes, fake_module, rounded
+from petra.engine.block import WrappedRunner
 from petra.engine.build import build_stages, build_workers
 from petra.engine.endpoints import DataPort, LossPort
 from petra.engine.executor import Executor
@@ -36,6 +36,8 @@ from petra.specs import Message, Streams, TensorSpec
 from petra.torch_private import fake_tensor_mode, storage_key
 from petra.transport import LockstepTransport, connect, pack_boundaries
 
+UNDECIDED = (Norm, Step, WeightAverage, Settle)
+"""Parts of an update that read no values."""
 WORKSPACE = 32 * 2**20
 """Allowance for workspaces of cuBLAS, in bytes: the default on Hopper GPUs. Those of cuDNN depend on its choice of algorithms."""
 
@@ -69,12 +71,6 @@ class PredictedMemory:
         return self.weights + self.gradients + self.optimizer + self.stored
 
     @property
-    def summed(self) -> int:
-        """Peak of the tensors, summed from the stages: only one of them runs a step at a time."""
-        stages = self.stages.values()
-        return sum(stage.between for stage in stages) + max((stage.temporary for stage in stages), default=0)
-
-    @property
     def tensors(self) -> int:
         """Peak of torch's allocator without workspaces."""
         return self.between + self.temporary
@@ -83,11 +79,6 @@ class PredictedMemory:
     def total(self) -> int:
         """Peak with workspaces. The CUDA context and NCCL's buffers, which are not torch's, come on top."""
         return self.tensors + self.workspace
-
-
-def _without_decisions(update: Update) -> None:
-    """Remove the parts of an update that read values."""
-    update.parts = [part for part in update.parts if isinstance(part, Norm | Step | WeightAverage | Settle)]
 
 
 def _states(update: Update) -> list[Tensor]:
@@ -151,26 +142,16 @@ class _Done:
         return
 
 
-class Account(NamedTuple):
-    """Memory of a process.
-
-    Attributes:
-        memory: Its parts.
-        stored: Bytes that each forward has stored, or allocated to send its output.
-    """
-
-    memory: PredictedMemory
-    stored: list[int]
-
-
 def predict_memory(
     plan: Plan, recipe: Recipe, targets: TensorSpec, *, process: int = 0, known: Known | None = None
 ) -> PredictedMemory:
     """Predict the memory of one process, and of each of its stages; see :func:`account`."""
-    return account(plan, recipe, targets, process=process, known=known).memory
+    return account(plan, recipe, targets, process=process, known=known)[0]
 
 
-def account(plan: Plan, recipe: Recipe, targets: TensorSpec, *, process: int = 0, known: Known | None = None) -> Account:
+def account(
+    plan: Plan, recipe: Recipe, targets: TensorSpec, *, process: int = 0, known: Known | None = None
+) -> tuple[PredictedMemory, list[int]]:
     """Count the memory of one process, and of each of its stages. Needs neither a GPU nor the memory that it counts.
 
     Args:
@@ -180,6 +161,9 @@ def account(plan: Plan, recipe: Recipe, targets: TensorSpec, *, process: int = 0
         process: Process of the pipeline, from 0.
         known: Passes of blocks that have been counted. They run once for each kind of block, and are added here. Plans with the
             same model, inputs and number formats may share it. None runs every pass.
+
+    Returns:
+        The memory, and the bytes that each forward has stored, or allocated to send its output.
 
     Raises:
         PetraError: If this torch has no FakeTensorMode.
@@ -194,8 +178,9 @@ def account(plan: Plan, recipe: Recipe, targets: TensorSpec, *, process: int = 0
         executor, workers = _executor(plan, recipe, data, process, hooks, lambda b: _without_data(blocks[b], channels_last))
         if known is not None:
             for worker in workers:
-                kinds = [plan.model.blocks[b].kind for b in plan.stages[worker.index].blocks]
-                repeat_blocks(worker.stage, kinds, live, known)
+                for b, runner in zip(plan.stages[worker.index].blocks, worker.stage.runners, strict=True):
+                    inner = runner.inner if isinstance(runner, WrappedRunner) else runner
+                    inner.function = inner.forward_function = Repeated(inner.function, plan.model.blocks[b].kind, live, known)
         for worker in workers:
             live.assign(chain(*_tensors(worker)), worker.index)
         watch = _Watch(live)
@@ -205,7 +190,7 @@ def account(plan: Plan, recipe: Recipe, targets: TensorSpec, *, process: int = 0
     temporary = {j: max(live.peaks[j] - watch.between, 0) for j in fixed}
     stages = {j: _predicted(sizes, watch.own_between[j], temporary[j], workspace=0) for j, sizes in fixed.items()}
     together = [sum(parts) for parts in zip(*fixed.values(), strict=True)] or [0, 0, 0]
-    return Account(_predicted(together, watch.between, max(temporary.values(), default=0), stages=stages), watch.stored)
+    return (_predicted(together, watch.between, max(temporary.values(), default=0), stages=stages), watch.stored)
 
 
 def _enough(plan: Plan, process: int) -> int:
@@ -255,7 +240,7 @@ def _executor(
     ports = connect(processes[process], source, loss_port, plan.boundaries, transport)
     workers = build_workers(plan, recipe, stages, ports, CPU, hooks)
     for worker in workers.values():
-        _without_decisions(worker.update)
+        worker.update.parts = [part for part in worker.update.parts if isinstance(part, UNDECIDED)]
     return Executor(plan, workers, transport, hooks), [*workers.values()]
 
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from petra.cost_model.costs import StageCost
-from petra.cost_model.event_graph import Events, Pipe, TimedSteps, TransportRules, event_graph
+from petra.cost_model.event_graph import Events, Pipe, Steps, TimedSteps, TransportRules, event_graph, steady_state
 from petra.cost_model.links import INSTANT, Connection, Link, connections
 from petra.cost_model.period import Values, longest_paths, maximum_cycle_ratio
-from petra.cost_model.steps import all_steps, steady_state
 from petra.cost_model.zero_bubble import ZeroBubble, lags, splits
 from petra.diagnostics.events import Interval, Kind
 from petra.method import Method
 from petra.plan.overlap import overlapped_stages
-from petra.plan.timetable import in_flight
+from petra.plan.timetable import Timetable, in_flight
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,8 @@ def simulate(
     """
     pipe = _pipe(costs, method, k, processes, link, transport, overlap=overlap)
     flush = k if method.flush else None
-    timed = TimedSteps.of(all_steps(method.delays(len(costs), k), pipe.boundary_delays, microbatches, flush), pipe)
+    timetable = Timetable(method.delays(len(costs), k), pipe.boundary_delays, 0, microbatches, flush)
+    timed = TimedSteps.of(Steps.of(list(timetable), 0, timetable.now, microbatches), pipe)
     events = event_graph(timed, pipe, repeats=False)
     found = _intervals(timed, events, pipe, longest_paths(events.graph))
     return sorted((i for i in found if i.stop > i.start), key=lambda i: i.start)
@@ -144,7 +143,7 @@ def _intervals(timed: TimedSteps, events: Events, pipe: Pipe, times: Values) -> 
     ended, free = times[events.end].tolist(), [0.0] * len(pipe.processes)
     columns = (steps.stage, steps.forward, steps.microbatch, times[:count], timed.compute, timed.update)
     rows = list(zip(*(column.tolist() for column in columns), strict=True))
-    second = _SecondParts(pipe)
+    second: dict[int, list[tuple[int, Kind, int, float]]] = {process: [] for process in range(len(pipe.processes))}
     last = {(p, r): i for i, (p, r) in enumerate(zip(events.process.tolist(), events.round.tolist(), strict=True))}
     for item in np.argsort(events.round, kind="stable").tolist():
         process, stop = int(events.process[item]), ended[item]
@@ -160,47 +159,25 @@ def _intervals(timed: TimedSteps, events: Events, pipe: Pipe, times: Values) -> 
             yield Interval(stage, Kind.UPDATE, m, stop, stop + update)
             stop += update
             if not forward and pipe.splits[stage]:
-                second.add(stage, m)
+                second[process] += _second_parts(pipe, stage, m, last=m == steps.microbatches - 1)
         free[process] = stop
         if last[process, int(events.round[item])] == item:
-            for stage, kind, m, seconds in second.due(process):
+            for stage, kind, m, seconds in second[process]:
                 yield Interval(stage, kind, m, free[process], free[process] + seconds)
                 free[process] += seconds
-    for stage, kind, m, seconds in second.left():
-        process = int(pipe.owner[stage])
-        yield Interval(stage, kind, m, free[process], free[process] + seconds)
-        free[process] += seconds
+            second[process].clear()
 
 
-class _SecondParts:
-    """Second parts of split backwards (ZB-H1), which compute the gradients of the parameters, and the updates after them."""
+def _second_parts(pipe: Pipe, stage: int, m: int, *, last: bool) -> Iterator[tuple[int, Kind, int, float]]:
+    """Yield stage, kind, microbatch and seconds of the second parts and the update that follow the first part of microbatch ``m``.
 
-    def __init__(self, pipe: Pipe) -> None:
-        self._pipe = pipe
-        self._unfinished = [deque[int]() for _ in pipe.costs]
-        self._due: list[tuple[int, int]] = []
-
-    def add(self, stage: int, m: int) -> None:
-        """Record that the first part of a microbatch's backward has run."""
-        self._unfinished[stage].append(m)
-        self._due.append((stage, m if (m + 1) % self._pipe.k == 0 else m - self._pipe.lags[stage]))
-
-    def due(self, process: int) -> Iterator[tuple[int, Kind, int, float]]:
-        """Yield stage, kind, microbatch and seconds of what the process runs after its round."""
-        stages = self._pipe.processes[process]
-        for stage, up_to in [pair for pair in self._due if pair[0] in stages]:
-            yield from self._finish(stage, up_to)
-        self._due = [pair for pair in self._due if pair[0] not in stages]
-
-    def left(self) -> Iterator[tuple[int, Kind, int, float]]:
-        """Yield what is left at the end of the run."""
-        for stage, unfinished in enumerate(self._unfinished):
-            yield from self._finish(stage, max(unfinished, default=-1))
-
-    def _finish(self, stage: int, up_to: int) -> Iterator[tuple[int, Kind, int, float]]:
-        cost, unfinished = self._pipe.costs[stage], self._unfinished[stage]
-        while unfinished and unfinished[0] <= up_to:
-            m = unfinished.popleft()
-            yield stage, Kind.BACKWARD_WEIGHTS, m, cost.weights
-            if (m + 1) % self._pipe.k == 0:
-                yield stage, Kind.UPDATE, m, cost.update
+    Second parts of split backwards (ZB-H1) compute the gradients of the parameters. None is left before an update, and after the
+    ``last`` microbatch of the run.
+    """
+    cost, lag, place = pipe.costs[stage], pipe.lags[stage], m % pipe.k
+    updates = place == pipe.k - 1
+    first = m - min(lag, place)
+    for found in range(first, m + 1) if updates or last else range(first, first + (place >= lag)):
+        yield stage, Kind.BACKWARD_WEIGHTS, found, cost.weights
+    if updates:
+        yield stage, Kind.UPDATE, m, cost.update

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from petra.cost_model.block_memory import Known
-from petra.cost_model.live_bytes import BLOCK
 from petra.cost_model.memory import PredictedMemory, account
+from petra.diagnostics.activation_memory import BLOCK
 from petra.engine.recipe import Recipe
 from petra.method import Weights
 from petra.plan import Plan

@@ -1,10 +1,12 @@
-"""Counts the bytes that a stage stores between forward and backward: inputs, outputs, stashed weights and autograd graphs."""
+"""Counts the bytes that a stage stores between forward and backward, and the bytes of all tensors while they live."""
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +19,11 @@ from petra.method import Keep, Weights
 from petra.model import Model
 from petra.settings import Numerics
 from petra.specs import Streams, TensorSpec
-from petra.torch_private import fake_tensor_mode, storage_key
+from petra.torch_private import DEVICE, TorchDispatchMode, fake_tensor_mode, storage_key, tree_leaves
+
+BLOCK = 512
+"""Sizes of tensors are rounded up to a multiple of this number of bytes, as torch's CUDA allocator does."""
+CPU = torch.device("cpu")
 
 
 class GraphMeter:
@@ -161,3 +167,67 @@ def fake_module(module: nn.Module) -> None:
             fake = torch.empty(tensor.shape, dtype=tensor.dtype)
             fake = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
             setattr(part, name, made.setdefault(id(tensor), fake))
+
+
+def rounded(size: int) -> int:
+    """Return the bytes that the allocator takes for a tensor of ``size`` bytes."""
+    return -(-size // BLOCK) * BLOCK
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of storages that operations inside the ``with`` block create, while they live.
+
+    Attributes:
+        now: Bytes that live now.
+        owner: Stage that runs, which new storages count for.
+        own: Bytes that live now, by the stage that they count for.
+        peaks: Most bytes that lived at a time, of all stages, by the stage that ran.
+        most: Most bytes that lived at a time since the caller last set it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.owner = self.most = 0
+        self.own, self.peaks = Counter[int](), Counter[int]()
+        self._seen: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._owners: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is DEVICE:
+            return CPU  # of all tensors here; FakeTensorMode would take longer, and each operation asks several times
+        if function.name().startswith("aten::_fused_") and not function._schema.returns:
+            return None  # updates in place; FakeTensorMode would run the optimizer's kernel on real tensors
+        found = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor):
+                self._add(tensor)
+        return found
+
+    def assign(self, tensors: Iterable[Tensor], owner: int) -> None:
+        """Count the storages of tensors for another stage from now on."""
+        for tensor in tensors:
+            if (key := storage_key(tensor)) in self._seen:
+                self.own[self._owners[key]] -= self._seen[key][1]
+                self.own[owner] += self._seen[key][1]
+                self._owners[key] = owner
+
+    def count(self, more: int) -> None:
+        """Count ``more`` bytes that live for a moment only."""
+        self.most = max(self.most, self.now + more)
+        self.peaks[self.owner] = max(self.peaks[self.owner], self.now + more)
+
+    def _add(self, tensor: Tensor) -> None:
+        key, storage = storage_key(tensor), tensor.untyped_storage()
+        if key in self._seen:
+            return
+
+        def freed(_: object) -> None:
+            del self._seen[key]
+            self.now -= size
+            self.own[self._owners.pop(key)] -= size
+
+        size = rounded(storage.nbytes())
+        self._seen[key], self._owners[key] = (weakref.ref(storage, freed), size), self.owner
+        self.now += size
+        self.own[self.owner] += size
+        self.count(0)

@@ -120,7 +120,8 @@ class GradientQuality(Hook):
 
     def _row(self, m: int, j: int) -> dict[str, float]:
         case, scale = self._cases[m], self.pipeline.workers[j].update.part(LossScale)
-        gradient = _flat(self.pipeline.stages[j], case.found)
+        parameters = [p for runner in self.pipeline.stages[j].runners for p in runner.parameters.values()]
+        gradient = _joined(parameters, [case.found.get(p) for p in parameters])
         if scale is not None:
             gradient = gradient / scale.scale
         delayed, end_to_end = case.delayed[j], case.end_to_end[j]
@@ -194,11 +195,6 @@ def _differentiated(y: Streams, dy: Streams, leaves: Sequence[Tensor]) -> Flat:
         return _joined(leaves, [None] * len(leaves))
     outputs, gradients = zip(*connected, strict=True)
     return _joined(leaves, torch.autograd.grad(outputs, leaves, gradients, allow_unused=True))
-
-
-def _flat(stage: Stage, gradients: Gradients) -> Flat:
-    parameters = [p for runner in stage.runners for p in runner.parameters.values()]
-    return _joined(parameters, [gradients.get(p) for p in parameters])
 
 
 def _joined(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Flat:

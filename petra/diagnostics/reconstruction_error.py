@@ -56,21 +56,17 @@ class ReconstructionMonitor(Hook):
             self._inputs[block, m] = tuple(t[:1].clone() for t in x)
 
     def block_backward_end(self, stage: int, block: int, m: int, x: Streams, gradients: Gradients) -> None:
-        if (block, m) in self._inputs:
-            self._compare(stage, m, x, self._inputs.pop((block, m)))
-
-    def _compare(self, j: int, m: int, rebuilt: Streams, true: Streams) -> None:
-        difference = [a[:1].double() - b.double() for a, b in zip(rebuilt, true, strict=True)]
-        error = (_norm(difference) / _norm(true)).item()
-        self.errors[j] = error
-        if error > self.limit and j not in self._warned:
-            self._warned.add(j)
-            log.warning(self._text(j, m, error))
+        if (true := self._inputs.pop((block, m), None)) is None:
+            return
+        difference = [a[:1].double() - b.double() for a, b in zip(x, true, strict=True)]
+        error = self.errors[stage] = (_norm(difference) / _norm(true)).item()
+        if error > self.limit and stage not in self._warned:
+            self._warned.add(stage)
+            log.warning(self._text(stage, m, error))
 
     def _text(self, j: int, m: int, error: float) -> str:
         pipeline, numerics = self.pipeline, self.pipeline.plan.numerics
-        stale = pipeline.plan.stages[j].staleness
-        remedies = ["a smaller optim.lr, a larger k or a smaller method.delay"] if stale else []
+        remedies = ["a smaller optim.lr, a larger k or a smaller method.delay"] if pipeline.plan.stages[j].staleness else []
         remedies += ["trainer.precision=float32"] if numerics.autocast is not None else []
         remedies += ["trainer.wire=float32"] if numerics.wire is not None else []
         remedies += ["trainer.exact_streams=true"] if not numerics.exact_streams and numerics.wire is None else []

@@ -31,8 +31,7 @@ class StageTimes(StageTimer):
 
         ``buffer_bytes`` is the largest size of the inputs that a stage stored between forward and backward.
         """
-        seconds = self._seconds
-        rows: dict[str, float] = {}
+        seconds, rows = self._seconds, dict[str, float]()
         for j in self.pipeline.stages:
             planned, data = self.pipeline.plan.stages[j], self._data if j == 0 else 0.0
             values = {
@@ -51,8 +50,7 @@ class StageTimes(StageTimer):
 
     def forward_end(self, stage: int, m: int, y: Streams) -> None:
         super().forward_end(stage, m, y)
-        stored = self.pipeline.stages[stage].stored_bytes()
-        self._buffer_bytes[stage] = max(self._buffer_bytes.get(stage, 0), stored)
+        self._buffer_bytes[stage] = max(self._buffer_bytes.get(stage, 0), self.pipeline.stages[stage].stored_bytes())
 
     def train_end(self) -> None:
         if self._pending:

@@ -73,11 +73,10 @@ class StageTimer(Hook):
     def update_begin(self, stage: int, m: int) -> None:
         self._begin(stage, m)
 
+    all_reduce_begin = update_begin
+
     def update_end(self, stage: int, m: int) -> None:
         self._end(stage, Kind.UPDATE, m)
-
-    def all_reduce_begin(self, stage: int, m: int) -> None:
-        self._begin(stage, m)
 
     def all_reduce_end(self, stage: int, m: int) -> None:
         self._end(stage, Kind.SEND, m)

@@ -9,7 +9,7 @@ starts with τ_j = 2(4 − j) forwards::
     stage 4               F0 B0  F1 B1  F2 B2  F3 B3  F4 B4
 
 :class:`Timetable` computes the rounds, and :class:`PeriodicRounds` repeats those of the steady state. Predictions read the same
-rounds (:mod:`petra.cost_model.steps`).
+rounds (:mod:`petra.cost_model.event_graph`).
 """
 
 from __future__ import annotations
