@@ -100,9 +100,10 @@ def run_here(unfinished: Sequence[Job], processes: int) -> list[Job]:
     Exit with the status of a job that was stopped. Ctrl-C reaches the job, too: this process waits until the job has saved.
     """
     failed = []
+    local = [own_module("launch.local"), "--processes", str(processes)]
+    launch = [sys.executable, "-m", *(local if processes > 1 else [own_module("launch.train")])]  # one process needs no agent
     for job in unfinished:
         print(f"--- {job.folder.name}", flush=True)
-        launch = [sys.executable, "-m", own_module("launch.local"), "--processes", str(processes)]
         before = signal.getsignal(signal.SIGINT)
         if before is not signal.SIG_IGN:  # which the job would inherit, unlike a function
             signal.signal(signal.SIGINT, lambda number, frame: None)
