@@ -12,9 +12,7 @@ import pytest
 import torch
 
 from benchmarks import pipelines, plan_check, refetch, reversible_sequence, scaling, simulator_check
-from benchmarks.pipeline_peers import Batches, Run, Setting
 from benchmarks.reversible_peers import LIBRARIES, PEERS, gradients
-from benchmarks.two_stages import build
 from petra.cost_model.costs import StageCost
 from tests.support.processes import run_processes
 
@@ -59,15 +57,6 @@ def test_refetching_stores_nothing_in_the_first_stage(monkeypatch: pytest.Monkey
     assert all(min(s) > 0 for setting in found["settings"] for s in setting["seconds"].values())
 
 
-def test_an_update_that_differs_from_plain_autograd_is_an_error() -> None:
-    model, inputs, stages = build(argparse.Namespace(blocks=1, channels=4, size=4, batch=2))
-    setting = Setting(model, inputs, tuple(stages), k=2, rank=0)
-    before, after = pipelines.plain_update(setting, Batches(inputs, 2))
-    blocks = dict(enumerate(model.build(0).children()))
-    with pytest.raises(AssertionError, match="lazy: the update of block 1 differs"):
-        pipelines.require_plain_update("lazy", Run(lambda updates: 0.0, blocks), before, after)
-
-
 @pytest.mark.parametrize("stages", [2, 10, 18])
 @pytest.mark.parametrize("k", [1, 3, 32])
 def test_simulated_periods_equal_the_closed_form(stages: int, k: int) -> None:
@@ -78,16 +67,6 @@ def test_simulated_periods_equal_the_closed_form(stages: int, k: int) -> None:
     zero_bubble = 3 + (stages - 1) / k if k >= stages else found["ZB-H1"]
     expected = {"PETRA, nothing kept": 4, "PETRA, graphs kept": 3, "1F1B": flushed, "ZB-H1": zero_bubble, "GPipe": flushed}
     assert found == pytest.approx(expected)
-
-
-def test_seconds_by_work_and_their_linearity() -> None:
-    options = argparse.Namespace(channels=4, size=4, microbatches=1, rounds=1)
-    found = scaling.seconds({2: (2, 2), 4: (4, 2)}, options)
-    assert list(found) == [2, 4]
-    assert min(seconds for times in found.values() for seconds in times) > 0
-    assert scaling.linearity({1: [2.0], 2: [4.0], 4: [8.0]}) == pytest.approx({"r_squared": 1, "last_over_first_for_a_unit": 1})
-    bent = scaling.linearity({1: [2.0], 2: [8.0], 4: [4.0]})
-    assert bent["r_squared"] < 0.5
 
 
 @pytest.mark.processes
@@ -121,20 +100,3 @@ def test_a_plan_is_compared_with_runs_in_one_process() -> None:
     found = plan_check.compare(options)
     assert set(found) == set(plan_check.ALONE)
     assert all(len(values) == 1 and values[0] > 0 for figures in found.values() for values in figures.values())
-
-
-@pytest.mark.processes
-def test_plans_are_compared_with_runs_in_two_processes(tmp_path: Path) -> None:
-    found, _ = run_processes(2, compare_plans, tmp_path)
-    assert set(found) == set(SOME_CASES)
-    assert all(len(values) == 1 and values[0] > 0 for figures in found.values() for values in figures.values())
-
-
-SOME_CASES = ("petra, d = 2, lockstep", "1f1b")
-
-
-def compare_plans(rank: int) -> dict[str, dict[str, list[float]]]:
-    options = argparse.Namespace(model="revnet18", width=1 / 16, batch=2, k=2, microbatches=4, rounds=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_check, "CASES", {name: plan_check.CASES[name] for name in SOME_CASES})
-        return plan_check.compare(options)

@@ -12,7 +12,6 @@ from launch.config.compose import compose_overrides
 from launch.run.build import set_up
 from launch.run.training import prepare_process
 from launch.runtime.rank import Process
-from petra.process_memory import release_memory
 
 ALONE = Process(rank=0, world=1, local_rank=0, local_world=1)
 FAULTS = """
@@ -39,7 +38,7 @@ print(faults() - before)
 
 @pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc is Linux's")
-@pytest.mark.parametrize("environment", [{}, {"MALLOC_ARENA_MAX": "4"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=4"}])
+@pytest.mark.parametrize("environment", [{}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=4"}])
 def test_freed_memory_is_reused_unless_the_environment_configures_malloc(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,13 +79,3 @@ def test_a_run_frees_what_the_last_one_left_and_sets_options_of_torch() -> None:
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = False
         torch.backends.cudnn.allow_tf32 = True
-
-
-def test_the_cache_and_the_peak_of_a_gpu_are_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[str] = []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(gc, "collect", lambda: called.append("collect"))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("empty_cache"))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: called.append(f"reset {device}"))
-    release_memory(torch.device("cuda", 1))
-    assert called == ["collect", "empty_cache", "reset cuda:1"]

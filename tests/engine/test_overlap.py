@@ -190,21 +190,6 @@ def test_blocks_that_two_threads_would_disturb_are_refused(block: Any, keep: Kee
         pipeline.train(Source(), 6)
 
 
-def test_a_change_of_mode_between_two_runs_reaches_forwards() -> None:
-    def trained(runtime: Runtime) -> dict[str, Tensor]:
-        pipeline, data = built(runtime, dropout=0.3), RandomSource()
-        pipeline.train(data, 5)
-        for stage in pipeline.stages.values():
-            for module in stage.module.modules():
-                if isinstance(module, nn.Dropout):
-                    module.p = 0.6
-        pipeline.train(data, 5)
-        return pipeline.state_dict()
-
-    expected, found = trained(Runtime()), trained(Runtime(overlap=True))
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
-
-
 class Broken(Hook):
     def __init__(self, event: str) -> None:
         self.event = event

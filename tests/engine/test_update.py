@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,10 +14,8 @@ from torch.nn import functional as F
 from petra import BlockSpec, ConfigError, Keep, Method, Model, NumericsError, Pipeline, TensorSpec, UpdateRules
 from petra.engine.options.finite_check import FiniteCheck
 from petra.engine.options.loss_scale import GROWTH_INTERVAL
-from petra.engine.options.replicas import ReplicaSum
 from petra.engine.update_state import load_update_state, update_state
 from petra.errors import CommunicationError
-from petra.hooks import Hook
 from petra.settings import Numerics, Runtime
 from petra.training import Checkpoints, restore
 from petra.training.optim import OPTIMIZERS
@@ -69,20 +65,6 @@ def test_global_clipping_clips_the_gradient_of_the_whole_network(method: str | M
     found.train(RandomSource(), 5)  # the second call continues an incomplete accumulation
     found.train(RandomSource(), 3)
     assert_same(found.state_dict(), plain_training(4, clip=0.2)[0].state_dict())
-
-
-def clipped_globally(rank: int) -> dict[str, Tensor]:
-    for transport in ("lockstep", "edge"):
-        found = pipeline(UpdateRules(clip=0.2, clip_globally=True), ONE_F_ONE_B, stages=2, runtime=Runtime(transport=transport))
-        found.train(RandomSource(), 8)
-    return found.state_dict()
-
-
-@pytest.mark.processes
-def test_global_clipping_in_many_processes(tmp_path: Path) -> None:
-    """Three processes for two stages: the idle one takes part in the all-reduce of the norm."""
-    parts = run_processes(3, clipped_globally, tmp_path)
-    assert_same({key: value for part in parts for key, value in part.items()}, plain_training(4, clip=0.2)[0].state_dict())
 
 
 def test_stage_clipping_uses_the_norm_of_the_stage() -> None:
@@ -378,32 +360,3 @@ def test_the_mean_norm_excludes_skipped_updates() -> None:
     numbers = found.stage_metrics()
     assert numbers["stage/1/skipped_updates"] == 1
     assert 0 < numbers["stage/1/gradient_norm"] < float("inf")
-
-
-class Recorded(Hook):
-    """Records the events of updates."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[str, int, int]] = []
-
-    def update_begin(self, stage: int, m: int) -> None:
-        self.events.append(("update_begin", stage, m))
-
-    def update_end(self, stage: int, m: int) -> None:
-        self.events.append(("update_end", stage, m))
-
-    def all_reduce_begin(self, stage: int, m: int) -> None:
-        self.events.append(("all_reduce_begin", stage, m))
-
-    def all_reduce_end(self, stage: int, m: int) -> None:
-        self.events.append(("all_reduce_end", stage, m))
-
-
-def test_hooks_are_called_around_the_all_reduce_and_the_optimizer_step() -> None:
-    run, hook = pipeline(UpdateRules()), Recorded()
-    replicas: Any = SimpleNamespace(worker=run.workers[1], finish=lambda m, *numbers: numbers)
-    run.workers[1].update.parts.insert(0, ReplicaSum(replicas, run.hooks))
-    with run.hooks.attached(hook):
-        run.train(RandomSource(), 4)
-    names = ("all_reduce_begin", "all_reduce_end", "update_begin", "update_end")
-    assert [event for event in hook.events if event[1] == 1] == [(name, 1, m) for m in (1, 3) for name in names]
