@@ -1,34 +1,34 @@
 """Plant faults in the code, one at a time, and report which ones the tests catch: ``python -m stress.faults --count 40 --seed 1``.
 
 A fault is a change of the syntax tree: a flipped comparison, a negated condition, another constant, a dropped argument, a removed
-statement. Faults are drawn by a seed over :data:`PLACES` and planted in a copy of the checkout. The tests run once to record which
-functions each of them enters. A fault then meets the tests that enter its function, the fastest first, or, if there are none, those
-that start processes. ``--again FILE`` plants the faults of an earlier run again, wherever their functions are now, and
-``--code COMMIT`` takes ``petra/``, ``launch/`` and ``conf/`` from a commit. Exits with status 1 if a fault is missed that is not in
-:data:`EQUIVALENT`.
+statement. Faults are drawn by a seed over :data:`PLACES`. The tests that start no process run once, to record which functions each
+of them enters. For each fault, a forked process replaces the code of its function and runs the tests that enter it, the fastest
+first, until one fails. ``--again FILE`` plants the faults of an earlier run again, wherever their functions are now. Exits with
+status 1 if a fault is missed that is not in :data:`EQUIVALENT`.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import gc
 import json
 import os
 import random
 import resource
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
+from _pytest.runner import runtestprotocol
 
 ROOT = Path(__file__).parents[1]
 PLACES = {
@@ -41,15 +41,11 @@ PLACES = {
     "petra/training/*.py": 4,
 }
 """Files by pattern, with how many of 40 faults they get."""
-TESTS = [*(f"tests/{name}" for name in ("engine", "plan", "reversible", "transport", "training", "test_distributed.py"))]
+TESTS = [f"tests/{name}" for name in ("engine", "plan", "reversible", "transport", "training", "test_distributed.py")]
 EQUIVALENT: dict[str, str] = {}
 """Faults that change no behaviour, by name, with the reason."""
-REACHED = "PETRA_REACHED"
-"""Environment variable with the file to which this module writes, as a plugin of pytest, what each test enters."""
-PROCESSOR, WALL = 100, 1200
+PROCESSOR, WALL = 60, 1200
 """Seconds of one processor, and on the clock, for the tests of a fault."""
-MOST = 300
-"""Number of tests that a fault meets."""
 
 COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
@@ -106,7 +102,7 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
             yield "argument", ast.Call(function, args if keywords else args[:-1], keywords[:-1])
         case ast.Return(ast.expr()):
             yield "return", ast.Return(ast.Constant(None))
-        case ast.Expr(ast.Call()) | ast.AugAssign() | ast.Assign([ast.Attribute()]):
+        case ast.Expr(ast.Call()) | ast.AugAssign() | ast.Assign([ast.Attribute()]) if "super()" not in ast.unparse(node):
             yield "statement", ast.Pass()
 
 
@@ -165,93 +161,114 @@ class Replace(ast.NodeTransformer):
         return self.changed if node is self.node else self.generic_visit(node)
 
 
-def locate(root: Path, fault: Fault) -> tuple[Path, str] | None:
-    """Return the file that contains a fault's function now, and its source with the fault, or None."""
+def changed_tree(root: Path, fault: Fault) -> tuple[Path, ast.Module] | None:
+    """Return the file that contains a fault's function now, and its tree with the fault, or None."""
     for path in sorted(files(root, "petra/**/*.py"), key=lambda path: str(path) != fault.path):
         if fault.function.rpartition(".")[2] not in (root / path).read_text(encoding="utf-8"):
             continue
         for found, tree, node, changed in pairs(root, path):
             if (found.function, found.kind, found.before, found.number) == (fault.function, fault.kind, fault.before, fault.number):
-                return path, ast.unparse(ast.fix_missing_locations(Replace(node, changed).visit(tree)))
+                return path, ast.fix_missing_locations(Replace(node, changed).visit(tree))
     return None
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Any:
-    """Write the functions of petra that a test enters, if :data:`REACHED` names a file."""
-    if (target := os.environ.get(REACHED)) is None:
-        return (yield)
-    codes, begun = set(), time.monotonic()
-    sys.settrace(lambda frame, event, argument: codes.add(frame.f_code))  # type: ignore[func-returns-value]
-    try:
-        return (yield)
-    finally:
+def plant(fault: Fault) -> bool:
+    """Replace the code of a fault's function in this process. Return whether the function still exists."""
+    if (found := changed_tree(ROOT, fault)) is None:
+        return False
+    file, outermost = str(ROOT / found[0]), fault.function.partition(".<locals>")[0]
+    (code,) = (code for code in codes(compile(found[1], file, "exec")) if code.co_qualname == outermost)
+    own = [f for f in gc.get_objects() if type(f) is FunctionType and f.__code__.co_filename == file]
+    for function in own:
+        if function.__code__.co_qualname == outermost:
+            function.__code__ = code
+    return True
+
+
+def codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield all code objects inside of one."""
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from codes(constant)
+
+
+class Faults:
+    """Plugin of pytest that runs the collected tests as the module's text says.
+
+    Args:
+        faults: What to plant.
+        reached: File of what each test enters. Tests that it lacks are added.
+        output: JSON file of the results.
+    """
+
+    def __init__(self, faults: list[Fault], reached: Path, output: Path) -> None:
+        self.faults, self.reached, self.output, self.missed = faults, reached, output, 0
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Record what the tests enter, and plant the faults."""
+        gc.freeze()
+        rows = self._rows()
+        for item in session.items:
+            if item.nodeid not in rows:
+                forked(lambda item=item: self._record(item), PROCESSOR * 10)
+        rows, results = self._rows(), []
+        for fault in self.faults:
+            entering = [i for i in session.items if fault.function in rows.get(i.nodeid, (0, ()))[1]]
+            entering.sort(key=lambda item: rows[item.nodeid][0])
+            begun = time.monotonic()
+            with tempfile.NamedTemporaryFile("r") as file:
+                status = forked(lambda fault=fault, items=entering, name=file.name: self._try(fault, items, name), PROCESSOR)
+                by = file.read() or f"status {status}" * (status not in (0, 2, None, -signal.SIGXCPU))
+            result = "gone" if status == 2 else "caught" if by else EQUIVALENT.get(fault.name, "MISSED")
+            self.missed += result == "MISSED"
+            facts = {"result": result, "by": by, "tests": len(entering), "seconds": round(time.monotonic() - begun, 1)}
+            results.append(asdict(fault) | facts)
+            print(f"{result}: {fault.name}  {by or f'({len(entering)} tests)'}", flush=True)
+            self.output.write_text(json.dumps(results, indent=1) + "\n")
+        return True
+
+    def _rows(self) -> dict[str, tuple[float, set[str]]]:
+        lines = self.reached.read_text().splitlines() if self.reached.exists() else []
+        return {name: (seconds, {*functions}) for name, seconds, functions in map(json.loads, lines)}
+
+    def _record(self, item: pytest.Item) -> int:
+        entered, begun = set[CodeType](), time.process_time()
+        sys.settrace(lambda frame, event, argument: entered.add(frame.f_code))  # type: ignore[func-returns-value]
+        runtestprotocol(item, nextitem=None, log=False)
         sys.settrace(None)
-        root = f"{Path.cwd()}/petra/"
-        entered = sorted({code.co_qualname for code in codes if code.co_filename.startswith(root)})
-        with open(target, "a", encoding="utf-8") as file:
-            file.write(json.dumps([item.nodeid, time.monotonic() - begun, entered]) + "\n")
+        names = sorted({code.co_qualname for code in entered if code.co_filename.startswith(f"{ROOT}/petra/")})
+        with self.reached.open("a") as file:
+            file.write(json.dumps([item.nodeid, time.process_time() - begun, names]) + "\n")
+        return 0
+
+    def _try(self, fault: Fault, items: list[pytest.Item], name: str) -> int:
+        if not plant(fault):
+            return 2
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            if any(report.failed for report in runtestprotocol(item, nextitem=following, log=False)):
+                Path(name).write_text(item.nodeid)
+                return 1
+        return 0
 
 
-def run_tests(copy: Path, *arguments: str, limit: int, **environment: str) -> tuple[int | None, str]:
-    """Run tests in a copy for some seconds of processor time. Return the exit status, None if they hang, and the output."""
-    variables = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **environment}
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--timeout", "300", *arguments]
-    limited = partial(resource.setrlimit, resource.RLIMIT_CPU, (limit, limit + 5))
-    process = subprocess.Popen(
-        command, cwd=copy, env=variables, text=True, stdout=-1, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=limited
-    )
-    try:
-        printed, _ = process.communicate(timeout=WALL)
-        return process.returncode, printed
-    except subprocess.TimeoutExpired:
-        return None, ""
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def reached(copy: Path, target: Path) -> dict[str, list[str]]:
-    """Return the tests that enter each function, the fastest first. Run those that start no process unless ``target`` has them."""
-    if not target.exists():
-        run_tests(copy, "-p", "stress.faults", "-m", "not processes", *TESTS, limit=3600, **{REACHED: str(target)})
-    found: dict[str, list[str]] = {}
-    for test, _, functions in sorted(map(json.loads, target.read_text().splitlines()), key=lambda row: row[1]):
-        for function in functions:
-            found.setdefault(function, []).append(test)
-    return found
-
-
-def caught(copy: Path, fault: Fault, tests: list[str]) -> str | None:
-    """Plant a fault in a copy and run tests. Return how it was caught, "" if it was not, and None if its function is gone."""
-    if (located := locate(copy, fault)) is None:
-        return None
-    path, source = located
-    original = (copy / path).read_text(encoding="utf-8")
-    room = f"tests/{path.parts[1]}"
-    folders = [folder for folder in dict.fromkeys([room, "tests/engine"]) if (copy / folder).is_dir()]
-    try:
-        (copy / path).write_text(source, encoding="utf-8")
-        status, printed = run_tests(copy, "-x", *(tests[:MOST] or ["-m", "processes", *folders]), limit=PROCESSOR)
-    finally:
-        (copy / path).write_text(original, encoding="utf-8")
-    if status in (0, 5, -signal.SIGXCPU, None):
-        return ""
-    failed = [line for line in printed.splitlines() if line.startswith(("FAILED", "ERROR", "E  "))]
-    return (failed or [f"status {status}"])[-1][:200]
-
-
-def copied(folder: Path, code: str | None) -> Path:
-    """Copy the tracked files to a folder; take the code from a commit if one is named."""
-    subprocess.run("git ls-files -z | xargs -0 cp --parents -t " + str(folder), shell=True, cwd=ROOT, check=True)
-    if code is not None:
-        places = ["petra", "launch", "conf"]
-        subprocess.run(["rm", "-rf", *places], cwd=folder, check=True)
-        archive = subprocess.run(["git", "archive", code, *places], cwd=ROOT, check=True, capture_output=True)
-        subprocess.run(["tar", "x"], cwd=folder, input=archive.stdout, check=True)
-    subprocess.run("git init -q && git add -A", shell=True, cwd=folder, check=True)
-    return folder
+def forked(function: Any, seconds: int) -> int | None:
+    """Call a function in a forked process for at most some seconds of processor time. Return its result, None if it hangs."""
+    if (pid := os.fork()) == 0:
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
+        status = 3
+        with suppress(BaseException):
+            status = function()
+        os._exit(status)
+    deadline = time.monotonic() + WALL
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
 
 
 def main() -> None:
@@ -260,30 +277,18 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--again", type=Path, metavar="FILE", help="plant the faults of this file")
-    parser.add_argument("--code", metavar="COMMIT", help="commit of petra, launch and conf; default: the working tree")
-    parser.add_argument("--reached", type=Path, metavar="FILE", help="what each test enters; written if it does not exist")
+    parser.add_argument("--reached", type=Path, metavar="FILE", help="what each test enters; tests that it lacks are added")
     parser.add_argument("--output", type=Path, default=Path("faults.json"))
     options = parser.parse_args()
+    faults = draw(ROOT, options.count, options.seed)
+    if options.again:
+        faults = [Fault(**{key: row[key] for key in Fault.__dataclass_fields__}) for row in json.loads(options.again.read_text())]
     with tempfile.TemporaryDirectory() as folder:
-        copy = copied(Path(folder), options.code)
-        if options.again:
-            faults = [
-                Fault(**{key: row[key] for key in Fault.__dataclass_fields__}) for row in json.loads(options.again.read_text())
-            ]
-        else:
-            faults = draw(copy, options.count, options.seed)
-        tests = reached(copy, (options.reached or Path(folder) / "reached.jsonl").absolute())
-        rows, missed = [], 0
-        for fault in faults:
-            begun = time.monotonic()
-            by = caught(copy, fault, tests.get(fault.function, []))
-            missed += by == "" and fault.name not in EQUIVALENT
-            result = "gone" if by is None else "caught" if by else EQUIVALENT.get(fault.name, "MISSED")
-            rows.append({**asdict(fault), "result": result, "by": by, "seconds": round(time.monotonic() - begun, 1)})
-            print(f"{result}: {fault.name}  {by or ''}", flush=True)
-            options.output.write_text(json.dumps(rows, indent=1) + "\n")
-    print(f"{len(faults)} faults, {missed} missed")
-    sys.exit(bool(missed))
+        plugin = Faults(faults, options.reached or Path(folder) / "reached", options.output)
+        arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout", "0", "-m", "not processes", *TESTS]
+        status = pytest.main(arguments, plugins=[plugin])
+    print(f"{len(faults)} faults, {plugin.missed} missed")
+    sys.exit(bool(plugin.missed or status))
 
 
 if __name__ == "__main__":
