@@ -33,7 +33,7 @@ from petra import (
 from petra.reversible import Coupling, ReversibleSequence, TwoFunctionCoupling
 from petra.staleness import Prediction
 from petra.training.optim import OPTIMIZERS
-from tests.support.nets import RandomSource, Stem, make_pipeline, mixed_net, train_plainly
+from tests.support.nets import RandomSource, Stem, mixed_net, sgd, train_plainly
 from tests.support.processes import run_processes
 from tests.support.remedies import Remedy
 
@@ -51,10 +51,6 @@ class Vectors:
 
     def targets(self, m: int) -> Tensor:
         return torch.randint(3, (4,), generator=torch.Generator().manual_seed(1000 + m))
-
-
-def sgd(module: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
-    return torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)
 
 
 def linear(inputs: int = 6, outputs: int = 6) -> nn.Linear:
@@ -151,8 +147,7 @@ def test_statistics_of_instance_normalisation_move_once_per_microbatch() -> None
     plain = model.build(0)
     pipeline.train(data, 3)
     train_plainly(plain, sgd(plain), data, 3)
-    for key, value in pipeline.state_dict().items():
-        torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-9, atol=1e-12, msg=key)
+    torch.testing.assert_close(pipeline.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-12)
     block = Coupling(Normalised())
     before = {key: value.clone() for key, value in block.state_dict().items()}
     block.inverse(*(torch.randn(2, 4, 5, 5, dtype=torch.float64) for _ in range(2)))
@@ -230,8 +225,7 @@ def test_batchnorm_with_cumulative_average_equals_plain_pytorch(method: str) -> 
         optimizer.zero_grad()
         F.cross_entropy(plain(Vectors().inputs(m)), Vectors().targets(m)).backward()
         optimizer.step()
-    for key, value in pipeline.state_dict().items():
-        torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-9, atol=1e-12, msg=key)
+    torch.testing.assert_close(pipeline.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-12)
 
 
 def test_a_layer_in_evaluation_mode_stays_frozen() -> None:
@@ -299,8 +293,7 @@ def test_parameters_without_gradient_are_left_as_plain_pytorch_leaves_them(
         for m in range(update * k, (update + 1) * k):
             (F.cross_entropy(plain(data.inputs(m)), data.targets(m)) / k).backward()
         steps.step()
-    for key, value in pipeline.state_dict().items():
-        torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-9, atol=1e-12, msg=key)
+    torch.testing.assert_close(pipeline.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-12)
     assert torch.equal(pipeline.state_dict()["b0.unused"], torch.ones(5, 5, dtype=torch.float64))
 
 
@@ -608,8 +601,7 @@ def test_a_block_without_gradient_in_the_middle_equals_plain_pytorch(method: str
     plain = pipeline.plan.model.build(0)
     pipeline.train(data, 4)
     train_plainly(plain, sgd(plain), data, 4)
-    for key, value in pipeline.state_dict().items():
-        torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-9, atol=1e-12, msg=key)
+    torch.testing.assert_close(pipeline.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-12)
 
 
 def test_a_function_may_return_a_constant() -> None:

@@ -8,20 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from petra import Pipeline
 from petra.hooks import EVENTS, Hook, Hooks
 from petra.settings import Runtime
-from tests.support.nets import RandomSource, make_pipeline, mixed_net
+from tests.support.nets import RandomSource, mixed_net, sgd
 from tests.support.processes import run_processes
 
 STAGES, K, MICROBATCHES = 6, 2, 5
-
-
-def sgd(module: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(module.parameters(), lr=0.05)
 
 
 def built(dp: int = 1, **options: Any) -> Pipeline:

@@ -20,13 +20,9 @@ from petra.settings import Numerics
 from petra.specs import Streams
 from petra.staleness import Prediction
 from petra.training import Checkpoints, restore
-from tests.support.nets import RandomSource, make_pipeline, mixed_net
+from tests.support.nets import RandomSource, mixed_net, sgd
 from tests.support.processes import run_processes
 from tests.support.remedies import Remedy
-
-
-def sgd(module: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
 
 
 def built(runtime: Runtime, dropout: float = 0.0, **settings: Any) -> Pipeline:

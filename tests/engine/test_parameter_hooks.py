@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from petra import BlockSpec, Method, Model, ModelError, Pipeline, TensorSpec, UpdateRules
 from petra.reversible import Coupling
-from tests.support.nets import make_pipeline
+from tests.support.nets import sgd
 
 ROWS, MICROBATCHES = 4, 12
 SPEC = TensorSpec((ROWS, 6), torch.float64)
@@ -50,10 +50,6 @@ def blocks() -> dict[str, nn.Module]:
     """Return a network whose second block is reversible."""
     torch.manual_seed(0)
     return {"stem": nn.Sequential(nn.Linear(6, 6).double(), Two()), "pair": Coupling(nn.Linear(3, 3).double()), "head": Merge()}
-
-
-def sgd(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=0.2, momentum=0.9)
 
 
 def train(modules: dict[str, nn.Module], **settings: Any) -> Pipeline:

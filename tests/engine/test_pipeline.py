@@ -26,14 +26,10 @@ from petra.engine.update_state import load_update_state, update_state
 from petra.method import STORABLE
 from petra.models import MODELS
 from petra.settings import Numerics, Runtime
-from petra.staleness import Prediction
-from tests.support.nets import RandomSource, make_pipeline, mixed_net, train_plainly
+from petra.staleness import Prediction, Remedy
+from tests.support.nets import RandomSource, mixed_net, sgd, train_plainly
 from tests.support.pairs import all_pairs
 from tests.support.remedies import Remedy
-
-
-def sgd(module: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
 
 
 def variants() -> dict[str, Method]:
@@ -116,8 +112,7 @@ def test_without_staleness_training_is_plain_training(name: str, shape: tuple[in
     assert [r.targets for r in results] == [16, 28]
     plain, losses = plainly_trained(k)
     torch.testing.assert_close([r.loss for r in results], [sum(losses[:4]) / 4, sum(losses[4:]) / 7], rtol=1e-9, atol=0)
-    for key, value in pipeline.state_dict().items():
-        torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-8, atol=1e-10, msg=key)
+    torch.testing.assert_close(pipeline.state_dict(), plain.state_dict(), rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("delay", [1, 2])
@@ -127,8 +122,7 @@ def test_one_stage_is_plain_training(delay: int) -> None:
     pipeline.train(data, 6)
     plain = model.build(1)
     train_plainly(plain, sgd(plain), data, 6)
-    for key, value in pipeline.state_dict().items():
-        torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-8, atol=1e-10, msg=key)
+    torch.testing.assert_close(pipeline.state_dict(), plain.state_dict(), rtol=1e-8, atol=1e-10)
 
 
 NETWORKS = {
@@ -260,8 +254,7 @@ def test_method_state_goes_on_where_it_was(method: str, remedy: Remedy) -> None:
     load_method_state(resumed.plan, resumed.workers, state)
     for pipeline in (whole, resumed):
         pipeline.train(data, 11)
-    for key, value in whole.state_dict().items():
-        assert torch.equal(value, resumed.state_dict()[key]), key
+    torch.testing.assert_close(whole.state_dict(), resumed.state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("evaluating", [False, True])

@@ -17,16 +17,12 @@ from torch import Tensor, nn
 from petra import BlockSpec, Keep, Method, Model, PetraError, Pipeline, TensorSpec, UpdateRules
 from petra.models import revnet18
 from petra.settings import Numerics, Runtime, TransportName
-from petra.staleness import Prediction
-from tests.support.nets import RandomSource, make_pipeline, mixed_net
+from petra.staleness import Prediction, Remedy
+from tests.support.nets import RandomSource, mixed_net, sgd
 from tests.support.processes import run_processes
 from tests.support.remedies import Remedy
 
 CASES, MICROBATCHES = ((1, 3), (2, 1), (2, 3)), 41
-
-
-def sgd(module: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(module.parameters(), lr=0.02, momentum=0.9, nesterov=True, weight_decay=5e-4)
 
 
 def data() -> RandomSource:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from petra import METHODS, ConfigError, Keep, Method, ModelError, Pipeline, Runtime, TensorSpec
 from petra.data import EvalSource, Split, TrainSource, from_dataset, load_dataset
@@ -18,7 +18,7 @@ from petra.models import revnet18
 from petra.plan import make_plan
 from petra.settings import Numerics
 from petra.training import Checkpoints, restore
-from tests.support.nets import RandomSource, make_pipeline, mixed_net
+from tests.support.nets import RandomSource, mixed_net, sgd
 from tests.support.processes import run_processes
 
 
@@ -38,10 +38,6 @@ class Again(RandomSource):
     def refetch(self, m: int) -> Tensor:
         self.fetched.append(m)
         return super().refetch(m)
-
-
-def sgd(module: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(module.parameters(), lr=0.02, momentum=0.9)
 
 
 def pipeline(refetch: bool, method: str | Method = "petra", *, dropout: float = 0.1, **options: Any) -> Pipeline:

@@ -24,7 +24,7 @@ from petra.models import revnet18
 from petra.plan.layout import make_layout
 from petra.specs import IGNORED, Streams
 from petra.training import Checkpoints, newest, restore
-from tests.support.nets import RandomSource, make_pipeline, mixed_net
+from tests.support.nets import RandomSource, mixed_net, sgd
 from tests.support.processes import run_processes
 
 
@@ -40,10 +40,6 @@ def _stripped(build: Any) -> nn.Module:
             if isinstance(child, nn.BatchNorm2d):
                 setattr(parent, name, nn.Identity())
     return module
-
-
-def sgd(module: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
 
 
 class Ignoring(RandomSource):

@@ -19,15 +19,11 @@ from petra.errors import CommunicationError
 from petra.settings import Numerics, Runtime
 from petra.training import Checkpoints, restore
 from petra.training.optim import OPTIMIZERS
-from tests.support.nets import RandomSource, make_pipeline, mixed_net
+from tests.support.nets import RandomSource, mixed_net, sgd
 from tests.support.processes import run_processes
 
 ONE_F_ONE_B = Method("1f1b", 1, Keep.GRAPH, flush=True)
 SIMULTANEOUS = ["reversible", ONE_F_ONE_B, Method("gpipe", 0, Keep.GRAPH, flush=True, fill=True)]
-
-
-def sgd(module: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
 
 
 def pipeline(rules: UpdateRules, method: str | Method = "reversible", **settings: object) -> Pipeline:
@@ -312,11 +308,9 @@ def test_a_loaded_state_resumes_bit_for_bit(name: str) -> None:
         worker.microbatches_done = old.microbatches_done
     second.microbatches_done = first.microbatches_done
     second.train(data, 6)
-    for key, value in whole.state_dict().items():
-        assert torch.equal(second.state_dict()[key], value), key
+    torch.testing.assert_close(whole.state_dict(), second.state_dict(), rtol=0, atol=0)
     with whole.averaged(), second.averaged():
-        for key, value in whole.state_dict().items():
-            assert torch.equal(second.state_dict()[key], value), key
+        torch.testing.assert_close(whole.state_dict(), second.state_dict(), rtol=0, atol=0)
     state = update_state(whole.stages[1], whole.workers[1].update)["blocks"][0]
     assert state["optimizer"].keys() == state["average"].keys() == state["gradient"].keys()
     assert "weight" in next(iter(state["average"]))

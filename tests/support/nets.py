@@ -111,6 +111,11 @@ class RandomSource:
         return torch.Generator().manual_seed(derive_seed(99, kind, m))
 
 
+def sgd(module: nn.Module, lr: float = 0.05) -> torch.optim.SGD:
+    """Return SGD with all that it may have: Nesterov momentum and weight decay."""
+    return torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9, nesterov=True, weight_decay=1e-3)
+
+
 def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, data: DataSource, microbatches: int) -> None:
     """Train with ordinary autograd: one update for each microbatch."""
     for m in range(microbatches):
