@@ -46,7 +46,7 @@ def test_freed_memory_is_reused_unless_the_environment_configures_malloc(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, timeout=600, check=True)
     kept, faults = done.stdout.split()
     assert kept == str(not environment)
     # Ten calls with two tensors of 64 MiB touch 640 pages of 2 MiB, or 327,680 pages of 4 KiB.

@@ -20,7 +20,7 @@ PRELOADED = ["torch", "torch.distributed", *OURS, "torch._dynamo", "matplotlib.f
 context.set_forkserver_preload(PRELOADED)
 
 
-def run_processes(world: int, target: Callable[..., Any], folder: Path, *args: Any, timeout: float = 120) -> list[Any]:
+def run_processes(world: int, target: Callable[..., Any], folder: Path, *args: Any, timeout: float = 600) -> list[Any]:
     """Call ``target(rank, *args)`` in ``world`` gloo processes, and return the result of each.
 
     Raises:
@@ -51,7 +51,7 @@ def _child(rank: int, world: int, target: Callable[..., Any], folder: str, args:
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60)
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=300)
         )
         torch.save(target(rank, *args), Path(folder) / f"result{rank}.pt")
         dist.destroy_process_group()
