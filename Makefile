@@ -20,9 +20,9 @@ test: lint
 	$(BIN)/python -m tests.emulated.build & $(TESTS) -m "not emulated"; status=$$?; wait; exit $$status
 	$(EMULATED_TESTS)
 
-# lint, types, and the tests that need one process
+# lint, types, and the fast tests: those of the core that need one process
 check: lint
-	$(TESTS) -m "not processes"
+	$(TESTS) -m "not processes" tests/test_structure.py tests/engine tests/plan tests/reversible tests/transport
 
 # soak, kills, fuzz, two hosts, Slurm, the whole emulated matrix: hours. `python -m stress --only NAME` runs parts
 stress: $(VENV)/installed

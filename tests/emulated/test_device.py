@@ -1,4 +1,4 @@
-"""Semantics of the emulated device: streams, events, memory, synchronizations, errors."""
+"""Semantics of the emulated device: streams, events, memory, synchronizations, errors, graphs."""
 
 from __future__ import annotations
 
@@ -200,6 +200,44 @@ def compare_layers() -> list[bool]:
 @pytest.mark.parametrize("seed", core([0, 1], {1}))
 def test_layers_compute_what_they_compute_on_the_cpu(seed: int) -> None:
     assert all(run(compare_layers, options=Options(seed=seed, delay_rate=0.5))[0])
+
+
+def replays() -> list[Tensor]:
+    x, weight = torch.zeros(4, device="cuda"), torch.full((4,), 3.0, device="cuda")
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        doubled = x * 2
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            squared = x * x
+        torch.cuda.current_stream().wait_stream(side)
+        y = doubled * weight + squared
+    found = [y.clone()]
+    for value in (1.0, 2.0):
+        x.fill_(value)
+        graph.replay()
+        found.append(y.clone())
+    return [t.cpu() for t in found]
+
+
+@pytest.mark.stress
+def test_graphs_replay_what_was_captured() -> None:
+    before, first, second = run(replays)[0]
+    assert before.isnan().all()  # a capture runs nothing
+    assert (first == 7).all()
+    assert (second == 16).all()
+
+
+def synchronizes_in_a_capture() -> str:
+    x = torch.ones(4, device="cuda")
+    with pytest.raises(RuntimeError) as caught, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        x.sum().item()
+    return str(caught.value)
+
+
+@pytest.mark.stress
+def test_a_capture_forbids_synchronizations() -> None:
+    assert "capturing" in run(synchronizes_in_a_capture)[0]
 
 
 def peak() -> list[int]:

@@ -150,14 +150,6 @@ def test_a_lost_neighbour_ends_all_within_the_timeout(fault: str, transport: str
     assert "Watchdog caught collective operation timeout" in ended.outputs[0] + ended.outputs[2]
 
 
-def test_a_slow_rank_changes_no_bits() -> None:
-    options = Options(fault="slow", fault_at=500, fault_rank=1, slow_us=100)
-    slow = run(runs.train_rank, Case(), world=2, options=options)
-    (expected,) = run(runs.train, Case(), "cpu")
-    weights = {key: value for outcome in slow for key, value in outcome.weights.items()}
-    assert all(torch.equal(value, weights[key]) for key, value in expected.weights.items())
-
-
 @pytest.mark.parametrize(("method", "transport"), core([("petra", "lockstep"), ("pipedream", "lockstep")], {0}))
 def test_lockstep_does_not_hang_if_the_first_launch_of_a_kernel_waits_for_the_device(method: str, transport: str) -> None:
     options = Options(lazy_loading=True, patience_ms=5000)
