@@ -43,7 +43,7 @@ PLACES = {
 TESTS = [f"tests/{name}" for name in ("engine", "plan", "reversible", "transport", "test_distributed.py")]
 EQUIVALENT: dict[str, str] = {}
 """Faults that change no behaviour, by name, with the reason."""
-PROCESSOR, WALL = 60, 1200
+PROCESSOR, WALL = 15, 1200
 """Seconds of one processor, and on the clock, for the tests of a fault."""
 
 COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -178,10 +178,10 @@ def plant(fault: Fault) -> bool:
     file, outermost = str(ROOT / found[0]), fault.function.partition(".<locals>")[0]
     (code,) = (code for code in codes(compile(found[1], file, "exec")) if code.co_qualname == outermost)
     own = [f for f in gc.get_objects() if type(f) is FunctionType and f.__code__.co_filename == file]
+    own = [f for f in own if f.__code__.co_qualname == outermost]
     for function in own:
-        if function.__code__.co_qualname == outermost:
-            function.__code__ = code
-    return True
+        function.__code__ = code
+    return bool(own)
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
@@ -206,7 +206,6 @@ class Faults:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Record what the tests enter, and plant the faults."""
-        gc.freeze()
         rows = self._rows()
         for item in session.items:
             if item.nodeid not in rows:

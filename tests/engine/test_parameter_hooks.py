@@ -138,7 +138,7 @@ def test_a_late_hook_sees_what_the_optimizer_gets(rules: UpdateRules) -> None:
         def __init__(self, module: nn.Module) -> None:
             super().__init__(module.parameters(), {"lr": 0.2})
             self.copies = {p: nn.Parameter(p.detach().clone()) for p in module.parameters()}
-            self.own = torch.optim.SGD([*self.copies.values()], lr=0.2, momentum=0.9)
+            self.own = sgd(nn.ParameterList(self.copies.values()))
             for p in self.copies:
                 p.register_post_accumulate_grad_hook(self.receive)
 
