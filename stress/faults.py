@@ -243,7 +243,7 @@ class Faults:
     def _try(self, fault: Fault, items: list[pytest.Item], name: str) -> int:
         if not plant(fault):
             return 2
-        for item, following in zip(items, [*items[1:], None], strict=True):
+        for item, following in zip(items, [*items[1:], None], strict=False):
             if any(report.failed for report in runtestprotocol(item, nextitem=following, log=False)):
                 Path(name).write_text(item.nodeid)
                 return 1
