@@ -33,7 +33,7 @@ from petra import (
 from petra.reversible import Coupling, ReversibleSequence, TwoFunctionCoupling
 from petra.staleness import Prediction
 from petra.training.optim import OPTIMIZERS
-from tests.support.nets import RandomSource, Stem, mixed_net, sgd, train_plainly
+from tests.support.nets import RandomSource, Stem, make_pipeline, mixed_net, sgd, train_plainly
 from tests.support.processes import run_processes
 from tests.support.remedies import Remedy
 

@@ -12,7 +12,7 @@ import pytest
 from petra import Pipeline
 from petra.hooks import EVENTS, Hook, Hooks
 from petra.settings import Runtime
-from tests.support.nets import RandomSource, mixed_net, sgd
+from tests.support.nets import RandomSource, make_pipeline, mixed_net, sgd
 from tests.support.processes import run_processes
 
 STAGES, K, MICROBATCHES = 6, 2, 5

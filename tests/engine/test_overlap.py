@@ -20,7 +20,7 @@ from petra.settings import Numerics
 from petra.specs import Streams
 from petra.staleness import Prediction
 from petra.training import Checkpoints, restore
-from tests.support.nets import RandomSource, mixed_net, sgd
+from tests.support.nets import RandomSource, make_pipeline, mixed_net, sgd
 from tests.support.processes import run_processes
 from tests.support.remedies import Remedy
 

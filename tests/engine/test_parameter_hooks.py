@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from petra import BlockSpec, Method, Model, ModelError, Pipeline, TensorSpec, UpdateRules
 from petra.reversible import Coupling
-from tests.support.nets import sgd
+from tests.support.nets import make_pipeline, sgd
 
 ROWS, MICROBATCHES = 4, 12
 SPEC = TensorSpec((ROWS, 6), torch.float64)

@@ -26,8 +26,8 @@ from petra.engine.update_state import load_update_state, update_state
 from petra.method import STORABLE
 from petra.models import MODELS
 from petra.settings import Numerics, Runtime
-from petra.staleness import Prediction, Remedy
-from tests.support.nets import RandomSource, mixed_net, sgd, train_plainly
+from petra.staleness import Prediction
+from tests.support.nets import RandomSource, make_pipeline, mixed_net, sgd, train_plainly
 from tests.support.pairs import all_pairs
 from tests.support.remedies import Remedy
 

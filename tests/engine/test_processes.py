@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from petra import BlockSpec, Keep, Method, Model, PetraError, Pipeline, TensorSpec, UpdateRules
 from petra.models import revnet18
 from petra.settings import Numerics, Runtime, TransportName
-from petra.staleness import Prediction, Remedy
-from tests.support.nets import RandomSource, mixed_net, sgd
+from petra.staleness import Prediction
+from tests.support.nets import RandomSource, make_pipeline, mixed_net, sgd
 from tests.support.processes import run_processes
 from tests.support.remedies import Remedy
 

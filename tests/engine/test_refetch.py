@@ -18,7 +18,7 @@ from petra.models import revnet18
 from petra.plan import make_plan
 from petra.settings import Numerics
 from petra.training import Checkpoints, restore
-from tests.support.nets import RandomSource, mixed_net, sgd
+from tests.support.nets import RandomSource, make_pipeline, mixed_net, sgd
 from tests.support.processes import run_processes
 
 

@@ -24,7 +24,7 @@ from petra.models import revnet18
 from petra.plan.layout import make_layout
 from petra.specs import IGNORED, Streams
 from petra.training import Checkpoints, newest, restore
-from tests.support.nets import RandomSource, mixed_net, sgd
+from tests.support.nets import RandomSource, make_pipeline, mixed_net, sgd
 from tests.support.processes import run_processes
 
 

@@ -19,7 +19,7 @@ from petra.errors import CommunicationError
 from petra.settings import Numerics, Runtime
 from petra.training import Checkpoints, restore
 from petra.training.optim import OPTIMIZERS
-from tests.support.nets import RandomSource, mixed_net, sgd
+from tests.support.nets import RandomSource, make_pipeline, mixed_net, sgd
 from tests.support.processes import run_processes
 
 ONE_F_ONE_B = Method("1f1b", 1, Keep.GRAPH, flush=True)
