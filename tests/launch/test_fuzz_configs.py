@@ -48,7 +48,7 @@ def test_a_random_configuration_runs_or_is_one_error(line: list[str], folder: Pa
             "data.classes=9223372036854775808",
             "data.classes: expected an integer from 1 to 10000000, got 9223372036854775808",
         ),
-        ("remedy.discount=inf", "remedy.discount: expected a number >= 0, got inf"),
+        ("remedy.discount=inf", "remedy.discount: expected null or a number >= 0, got inf"),
         ("remedy.horizon=1e300", "remedy.horizon: expected a number > 0 and <= 100, got 1e+300"),
         (
             "optim=muon remedy=prediction",

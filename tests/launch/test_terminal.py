@@ -70,7 +70,7 @@ def test_names_are_those_of_the_registries() -> None:
     assert tuple(OPTIMIZERS) == names.OPTIMIZERS
     assert tuple(SCHEDULES) == names.SCHEDULES
     assert tuple(FORMATS) == names.FORMATS
-    assert tuple(Prediction) == names.PREDICTIONS
+    assert ("none", *Prediction) == names.PREDICTIONS
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
@@ -221,4 +221,4 @@ def test_limits_of_the_system_are_one_line(number: int, capsys: pytest.CaptureFi
 def test_evaluate_names_the_keys_that_it_accepts(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("k: 1\n")
     with pytest.raises(ConfigError, match=r"data: expected single keys of the run's .* \(data\.KEY=VALUE\), got cifar10"):
-        parse([f"run={tmp_path}", "data=cifar10"])
+        parse([f"run={tmp_path}", "data=cifar10"], Process.from_environment())
