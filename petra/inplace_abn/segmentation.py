@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Annotated
 
 from petra.data.dataset import Dataset, Split
 from petra.data.files import folder_of, listed
-from petra.errors import DataError, alternatives, invalid, require
+from petra.errors import SAME_RESULTS, DataError, alternatives, invalid, require
 from petra.inplace_abn.class_uniform import ClassUniform, class_presence
 from petra.inplace_abn.crops import tiles_of
 from petra.inplace_abn.label_maps import Files, LabelValues, Pair, TileSamples, TrainingSamples, size_of
@@ -42,13 +43,13 @@ COCO_THINGS, COCO_STUFF = 91, 91
 
 
 def segmentation(
-    root: str | Path | None = None,
+    root: Annotated[str | Path | None, SAME_RESULTS] = None,
     classes: int = 2,
     size: int = 512,
     height: int | None = None,
     void: int = 255,
     sampling: str = "shuffle",
-    split: str = "val",
+    split: Annotated[str, SAME_RESULTS] = "val",
 ) -> Dataset:
     """Return the images in ``root``/images/SPLIT with the labels in ``root``/labels/SPLIT, for the splits train and ``split``.
 
@@ -83,7 +84,11 @@ def segmentation(
 
 
 def cityscapes(
-    root: str | Path | None = None, size: int = 512, height: int | None = None, sampling: str = "shuffle", split: str = "val"
+    root: Annotated[str | Path | None, SAME_RESULTS] = None,
+    size: int = 512,
+    height: int | None = None,
+    sampling: str = "shuffle",
+    split: Annotated[str, SAME_RESULTS] = "val",
 ) -> Dataset:
     """Return Cityscapes with fine annotations: 2975 training and 500 validation images of 2048x1024 pixels, 19 classes.
 
@@ -110,7 +115,9 @@ def cityscapes(
     return _dataset("cityscapes", pairs, splits, values, len(CITYSCAPES_CLASSES), size_, sampling, CITYSCAPES_HELP)
 
 
-def vistas(root: str | Path | None = None, size: int = 776, height: int | None = None, sampling: str = "shuffle") -> Dataset:
+def vistas(
+    root: Annotated[str | Path | None, SAME_RESULTS] = None, size: int = 776, height: int | None = None, sampling: str = "shuffle"
+) -> Dataset:
     """Return Mapillary Vistas (research edition, labels of version 1.2): 18,000 training and 2000 validation images, 65 classes.
 
     Args:
@@ -133,7 +140,9 @@ def vistas(root: str | Path | None = None, size: int = 776, height: int | None =
     return _dataset("vistas", pairs, splits, values, VISTAS_CLASSES, size_, sampling, VISTAS_HELP)
 
 
-def cocostuff(root: str | Path | None = None, size: int = 480, height: int | None = None, sampling: str = "shuffle") -> Dataset:
+def cocostuff(
+    root: Annotated[str | Path | None, SAME_RESULTS] = None, size: int = 480, height: int | None = None, sampling: str = "shuffle"
+) -> Dataset:
     """Return COCO-Stuff: the images of COCO 2017 that have annotations, and the 91 classes of stuff. Things are ignored.
 
     Args:
