@@ -13,6 +13,7 @@ from petra.errors import PetraError, invalid, require
 
 from . import own_module
 from .cli_commands import IN_SEVERAL_PROCESSES, commands, source
+from .cli_completion import main as complete
 
 USAGE = """Train deep networks split over several processes with PETRA, and examine the runs.
 
@@ -50,8 +51,6 @@ def run(words: list[str]) -> None:
     elif name == "--version":
         print(f"petra {installed_version()}")
     elif name == "completion":
-        from .cli_completion import main as complete
-
         complete(rest)
     else:
         require_command(name)

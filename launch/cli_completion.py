@@ -1,31 +1,24 @@
 """Print a script that completes words with TAB: ``eval "$(petra completion bash)"`` in ~/.bashrc, or ``zsh`` in ~/.zshrc.
 
 The script calls ``petra completion words LINE``, which prints the candidates for the last word of a line. Candidates are read
-from the schema, the files under conf/, and the source of petra and of the commands, because importing them would take seconds.
+from the files under conf/ and from the source of the commands, because importing the schema would take seconds.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import is_dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import get_type_hints
 
 from petra.errors import alternatives, require
 
 from .cli_commands import IN_SEVERAL_PROCESSES, commands, source
 from .config import CONF
-from .config.checks import Key, key_of, schema_keys
-from .config.presets import presets, targets
-from .config.schema import SECTIONS, Config
-from .config.targets import parameters
+from .config.presets import presets
 
 CONFIGURED = ("train", "local", "node", "sweep", "doctor", "evaluate", "generate", "predict")
 """Commands that accept keys of the configuration."""
-GROUPS = {name: kind for name, kind in get_type_hints(Config).items() if is_dataclass(kind)}
-"""Groups of keys."""
 HYDRA = ("--cfg", "--config-dir", "--help", "--multirun")
 SCRIPTS = {
     # Bash splits words at = and : and replaces only the last part.
@@ -98,7 +91,7 @@ def flags(command: str) -> Iterator[str]:
     """Yield the flags of a command."""
     text = source(command).read_text(encoding="utf-8")
     yield from re.findall(r'"(--[a-z][\w-]*)"', text)
-    yield from HYDRA if re.search(r"command_line_configs|training_configs", text) else ("--help",)
+    yield from HYDRA if re.search(r"compose_command_line|training_configs", text) else ("--help",)
     if command in IN_SEVERAL_PROCESSES:
         yield "--nproc"
 
@@ -106,15 +99,17 @@ def flags(command: str) -> Iterator[str]:
 def keys(word: str, roots: list[Path]) -> Iterator[str]:
     """Yield the keys of the top level and the groups, or the keys of the group that the word begins with."""
     group, dot, _ = word.partition(".")
-    if dot:
-        yield from (f"{group}.{key}=" for key in known_keys(group) if key not in ("name", "_target_"))
-    else:
-        yield from (f"{key}=" for key in known_keys(""))
-        folders = {path.name for root in roots for path in root.iterdir() if path.is_dir()}
-        for name in {*folders, *GROUPS}:
-            yield f"{name}="
-            if name in GROUPS:
-                yield f"{name}."
+    for root in roots:
+        if dot:
+            for path in root.glob(f"{group}/*.yaml"):
+                yield from (f"{group}.{key}=" for key, _ in settings(path) if key != "name")
+        else:
+            for folder in (path for path in root.iterdir() if path.is_dir()):
+                yield f"{folder.name}="
+                if folder.name != "experiment":
+                    yield f"{folder.name}."
+            if (path := root / "config.yaml").exists():
+                yield from (f"{key}=" for key, _ in settings(path))
 
 
 def values(word: str, roots: list[Path]) -> Iterator[str]:
@@ -122,19 +117,19 @@ def values(word: str, roots: list[Path]) -> Iterator[str]:
     key, _, value = word.partition("=")
     head = word[: len(word) - len(value.rpartition(",")[2])]
     group, _, name = key.rpartition(".")
-    if not group and name not in known_keys(""):
-        found = [str(path.relative_to(root / key).with_suffix("")) for root in roots for path in (root / key).rglob("*.yaml")]
-        yield from (head + name for name in [*found, *presets(key)])
-    elif (known := known_keys(group).get(name)) is not None:
-        names = ("true", "false") if known.kind is bool else () if known.check is None else known.check.names
-        yield from (head + name for name in names)
+    for root in roots:
+        if "." not in key and (root / key).is_dir():
+            yield from (head + str(path.relative_to(root / key).with_suffix("")) for path in (root / key).rglob("*.yaml"))
+            yield from (head + name for name in presets(key))
+            continue
+        paths = root.glob(f"{group}/*.yaml") if group else root.glob("config.yaml")
+        found = {value for path in paths for known, value in settings(path) if known == name}
+        if found & {"true", "false"}:
+            yield from (f"{head}true", f"{head}false")
+        else:
+            yield from (head + value for value in found if re.fullmatch(r"[A-Za-z]\w*", value) and value != "null")
 
 
-def known_keys(group: str) -> dict[str, Key]:
-    """Return the keys of a group, or those of the top level that are no groups."""
-    if not group:
-        return {key: known for key, known in schema_keys(Config).items() if "." not in key and key not in GROUPS}
-    found = dict[str, Key]()
-    for target in targets(group) if group in SECTIONS else ():
-        found |= {name: key_of(entry.annotation) for name, entry in parameters(target).items() if name not in SECTIONS[group].GIVEN}
-    return found | (schema_keys(GROUPS[group]) if group in GROUPS else {})
+def settings(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the top-level keys of a file with their values as written."""
+    yield from re.findall(r"^(\w+): ([^#\s].*?)(?: #.*)?$", path.read_text(encoding="utf-8"), re.MULTILINE)

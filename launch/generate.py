@@ -10,7 +10,6 @@
     top_p        draw among the fewest tokens whose probabilities sum to this (1.0)
     seed         seed of the draws (0)
     weights      file of exported weights, or folder of a checkpoint. Default: as in petra evaluate
-    --trust      import code outside of petra that the run's configuration names as _target_
     vocabulary   tokenizer.json of the tokens. Default: the one in data.root; bytes for data=text
     device       cpu or cuda (cpu)
 """
@@ -129,7 +128,7 @@ def vocabulary(config: Config, path: str | None, weights: Path | None = None) ->
     """
     if config.data.name == "text":
         return lambda text: list(text.encode()), _decode_bytes, None
-    file = Path(path) if path else Path(config.data.options().get("root") or ".") / VOCABULARY
+    file = Path(path) if path else Path(config.data.root or ".") / VOCABULARY
     tokenizer = load_vocabulary(file)
     size, classes = tokenizer.get_vocab_size(), config.data.classes
     require(size <= classes, str(file), f"a vocabulary of at most {classes} tokens, the run's data.classes", size, DataError)

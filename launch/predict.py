@@ -1,10 +1,9 @@
 """Classify image files with the trained network of a run.
 
-``petra predict run=FOLDER [weights=FILE] [--trust] [key=value ...] IMAGE ...``
+``petra predict run=FOLDER [weights=FILE] [key=value ...] IMAGE ...``
 
     run      folder of a run
     weights  file of exported weights, or folder of a checkpoint; the default is that of petra evaluate
-    --trust  import code outside of petra that the run's configuration names as _target_
     key      any key of the run's configuration, such as trainer.precision
     IMAGE    JPEG or PNG file
 
@@ -22,7 +21,6 @@ import torch
 from petra.data import Preparation
 from petra.errors import ModelError, PetraError, invalid, require
 
-from .config.files import TRUST
 from .config.schema import Config
 from .evaluate import parse
 from .run.build import set_up
@@ -41,9 +39,9 @@ def main(arguments: list[str] | None = None) -> None:
         return
     process = Process.from_environment()
     with report_errors(process):
-        images = [Path(word) for word in words if "=" not in word and word != TRUST]
+        images = [Path(word) for word in words if "=" not in word]
         require(len(images) > 0, "command line", "image files", "none")
-        _, weights, config = parse([word for word in words if "=" in word or word == TRUST], process)
+        _, weights, config = parse([word for word in words if "=" in word], process)
         for path, label, probability in predictions(config, weights, images, process):
             print(f"{path}: {label}, {probability:.1%}", flush=True)
 

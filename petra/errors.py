@@ -5,13 +5,12 @@ A message names the configuration key, argument or file, then what was expected 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import fields
 from enum import StrEnum
-from math import inf, isfinite
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 
 class PetraError(Exception):
@@ -107,7 +106,7 @@ def check_types(settings: Any, prefix: str = "") -> None:
     """Check the fields of a frozen dataclass that are booleans, numbers, texts or names, and convert names to their enumerations.
 
     Python checks no types, so a wrong name could select a default. Fields of other types are left alone. A whole number is
-    accepted as a number, and a truth value only as one. Checks (:class:`Check`) in ``Annotated`` are made, too.
+    accepted as a number, and a truth value only as one.
 
     Args:
         settings: The dataclass, in its ``__post_init__``.
@@ -116,17 +115,11 @@ def check_types(settings: Any, prefix: str = "") -> None:
     Raises:
         ConfigError: If a value has another type, or is not one of the names.
     """
-    hints = get_type_hints(type(settings), include_extras=True)
+    hints = get_type_hints(type(settings))
     for field in fields(settings):
         hint, value = hints[field.name], getattr(settings, field.name)
-        hint, *marks = (hint.__origin__, *hint.__metadata__) if get_origin(hint) is Annotated else (hint,)
         kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         texts = [text for kind in kinds for text in _accepted(kind)]
-        for check in (mark for mark in marks if hasattr(mark, "holds")):
-            fits = any(_fits(kind, value) for kind in kinds if kind is not NoneType and _accepted(kind)) and check.holds(value)
-            unchecked = not all(_accepted(kind) for kind in kinds)
-            fits = fits or (value is None and NoneType in kinds) or (unchecked and check.holds(value))
-            require(fits, f"{prefix}{field.name}", check.text(optional=NoneType in kinds), value)
         if all(_accepted(kind) for kind in kinds):
             texts.sort(key=lambda text: text != "null")
             got = repr(value) if isinstance(value, str) and not any(_has_names(kind) for kind in kinds) else value
@@ -139,11 +132,6 @@ def check_types(settings: Any, prefix: str = "") -> None:
 def is_integer(value: object) -> bool:
     """Return whether a value is a whole number, and no truth value."""
     return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def is_number(value: object) -> bool:
-    """Return whether a value is a number, and no truth value."""
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _has_names(kind: Any) -> bool:
@@ -164,60 +152,5 @@ def _fits(kind: Any, value: object) -> bool:
     if _has_names(kind):
         return isinstance(value, str) and (kind is str or value in _accepted(kind))
     if kind is float:
-        return is_number(value)
+        return isinstance(value, Real) and not isinstance(value, bool)
     return is_integer(value) if kind is int else isinstance(value, kind)
-
-
-@dataclass(frozen=True)
-class Check:
-    """A condition on a value that isn't null.
-
-    Attributes:
-        holds: Whether a value is accepted.
-        expected: Describes the accepted values.
-        names: The accepted values if they are names.
-    """
-
-    holds: Callable[[Any], bool]
-    expected: str
-    names: tuple[str, ...] = ()
-
-    def text(self, *, optional: bool) -> str:
-        """Return the description of the accepted values, with null if it is accepted, too."""
-        return f"null{',' if ' or ' in self.expected else ' or'} {self.expected}" if optional else self.expected
-
-
-def integer(least: int, most: int | None = None) -> Check:
-    """Accept integers from ``least`` to ``most``."""
-    text = f"an integer >= {least}" if most is None else f"an integer from {least} to {most}"
-    return Check(lambda value: least <= value <= (inf if most is None else most), text)
-
-
-def number(*, least: float = -inf, above: float = -inf, below: float = inf, most: float = inf) -> Check:
-    """Accept finite numbers within the given bounds."""
-    bounds = {">=": least, ">": above, "<": below, "<=": most}
-    text = "a number " + " and ".join(f"{sign} {bound}" for sign, bound in bounds.items() if isfinite(bound))
-    return Check(lambda value: isfinite(value) and least <= value <= most and above < value < below, text)
-
-
-def one_of(names: Collection[str]) -> Check:
-    """Accept the given names."""
-    return Check(lambda value: value in tuple(names), alternatives(names), tuple(names))
-
-
-BETAS = Check(lambda values: len(values) == 2 and all(0 <= beta < 1 for beta in values), "a list of two numbers >= 0 and < 1")
-SCALE = Check(lambda value: value in (None, "dynamic") or (is_number(value) and 0 < value < inf), "null, dynamic or a number > 0")
-FRACTION = number(least=0, below=1)
-NOT_NEGATIVE = number(least=0)
-POSITIVE = number(above=0)
-
-
-class SameResults:
-    """Type of :data:`SAME_RESULTS`."""
-
-
-SAME_RESULTS = SameResults()
-"""Marks a key or a group of keys that a resumed run may change: they don't change what is computed, apart from rounding.
-
-A key without this mark changes results. The length of a run doesn't count.
-"""

@@ -211,7 +211,6 @@ METHODS = {
         Method("pipedream_2bw", delay=1, keep=Keep.INPUT, weights=Weights.DOUBLE),
         Method("1f1b", delay=1, keep=Keep.GRAPH, flush=True),
         Method("gpipe", delay=0, keep=Keep.GRAPH, flush=True, fill=True),
-        Method("paci", delay=1, keep=Keep.GRAPH, max_updates=1),
     )
 }
 """Methods by name. docs/methods.md lists their sources."""

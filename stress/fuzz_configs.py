@@ -34,8 +34,8 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from launch.config import CONF
+from launch.config.checks import schema_keys
 from launch.config.compose import compose_overrides
-from launch.config.fit import all_keys
 from launch.config.presets import TABLES, purposes
 from launch.config.schema import Config
 from launch.run.autotune import tune_setup
@@ -81,11 +81,11 @@ def values_of_files() -> dict[str, list[str]]:
     return {key: list(values) for key, values in found.items()}
 
 
-KEYS = list(all_keys())
+KEYS = list(schema_keys(Config))
 KNOWN = values_of_files()
 SIZES = {"data.images", "data.workers", "data.classes", "data.size", "data.batch_size", "trainer.threads", "trainer.concurrency"}
 SIZES |= {f"model.{key}" for key in ("depth", "dim", "width", "heads", "patch", "cardinality", "base_width")}
-NEVER = {"run_dir", "trainer.compile", "cluster.env", "logger.mode"}
+NEVER = {"run_dir", "trainer.compile", "cluster.dumps", "logger.mode"}
 """Keys that would write to other folders, compile for minutes, or use the network."""
 INTEGERS = ["-1", "0", "1", "2", "3", "4", "5", "8", "9"]
 HUGE = ["1000000000", str(2**63), str(10**30), "-1000000000000"]

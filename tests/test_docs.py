@@ -28,8 +28,7 @@ from torch.distributed.run import get_args_parser
 import petra
 from examples.own_model import Patches, branch
 from launch.config import CONF
-from launch.config.fit import register, to_config
-from launch.config.schema import Config
+from launch.config.schema import Config, register, to_config
 from launch.reference import page
 from launch.run.build import set_up
 from launch.runtime.rank import Process

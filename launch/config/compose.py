@@ -16,8 +16,7 @@ from petra.errors import PetraError, invalid, require
 
 from . import CONF
 from .errors import config_error
-from .fit import register, to_config
-from .schema import Config
+from .schema import Config, register, to_config
 
 
 def compose_command_line() -> list[DictConfig]:
@@ -41,21 +40,7 @@ def training_configs() -> list[Config]:
         ConfigError: If there are no arguments, or if a configuration is invalid.
     """
     require_arguments(sys.argv[1:])
-    return command_line_configs()
-
-
-def command_line_configs() -> list[Config]:
-    """Return the checked configurations on the command line.
-
-    Raises:
-        ConfigError: If a configuration is invalid.
-    """
-    return [to_config(config, keys(sys.argv[1:])) for config in compose_command_line()]
-
-
-def keys(overrides: Sequence[str]) -> set[str]:
-    """Return the keys that overrides set."""
-    return {override.lstrip("+~").partition("=")[0] for override in overrides}
+    return [to_config(config) for config in compose_command_line()]
 
 
 def require_arguments(overrides: Sequence[str]) -> None:
@@ -77,7 +62,7 @@ def compose_overrides(overrides: Sequence[str]) -> Config:
     """
     register()
     with hydra_errors(overrides), hydra.initialize_config_dir(CONF, version_base="1.3"):
-        return to_config(hydra.compose("config", list(overrides)), keys(overrides))
+        return to_config(hydra.compose("config", list(overrides)))
 
 
 def search_path(folder: str) -> str:

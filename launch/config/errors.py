@@ -35,7 +35,7 @@ def config_error(error: Exception, schema: type, overrides: Sequence[str] = ()) 
     for found in causes:
         key = str(getattr(found, "full_key", None) or "")
         if isinstance(found, ConfigKeyError | AttributeError) and key:
-            return ConfigError(f"{key}: no such key; {suggestion(key, keys)}")
+            return ConfigError(f"{key}: no such key; {_suggestion(key, keys)}")
         if isinstance(found, MissingMandatoryValue) and key:
             return invalid(key, _expected(key, keys), "nothing")
         if isinstance(found, ValidationError) and key:
@@ -63,16 +63,11 @@ def _unknown_file(path: str) -> PetraError:
         group, _, rest = group.rpartition("/")
         name = f"{rest}/{name}"
     files = list(purposes(group))
-    return invalid(group, alternatives(near_first(name, files)), name)
+    near = get_close_matches(name, files, 1, 0.6)
+    return invalid(group, alternatives([*near, *(file for file in files if file not in near)]), name)
 
 
-def near_first(name: str, known: Sequence[str]) -> list[str]:
-    """Return the known names with the one nearest to ``name`` first."""
-    near = get_close_matches(name, known, 1, 0.6)
-    return [*near, *(other for other in known if other not in near)]
-
-
-def suggestion(key: str, keys: Mapping[str, Key]) -> str:
+def _suggestion(key: str, keys: Mapping[str, Key]) -> str:
     """Return the known key that is closest to ``key``: in the same group, or by its name in any group, or by its full name."""
     group, _, name = key.rpartition(".")
     siblings = {known.rpartition(".")[2]: known for known in keys if known.rpartition(".")[0] == group}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +26,17 @@ def presets(group: str) -> dict[str, dict[str, Any]]:
     """Return the configurations of a group that are no files, by name."""
     if group == "method":
         return {name: {key: _plain(value) for key, value in asdict(method).items()} for name, method in METHODS.items()}
-    return {name: node for name, _, node in _rows(group)}
-
-
-@cache
-def configurations(group: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return the configurations of a group, files and presets, by name: the line that describes each, and its content."""
-    folder = Path(CONF, group)
-    found = {str(path.relative_to(folder).with_suffix("")): (_purpose(path), _content(path)) for path in folder.rglob("*.yaml")}
-    found |= {name: (_switches(node), node) for name, node in presets(group).items()} if group == "method" else {}
-    return dict(sorted({**found, **{name: (about, node) for name, about, node in _rows(group)}}.items()))
+    return {name: node for name, _, node in _rows()} if group == "experiment" else {}
 
 
 def purposes(group: str) -> dict[str, str]:
-    """Return the names of all configurations of a group with the line that describes each."""
-    return {name: about for name, (about, _) in configurations(group).items()}
-
-
-@cache
-def targets(group: str) -> tuple[str, ...]:
-    """Return the names of the functions and classes in petra that the configurations of a group name as ``_target_``."""
-    return tuple(dict.fromkeys(node["_target_"] for _, node in configurations(group).values() if "_target_" in node))
-
-
-def _content(path: Path) -> dict[str, Any]:
-    return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    """Return the names of all configurations of a group, files and presets, with the first line that describes each."""
+    folder = Path(CONF, group)
+    found = {str(path.relative_to(folder).with_suffix("")): _purpose(path) for path in sorted(folder.rglob("*.yaml"))}
+    if group == "method":
+        return dict(sorted({**{name: _switches(node) for name, node in presets(group).items()}, **found}.items()))
+    rows = {name: about for name, about, _ in _rows()} if group == "experiment" else {}
+    return dict(sorted({**found, **rows}.items()))
 
 
 def _purpose(path: Path) -> str:
@@ -64,13 +50,14 @@ def _switches(node: dict[str, Any]) -> str:
     return ", ".join(f"{key} {str(value).lower()}" for key, value in shown.items() if value != "current")
 
 
-def _rows(group: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield name, description and configuration of each row of the tables of a group."""
-    for table in yaml.safe_load(Path(CONF, TABLES).read_text(encoding="utf-8")).get(group, ()):
-        for name, values in table["rows"].items():
-            row = dict(zip(table["columns"], values, strict=False))
-            about = re.sub(r"\{(.*?)\}", partial(_value, row), table["about"])
-            yield table.get("folder", "") + name, about, _node(table["base"], row)
+def _rows() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield name, description and configuration of each row of each table."""
+    for folder, tables in yaml.safe_load(Path(CONF, TABLES).read_text(encoding="utf-8")).items():
+        for table in tables:
+            for name, values in table["rows"].items():
+                row = dict(zip(table["columns"], values, strict=False))
+                about = re.sub(r"\{(.*?)\}", partial(_value, row), table["about"])
+                yield f"{folder}/{name}", about, _node(table["base"], row)
 
 
 def _value(row: dict[str, Any], found: re.Match[str]) -> str:
@@ -78,19 +65,13 @@ def _value(row: dict[str, Any], found: re.Match[str]) -> str:
 
 
 def _node(base: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
-    """Return the base with the values of a row.
-
-    A column with a dot is a key of a group, one with a slash a group, one in capitals a description, any other a key.
-    """
+    """Return the base with the values of a row. A column with a dot is a key, one with a slash a group, any other a description."""
     node = {key: dict(value) if isinstance(value, dict) else value for key, value in base.items()}
-    if "defaults" in base:
-        node["defaults"] = [*base["defaults"], *({f"override {key}": value} for key, value in row.items() if key.startswith("/"))]
+    node["defaults"] = [*base["defaults"], *({f"override {key}": value} for key, value in row.items() if key.startswith("/"))]
     for column, value in row.items():
         group, dot, key = column.partition(".")
         if dot:
             node.setdefault(group, {})[key] = value
-        elif not column.startswith("/") and not column.isupper():
-            node[column] = value
     return node
 
 

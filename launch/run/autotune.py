@@ -119,7 +119,7 @@ def _parameter_copies(setup: Setup) -> int:
     """Return how many tensors a stage has per parameter: weight, gradient, optimizer states and moving average."""
     optim = setup.config.optim
     states = {"adam": 2, "adamw": 2}.get(optim.name, 1)
-    return 2 + states + (optim.average is not None)
+    return 2 + states + (optim.ema is not None)
 
 
 def _may_keep_graphs(setup: Setup) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,7 @@ from petra.engine.build import check_runtime
 from petra.engine.metrics import size_of
 from petra.engine.options.replicas import Replicas
 from petra.engine.recipe import Recipe, Remedy
-from petra.errors import ConfigError, alternatives, require
+from petra.errors import ConfigError, alternatives, invalid, require
 from petra.inplace_abn import PIXEL_DATASETS, PIXEL_MODELS
 from petra.inplace_abn.deeplab import OUTPUT_STRIDE
 from petra.method import Keep, Method, Weights
@@ -27,13 +28,14 @@ from petra.settings import Numerics, Runtime, TransportName
 from petra.specs import TensorSpec
 from petra.training import Schedule
 
-from ..config.schema import AUTO, PRECISIONS, Config, DataConfig, TrainerConfig
-from ..config.targets import is_shipped
+from ..config.names import PRECISIONS, is_own
+from ..config.options import options
+from ..config.schema import AUTO, Config, DataConfig, TrainerConfig
 from ..runtime.rank import Process
 from . import recipe
 from .checks import check
 from .data import data_sources, describe_inputs
-from .targets import built, factory, takes
+from .own import imported, register_own, require_arguments
 
 LARGEST_CIFAR_STEM = 64
 """Largest image size in pixels for which ``model.stem=auto`` chooses the stem that keeps the resolution."""
@@ -134,6 +136,7 @@ def set_up(config: Config, process: Process) -> Setup:
         ConfigError, ModelError: If a value is not accepted. The message names the key.
     """
     check(config, process)
+    register_own(config)
     _check_data_fits(config)
     stages = config.trainer.stages
     if stages == AUTO:
@@ -199,7 +202,7 @@ def _check_data_fits(config: Config) -> None:
     Raises:
         ConfigError: If it does not. The message names both.
     """
-    if not is_shipped(config.model._target_):
+    if is_own(config.model.name):
         return
     form, name = describe_inputs(config.data).spec, config.model.name
     unit = _unit(config.data, form)
@@ -222,10 +225,21 @@ def _unit(data: DataConfig, inputs: TensorSpec) -> str:
 
 
 def _model(config: Config) -> Model:
-    size = config.data.size
-    automatic = config.model.options().get("stem") == AUTO
-    stem = {"stem": "imagenet" if size > LARGEST_CIFAR_STEM else "cifar"} if automatic else {}
-    return built(Model, "model", config.model, classes=config.data.classes, size=size, **stem)
+    """Build the model from the options that are set.
+
+    Raises:
+        ConfigError: If an option is set that the model does not have.
+    """
+    build = MODELS[config.model.name]
+    given = options(config.model, "model", build)
+    if given.get("stem") == AUTO:
+        given["stem"] = "imagenet" if config.data.size > LARGEST_CIFAR_STEM else "cifar"
+    size = {"size": config.data.size} if "size" in signature(build).parameters else {}
+    require_arguments(config.model.name, build, "model.name", config.data.classes, **given, **size)
+    model: object = build(config.data.classes, **given, **size)
+    if not isinstance(model, Model):
+        raise invalid("model.name", "a function that returns a petra.Model", f"{config.model.name}, which returns {model!r}")
+    return model
 
 
 def _method(config: Config) -> Method:
@@ -252,7 +266,10 @@ def _tuple(value: Any) -> Any:
 
 def _remedies(config: Config, microbatches_per_epoch: int) -> tuple[Remedy, ...]:
     """Return the remedies of a run. ``remedy.discount`` is in epochs."""
-    build = factory("remedy", config.remedy)
-    discount = {"discount": round(config.remedy.discount * microbatches_per_epoch)} if takes(build, "discount") else {}
-    made = build(**discount)
+    section = config.remedy
+    build = imported(section._target_, "remedy._target_")
+    given = options(section, "remedy", build, ("_target_",))
+    if section.discount is not None:
+        given["discount"] = round(section.discount * microbatches_per_epoch)
+    made = build(**given)
     return (made,) if isinstance(made, Remedy) else made

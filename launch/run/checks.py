@@ -5,12 +5,11 @@ from __future__ import annotations
 from petra.errors import alternatives, require
 from petra.inplace_abn import PIXEL_DATASETS
 from petra.plan.layout import processes_per_replica
-from petra.training import FORMATS
+from petra.training import FORMATS, TensorBoardLogger, WandbLogger
 from petra.training.weight_files import check_format
 
 from ..config.schema import AUTO, Config
 from ..runtime.rank import Process
-from .targets import imported
 
 
 def check(config: Config, process: Process) -> None:
@@ -27,7 +26,7 @@ def check(config: Config, process: Process) -> None:
         _check_elastic(config, process)
     selects = config.trainer.bootstrap is None or config.data.name in PIXEL_DATASETS
     require(selects, "trainer.bootstrap", f"null with data={config.data.name}, which has no pixels", config.trainer.bootstrap)
-    crops, rows = config.data.options().get("crops", 1), config.data.batch_size
+    crops, rows = config.data.crops or 1, config.data.batch_size
     require(rows % crops == 0, "data.batch_size", f"a multiple of {crops} with data.crops={crops}", rows)
     wire = config.trainer.wire
     exact = not config.trainer.exact_streams or wire == "float32"
@@ -44,9 +43,10 @@ def _check_start(config: Config) -> None:
 
 
 def _check_installed(config: Config) -> None:
-    check_installed = getattr(imported("logger._target_", config.logger._target_), "require", None)
-    if check_installed is not None:
-        check_installed()
+    if config.logger.name == "wandb":
+        WandbLogger.require()
+    if config.logger.name == "tensorboard":
+        TensorBoardLogger.require()
     if config.trainer.export != "none":
         check_format(FORMATS[config.trainer.export])
 

@@ -55,14 +55,13 @@ def for_inference(config: Config, device: str | None = None) -> Config:
     """
     trainer = replace(config.trainer, transport="auto", trace=None, diagnose=None, stage_metrics=False)
     trainer = replace(trainer, overlap=False, device=device or trainer.device)
-    without_average: dict[str, Any] = {"average": None}
     return replace(
         config,
         dp=1,
-        optim=replace(config.optim, **without_average),
+        optim=replace(config.optim, ema=None),
         trainer=trainer,
         cluster=replace(config.cluster, elastic=False),
-        logger=LoggerConfig(),
+        logger=LoggerConfig(name="jsonl"),
     )
 
 

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -23,6 +24,8 @@ from petra.training import (
     Epoch,
     JsonLines,
     Logger,
+    TensorBoardLogger,
+    WandbLogger,
     locked,
     means,
     new_run_folder,
@@ -32,13 +35,11 @@ from petra.training.checkpoint import checkpoints
 from petra.training.progress import means_text
 from petra.training.records import write_text_atomically, writing
 
-from ..config.files import as_data
 from ..config.schema import AUTO, Config
 from ..runtime.rank import Process
 from .build import Setup
 from .dry_run import stage_rows
 from .report import METRICS, UPDATES, read_updates, write_report
-from .targets import built
 from .weights import FOLDER
 
 CHANGES = "changes.jsonl"
@@ -75,13 +76,14 @@ class Records:
         resumed = config.resume == AUTO and ((path / "config.yaml").exists() or bool(checkpoints(path / FOLDER)))
         self.folder = path if resumed else new_run_folder(path)
         (self.folder / "summary.json").unlink(missing_ok=True)
-        content = as_data(config)
-        write_text_atomically(self.folder / "config.yaml", OmegaConf.to_yaml(content))
+        text = OmegaConf.to_yaml(OmegaConf.structured(config))
+        write_text_atomically(self.folder / "config.yaml", text)
         shared: list[Logger] = []
-        if config.logger.name != JsonLines.__name__:
+        if config.logger.name == "wandb":
             earlier = sorted([*updates, *rows], key=lambda row: row["microbatches"])
-            given = {"folder": self.folder, "config": content, "rows": earlier, "microbatches": clock}
-            shared.append(built(Logger, "logger", config.logger, **given))  # type: ignore[type-abstract]
+            shared.append(WandbLogger(self.folder, config.logger.project, config.logger.mode, asdict(config), earlier))
+        if config.logger.name == "tensorboard":
+            shared.append(TensorBoardLogger(self.folder, clock, text))
         self.loggers: list[Logger] = [JsonLines(self.folder / METRICS, rows), *shared]
         self.update_loggers: list[Logger] = [JsonLines(self.folder / UPDATES, updates), *shared]
 
@@ -190,7 +192,7 @@ def _facts(setup: Setup) -> dict[str, Any]:
         "delay": plan.method.delay,
         "remedy": setup.config.remedy.name,
         "model": plan.model.name,
-        "model_options": {name: value for name, value in setup.config.model.options().items() if value is not None},
+        "model_options": setup.config.model.options(),
         "data": setup.config.data.name,
         "parameters": plan.parameters,
         "stages": len(plan.stages),

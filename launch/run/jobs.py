@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from petra.errors import invalid
 
 from .. import own_module
 from ..config.compose import compose_overrides
-from ..config.files import as_data
 from ..config.schema import AUTO, Config
 from ..runtime.rank import Process
 from ..runtime.reporting import CANCELLED, STOPPED
@@ -62,7 +61,7 @@ class Job:
         from .resume import differences
 
         found: Any = OmegaConf.to_container(OmegaConf.load(self.folder / "config.yaml"))
-        differing = [key for key in differences(found, as_data(self.config)) if key not in ("run_dir", "resume", "resume_change")]
+        differing = [key for key in differences(found, asdict(self.config)) if key not in ("run_dir", "resume", "resume_change")]
         if differing:
             raise invalid("--out", "a new folder", f"{self.folder}, a finished run with another {', '.join(differing)}")
         content: dict[str, Any] = json.loads(path.read_text())

@@ -7,12 +7,12 @@ import secrets
 import socket
 import time
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from petra.distributed import all_gather_objects, raise_on_all_ranks
-from petra.errors import invalid, require
+from petra.errors import DataError, invalid, require
 from petra.method import Keep
 from petra.pipeline import Pipeline
 from petra.training import facts_of, load_into, newest, restore
@@ -22,9 +22,6 @@ from petra.training.state import load_state
 from petra.training.weight_files import State
 
 from ..config.checks import schema_keys
-from ..config.files import as_data, require_format
-from ..config.fit import section
-from ..config.presets import targets
 from ..config.schema import AUTO, Config
 from ..runtime.rank import Process
 from .build import Setup
@@ -34,9 +31,9 @@ PROBE = ".seen_by_all_"
 """Start of the name of the file by which ranks check that they share the run's folder."""
 PROBE_TIMEOUT = 60.0
 """Seconds to wait until a network file system shows a new file on other machines."""
-FIXED = ("optim._target_",)
+FIXED = ("optim.name",)
 """Keys that no resumed run may change, because the state in the checkpoint has another form."""
-LENGTHS = ("data._target_", "data.size", "data.batch_size", "data.images", "data.validation", "trainer.limit_batches")
+LENGTHS = ("data.name", "data.size", "data.batch_size", "data.images", "data.validation", "trainer.limit_batches")
 """Keys that can change the number of microbatches in an epoch, as other files in ``data.root`` can."""
 
 
@@ -80,8 +77,7 @@ def find_start(config: Config, process: Process) -> Start:
             path = _checkpoint(config)
             facts = {} if path is None else facts_of(path)
             if path is not None:
-                require_format(facts.get("config", {}), path)
-                changes = require_same(facts["config"], as_data(config), path, config.resume_change or ())
+                changes = require_same(facts.get("config", {}), asdict(config), path, config.resume_change or ())
     return Start(*all_gather_objects((path, facts, changes))[0])
 
 
@@ -118,9 +114,8 @@ def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str
 
 def changes_results(key: str) -> bool:
     """Return whether a key changes what is computed: all do, except those with the mark ``SAME_RESULTS``."""
-    group, _, name = key.partition(".")
-    known = [schema_keys(Config).get(key), *(schema_keys(section(group, target)).get(name) for target in targets(group))]
-    return not any(entry is not None and entry.same_results for entry in known)
+    known = schema_keys(Config).get(key)
+    return known is None or not known.same_results
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -158,7 +153,7 @@ def checkpoint_facts(setup: Setup) -> dict[str, Any]:
         "delay": setup.plan.method.delay,
         "keep": setup.plan.method.keep,
     }
-    return {"config": as_data(setup.config), "chosen": chosen}
+    return {"config": asdict(setup.config), "chosen": chosen}
 
 
 def require_shared(folder: Path, config: Config, process: Process) -> None:
@@ -264,7 +259,9 @@ def move_clock(pipeline: Pipeline, config: Config, start: Start, epoch: int) -> 
     if start.trainer is None or start.path is None:
         return []
     k = start.changes.get("k", (pipeline.plan.k, pipeline.plan.k))[0]
-    history, before = start.trainer["history"], start.trainer["epoch"]
+    history, before = start.trainer["history"], start.trainer.get("epoch")
+    expected = "a checkpoint of this version (commit 314a3f5 reads older ones)"
+    require(before is not None, str(start.path), expected, "an older one", DataError)
     if k == pipeline.plan.k and before == epoch:
         return []
     ended = pipeline.microbatches_done % k == 0 and not start.trainer["parts"]

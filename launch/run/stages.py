@@ -8,8 +8,8 @@ import torch
 
 from petra.errors import invalid
 
-from ..config.compose import command_line_configs, training_configs
-from ..config.schema import AUTO
+from ..config.compose import compose_command_line, training_configs
+from ..config.schema import AUTO, to_config
 from ..runtime.rank import Process
 from .build import set_up
 
@@ -53,7 +53,7 @@ def count_stages(*, arguments_required: bool) -> Stages | None:
     Raises:
         PetraError: If a configuration is invalid, or if several differ in their stages.
     """
-    configs = training_configs() if arguments_required else command_line_configs()
+    configs = training_configs() if arguments_required else [to_config(config) for config in compose_command_line()]
     found = []
     for config in configs:
         setup = set_up(config, Process(rank=0, world=2 * config.dp, local_rank=0, local_world=1))

@@ -133,7 +133,7 @@ def _others(folder: Path, path: Path) -> list[str]:
     """Return hints at a moving average of the same age, and at the best checkpoint if it is another one."""
     average = path / AVERAGE if path.is_dir() else path.with_name(f"ema{path.suffix}")
     if path.is_dir():
-        has_average = weight_facts(path).get("config", {}).get("optim", {}).get("average") is not None
+        has_average = weight_facts(path).get("config", {}).get("optim", {}).get("ema") is not None
     else:
         has_average = average.exists() and _clock(average) == _clock(path)
     best = best_of(folder / FOLDER)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
 from petra.data.arrays import array_dataset
 from petra.data.dataset import Dataset
 from petra.data.files import folder_of, joined, read_images, unpickled
 from petra.data.preparation import Moments
-from petra.errors import SAME_RESULTS, DataError, first_line
+from petra.errors import DataError, first_line
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ CIFAR100_BINARY = replace(
 )
 
 
-def cifar10(root: Annotated[str | Path | None, SAME_RESULTS] = None, mean_image: bool = False) -> Dataset:
+def cifar10(root: str | Path | None = None, mean_image: bool = False) -> Dataset:
     """Read CIFAR-10: 50,000 training and 10,000 test images of 32x32 pixels in 10 classes.
 
     Args:
@@ -133,7 +132,7 @@ def cifar10(root: Annotated[str | Path | None, SAME_RESULTS] = None, mean_image:
     return read_release(root, mean_image, CIFAR10)
 
 
-def cifar100(root: Annotated[str | Path | None, SAME_RESULTS] = None, mean_image: bool = False) -> Dataset:
+def cifar100(root: str | Path | None = None, mean_image: bool = False) -> Dataset:
     """Read CIFAR-100 with its 100 fine classes.
 
     As :func:`cifar10`, with files in ``root``/cifar-100-python, or if there is no such folder in ``root``/cifar-100-binary.

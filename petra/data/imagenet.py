@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from petra.data.dataset import Dataset, Labels, Split
 from petra.data.files import folder_of, listed
 from petra.data.preparation import Moments, Preparation, as_rgb, centre_crop, normalise, resize_shorter_side, unreadable
-from petra.errors import SAME_RESULTS, DataError, alternatives, invalid, require
+from petra.errors import DataError, alternatives, invalid, require
 from petra.reversible import derive_seed
 from petra.specs import IGNORED
 
@@ -43,12 +42,7 @@ Box = tuple[int, int, int, int]
 
 
 def imagenet(
-    root: Annotated[str | Path | None, SAME_RESULTS] = None,
-    size: int = 224,
-    distort: bool = False,
-    crop: str = "area",
-    jitter: bool = False,
-    crops: int = 1,
+    root: str | Path | None = None, size: int = 224, distort: bool = False, crop: str = "area", jitter: bool = False, crops: int = 1
 ) -> Dataset:
     """Return the images in ``root``/train/<class> and ``root``/val/<class>. They are decoded when they are read.
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 from petra.data.arrays import array_dataset, channel_moments
 from petra.data.dataset import Dataset
 from petra.data.files import Batch, folder_of, joined, read_images
-from petra.errors import SAME_RESULTS
 
 MD5 = {
     "train_data_batch_1": "6c4495e65cd24a8c3019857ef9b758ee",
@@ -31,7 +29,7 @@ HELP = (
 CLASSES = 1000
 
 
-def imagenet32(root: Annotated[str | Path | None, SAME_RESULTS] = None) -> Dataset:
+def imagenet32(root: str | Path | None = None) -> Dataset:
     """Read ImageNet32: 1,281,167 training and 50,000 validation images. Needs 4 GB of memory.
 
     Each of the eleven files is either the pickle, which is checked by its md5, or the npz variant. Labels 1 ... 1000 become

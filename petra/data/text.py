@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 
 from petra.data.dataset import Dataset
 from petra.data.files import folder_of, read
 from petra.data.windows import windows_of
-from petra.errors import SAME_RESULTS, DataError, invalid, require
+from petra.errors import DataError, invalid, require
 
 HELP = "set data.root to a text file"
 
 
-def text(root: Annotated[str | Path | None, SAME_RESULTS] = None, size: int = 256, validation: float = 0.1) -> Dataset:
+def text(root: str | Path | None = None, size: int = 256, validation: float = 0.1) -> Dataset:
     """Return a file in windows of ``size`` bytes. The first part of the file is for training and the last part for testing.
 
     Training windows are adjacent. Augmentation moves the start of each window by a random number of tokens, up to ``size`` - 1.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from petra.data.dataset import Dataset
 from petra.data.files import folder_of
 from petra.data.windows import windows_of
-from petra.errors import SAME_RESULTS, DataError, alternatives, first_line, invalid, require
+from petra.errors import DataError, alternatives, first_line, invalid, require
 
 HELP = "write token files with petra tokenize, and set data.root to their folder"
 CORPUS = "corpus.json"
@@ -115,12 +115,7 @@ def _require_tokens(path: Path, first: NDArray[np.uint16]) -> None:
     require(not wide, str(path), "tokens of 16 bits, or the header of llm.c", "integers of more bits without a header", DataError)
 
 
-def tokens(
-    root: Annotated[str | Path | None, SAME_RESULTS] = None,
-    size: int = 256,
-    classes: int = 256,
-    split: Annotated[str, SAME_RESULTS] = "val",
-) -> Dataset:
+def tokens(root: str | Path | None = None, size: int = 256, classes: int = 256, split: str = "val") -> Dataset:
     """Return files of tokens in windows of ``size`` tokens.
 
     Files named ``*train*.bin`` are for training, and those with ``split`` in their names for evaluation, in the order of their

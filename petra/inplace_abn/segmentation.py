@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
 
 from petra.data.dataset import Dataset, Split
 from petra.data.files import folder_of, listed
-from petra.errors import SAME_RESULTS, DataError, alternatives, invalid, require
+from petra.errors import DataError, alternatives, invalid, require
 from petra.inplace_abn.class_uniform import ClassUniform, class_presence
 from petra.inplace_abn.crops import tiles_of
 from petra.inplace_abn.label_maps import Files, LabelValues, Pair, TileSamples, TrainingSamples, size_of
@@ -43,13 +42,13 @@ COCO_THINGS, COCO_STUFF = 91, 91
 
 
 def segmentation(
-    root: Annotated[str | Path | None, SAME_RESULTS] = None,
+    root: str | Path | None = None,
     classes: int = 2,
     size: int = 512,
     height: int | None = None,
     void: int = 255,
     sampling: str = "shuffle",
-    split: Annotated[str, SAME_RESULTS] = "val",
+    split: str = "val",
 ) -> Dataset:
     """Return the images in ``root``/images/SPLIT with the labels in ``root``/labels/SPLIT, for the splits train and ``split``.
 
@@ -84,11 +83,7 @@ def segmentation(
 
 
 def cityscapes(
-    root: Annotated[str | Path | None, SAME_RESULTS] = None,
-    size: int = 512,
-    height: int | None = None,
-    sampling: str = "shuffle",
-    split: Annotated[str, SAME_RESULTS] = "val",
+    root: str | Path | None = None, size: int = 512, height: int | None = None, sampling: str = "shuffle", split: str = "val"
 ) -> Dataset:
     """Return Cityscapes with fine annotations: 2975 training and 500 validation images of 2048x1024 pixels, 19 classes.
 
@@ -115,9 +110,7 @@ def cityscapes(
     return _dataset("cityscapes", pairs, splits, values, len(CITYSCAPES_CLASSES), size_, sampling, CITYSCAPES_HELP)
 
 
-def vistas(
-    root: Annotated[str | Path | None, SAME_RESULTS] = None, size: int = 776, height: int | None = None, sampling: str = "shuffle"
-) -> Dataset:
+def vistas(root: str | Path | None = None, size: int = 776, height: int | None = None, sampling: str = "shuffle") -> Dataset:
     """Return Mapillary Vistas (research edition, labels of version 1.2): 18,000 training and 2000 validation images, 65 classes.
 
     Args:
@@ -140,9 +133,7 @@ def vistas(
     return _dataset("vistas", pairs, splits, values, VISTAS_CLASSES, size_, sampling, VISTAS_HELP)
 
 
-def cocostuff(
-    root: Annotated[str | Path | None, SAME_RESULTS] = None, size: int = 480, height: int | None = None, sampling: str = "shuffle"
-) -> Dataset:
+def cocostuff(root: str | Path | None = None, size: int = 480, height: int | None = None, sampling: str = "shuffle") -> Dataset:
     """Return COCO-Stuff: the images of COCO 2017 that have annotations, and the 91 classes of stuff. Things are ignored.
 
     Args:

@@ -6,9 +6,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
-from petra.errors import NOT_NEGATIVE, POSITIVE, check_types, number, require
+from petra.errors import require
 
 
 @dataclass(frozen=True)
@@ -25,13 +24,14 @@ class Schedule(ABC):
         ConfigError: If a value is out of range.
     """
 
-    peak: Annotated[float, NOT_NEGATIVE]
+    peak: float
     microbatches_per_epoch: int
     epochs: int
-    warmup_epochs: Annotated[float, NOT_NEGATIVE] = 0
+    warmup_epochs: float = 0
 
     def __post_init__(self) -> None:
-        check_types(self, "schedule.")
+        require(0 <= self.peak < math.inf, "optim.lr", "a number >= 0", self.peak)
+        require(0 <= self.warmup_epochs < math.inf, "schedule.warmup_epochs", "a finite number >= 0", self.warmup_epochs)
 
     def __call__(self, t: int) -> float:
         """Return the learning rate of the update after microbatch ``t``, counted from 1."""
@@ -53,12 +53,13 @@ class MultiStep(Schedule):
     """Multiply by ``gamma`` before each epoch in ``milestones``, counted from 0."""
 
     milestones: Sequence[int] = ()
-    gamma: Annotated[float, number(least=0, most=1)] = 0.1
+    gamma: float = 0.1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         increasing = list(self.milestones) == sorted(set(self.milestones)) and min(self.milestones, default=1) >= 1
         require(increasing, "schedule.milestones", "increasing epochs >= 1", list(self.milestones))
+        require(0 <= self.gamma <= 1, "schedule.gamma", "a number from 0 to 1", self.gamma)
 
     def factor(self, done: int) -> float:
         epoch = done // self.microbatches_per_epoch
@@ -77,14 +78,14 @@ class Cosine(Schedule):
 class Polynomial(Schedule):
     """(1 − progress)^power from the peak to ``final``. You et al. 2017, section 5, use power 2 for LARS; power 1 is linear."""
 
-    power: Annotated[float, POSITIVE] = 2.0
-    final: Annotated[float, NOT_NEGATIVE] = 0.0
+    power: float = 2.0
+    final: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.final <= self.peak, "schedule.final", f"a number >= 0 and <= {self.peak:g}, the peak learning rate", self.final
-        )
+        require(0 < self.power < math.inf, "schedule.power", "a finite number > 0", self.power)
+        expected = f"a number >= 0 and <= {self.peak:g}, the peak learning rate"
+        require(0 <= self.final <= self.peak, "schedule.final", expected, self.final)
 
     def factor(self, done: int) -> float:
         decay = (1 - self.progress(done)) ** self.power

@@ -7,12 +7,11 @@ rate must be set before each step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from petra.errors import BETAS, FRACTION, NOT_NEGATIVE, POSITIVE, integer
 from petra.torch_private import foreach_mul
 from petra.training.basis_rotation import BasisRotation
 from petra.training.lars import LARS
@@ -20,13 +19,7 @@ from petra.training.lars import LARS
 Rated = TypeVar("Rated", bound=torch.optim.Optimizer)
 
 
-def sgd(
-    module: nn.Module,
-    *,
-    momentum: Annotated[float, FRACTION] = 0.9,
-    nesterov: bool = True,
-    weight_decay: Annotated[float, NOT_NEGATIVE] = 5e-4,
-) -> torch.optim.SGD:
+def sgd(module: nn.Module, *, momentum: float = 0.9, nesterov: bool = True, weight_decay: float = 5e-4) -> torch.optim.SGD:
     """Return stochastic gradient descent with momentum."""
     # fused=True takes one kernel per group instead of several per parameter, with the same results bit for bit.
     optimizer = torch.optim.SGD(
@@ -39,23 +32,13 @@ def sgd(
     return _without_rate(optimizer)
 
 
-def lars(
-    module: nn.Module,
-    *,
-    momentum: Annotated[float, FRACTION] = 0.9,
-    trust: Annotated[float, POSITIVE] = 0.001,
-    weight_decay: Annotated[float, NOT_NEGATIVE] = 5e-4,
-) -> LARS:
+def lars(module: nn.Module, *, momentum: float = 0.9, trust: float = 0.001, weight_decay: float = 5e-4) -> LARS:
     """Return LARS, for large batches. It updates biases and normalisation as SGD does."""
     return _without_rate(LARS(_groups(module.parameters(), weight_decay), momentum=momentum, trust=trust))
 
 
 def adam(
-    module: nn.Module,
-    *,
-    betas: Annotated[Sequence[float], BETAS] = (0.9, 0.999),
-    eps: Annotated[float, POSITIVE] = 1e-8,
-    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0,
+    module: nn.Module, *, betas: Sequence[float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0
 ) -> torch.optim.Adam:
     """Return Adam, with weight decay added to the gradient (Kingma, Ba 2015)."""
     return _without_rate(
@@ -64,11 +47,7 @@ def adam(
 
 
 def adamw(
-    module: nn.Module,
-    *,
-    betas: Annotated[Sequence[float], BETAS] = (0.9, 0.999),
-    eps: Annotated[float, POSITIVE] = 1e-8,
-    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.01,
+    module: nn.Module, *, betas: Sequence[float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01
 ) -> torch.optim.AdamW:
     """Return Adam with decoupled weight decay (Loshchilov, Hutter 2019)."""
     return _without_rate(
@@ -77,11 +56,7 @@ def adamw(
 
 
 def nadam(
-    module: nn.Module,
-    *,
-    betas: Annotated[Sequence[float], BETAS] = (0.99, 0.999),
-    eps: Annotated[float, POSITIVE] = 1e-8,
-    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.01,
+    module: nn.Module, *, betas: Sequence[float] = (0.99, 0.999), eps: float = 1e-8, weight_decay: float = 0.01
 ) -> torch.optim.NAdam:
     """Return NAdam with decoupled weight decay (Dozat 2016), as Ajanthan et al. (2025) use it for asynchronous pipelines.
 
@@ -97,10 +72,10 @@ def nadam(
 def basis_rotation(
     module: nn.Module,
     *,
-    betas: Annotated[Sequence[float], BETAS] = (0.9, 0.95),
-    eps: Annotated[float, POSITIVE] = 1e-8,
-    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.01,
-    frequency: Annotated[int, integer(1)] = 10,
+    betas: Sequence[float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    frequency: int = 10,
 ) -> BasisRotation:
     """Return Adam in a rotated basis for the weights of linear layers, and in the ordinary one for all other parameters."""
     matrices, rest = _matrices(module)
@@ -124,11 +99,11 @@ class Muon(torch.optim.Optimizer):
         self,
         module: nn.Module,
         *,
-        momentum: Annotated[float, FRACTION] = 0.95,
+        momentum: float = 0.95,
         nesterov: bool = True,
-        betas: Annotated[Sequence[float], BETAS] = (0.9, 0.999),
-        eps: Annotated[float, POSITIVE] = 1e-8,
-        weight_decay: Annotated[float, NOT_NEGATIVE] = 0.01,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
     ) -> None:
         matrices, rest = _matrices(module)
         self._parts: list[tuple[torch.optim.Optimizer, int]] = []

@@ -83,7 +83,7 @@ def network(folder: Path, *, averaged: bool = False) -> State:
     wanted = ("model", "average") if averaged else ("model",)
     blocks = _by_block(read(folder, lambda key: key.split("/")[1] in wanted))
     if averaged and not any("average" in parts for parts in blocks.values()):
-        raise invalid(str(folder), "a checkpoint with a moving average (optim.average)", "none", DataError)
+        raise invalid(str(folder), "a checkpoint with a moving average (optim.ema)", "none", DataError)
     return {
         f"{block}.{name}": value
         for part in wanted  # averages replace weights

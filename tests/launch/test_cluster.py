@@ -16,8 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from benchmarks.nodes import run_nodes
 from launch import local, node
 from launch.config import CONF
-from launch.config.fit import register, to_config
-from launch.config.schema import ClusterConfig
+from launch.config.schema import ClusterConfig, register, to_config
 from launch.node import Node, first_host
 from launch.runtime import agent, network
 from launch.runtime.rank import Process, require_distinct_gpus
@@ -234,12 +233,11 @@ def test_variables_for_nccl_and_gloo(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
-    dumps = f"env.TORCH_FR_DUMP_TEMP_FILE={tmp_path}/a/b/rank"
-    chosen = settings("interfaces=[lo]", "env={NCCL_IB_DISABLE:1,TORCH_NCCL_DUMP_ON_TIMEOUT:0}", dumps)
+    chosen = settings("interfaces=[lo]", "infiniband=false", "adapters=[m0,m1]", "flight_recorder=0", f"dumps={tmp_path}/a/b")
     found = network.variables(chosen)
     assert (found["NCCL_SOCKET_IFNAME"], found["GLOO_SOCKET_IFNAME"]) == ("=lo", "lo")
-    assert (found["NCCL_IB_DISABLE"], found["TORCH_NCCL_DUMP_ON_TIMEOUT"]) == ("1", "0")
-    assert found["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/a/b/rank"
+    assert (found["NCCL_IB_DISABLE"], found["NCCL_IB_HCA"]) == ("1", "=m0,m1")
+    assert (found["TORCH_NCCL_DUMP_ON_TIMEOUT"], found["TORCH_FR_DUMP_TEMP_FILE"]) == ("0", f"{tmp_path}/a/b/rank")
 
     environment = {"NCCL_DEBUG": "INFO"}
     monkeypatch.setattr(os, "environ", environment)
@@ -251,7 +249,11 @@ def test_variables_for_nccl_and_gloo(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("debug=LOUD", "cluster.debug: expected VERSION, WARN, INFO or TRACE, got LOUD"),
+        ("heartbeat=0", "cluster.heartbeat: expected an integer >= 1, got 0"),
+        ("flight_recorder=-1", "cluster.flight_recorder: expected an integer >= 0, got -1"),
         ("interfaces=[]", r"cluster.interfaces: expected null or a list of names, got \[\]"),
+        ("adapters=['']", r"cluster.adapters: expected null or a list of names, got \[''\]"),
     ],
 )
 def test_invalid_settings(override: str, message: str) -> None:
@@ -265,8 +267,8 @@ def test_settings_that_do_not_fit_this_machine(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cluster\.interfaces: expected lo.* on .*, got eth99"):
         network.set_variables(settings("interfaces=[lo,eth99]"))
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"TORCH_FR_DUMP_TEMP_FILE: expected a folder that can be created, got .*file/x \("):
-        network.set_variables(settings(f"env.TORCH_FR_DUMP_TEMP_FILE={tmp_path}/file/x/rank"))
+    with pytest.raises(ConfigError, match=r"cluster\.dumps: expected a folder that can be created, got .*file/x \("):
+        network.set_variables(settings(f"dumps={tmp_path}/file/x"))
 
 
 @pytest.mark.parametrize(

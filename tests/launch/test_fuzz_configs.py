@@ -38,7 +38,7 @@ def test_a_random_configuration_runs_or_is_one_error(line: list[str], folder: Pa
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("schedule.milestones=[[1]]", "schedule.milestones: expected a list of integers, got [[1]]"),
+        ("schedule.milestones=[[1]]", "schedule.milestones: expected null or a list of integers, got [[1]]"),
         ("trainer.timeout=inf", "trainer.timeout: expected a number > 0 and <= 10000000, got inf"),
         ("k=1000000000", "k: expected an integer from 1 to 10000, got 1000000000"),
         ("method.delay=1000000000", "method.delay: expected at most 10000 in total, got 2000000000"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from launch import evaluate, generate, tokenize
-from launch.config.fit import to_config
+from launch.config.schema import to_config
 from launch.run.report import history
 from launch.run.training import run
 from petra.errors import PetraError

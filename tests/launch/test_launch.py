@@ -18,10 +18,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from launch.compare import main as compare
 from launch.config import CONF
-from launch.config.compose import command_line_configs, compose_overrides
-from launch.config.fit import register, to_config
-from launch.config.presets import configurations
-from launch.config.schema import SECTIONS
+from launch.config.compose import compose_command_line
+from launch.config.presets import presets
+from launch.config.schema import DataConfig, register, to_config
 from launch.run.build import Setup, set_up
 from launch.run.data import data_sources
 from launch.runtime.rank import Process
@@ -62,13 +61,18 @@ def test_defaults_are_the_papers_recipe() -> None:
 
 @pytest.mark.parametrize(
     "group",
-    [Path(group, name) for group in (*SECTIONS, "method", "remedy") for name in configurations(group)],
+    sorted(
+        {*(path.relative_to(CONF) for path in Path(CONF).glob("*/*.yaml")), *(Path("method", name) for name in presets("method"))}
+    ),
     ids=str,
 )
 def test_every_file_of_every_group_works(group: Path) -> None:
     if group.stem in ("wandb", "tensorboard") and find_spec(group.stem) is None:
         with pytest.raises(ConfigError, match=rf"pip install -e '\.\[{group.stem}\]'"):
             planned(f"logger={group.stem}")
+    elif group.stem == "own":
+        with pytest.raises(ConfigError, match=rf"{group.parent}\.name: expected .* or module:function, got nothing"):
+            planned(f"{group.parent}=own")
     elif group.parent.name == "data" and group.stem in SEGMENTATION:
         assert planned(f"data={group.stem}", "model=deeplabv3").plan.inputs.shape[1] == 3
     elif group.stem == "deeplabv3":
@@ -105,12 +109,12 @@ def sized(classes: int, size: int, width: float = 1.0) -> Model:
 
 
 def test_options_of_a_model_reach_its_builder() -> None:
-    own = (f"model._target_={__name__}.sized",)
+    own = ("model=own", f"model.name={__name__}:sized")
     planned(*own, "model.width=0.5")
     assert SEEN == {"classes": 10, "size": 32, "width": 0.5}
     planned(*own, "data=synthetic", "data.classes=7", "data.size=48")
     assert SEEN == {"classes": 7, "size": 48, "width": 1.0}
-    with pytest.raises(ConfigError, match=r"model\.stem: expected null for .*sized, which has the options width"):
+    with pytest.raises(ConfigError, match=r"model\.stem: expected null for .*:sized, which has the options width"):
         planned(*own, "model.stem=cifar")
     profiles = planned("model=revnet50", "model.downsampling=convolution").plan.model.profile(
         TensorSpec((2, 3, 32, 32), torch.float32)
@@ -154,26 +158,20 @@ def test_precision_and_stages() -> None:
         ("k=0", "k: expected an integer >= 1, got 0"),
         ("seed=-1", "seed: expected an integer >= 0, got -1"),
         (
-            "data._target_=mnist",
-            "data._target_: expected .*digits, .* or module.function of your own, got mnist",
+            "data.name=mnist",
+            "data.name: expected digits, cifar10, .*, synthetic, text.* tokens.*, got mnist",
         ),
         ("data.batch_size=0", "data.batch_size: expected an integer from 1 to 1000000, got 0"),
         ("data.size=0", "data.size: expected an integer from 1 to 1000000, got 0"),
         ("data.workers=-1", "data.workers: expected an integer from 0 to 1000, got -1"),
-        ("data.root=folder", "data.root: expected null for digits, which has the options none, got folder"),
-        ("data.validation=0.1", "data.validation: expected null for digits, which has the options none, got 0.1"),
-        ("data.images=100", "data.images: expected null for digits, which has the options none, got 100"),
-        (
-            "model._target_=petra.models.revnet99",
-            r"model._target_: expected petra\.models\.revnet\d+, .*, got petra.models.revnet99",
-        ),
+        ("data.root=folder", "data.root: expected null for digits, got folder"),
+        ("data.validation=0.1", "data.validation: expected null for digits, got 0.1"),
+        ("data.images=100", "data.images: expected null for digits, got 100"),
+        ("model.name=revnet99", "model.name: expected resnet18, resnet34, .*, got revnet99"),
         ("model.width=0.3", "model.width: expected a positive multiple of 1/64, got 0.3"),
-        ("model.stem=big", "model.stem: expected auto, cifar or imagenet, got big"),
+        ("model.stem=big", "model.stem: expected cifar or imagenet, got big"),
         ("model.patch=4", "model.patch: expected null for revnet18, which has the options width, stem, .*, got 4"),
-        (
-            "model.downsampling=projection",
-            "model.downsampling: expected null for revnet18, which has the options width, stem",
-        ),
+        ("model.downsampling=projection", "model.downsampling: expected null for revnet18, which has the options width, stem"),
         ("method.delay=-1", "method.delay: expected an integer >= 0, a list .*, or auto, got -1"),
         ("method.delay=abc", "method.delay: expected an integer >= 0, a list .*, or auto, got abc"),
         ("method.delay=[1,2]", "method.delay: expected one delay, or 9 for 10 stages, got 2 delays"),
@@ -225,10 +223,10 @@ def test_invalid_values(override: str, message: str) -> None:
         ("+trainer.epoch=3", "trainer.epoch: no such key; did you mean trainer.epochs?"),
         ("epochs=3", "epochs: no such key; did you mean trainer.epochs?"),
         ("modle=revnet18", "modle: no such key; did you mean model?"),
-        ("schedule.colour=red", "schedule.colour: no such key; expected _target_, warmup_epochs, milestones or gamma"),
-        ("model.width=wide", "model.width: expected a number, got wide"),
-        ("schedule.milestones=[a]", "schedule.milestones[0]: expected a list of integers, got a"),
-        ("schedule.milestones=3", "schedule.milestones: expected a list of integers, got int"),
+        ("schedule.colour=red", "schedule.colour: no such key; expected name, warmup_epochs, milestones, gamma, power or final"),
+        ("model.width=wide", "model.width: expected null or a number, got wide"),
+        ("optim.betas=[a]", "optim.betas[0]: expected null or a list of two numbers >= 0 and < 1, got a"),
+        ("optim.betas=3", "optim.betas: expected null or a list of two numbers >= 0 and < 1, got int"),
         ("data.augment=maybe", "data.augment: expected true or false, got maybe"),
         ("schedule=linear", "schedule: expected cosine, multistep or polynomial, got linear"),
         ("logger=null", "logger=null: Config group override must be a string or a list. Got NoneType"),
@@ -237,7 +235,7 @@ def test_invalid_values(override: str, message: str) -> None:
 def test_errors_of_hydra_are_one_line(override: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["launch.train", override])
     with pytest.raises(ConfigError) as raised:
-        command_line_configs()
+        [to_config(config) for config in compose_command_line()]
     assert str(raised.value) == message
 
 
@@ -290,8 +288,8 @@ def _loaded(rank: int, roots: list[str], dp: int = 1) -> tuple[object, ...]:
         return load_dataset("text", root=roots[rank], size=8)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("launch.run.data.built", load)
-        config = compose_overrides(["data=text", "data.root=x", "data.batch_size=4", "data.size=8"]).data
+        patch.setattr("launch.run.data.load_dataset", load)
+        config = DataConfig(name="text", root="", batch_size=4, augment=True, classes=256, size=8, workers=0)
         layout = Layout(
             (),
             (range(0, 1), range(1, 2), range(2, 3)),

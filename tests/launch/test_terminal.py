@@ -13,12 +13,17 @@ from pathlib import Path
 
 import pytest
 
+from launch.config import names
 from launch.evaluate import parse
 from launch.node import first_host
 from launch.runtime.agent import require_loopback
 from launch.runtime.rank import Process
 from launch.runtime.reporting import report_errors
 from petra import ConfigError
+from petra.data import DATASETS
+from petra.models import MODELS
+from petra.staleness import Prediction
+from petra.training import FORMATS, OPTIMIZERS, SCHEDULES
 from stress.kill_many import children
 from tests.structure import ROOT
 
@@ -43,7 +48,7 @@ def python(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
     ("words", "message"),
     [
         ("launch.train trainer.epoch=3", "trainer.epoch: no such key; did you mean trainer.epochs?"),
-        ("launch.train model._target_=mnist", "model._target_: expected petra."),
+        ("launch.train model.name=mnist", "model.name: expected resnet18, "),
         ("launch.local --processes 2 data=mnist", "data: expected camvid, cifar10, "),
         ("launch.sweep k=1,0", "k: expected an integer >= 1, got 0"),
         ("launch.sweep", "command line: expected arguments such as experiment=demo (about a minute)"),
@@ -56,6 +61,16 @@ def test_errors_appear_before_torch_is_imported(words: str, message: str) -> Non
     assert ended.stdout == "2\n"
     assert ended.stderr.startswith(f"error: {message}")
     assert ended.stderr.count("\n") == 1
+
+
+def test_names_are_those_of_the_registries() -> None:
+    own = {name for name in (*MODELS, *DATASETS) if ":" in name}  # registered by earlier tests
+    assert tuple(name for name in MODELS if name not in own) == names.MODELS
+    assert tuple(name for name in DATASETS if name not in own) == names.DATASETS
+    assert tuple(OPTIMIZERS) == names.OPTIMIZERS
+    assert tuple(SCHEDULES) == names.SCHEDULES
+    assert tuple(FORMATS) == names.FORMATS
+    assert ("none", *Prediction) == names.PREDICTIONS
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])

@@ -108,9 +108,9 @@ def picture(tmp_path: Path) -> Path:
 def test_weights_and_biases_has_one_run_with_the_whole_history(tmp_path: Path, picture: Path) -> None:
     """The first process was killed after step 7, and the run resumes from a checkpoint at step 5."""
     pytest.importorskip("wandb", reason="Weights & Biases is an optional extra")
-    WandbLogger(tmp_path, {"k": 4, "model": {"name": "revnet18"}}).close()
+    WandbLogger(tmp_path, "petra", "offline", {"k": 4, "model": {"name": "revnet18"}}).close()
     first = OfflineRun(tmp_path)
-    logger = WandbLogger(tmp_path, {"k": 4, "model": {"name": "revnet18"}}, [row(3), row(5)])
+    logger = WandbLogger(tmp_path, "petra", "offline", {"k": 4, "model": {"name": "revnet18"}}, [row(3), row(5)])
     logger.log({"microbatches": 7, "update/loss": 0.5})
     logger.log(row(7))
     logger.close({"test_accuracy": 0.75, "layout": [{"stage": 1}]}, [picture])
@@ -130,8 +130,8 @@ def test_weights_and_biases_has_one_run_with_the_whole_history(tmp_path: Path, p
 def test_a_process_may_open_the_same_run_twice(tmp_path: Path) -> None:
     """A run with replicas that are lost opens its records again, in the same process."""
     pytest.importorskip("wandb", reason="Weights & Biases is an optional extra")
-    WandbLogger(tmp_path, {}).log(row(3))
-    logger = WandbLogger(tmp_path, {}, [row(3)])
+    WandbLogger(tmp_path, "petra", "offline", {}).log(row(3))
+    logger = WandbLogger(tmp_path, "petra", "offline", {}, [row(3)])
     logger.log(row(5))
     logger.close()
     assert [*OfflineRun(tmp_path).rows] == [3, 5]
@@ -141,10 +141,10 @@ def test_tensorboard_has_one_run_with_the_whole_history(tmp_path: Path, picture:
     pytest.importorskip("tensorboard", reason="TensorBoard is an optional extra")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    killed = TensorBoardLogger(tmp_path / "run", config={"k": 4})
+    killed = TensorBoardLogger(tmp_path / "run", config="k: 4\n")
     for step in (3, 5, 7):
         killed.log(row(step))
-    logger = TensorBoardLogger(tmp_path / "run", 5, {"k": 4})
+    logger = TensorBoardLogger(tmp_path / "run", 5, "k: 4\n")
     logger.log({**row(8), "update/loss": 0.5})
     logger.close({"test_accuracy": 0.75}, [picture])
     found = EventAccumulator(str(tmp_path / "run"), {"images": 0, "tensors": 0})
@@ -155,5 +155,5 @@ def test_tensorboard_has_one_run_with_the_whole_history(tmp_path: Path, picture:
     assert found.Scalars("update/loss")[0].value == 0.5
     (image,) = found.Images("curves")
     assert (image.width, image.height, image.step) == (6, 4, 8)
-    assert '"k": 4' in found.Tensors("configuration/text_summary")[-1].tensor_proto.string_val[0].decode()
+    assert "k: 4" in found.Tensors("configuration/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert '"test_accuracy": 0.75' in found.Tensors("summary/text_summary")[0].tensor_proto.string_val[0].decode()
