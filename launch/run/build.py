@@ -109,7 +109,7 @@ class Setup:
 
     @property
     def runtime(self) -> Runtime:
-        """Device, transport, threads and streams of this process."""
+        """Device, transport, threads and compilation of this process."""
         trainer = self.config.trainer
         return Runtime(
             self.device,

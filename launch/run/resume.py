@@ -33,6 +33,8 @@ PROBE_TIMEOUT = 60.0
 """Seconds to wait until a network file system shows a new file on other machines."""
 FIXED = ("optim.name",)
 """Keys that no resumed run may change, because the state in the checkpoint has another form."""
+SAME_RESULTS_KEYS = frozenset(key for key, known in schema_keys(Config).items() if known.same_results)
+"""Keys with the mark ``SAME_RESULTS``: they don't change what is computed."""
 LENGTHS = ("data.name", "data.size", "data.batch_size", "data.images", "data.validation", "trainer.limit_batches")
 """Keys that can change the number of microbatches in an epoch, as other files in ``data.root`` can."""
 
@@ -113,9 +115,8 @@ def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str
 
 
 def changes_results(key: str) -> bool:
-    """Return whether a key changes what is computed: all do, except those with the mark ``SAME_RESULTS``."""
-    known = schema_keys(Config).get(key)
-    return known is None or not known.same_results
+    """Return whether a key changes what is computed."""
+    return key not in SAME_RESULTS_KEYS
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
