@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -41,27 +40,6 @@ def test_a_killed_replica_returns_with_the_state_of_the_other(tmp_path: Path) ->
         rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
         assert [row["microbatches"] for row in rows] == [16 * (i + 1) for i in range(len(rows))]
         assert clock >= rows[-1]["microbatches"]
-
-
-@pytest.mark.processes
-@pytest.mark.timeout(400)
-def test_a_stopped_process_is_excluded_after_the_timeout_and_the_run_ends(tmp_path: Path) -> None:
-    with Replicas(tmp_path, 2, 1, ["trainer.timeout=12", "trainer.epochs=3"]) as run:
-        while run.trained() == 0:
-            run.supervise()
-        run.replicas[1].running[0].send_signal(signal.SIGSTOP)
-        time.sleep(0.1)
-        trained = run.trained()
-        while run.trained() <= trained + 6:
-            run.supervise()
-        assert run.replicas[1].running[0].poll() is None
-        run.replicas[1].signal(signal.SIGCONT)
-        assert run.wait() == [0, 0], run.output()
-        lost = [event for event in run.events() if event["event"] == "lost"]
-        assert [event["replica"] for event in lost] == [2]
-        assert "replica 2: excluded by the other replicas" in run.output()
-        summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-        assert summary["microbatches"] == 3 * 16
 
 
 @pytest.mark.parametrize(

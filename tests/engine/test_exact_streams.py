@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -75,22 +73,6 @@ def test_gradients_with_a_grid_equal_those_without() -> None:
         found.append([start.grad, *(p.grad for p in sequence.parameters())])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-8)
-
-
-@pytest.mark.parametrize("keep", [keep for keep in Keep if keep is not Keep.REFETCH])
-def test_a_stage_returns_its_input_bit_for_bit(keep: Keep) -> None:
-    model = mixed_net(dropout=0.2, dtype=torch.float32)
-    made = [model.build_block(i, 4) for i in range(5)]
-    kept = [keep if keep is not Keep.NOTHING or isinstance(b, ReversibleBlock) else Keep.INPUT for b in made]
-    whole = simple_stage(copy.deepcopy(made), kept, numerics=EXACT)
-    tail = simple_stage(made[3:], kept[3:], first_block=3, numerics=EXACT)
-    head = simple_stage(made[:3], kept[:3], numerics=EXACT)
-    x = RandomSource(dtype=torch.float32).inputs(0)
-    between = head.forward(0, (x,))
-    y = tail.forward(0, between)
-    assert all(torch.equal(a, b) for a, b in zip(y, whole.forward(0, (x,)), strict=True))
-    back, _ = tail.backward(0, y, tuple(torch.ones_like(t) for t in y))
-    assert all(torch.equal(a, b) for a, b in zip(back, between, strict=True))
 
 
 def test_training_with_reconstructed_inputs_equals_training_with_stored_inputs() -> None:

@@ -90,14 +90,6 @@ def test_order_of_events_of_one_microbatch() -> None:
     ]
 
 
-def test_blocks_are_numbered_over_the_whole_model() -> None:
-    pipeline = built(stages=2)
-    with pipeline.hooks.attached(EventList()) as hook:
-        pipeline.train(RandomSource(), 1)
-    forward = [arguments for name, arguments in hook.events if name == "block_forward_begin"]
-    assert forward == [(j, block, 0) for j, blocks in enumerate(pipeline.plan.layout.stages) for block in blocks]
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize(("dp", "exchanges"), [(1, True), (2, False)])
 def test_events_of_several_processes(dp: int, exchanges: bool, tmp_path: Path) -> None:
@@ -126,19 +118,3 @@ def test_unobserved_pipeline_makes_no_calls() -> None:
 
 def calls_of(hooks: Hooks) -> Iterator[tuple[object, ...]]:
     return (getattr(hooks, event) for event in EVENTS)
-
-
-def test_several_hooks_are_called_in_order_of_attachment() -> None:
-    called: list[str] = []
-
-    class Named(Hook):
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def train_end(self) -> None:
-            called.append(self.name)
-
-    pipeline = built()
-    with pipeline.hooks.attached(Named("first")), pipeline.hooks.attached(Named("second")):
-        pipeline.train(RandomSource(), 1)
-    assert called == ["first", "second"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +18,7 @@ from petra.plan.overlap import describe_overlap, overlapped_stages
 from petra.settings import Numerics
 from petra.specs import Streams
 from petra.staleness import Prediction
-from petra.training import Checkpoints, restore
 from tests.support.nets import RandomSource, make_pipeline, mixed_net, sgd
-from tests.support.processes import run_processes
 from tests.support.remedies import Remedy
 
 
@@ -206,30 +203,3 @@ def test_errors_of_both_threads_name_stage_and_microbatch(event: str) -> None:
     with pytest.raises(ZeroDivisionError) as raised:
         pipeline.train(RandomSource(), 20)
     assert raised.value.__notes__ == [f"in stage 3, microbatch 9, {event}"]
-
-
-def train_rank(rank: int | None, folder: str = "") -> dict[str, dict[str, Tensor]]:
-    """Train in processes, with a resume in the middle if there is a folder."""
-    found = {}
-    for transport in ("lockstep", "edge") if rank is not None else ("local",):
-        runtime = Runtime(transport=transport, overlap=rank is not None)  # type: ignore[arg-type]
-        pipeline = built(runtime, dropout=0.2, stages=[1, 2, 1, 2])
-        pipeline.train(RandomSource(), 12)
-        if folder:
-            path = Path(folder) / transport
-            Checkpoints(path).save(pipeline, {}, 1.0)
-            pipeline = built(runtime, dropout=0.2, stages=[1, 2, 1, 2])
-            restore(pipeline, path / f"{12:09}")
-        pipeline.train(RandomSource(), 9)
-        found[transport] = {key: value.clone() for key, value in pipeline.state_dict().items()}
-    return found
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("world", [2, 4])
-def test_overlap_in_processes_with_a_resume(world: int, tmp_path: Path) -> None:
-    expected = train_rank(None)["local"]
-    parts = run_processes(world, train_rank, tmp_path, str(tmp_path / "run"))
-    for transport in ("lockstep", "edge"):
-        weights = {key: value for part in parts for key, value in part[transport].items()}
-        assert all(torch.equal(weights[key], value) for key, value in expected.items())

@@ -1,4 +1,3 @@
-import copy
 from functools import cache
 from itertools import cycle, product
 
@@ -17,19 +16,13 @@ from petra import (
     Model,
     ModelError,
     PetraError,
-    Pipeline,
-    TensorSpec,
     Weights,
 )
-from petra.engine.method_state import load_method_state, method_state
-from petra.engine.update_state import load_update_state, update_state
 from petra.method import STORABLE
 from petra.models import MODELS
 from petra.settings import Numerics, Runtime
-from petra.staleness import Prediction
-from tests.support.nets import RandomSource, make_pipeline, mixed_net, sgd, train_plainly
+from tests.support.nets import RandomSource, make_pipeline, mixed_net, sgd
 from tests.support.pairs import all_pairs
-from tests.support.remedies import Remedy
 
 
 def variants() -> dict[str, Method]:
@@ -115,16 +108,6 @@ def test_without_staleness_training_is_plain_training(name: str, shape: tuple[in
     torch.testing.assert_close(pipeline.state_dict(), plain.state_dict(), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("delay", [1, 2])
-def test_one_stage_is_plain_training(delay: int) -> None:
-    model, data = mixed_net(), RandomSource()
-    pipeline = make_pipeline(model, data.spec, method=Method("petra", delay, Keep.NOTHING), stages=1, optimizer=sgd, seed=1)
-    pipeline.train(data, 6)
-    plain = model.build(1)
-    train_plainly(plain, sgd(plain), data, 6)
-    torch.testing.assert_close(pipeline.state_dict(), plain.state_dict(), rtol=1e-8, atol=1e-10)
-
-
 NETWORKS = {
     **{name: {"width": 1 / 32} for name in ("resnet34", "resnet50", "revnet34", "revnet50")},
     "revnet50 convolution": {"width": 1 / 32, "downsampling": "convolution"},
@@ -194,69 +177,6 @@ def test_evaluation_uses_running_statistics_and_ignores_filling_targets() -> Non
     assert all(stage.module.training for stage in pipeline.stages.values())
 
 
-def test_learning_rate_follows_each_stages_own_clock() -> None:
-    seen: dict[int, list[float]] = {}
-
-    class Spy(torch.optim.SGD):
-        def step(self) -> None:  # type: ignore[override]
-            seen.setdefault(id(self), []).append(self.param_groups[0]["lr"])
-
-    data = RandomSource()
-    pipeline = make_pipeline(
-        mixed_net(), data.spec, k=3, optimizer=lambda m: Spy(m.parameters(), lr=9.0), learning_rate=lambda t: t / 100
-    )
-    pipeline.train(data, 4)
-    pipeline.train(data, 5)
-    assert list(seen.values()) == [[0.03, 0.06, 0.09]] * 6
-
-
-@pytest.mark.parametrize("method", ["petra", "backprop"])
-def test_stages_without_parameters_need_no_optimizer(method: str) -> None:
-    model = Model(
-        "plain",
-        (
-            BlockSpec("flatten", nn.Flatten),
-            BlockSpec("first", lambda: nn.Linear(12, 4)),
-            BlockSpec("middle", nn.Tanh),
-            BlockSpec("head", lambda: nn.Linear(4, 5)),
-        ),
-    )
-    data = RandomSource(size=2, dtype=torch.float32)
-    pipeline = make_pipeline(model, data.spec, method=method, optimizer=sgd)
-    assert pipeline.train(data, 5).loss > 0
-    assert [worker.update.optimizer is None for worker in pipeline.workers.values()] == [True, False, True, False]
-
-
-@pytest.mark.parametrize(
-    ("method", "remedy"),
-    [
-        ("pipedream_2bw", Remedy()),
-        ("petra", Remedy(correction=0.3, prediction=Prediction.DIFFERENCE, compensation=True)),
-        ("dsp", Remedy(prediction=Prediction.VELOCITY)),
-    ],
-    ids=str,
-)
-def test_method_state_goes_on_where_it_was(method: str, remedy: Remedy) -> None:
-    """With weights, optimizers and clocks: bit for bit."""
-
-    def build() -> Pipeline:
-        return make_pipeline(model, data.spec, method=method, remedy=remedy, k=5, optimizer=sgd, seed=3)
-
-    model, data = mixed_net(), RandomSource()
-    whole, resumed = build(), build()
-    whole.train(data, 12)
-    for j, stage in whole.stages.items():
-        resumed.stages[j].module.load_state_dict(stage.module.state_dict())
-        load_update_state(resumed.stages[j], resumed.workers[j].update, copy.deepcopy(update_state(stage, whole.workers[j].update)))
-        resumed.workers[j].microbatches_done = whole.workers[j].microbatches_done
-    resumed.microbatches_done = whole.microbatches_done
-    state = method_state(whole.plan, whole.workers)
-    load_method_state(resumed.plan, resumed.workers, state)
-    for pipeline in (whole, resumed):
-        pipeline.train(data, 11)
-    torch.testing.assert_close(whole.state_dict(), resumed.state_dict(), rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("evaluating", [False, True])
 def test_what_an_error_left_on_its_way_is_not_trained_on(evaluating: bool) -> None:
     class Ends(RandomSource):
@@ -297,35 +217,13 @@ def test_settings_that_cannot_work_are_refused(change: dict[str, object], messag
         make_pipeline(mixed_net(), RandomSource().spec, **{"optimizer": sgd, **change})  # type: ignore[arg-type]
 
 
-def test_exact_streams_need_a_wire_of_their_own_type() -> None:
-    with pytest.raises(ConfigError, match=r"exact_streams: expected false with wire=torch\.bfloat16, got true"):
-        Numerics(exact_streams=True, wire=torch.bfloat16)
-
-
 def test_data_of_another_form_is_refused() -> None:
     pipeline = make_pipeline(mixed_net(), RandomSource().spec, optimizer=sgd)
     with pytest.raises(ModelError, match=r"microbatch 0: expected float64\[4, 3, 8, 8\], got float64\[1, 3, 8, 8\]"):
         pipeline.train(RandomSource(batch=1), 2)
 
 
-@pytest.mark.parametrize("method", ["petra", "backprop", "delayed", "gpipe"])
-def test_a_first_block_that_writes_into_the_data_is_refused(method: str) -> None:
-    class Scaling(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.mul_(2)
-
-    model = Model("bad", (BlockSpec("scaling", Scaling), *mixed_net().blocks))
-    with pytest.raises(ModelError, match="Scaling modifies its input in place"):
-        make_pipeline(model, RandomSource().spec, method=method, k=6, optimizer=sgd).train(RandomSource(), 1)
-
-
 def test_a_network_in_bf16_runs_without_autocast() -> None:
     data = RandomSource(dtype=torch.bfloat16)
     pipeline = make_pipeline(mixed_net(dtype=torch.bfloat16), data.spec, optimizer=sgd)
     assert pipeline.train(data, 3).loss > 0
-
-
-def test_blocks_that_do_not_fit_are_named() -> None:
-    model = Model("bad", (BlockSpec("stem", lambda: nn.Conv2d(3, 4, 3)), BlockSpec("head", lambda: nn.Conv2d(5, 2, 3))))
-    with pytest.raises(ModelError, match=r"block head: expected an input that .*, got float32\[4, 4, 6, 6\] from block stem"):
-        make_pipeline(model, TensorSpec((4, 3, 8, 8), torch.float32), optimizer=sgd)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from petra import METHODS, ConfigError, Keep, Method, ModelError, Pipeline, Runtime, TensorSpec
+from petra import ConfigError, Keep, Method, ModelError, Pipeline, Runtime
 from petra.data import EvalSource, Split, TrainSource, from_dataset, load_dataset
 from petra.diagnostics.activation_memory import ActivationMemory
-from petra.models import revnet18
 from petra.plan import make_plan
 from petra.settings import Numerics
 from petra.training import Checkpoints, restore
 from tests.support.nets import RandomSource, make_pipeline, mixed_net, sgd
-from tests.support.processes import run_processes
 
 
 class Once:
@@ -125,7 +122,7 @@ def test_another_shape_is_an_error() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_sources_return_the_same_inputs_again(workers: int) -> None:
     """With the same augmentation, also where inputs are read with targets, and in a replica's share."""
-    rows = [(torch.rand(3), m) for m in range(20)]
+    rows, kept = [(torch.rand(3), m) for m in range(20)], []
 
     class Noisy:
         def __len__(self) -> int:
@@ -137,6 +134,7 @@ def test_sources_return_the_same_inputs_again(workers: int) -> None:
     for split in (load_dataset("digits").train, from_dataset(Noisy())):
         for share in (slice(None), slice(2, 4)):
             source = TrainSource(split, 4, seed=2, workers=workers, share=share)
+            kept.append(source)  # its workers end with the test
             first = [source.inputs(m).clone() for m in range(6)]
             assert all(torch.equal(source.refetch(m), first[m]) for m in range(6))
             assert first[0].shape[0] == len(range(4)[share])
@@ -165,38 +163,3 @@ def test_a_resumed_run_fetches_inputs_again(tmp_path: Path) -> None:
     resumed.train(source, 9)
     assert source.fetched == [*range(7, 16)]
     assert equal(resumed.state_dict(), stored.state_dict())
-
-
-CASES = [("lockstep", 2), ("edge", 1)]
-
-
-def train_digits(refetch: bool, workers: int, dp: int, case: tuple[Any, int]) -> dict[str, Tensor]:
-    transport, delay = case
-    split = load_dataset("digits").train
-    source = TrainSource(split, 4, seed=2, workers=workers)
-    made = make_pipeline(
-        revnet18(width=1 / 16),
-        TensorSpec((4, 3, 32, 32), torch.float32),
-        method=replace(METHODS["petra"], delay=delay),
-        k=2,
-        dp=dp,
-        optimizer=sgd,
-        runtime=Runtime(transport=transport, refetch=refetch),
-    )
-    assert made.plan.refetches == refetch
-    made.train(source, 12)
-    return {key: value.clone() for key, value in made.state_dict().items()}
-
-
-def compare(rank: int, dp: int) -> list[bool]:
-    torch.set_num_threads(1)
-    cases = CASES if dp == 1 else [("auto", 2)]
-    return [equal(train_digits(True, 1, dp, case), train_digits(False, 0, dp, case)) for case in cases]
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("dp", [1, 2])
-def test_two_processes_fetch_inputs_again(dp: int, tmp_path: Path) -> None:
-    """Both transports at both delays, and replicas; refetching with workers, storing without."""
-    for found in run_processes(2, compare, tmp_path, dp):
-        assert found == [True] * (1 if dp == 2 else len(CASES))

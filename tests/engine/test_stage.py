@@ -14,7 +14,7 @@ from petra.engine.options.simple_stage import simple_stage
 from petra.engine.stage import Stage
 from petra.method import METHODS
 from petra.model import Chain, Model
-from petra.reversible import Coupling, Gradients, ReversibleBlock, derive_seed, seeded
+from petra.reversible import Coupling, derive_seed, seeded
 from petra.specs import Streams
 from tests.support.nets import RandomSource, branch, mixed_net
 
@@ -84,28 +84,6 @@ def test_generators_are_seeded_only_for_blocks_that_draw() -> None:
     assert [runner.function.draws for runner in made.runners] == [True, True, False]
 
 
-class Offset(ReversibleBlock):
-    """A reversible block that uses its seed in its own way."""
-
-    def forward(self, x1: Tensor, x2: Tensor, *context: Tensor, seed: int | None = None) -> Streams:
-        assert seed is not None
-        return x1 + seed % 5, x2
-
-    def inverse(self, y1: Tensor, y2: Tensor, *context: Tensor, seed: int | None = None) -> Streams:
-        assert seed is not None
-        return y1 - seed % 5, y2
-
-    def inverse_vjp(self, y: Streams, dy: Streams, *, seed: int | None = None) -> tuple[Streams, Streams, Gradients]:
-        return self.inverse(*y, seed=seed), dy, {}
-
-
-def test_other_reversible_blocks_always_get_a_seed() -> None:
-    made = simple_stage([Offset()], [Keep.NOTHING], first_block=1)
-    x = (torch.zeros(2), torch.zeros(2))
-    for m in range(3):
-        assert torch.equal(made.backward(m, made.forward(m, x), x)[0][0], x[0])
-
-
 def live_bytes() -> int:
     gc.collect()
     without_storage = (FakeTensor, UninitializedTensorMixin)
@@ -137,34 +115,6 @@ def test_block_that_is_not_reversible_stores_its_inputs_in_flight() -> None:
     assert live_bytes() - before == 6 * one + delta[0].nbytes
     made.backward(0, (), delta)
     assert made.stored_bytes() == 5 * one
-
-
-@pytest.mark.parametrize("keep", [Keep.GRAPH, Keep.INPUT])
-def test_stashed_and_current_weights_differ_after_an_update(keep: Keep) -> None:
-    """A stored graph combines old activations with current weights; stashed and double weights are real copies."""
-    x, delta = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
-    results = {}
-    for weights in Weights:
-        torch.manual_seed(0)
-        block = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double()
-        old = [p.detach().clone() for p in block.parameters()]
-        made = simple_stage([block], [keep], weights=weights, first_block=1)
-        made.forward(0, (x,))
-        with made.updating(), torch.no_grad():
-            for p in block.parameters():
-                p.mul_(2)
-        _, (dx,) = made.backward(0, (), (delta,))
-        results[weights] = dx
-        w1, b1, w2, _ = old
-        hidden = torch.tanh(x @ w1.T + b1)
-        if weights is not Weights.CURRENT:
-            expected = ((delta @ w2) * (1 - hidden**2)) @ w1
-        else:
-            if keep is Keep.INPUT:
-                hidden = torch.tanh(x @ (2 * w1).T + 2 * b1)
-            expected = ((delta @ (2 * w2)) * (1 - hidden**2)) @ (2 * w1)
-        torch.testing.assert_close(dx, expected, rtol=1e-12, atol=1e-12)
-    assert not torch.allclose(results[Weights.CURRENT], results[Weights.STASHED])
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
@@ -210,25 +160,6 @@ def test_double_weights_are_two_versions() -> None:
     assert size <= live_bytes() - before < 1.5 * size
 
 
-def test_reconstruction_with_current_weights_differentiates_stashed_ones() -> None:
-    """PETRA, Table 4, fourth row."""
-    torch.manual_seed(0)
-    block = Coupling(nn.Sequential(nn.Linear(3, 3), nn.Tanh())).double()
-    old = {name: p.detach().clone() for name, p in block.named_parameters()}
-    made = simple_stage([block], [Keep.NOTHING], weights=Weights.STASHED, first_block=1)
-    x = tuple(torch.randn(4, 3, dtype=torch.float64) for _ in range(2))
-    y = made.forward(0, x)
-    with made.updating(), torch.no_grad():
-        for p in block.parameters():
-            p.mul_(1.5)
-    delta = tuple(torch.randn_like(t) for t in y)
-    (x1, x2), dx = made.backward(0, y, delta)
-    torch.testing.assert_close(x1, y[1] - block.f(y[0]).detach())
-    assert torch.equal(x2, y[0])
-    slope = 1 - torch.tanh(y[0] @ old["f.0.weight"].T + old["f.0.bias"]) ** 2
-    torch.testing.assert_close(dx[1], delta[0] + (delta[1] * slope) @ old["f.0.weight"])
-
-
 def test_last_stage_stores_the_graph_of_its_last_blocks() -> None:
     method = METHODS["petra"]
     assert method.keep_of([True, False, True, False, False], last=True) == (
@@ -240,31 +171,3 @@ def test_last_stage_stores_the_graph_of_its_last_blocks() -> None:
     )
     assert method.keep_of([True, False], last=False) == (Keep.NOTHING, Keep.INPUT)
     assert METHODS["backprop"].keep_of([True, False], last=False) == (Keep.GRAPH, Keep.GRAPH)
-
-
-def test_bf16_autocast_keeps_streams_in_float32() -> None:
-    model = mixed_net(dtype=torch.float32)
-    blocks = [model.build_block(i, 0) for i in range(5)]
-    keeps = METHODS["petra"].keep_of([False, True, False, True, True], last=False)
-    made = simple_stage(blocks, keeps, numerics=Numerics(torch.bfloat16))
-    y = made.forward(0, (RandomSource(dtype=torch.float32).inputs(0),))
-    assert {t.dtype for t in y} == {torch.float32}
-    x, dx = made.backward(0, y, tuple(torch.ones_like(t) for t in y))
-    assert {t.dtype for t in (*x, *dx)} == {torch.float32}
-    assert all(p.grad.isfinite().all() and p.grad.abs().sum() > 0 for p in made.module.parameters() if p.dim() > 1)
-
-
-def test_remedies_set_the_weights_of_both_passes() -> None:
-    """The forward pass uses predicted weights and the backward pass differentiates corrected ones, until both are reset."""
-    block = nn.Linear(3, 2)
-    made = simple_stage([block], [Keep.INPUT], first_block=1)
-    predicted, corrected = ({p: torch.randn_like(p).requires_grad_() for p in block.parameters()} for _ in range(2))
-    made.use_in_forward(predicted)
-    made.use_in_backward(corrected)
-    x, dy = torch.randn(4, 3), torch.randn(4, 2)
-    (y,) = made.forward(0, (x,))
-    _, (dx,) = made.backward(0, (), (dy,))
-    torch.testing.assert_close(y, nn.functional.linear(x, predicted[block.weight], predicted[block.bias]).detach())
-    torch.testing.assert_close(dx, dy @ corrected[block.weight].detach())
-    made.use_in_forward({})
-    assert torch.equal(made.forward(1, (x,))[0], block(x))

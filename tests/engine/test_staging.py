@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from petra.engine import endpoints
 from petra.engine.options.staging import AHEAD, IN_FLIGHT, Staging
 
 CPU = torch.device("cpu")
@@ -71,19 +70,6 @@ def test_the_host_waits_for_a_gpu_that_is_far_behind(thread: ThreadPoolExecutor)
         staged(m)
         assert Event.recorded - Event.waited <= IN_FLIGHT
     assert Event.waited == 20 - IN_FLIGHT
-
-
-def test_an_error_of_the_source_is_raised_when_its_microbatch_is_requested(thread: ThreadPoolExecutor) -> None:
-    staged = Staging(Source(fails_at=2), CPU, range(5), thread)
-    staged(0)
-    staged(1)
-    with pytest.raises(ValueError, match="unreadable"):
-        staged(2)
-
-
-def test_the_cpu_reads_directly() -> None:
-    source = Source()
-    assert endpoints.staged(source, CPU, range(3)) is source
 
 
 def test_two_readers_of_one_source_do_not_read_at_the_same_time(thread: ThreadPoolExecutor) -> None:

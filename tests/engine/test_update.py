@@ -18,7 +18,6 @@ from petra.engine.update_state import load_update_state, update_state
 from petra.errors import CommunicationError
 from petra.settings import Numerics, Runtime
 from petra.training import Checkpoints, restore
-from petra.training.optim import OPTIMIZERS
 from tests.support.nets import RandomSource, make_pipeline, mixed_net, sgd
 from tests.support.processes import run_processes
 
@@ -259,7 +258,9 @@ def test_skipped_updates_restore_running_statistics() -> None:
     run = pipeline(UpdateRules(nonfinite="skip"), "petra", k=2)
     run.train(Broken(), 8)
     assert all(value.isfinite().all() for value in run.state_dict().values())
-    assert run.stage_metrics()["stage/1/skipped_updates"] == 1
+    numbers = run.stage_metrics()
+    assert numbers["stage/1/skipped_updates"] == 1
+    assert 0 < numbers["stage/1/gradient_norm"] < float("inf")  # a mean without that of the skipped one
     assert run.evaluate(RandomSource(), 2).loss < 10
 
 
@@ -293,29 +294,6 @@ def test_the_last_finite_checkpoint_is_kept(transport: str, tmp_path: Path) -> N
     assert all(value.isfinite().all() for value in again.state_dict().values())
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_loaded_state_resumes_bit_for_bit(name: str) -> None:
-    """Copy clocks, averages, optimizer and gradient inside an accumulation into a new pipeline."""
-    rules, data = UpdateRules(average=0.9, loss_scale="dynamic"), RandomSource()
-    make = partial(pipeline, rules, "petra", k=3, optimizer=OPTIMIZERS[name], learning_rate=lambda t: 0.01 / t)
-    whole, first, second = make(), make(), make()
-    whole.train(data, 7)
-    whole.train(data, 6)
-    first.train(data, 7)
-    for worker, old in zip(second.workers.values(), first.workers.values(), strict=True):
-        worker.stage.module.load_state_dict(old.stage.module.state_dict())
-        load_update_state(worker.stage, worker.update, update_state(old.stage, old.update))
-        worker.microbatches_done = old.microbatches_done
-    second.microbatches_done = first.microbatches_done
-    second.train(data, 6)
-    torch.testing.assert_close(whole.state_dict(), second.state_dict(), rtol=0, atol=0)
-    with whole.averaged(), second.averaged():
-        torch.testing.assert_close(whole.state_dict(), second.state_dict(), rtol=0, atol=0)
-    state = update_state(whole.stages[1], whole.workers[1].update)["blocks"][0]
-    assert state["optimizer"].keys() == state["average"].keys() == state["gradient"].keys()
-    assert "weight" in next(iter(state["average"]))
-
-
 def test_overflow_of_the_sent_gradient_halves_the_scale() -> None:
     """The head's parameter gradients are small but its weights are large, so only the δ that it sends overflows in fp16."""
 
@@ -342,15 +320,3 @@ def test_overflow_of_the_sent_gradient_halves_the_scale() -> None:
     assert 0 < skipped < 20
     found.train(Data(), 10)
     assert found.stage_metrics()["stage/1/skipped_updates"] == skipped
-
-
-def test_the_mean_norm_excludes_skipped_updates() -> None:
-    class Data(RandomSource):
-        def inputs(self, m: int) -> Tensor:
-            return super().inputs(m) * (float("nan") if m == 2 else 1)
-
-    found = pipeline(UpdateRules(nonfinite="skip"), k=1)
-    found.train(Data(), 4)
-    numbers = found.stage_metrics()
-    assert numbers["stage/1/skipped_updates"] == 1
-    assert 0 < numbers["stage/1/gradient_norm"] < float("inf")

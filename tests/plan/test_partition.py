@@ -5,16 +5,13 @@ from random import Random
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from petra import ConfigError
-from petra.models import revnet18
 from petra.plan.layout import make_layout
 from petra.plan.partition import RangeExtrema, balanced_partition, best_partition
-from petra.specs import TensorSpec
 from tests.support.nets import RandomSource, mixed_net
 
 
@@ -106,15 +103,3 @@ def test_layout_is_contiguous_and_leaves_superfluous_processes_empty() -> None:
     assert layout.stages == (range(0, 1), range(1, 3), range(3, 4), range(4, 6))
     assert layout.processes[4] == range(0)
     assert [j for stages in layout.processes for j in stages] == [0, 1, 2, 3]
-
-
-def test_stages_balance_flops() -> None:
-    spec = TensorSpec((8, 3, 32, 32), torch.float32)
-    layout = make_layout(revnet18(width=0.25), spec, stages=2, processes=1)
-    halves = [sum(layout.profiles[b].flops for b in blocks) for blocks in layout.stages]
-    assert max(halves) < 0.6 * sum(halves)
-
-
-def test_more_processes_than_blocks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="processes: expected 1 to 6, since mixed has 6 blocks, got 7"):
-        make_layout(mixed_net(), RandomSource().spec, stages=None, processes=7)

@@ -11,9 +11,8 @@ from torch import nn
 from examples.remedies.shrinking import GradientShrinking
 from petra import ConfigError, Keep, Method, Pipeline, UpdateRules
 from petra.engine.method_state import load_method_state, method_state
-from petra.staleness import Discount, Prediction, WeightPrediction, remedies
+from petra.staleness import Prediction, WeightPrediction, remedies
 from petra.staleness.feedback import _Extrapolated
-from petra.training.optim import OPTIMIZERS
 from tests.support.nets import RandomSource, make_pipeline, mixed_net
 from tests.support.remedies import Remedy
 
@@ -104,59 +103,9 @@ def test_remedies_that_do_not_fit_the_run_raise(change: dict[str, object], messa
         pipeline(**change)
 
 
-def test_learning_rates_are_discounted_and_scaled() -> None:
-    rate = lambda t: 2.0  # noqa: E731
-    for remedy in Remedy(discount=8, lookahead=0.75).make():
-        rate = remedy.learning_rate(rate, staleness=4.0)
-    assert [rate(t) for t in (0, 4, 8, 9)] == [0.125, 0.25, 0.5, 0.5]
-    fresh = Discount(8).learning_rate(lambda t: 2.0, staleness=0.5)
-    assert fresh is not None
-    assert fresh(0) == 2.0
-
-
-def test_muon_predicts_by_the_last_change() -> None:
-    """Between two updates, F uses w + s·(change of w in the last update), whatever the optimizer is."""
-    run = pipeline(optimizer=OPTIMIZERS["muon"], learning_rate=lambda m: 0.01, k=2, remedy=Remedy(prediction=Prediction.DIFFERENCE))
-    history: list[list[torch.Tensor]] = []
-    for _ in range(2):
-        run.train(RandomSource(), 2)
-        history.append([p.detach().clone() for p in run.stages[0].module.parameters()])
-    s = run.plan.stages[0].staleness
-    expected = iter([new + s * (new - old) for old, new in zip(*history, strict=True)])
-    for runner in run.stages[0].runners:
-        assert runner.versions.predicted is not None
-        for name in runner.parameters:
-            torch.testing.assert_close(runner.versions.predicted[name], next(expected), rtol=1e-9, atol=1e-12)
-
-
 def test_gradients_shrink_at_delayed_boundaries_only() -> None:
     plan, port = SimpleNamespace(delays=(3, 3, 1, 0)), object()
     assert [GradientShrinking().wrap_port(port, plan, j) is port for j in range(4)] == [True, True, False, False]
-
-
-def test_a_step_that_a_fused_optimizer_skips_is_not_compensated() -> None:
-    run = pipeline(optimizer=OPTIMIZERS["sgd"], learning_rate=lambda m: 0.1, remedy=Remedy(compensation=True))
-    run.train(RandomSource(), 4)
-    optimizer, parameters = run.workers[0].update.optimizer, list(run.stages[0].module.parameters())
-    before = [p.detach().clone() for p in parameters]
-    for p in parameters:
-        p.grad = torch.full_like(p, float("nan"))
-    assert optimizer is not None
-    optimizer.param_groups[0]["lr"] = 0.1
-    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
-    optimizer.step()
-    assert all(torch.equal(p, old) for p, old in zip(parameters, before, strict=True))
-
-
-def test_a_step_that_a_fused_optimizer_skips_gets_no_feedback() -> None:
-    run = pipeline(optimizer=OPTIMIZERS["sgd"], learning_rate=lambda m: 0.1, remedy=Remedy(feedback=1.0))
-    run.train(RandomSource(), 12)
-    optimizer, parameters = run.workers[0].update.optimizer, list(run.stages[0].module.parameters())
-    before = [p.detach().clone() for p in parameters]
-    assert optimizer is not None
-    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
-    optimizer.step()
-    assert all(torch.equal(p, old) for p, old in zip(parameters, before, strict=True))
 
 
 def test_feedback_continues_after_skipped_steps_as_if_they_had_not_been() -> None:

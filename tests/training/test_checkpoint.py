@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import signal
-import time
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from launch.evaluate import main as evaluate
 from launch.run.resume import require_same
-from launch.runtime.reporting import STOPPED
 from petra import ConfigError, DataError, PetraError, Pipeline, UpdateRules
 from petra.errors import Interrupted
 from petra.settings import Numerics
@@ -25,8 +21,6 @@ from petra.staleness import Prediction
 from petra.training import OPTIMIZERS, Checkpoints, JsonLines, Trainer, best_of, finished_epochs, newest, restore
 from petra.training.checkpoint import MANIFEST, checkpoints
 from petra.training.storage import read, write
-from tests.launch.test_launch import TINY, metrics
-from tests.support.forked import Forked
 from tests.support.nets import RandomSource, make_pipeline, mixed_net
 from tests.support.processes import run_processes
 from tests.support.remedies import Remedy
@@ -36,6 +30,8 @@ CASES: dict[str, dict[str, Any]] = {
     "adam": {"optimizer": OPTIMIZERS["adam"], "numerics": Numerics(channels_last=True)},
     "double": {"method": "pipedream_2bw", "k": 10},
     "stashed": {"method": "delayed", "optimizer": OPTIMIZERS["lars"]},
+    "rotated": {"optimizer": OPTIMIZERS["basis_rotation"]},
+    "muon": {"optimizer": OPTIMIZERS["muon"], "rules": UpdateRules(average=0.9)},
     "difference": {"remedy": Remedy(9, 0.3, Prediction.DIFFERENCE, 1.5, True, 0.9)},
     "velocity": {"method": "dsp", "remedy": Remedy(prediction=Prediction.VELOCITY)},
 }
@@ -146,24 +142,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
     assert newest(tmp_path / "none") is None
 
 
-def save_into_a_file(rank: int, folder: str) -> str:
-    pipeline = build()
-    with pytest.raises(PetraError) as caught:
-        Checkpoints(Path(folder)).save(pipeline, {})
-    return str(caught.value)
-
-
-@pytest.mark.processes
-def test_a_folder_that_cannot_be_written_is_the_same_error_in_all_processes(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    folder = tmp_path / "file" / "checkpoints"
-    texts = run_processes(2, save_into_a_file, tmp_path / "p", str(folder))
-    assert texts[0] == texts[1]
-    assert texts[0].startswith(
-        f"checkpoint {folder}/000000000: cannot be written (Not a directory); earlier checkpoints are intact"
-    )
-
-
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     pipeline, store = build(), Checkpoints(tmp_path, keep=2)
     for clock, score in enumerate([0.1, 0.7, None, 0.7, 0.3, None]):
@@ -268,26 +246,6 @@ def test_another_configuration_is_an_error() -> None:
             require_same(found, same | new, Path("c"))
     with pytest.raises(ConfigError, match=r"k: expected 4 as in .*, got 2"):
         require_same(found, same | {"k": 2}, Path("c"))
-
-
-@pytest.mark.processes
-def test_a_signal_stops_a_run_that_can_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The metrics equal those of a run without the signal, and evaluation reads the checkpoint."""
-    run, whole = tmp_path / "run", tmp_path / "whole"
-    settings = [*TINY, "trainer.epochs=2", "checkpoint.every=3"]
-    with Forked(tmp_path, [*settings, f"run_dir={run}", "resume=auto"], 1) as stopped:
-        while not (run / "checkpoints").exists() and stopped.processes[0].is_alive():
-            time.sleep(0.02)
-        stopped.signal(signal.SIGTERM)
-        assert stopped.wait(60) == [STOPPED], stopped.output()
-    assert stopped.output().startswith("stopped on request after microbatch ")
-    evaluate([f"run={run}"])
-    assert json.loads(capsys.readouterr().out)["weights"].startswith(str(run / "checkpoints"))
-    for folder in (run, whole):
-        with Forked(tmp_path, [*settings, f"run_dir={folder}", "resume=auto"], 1) as resumed:
-            resumed.finish()
-    assert metrics(run) == metrics(whole)
-    assert len(metrics(run)) == 2
 
 
 def test_writing_does_not_use_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

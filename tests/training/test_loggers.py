@@ -105,28 +105,6 @@ def picture(tmp_path: Path) -> Path:
     return path
 
 
-def test_weights_and_biases_has_one_run_with_the_whole_history(tmp_path: Path, picture: Path) -> None:
-    """The first process was killed after step 7, and the run resumes from a checkpoint at step 5."""
-    pytest.importorskip("wandb", reason="Weights & Biases is an optional extra")
-    WandbLogger(tmp_path, "petra", "offline", {"k": 4, "model": {"name": "revnet18"}}).close()
-    first = OfflineRun(tmp_path)
-    logger = WandbLogger(tmp_path, "petra", "offline", {"k": 4, "model": {"name": "revnet18"}}, [row(3), row(5)])
-    logger.log({"microbatches": 7, "update/loss": 0.5})
-    logger.log(row(7))
-    logger.close({"test_accuracy": 0.75, "layout": [{"stage": 1}]}, [picture])
-    run = OfflineRun(tmp_path)
-    assert run.id == first.id
-    assert run.config["k"] == 4
-    assert run.config["model"] == {"name": "revnet18"}
-    values = {step: {key: value for key, value in found.items() if key[0] != "_"} for step, found in run.rows.items()}
-    image = {step: found.pop("pictures/curves") for step, found in values.items() if "pictures/curves" in found}
-    assert {step: found for step, found in values.items() if found} == {3: row(3), 5: row(5), 7: {**row(7), "update/loss": 0.5}}
-    assert run.summary["test_accuracy"] == 0.75
-    assert run.summary["stage/2/gradient_norm"] == 0.7
-    (entry,) = image.values()
-    assert (run.folder / "files" / entry["path"]).read_bytes() == picture.read_bytes()
-
-
 def test_a_process_may_open_the_same_run_twice(tmp_path: Path) -> None:
     """A run with replicas that are lost opens its records again, in the same process."""
     pytest.importorskip("wandb", reason="Weights & Biases is an optional extra")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -21,8 +20,6 @@ from torch.distributed.checkpoint import filesystem
 from petra import BlockSpec, Model, PetraError, Pipeline
 from petra.training import Checkpoints, newest, restore, sgd
 from petra.training import checkpoint as protocol
-from stress.kill_many import RUN, assert_same, assert_undamaged, results
-from tests.support.forked import Forked
 from tests.support.nets import RandomSource, make_pipeline
 from tests.support.processes import context
 
@@ -87,7 +84,10 @@ def save_forked(pipeline: Pipeline, folder: Path, background: bool, last: int | 
 
 
 def die_everywhere(folder: Path, background: bool) -> None:
-    """Die before every step of a save, at its first and last occurrence. A save includes the removal of the old checkpoint."""
+    """Die before every second step of a save, or every fourth in the background, at its first and last occurrence.
+
+    A save includes the removal of the old checkpoint.
+    """
     torch.set_num_threads(1)
     pipeline, expected = small(), dict[int, dict[str, Tensor]]()
     for clock in (1, 2):
@@ -108,7 +108,7 @@ def die_everywhere(folder: Path, background: bool) -> None:
     first = {step: index for index, step in reversed(list(enumerate(steps)))}
     last = {step: index for index, step in enumerate(steps) if step.startswith("checkpoint.py")}
     found = set()
-    for index in sorted({*first.values(), *last.values()})[:: 3 if background else 1]:
+    for index in sorted({*first.values(), *last.values()})[:: 4 if background else 2]:
         assert attempt(index) == 9, steps[index]
         restored, path = small(), newest(work)
         assert path is not None, steps[index]
@@ -190,25 +190,3 @@ def test_a_full_or_read_only_disk_leaves_checkpoints_intact(options: str, reason
     restore(restored, path)
     assert equal(weights(restored), trained)
     assert {p.name for p in (disk / "c").iterdir()} == {"000000002", "latest"}
-
-
-@pytest.mark.processes
-def test_a_run_on_a_full_disk_prints_one_error_and_resumes_when_there_is_space(disk: Path, tmp_path: Path) -> None:
-    """There is no space for the third checkpoint."""
-    with Forked(tmp_path / "whole", RUN, 2) as run:
-        assert run.wait(60) == [0, 0], run.output()
-    expected = results(tmp_path / "whole" / "run")
-    with Forked(disk, RUN, 2) as run:
-        assert run.wait(60) == [2, 2], run.output()
-    printed = run.output()
-    # While a checkpoint is written in the background, there may be no space for a record either.
-    checkpoint = (
-        r"checkpoint run/checkpoints/0000000\d\d: cannot be written \(No space left on device\); earlier checkpoints are intact"
-    )
-    assert re.match(rf"error: ({checkpoint}|run/\w+\.jsonl: .*No space left on device)", printed), printed
-    assert printed.count("\n") == 1
-    assert_undamaged(disk / "run", expected)
-    remount(disk, "size=50m")
-    with Forked(disk, RUN, 2) as run:
-        assert run.wait(60) == [0, 0], run.output()
-    assert_same(results(disk / "run"), expected, "full")
