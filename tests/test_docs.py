@@ -50,7 +50,12 @@ SHORTER = {
         "1440": "64",
         "width=0.25": "width=0.0625",
     },
-    "README.md": {"width=0.25": "width=0.0625", "range(1, 7)": "range(1)", "train.batches_per_epoch), p": "2), p", "test.batches)": "1)"},
+    "README.md": {
+        "width=0.25": "width=0.0625",
+        "range(1, 7)": "range(1)",
+        "train.batches_per_epoch), p": "2), p",
+        "test.batches)": "1)",
+    },
 }
 """What stands in a page's snippets in place of their own sizes, when they run here."""
 COMMANDS = [pytest.param(command, id=f"{path.name}: {command}") for path in PAGES for command in dict.fromkeys(commands(path))]

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from petra import METHODS, ConfigError, Keep, Method, TensorSpec
-from petra.cost_model import costs
 from petra.cost_model.autotune import choose_keeps, tune
 from petra.cost_model.costs import BlockCost, StageCost, count_blocks, pipeline_costs, profile_blocks, stage_cost
 from petra.cost_model.delays import choose_delays
@@ -115,25 +114,6 @@ def test_delays_of_equal_stages(latency: float, expected: tuple[int, ...]) -> No
         assert found == expected
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_no_delay_can_be_lowered(seed: int) -> None:
-    random = Random(seed)
-    costs = [StageCost(random.uniform(0.2, 1), random.uniform(0.5, 3)) for _ in range(4)]
-    link = Link(latency=random.uniform(0, 0.5))
-
-    def period(delay: tuple[int, ...]) -> float:
-        return predict(costs, replace(PETRA, delay=delay), link=link).period
-
-    found = choose_delays(costs, PETRA, 1, link=link)
-    best = period((4, 4, 4))
-    assert period(found) <= 1.01 * best
-    for i, d in enumerate(found):
-        if d:
-            assert period((*found[:i], d - 1, *found[i + 1 :])) > 1.01 * best
-    uniform = next(d for d in range(5) if period((d,) * 3) <= 1.01 * best)
-    assert sum(found) <= 3 * uniform
-
-
 def test_one_process_needs_no_delay() -> None:
     assert choose_delays([StageCost(1, 3)], PETRA, 1) == ()
 
@@ -170,15 +150,6 @@ def test_memory_limits_that_nothing_meets() -> None:
         tune(blocks, PETRA, 1, [3, 3], limit=10)
 
 
-def test_a_memory_limit_changes_the_partition() -> None:
-    """The first stages have the most microbatches in flight; a limit moves blocks that store their input to later stages."""
-    block = BlockCost("b", False, 1, 3, 1, 3, 0, input_bytes=10, output_bytes=10, graph_bytes=20, parameter_bytes=0)
-    free = tune([block] * 6, PETRA, 1, 2)
-    tight = tune([block] * 6, PETRA, 1, 2, limit=20 + 3 * 20)
-    assert free.stages == (3, 3)
-    assert tight.stages == (2, 4)
-
-
 def test_counted_costs() -> None:
     costs = count_blocks(mixed_net(), RandomSource().spec)
     conv = 2 * 4 * 8 * 8 * 4 * 4 * 9  # batch, positions, channels in and out, 3x3
@@ -195,38 +166,6 @@ def test_measured_costs_are_those_of_the_pipelines_code() -> None:
     counted = count_blocks(mixed_net(), RandomSource().spec)
     for a, b in zip(measured, counted, strict=True):
         assert (a.input_bytes, a.graph_bytes, a.parameter_bytes) == (b.input_bytes, b.graph_bytes, b.parameter_bytes)
-
-
-def test_costs_are_medians_of_passes_between_which_other_blocks_use_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes take scripted seconds: 100 to warm up, then forwards and updates 1, 9 and 2, backwards 3, 30 and 4."""
-    passes = [100, 100, 1, 3, 9, 30, 2, 4]
-    script = [*passes, *passes, 100, 1, 9, 2, *passes]  # two ways to store, updates, and frozen parameters
-    sizes: list[int] = []
-    uses = calls = 0
-    now = 0.0
-
-    class Recorded:
-        def __init__(self, nbytes: int, device: torch.device) -> None:
-            nonlocal uses
-            sizes.append(nbytes)
-            uses = 0
-
-        def use(self) -> None:
-            nonlocal uses, calls
-            uses, calls = uses + 1, 0
-
-    def clock(device: torch.device) -> float:
-        nonlocal now, calls
-        calls += 1
-        now += script[uses - 1] if calls == 2 else 0  # the end of a pass is the second call after each use
-        return now
-
-    monkeypatch.setattr(costs, "_Memory", Recorded)
-    monkeypatch.setattr(costs, "synchronized_time", clock)
-    found = profile_blocks(mixed_net(), RandomSource().spec, optimizer=partial(_sgd, lr=0.1), rounds=3)
-    assert {(c.forward, c.backward, c.graph_forward, c.graph_backward, c.update) for c in found} == {(2, 4, 2, 4, 2)}
-    own = [block.graph_bytes + 3 * block.parameter_bytes for block in found]
-    assert sizes == [sum(own) - size for size in own]
 
 
 def _sgd(module: torch.nn.Module, lr: float) -> torch.optim.SGD:

@@ -62,19 +62,6 @@ def test_weights_gradients_and_states_are_those_of_the_parameters() -> None:
     assert averaged.optimizer == 2 * sgd.optimizer
 
 
-def test_a_larger_delay_stores_more() -> None:
-    """Block stem stores its input, block down its input streams, for each further microbatch in flight."""
-    sizes = [predicted(delay=delay).stored for delay in (1, 2, 3)]
-    assert sizes[0] < sizes[1] < sizes[2]
-    assert sizes[2] - sizes[1] == pytest.approx(sizes[1] - sizes[0], rel=0.3)
-
-
-def test_every_process_has_its_own_stages() -> None:
-    parts = [predicted(processes=3, process=process) for process in range(3)]
-    assert sum(part.weights for part in parts) == predicted().weights
-    assert all(part.total == part.tensors + part.workspace for part in parts)
-
-
 @pytest.mark.parametrize(("processes", "process"), [(1, 0), (3, 1), (6, 3)])
 def test_stages_add_up_to_their_process(processes: int, process: int) -> None:
     owned = [predicted(processes=processes, process=p).stages for p in range(processes)]

@@ -118,14 +118,6 @@ def test_period_of_many_stages_is_that_of_a_long_simulation(name: str, transport
     assert predict(costs, PREDICTED[name], 16, link=link, transport=transport).period == pytest.approx(expected, rel=1e-9)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("method", [METHODS["petra"], METHODS["1f1b"], METHODS["gpipe"], Method("d=1", 1, Keep.NOTHING)])
-def test_many_stages(method: Method) -> None:
-    """Fast links: 4 units per microbatch without flushes, and 4 (k + J − 1) / k with them."""
-    stages, k = 300, 8
-    expected = 4 * (k + stages - 1) / k if method.flush else 4
-    assert predict([StageCost(1, 3)] * stages, method, k).period == pytest.approx(expected, rel=1e-12)
-
-
 def test_a_thousand_stages_are_planned_in_little_work() -> None:
     """Counts rounds, not seconds: the timetable of 1,000 stages repeats after about two rounds per stage and direction."""
     stages = 1000

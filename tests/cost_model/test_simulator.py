@@ -51,22 +51,6 @@ def test_periods_of_equal_stages(stages: int, k: int, transport: str) -> None:
     assert period(GPIPE, GRAPH) == pytest.approx(3 * (k + stages - 1) / k)
 
 
-@pytest.mark.parametrize("stages", [2, 3, 6])
-def test_bubble_of_zb_h1(stages: int) -> None:
-    """(J − 1)(F + B − W) per update, where 1F1B has (J − 1)(F + B + W) (Qi et al. 2024, table 2; B without W)."""
-    for forward, backward, weights, k in ((1, 1, 1, 2 * stages), (1, 1.2, 0.8, 2 * stages + 3)):
-        cost = StageCost(forward, backward + weights, weights=weights)
-        busy = k * (forward + backward + weights)
-        # The first stage sends nothing, so it does not split its backward.
-        split = (stages - 1) * (forward + backward - weights)
-        found = predict([cost] * stages, ZB_H1, k)
-        assert k * found.period == pytest.approx(busy + split)
-        assert k * predict([cost] * stages, METHODS["1f1b"], k).period == pytest.approx(
-            busy + (stages - 1) * (forward + backward + weights)
-        )
-        assert found.in_flight == [stages] * stages
-
-
 def test_zb_h1_runs_the_steps_of_the_paper() -> None:
     """Four stages and eight microbatches, Fig. 2 of Qi et al. 2024: stage j postpones W by j microbatches."""
     found = simulate([StageCost(1, 2, 1, weights=1)] * 4, ZB_H1, 8, 8)
@@ -103,14 +87,6 @@ def test_updates_count_once_in_k() -> None:
 def test_stages_of_one_process_take_turns() -> None:
     assert predict([NOTHING] * 6, METHODS["petra"], processes=[range(0, 4), range(4, 6)]).period == pytest.approx(16)
     assert predict([NOTHING] * 6, METHODS["petra"], processes=[range(6)]).period == pytest.approx(24)
-
-
-def test_microbatches_in_flight_and_staleness() -> None:
-    costs = [StageCost(1, 3)] * 3
-    found = predict(costs, METHODS["petra"], k=4)
-    assert (found.in_flight, found.staleness) == ([5, 3, 1], [1.0, 0.5, 0.0])
-    assert predict(costs, GPIPE, k=4).in_flight == [4, 4, 4]
-    assert predict(costs, ONE_F_ONE_B, k=2).in_flight == [2, 2, 1]
 
 
 def test_messages_that_hide_behind_compute_cost_nothing() -> None:
@@ -189,23 +165,6 @@ def test_random_pipelines_against_longest_paths(seed: int) -> None:
     if max(found.values()) != pytest.approx(max(expected.values())):
         waits = seconds_by_kind(simulate(costs, method, k, microbatches))
         assert any(waits[j, Kind.SEND] > 0 for j in range(stages))
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_every_process_does_one_thing_at_a_time(transport: str) -> None:
-    costs = [StageCost(1.0 + j / 7, 2.5, update=0.3, forward_bytes=10, backward_bytes=20) for j in range(5)]
-    processes = [range(0, 2), range(2, 5)]
-    found = simulate(costs, METHODS["petra"], 2, 11, processes=processes, link=Link(20, 0.1), transport=transport)  # type: ignore[arg-type]
-    for stages in processes:
-        own = sorted((i for i in found if i.stage in stages), key=lambda i: i.start)
-        assert all(a.stop <= b.start + 1e-9 for a, b in pairwise(own))
-    done = [i for i in found if i.kind is Kind.BACKWARD]
-    assert len(done) == 5 * 11
-
-
-def test_delays_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"method\.delay"):
-        predict([NOTHING] * 4, Method("x", (1, 2), Keep.NOTHING))
 
 
 @pytest.mark.parametrize("transport", ["edge", "lockstep"])

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from petra import METHODS, Method, Model, TensorSpec
 from petra.cost_model import stage_memory
 from petra.cost_model.block_memory import Known, Pass
-from petra.cost_model.memory import PredictedMemory, predict_memory
+from petra.cost_model.memory import predict_memory
 from petra.cost_model.stage_memory import predict_stages
 from petra.engine.endpoints import Losses
 from petra.engine.metrics import correct_predictions
@@ -39,11 +39,11 @@ def images() -> tuple[Model, TensorSpec, TensorSpec]:
 
 FLAGS = 1024
 """Bytes that a backward leaves until the update: a sum of each stream's gradient."""
-UNEQUAL = {"d = 3, 0, 1": (3, 0, 1, 2, 2, 1, 2), "d = 4, 3": (4, 3, 3, 3, 3, 3, 3)}
+UNEQUAL = {"d = 3, 0, 1": (3, 0, 1, 2, 2, 1, 2)}
 """Delays of the boundaries."""
 
 
-@pytest.mark.parametrize("method", ["petra", "pipedream", "reconstruct_stashed", "pipedream_2bw", "1f1b", "gpipe", *UNEQUAL])
+@pytest.mark.parametrize("method", ["petra", "pipedream_2bw", "1f1b", *UNEQUAL])
 def test_short_pipelines_tell_the_memory_of_a_long_one(method: str) -> None:
     model, inputs, targets = transformer(6)
     chosen = METHODS[method] if method in METHODS else Method("x", UNEQUAL[method], METHODS["petra"].keep)
@@ -58,8 +58,8 @@ def test_short_pipelines_tell_the_memory_of_a_long_one(method: str) -> None:
         assert found.tensors == pytest.approx(expected.tensors, rel=0.05)
 
 
-@pytest.mark.parametrize(("method", "k"), [("petra", 1), ("delayed", 3), ("1f1b", 12)])
-def test_stages_of_a_convolutional_network(method: str, k: int) -> None:
+def test_stages_of_a_convolutional_network() -> None:
+    method, k = "delayed", 3
     model, inputs, targets = images()
     plan = make_plan(model, inputs, method=method, k=k, processes=10, device_type="cuda", refetch=True)
     known = Known()
@@ -83,31 +83,11 @@ def test_equal_stages_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({stage.stored for stage in found[2:30]}) == 1  # a reversible stage stores nothing for the microbatches in flight
 
 
-def test_methods_share_the_stages_in_which_they_do_not_differ() -> None:
-    """Stages with the same delays that store and send the same; neither another k nor a longer pipeline makes a difference."""
-    model, inputs, targets = images()
-
-    def predict(method: str, k: int, stages: list[int], known: Known) -> list[PredictedMemory]:
-        plan = make_plan(model, inputs, method=method, k=k, stages=stages, processes=len(stages), device_type="cuda")
-        return predict_stages(plan, RECIPE, targets, known)
-
-    known = Known()
-    predict("petra", 4, [4, 3, 3], known)
-    counted = len(known["stages"])
-    assert predict("petra", 1, [4, 3, 3], known) == predict("petra", 1, [4, 3, 3], {})
-    assert len(known["stages"]) == counted
-    for method in ("dsp", "reversible"):
-        assert predict(method, 4, [4, 3, 3], known) == predict(method, 4, [4, 3, 3], {})
-
-
 @pytest.mark.parametrize(
     ("method", "make", "autocast"),
     [
         ("petra", images, None),
-        ("pipedream", transformer, None),
-        ("backprop", images, torch.bfloat16),
         ("reconstruct_stashed", transformer, torch.bfloat16),
-        ("pipedream_2bw", images, None),
     ],
 )
 def test_blocks_of_a_kind_run_once(

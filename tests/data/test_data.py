@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from petra.data import EvalSource, Split, TrainSource, from_dataset, load_dataset
-from petra.data.arrays import Images, augment, normalise
+from petra.data.arrays import Images, normalise
 from petra.data.dataset import Labels
 from petra.errors import ConfigError
 from petra.reversible import derive_seed
@@ -19,10 +19,6 @@ def numbered():
     """Return 23 training images with different labels, so that targets identify the images of a microbatch."""
     data = load_dataset("synthetic", images=23, classes=5)
     return replace(data, train=replace(data.train, targets=Labels(torch.arange(23))))
-
-
-def with_images(dataset, **changes):
-    return replace(dataset, train=replace(dataset.train, inputs=replace(dataset.train.inputs, **changes)))
 
 
 # --- training ---
@@ -49,31 +45,6 @@ def test_microbatches_are_functions_of_their_number(numbered):
     plain, images = TrainSource(numbered, batch_size=5, seed=3, augment=False), numbered.train.inputs
     for m in range(6):
         assert torch.equal(plain.inputs(m), normalise(images.images[expected[m][1]], images.moments))
-
-
-def test_processes_have_only_the_readers_they_need(numbered):
-    """The process of the first stage has the images, the process of the last stage has the targets, and all have the counts."""
-    whole = TrainSource(numbered, batch_size=5, seed=0)
-    inputs, targets, neither = (
-        TrainSource(numbered.part(inputs=i, targets=t), batch_size=5, seed=0)
-        for i, t in ((True, False), (False, True), (False, False))
-    )
-    assert torch.equal(inputs.inputs(3), whole.inputs(3))
-    assert torch.equal(targets.targets(3), whole.targets(3))
-    assert neither.batches_per_epoch == inputs.batches_per_epoch == targets.batches_per_epoch == 4
-    assert numbered.part(targets=True).train.inputs is numbered.part(inputs=True).test.targets is None
-
-
-def test_images_are_flipped_only_if_the_data_set_allows_it(numbered):
-    flipped, upright, plain = (
-        TrainSource(with_images(numbered, flip=flip), batch_size=23, seed=0, augment=augmented).inputs(0)
-        for flip, augmented in ((True, True), (False, True), (True, False))
-    )
-    assert not torch.equal(upright, plain)
-    mirrored = [torch.equal(image, other.flip(-1)) for image, other in zip(flipped, upright, strict=True)]
-    same = [torch.equal(image, other) for image, other in zip(flipped, upright, strict=True)]
-    assert [not m for m in mirrored] == same
-    assert 0 < sum(mirrored) < 23
 
 
 def test_share_selects_rows_of_the_microbatch(numbered):
@@ -140,29 +111,6 @@ def test_arguments_are_checked_when_a_source_is_made(numbered, changes, message)
 
 
 # --- augmentation ---
-
-
-def test_augmentation_against_a_search_over_all_crops():
-    """Each result must be one of the 81 crops of the padded image, possibly flipped, and all of them must occur."""
-    generator = torch.Generator().manual_seed(0)
-    image = torch.randint(1, 256, (3, 32, 32), dtype=torch.uint8, generator=generator)
-    padded = np.zeros((3, 40, 40), dtype=np.uint8)
-    padded[:, 4:36, 4:36] = image.numpy()
-    choices = {}
-    for top in range(9):
-        for left in range(9):
-            crop = padded[:, top : top + 32, left : left + 32]
-            choices[crop.tobytes()] = (top, left, False)
-            choices[crop[:, :, ::-1].tobytes()] = (top, left, True)
-    results = augment(image.expand(2000, -1, -1, -1), flip=True, seed=derive_seed(7), indices=torch.arange(2000))
-    found = [choices[result.numpy().tobytes()] for result in results]
-    assert len(set(found)) == 162
-    counts = np.bincount([9 * top + left for top, left, _ in found], minlength=81)
-    assert ((counts - 2000 / 81) ** 2).sum() / (2000 / 81) < 130  # chi-square with 80 degrees, 99.9th percentile 125
-    assert 0.45 < np.mean([mirrored for *_, mirrored in found]) < 0.55
-
-    unmirrored = augment(image.expand(200, -1, -1, -1), flip=False, seed=1, indices=torch.arange(200))
-    assert not any(choices[result.numpy().tobytes()][2] for result in unmirrored)
 
 
 def test_normalised_augmented_images_against_a_loop_over_pixels():

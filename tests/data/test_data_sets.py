@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from petra.data import EvalSource, TrainSource, from_dataset, in_memory, load_dataset, microbatch_form
-from petra.data.arrays import normalise
 from petra.errors import ConfigError, DataError
 from tests.support.fakes import write_image_folders
 
@@ -39,14 +38,6 @@ def test_synthetic_images_can_be_classified(size):
     assert torch.equal(nearest, data.test.targets.labels)
     assert (centres - centres.flip(-1)).abs().amax() < 65  # symmetric except for the noise
     assert torch.equal(images, load_dataset("synthetic", images=60, classes=3, size=size).train.inputs.images)
-
-
-def test_normalised_training_images_have_zero_mean_and_unit_deviation(digits):
-    for data in (digits, load_dataset("synthetic", images=50)):
-        images = normalise(data.train.inputs.images, data.train.inputs.moments)
-        assert images.dtype == torch.float32
-        assert images.mean((0, 2, 3)).abs().amax() < 1e-4
-        assert (images.std((0, 2, 3)) - 1).abs().amax() < 1e-3
 
 
 @pytest.mark.parametrize(

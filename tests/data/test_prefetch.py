@@ -16,10 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from petra.data import EvalSource, TrainSource, load_dataset
 from petra.data.prefetch import PREFETCH_FACTOR, Prefetcher
 from petra.errors import DataError
-from tests.support.fakes import write_image_folders
 
 
 def doubled(m: int) -> torch.Tensor:
@@ -52,23 +50,6 @@ def test_workers_exit_after_the_last_number() -> None:
     for _ in range(2):
         assert [prefetch(m)[0].item() for m in range(3)] == [0, 2, 4]
         assert not multiprocessing.active_children()
-
-
-def test_microbatches_are_the_same_with_workers(tmp_path: Path) -> None:
-    """And a damaged file is reported as without workers."""
-    write_image_folders(tmp_path)
-    data = load_dataset("imagenet", root=tmp_path, size=12)
-    plain, prefetched = TrainSource(data, 5, seed=2), TrainSource(data, 5, seed=2, workers=2)
-    for m in (0, 1, 0):
-        assert torch.equal(plain.inputs(m), prefetched.inputs(m))
-        assert torch.equal(plain.targets(m), prefetched.targets(m))
-    source, tests = EvalSource(data, 2, workers=1), EvalSource(data, 2)
-    assert torch.equal(source.inputs(0), tests.inputs(0))
-    (tmp_path / "val" / "n02" / "0.JPEG").write_bytes(b"no image")
-    with pytest.raises(DataError) as error:
-        [source.inputs(m) for m in (0, 1, 2)]
-    assert str(error.value).startswith(f"{tmp_path}/val/n02/0.JPEG: can't be read")
-    assert len(str(error.value).splitlines()) == 1
 
 
 def dies(m: int) -> torch.Tensor:

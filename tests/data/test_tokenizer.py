@@ -104,18 +104,6 @@ def test_invalid_input_gives_one_line(words: list[str], message: str, tmp_path: 
     assert message in line
 
 
-def test_an_error_leaves_no_token_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(tokenizer, "SHARD_TOKENS", 400)
-    (tmp_path / "empty.txt").write_text(" \n")
-    with pytest.raises(SystemExit):
-        tokenize(tmp_path, "--validation", str(tmp_path / "empty.txt"))
-    assert "--validation: expected at least one document for val, got none" in capsys.readouterr().err
-    assert not [*(tmp_path / "tokens").iterdir()]
-    tokenize(tmp_path)
-
-
 @pytest.mark.parametrize("line", ['{"text": null}', '{"content": "a"}', "[1, 2", '"text"'])
 def test_a_line_without_a_text_is_named(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n' + line + "\n")
@@ -123,18 +111,6 @@ def test_a_line_without_a_text_is_named(line: str, tmp_path: Path, capsys: pytes
         main([str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "tokens"), "--vocabulary", "300"])
     message = f'a.jsonl, line 3: expected a JSON object with a string "text", got {line}'
     assert message in capsys.readouterr().err
-
-
-def test_documents_are_not_truncated_by_the_vocabulary(tmp_path: Path) -> None:
-    tokenize(tmp_path)
-    path = tmp_path / "tokens" / "tokenizer.json"
-    vocabulary = tokenizers.Tokenizer.from_file(str(path))
-    vocabulary.enable_truncation(3)
-    vocabulary.enable_padding(length=50)
-    vocabulary.save(str(tmp_path / "short.json"))
-    loaded = tokenizer.load_vocabulary(tmp_path / "short.json")
-    for text in TEXTS:
-        assert loaded.encode(text).ids == tokenizers.Tokenizer.from_file(str(path)).encode(text).ids
 
 
 @pytest.mark.parametrize(("name", "content"), [("a.txt", "one<>two"), ("a.jsonl", '{"text": "one"}\n{"text": "two"}\n')])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -96,15 +95,6 @@ def test_augmentation_moves_windows_within_their_file(arrays: list[np.ndarray], 
     single, pairs = TrainSource(data, 1, seed=2), TrainSource(data, 2, seed=2)
     for read in (TrainSource.inputs, TrainSource.targets):
         assert torch.equal(torch.cat([read(single, m) for m in range(12)]), torch.cat([read(pairs, m) for m in range(6)]))
-
-
-def test_a_dataset_in_another_process_reads_the_same(arrays: list[np.ndarray], folder: Path) -> None:
-    """A pickled data set contains paths, not tokens."""
-    data = load(folder)
-    expected = TrainSource(data, 3, seed=1).targets(7)  # maps the files
-    pickled = pickle.dumps(data)
-    assert arrays[2].tobytes() not in pickled
-    assert torch.equal(TrainSource(pickle.loads(pickled), 3, seed=1).targets(7), expected)
 
 
 def test_the_corpus_has_facts_of_each_part(arrays: list[np.ndarray], folder: Path) -> None:

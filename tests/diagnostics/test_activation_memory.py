@@ -8,7 +8,6 @@ import torch
 from petra import Keep, Method, TensorSpec, Weights
 from petra.analysis.memory import measured, predicted
 from petra.diagnostics.activation_memory import graph_bytes
-from petra.models import revnet18
 from tests.support.nets import RandomSource, make_pipeline, mixed_net
 
 METHODS = [
@@ -22,12 +21,11 @@ METHODS = [
 ]
 
 
-@pytest.mark.parametrize("stages", [None, 3])
 @pytest.mark.parametrize(("method", "k"), METHODS, ids=[m.name for m, _ in METHODS])
-def test_predicted_bytes_are_those_measured(method: Method, k: int, stages: int | None) -> None:
+def test_predicted_bytes_are_those_measured(method: Method, k: int) -> None:
     data = RandomSource()
     pipeline = make_pipeline(
-        mixed_net(), data.spec, method=method, k=k, stages=stages, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1)
+        mixed_net(), data.spec, method=method, k=k, stages=3, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1)
     )
     found = measured(pipeline, data, 2 * max(pipeline.plan.delays) + 2 * k)
     assert found == [stage.stored for stage in predicted(pipeline.plan)]
@@ -60,9 +58,3 @@ def test_stashed_weights_count() -> None:
     block1 = mixed_net().build_block(1, 0)
     assert more[1] == pytest.approx(8 * 8 * sum(p.numel() for p in block1.parameters()), rel=0.2)  # τ = 8 versions
     assert min(more[:5]) > 0
-
-
-def test_autocast_reduces_saved_activations() -> None:
-    model, pair = revnet18(width=0.25), [TensorSpec((8, 16, 32, 32), torch.float32)] * 2
-    full, half = (graph_bytes(model, range(1, 2), pair, [Keep.GRAPH], autocast=t) for t in (None, torch.bfloat16))
-    assert half < full

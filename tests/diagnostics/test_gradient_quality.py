@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from petra import ConfigError, Keep, Method, UpdateRules, Weights
-from petra.analysis.plots import gradient_quality
 from petra.diagnostics.gradient_quality import GradientQuality, angle
 from petra.hooks import Gradients, Hook
 from petra.specs import Streams
@@ -113,17 +109,6 @@ def test_small_angles() -> None:
         assert angle(a, 5 * b) == pytest.approx(radians, rel=1e-6)
 
 
-def test_rows_are_written_and_plotted(tmp_path: Path) -> None:
-    pipeline = make_pipeline(mixed_net(), RandomSource().spec, method=PETRA, optimizer=sgd(), stages=2)
-    with pipeline.hooks.attached(GradientQuality(pipeline, 2, tmp_path / "gradients.jsonl")) as quality:
-        pipeline.train(RandomSource(), 4)
-    rows = [json.loads(line) for line in (tmp_path / "gradients.jsonl").read_text().splitlines()]
-    assert [(row["microbatch"], row["stage"]) for row in rows] == [(0, 2), (0, 1), (2, 2), (2, 1)]
-    assert rows == quality.rows
-    gradient_quality(rows, tmp_path / "gradients.png")
-    assert (tmp_path / "gradients.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_invalid_settings() -> None:
     pipeline = make_pipeline(mixed_net(), RandomSource().spec, optimizer=sgd())
     with pytest.raises(ConfigError, match=r"trainer\.diagnose: expected null or an integer >= 1, got 0"):
@@ -131,22 +116,6 @@ def test_invalid_settings() -> None:
     pipeline.world = 2
     with pytest.raises(ConfigError, match=r"trainer\.diagnose: expected null in several processes, got 5 in 2 processes"):
         GradientQuality(pipeline, 5)
-
-
-def test_stage_without_parameters_has_no_gradient_to_compare() -> None:
-    class Doubled(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 2 * x
-
-    from petra import BlockSpec, Model
-
-    model = Model(
-        "m", (BlockSpec("doubled", Doubled), BlockSpec("flat", nn.Flatten), BlockSpec("linear", lambda: nn.Linear(192, 5).double()))
-    )
-    pipeline = make_pipeline(model, RandomSource().spec, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
-    with pipeline.hooks.attached(GradientQuality(pipeline, 1)) as quality:
-        pipeline.train(RandomSource(), 1)
-    assert ["cosine_delayed" in row for row in quality.rows] == [True, False, False]
 
 
 @pytest.mark.parametrize(

@@ -63,16 +63,6 @@ def test_drift_is_that_of_all_weights_and_training_is_unchanged(method: str) -> 
     assert all(torch.equal(w, pipeline.state_dict()[key]) for key, w in plain.state_dict().items())
 
 
-def test_last_measurements_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_drift, "RECENT", 2)
-    pipeline = built()
-    drift = WeightDrift(pipeline, every=3)
-    with pipeline.hooks.attached(Copies(pipeline)) as copies, pipeline.hooks.attached(drift):
-        assert drift.of_first_stage() == {}  # nothing measured yet
-        pipeline.train(RandomSource(), 16)
-    assert drift.of_first_stage() == {"update/weight_drift": pytest.approx(copies.drift(0, range(11, 16, 3)), rel=1e-12)}
-
-
 def test_every_place_in_an_update_is_measured() -> None:
     """With τ < k, an update lies between F and B of some microbatches only: measuring the last of each update would find none."""
     for k in range(1, 65):

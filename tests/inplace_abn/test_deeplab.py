@@ -54,33 +54,6 @@ def test_parameters_are_those_of_the_classification_network_and_the_head(body: s
     assert predict.outputs[0].shape == (2, CLASSES, 64, 96)
 
 
-@pytest.mark.parametrize("body", ["resnet34", "resnet101", "revnet34", "resnext152", "wide_resnet38"])
-def test_every_body_is_dilated_to_output_stride_8(body: str) -> None:
-    with torch.device("meta"):
-        network = deeplabv3(CLASSES, body, 0.25).build(0)
-    dilations = {
-        m.dilation[0] for name, m in network.named_modules() if isinstance(m, nn.Conv2d) and not name.startswith("context")
-    }
-    assert dilations == {1, 2, 4}
-    branches = [(m.kernel_size[0], m.dilation[0], m.padding[0]) for m in network.context.branches]
-    assert branches == [(1, 1, 0), (3, 12, 12), (3, 24, 24), (3, 36, 36)]
-
-
-def test_a_dilated_block_computes_what_the_strided_one_computes_and_more() -> None:
-    """With weights at the centre of the kernels only, every second row and column equals the output of stride 2."""
-    dense, strided = deeplabv3(CLASSES, "resnet18", 0.25).build(0), MODELS["resnet18"](CLASSES, 0.25, stem="imagenet").build(0)
-    x = torch.randn(2, 16 * 2, 8, 8)
-    outputs = []
-    for network in (dense, strided):
-        first = network.layer3_0.branch[0]
-        with torch.no_grad():
-            centre = dense.layer3_0.branch[0].weight[..., 1:2, 1:2].clone()
-            first.weight.zero_()
-            first.weight[..., 1:2, 1:2] = centre
-        outputs.append(first(x))
-    assert torch.equal(outputs[0][..., ::2, ::2], outputs[1])
-
-
 @pytest.mark.parametrize(
     ("body", "method", "stages", "norm"),
     [

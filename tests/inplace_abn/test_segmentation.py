@@ -18,7 +18,7 @@ from scipy.stats import chisquare
 from petra.data import EvalSource, TrainSource, load_dataset
 from petra.errors import ConfigError, DataError
 from petra.inplace_abn.class_uniform import ClassUniform
-from petra.inplace_abn.crops import MEAN_COLOUR, random_window, scaled, tiles_of
+from petra.inplace_abn.crops import MEAN_COLOUR, random_window, scaled
 from petra.inplace_abn.label_maps import SampleIndex
 from petra.inplace_abn.segmentation import CITYSCAPES_CLASSES
 from petra.specs import IGNORED
@@ -86,20 +86,6 @@ def test_training_images_and_labels_show_the_same_window(root: Path, sampling: s
     assert compared > 500
 
 
-def test_windows_change_with_epoch_and_seed_and_workers_change_nothing(root: Path) -> None:
-    """Also if targets are read twice, as by replicas, or out of order."""
-    alone, helped, other = TrainSource(load(root), 3, 0), TrainSource(load(root), 3, 0, workers=2), TrainSource(load(root), 3, 1)
-    first = alone.inputs(0)
-    assert not torch.equal(first, alone.inputs(2))
-    assert not torch.equal(first, other.inputs(0))
-    for m in (0, 1, 1, 2, 0, 3):
-        assert torch.equal(alone.targets(m), helped.targets(m))
-        assert torch.equal(alone.inputs(m), helped.inputs(m))
-    test, helped_test = EvalSource(load(root), 5), EvalSource(load(root), 5, workers=1)
-    for m in [*range(test.batches), 0, 1]:
-        assert torch.equal(test.targets(m), helped_test.targets(m))
-
-
 def test_scales_flips_and_positions() -> None:
     rng, whole, size = random.Random(0), (100, 60), (30, 50)
     windows = [random_window(whole, size, rng) for _ in range(4000)]
@@ -128,19 +114,6 @@ def test_tiles_count_every_pixel_once(root: Path) -> None:
     for path in (root / "labels" / "val").iterdir():
         expected.update(np.asarray(Image.open(path)).flatten().tolist())
     assert seen == expected
-
-
-@pytest.mark.parametrize(
-    ("whole", "size"), [((70, 30), (24, 24)), ((100, 100), (24, 40)), ((5, 60), (8, 16)), ((48, 24), (24, 24))]
-)
-def test_tiles_cover_an_image(whole: tuple[int, int], size: tuple[int, int]) -> None:
-    hits = np.zeros((whole[1], whole[0]), int)
-    for tile in tiles_of(0, whole, size):
-        x0, y0, x1, y1 = tile.counted
-        assert 0 <= x0 < x1 <= size[0]
-        assert 0 <= y0 < y1 <= size[1]
-        hits[tile.top + y0 : tile.top + y1, tile.left + x0 : tile.left + x1] += 1
-    assert (hits == 1).all()
 
 
 def test_an_image_smaller_than_the_sample_is_surrounded_by_ignored_pixels_of_the_mean_colour(root: Path) -> None:

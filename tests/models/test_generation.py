@@ -94,19 +94,6 @@ def test_the_seed_decides_the_text_and_the_stop_token_ends_it() -> None:
     assert list(generate(model, [5], Sampling(), 1, stop)) == texts[0][: texts[0].index(stop)]
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"temperature": -1.0}, "temperature: expected a number >= 0, got -1"),
-        ({"top_k": 0}, "top_k: expected an integer >= 1, got 0"),
-        ({"top_p": 0.0}, "top_p: expected a number > 0 and <= 1, got 0"),
-    ],
-)
-def test_invalid_sampling(values: dict[str, float], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Sampling(**values)
-
-
 def test_invalid_use() -> None:
     with pytest.raises(ConfigError, match="prompt: expected at least one token"):
         next(generate(MODELS["gpt2"].build(0), [], Sampling(), 0))

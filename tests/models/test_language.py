@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from petra import METHODS, ConfigError, Model, TensorSpec
-from petra.models import gpt, revgpt
+from petra.models import gpt, revgpt, revvit
 from petra.models.attention import MLP, Attention, HeadNorm, KeyValueCache, LayerOptions
 from petra.reversible import derive_seed
 from petra.settings import Numerics
 from tests.models.test_transformer import Texts, double
-from tests.support.nets import make_pipeline
+from tests.support.nets import RandomSource, make_pipeline
 
 CLASSES, LENGTH, BATCH, DIM = 11, 12, 3, 24
 MODERN = {"mlp": "swiglu", "norm": "rmsnorm", "bias": False, "positions": "rotary", "qk_norm": True, "kv_heads": 2}
@@ -195,6 +195,8 @@ def test_embedding_std_scales_the_embedding_only(build: Callable[..., Model]) ->
 # --- training ---
 
 NETS = {
+    "gpt2": revgpt(CLASSES, dim=8, depth=3, heads=2, size=LENGTH),
+    "revvit": revvit(CLASSES, patch=4, dim=8, depth=3, heads=2, size=8),
     "gpt": gpt(CLASSES, dim=8, depth=3, heads=2, size=LENGTH, delimiter=0),
     "modern": revgpt(CLASSES, dim=16, depth=3, heads=4, size=LENGTH, delimiter=0, **MODERN),
     "midpoint": revgpt(CLASSES, dim=16, depth=3, heads=4, size=LENGTH, coupling="midpoint", step=0.5, **MODERN),
@@ -203,6 +205,8 @@ NETS = {
 
 
 METHOD_OF = {
+    "gpt2": ("petra", "pipedream_2bw"),
+    "revvit": ("petra", "dsp"),
     "gpt": ("petra", "pipedream"),
     "modern": ("petra", "reversible"),
     "midpoint": ("petra", "delayed"),
@@ -212,7 +216,8 @@ METHOD_OF = {
 
 @pytest.mark.parametrize(("name", "method"), [(name, method) for name, methods in METHOD_OF.items() for method in methods])
 def test_frozen_weights_give_the_plain_gradient(name: str, method: str) -> None:
-    model, data, never, k = double(NETS[name]), Documents(), 100, 3
+    model, never, k = double(NETS[name]), 100, 3
+    data = RandomSource(BATCH, 8, CLASSES) if name == "revvit" else Documents()
     pipeline = make_pipeline(
         model, data.spec, method=method, k=never, optimizer=lambda m: torch.optim.SGD(m.parameters(), 0.0), seed=3
     )

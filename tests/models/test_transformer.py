@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from petra import METHODS, BlockSpec, ConfigError, Keep, Method, Model, ModelError, TensorSpec, Weights
-from petra.method import STORABLE
+from petra import BlockSpec, ConfigError, Model, ModelError, TensorSpec
 from petra.models import revgpt, revvit
 from petra.models.attention import MLP, Attention, LayerOptions
 from petra.reversible import derive_seed
@@ -80,16 +79,6 @@ def test_mlp_is_a_normalisation_and_two_layers() -> None:
     torch.testing.assert_close(mlp(x), hidden * (1 + torch.erf(hidden / 2**0.5)) / 2 @ w2.T + b2)
 
 
-def test_a_layer_adds_attention_to_one_stream_and_the_mlp_to_the_other() -> None:
-    block = gpt().build_block(1, 0)
-    x1, x2 = torch.randn(2, BATCH, LENGTH, 8).unbind(0)
-    y1, y2 = block(x1, x2)
-    assert torch.equal(y1, x1 + block.f(x2))
-    assert torch.equal(y2, x2 + block.g(y1))
-    assert isinstance(block.f, Attention)
-    assert isinstance(block.g, MLP)
-
-
 def test_stems_give_both_streams_content_and_position() -> None:
     stem, tokens = gpt().build_block(0, 0), Texts().inputs(0)
     x1, x2 = stem(tokens)
@@ -103,28 +92,6 @@ def test_stems_give_both_streams_content_and_position() -> None:
     assert x1.is_contiguous()
     patch = images[1, :, 4:, :4].flatten()  # the third of four, row by row
     torch.testing.assert_close(x1[1, 2], stem.patches.weight.flatten(1) @ patch + stem.positions[2])
-
-
-def test_heads_read_both_streams() -> None:
-    x1, x2 = torch.randn(2, BATCH, 4, 8).unbind(0)
-    for model, pooled in ((gpt(), False), (vit(), True)):
-        head = model.build_block(len(model.blocks) - 1, 0)
-        x = F.layer_norm(torch.cat([x1, x2], 2), (16,))
-        expected = head.linear(x.mean(1)) if pooled else head.linear(x.reshape(BATCH * 4, 16))
-        torch.testing.assert_close(head(x1, x2), expected)
-
-
-def test_language_models_see_no_later_token_and_images_are_seen_whole() -> None:
-    chain, tokens = gpt().build(0).double(), Texts().inputs(0)
-    changed = tokens.clone()
-    changed[:, 3] = (changed[:, 3] + 1) % CLASSES
-    a, b = (chain(t).view(BATCH, LENGTH, CLASSES) for t in (tokens, changed))
-    assert torch.equal(a[:, :3], b[:, :3])
-    assert ((a[:, 3:] - b[:, 3:]).abs().amax(2) > 0).all()
-    layer, x = vit().build_block(1, 0).f, torch.randn(2, 4, 8)
-    changed = x.clone()
-    changed[:, 3] += torch.randn(8)
-    assert ((layer(x) - layer(changed)).abs().amax(2) > 0).all()
 
 
 # --- size and cost ---
@@ -196,63 +163,6 @@ def test_invalid_inputs() -> None:
 
 
 # --- training ---
-
-
-def gradients(name: str, method: str | Method, k: int, dropout: float = 0.0, seed: int = 3) -> dict[str, Tensor]:
-    """Return the summed gradients of the first ``k`` microbatches, without an update."""
-    build, data = NETS[name]
-    model, never = double(build(dropout)), 100
-    pipeline = make_pipeline(
-        model, data.spec, method=method, k=never, optimizer=lambda m: torch.optim.SGD(m.parameters()), seed=seed
-    )
-    pipeline.train(data, k)
-    return {
-        f"{model.blocks[b].name}.{key}": p.grad * never
-        for j, stage in pipeline.stages.items()
-        for b, block in zip(pipeline.plan.layout.stages[j], stage.module, strict=True)
-        for key, p in block.named_parameters()
-    }
-
-
-CROSSED = [Method("x", d, keep, w) for d in (0, 1, 2) for keep in STORABLE for w in Weights]
-
-
-@pytest.mark.parametrize(
-    ("name", "method"), [(list(NETS)[i % 2], method) for i, method in enumerate([*METHODS, *CROSSED])], ids=str
-)
-def test_frozen_weights_give_the_plain_gradient(name: str, method: str | Method) -> None:
-    build, data = NETS[name]
-    k = 3
-    found = gradients(name, method, k)
-    plain = double(build()).build(3)
-    for m in range(k):
-        F.cross_entropy(plain(data.inputs(m)), data.targets(m)).backward()
-    for key, p in plain.named_parameters():
-        torch.testing.assert_close(found[key], p.grad, rtol=1e-9, atol=1e-12, msg=lambda text, key=key: f"{key}: {text}")
-
-
-@pytest.mark.parametrize("name", NETS)
-def test_backward_repeats_the_forwards_dropout(name: str) -> None:
-    """For every keep, with several microbatches in flight. With a stored graph there is only one mask."""
-    expected = gradients(name, Method("x", 2, Keep.GRAPH), k=4, dropout=0.3)
-    for keep in (Keep.INPUT, Keep.NOTHING):
-        found = gradients(name, Method("x", 2, keep), k=4, dropout=0.3)
-        for key, gradient in expected.items():
-            torch.testing.assert_close(found[key], gradient, rtol=1e-9, atol=1e-12, msg=lambda text, key=key: f"{key}: {text}")
-    plain = gradients(name, Method("x", 2, Keep.GRAPH), k=4)
-    assert not any(torch.allclose(plain[key], gradient, rtol=1e-3) for key, gradient in expected.items() if "qkv.weight" in key)
-
-
-@pytest.mark.parametrize("name", NETS)
-def test_evaluation_is_without_dropout(name: str) -> None:
-    build, data = NETS[name]
-    pipeline = make_pipeline(double(build(0.5)), data.spec, optimizer=lambda m: torch.optim.SGD(m.parameters()), seed=2)
-    result = pipeline.evaluate(data, 2)
-    plain = double(build()).build(2)
-    with torch.no_grad():
-        losses = [F.cross_entropy(plain(data.inputs(m)), data.targets(m)).item() for m in range(2)]
-    assert result.loss == pytest.approx(sum(losses) / 2, rel=1e-9)
-    assert result.targets == sum(len(data.targets(m)) for m in range(2))
 
 
 @pytest.mark.parametrize("build", [revgpt, revvit])

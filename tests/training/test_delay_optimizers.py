@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import Tensor, nn
 
@@ -106,16 +104,3 @@ def test_sides_longer_than_the_largest_are_not_rotated() -> None:
         step(adamw, plain, found)
     for p, q in zip(module.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
-
-
-def test_basis_rotation_resumes_from_its_state() -> None:
-    module, other = Words(), Words()
-    optimizer, resumed = (OPTIMIZERS["basis_rotation"](net, frequency=2) for net in (module, other))
-    for found in gradients(module, 3):
-        step(optimizer, module, found)
-    other.load_state_dict(module.state_dict())
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for found in gradients(module, 3):
-        step(optimizer, module, found)
-        step(resumed, other, found)
-    assert all(torch.equal(p, q) for p, q in zip(module.parameters(), other.parameters(), strict=True))

@@ -10,13 +10,10 @@ import torch
 from torch import nn
 
 from petra import BlockSpec, ConfigError, Model
-from petra.staleness import Prediction
 from petra.training import LARS, MultiStep, Polynomial
 from petra.training.learning_rate import SCHEDULES
 from petra.training.optim import OPTIMIZERS
-from tests.support.nets import RandomSource, make_pipeline, mixed_net
-from tests.support.operations import Operations
-from tests.support.remedies import Remedy
+from tests.support.nets import RandomSource, make_pipeline
 
 
 def net() -> nn.Module:
@@ -92,35 +89,6 @@ def test_a_step_that_the_device_skips_changes_nothing(name: str) -> None:
     stepped(OPTIMIZERS[name](other), other, 0.1)
     for p, q in zip(module.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("name", ["adam", "adamw"])
-def test_a_first_step_that_is_skipped_predicts_no_change(name: str) -> None:
-    pipeline = make_pipeline(
-        mixed_net(),
-        RandomSource().spec,
-        optimizer=OPTIMIZERS[name],
-        learning_rate=lambda m: 0.1,
-        remedy=Remedy(prediction=Prediction.VELOCITY),
-        k=2,
-    )
-    stage, optimizer = pipeline.stages[0], pipeline.workers[0].update.optimizer
-    assert optimizer is not None
-    optimizer.found_inf = torch.tensor(1.0)  # type: ignore[attr-defined]
-    optimizer.step()
-    for runner in stage.runners:
-        assert runner.versions.predicted is not None
-        assert all(torch.equal(runner.versions.predicted[key], p) for key, p in runner.parameters.items())
-
-
-@pytest.mark.parametrize("name", ["adam", "adamw"])
-def test_adam_is_torchs(name: str) -> None:
-    module, expected = net(), net()
-    stepped(OPTIMIZERS[name](module, betas=[0.8, 0.9], eps=1e-6, weight_decay=0.0), module, 0.01)
-    plain = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
-    stepped(plain(expected.parameters(), betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0, foreach=False), expected, 0.01)
-    for p, q in zip(module.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
 
 
 def test_muon_takes_projections_and_not_shared_embeddings() -> None:
@@ -218,18 +186,3 @@ def test_schedules_check_their_values() -> None:
         with pytest.raises(ConfigError, match=r"schedule\.milestones: expected"):
             MultiStep(0.1, 10, 5, milestones=milestones)
     assert MultiStep(peak=0.5, microbatches_per_epoch=10, epochs=3)(1) == 0.5  # without a warm-up
-
-
-@pytest.mark.parametrize("skips", [False, True])
-def test_lars_takes_as_many_operations_for_many_parameters_as_for_few(skips: bool) -> None:
-    counts = []
-    for layers in (1, 20):
-        module = nn.Sequential(*(nn.Linear(3, 3) for _ in range(layers)))
-        optimizer = OPTIMIZERS["lars"](module)
-        if skips:
-            optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
-        stepped(optimizer, module, 0.1)
-        with Operations() as operations:
-            optimizer.step()
-        counts.append(operations.count)
-    assert counts[0] == counts[1] < 50

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import resource
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from petra import ConfigError, DataError, TensorSpec
 from petra.analysis.plots import curves
@@ -41,24 +39,6 @@ def test_peak_rate_of_the_paper() -> None:
 def test_a_milestone_within_the_warmup_scales_the_ramp() -> None:
     rate = MultiStep(peak=1.0, microbatches_per_epoch=10, epochs=6, warmup_epochs=4, milestones=[1])
     assert [rate(10), rate(11), rate(40)] == pytest.approx([10 / 40, 0.1 * 11 / 40, 0.1])
-
-
-def test_sgd_steps_as_the_plain_optimizer() -> None:
-    torch.manual_seed(0)
-    weight = torch.randn(4, 3, 3, 3).to(memory_format=torch.channels_last)
-    module = nn.Conv2d(3, 4, 3, bias=False).to(memory_format=torch.channels_last)
-    module.weight.data.copy_(weight)
-    expected = nn.Parameter(weight.contiguous())
-    plain = torch.optim.SGD([expected], lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4, foreach=False)
-    optimizer = sgd(module)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.1
-    for _ in range(3):
-        gradient = torch.randn_like(expected)
-        expected.grad, module.weight.grad = gradient, gradient.to(memory_format=torch.channels_last)
-        plain.step()
-        optimizer.step()
-    torch.testing.assert_close(module.weight, expected, rtol=0, atol=1e-6)
 
 
 def test_run_folder_is_new_or_empty(tmp_path: Path) -> None:
@@ -122,19 +102,6 @@ def test_trainer_records_every_epoch(tmp_path: Path, capsys: pytest.CaptureFixtu
 
     curves({"": rows}, tmp_path / "curves.png", "two epochs")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_full_disk_at_the_export_is_named(tmp_path: Path) -> None:
-    """A limit on the size of files stands for a full disk: both make the operating system refuse to write."""
-    pipeline = make_pipeline(mixed_net(), RandomSource().spec, optimizer=sgd, learning_rate=lambda t: 0.0)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    try:
-        with pytest.raises(DataError, match=r"model\.pt: cannot be written \(File too large\)"):
-            export(pipeline, tmp_path / "model.pt")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
