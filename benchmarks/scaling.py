@@ -25,7 +25,7 @@ import torch.distributed as dist
 from benchmarks.report import alternate, benchmark_parser, machine, peak_mib, save, spread, table
 from benchmarks.two_stages import Noise, build, period, sgd
 from petra import METHODS, Keep, Method, Pipeline, Recipe
-from petra.analysis.memory import measured
+from petra.diagnostics.activation_memory import measured
 from petra.settings import Numerics
 
 KEEPS = {"nothing": METHODS["petra"], "graphs": Method("petra", delay=2, keep=Keep.GRAPH)}

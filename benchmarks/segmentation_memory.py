@@ -81,7 +81,7 @@ def predicted(options: argparse.Namespace, norm: str, size: int) -> list[float]:
     losses = Losses(partial(bootstrapped_cross_entropy, fraction=0.25), F.cross_entropy)
     recipe = Recipe(sgd, lambda t: 1e-3, losses, metrics)
     targets = TensorSpec((options.crops, size, size), torch.int64)
-    return [predict_memory(plan, recipe, targets, process=process).total / 1e9 for process in range(options.stages)]
+    return [memory.total / 1e9 for memory in predict_memory(plan, recipe, targets)]
 
 
 def largest(known: dict[int, list[float]], limit: float) -> int:

@@ -38,8 +38,15 @@ def main() -> None:
     from .run.build import set_up
 
     processes = options.processes or torch.cuda.device_count() or 1
+    first = Process(rank=0, world=processes, local_rank=0, local_world=processes)
+    if all(config.dry_run for config in configs):  # which the first process does alone
+        from .run.training import run
+
+        for config in configs:
+            run(config, first)
+        return
     for config in configs:
-        set_up(config, Process(rank=0, world=processes, local_rank=0, local_world=processes))
+        set_up(config, first)
     if configs[0].cluster.elastic:
         from .elastic.processes import run_replicas
 

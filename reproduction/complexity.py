@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from launch.run.markdown import table
 from petra import Recipe
+from petra.cost_model.block_memory import count_block
 from petra.cost_model.costs import StageCost
 from petra.cost_model.simulator import predict
-from petra.diagnostics.activation_memory import ActivationMemory, graph_bytes
+from petra.diagnostics.activation_memory import ActivationMemory
 from petra.engine.stage import Stage
 from petra.hooks import Hook
 from petra.method import METHODS, Keep, Method
@@ -136,7 +137,7 @@ def measure(method: Method, reversible: bool, stages: int) -> Complexity:
         pipeline.train(_RandomData(inputs), microbatches)
     specs = pipeline.plan.layout.profiles[0].outputs
     parameters = sum(p.nbytes for p in first.module.parameters())
-    graph = graph_bytes(pipeline.plan.model, range(1, 2), specs, [Keep.GRAPH])
+    graph = count_block(pipeline.plan.model, 1, specs, Keep.GRAPH).stored
     activation, forward = BATCH * FEATURES * 4, 2 * BATCH * FEATURES**2
     backward = 2 if method.keep is Keep.GRAPH else 3
     return Complexity(

@@ -10,7 +10,6 @@ from typing import cast
 import torch.distributed as dist
 
 from petra.cost_model.autotune import Tuned, search_within, tune
-from petra.cost_model.block_memory import Known
 from petra.cost_model.costs import profile_blocks
 from petra.cost_model.links import INSTANT, in_wire_type, measure_link
 from petra.cost_model.machines import Device, Machines
@@ -106,7 +105,7 @@ def _choose(setup: Setup, machines: Machines) -> Tuned:
 
     if min(limits) == float("inf"):
         return search(limits)
-    memories, key = partial(stage_memories, setup, Known()), "trainer.memory_limit"
+    memories, key = partial(stage_memories, setup, {}), "trainer.memory_limit"
     found, _ = search_within(limits, search, lambda t: t.memory, lambda t: memories(_chosen_method(setup, t), t), key, "stage")
     return found
 

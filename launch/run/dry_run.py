@@ -14,7 +14,6 @@ import torch
 from petra.cost_model.autotune import Tuned
 from petra.cost_model.block_memory import Known
 from petra.cost_model.memory import PredictedMemory, predict_memory
-from petra.cost_model.stage_memory import predict_stages
 from petra.method import Method
 from petra.plan import Plan, StagePlan
 from petra.plan.messages import Boundary
@@ -129,12 +128,10 @@ def memory_table(setup: Setup) -> str:
     A process with several stages has a row for each, and one for all of them, whose temporary memory is that of one step.
     Auto-tuned settings have provisional values. Takes seconds, without a GPU and without the memory that it predicts.
     """
-    plan, rows, targets, known = setup.plan, [], targets_of(setup), Known()
-    recipe = setup.recipe(setup.learning_rate(microbatches_per_epoch=1))
-    for process, stages in enumerate(plan.layout.processes):
+    plan, rows = setup.plan, []
+    found_memory = predict_memory(plan, setup.recipe(setup.learning_rate(microbatches_per_epoch=1)), targets_of(setup))
+    for process, (stages, found) in enumerate(zip(plan.layout.processes, found_memory, strict=True)):
         if stages:
-            show_progress(f"memory of process {process + 1} of {len(plan.layout.processes)}")
-            found = predict_memory(plan, recipe, targets, process=process, known=known)
             numbers = f"{stages[0] + 1} … {stages[-1] + 1}" if len(stages) > 1 else str(stages[0] + 1)
             several = {str(j + 1): found.stages[j] for j in stages} if len(stages) > 1 else {}
             for name, memory in {**several, numbers: found}.items():
@@ -153,12 +150,12 @@ def stage_memories(setup: Setup, known: Known, method: Method, tuned: Tuned) -> 
     """Predict the memory of each chosen stage on a device of its own. Nothing is allocated.
 
     Args:
-        known: As for :func:`petra.cost_model.stage_memory.predict_stages`.
+        known: As for :func:`petra.cost_model.memory.predict_memory`.
     """
     config = replace(setup.config, trainer=replace(setup.config.trainer, transport=AUTO))  # that of one process may be local
     several = replace(setup, config=config, processes=len(tuned.stages) * config.dp)
     chosen = several.with_choice(list(tuned.stages), method)
-    return predict_stages(chosen.plan, chosen.recipe(chosen.learning_rate(1)), targets_of(chosen), known)
+    return predict_memory(chosen.plan, chosen.recipe(chosen.learning_rate(1)), targets_of(chosen), known)
 
 
 def stage_rows(plan: Plan) -> list[StageRow]:

@@ -134,7 +134,7 @@ def compare_memory(options: dict[str, Any], device: torch.device, process: Proce
     pipeline, data = build(options, device)
     pipeline.train(data, max(pipeline.plan.delays) + 2 * options["k"] + 2)
     peak = peak_memory(device) if device.type == "cuda" else None
-    predicted = predict_memory(pipeline.plan, pipeline.recipe, data.targets_spec, process=0)
+    predicted = predict_memory(pipeline.plan, pipeline.recipe, data.targets_spec)[0]
     ratio = predicted.tensors / peak if peak else None
     return {"peak_bytes": peak, "predicted_bytes": predicted.tensors, "predicted_over_peak": ratio}
 

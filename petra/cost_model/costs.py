@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from petra.cost_model.block_memory import BuildOptimizer, Known, count_block
 from petra.cost_model.links import synchronized_time
-from petra.diagnostics.activation_memory import graph_bytes
 from petra.engine.options.simple_stage import simple_stage
 from petra.engine.stage import Stage
 from petra.method import Keep
@@ -20,7 +20,6 @@ from petra.plan.messages import returns_activations
 from petra.settings import Numerics
 from petra.specs import Streams, TensorSpec
 
-BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 TIMES = ("forward", "backward", "graph_forward", "graph_backward", "update", "weights")
 """Attributes of a :class:`BlockCost` that are times, in the order in which they are measured."""
 CACHE_BYTES = 1 << 26
@@ -94,7 +93,7 @@ class StageCost:
         """Estimate the bytes of the stage from sums over its blocks, which a search for a partition can afford for every range.
 
         The sum leaves out messages, stashed weights, the gradients that a backward adds to the accumulated ones, and what
-        operations allocate beside the graph, all of which :func:`petra.cost_model.stage_memory.predict_stages` counts.
+        operations allocate beside the graph, all of which :func:`petra.cost_model.memory.predict_memory` counts.
 
         Args:
             microbatches: Microbatches in flight.
@@ -164,14 +163,11 @@ def count_blocks(model: Model, inputs: TensorSpec, autocast: torch.dtype | None 
         ModelError: As :meth:`petra.model.Model.profile`.
     """
     units = (1.0, 3.0, 1.0, 2.0, 0.0, 1.0)
-    known: dict[Hashable, BlockCost] = {}
-    costs = []
-    for b, (profile, specs) in enumerate(_profiles_with_inputs(model, inputs)):
-        key = (model.blocks[b].kind, specs)
-        if key not in known:
-            known[key] = _block_cost(model, profile, specs, b, [unit * profile.flops for unit in units], autocast)
-        costs.append(replace(known[key], name=profile.name))
-    return tuple(costs)
+    known: Known = {}
+    return tuple(
+        _block_cost(model, profile, specs, b, [unit * profile.flops for unit in units], autocast, known)
+        for b, (profile, specs) in enumerate(_profiles_with_inputs(model, inputs))
+    )
 
 
 def profile_blocks(
@@ -201,7 +197,8 @@ def profile_blocks(
     device = torch.device(device)
     profiles = _profiles_with_inputs(model, inputs)
     unknown = (0.0,) * len(TIMES)
-    costs = [_block_cost(model, profile, specs, b, unknown, autocast) for b, (profile, specs) in enumerate(profiles)]
+    known: Known = {}
+    costs = [_block_cost(model, profile, specs, b, unknown, autocast, known) for b, (profile, specs) in enumerate(profiles)]
     sizes = [cost.graph_bytes + PARAMETER_COPIES * cost.parameter_bytes for cost in costs]
     for b, (profile, specs) in enumerate(profiles):
         others = _Memory(sum(sizes) - sizes[b], device)
@@ -236,18 +233,20 @@ def _block_cost(
     inputs: tuple[TensorSpec, ...],
     block: int,
     seconds: Sequence[float],
-    autocast: torch.dtype | None = None,
+    autocast: torch.dtype | None,
+    known: Known,
 ) -> BlockCost:
-    with torch.device("meta"):
-        parameters = model.blocks[block].build().parameters()
+    if (kind := ("parameters", model.blocks[block].kind)) not in known:
+        with torch.device("meta"):
+            known[kind] = sum(p.numel() * p.element_size() for p in model.blocks[block].build().parameters())
     return BlockCost(
         name=profile.name,
         reversible=profile.reversible,
         **dict(zip(TIMES, seconds, strict=True)),
         input_bytes=sum(spec.bytes for spec in inputs),
         output_bytes=sum(spec.bytes for spec in profile.outputs),
-        graph_bytes=graph_bytes(model, range(block, block + 1), inputs, [Keep.GRAPH], autocast=autocast),
-        parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        graph_bytes=count_block(model, block, inputs, Keep.GRAPH, numerics=Numerics(autocast), known=known).stored,
+        parameter_bytes=known[kind],
     )
 
 

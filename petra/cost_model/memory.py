@@ -1,43 +1,32 @@
-"""Memory that a GPU's allocator will reach, per process and per stage, predicted by running the engine on tensors without data.
+"""Memory that a GPU's allocator will reach, per process and per stage: what each block allocates, added up along the timetable.
 
-The prediction runs the code of a training run: stages, optimizer, messages and schedule of one process, in torch's FakeTensorMode.
-Every allocation and release is counted in the order in which they happen, so the peak includes what exists for a moment only.
+:mod:`petra.cost_model.block_memory` counts what the passes of one block store, and what they allocate for a moment. The timetable
+tells which microbatches and messages exist at the same time, and which step a process runs then.
 """
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any
+from typing import NamedTuple
 
-import torch
-from torch import Tensor, nn
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
 
-from petra.cost_model.block_memory import Known, Repeated
-from petra.diagnostics.activation_memory import CPU, LiveBytes, fake_module, rounded
-from petra.engine.block import WrappedRunner
-from petra.engine.build import build_stages, build_workers
-from petra.engine.endpoints import DataPort, LossPort
-from petra.engine.executor import Executor
-from petra.engine.options.averaging import WeightAverage
-from petra.engine.options.finite_check import Settle
+from petra.cost_model.block_memory import CPU, BlockMemory, Known, LiveBytes, count_block, empty
+from petra.diagnostics.activation_memory import rounded
+from petra.engine.endpoints import LossPort
 from petra.engine.recipe import Recipe
-from petra.engine.update import Norm, Step, Update
-from petra.engine.worker import Worker
-from petra.hooks import Hook, Hooks
-from petra.method import Weights
+from petra.method import Keep, Weights
 from petra.plan import Plan
-from petra.plan.timetable import training_rounds
-from petra.settings import Runtime
-from petra.specs import Message, Streams, TensorSpec
-from petra.torch_private import fake_tensor_mode, storage_key
-from petra.transport import LockstepTransport, connect, pack_boundaries
+from petra.plan.timetable import PeriodicRounds, Round, Timetable
+from petra.specs import TensorSpec
+from petra.torch_private import fake_tensor_mode
 
-UNDECIDED = (Norm, Step, WeightAverage, Settle)
-"""Parts of an update that read no values."""
+Numbers = NDArray[np.int64]
+UNLIMITED = 2**40
+"""More microbatches than any timetable runs until it repeats."""
 WORKSPACE = 32 * 2**20
 """Allowance for workspaces of cuBLAS, in bytes: the default on Hopper GPUs. Those of cuDNN depend on its choice of algorithms."""
 
@@ -54,7 +43,7 @@ class PredictedMemory:
             weights, and messages that have arrived or are being sent.
         temporary: What the step that needs most adds for a moment: the graph of a backward, and its gradients.
         workspace: Allowance for workspaces of libraries; 0 for a stage.
-        stages: The stages of the process by index; empty for a stage. A message counts for the stage that received it last.
+        stages: The stages of the process by index; empty for a stage. A message counts for the stage that receives it.
     """
 
     weights: int
@@ -66,14 +55,9 @@ class PredictedMemory:
     stages: Mapping[int, PredictedMemory] = field(default_factory=dict)
 
     @property
-    def between(self) -> int:
-        """Bytes that exist when a forward ends."""
-        return self.weights + self.gradients + self.optimizer + self.stored
-
-    @property
     def tensors(self) -> int:
         """Peak of torch's allocator without workspaces."""
-        return self.between + self.temporary
+        return self.weights + self.gradients + self.optimizer + self.stored + self.temporary
 
     @property
     def total(self) -> int:
@@ -81,179 +65,250 @@ class PredictedMemory:
         return self.tensors + self.workspace
 
 
-def _states(update: Update) -> list[Tensor]:
-    """Return the tensors of the optimizer, and moving averages."""
-    average = update.part(WeightAverage)
-    states = [] if update.optimizer is None else [t for state in update.optimizer.state.values() for t in state.values()]
-    return [*(average.values if average else ()), *(t for t in states if isinstance(t, Tensor))]
+class _Stage(NamedTuple):
+    """Bytes of one stage.
+
+    Attributes:
+        fixed: Weights, gradients, and states of the optimizer.
+        casts: Casts of weights.
+        stored: Activations of one microbatch in flight.
+        version, graph_version: An old version of all weights, and of those of blocks that store their graph.
+        down, up: Messages to and from the stage after it.
+        ends: What exists besides when a forward ends: its input and output.
+        forward, backward, update: Most that a step adds for a moment.
+    """
+
+    fixed: tuple[int, int, int]
+    casts: int
+    stored: int
+    version: int
+    graph_version: int
+    down: int
+    up: int
+    ends: int
+    forward: int
+    backward: int
+    update: int
 
 
-class _Blank:
-    """Microbatches without data."""
-
-    def __init__(self, inputs: TensorSpec, targets: TensorSpec) -> None:
-        self._inputs, self._targets = inputs, targets
-
-    def inputs(self, m: int) -> Tensor:
-        return torch.empty(self._inputs.shape, dtype=self._inputs.dtype)
-
-    def refetch(self, m: int) -> Tensor:
-        return self.inputs(m)
-
-    def targets(self, m: int) -> Tensor:
-        return torch.empty(self._targets.shape, dtype=self._targets.dtype)
-
-
-class _Watch(Hook):
-    """Records the bytes that live when forwards end, which stage they belong to, and what each forward stores."""
-
-    def __init__(self, live: LiveBytes) -> None:
-        self._live, self.between, self.own_between = live, 0, Counter[int]()
-        self.stored: list[int] = []
-        self._before, self._forward = 0, False
-
-    def receive_begin(self, stage: int, peer: int, m: int) -> None:
-        self._finish_forward()
-        self._live.owner = stage
-
-    def receive_end(self, stage: int, peer: int, m: int, message: Message) -> None:
-        tensors = [t for part in message for t in part]
-        self._live.assign(tensors, stage)
-        self._before = self._live.now - _bytes(tensors)
-
-    def forward_end(self, stage: int, m: int, y: Streams) -> None:
-        self._forward = True
-        if self._live.now > self.between:
-            self.between, self.own_between = self._live.now, self._live.own.copy()
-
-    def exchange_begin(self, stage: int) -> None:
-        self._finish_forward()
-
-    def _finish_forward(self) -> None:
-        if self._forward:
-            self.stored.append(self._live.now - self._before)
-            self._forward = False
-
-
-class _Done:
-    """Handle of an operation that has ended."""
-
-    def wait(self) -> None:
-        return
-
-
-def predict_memory(
-    plan: Plan, recipe: Recipe, targets: TensorSpec, *, process: int = 0, known: Known | None = None
-) -> PredictedMemory:
-    """Predict the memory of one process, and of each of its stages; see :func:`account`."""
-    return account(plan, recipe, targets, process=process, known=known)[0]
-
-
-def account(
-    plan: Plan, recipe: Recipe, targets: TensorSpec, *, process: int = 0, known: Known | None = None
-) -> tuple[PredictedMemory, list[int]]:
-    """Count the memory of one process, and of each of its stages. Needs neither a GPU nor the memory that it counts.
+def predict_memory(plan: Plan, recipe: Recipe, targets: TensorSpec, known: Known | None = None) -> list[PredictedMemory]:
+    """Predict the memory of each process of a pipeline, and of its stages. Needs neither a GPU nor the memory that it predicts.
 
     Args:
         plan: Plan of the run. Between processes, the lockstep transport is assumed.
         recipe: Training settings. Their functions are called with tensors without data.
         targets: Shape and type of a microbatch's targets (of a replica's share).
-        process: Process of the pipeline, from 0.
-        known: Passes of blocks that have been counted. They run once for each kind of block, and are added here. Plans with the
-            same model, inputs and number formats may share it. None runs every pass.
-
-    Returns:
-        The memory, and the bytes that each forward has stored, or allocated to send its output.
+        known: As for :func:`petra.cost_model.block_memory.count_block`.
 
     Raises:
         PetraError: If this torch has no FakeTensorMode.
     """
-    hooks, live = Hooks(), LiveBytes()
-    with torch.device("meta"):
-        blocks = {b: plan.model.blocks[b].build().train() for j in plan.layout.processes[process] for b in plan.stages[j].blocks}
-    with fake_tensor_mode(), live:
-        data = _Blank(plan.layout.inputs, targets)
-        channels_last = plan.numerics.channels_last
-        live.owner = min(plan.layout.processes[process], default=0)
-        executor, workers = _executor(plan, recipe, data, process, hooks, lambda b: _without_data(blocks[b], channels_last))
-        if known is not None:
-            for worker in workers:
-                for b, runner in zip(plan.stages[worker.index].blocks, worker.stage.runners, strict=True):
-                    inner = runner.inner if isinstance(runner, WrappedRunner) else runner
-                    inner.function = inner.forward_function = Repeated(inner.function, plan.model.blocks[b].kind, live, known)
-        for worker in workers:
-            live.assign(chain(*_tensors(worker)), worker.index)
-        watch = _Watch(live)
-        hooks.attach(watch)
-        executor.train(0, _enough(plan, process))
-        fixed = {worker.index: [_bytes(tensors) for tensors in _tensors(worker)] for worker in workers}
-    temporary = {j: max(live.peaks[j] - watch.between, 0) for j in fixed}
-    stages = {j: _predicted(sizes, watch.own_between[j], temporary[j], workspace=0) for j, sizes in fixed.items()}
-    together = [sum(parts) for parts in zip(*fixed.values(), strict=True)] or [0, 0, 0]
-    return (_predicted(together, watch.between, max(temporary.values(), default=0), stages=stages), watch.stored)
+    known = {} if known is None else known
+    stages = [_stage(plan, j, recipe, targets, known) for j in range(len(plan.stages))]
+    processes = [owned for owned in plan.layout.processes if owned]
+    begins = np.array([owned.start for owned in processes])
+    owner = np.repeat(np.arange(len(processes)), [len(owned) for owned in processes])
+    ends, forward, backward, update = (_column(stages, name) for name in ("ends", "forward", "backward", "update"))
+    peaks, most, at_most = np.zeros(len(stages), np.int64), np.zeros(len(processes), np.int64), np.zeros(len(stages), np.int64)
+    for round_, state in _states(plan, stages, owner):
+        f, b = round_.stages[round_.forward], round_.stages[~round_.forward]
+        whole = np.add.reduceat(state, begins)[owner]
+        np.maximum.at(peaks, f, (whole + forward)[f])
+        np.maximum.at(peaks, b, (whole + np.maximum(backward, update))[b])
+        for j in f.tolist():
+            if (now := int(whole[j] + ends[j])) > most[owner[j]]:
+                most[owner[j]], own = now, slice(processes[owner[j]].start, processes[owner[j]].stop)
+                at_most[own] = state[own]
+                at_most[j] += ends[j]
+    found = []
+    for p, owned in enumerate(processes):
+        temporary = {j: max(0, int(peaks[j] - most[p])) for j in owned}
+        parts = {j: PredictedMemory(*stages[j].fixed, int(at_most[j]), temporary[j], workspace=0) for j in owned}
+        weights, gradients, optimizer = (sum(sizes) for sizes in zip(*(stages[j].fixed for j in owned), strict=True))
+        found.append(PredictedMemory(weights, gradients, optimizer, int(most[p]), max(temporary.values()), stages=parts))
+    return found + [PredictedMemory(0, 0, 0, 0, 0)] * (len(plan.layout.processes) - len(processes))
 
 
-def _enough(plan: Plan, process: int) -> int:
-    """Return a number of microbatches after which a process has had all that it ever has at the same time.
+def stored_activations(plan: Plan) -> list[int]:
+    """Return the bytes of activations that each stage stores between forward and backward, for all microbatches in flight."""
+    known: Known = {}
+    return [stage.in_flight * sum(_stored(plan, j, None, known)) for j, stage in enumerate(plan.stages)]
 
-    The first update creates the states of the optimizer. The drain at the end counts too: it may need more buffers for messages.
+
+def _states(plan: Plan, stages: Sequence[_Stage], owner: Numbers) -> Iterator[tuple[Round, Numbers]]:
+    """Yield each round with the bytes of each stage that exist while it runs, besides its temporary and its fixed memory."""
+    casts, stored, version, graph = (_column(stages, name) for name in ("casts", "stored", "version", "graph_version"))
+    down, up = (_column(stages, name)[:-1] for name in ("down", "up"))
+    k, flush = plan.k, plan.flush_every
+    double = np.array([stage.weights is Weights.DOUBLE for stage in plan.stages])
+    delays = np.array(plan.delays) * (flush is None)  # otherwise no update separates forward and backward
+    remote = owner[1:] != owner[:-1]
+    rounds = PeriodicRounds(Timetable(plan.delays, plan.boundary_delays, 0, UNLIMITED, flush), flush or 1, lambda round_: round_)
+    forwards, backwards = np.zeros(len(stages), np.int64), np.zeros(len(stages), np.int64)  # microbatches done
+    sending, buffers = np.zeros((2, len(remote)), np.int64), np.zeros((2, len(remote)), np.int64)  # down and up
+    for round_ in _until_repeated(rounds, k if flush is None else 1):
+        f, b = (np.zeros(len(stages), np.int64) for _ in range(2))
+        f[round_.stages[round_.forward]] = b[round_.stages[~round_.forward]] = 1
+        done, finished = forwards + f, backwards + b
+        oldest = np.where(double, backwards // k - 1, (backwards - delays) // k)
+        state = casts + (done - backwards) * stored + (backwards // k - oldest) * version + (done > backwards) * graph
+        # A message from another process arrives after the round.
+        state[1:] += np.maximum(done[:-1] - remote * f[:-1] - done[1:], 0) * down + buffers[1] * up
+        state[:-1] += np.maximum(finished[1:] - remote * b[1:] - finished[:-1], 0) * up + buffers[0] * down
+        yield round_, state
+        forwards, backwards = done, finished
+        # What is sent is copied into buffers, which are free again after the next exchange of the process.
+        sent = np.stack([f[:-1], b[1:]]) * remote
+        buffers = np.maximum(buffers, sent + sending)
+        exchanges = np.zeros(len(stages), bool)
+        exchanges[:-1] |= sent.any(0)
+        exchanges[1:] |= sent.any(0)
+        exchanges = np.bincount(owner, exchanges)[owner] > 0
+        sending = np.where(np.stack([exchanges[:-1], exchanges[1:]]), sent, sending)
+
+
+def _until_repeated(rounds: PeriodicRounds[Round], times: int) -> Iterator[Round]:
+    """Yield rounds until the state repeats, and those of some repetitions: as many as one update takes."""
+    yield from rounds.until_steady()
+    for _ in range(times):
+        yield from rounds.body
+
+
+def _column(stages: Sequence[_Stage], name: str) -> Numbers:
+    return np.array([getattr(stage, name) for stage in stages], np.int64)
+
+
+def _count_blocks(plan: Plan, j: int, recipe: Recipe | None, known: Known) -> list[BlockMemory]:
+    """Count the memory of the blocks of a stage."""
+    stage, optimizer = plan.stages[j], None if recipe is None else recipe.optimizer
+    return [
+        count_block(plan.model, b, inputs, keep, stage.weights, plan.numerics, optimizer, known)
+        for b, inputs, keep in zip(stage.blocks, _inputs(plan, j), stage.keeps, strict=True)
+    ]
+
+
+def _inputs(plan: Plan, j: int) -> list[Sequence[TensorSpec]]:
+    """Return the form of the input of each block of a stage."""
+    return [plan.stages[j].inputs, *(profile.outputs for profile in plan.stages[j].profiles[:-1])]
+
+
+def _stage(plan: Plan, j: int, recipe: Recipe, targets: TensorSpec, known: Known) -> _Stage:
+    """Add up the blocks of a stage."""
+    stage, last = plan.stages[j], j == len(plan.stages) - 1
+    blocks, average = _count_blocks(plan, j, recipe, known), recipe.rules.average is not None
+    stored = _stored(plan, j, recipe, known, alone=not _has_stage_before(plan, j))
+    down, up = (0, 0) if last else (plan.boundaries[j].forward_bytes, plan.boundaries[j].backward_bytes)
+    loss, delta = _loss(stage.outputs, recipe, targets, known) if last else (0, 0)
+    forward, ends, output = _forward(blocks, stored, plan, j)
+    backward = _backward(blocks, stored, plan, j, output + delta if last else _bytes(stage.outputs))
+    fixed = [(block.weights, block.gradients, block.optimizer + average * block.gradients) for block in blocks]
+    weights, gradients, optimizer = (sum(sizes) for sizes in zip(*fixed, strict=True))
+    copied = stage.weights is not Weights.CURRENT
+    return _Stage(
+        fixed=(weights, gradients, optimizer),
+        casts=sum(block.casts for block in blocks),
+        stored=sum(stored),
+        version=copied * gradients,
+        graph_version=copied * sum(b.gradients for b, keep in zip(blocks, stage.keeps, strict=True) if keep is Keep.GRAPH),
+        down=down,
+        up=up,
+        ends=ends,
+        forward=max(forward, ends + loss),
+        backward=backward,
+        update=sum(block.update for block in blocks),
+    )
+
+
+def _forward(blocks: Sequence[BlockMemory], stored: Sequence[int], plan: Plan, j: int) -> tuple[int, int, int]:
+    """Return the most that a forward adds to what it stores, what exists when it ends, and how much of that is its output.
+
+    The stage's input lives until the end of the stage, a block's input until the end of the block.
     """
-    if plan.method.flush:
-        return 2 * plan.k
-    owned = plan.layout.processes[process]
-    stages = [plan.stages[j] for j in owned]
-    filled = max((stage.delay for stage in stages), default=0)
-    updates = 2
-    if any(stage.weights is not Weights.CURRENT for stage in stages):  # the first microbatches in flight share a version
-        updates = max(updates, 1 + -(-filled // plan.k))
-    if len({*plan.boundary_delays}) > 1:  # earlier stages get ahead until messages wait wherever there is room
-        rounds = training_rounds(plan.delays, plan.boundary_delays, 0, sys.maxsize)
-        filled = max(filled, *(step.microbatch for steps in rounds.until_steady() for step in steps if step.stage in owned))
-    return filled + updates * plan.k + 1
+    stage, received = plan.stages[j], j > 0 and not _has_stage_before(plan, j)
+    # The parts of a message from another process share its memory, so a block that stores one of several copies it.
+    shares = stage.keeps[0] is Keep.GRAPH or (stage.keeps[0] is Keep.INPUT and not (received and len(stage.inputs) > 1))
+    x, kept, held, most = _bytes(stage.inputs), 0, 0, 0
+    if shares:
+        kept = -x
+    for i, (block, more) in enumerate(zip(blocks, stored, strict=True)):
+        most = max(most, kept + held + block.forward)
+        kept += more
+        held = block.made if i == 0 or stage.keeps[i] is Keep.GRAPH else block.output
+    return x + most - sum(stored), x + kept + held - sum(stored), held
 
 
-def _predicted(fixed: Sequence[int], between: int, temporary: int, **options: Any) -> PredictedMemory:
-    weights, gradients, optimizer = fixed
-    return PredictedMemory(weights, gradients, optimizer, between - sum(fixed), temporary, **options)
+def _backward(blocks: Sequence[BlockMemory], stored: Sequence[int], plan: Plan, j: int, received: int) -> int:
+    """Return the most that a backward adds for a moment.
+
+    The output and its gradient live until the end of the stage, the gradients of a block until the end of the next one.
+
+    Args:
+        received: Bytes of the output's gradient; at the last stage, of the output too.
+    """
+    stage = plan.stages[j]
+    if stage.keeps[-1] is Keep.NOTHING and j < len(plan.stages) - 1:
+        received *= 2
+    most = freed = gradients = between = 0
+    for block, more, inputs in zip(reversed(blocks), reversed(stored), reversed(_inputs(plan, j)), strict=True):
+        most = max(most, received + between + gradients + block.backward - freed)
+        between = 2 * _bytes(inputs) if between else block.returned
+        freed, gradients = freed + more, block.gradients
+    if j and stage.delay and not plan.method.flush and plan.boundary_delays[j] % 2 == 0:
+        # In the drain at the end, backwards follow one another: two messages are being sent, and none waits for a forward.
+        before = plan.boundaries[j - 1]
+        most += max(0, before.backward_bytes - before.forward_bytes - 2 * sum(stored))
+    return most
 
 
-def _tensors(worker: Worker) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Return weights and buffers, gradients, and states of the optimizer of a stage."""
-    module = worker.stage.module
-    gradients = [p.grad for p in module.parameters() if p.grad is not None]
-    return [*module.parameters(), *module.buffers()], gradients, _states(worker.update)
+def _stored(plan: Plan, j: int, recipe: Recipe | None, known: Known, *, alone: bool = True) -> list[int]:
+    """Return what each block stores besides what the block before it stores. An input is the output of the block before.
+
+    Args:
+        alone: Leave out the stage before.
+    """
+    keeps, blocks = plan.stages[j].keeps, _count_blocks(plan, j, recipe, known)
+    before = None if alone else (_count_blocks(plan, j - 1, recipe, known)[-1], plan.stages[j - 1].keeps[-1])
+    sizes = []
+    for block, keep, inputs in zip(blocks, keeps, _inputs(plan, j), strict=True):
+        shared = 0
+        if before is not None and keep in (Keep.GRAPH, Keep.INPUT):
+            earlier, kept = before
+            shared = _bytes(inputs) - (earlier.made if kept in (Keep.GRAPH, Keep.INPUT) else earlier.output)
+        sizes.append(block.stored - shared)
+        before = block, keep
+    return sizes
 
 
-def _executor(
-    plan: Plan, recipe: Recipe, data: _Blank, process: int, hooks: Hooks, blocks: Callable[[int], nn.Module]
-) -> tuple[Executor, list[Worker]]:
-    """Return an executor of the process whose neighbours are always in time, and the workers of its stages."""
-    processes = plan.layout.processes
-    source = DataPort(plan.layout.inputs, CPU, plan.numerics.channels_last, lambda report: None)
-    loss_port = LossPort(CPU, recipe.losses, recipe.metrics)
-    for port in (source, loss_port):
-        port.start(data, 0, 0)
-    stages = build_stages(plan, recipe, Runtime(), CPU, (0, process), blocks, source.refetch)
-    transport = None
-    if len(processes) > 1:
-        transport = LockstepTransport(pack_boundaries(plan, CPU), processes, process, post=lambda operations: [_Done()])
-    ports = connect(processes[process], source, loss_port, plan.boundaries, transport)
-    workers = build_workers(plan, recipe, stages, ports, CPU, hooks)
-    for worker in workers.values():
-        worker.update.parts = [part for part in worker.update.parts if isinstance(part, UNDECIDED)]
-    return Executor(plan, workers, transport, hooks), [*workers.values()]
+def _has_stage_before(plan: Plan, j: int) -> bool:
+    """Return whether the stage before stage ``j`` is in the same process."""
+    return any(owned.start < j < owned.stop for owned in plan.layout.processes)
 
 
-def _without_data(block: nn.Module, channels_last: bool) -> nn.Module:
-    """Replace the tensors of a block on the meta device by fake tensors, in the run's memory format."""
-    fake_module(block)
-    for part in block.modules() if channels_last else ():
-        for name, p in [*part.named_parameters(recurse=False)]:
-            if p.dim() == 4:
-                setattr(part, name, nn.Parameter(p.detach().contiguous(memory_format=torch.channels_last), p.requires_grad))
-    return block
+def _bytes(specs: Sequence[TensorSpec]) -> int:
+    return sum(rounded(spec.bytes) for spec in specs)
 
 
-def _bytes(tensors: Any) -> int:
-    sizes = {storage_key(t): t.untyped_storage().nbytes() for t in tensors}
-    return sum(map(rounded, sizes.values()))
+def _loss(outputs: Sequence[TensorSpec], recipe: Recipe, targets: TensorSpec, known: Known) -> tuple[int, int]:
+    """Return the most that the loss adds for a moment to the output, and what it leaves for the backward."""
+    key = ("loss", tuple(outputs), targets)
+    if key not in known:
+        with fake_tensor_mode(), LiveBytes() as live:
+            port, y = LossPort(CPU, recipe.losses, recipe.metrics), empty(outputs)
+            port.start(_Blank(targets), 0, 0)
+            before = live.most = live.now
+            port.send(0, (y,))
+            known[key] = live.most - before, live.now - before
+    return known[key]  # type: ignore[no-any-return]
+
+
+class _Blank:
+    """Targets without data."""
+
+    def __init__(self, spec: TensorSpec) -> None:
+        self._spec = spec
+
+    def inputs(self, m: int) -> Tensor:
+        raise NotImplementedError
+
+    def targets(self, m: int) -> Tensor:
+        return empty([self._spec])[0]

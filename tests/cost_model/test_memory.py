@@ -1,17 +1,21 @@
-"""Memory that a GPU will reach, against sizes counted by hand. tests/emulated/test_memory.py compares peaks of an allocator."""
+"""Memory that a GPU will reach, against sizes counted by hand, and against the bytes that live while the engine trains."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 from torch._subclasses import fake_tensor
 
-from petra import METHODS, TensorSpec, UpdateRules
-from petra.cost_model.memory import PredictedMemory, predict_memory
-from petra.diagnostics.activation_memory import BLOCK
+from petra import METHODS, Model, Pipeline, TensorSpec, UpdateRules
+from petra.cost_model import block_memory
+from petra.cost_model.block_memory import LiveBytes
+from petra.cost_model.memory import WORKSPACE, PredictedMemory, predict_memory
+from petra.diagnostics.activation_memory import BLOCK, rounded
 from petra.engine.recipe import Recipe
+from petra.models import MODELS
 from petra.plan import make_plan
 from petra.training import OPTIMIZERS
 from tests.support.nets import mixed_net
@@ -44,11 +48,11 @@ def predicted(
         lambda m: 0.1,
         rules=UpdateRules(average=average),
     )
-    return predict_memory(plan, recipe, TARGETS, process=process)
+    return predict_memory(plan, recipe, TARGETS)[process]
 
 
-def rounded(sizes: list[int]) -> int:
-    return sum(-(-size // BLOCK) * BLOCK for size in sizes)
+def total(sizes: list[int]) -> int:
+    return sum(map(rounded, sizes))
 
 
 def test_weights_gradients_and_states_are_those_of_the_parameters() -> None:
@@ -56,9 +60,9 @@ def test_weights_gradients_and_states_are_those_of_the_parameters() -> None:
     parameters = [p.nbytes for module in modules for p in module.parameters()]
     buffers = [b.nbytes for module in modules for b in module.buffers()]
     sgd, adam, averaged = predicted(), predicted("adamw"), predicted(average=0.9)
-    assert sgd.weights == rounded(parameters + buffers)
-    assert sgd.gradients == sgd.optimizer == rounded(parameters)
-    assert adam.optimizer == 2 * rounded(parameters) + BLOCK * len(parameters)  # a number of steps for each parameter
+    assert sgd.weights == total(parameters + buffers)
+    assert sgd.gradients == sgd.optimizer == total(parameters)
+    assert adam.optimizer == 2 * total(parameters) + BLOCK * len(parameters)  # a number of steps for each parameter
     assert averaged.optimizer == 2 * sgd.optimizer
 
 
@@ -87,3 +91,72 @@ def test_nothing_is_allocated(optimizer: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(fake_tensor, "run_fallback_kernel", lambda mode, op, *rest: fallbacks.append(op) or kernel(mode, op, *rest))
     predicted(optimizer)
     assert fallbacks == []
+
+
+def images(width: float = 0.25, batch: int = 8) -> tuple[Model, TensorSpec, TensorSpec]:
+    return MODELS["revnet18"](5, width=width), TensorSpec((batch, 3, 32, 32), torch.float32), TensorSpec((batch,), torch.int64)
+
+
+class Zeros:
+    """Microbatches of zeros."""
+
+    def __init__(self, inputs: TensorSpec, targets: TensorSpec) -> None:
+        self._specs = inputs, targets
+
+    def inputs(self, m: int) -> torch.Tensor:
+        return torch.zeros(self._specs[0].shape)
+
+    def targets(self, m: int) -> torch.Tensor:
+        return torch.zeros(self._specs[1].shape, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("method", "stages"),
+    [("petra", 3), ("petra", 10), ("backprop", 3), ("pipedream", 3), ("dsp", 3), ("1f1b", 3), ("reconstruct_stashed", 3)],
+)
+def test_peak_is_that_of_the_engine(method: str, stages: int) -> None:
+    """Real tensors are counted while a pipeline is built and trained in one process."""
+    model, inputs, targets = images()
+    recipe = Recipe(OPTIMIZERS["sgd"], lambda m: 0.1)
+    with LiveBytes() as live:
+        pipeline = Pipeline(model, inputs, recipe, method=method, k=2, stages=stages)
+        pipeline.train(Zeros(inputs, targets), 2 * max(pipeline.plan.delays) + 8)
+    (found,) = predict_memory(pipeline.plan, recipe, targets)
+    assert live.most <= found.tensors <= 1.09 * live.most
+
+
+def transformer(depth: int) -> tuple[Model, TensorSpec, TensorSpec]:
+    model = MODELS["revgpt"](64, dim=64, depth=depth, heads=2, size=32)
+    return model, TensorSpec((8, 32), torch.int64), TensorSpec((8 * 32,), torch.int64)
+
+
+@pytest.mark.parametrize("method", ["petra", "pipedream", "pipedream_2bw", "1f1b"])
+def test_equal_stages_are_equal(method: str) -> None:
+    """Reversible stages store nothing; with stashed weights, one version for each k microbatches in flight."""
+    model, inputs, targets = transformer(6)
+    plan = make_plan(model, inputs, method=method, k=8, processes=8, device_type="cuda")
+    found = predict_memory(plan, Recipe(OPTIMIZERS["sgd"], lambda m: 0.1), targets)
+    stream, delays = 8 * 32 * 64 * 4, plan.delays
+    growth = {"petra": 0, "pipedream": 2 * stream, "pipedream_2bw": 2 * stream}
+    if method in growth:
+        assert all(a.stored - b.stored == growth[method] for a, b in pairwise(found[2:7]))
+    assert len({(stage.weights, stage.temporary) for stage in found[2:6]}) == 1
+    assert [memory.workspace for memory in found] == [WORKSPACE] * 8
+    assert delays[0] == (14 if method == "petra" else 7)
+
+
+def test_blocks_of_a_kind_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in other methods that store the same, in longer pipelines and deeper models."""
+    counted: list[int] = []
+    count = block_memory._count
+    monkeypatch.setattr(block_memory, "_count", lambda *rest, **more: counted.append(1) or count(*rest, **more))
+    found = []
+    for depth in (8, 40):
+        counted.clear()
+        model, inputs, targets = transformer(depth)
+        known = block_memory.Known()
+        for method in ("petra", "1f1b", "dsp"):
+            plan = make_plan(model, inputs, method=method, k=4, stages=depth // 2, processes=depth // 2, device_type="cuda")
+            predict_memory(plan, Recipe(OPTIMIZERS["sgd"], lambda m: 0.1), targets, known)
+        found.append(len(counted))
+    assert found == [6, 6]  # the embedding and the head store the same in all three methods

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from benchmarks.report import kept_bytes
-from petra.analysis.memory import measured, predicted
+from petra.cost_model.memory import stored_activations
+from petra.diagnostics.activation_memory import measured
 from petra.errors import ConfigError, ModelError
 from petra.inplace_abn import InPlaceABN
 from petra.model import Chain
@@ -75,7 +76,7 @@ def test_a_stage_stores_less_and_as_much_as_predicted() -> None:
         model, data = revnet18(width=1 / 16, norm=norm), RandomSource(size=32, dtype=torch.float32)
         pipeline = make_pipeline(model, data.spec, method="backprop", stages=[3, 7], optimizer=sgd, learning_rate=lambda t: 0.01)
         stored[norm] = measured(pipeline, data, 2)
-        assert stored[norm] == [stage.stored for stage in predicted(pipeline.plan)]
+        assert stored[norm] == stored_activations(pipeline.plan)
     assert all(less < 0.75 * more for less, more in zip(stored["inplace_abn"], stored["batchnorm"], strict=True))
 
 

@@ -12,7 +12,7 @@ from launch.run.build import set_up
 from launch.run.dry_run import stage_map
 from launch.run.training import run
 from petra import ConfigError
-from petra.analysis.memory import predicted
+from petra.cost_model.memory import stored_activations
 from petra.training import load
 from tests.launch.test_launch import ALONE, TINY, planned
 from tests.launch.test_own import OWN, SMALL, folder
@@ -57,7 +57,7 @@ def test_the_dry_run_of_revnet50_on_imagenet_saves_35_inputs() -> None:
     setups = [planned("data=imagenet", "model=revnet50", f"data.refetch={value}") for value in ("false", "true")]
     rows = [stage_map(setup).splitlines()[4].split("|") for setup in setups]
     assert [row[7].strip() for row in rows] == ["input", "refetch"]
-    stored, refetched = ([stage.stored for stage in predicted(setup.plan)] for setup in setups)
+    stored, refetched = (stored_activations(setup.plan) for setup in setups)
     assert (stored[0], refetched[0]) == (35 * 64 * 3 * 224 * 224 * 4, 0)  # 1.35 GB
     assert stored[1:] == refetched[1:]
 
