@@ -28,8 +28,8 @@ from torch.nn import functional as F
 from benchmarks.pipeline_peers import Batches, Peer, Run, Setting, checkpointed, deepspeed, petra, torch_schedule, torchgpipe
 from benchmarks.report import benchmark_parser, installed, machine, ratio, save
 from benchmarks.two_stages import build, sgd
-from petra import METHODS, Keep, Method
-from petra.cost_model.costs import StageCost, profile_blocks, stage_cost
+from petra import METHODS, Keep, Method, Numerics
+from petra.cost_model.costs import StageCost, pipeline_costs, profile_blocks
 from petra.cost_model.links import Link, measure_link
 from petra.cost_model.simulator import predict
 from petra.cost_model.zero_bubble import ZB_H1
@@ -115,8 +115,8 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
 def _cost(keep: Keep, options: argparse.Namespace, model: Any, inputs: Any) -> StageCost:
     """Measure the cost of a stage of couplings, in both processes at the same time."""
     dist.barrier()
-    couplings = profile_blocks(model, inputs, optimizer=sgd, channels_last=True, rounds=options.rounds)[1:-1]
-    return stage_cost(couplings[: options.blocks], [keep] * options.blocks, previous_keep=keep)
+    couplings = profile_blocks(model, inputs, optimizer=sgd, numerics=Numerics(channels_last=True), rounds=options.rounds)[1:-1]
+    return pipeline_costs([couplings[: options.blocks]] * 2, [[keep] * options.blocks] * 2)[1]
 
 
 def simulated(costs: dict[str, Any], link: dict[str, float], stages: int, k: int) -> dict[str, float]:

@@ -85,7 +85,7 @@ def _measured_blocks(model: Model, inputs: TensorSpec) -> list[BlockCost]:
     """Measure the blocks in all processes at the same time, and return the mean of the processes."""
     if dist.is_initialized():
         dist.barrier()
-    found = all_gather_objects(profile_blocks(model, inputs, optimizer=sgd, channels_last=True))
+    found = all_gather_objects(profile_blocks(model, inputs, optimizer=sgd, numerics=Numerics(channels_last=True)))
     names = ("forward", "backward", "graph_forward", "graph_backward", "update", "weights")
     columns = zip(*found, strict=True)
     return [replace(column[0], **{name: mean(getattr(block, name) for block in column) for name in names}) for column in columns]

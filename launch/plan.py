@@ -21,8 +21,8 @@ import torch
 
 from petra.analysis.planning import draw_plan
 from petra.cost_model.autotune import Tuned, search_within, tune
-from petra.cost_model.costs import BlockCost, count_blocks, profile_blocks
-from petra.cost_model.links import Link, in_wire_type, wire_factor
+from petra.cost_model.costs import TIMES, BlockCost, count_blocks, profile_blocks
+from petra.cost_model.links import Link
 from petra.cost_model.machines import Machines
 from petra.cost_model.memory import PredictedMemory
 from petra.cost_model.simulator import Prediction, predict, simulate
@@ -111,13 +111,11 @@ def predict_method(
     memories: Memories | None = None,
     tune_delay: bool = False,
     overlap: bool = False,
-    wire: torch.dtype | None = None,
 ) -> Row:
     """Partition the blocks over the machines for a method, and predict its steady state, with ``overlap`` where stages can.
 
     Args:
         memories: Predicts the memory; without it, sums over the blocks of a stage are limited instead.
-        wire: Type of messages, by which the connections are scaled (:func:`petra.cost_model.links.in_wire_type`).
 
     Raises:
         ConfigError: If no partition fits the memory of the devices, or if the method does not fit k.
@@ -144,8 +142,7 @@ def predict_method(
     backward = [(cost.backward_bytes, link.backward) for cost, link in zip(tuned.costs[1:], links, strict=True)]
     messages = [*forward, *backward]
     busiest = max((size / link.bandwidth for size, link in messages), default=0.0)
-    traffic = sum(size for size, _ in messages) / wire_factor(wire)
-    return Row(method, tuned, found, round(traffic), busiest / found.period, memory)
+    return Row(method, tuned, found, sum(size for size, _ in messages), busiest / found.period, memory)
 
 
 def recommend(rows: Sequence[Row]) -> Row:
@@ -176,18 +173,12 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
     setup = set_up(config, Process(rank=0, world=1, local_rank=0, local_world=1))
     if options.out is not None:
         require_picture(options.out)
-    wire, inputs, model = setup.plan.numerics.wire, setup.plan.inputs, setup.plan.model
-    machines = _machines(options)
-    machines = replace(machines, connections=in_wire_type(machines.connections, wire))
-    autocast = setup.plan.numerics.autocast
+    inputs, model, numerics, machines = setup.plan.inputs, setup.plan.model, setup.plan.numerics, _machines(options)
     if options.measure:
         set_numerics(config.trainer)
-        build, numerics = recipe.optimizer(config), setup.plan.numerics
-        blocks = profile_blocks(
-            model, inputs, optimizer=build, device=setup.device, autocast=autocast, channels_last=numerics.channels_last,
-        )  # fmt: skip
+        blocks = profile_blocks(model, inputs, optimizer=recipe.optimizer(config), device=setup.device, numerics=numerics)
     else:
-        blocks = tuple(_in_seconds(block, 1e12 * options.teraflops) for block in count_blocks(model, inputs, autocast))
+        blocks = tuple(_in_seconds(block, 1e12 * options.teraflops) for block in count_blocks(model, inputs, numerics))
     transport: TransportName = "auto" if config.trainer.device == "cpu" else "lockstep"  # what auto selects on GPUs
     rows, refused, memories = [], [], partial(stage_memories, setup, {})
     petra = METHODS["petra"]
@@ -198,7 +189,7 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
             rows.append(
                 predict_method(
                     blocks, method, config.k, machines, transport, memories=None if method is ZB_H1 else memories,
-                    tune_delay=tune_delay, overlap=config.trainer.overlap, wire=wire,
+                    tune_delay=tune_delay, overlap=config.trainer.overlap,
                 )
             )  # fmt: skip
         except ConfigError as error:
@@ -260,8 +251,7 @@ def _draw(
 
 
 def _in_seconds(block: BlockCost, flops: float) -> BlockCost:
-    times = ("forward", "backward", "graph_forward", "graph_backward", "update", "weights")
-    return replace(block, **{name: getattr(block, name) / flops for name in times})
+    return replace(block, **{name: getattr(block, name) / flops for name in TIMES})
 
 
 def _machines(options: argparse.Namespace) -> Machines:

@@ -118,7 +118,7 @@ def stage_parts(plan: Plan) -> list[StageParts]:
     found = []
     for stage in plan.stages:
         own = [blocks[b] for b in stage.blocks]
-        cost = stage_cost(own, stage.keeps, previous_keep=None, parameter_copies=0)
+        cost = stage_cost(own, stage.keeps, parameter_copies=0)
         last = stage is plan.stages[-1]
         boundaries = plan.boundaries[max(stage.index - 1, 0) : stage.index + 1]
         found.append(

@@ -129,7 +129,7 @@ def depth(request: Request) -> Report:
         blocks = count_blocks(model, inputs)
         parts = {}
         for keep in (Keep.GRAPH, Keep.NOTHING) if name.startswith("rev") else (Keep.GRAPH,):
-            cost = stage_cost(blocks, [keep] * len(blocks), previous_keep=None)
+            cost = stage_cost(blocks, [keep] * len(blocks))
             parts[str(keep)] = cost.memory(1)
         data[name] = parts
         weights = PARAMETER_COPIES * sum(block.parameter_bytes for block in blocks)

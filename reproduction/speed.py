@@ -19,6 +19,7 @@ from petra.method import METHODS
 from petra.model import Model
 from petra.models import revnet18, revnet34, revnet50
 from petra.plan.plan import Plan, make_plan
+from petra.settings import Numerics
 from petra.specs import TensorSpec
 from petra.training import sgd
 
@@ -132,5 +133,5 @@ def _processor_costs(model: Model, plan: Plan) -> list[StageCost]:
     """Return the costs of the stages as measured on this processor with 16 images."""
     optimizer = partial(sgd, momentum=0.9, nesterov=True, weight_decay=5e-4)
     inputs = TensorSpec((16, 3, 32, 32), torch.float32)
-    profiled = profile_blocks(model, inputs, optimizer=optimizer, channels_last=True, rounds=3)
+    profiled = profile_blocks(model, inputs, optimizer=optimizer, numerics=Numerics(channels_last=True), rounds=3)
     return stage_costs(plan, [replace(cost, update=0.0) for cost in profiled])

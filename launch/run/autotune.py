@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from petra.cost_model.autotune import Tuned, search_within, tune
 from petra.cost_model.costs import profile_blocks
-from petra.cost_model.links import INSTANT, in_wire_type, measure_link
+from petra.cost_model.links import INSTANT, measure_link
 from petra.cost_model.machines import Device, Machines
 from petra.distributed import raise_on_all_ranks
 from petra.errors import ConfigError, require
@@ -67,8 +67,7 @@ def _choose(setup: Setup, machines: Machines) -> Tuned:
         plan.layout.inputs,
         optimizer=recipe.optimizer(config),
         device=setup.device,
-        autocast=plan.numerics.autocast,
-        channels_last=plan.numerics.channels_last,
+        numerics=plan.numerics,
         seed=config.seed,
     )
     processes = plan.layout.processes
@@ -95,7 +94,7 @@ def _choose(setup: Setup, machines: Machines) -> Tuned:
             tune_delay="delay" in setup.auto,
             tune_keep="keep" in setup.auto and _may_keep_graphs(setup),
             devices=[replace(device, memory=limit) for device, limit in zip(devices, limits, strict=True)],
-            link=in_wire_type(machines.connections[: len(owners) - 1], plan.numerics.wire) if several else INSTANT,
+            link=machines.connections[: len(owners) - 1] if several else INSTANT,
             # In one process the choice of delays would not change the speed, so choose as for one process per stage.
             processes=owners if several else None,
             transport=cast(TransportName, config.trainer.transport),

@@ -178,7 +178,7 @@ class _Stages:
     def _seconds_of_range(self, blocks: range, stage: int) -> float:
         keeps = self.keeps(blocks, stage)
         costs = self.blocks[blocks.start : blocks.stop]
-        cost = stage_cost(costs, keeps, previous_keep=None, parameter_copies=self.parameter_copies).on(self.devices[stage].speed)
+        cost = stage_cost(costs, keeps, parameter_copies=self.parameter_copies).on(self.devices[stage].speed)
         fits = self.memory(cost, stage) <= self.devices[stage].memory
         return cost.forward + cost.backward + cost.update / self.k if fits else float("inf")
 

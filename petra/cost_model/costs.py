@@ -16,7 +16,7 @@ from petra.engine.options.simple_stage import simple_stage
 from petra.engine.stage import Stage
 from petra.method import Keep
 from petra.model import BlockProfile, Model
-from petra.plan.messages import returns_activations
+from petra.plan.messages import boundary, returns_activations
 from petra.settings import Numerics
 from petra.specs import Streams, TensorSpec
 
@@ -36,7 +36,8 @@ class BlockCost:
         forward, backward: Times with ``keep=nothing`` (``keep=input`` for blocks that aren't reversible).
         graph_forward, graph_backward: Times with ``keep=graph``.
         update: Time of one update of the block's parameters.
-        input_bytes, output_bytes: Sizes of the input and output streams.
+        input_bytes: Size of the input streams.
+        output_bytes: Size of a message with the output streams.
         graph_bytes: Size of the stored autograd graph, streams included.
         parameter_bytes: Size of the parameters, counted once.
         weights: Part of either backward that computes the gradients of the parameters.
@@ -110,29 +111,23 @@ def stage_cost(
     blocks: Sequence[BlockCost],
     keeps: Sequence[Keep],
     *,
-    previous_keep: Keep | None,
     parameter_copies: int = PARAMETER_COPIES,
 ) -> StageCost:
-    """Return the cost of consecutive blocks as one stage.
+    """Return the cost of consecutive blocks as the first stage of a pipeline, which sends nothing back.
 
-    The message to the previous stage contains δ, and also x̃ if the previous stage stores nothing from which it could compute its
-    output. Messages on their way are not part of the memory; each boundary has at most d + 1 of them in each direction.
+    Messages on their way are not part of the memory; each boundary has at most d + 1 of them in each direction.
 
     Args:
         keeps: What each block stores.
-        previous_keep: What the last block of the previous stage stores; None for the first stage, which sends nothing back.
         parameter_copies: Copies of the parameters in memory: weights, gradients, optimizer states, a moving average.
     """
     times = [block.seconds(keep) for block, keep in zip(blocks, keeps, strict=True)]
-    tensors_back = 0 if previous_keep is None else 2 if returns_activations(previous_keep) else 1
     temporary_graphs = [block.graph_bytes for block, keep in zip(blocks, keeps, strict=True) if keep is not Keep.GRAPH]
-    first, last = blocks[0], blocks[-1]
     return StageCost(
         forward=sum(forward for forward, _ in times),
         backward=sum(backward for _, backward in times),
         update=sum(block.update for block in blocks),
-        forward_bytes=last.output_bytes,
-        backward_bytes=tensors_back * first.input_bytes,
+        forward_bytes=blocks[-1].output_bytes,
         stored_bytes=sum(block.stored_bytes(keep) for block, keep in zip(blocks, keeps, strict=True)),
         fixed_bytes=parameter_copies * sum(block.parameter_bytes for block in blocks) + max(temporary_graphs, default=0),
         weights=sum(block.weights for block in blocks),
@@ -142,22 +137,27 @@ def stage_cost(
 def pipeline_costs(
     stages: Sequence[Sequence[BlockCost]], keeps: Sequence[Sequence[Keep]], *, parameter_copies: int = PARAMETER_COPIES
 ) -> list[StageCost]:
-    """Return the costs of all stages of a pipeline, given the blocks of each stage and what each block stores."""
-    previous_keeps = [None, *(stage_keeps[-1] for stage_keeps in keeps[:-1])]
-    return [
-        stage_cost(blocks, stage_keeps, previous_keep=previous_keep, parameter_copies=parameter_copies)
-        for blocks, stage_keeps, previous_keep in zip(stages, keeps, previous_keeps, strict=True)
-    ]
+    """Return the costs of all stages of a pipeline, given the blocks of each stage and what each block stores.
+
+    A backward message contains δ, and also x̃ if the stage that receives it stores nothing from which it could compute its output.
+    """
+    costs = [stage_cost(blocks, kept, parameter_copies=parameter_copies) for blocks, kept in zip(stages, keeps, strict=True)]
+    backward = [(2 if returns_activations(kept[-1]) else 1) * cost.forward_bytes for cost, kept in zip(costs, keeps, strict=True)]
+    return [replace(cost, backward_bytes=size) for cost, size in zip(costs, [0, *backward], strict=False)]
 
 
-def count_blocks(model: Model, inputs: TensorSpec, autocast: torch.dtype | None = None) -> tuple[BlockCost, ...]:
+def count_blocks(
+    model: Model,
+    inputs: TensorSpec,
+    numerics: Numerics = Numerics(),  # noqa: B008 (frozen)
+) -> tuple[BlockCost, ...]:
     """Return costs in FLOPs: 1 × the forward's FLOPs for forward, 2 × for backward, 1 × for recomputation, 0 for an update.
 
     The gradients of the parameters are counted as half of backward, although products without parameters have none.
 
     Args:
         inputs: Form of one microbatch.
-        autocast: Type of the tensors in graphs, which determines their sizes.
+        numerics: Number formats, which determine the sizes of graphs and messages.
 
     Raises:
         ModelError: As :meth:`petra.model.Model.profile`.
@@ -165,7 +165,7 @@ def count_blocks(model: Model, inputs: TensorSpec, autocast: torch.dtype | None 
     units = (1.0, 3.0, 1.0, 2.0, 0.0, 1.0)
     known: Known = {}
     return tuple(
-        _block_cost(model, profile, specs, b, [unit * profile.flops for unit in units], autocast, known)
+        _block_cost(model, profile, specs, b, [unit * profile.flops for unit in units], numerics, known)
         for b, (profile, specs) in enumerate(_profiles_with_inputs(model, inputs))
     )
 
@@ -176,8 +176,7 @@ def profile_blocks(
     *,
     optimizer: BuildOptimizer,
     device: torch.device | str = "cpu",
-    autocast: torch.dtype | None = None,
-    channels_last: bool = False,
+    numerics: Numerics = Numerics(),  # noqa: B008 (frozen)
     seed: int = 0,
     rounds: int = 5,
 ) -> tuple[BlockCost, ...]:
@@ -198,16 +197,15 @@ def profile_blocks(
     profiles = _profiles_with_inputs(model, inputs)
     unknown = (0.0,) * len(TIMES)
     known: Known = {}
-    costs = [_block_cost(model, profile, specs, b, unknown, autocast, known) for b, (profile, specs) in enumerate(profiles)]
+    costs = [_block_cost(model, profile, specs, b, unknown, numerics, known) for b, (profile, specs) in enumerate(profiles)]
     sizes = [cost.graph_bytes + PARAMETER_COPIES * cost.parameter_bytes for cost in costs]
     for b, (profile, specs) in enumerate(profiles):
         others = _Memory(sum(sizes) - sizes[b], device)
         module = model.build_block(b, seed).to(device).train()
-        if channels_last:
+        if numerics.channels_last:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        x, dy = (tuple(_example(spec, device, channels_last) for spec in specs_) for specs_ in (specs, profile.outputs))
+        x, dy = (tuple(_example(spec, device, numerics.channels_last) for spec in specs_) for specs_ in (specs, profile.outputs))
         times: list[float] = []
-        numerics = Numerics(autocast, channels_last)
         smallest = Keep.NOTHING if profile.reversible else Keep.INPUT
         for keep in (smallest, Keep.GRAPH):
             stage = simple_stage([module], [keep], first_block=b, seed=seed, numerics=numerics)
@@ -233,7 +231,7 @@ def _block_cost(
     inputs: tuple[TensorSpec, ...],
     block: int,
     seconds: Sequence[float],
-    autocast: torch.dtype | None,
+    numerics: Numerics,
     known: Known,
 ) -> BlockCost:
     if (kind := ("parameters", model.blocks[block].kind)) not in known:
@@ -244,8 +242,8 @@ def _block_cost(
         reversible=profile.reversible,
         **dict(zip(TIMES, seconds, strict=True)),
         input_bytes=sum(spec.bytes for spec in inputs),
-        output_bytes=sum(spec.bytes for spec in profile.outputs),
-        graph_bytes=count_block(model, block, inputs, Keep.GRAPH, numerics=Numerics(autocast), known=known).stored,
+        output_bytes=boundary(profile.outputs, Keep.INPUT, numerics, 0).forward_bytes,
+        graph_bytes=count_block(model, block, inputs, Keep.GRAPH, numerics=numerics, known=known).stored,
         parameter_bytes=known[kind],
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -36,19 +36,6 @@ class Connection:
 
     forward: Link
     backward: Link
-
-
-def in_wire_type(pairs: Sequence[Connection], wire: torch.dtype | None) -> tuple[Connection, ...]:
-    """Return connections for messages of another type. The cost model counts float32, so the bandwidth is scaled instead."""
-    factor = wire_factor(wire)
-    return tuple(
-        Connection(*(replace(side, bandwidth=factor * side.bandwidth) for side in (pair.forward, pair.backward))) for pair in pairs
-    )
-
-
-def wire_factor(wire: torch.dtype | None) -> float:
-    """Return how many times smaller messages of this type are than those of float32, which None stands for."""
-    return 1.0 if wire is None else torch.float32.itemsize / wire.itemsize
 
 
 def connections(links: Link | Sequence[Connection], processes: int) -> tuple[Connection, ...]:

@@ -53,12 +53,12 @@ def test_keeps_against_all_choices(seed: int) -> None:
     blocks = random_blocks(random, random.randint(1, 7))
     smallest = [Keep.NOTHING if b.reversible else Keep.INPUT for b in blocks]
     microbatches = random.randint(1, 5)
-    sizes = [stage_cost(blocks, keeps, previous_keep=None) for keeps in (smallest, [Keep.GRAPH] * len(blocks))]
+    sizes = [stage_cost(blocks, keeps) for keeps in (smallest, [Keep.GRAPH] * len(blocks))]
     low, high = (cost.memory(microbatches) for cost in sizes)
     limit = random.uniform(low, max(high, low + 1))
 
     def time_and_size(keeps: tuple[Keep, ...]) -> tuple[float, int]:
-        cost = stage_cost(blocks, keeps, previous_keep=None)
+        cost = stage_cost(blocks, keeps)
         return cost.forward + cost.backward, cost.memory(microbatches)
 
     options = list(product(*[(k, Keep.GRAPH) for k in smallest]))
