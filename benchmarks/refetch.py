@@ -16,15 +16,19 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from PIL import Image
 
-from benchmarks.augmentation import jpeg_files
 from benchmarks.report import alternate, benchmark_parser, machine, ratio, save, spread, table
 from petra import Pipeline, Recipe, Runtime, TensorSpec
 from petra.data import Dataset, TrainSource, load_dataset
 from petra.diagnostics.activation_memory import ActivationMemory
 from petra.models import revnet18
 from petra.training import sgd
+
+SIDE = 400
+"""Shorter side of the JPEG images in pixels, about the average of ImageNet."""
 
 
 class Setting(NamedTuple):
@@ -41,6 +45,17 @@ class Setting(NamedTuple):
     dataset: Dataset
     batch: int
     workers: int
+
+
+def jpeg_files(folder: Path) -> Dataset:
+    """Write 128 JPEG files of smooth noise, 500x400 pixels, and return them as a data set of two classes."""
+    rng = np.random.default_rng(0)
+    for i in range(128):
+        path = folder / ("train", "val")[i % 2] / f"class{i // 2 % 2}" / f"{i}.jpeg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        noise = Image.fromarray(rng.integers(0, 256, (SIDE // 8, SIDE * 5 // 32, 3), dtype=np.uint8))
+        noise.resize((SIDE * 5 // 4, SIDE), Image.Resampling.BICUBIC).save(path, quality=90)
+    return load_dataset("imagenet", root=folder, size=224)
 
 
 def build(setting: Setting, width: float, refetch: bool) -> tuple[Pipeline, TrainSource]:

@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from benchmarks.staleness import __main__ as command
-from benchmarks.staleness import cells, train
+from benchmarks.staleness import cells, figures, train
 from benchmarks.staleness.cells import GRID, MOST_COMPARED, WINDOW, WINDOWS, Cell
 from petra import Recipe, TensorSpec, make_plan
 from petra.data import load_dataset
@@ -112,3 +112,13 @@ def test_every_k_reads_the_same_tokens(tokens: Path) -> None:
         return torch.cat([source.inputs(m) for m in range(2 * k)])
 
     assert all(torch.equal(windows(4), windows(k)) for k in (8, 16, 32))
+
+
+def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
+    """The page has the table that the records give. Interval of the differences 1, 2 and 3: 2 ± 4.303 · 1 / √3 (Student's t)."""
+    folder = Path(figures.__file__).parent
+    records = figures.read_all(folder / "records")
+    assert figures.results(records) in (folder / "README.md").read_text(encoding="utf-8")
+    assert figures.difference({0: 2.0, 1: 4.0, 2: 6.0, 5: 0.0}, {0: 1.0, 1: 2.0, 2: 3.0}) == pytest.approx((2, 4.303 / 3**0.5))
+    figures.draw(records, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000

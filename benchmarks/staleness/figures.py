@@ -1,0 +1,134 @@
+"""Tables and the figure of the benchmark, from its records: ``python -m benchmarks.staleness.figures RECORDS [--out PICTURE]``.
+
+Prints one row for each cell that has final runs, and the log of the search. PICTURE shows the loss on the test part against the
+staleness of stage 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.staleness.cells import GRID
+from benchmarks.staleness.train import read
+
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+"""Half the width of a 95 % interval in standard errors, by the number of pairs (Student's t)."""
+
+Records = Mapping[str, list[dict[str, Any]]]
+"""Records by the name of their cell."""
+
+
+def read_all(folder: Path) -> Records:
+    """Return all records in a folder, in the order of the grid."""
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for path in sorted(folder.glob("*.json")):
+        record = read(path)
+        found[record["cell"]].append(record)
+    return {cell.name: found[cell.name] for cell in GRID if cell.name in found}
+
+
+def final(records: Iterable[dict[str, Any]]) -> dict[int, float]:
+    """Return the loss on the test part in bits per byte of each final run, by its seed."""
+    return {record["seed"]: record["bits_per_byte"]["test"] for record in records if "test" in record["bits_per_byte"]}
+
+
+def difference(losses: Mapping[int, float], others: Mapping[int, float]) -> tuple[float, float] | None:
+    """Return the mean difference of runs with the same seed, and half the width of its 95 % interval; None without two pairs."""
+    pairs = [losses[seed] - others[seed] for seed in sorted(losses.keys() & others.keys())]
+    if len(pairs) < 2:
+        return None
+    return statistics.fmean(pairs), STUDENT[len(pairs)] * statistics.stdev(pairs) / len(pairs) ** 0.5
+
+
+def base(cell: str, records: Records) -> dict[int, float]:
+    """Return the final losses of backpropagation with the cell's stages and optimizer."""
+    own = records[cell][0]["setting"]
+    for found in records.values():
+        setting = found[0]["setting"]
+        same = all(setting[key] == own[key] for key in ("stages", "optimizer"))
+        if same and (setting["method"], setting["model"], setting["remedy"]) == ("backprop", "revgpt", "none"):
+            return final(found)
+    return {}
+
+
+def results(records: Records) -> str:
+    """Return a Markdown table of the cells that have final runs."""
+    lines = [
+        "| cell | staleness | seeds | learning rate | warm-up | test, bits per byte | above backprop | error of x̃ at stage 2 |",
+        "|---" * 8 + "|",
+    ]
+    for cell, found in records.items():
+        losses = final(found)
+        if not losses:
+            continue
+        runs = [record for record in found if "test" in record["bits_per_byte"]]
+        spread = f" ± {statistics.stdev(losses.values()):.3f}" if len(losses) > 1 else ""
+        above = None if runs[0]["setting"]["method"] == "backprop" else difference(losses, base(cell, records))
+        errors = [statistics.fmean(run["reconstruction_error"]["2"]) for run in runs if run["reconstruction_error"].get("2")]
+        cells = [
+            f"`{cell}`",
+            f"{runs[0]['staleness']:.2f}",
+            str(len(losses)),
+            f"{runs[0]['rate']:g}",
+            f"{runs[0]['warmup']:.0%}",
+            f"{statistics.fmean(losses.values()):.3f}{spread}",
+            "" if above is None else f"{above[0]:.2f} ± {above[1]:.2f}",
+            f"{statistics.fmean(errors):.2g}" if errors else "",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def search(records: Records) -> str:
+    """Return a Markdown table of the runs that chose learning rate and warm-up."""
+    lines = ["| cell | updates | rate, warm-up: validation, bits per byte |", "|---|---|---|"]
+    for cell, found in records.items():
+        tried: dict[int, list[str]] = defaultdict(list)
+        for run in sorted(found, key=lambda run: (run["updates"], run["warmup"], run["rate"])):
+            if "test" not in run["bits_per_byte"]:
+                tried[run["updates"]].append(f"{run['rate']:g}, {run['warmup']:.0%}: {run['bits_per_byte']['val']:.3f}")
+        lines += [f"| `{cell}` | {updates} | {'; '.join(runs)} |" for updates, runs in tried.items()]
+    return "\n".join(lines)
+
+
+def draw(records: Records, path: Path) -> None:
+    """Draw the mean loss on the test part against the staleness, a line for each method, optimizer and remedy with 16 stages."""
+    from matplotlib.figure import Figure
+
+    lines: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    for found in records.values():
+        setting, losses = found[0]["setting"], list(final(found).values())
+        if losses and setting["stages"] == 16 and setting["model"] == "revgpt":
+            remedy = "" if setting["remedy"] == "none" else f", {setting['remedy']}"
+            spread = statistics.stdev(losses) if len(losses) > 1 else 0.0
+            name = f"{setting['method']}, {setting['optimizer']}{remedy}"
+            lines[name].append((found[0]["staleness"], statistics.fmean(losses), spread))
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot(xlabel="staleness of stage 1 (updates)", ylabel="loss on the test part (bits per byte)")
+    for name, points in sorted(lines.items()):
+        x, y, spread = zip(*sorted(points), strict=True)
+        axes.errorbar(x, y, spread, label=name, marker="o", capsize=3)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path)
+
+
+def main() -> None:
+    """Print the tables, and draw the figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", type=Path, help="folder of the records")
+    parser.add_argument("--out", type=Path, help="file of the picture, .png or .svg")
+    options = parser.parse_args()
+    records = read_all(options.records)
+    print(f"{results(records)}\n\n{search(records)}")
+    if options.out is not None:
+        draw(records, options.out)
+
+
+if __name__ == "__main__":
+    main()
