@@ -22,7 +22,7 @@ Usage: petra COMMAND ...        petra COMMAND --help describes a command
 {commands}
 
 petra --version                 print the version
-petra train --nproc N ...       train in N processes on this machine; evaluate and doctor also accept --nproc
+petra train --nproc N ...       train in N processes on this machine, or in one per GPU (--nproc auto); also evaluate and doctor
 petra completion bash           print a script that completes words with TAB in bash; zsh for that shell
 """
 FAILED, CANCELLED = 2, 130
@@ -54,16 +54,14 @@ def run(words: list[str]) -> None:
         complete(rest)
     else:
         require_command(name)
-        processes, rest = take_processes(rest)
+        processes, others = (None, rest) if name == "train" else take_processes(rest)
         if processes is None:
-            start(name, rest)
-        elif name == "train":
-            start("local", ["--processes", str(processes), *rest])
+            start(name, others)
         else:
             require(name in IN_SEVERAL_PROCESSES, "--nproc", f"one of the commands {', '.join(IN_SEVERAL_PROCESSES)}", name)
             from .runtime.agent import run_agent
 
-            run_agent(["--standalone", "--nproc-per-node", str(processes)], own_module(f"launch.{name}"), rest)
+            run_agent(["--standalone", "--nproc-per-node", str(processes)], own_module(f"launch.{name}"), others)
 
 
 def start(name: str, rest: list[str]) -> None:
@@ -103,16 +101,20 @@ def require_command(name: str) -> None:
 
 
 def take_processes(words: list[str]) -> tuple[int | None, list[str]]:
-    """Return the value of ``--nproc``, if it is among the words, and the other words.
+    """Return the value of ``--nproc``, if it is among the words, and the other words. ``auto`` is the number of GPUs, at least 1.
 
     Raises:
-        ConfigError: If the value is not an integer >= 1.
+        ConfigError: If the value is something else than an integer >= 1.
     """
     for i, word in enumerate(words):
         if word == "--nproc" or word.startswith("--nproc="):
             following = words[i + 1 : i + 2] if word == "--nproc" else [word.partition("=")[2]]
             value = following[0] if following else "nothing"
-            require(value.isdecimal() and int(value) >= 1, "--nproc", "an integer >= 1", value)
+            if value == "auto":
+                import torch
+
+                value = str(torch.cuda.device_count() or 1)
+            require(value.isdecimal() and int(value) >= 1, "--nproc", "an integer >= 1, or auto", value)
             return int(value), words[:i] + words[i + 1 + (word == "--nproc") :]
     return None, words
 

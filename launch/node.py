@@ -147,14 +147,14 @@ def _shares(wanted: str, node: Node, module: str, overrides: list[str]) -> list[
     valid = wanted == STAGES or (wanted.isdecimal() and int(wanted) >= 1)
     require(valid, "NPROC", f"an integer >= 1, or {STAGES}", wanted)
     if wanted == STAGES:
-        from .run.stages import count_stages
-
         sys.argv[1:] = overrides
-        stages = count_stages(arguments_required=module == TRAIN)
-        if stages is None:
+        found = count_stages(arguments_required=module == TRAIN)
+        if found is None:
             return None
-        room = room_on_nodes(os.environ, node.nodes, stages.gpus)
-        total, note = stages.most(None if room is None else sum(room)), f" for the {stages}"
+        model, stages, dp, gpus = found
+        room = room_on_nodes(os.environ, node.nodes, gpus)
+        total = dp * max(1, stages if room is None else min(stages, sum(room) // dp))
+        note = f" for the {stages} stages of {model}" + (f" in each of {dp} replicas" if dp > 1 else "")
     else:
         room = room_on_nodes(os.environ, node.nodes, gpus=0)
         total, note = int(wanted), ""
@@ -162,6 +162,37 @@ def _shares(wanted: str, node: Node, module: str, overrides: list[str]) -> list[
     if node.rank == 0:
         print(f"{total} process(es){note}: {_sum(result)} on {node.nodes} node(s)", flush=True)
     return result
+
+
+def count_stages(*, arguments_required: bool) -> tuple[str, int, int, int] | None:
+    """Return the model of the configuration on the command line, its stages, replicas, and the GPUs of this node that it can use.
+
+    Args:
+        arguments_required: Refuse an empty command line, as :func:`launch.config.compose.training_configs` does.
+
+    Returns:
+        None with ``--help``.
+
+    Raises:
+        PetraError: If a configuration is invalid, or if several differ in their stages.
+    """
+    from .config.compose import compose_command_line, training_configs
+    from .config.schema import AUTO, to_config
+
+    configs = training_configs() if arguments_required else [to_config(config) for config in compose_command_line()]
+    import torch
+
+    from .run.build import set_up
+    from .runtime.rank import Process
+
+    found = set()
+    for config in configs:
+        setup = set_up(config, Process(rank=0, world=2 * config.dp, local_rank=0, local_world=1))
+        stages = setup.plan.model.blocks if config.trainer.stages == AUTO else setup.plan.stages
+        gpus = torch.cuda.device_count() if setup.device.type == "cuda" else 0
+        found.add((config.model.name, len(stages), config.dp, gpus))
+    require(len(found) <= 1, "NPROC", "a number, since the runs have different stages", STAGES)
+    return next(iter(found), None)
 
 
 def _sum(numbers: Sequence[int]) -> str:

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import sys
+
+from . import own_module
+from .cli import take_processes
 from .runtime.terminal import command
+
+TRAIN = own_module("launch.train")
 
 
 @command
 def main() -> None:
-    """Run each configuration on the command line, which Hydra parses.
+    """Run each configuration on the command line, which Hydra parses, or start the processes that do.
 
     Modules are imported as late as possible: an invalid value is reported before torch is imported, and Ctrl-C works meanwhile.
     """
+    processes, sys.argv[1:] = take_processes(sys.argv[1:])
+    if processes is None:
+        train()
+    else:
+        start_processes(processes)
+
+
+def train() -> None:
+    """Train in this process, one of those that torchrun has started or the only one."""
     from .config.compose import training_configs
     from .runtime.rank import Process
     from .runtime.reporting import only_first_prints, report_errors
@@ -30,6 +45,41 @@ def main() -> None:
         torch.set_num_interop_threads(1)
         for config in configs:
             run(config, process)
+
+
+def start_processes(processes: int) -> None:
+    """Check the configuration and the assignment of stages to processes once, then run torchrun's agent.
+
+    Raises:
+        PetraError: If a configuration is invalid.
+    """
+    from .runtime.signals import stop_before_start
+
+    stop_before_start()
+    from .config.compose import training_configs
+    from .runtime.agent import run_agent
+    from .runtime.rank import Process
+
+    overrides = sys.argv[1:]
+    configs = training_configs()
+    if not configs:
+        return
+    from .run.build import set_up
+
+    first = Process(rank=0, world=processes, local_rank=0, local_world=processes)
+    if all(config.dry_run for config in configs):  # which the first process does alone
+        from .run.training import run
+
+        for config in configs:
+            run(config, first)
+        return
+    for config in configs:
+        set_up(config, first)
+    if configs[0].cluster.elastic:
+        from .elastic.processes import run_replicas
+
+        run_replicas(processes, configs[0].dp, TRAIN, overrides)
+    run_agent(["--standalone", "--nproc-per-node", str(processes)], TRAIN, overrides)
 
 
 if __name__ == "__main__":

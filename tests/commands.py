@@ -25,7 +25,7 @@ PAGES = [
 ]
 FENCE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:petra|python|torchrun|pytest|make|docker|git|pip) [\w.-]")
-TRAINS = ("launch.train", "launch.local", "launch.node", "launch.sweep", "benchmarks.nodes")
+TRAINS = ("launch.train", "launch.node", "launch.sweep", "benchmarks.nodes")
 SMALL = (
     *("data=synthetic", "data.images=32", "data.batch_size=4", "model.width=0.25"),
     *("trainer.epochs=1", "trainer.limit_batches=2", "trainer.device=cpu"),
@@ -60,7 +60,7 @@ def split(command: str) -> list[str]:
     if processes is None:
         return [*words[:start], "python", "-m", f"launch.{name}", *rest]
     if name == "train":
-        return [*words[:start], "python", "-m", "launch.local", "--processes", str(processes), *rest]
+        return [*words[:start], "python", "-m", "launch.train", "--nproc", str(processes), *rest]
     return [*words[:start], "torchrun", "--nproc-per-node", str(processes), "-m", f"launch.{name}", *rest]
 
 

@@ -100,8 +100,7 @@ def run_here(unfinished: Sequence[Job], processes: int) -> list[Job]:
     Exit with the status of a job that was stopped. Ctrl-C reaches the job, too: this process waits until the job has saved.
     """
     failed = []
-    local = [own_module("launch.local"), "--processes", str(processes)]
-    launch = [sys.executable, "-m", *(local if processes > 1 else [own_module("launch.train")])]  # one process needs no agent
+    launch = [sys.executable, "-m", own_module("launch.train"), *(["--nproc", str(processes)] if processes > 1 else [])]
     for job in unfinished:
         print(f"--- {job.folder.name}", flush=True)
         before = signal.getsignal(signal.SIGINT)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import petra
-from launch import cli, local
+from launch import cli
 from launch.cli import require_command, take_processes, usage
 from launch.cli_commands import commands
 from launch.cli_completion import SCRIPTS, candidates
@@ -57,7 +57,7 @@ def test_help_names_each_command_and_what_it_does() -> None:
     for name in commands():
         (line,) = (line for line in lines if line.startswith(f"  petra {name} "))
         assert len(line.split()) > 3
-    assert {"train", "evaluate", "compare", "sweep", "local", "node", "doctor"} <= {*commands()}
+    assert {"train", "evaluate", "compare", "sweep", "node", "doctor"} <= {*commands()}
 
 
 def test_an_unknown_command_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +92,6 @@ def test_processes_are_taken_from_the_arguments() -> None:
 def test_several_processes_start_through_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
     monkeypatch.setattr(agent, "run_agent", lambda *call: started.append(call))
-    monkeypatch.setattr(local, "run_agent", lambda *call: started.append(call))
     monkeypatch.setattr(sys, "argv", ["petra"])
     cli.run(["train", "--nproc", "2", "trainer.device=cpu", "model.width=0.0625"])
     cli.run(["doctor", "--nproc", "2", "trainer.device=cpu"])

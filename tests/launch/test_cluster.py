@@ -14,7 +14,8 @@ from hydra.errors import ConfigCompositionException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from benchmarks.nodes import run_nodes
-from launch import local, node
+from launch import node
+from launch import train as training
 from launch.config import CONF
 from launch.config.schema import ClusterConfig, register, to_config
 from launch.node import Node, first_host
@@ -174,28 +175,28 @@ def test_two_nodes_of_unequal_size_train_as_one_process_does(tmp_path: Path, mon
     assert all(torch.equal(weights[key], value) for key, value in expected.items())
 
 
-def test_local_reports_an_error_once_and_starts_nothing(
+def test_an_error_before_the_processes_start_is_reported_once_and_starts_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[tuple[object, ...]] = []
-    monkeypatch.setattr(local, "run_agent", lambda *arguments: started.append(arguments))
+    monkeypatch.setattr(agent, "run_agent", lambda *arguments: started.append(arguments))
     for overrides, message in (
-        (["--processes", "11"], "processes: expected 1 to 10, since revnet18 has 10 blocks, got 11"),
-        (["trainer.stages=[5,4]"], "stages: expected positive numbers of blocks that sum to 10, got [5, 4]"),
-        (["k=0"], "k: expected an integer >= 1, got 0"),
+        (["--nproc", "11"], "processes: expected 1 to 10, since revnet18 has 10 blocks, got 11"),
+        (["--nproc", "2", "trainer.stages=[5,4]"], "stages: expected positive numbers of blocks that sum to 10, got [5, 4]"),
+        (["--nproc", "2", "k=0"], "k: expected an integer >= 1, got 0"),
     ):
-        monkeypatch.setattr(sys, "argv", ["local", "trainer.device=cpu", *overrides])
+        monkeypatch.setattr(sys, "argv", ["train", "trainer.device=cpu", *overrides])
         with pytest.raises(SystemExit, match="2"):
-            local.main()
+            training.main()
         assert capsys.readouterr().err.count(message) == 1
-    monkeypatch.setattr(sys, "argv", ["local", "--processes", "0"])
+    monkeypatch.setattr(sys, "argv", ["train", "--nproc", "0"])
     with pytest.raises(SystemExit, match="2"):
-        local.main()
-    assert "--processes: expected an integer >= 1, got 0" in capsys.readouterr().err
+        training.main()
+    assert "--nproc: expected an integer >= 1, or auto, got 0" in capsys.readouterr().err
     assert not started
 
-    monkeypatch.setattr(sys, "argv", ["local", "--processes", "10", "trainer.device=cpu", "k=2"])
-    local.main()
+    monkeypatch.setattr(sys, "argv", ["train", "--nproc", "10", "trainer.device=cpu", "k=2"])
+    training.main()
     assert started == [(["--standalone", "--nproc-per-node", "10"], "launch.train", ["trainer.device=cpu", "k=2"])]
 
 

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from launch import local, sweep
+from launch import sweep
+from launch import train as training
 from launch.config.compose import compose_overrides
 from launch.run import jobs
 from launch.run.training import run
+from launch.runtime import agent
 from launch.runtime.rank import Process
 from petra import ConfigError
 from tests.commands import ROOT
@@ -62,13 +64,13 @@ def test_folders_are_quoted_for_hydra(name: str) -> None:
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Run the sweep's launch.local in this process. Return the folders of the runs that it trained."""
+    """Run the sweep's launch.train in this process. Return the folders of the runs that it trained."""
     folders: list[str] = []
 
     def in_this_process(command: list[str]) -> subprocess.CompletedProcess[str]:
-        assert command[:3] == [sys.executable, "-m", "launch.local"]
+        assert command[:3] == [sys.executable, "-m", "launch.train"]
         monkeypatch.setattr(sys, "argv", command[2:])
-        local.main()
+        training.main()
         return subprocess.CompletedProcess(command, int("seed=13" in command))
 
     def train(flags: list[str], module: str, overrides: list[str]) -> None:
@@ -79,7 +81,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             run(config, Process(rank=0, world=1, local_rank=0, local_world=1))
 
     monkeypatch.setattr(jobs.subprocess, "run", in_this_process)
-    monkeypatch.setattr(local, "run_agent", train)
+    monkeypatch.setattr(agent, "run_agent", train)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     return folders
 

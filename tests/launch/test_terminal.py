@@ -49,7 +49,7 @@ def python(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
     [
         ("launch.train trainer.epoch=3", "trainer.epoch: no such key; did you mean trainer.epochs?"),
         ("launch.train model.name=mnist", "model.name: expected resnet18, "),
-        ("launch.local --processes 2 data=mnist", "data: expected camvid, cifar10, "),
+        ("launch.train --nproc 2 data=mnist", "data: expected camvid, cifar10, "),
         ("launch.sweep k=1,0", "k: expected an integer >= 1, got 0"),
         ("launch.sweep", "command line: expected arguments such as experiment=demo (about a minute)"),
         ("launch.evaluate run=nowhere", "run: expected the folder of a run, got nowhere without a config.yaml"),
@@ -118,7 +118,7 @@ def test_characters_that_the_terminal_lacks_are_replaced() -> None:
 
 @pytest.mark.parametrize("blocked", [False, True])
 def test_ctrl_c_ends_a_command_with_status_130_and_nothing_else(blocked: bool) -> None:
-    """With ``blocked``, the signal arrives while Python starts, as in a process of launch.local."""
+    """With ``blocked``, the signal arrives while Python starts, as in a process of petra train --nproc."""
     program = (
         "import time\nfrom launch.runtime.terminal import command\n@command\ndef main():\n    print(1, flush=True)\n"
         "    time.sleep(60)\nmain()"
@@ -152,7 +152,7 @@ def test_a_command_handles_ctrl_c_before_it_imports_anything_slow() -> None:
 @pytest.mark.processes
 def test_ctrl_c_while_the_processes_of_a_run_start(tmp_path: Path) -> None:
     agent = subprocess.Popen(
-        [sys.executable, "-m", "launch.local", "--processes", "2", "data=synthetic", "trainer.device=cpu"],
+        [sys.executable, "-m", "launch.train", "--nproc", "2", "data=synthetic", "trainer.device=cpu"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,

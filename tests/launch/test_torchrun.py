@@ -20,7 +20,7 @@ from tests.commands import ROOT
 from tests.launch.test_faults import END, LONG, training
 from tests.support.forked import Forked
 
-LOCAL = ("launch.local", "--processes", "2")
+LOCAL = ("launch.train", "--nproc", "2")
 BARE = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "launch.train")
 
 
