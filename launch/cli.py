@@ -7,13 +7,14 @@ import sys
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import NoReturn
 
-from petra.errors import PetraError, invalid, require
+from petra.errors import invalid, require
 
 from . import own_module
 from .cli_commands import IN_SEVERAL_PROCESSES, commands, source
 from .cli_completion import main as complete
+from .runtime.rank import integer
+from .runtime.terminal import command
 
 USAGE = """Train deep networks split over several processes with PETRA, and examine the runs.
 
@@ -25,17 +26,12 @@ petra --version                 print the version
 petra train --nproc N ...       train in N processes on this machine, or in one per GPU (--nproc auto); also evaluate and doctor
 petra completion bash           print a script that completes words with TAB in bash; zsh for that shell
 """
-FAILED, CANCELLED = 2, 130
 
 
+@command
 def main() -> None:
     """Run the command that the command line names."""
-    try:
-        run(sys.argv[1:])
-    except PetraError as error:
-        _fail(str(error))
-    except KeyboardInterrupt:
-        sys.exit(CANCELLED)
+    run(sys.argv[1:])
 
 
 def run(words: list[str]) -> None:
@@ -59,9 +55,9 @@ def run(words: list[str]) -> None:
             start(name, others)
         else:
             require(name in IN_SEVERAL_PROCESSES, "--nproc", f"one of the commands {', '.join(IN_SEVERAL_PROCESSES)}", name)
-            from .runtime.agent import run_agent
+            from .runtime.agent import run_on_this_machine
 
-            run_agent(["--standalone", "--nproc-per-node", str(processes)], own_module(f"launch.{name}"), others)
+            run_on_this_machine(processes, own_module(f"launch.{name}"), others)
 
 
 def start(name: str, rest: list[str]) -> None:
@@ -114,14 +110,8 @@ def take_processes(words: list[str]) -> tuple[int | None, list[str]]:
                 import torch
 
                 value = str(torch.cuda.device_count() or 1)
-            require(value.isdecimal() and int(value) >= 1, "--nproc", "an integer >= 1, or auto", value)
-            return int(value), words[:i] + words[i + 1 + (word == "--nproc") :]
+            return integer("--nproc", value, 1, note=", or auto"), words[:i] + words[i + 1 + (word == "--nproc") :]
     return None, words
-
-
-def _fail(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(FAILED)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from .cli_commands import IN_SEVERAL_PROCESSES, commands, source
 from .config import CONF
 from .config.presets import presets
 
-CONFIGURED = ("train", "local", "node", "sweep", "doctor", "evaluate", "generate", "predict")
+CONFIGURED = ("train", "node", "sweep", "doctor", "evaluate", "generate", "predict")
 """Commands that accept keys of the configuration."""
 HYDRA = ("--cfg", "--config-dir", "--help", "--multirun")
 SCRIPTS = {

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from petra.errors import DataError, first_line, require
 
@@ -71,18 +71,14 @@ class _Curve(NamedTuple):
 
 
 def _read(path: Path) -> _Curve:
-    from .run.report import SUFFIX, history, read_updates
+    from .run.folder import RunFolder
+    from .run.report import SUFFIX, rows_of
 
-    if path.name.endswith(SUFFIX):
-        return _read_record(path)
-    rows, config = history(path), _config(path / "config.yaml")
-    method, delay, k, epochs = (OmegaConf.select(config, key) for key in ("method.name", "method.delay", "k", "trainer.epochs"))
-    return _Curve(method, delay, k, epochs, rows, read_updates(path))
-
-
-def _read_record(path: Path) -> _Curve:
-    from .run.report import rows_of
-
+    if not path.name.endswith(SUFFIX):
+        run = RunFolder(path)
+        rows, config = run.rows(), run.config()
+        method, delay, k, epochs = (OmegaConf.select(config, key) for key in ("method.name", "method.delay", "k", "trainer.epochs"))
+        return _Curve(method, delay, k, epochs, rows, run.updates())
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         method, delay, k, epochs = (content[name] for name in ("method", "delay", "k", "epochs"))
@@ -109,16 +105,6 @@ def _cells(name: str, run: _Curve) -> list[str]:
         f"{max(accuracies):.2%}" if accuracies else "",
     )
     return [str(value) for value in values]
-
-
-def _config(path: Path) -> DictConfig:
-    try:
-        config = OmegaConf.load(path)
-    except Exception as error:  # a damaged file can raise many exceptions
-        raise DataError(f"{path}: can't be read ({first_line(error)})") from error
-    if not isinstance(config, DictConfig) or OmegaConf.select(config, "method.name") is None:
-        raise DataError(f"{path}: expected the configuration of a run, got another file")
-    return config
 
 
 if __name__ == "__main__":

@@ -15,9 +15,10 @@ and to stderr which weights it has read, and after how many microbatches they we
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import get_type_hints
+from typing import TYPE_CHECKING, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -27,10 +28,13 @@ from petra.errors import first_line, invalid, require
 
 from .config.errors import config_error
 from .config.schema import Config, to_config
-from .runtime.rank import Process
+from .runtime.rank import Process, integer
 from .runtime.reporting import report_errors
 from .runtime.signals import stop_with_agent
 from .runtime.terminal import command, words_or_help
+
+if TYPE_CHECKING:
+    from .run.weights import Weights
 
 
 @command
@@ -42,7 +46,8 @@ def main(arguments: list[str] | None = None) -> None:
     stop_with_agent()
     process = Process.from_environment()
     with report_errors(process):
-        pictures, others = number_of_pictures(words)
+        own, others = split(words, ("pictures",))
+        pictures = integer("pictures", own["pictures"], 1) if own else 0
         folder, weights, config = parse(others, process)
         import torch
 
@@ -56,19 +61,13 @@ def main(arguments: list[str] | None = None) -> None:
             print(json.dumps(numbers), flush=True)
 
 
-def number_of_pictures(words: list[str]) -> tuple[int, list[str]]:
-    """Return the number of pictures that the command line asks for, and its other words.
-
-    Raises:
-        ConfigError: If the number is not an integer >= 1.
-    """
-    found = [word.removeprefix("pictures=") for word in words if word.startswith("pictures=")]
-    for value in found:
-        require(value.isdecimal() and int(value) >= 1, "pictures", "an integer >= 1", value)
-    return int(found[-1]) if found else 0, [word for word in words if not word.startswith("pictures=")]
+def split(words: list[str], names: Collection[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the values of a command's own keys among the words ``key=value``, and the other words."""
+    own = [word for word in words if "=" in word and word.partition("=")[0] in names]
+    return dict(word.split("=", 1) for word in own), [word for word in words if word not in own]
 
 
-def parse(words: list[str], process: Process) -> tuple[Path, Path, Config]:
+def parse(words: list[str], process: Process) -> tuple[Path, Weights, Config]:
     """Return the run's folder, the weights to read, and the run's configuration with the overrides on the command line.
 
     Raises:
@@ -76,12 +75,11 @@ def parse(words: list[str], process: Process) -> tuple[Path, Path, Config]:
     """
     for word in words:
         require("=" in word, "command line", "run=FOLDER and key=value", word)
-    own = dict(word.split("=", 1) for word in words if word.startswith(("run=", "weights=")))
+    own, changes = split(words, ("run", "weights"))
     require("run" in own, "run", "the folder of a run (run=FOLDER)", "nothing")
     folder = Path(own["run"])
     path = folder / "config.yaml"
     require(path.is_file(), "run", "the folder of a run", f"{folder} without a config.yaml")
-    changes = [word for word in words if not word.startswith(("run=", "weights="))]
     groups = [name for name, kind in get_type_hints(Config).items() if is_dataclass(kind)]
     for name, _, value in (word.partition("=") for word in changes):
         require(name not in groups, name, f"single keys of the run's configuration ({name}.KEY=VALUE)", value)
@@ -94,9 +92,12 @@ def parse(words: list[str], process: Process) -> tuple[Path, Path, Config]:
         raise invalid(str(path), "a configuration in YAML", first_line(error)) from error
     assert isinstance(composed, DictConfig)
     config = to_config(composed)
-    from .run.weights import chosen_weights
+    from .run.weights import Weights
 
-    return folder, chosen_weights(folder, Path(own["weights"]) if "weights" in own else None, process), config
+    weights = Weights(Path(own["weights"])) if "weights" in own else Weights.newest(folder, "run")
+    if process.first:
+        weights.print_choice(None if "weights" in own else folder)
+    return folder, weights, config
 
 
 def dotlist(words: list[str]) -> DictConfig:

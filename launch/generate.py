@@ -33,10 +33,10 @@ from petra.models.generation import Sampling, find_stem, generate
 
 from .config.errors import config_error
 from .config.schema import Config
-from .evaluate import dotlist, parse
+from .evaluate import dotlist, parse, split
 from .run.build import set_up
-from .run.evaluation import for_inference, trained_network
-from .run.weights import require_vocabulary, weight_facts
+from .run.evaluation import for_inference
+from .run.weights import Weights, require_vocabulary
 from .runtime.rank import Process
 from .runtime.reporting import report_errors
 from .runtime.terminal import command, words_or_help
@@ -69,13 +69,13 @@ def main(arguments: list[str] | None = None) -> None:
         return
     process = Process.from_environment()
     with report_errors(process):
-        own = [word for word in words if word.partition("=")[0] in OWN]
-        prompt = next((word.partition("=")[2] for word in own if word.startswith("prompt=")), "")
+        own, others = split(words, OWN)
+        prompt = own.pop("prompt", "")
         decoded = not any("\ud800" <= character <= "\udfff" for character in prompt)  # Python's form of bytes that are not UTF-8
         require(decoded, "prompt", "text in UTF-8", ascii(prompt))
-        options = read_options([word for word in own if not word.startswith("prompt=")])
+        options = read_options([f"{key}={value}" for key, value in own.items()])
         sampling = Sampling(options.temperature, options.top_k, options.top_p)
-        _, weights, config = parse([word for word in words if word not in own], process)
+        _, weights, config = parse(others, process)
         model = load_model(config, weights, options.device)
         encode, decode, stop = vocabulary(config, options.vocabulary, weights)
         text = generate(model, encode(prompt), sampling, options.seed, stop)
@@ -103,19 +103,19 @@ def read_options(words: list[str]) -> Options:
     return found
 
 
-def load_model(config: Config, weights: Path, device: str) -> nn.Module:
+def load_model(config: Config, weights: Weights, device: str) -> nn.Module:
     """Return the network of a run as one module in evaluation mode.
 
     Raises:
         PetraError: If the configuration or the weights can't be used.
     """
     setup = set_up(for_inference(config, device="cpu"), Process(0, 1, 0, 1))
-    chain = trained_network(setup, weights)
+    chain = weights.network(setup)
     require(find_stem(chain) is not None, "run", "a run of gpt or revgpt", setup.plan.model.name, ModelError)
     return chain.to(torch.device(device))
 
 
-def vocabulary(config: Config, path: str | None, weights: Path | None = None) -> tuple[Encode, Decode, int | None]:
+def vocabulary(config: Config, path: str | None, weights: Weights | None = None) -> tuple[Encode, Decode, int | None]:
     """Return the functions from text to tokens and back, and the token that ends a text.
 
     Args:
@@ -133,7 +133,7 @@ def vocabulary(config: Config, path: str | None, weights: Path | None = None) ->
     size, classes = tokenizer.get_vocab_size(), config.data.classes
     require(size <= classes, str(file), f"a vocabulary of at most {classes} tokens, the run's data.classes", size, DataError)
     if weights is not None:
-        require_vocabulary(str(file), fingerprint(tokenizer), weight_facts(weights), weights)
+        require_vocabulary(str(file), fingerprint(tokenizer), weights.facts, weights.path)
     delimiter = tokenizer.token_to_id(DELIMITER)
     first = [] if delimiter is None else [delimiter]
 

@@ -24,8 +24,8 @@ from petra.errors import ModelError, PetraError, invalid, require
 from .config.schema import Config
 from .evaluate import parse
 from .run.build import set_up
-from .run.evaluation import for_inference, trained_network
-from .run.weights import weight_facts
+from .run.evaluation import for_inference
+from .run.weights import Weights
 from .runtime.rank import Process
 from .runtime.reporting import report_errors
 from .runtime.terminal import command, words_or_help
@@ -46,12 +46,12 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"{path}: {label}, {probability:.1%}", flush=True)
 
 
-def predictions(config: Config, weights: Path, images: Sequence[Path], process: Process) -> Iterator[tuple[Path, str, float]]:
+def predictions(config: Config, weights: Weights, images: Sequence[Path], process: Process) -> Iterator[tuple[Path, str, float]]:
     """Yield each file with its most probable class and the class's probability.
 
     Args:
         config: Configuration of the run.
-        weights: File of exported weights, or folder of a checkpoint.
+        weights: Weights of the run.
         images: JPEG or PNG files.
         process: This process.
 
@@ -59,16 +59,15 @@ def predictions(config: Config, weights: Path, images: Sequence[Path], process: 
         PetraError: If the weights or an image can't be used.
     """
     setup = set_up(for_inference(config, device="cpu"), process)
-    facts = weight_facts(weights)
-    if facts.get("preparation") is None:
-        raise invalid(str(weights), "weights of a run on images, with their normalisation", "none", PetraError)
-    prepare = Preparation.from_dict(facts["preparation"])
-    network = trained_network(setup, weights)
+    if (preparation := weights.facts.get("preparation")) is None:
+        raise invalid(str(weights.path), "weights of a run on images, with their normalisation", "none", PetraError)
+    prepare = Preparation.from_dict(preparation)
+    network = weights.network(setup)
     for path in images:
         with torch.no_grad():
             probabilities = network(prepare(path)).softmax(1)[0]
         finite = bool(probabilities.isfinite().all())
-        require(finite, str(weights), f"weights that give finite scores for {path}", "scores that are not finite", ModelError)
+        require(finite, str(weights.path), f"weights that give finite scores for {path}", "scores that are not finite", ModelError)
         label = int(probabilities.argmax())
         named = f"class {label} ({prepare.classes[label]})" if prepare.classes else f"class {label}"
         yield path, named, float(probabilities[label])

@@ -57,7 +57,7 @@ def start_processes(processes: int) -> None:
 
     stop_before_start()
     from .config.compose import training_configs
-    from .runtime.agent import run_agent
+    from .runtime.agent import run_on_this_machine
     from .runtime.rank import Process
 
     overrides = sys.argv[1:]
@@ -79,7 +79,7 @@ def start_processes(processes: int) -> None:
         from .elastic.processes import run_replicas
 
         run_replicas(processes, configs[0].dp, TRAIN, overrides)
-    run_agent(["--standalone", "--nproc-per-node", str(processes)], TRAIN, overrides)
+    run_on_this_machine(processes, TRAIN, overrides)
 
 
 if __name__ == "__main__":

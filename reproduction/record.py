@@ -11,7 +11,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from launch.run.report import SUFFIX, history, read_gradients, read_updates
+from launch.run.folder import RunFolder
+from launch.run.report import SUFFIX
 from petra.errors import DataError, first_line
 from petra.training.records import write_text_atomically, writing
 
@@ -81,9 +82,9 @@ def record_of(
         commit=commit,
         machine=machine,
         summary=_rounded({name: value for name, value in found.items() if name not in DROPPED}, DIGITS),
-        curve=_columns([_first_stage(row) for row in history(folder)], DIGITS),
-        updates=_columns(_thinned(read_updates(folder)), DIGITS_OF_ROWS),
-        gradients=_columns(read_gradients(folder), DIGITS_OF_ROWS),
+        curve=_columns([_first_stage(row) for row in RunFolder(folder).rows()], DIGITS),
+        updates=_columns(_thinned(RunFolder(folder).updates()), DIGITS_OF_ROWS),
+        gradients=_columns(RunFolder(folder).gradients(), DIGITS_OF_ROWS),
     )
 
 

@@ -11,8 +11,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from launch.config.schema import AUTO
+from launch.run.folder import RunFolder
 from launch.run.jobs import Job, check_job, run_here
-from launch.run.report import history, read_gradients, rows_of
+from launch.run.report import rows_of
 from launch.run.resume import changes_results, flat
 from petra.errors import PetraError
 
@@ -128,4 +129,4 @@ def _finished_folders(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 def _read(folder: Path) -> Run:
     summary = json.loads((folder / "summary.json").read_text())
-    return Run(folder, summary, history(folder), read_gradients(folder))
+    return Run(folder, summary, RunFolder(folder).rows(), RunFolder(folder).gradients())

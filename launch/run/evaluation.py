@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import isnan
-from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from petra.distributed import raise_on_all_ranks
 from petra.engine.totals import Result
-from petra.errors import ModelError, require
+from petra.errors import require
 from petra.inplace_abn import ConfusionMatrix
 from petra.inplace_abn.segmentation import CITYSCAPES_CLASSES
 from petra.training import limited, load_into, means
@@ -20,15 +17,15 @@ from ..config.schema import Config, LoggerConfig
 from ..runtime.rank import Process
 from .build import Setup, set_numerics, set_up
 from .pictures import Pictures
-from .weights import read_weights, require_vocabulary, weight_facts
+from .weights import Weights, require_vocabulary
 
 
-def evaluate(config: Config, weights: Path, process: Process, pictures: Pictures | None = None) -> dict[str, Any]:
+def evaluate(config: Config, weights: Weights, process: Process, pictures: Pictures | None = None) -> dict[str, Any]:
     """Return loss and metrics on the test data, the same on every rank.
 
     Args:
         config: Configuration of the run.
-        weights: File of exported weights, or folder of a checkpoint.
+        weights: Weights of the run.
         process: This process.
         pictures: Pictures of test images to write, or None.
 
@@ -43,7 +40,7 @@ def evaluate(config: Config, weights: Path, process: Process, pictures: Pictures
     with process.process_group(checked.device, config.trainer.timeout):
         numbers = evaluate_in_group(checked, weights)
     if pictures is not None and process.first:
-        pictures.write(checked, trained_network(checked, weights), numbers["iou"])
+        pictures.write(checked, weights.network(checked), numbers["iou"])
     return numbers
 
 
@@ -65,33 +62,19 @@ def for_inference(config: Config, device: str | None = None) -> Config:
     )
 
 
-def trained_network(setup: Setup, weights: Path) -> nn.Module:
-    """Return the whole network of a run as one module on the CPU, in evaluation mode.
-
-    Raises:
-        PetraError: If the weights can't be read, or are those of another network.
-    """
-    network = setup.plan.model.build(setup.config.seed)
-    try:
-        network.load_state_dict(read_weights(weights))
-    except RuntimeError as error:
-        raise ModelError(f"{weights}: does not fit {setup.plan.model.name} ({' '.join(str(error).split())})") from error
-    return network.eval()
-
-
-def evaluate_in_group(setup: Setup, weights: Path) -> dict[str, Any]:
+def evaluate_in_group(setup: Setup, weights: Weights) -> dict[str, Any]:
     """Implement :func:`evaluate` inside the process group. The pipeline ends with this function, before the group does."""
     train, test = setup.data()
     with raise_on_all_ranks():
         if train.vocabulary is not None:
-            require_vocabulary("data.root", train.vocabulary, weight_facts(weights), weights)
-        state = read_weights(weights)
+            require_vocabulary("data.root", train.vocabulary, weights.facts, weights.path)
+        state = weights.read()
     pipeline = setup.pipeline(setup.learning_rate(1))
     with raise_on_all_ranks():
-        load_into(pipeline, state, str(weights))
+        load_into(pipeline, state, str(weights.path))
     result = pipeline.evaluate(test, limited(test.batches, setup.config.trainer.limit_batches))
     return {
-        "weights": str(weights),
+        "weights": str(weights.path),
         setup.unit: result.targets,
         **means(result, setup.unit, test.bytes_per_target),
         **_per_class(setup, result),

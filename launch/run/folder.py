@@ -1,115 +1,97 @@
-"""Records in the folder of a run: config.yaml, metrics.jsonl, updates.jsonl, summary.json, curves.png and report.html."""
+"""The folder of a run: who may write to it, and what its files hold."""
 
 from __future__ import annotations
 
+import json
 import re
+import secrets
+import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import count
 from pathlib import Path
-from statistics import harmonic_mean
 from typing import Any
 
-import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from petra.analysis.plots import curves
-from petra.distributed import raise_on_all_ranks
-from petra.errors import invalid
-from petra.plan.overlap import describe_overlap
-from petra.training import (
-    Epoch,
-    JsonLines,
-    Logger,
-    TensorBoardLogger,
-    WandbLogger,
-    locked,
-    means,
-    new_run_folder,
-    write_json,
-)
-from petra.training.checkpoint import checkpoints
-from petra.training.progress import means_text
-from petra.training.records import write_text_atomically, writing
+from petra.distributed import all_gather_objects, raise_on_all_ranks
+from petra.errors import DataError, first_line, invalid, require
+from petra.training import locked, read_rows
+from petra.training.records import writing
 
-from ..config.schema import AUTO, Config
+from ..config.schema import Config
 from ..runtime.rank import Process
-from .build import Setup
-from .dry_run import stage_rows
-from .report import METRICS, UPDATES, read_updates, write_report
-from .weights import FOLDER
 
-CHANGES = "changes.jsonl"
-"""File with the settings that were changed when the run was resumed."""
-RESULTS = ("miou", "perplexity", "accuracy")
-"""Metrics on the test data; the last line of a run has the first one that it recorded."""
-PICTURES = ("curves.png", "timeline.png", "gradients.png")
+CONFIG, METRICS, UPDATES, SUMMARY = "config.yaml", "metrics.jsonl", "updates.jsonl", "summary.json"
+PROBE = ".seen_by_all_"
+"""Start of the name of the file by which ranks check that they share the run's folder."""
+PROBE_TIMEOUT = 60.0
+"""Seconds to wait until a network file system shows a new file on other machines."""
 
 
-class Records:
-    """Records of a run. The constructor creates the folder with config.yaml and metrics.jsonl.
-
-    Args:
-        config: Configuration of the run.
-        rows: Metrics of the epochs already done. If a run is resumed in its folder, they replace the content of metrics.jsonl.
-        before: Folder of the run that this one resumes, whose rows of updates.jsonl are copied, or None.
-        clock: Number of microbatches already trained on.
+@dataclass(frozen=True)
+class RunFolder:
+    """What the files of a run hold, which may still be training. All methods raise DataError if a file is damaged.
 
     Attributes:
-        loggers: Receivers of the numbers of epochs.
-        update_loggers: Receivers of the numbers of updates.
-
-    Raises:
-        ConfigError: If the folder contains another run or cannot be created.
-        DataError: If a file in it cannot be written.
+        path: Folder of the run.
     """
 
-    def __init__(
-        self, config: Config, rows: Sequence[Mapping[str, float]] = (), before: Path | None = None, clock: int = 0
-    ) -> None:
-        updates = [] if before is None else read_updates(before, clock)
-        path = default_folder(config) if config.run_dir is None else Path(config.run_dir)
-        # A folder that was deleted while its run wrote checkpoints has no config.yaml.
-        resumed = config.resume == AUTO and ((path / "config.yaml").exists() or bool(checkpoints(path / FOLDER)))
-        self.folder = path if resumed else new_run_folder(path)
-        (self.folder / "summary.json").unlink(missing_ok=True)
-        text = OmegaConf.to_yaml(OmegaConf.structured(config))
-        write_text_atomically(self.folder / "config.yaml", text)
-        shared: list[Logger] = []
-        if config.logger.name == "wandb":
-            earlier = sorted([*updates, *rows], key=lambda row: row["microbatches"])
-            shared.append(WandbLogger(self.folder, config.logger.project, config.logger.mode, asdict(config), earlier))
-        if config.logger.name == "tensorboard":
-            shared.append(TensorBoardLogger(self.folder, clock, text))
-        self.loggers: list[Logger] = [JsonLines(self.folder / METRICS, rows), *shared]
-        self.update_loggers: list[Logger] = [JsonLines(self.folder / UPDATES, updates), *shared]
+    path: Path
 
-    def log_changes(self, microbatch: int, changes: Mapping[str, tuple[Any, Any]]) -> None:
-        """Append the settings that a resumed run changes to changes.jsonl, one line for each key.
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows of metrics.jsonl, one for each epoch.
 
-        Args:
-            microbatch: Number of microbatches already trained.
-            changes: Keys with their values before and from now on.
+        Raises:
+            ConfigError: If the folder is not a run's, or the run has not finished an epoch.
         """
-        for key, (before, now) in changes.items():
-            JsonLines(self.folder / CHANGES).log({"microbatch": microbatch, "key": key, "before": before, "now": now})
+        rows = self._rows(METRICS, "epoch", "microbatches", "train_loss", "test_loss")
+        if not rows:
+            raise invalid("runs", "folders of runs with a finished epoch", f"{self.path}, where {METRICS} has none")
+        return rows
 
-    def finish(self, summary: dict[str, Any], history: Sequence[Epoch]) -> None:
-        """Draw curves.png, close the loggers, and write report.html and summary.json, whose existence marks a complete run."""
-        title = f"{summary['model']}, {summary['method']} (d = {summary['delay']}), {summary['stages']} stages"
-        rows = {"": [epoch.row() for epoch in history]}
-        with writing(self.folder / "curves.png"):
-            curves(rows, self.folder / "curves.png", title, {"": read_updates(self.folder)})
-        for logger in self.loggers:
-            logger.close(summary, [path for name in PICTURES if (path := self.folder / name).exists()])
-        write_report(self.folder, summary)
-        write_json(self.folder / "summary.json", summary)
-        metric = next(name for name in RESULTS if f"test_{name}" in summary)
-        result = means_text({metric: summary[f"test_{metric}"]})
-        print(f"test {result} after {summary['wall_seconds']:.0f} s; records in {self.folder}", flush=True)
+    def updates(self, clock: int | None = None) -> list[dict[str, Any]]:
+        """Return the rows of updates.jsonl, up to ``clock`` microbatches, or none if there is no such file."""
+        return [row for row in self._rows(UPDATES, "microbatches") if clock is None or row["microbatches"] <= clock]
+
+    def gradients(self) -> list[dict[str, Any]]:
+        """Return the rows of gradients.jsonl, or none if there is no such file."""
+        return self._rows("gradients.jsonl", "microbatch", "stage", "reconstruction_error")
+
+    def summary(self) -> dict[str, Any]:
+        """Return the content of summary.json, or nothing if the run is not complete."""
+        path = self.path / SUMMARY
+        try:
+            content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path}: can't be read ({first_line(error)})") from error
+        require(isinstance(content, dict), str(path), "a JSON object", type(content).__name__, DataError)
+        return dict(content)
+
+    def config(self) -> DictConfig:
+        """Return the configuration in config.yaml."""
+        path = self.path / CONFIG
+        try:
+            config = OmegaConf.load(path)
+        except Exception as error:  # a damaged file can raise many exceptions
+            raise DataError(f"{path}: can't be read ({first_line(error)})") from error
+        if not isinstance(config, DictConfig) or OmegaConf.select(config, "method.name") is None:
+            raise DataError(f"{path}: expected the configuration of a run, got another file")
+        return config
+
+    def _rows(self, name: str, *keys: str) -> list[dict[str, Any]]:
+        """Return the rows of a file, all of which must have numbers under ``keys``."""
+        path = self.path / name
+        rows = read_rows(path)
+        for number, row in enumerate(rows, 1):
+            for key in keys:
+                expected = f"a number {key} in line {number}"
+                require(isinstance(row.get(key), int | float), str(path), expected, row.get(key, "none"), DataError)
+        return rows
 
 
 @contextmanager
@@ -149,58 +131,30 @@ def default_folder(config: Config) -> Path:
     return path
 
 
-def headline(setup: Setup) -> str:
-    """Return one line that describes the run."""
-    plan, facts = setup.plan, _facts(setup)
-    idle = plan.layout.dp * sum(not stages for stages in plan.layout.processes)
-    return (
-        f"{facts['model']} with {facts['parameters']:,} parameters by {facts['method']} (d = {facts['delay']}, k = {facts['k']}): "
-        f"{facts['stages']} stages in {facts['processes']} process(es) on {facts['device']}, transport {facts['transport']}"
-        + (f"; {describe_overlap(plan.boundary_delays)}" if setup.config.trainer.overlap else "")
-        + (f"; {facts['dp']} replicas with {plan.layout.inputs.shape[0]} samples each" if facts["dp"] > 1 else "")
-        + (f"; {idle} process(es) without a stage are idle" if idle else "")
-    )
+def require_shared(folder: Path, config: Config, process: Process) -> None:
+    """Check that all ranks share the run's folder. Every rank must call this function.
 
+    Without a shared folder, each machine would have only a part of each checkpoint.
 
-def summarise(setup: Setup, microbatches: int, history: Sequence[Epoch], memory: Sequence[int], seconds: float) -> dict[str, Any]:
-    """Return the content of summary.json. Losses are in nats, accuracies from 0 to 1. Speed is that of training alone.
-
-    Args:
-        microbatches: Number of microbatches trained.
-        memory: Peak memory of each process in bytes.
-        seconds: Duration of the whole run.
+    Raises:
+        ConfigError: If a rank does not see the folder. Raised on every rank.
     """
-    last = history[-1]
-    return _facts(setup) | {
-        "epochs": len(history),
-        "microbatches": microbatches,
-        **{f"train_{key}": value for key, value in means(last.train, setup.unit).items()},
-        **{f"test_{key}": value for key, value in means(last.test, setup.unit, last.bytes_per_target).items()},
-        f"{setup.unit}_per_second": harmonic_mean([epoch.train.targets / epoch.training_seconds for epoch in history]),
-        "peak_memory_bytes": list(memory),
-        "wall_seconds": seconds,
-        "seed": setup.config.seed,
-        "torch": torch.__version__,
-        "layout": [row.facts() for row in stage_rows(setup.plan)],
-    }
-
-
-def _facts(setup: Setup) -> dict[str, Any]:
-    plan = setup.plan
-    return {
-        "method": plan.method.name,
-        "delay": plan.method.delay,
-        "remedy": setup.config.remedy.name,
-        "model": plan.model.name,
-        "model_options": setup.config.model.options(),
-        "data": setup.config.data.name,
-        "parameters": plan.parameters,
-        "stages": len(plan.stages),
-        "processes": setup.processes,
-        "dp": plan.layout.dp,
-        "transport": plan.transport,
-        "device": setup.device.type,
-        "precision": setup.config.trainer.precision,
-        "k": plan.k,
-        "batch_size": setup.config.data.batch_size,
-    }
+    probe = folder / all_gather_objects(f"{PROBE}{secrets.token_hex(8)}")[0]
+    with raise_on_all_ranks():
+        if process.first:
+            with writing(probe):
+                for stale in folder.glob(f"{PROBE}*"):  # left by a run that was killed
+                    stale.unlink()
+                probe.touch()
+    until = time.monotonic() + min(PROBE_TIMEOUT, config.trainer.timeout / 2)
+    with raise_on_all_ranks():
+        while not probe.exists():
+            if time.monotonic() > until:
+                raise invalid(
+                    "run_dir",
+                    "a folder on storage that all machines share, or checkpoint.keep=0",
+                    f"{folder}, which {socket.gethostname()} does not see",
+                )
+            time.sleep(0.1)
+    if process.first:
+        probe.unlink()

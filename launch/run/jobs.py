@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -55,16 +54,16 @@ class Job:
         Raises:
             ConfigError: If the folder has a finished run with another configuration.
         """
-        path = self.folder / "summary.json"
-        if not path.exists():
-            return None
+        from .folder import RunFolder
         from .resume import differences
 
-        found: Any = OmegaConf.to_container(OmegaConf.load(self.folder / "config.yaml"))
+        run = RunFolder(self.folder)
+        if not (content := run.summary()):
+            return None
+        found: Any = OmegaConf.to_container(run.config())
         differing = [key for key in differences(found, asdict(self.config)) if key not in ("run_dir", "resume", "resume_change")]
         if differing:
             raise invalid("--out", "a new folder", f"{self.folder}, a finished run with another {', '.join(differing)}")
-        content: dict[str, Any] = json.loads(path.read_text())
         return content
 
     def command(self) -> list[str]:

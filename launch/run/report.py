@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,47 +9,16 @@ from typing import Any
 from petra.analysis import html
 from petra.analysis.plots import Panel, curve_panels, gradient_panels, svg, timeline_figure
 from petra.analysis.timeline import read_trace
-from petra.errors import DataError, first_line, invalid, require
-from petra.training import read_rows
 from petra.training.progress import value_text
 from petra.training.records import write_text_atomically
 
-METRICS, UPDATES, REPORT = "metrics.jsonl", "updates.jsonl", "report.html"
+from .folder import CONFIG, RunFolder
+
+REPORT = "report.html"
 SPEED, STORED = "_per_second", "buffer_bytes"
 Row = Mapping[str, Any]
 SUFFIX = ".record.json"
 """How the name of a record ends: a finished run in one file, see reproduction/records/README.md."""
-
-
-def history(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's metrics.jsonl, one for each epoch.
-
-    Raises:
-        ConfigError: If the folder is not a run's, or the run has not finished an epoch.
-        DataError: If the file is damaged.
-    """
-    rows = _checked(folder / METRICS, ("epoch", "microbatches", "train_loss", "test_loss"))
-    if not rows:
-        raise invalid("runs", "folders of runs with a finished epoch", f"{folder}, where metrics.jsonl has none")
-    return rows
-
-
-def read_updates(folder: Path, clock: int | None = None) -> list[dict[str, Any]]:
-    """Return the rows of a run's updates.jsonl, up to ``clock`` microbatches, or none if it has no such file.
-
-    Raises:
-        DataError: If the file is damaged.
-    """
-    return [row for row in _checked(folder / UPDATES, ("microbatches",)) if clock is None or row["microbatches"] <= clock]
-
-
-def read_gradients(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's gradients.jsonl, or none if it has no such file.
-
-    Raises:
-        DataError: If the file is damaged.
-    """
-    return _checked(folder / "gradients.jsonl", ("microbatch", "stage", "reconstruction_error"))
 
 
 def rows_of(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
@@ -68,18 +36,18 @@ def write_report(folder: Path, summary: Row | None = None) -> Path:
     Raises:
         PetraError: If the folder is not a run's, the run has not finished an epoch, or a file is damaged or can't be written.
     """
-    rows = history(folder)
-    found = _summary(folder / "summary.json") if summary is None else summary
-    path = folder / REPORT
-    write_text_atomically(path, html.page(f"{folder.resolve().name}: report", _parts(folder, rows, found)))
+    run, path = RunFolder(folder), folder / REPORT
+    parts = _parts(run, run.rows(), run.summary() if summary is None else summary)
+    write_text_atomically(path, html.page(f"{folder.resolve().name}: report", parts))
     return path
 
 
-def _parts(folder: Path, rows: Sequence[Row], summary: Row) -> Iterator[str]:
+def _parts(run: RunFolder, rows: Sequence[Row], summary: Row) -> Iterator[str]:
+    folder = run.path
     yield html.heading(folder.resolve().name, _sentence(summary), level=1)
     yield html.tiles(_numbers(rows, summary))
     yield html.heading("Curves")
-    yield html.diagrams([*curve_panels({"": rows}, {"": read_updates(folder)}), *_other_curves(rows)])
+    yield html.diagrams([*curve_panels({"": rows}, {"": run.updates()}), *_other_curves(rows)])
     yield from _stages(rows, summary)
     yield from _memory(rows, summary)
     if (folder / "trace.json").exists():
@@ -88,12 +56,12 @@ def _parts(folder: Path, rows: Sequence[Row], summary: Row) -> Iterator[str]:
             text = "What each stage did in the recorded microbatches. Bars are labelled with the number of the microbatch."
             yield html.heading("Timeline", text)
             yield html.wide(svg(timeline_figure(intervals, "", "seconds", processes)))
-    compared = read_gradients(folder)
+    compared = run.gradients()
     if compared:
         text = "The gradient of each stage in training, compared with three gradients of the same microbatch."
         yield html.heading("Gradient quality", f"{text} docs/diagnosis.md defines them.")
         yield html.diagrams(gradient_panels(compared), shaded=True)
-    config = folder / "config.yaml"
+    config = folder / CONFIG
     if config.exists():
         yield html.folded("Configuration", config.read_text(encoding="utf-8", errors="replace"))
 
@@ -186,23 +154,3 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
-def _summary(path: Path) -> dict[str, Any]:
-    """Return the content of summary.json, or nothing if the run is not complete."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: can't be read ({first_line(error)})") from error
-    require(isinstance(content, dict), str(path), "a JSON object", type(content).__name__, DataError)
-    return dict(content)
-
-
-def _checked(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the rows of a file, all of which must have numbers under ``keys``."""
-    rows = read_rows(path)
-    for number, row in enumerate(rows, 1):
-        for key in keys:
-            expected = f"a number {key} in line {number}"
-            require(isinstance(row.get(key), int | float), str(path), expected, row.get(key, "none"), DataError)
-    return rows

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
-import socket
-import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,7 +14,6 @@ from petra.method import Keep
 from petra.pipeline import Pipeline
 from petra.training import facts_of, load_into, newest, restore
 from petra.training.checkpoint import FACTS, verify
-from petra.training.records import writing
 from petra.training.state import load_state
 from petra.training.weight_files import State
 
@@ -25,12 +21,9 @@ from ..config.checks import schema_keys
 from ..config.schema import AUTO, Config
 from ..runtime.rank import Process
 from .build import Setup
-from .weights import FOLDER, describe, read_weights, require_vocabulary, trained_weights, weight_facts
+from .folder import CONFIG
+from .weights import FOLDER, Weights, require_vocabulary
 
-PROBE = ".seen_by_all_"
-"""Start of the name of the file by which ranks check that they share the run's folder."""
-PROBE_TIMEOUT = 60.0
-"""Seconds to wait until a network file system shows a new file on other machines."""
 FIXED = ("optim.name",)
 """Keys that no resumed run may change, because the state in the checkpoint has another form."""
 SAME_RESULTS_KEYS = frozenset(key for key, known in schema_keys(Config).items() if known.same_results)
@@ -157,35 +150,6 @@ def checkpoint_facts(setup: Setup) -> dict[str, Any]:
     return {"config": asdict(setup.config), "chosen": chosen}
 
 
-def require_shared(folder: Path, config: Config, process: Process) -> None:
-    """Check that all ranks share the run's folder. Every rank must call this function.
-
-    Without a shared folder, each machine would have only a part of each checkpoint.
-
-    Raises:
-        ConfigError: If a rank does not see the folder. Raised on every rank.
-    """
-    probe = folder / all_gather_objects(f"{PROBE}{secrets.token_hex(8)}")[0]
-    with raise_on_all_ranks():
-        if process.first:
-            with writing(probe):
-                for stale in folder.glob(f"{PROBE}*"):  # left by a run that was killed
-                    stale.unlink()
-                probe.touch()
-    until = time.monotonic() + min(PROBE_TIMEOUT, config.trainer.timeout / 2)
-    with raise_on_all_ranks():
-        while not probe.exists():
-            if time.monotonic() > until:
-                raise invalid(
-                    "run_dir",
-                    "a folder on storage that all machines share, or checkpoint.keep=0",
-                    f"{folder}, which {socket.gethostname()} does not see",
-                )
-            time.sleep(0.1)
-    if process.first:
-        probe.unlink()
-
-
 def load_start(pipeline: Pipeline, config: Config, start: Start, epoch: int, vocabulary: str | None = None) -> list[str]:
     """Load the checkpoint or the weights that the run starts from into this rank's part of the pipeline.
 
@@ -238,13 +202,13 @@ def load_initial(pipeline: Pipeline, path: Path, skip: Collection[str], vocabula
     names = [block.name for block in pipeline.plan.model.blocks]
     for name in skip:
         require(name in names, "init_skip", f"names of blocks ({', '.join(names)})", name)
-    if (path / "config.yaml").exists() or (path / FOLDER).is_dir():
-        path = trained_weights(path, "init_from")
+    is_run = (path / CONFIG).exists() or (path / FOLDER).is_dir()
+    weights = Weights.newest(path, "init_from") if is_run else Weights(path)
     if not skip:
-        require_vocabulary("data.root", vocabulary, weight_facts(path) if vocabulary else {}, path)
-    load_into(pipeline, read_weights(path), str(path), skip)
+        require_vocabulary("data.root", vocabulary, weights.facts if vocabulary else {}, weights.path)
+    load_into(pipeline, weights.read(), str(weights.path), skip)
     random = f"; random: {', '.join(skip)}" if skip else ""
-    return f"initial weights of {len(names) - len({*skip})} of {len(names)} blocks from {describe(path)}{random}"
+    return f"initial weights of {len(names) - len({*skip})} of {len(names)} blocks from {weights}{random}"
 
 
 def move_clock(pipeline: Pipeline, config: Config, start: Start, epoch: int) -> list[str]:

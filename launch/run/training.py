@@ -34,8 +34,9 @@ from .autotune import tune_setup
 from .build import Setup, set_numerics, set_up
 from .diagnostics import attach_diagnostics
 from .dry_run import memory_table, stage_map
-from .folder import Records, exclusive_folder, headline, summarise
-from .resume import Start, checkpoint_facts, find_start, load_start, require_shared, restore_choices
+from .folder import exclusive_folder, require_shared
+from .records import Records, headline, summarise
+from .resume import Start, checkpoint_facts, find_start, load_start, restore_choices
 from .weights import FOLDER
 
 UPDATES_BETWEEN_DRIFTS = 10

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from petra.errors import DataError, invalid, require
+from torch import nn
+
+from petra.errors import DataError, ModelError, invalid, require
 from petra.training import FORMATS, best_of, facts_in, facts_of, load, network, newest
 from petra.training.checkpoint import FACTS, checkpoints, verify
 from petra.training.weight_files import State
 
-from ..runtime.rank import Process
+from .build import Setup
 
 FOLDER = "checkpoints"
 AVERAGE = "average"
@@ -21,84 +25,106 @@ SHOWN = 12
 """Digits of a vocabulary's fingerprint in messages."""
 
 
-def chosen_weights(folder: Path, named: Path | None, process: Process) -> Path:
-    """Return the path of the weights that a command reads, and print it to stderr in the first process.
+@dataclass(frozen=True)
+class Weights:
+    """Weights of a whole network. All methods raise a PetraError if they can't be read.
 
-    Args:
-        folder: Folder of the run.
-        named: Path that the command line names, or None for the run's newest weights.
-
-    Raises:
-        PetraError: If there are no weights, or their facts cannot be read.
+    Attributes:
+        path: File of exported weights, folder of a checkpoint, or ``CHECKPOINT/average`` for the moving average in one.
     """
-    path = named or trained_weights(folder, "run")
-    if process.first:
-        others = [] if named else _others(folder, path)
-        print("; ".join([f"weights of {describe(path)}", *others]), file=sys.stderr, flush=True)
-    return path
 
+    path: Path
 
-def trained_weights(folder: Path, key: str) -> Path:
-    """Return the path of a run's newest weights: of its exports and its newest intact checkpoint, the one with the largest clock.
+    @staticmethod
+    def newest(folder: Path, key: str) -> Weights:
+        """Return a run's newest weights: of its exports and its newest intact checkpoint, those with the largest clock.
 
-    At equal clocks an export is taken. An export without a clock, which an earlier version or another program has written, counts
-    as older than any checkpoint and any export with a clock. Moving averages and the best checkpoint are taken only by their paths.
+        At equal clocks an export is taken. An export without a clock, which an earlier version or another program has written,
+        counts as older than any checkpoint and any export with a clock. Moving averages and the best checkpoint are taken only by
+        their paths.
 
-    Args:
-        folder: Folder of a run.
-        key: Key that names the folder, for the message.
+        Args:
+            folder: Folder of a run.
+            key: Key that names the folder, for the message.
 
-    Raises:
-        ConfigError: If the run has neither exported weights nor a checkpoint.
-        DataError: If an export cannot be read, or all checkpoints are damaged and there is no export.
-    """
-    exports = [path for suffix in FORMATS.values() if (path := folder / f"model{suffix}").exists()]
-    export = max(exports, key=lambda path: (_clock(path), path.stat().st_mtime), default=None)
-    saved = checkpoints(folder / FOLDER)
-    if export is not None and not (saved and int(saved[0].name) > _clock(export)):
-        return export
-    checkpoint = newest(folder / FOLDER)
-    if export is not None and checkpoint is not None and _clock(checkpoint) <= _clock(export):  # newer ones are damaged
-        return export
-    if checkpoint is None:
-        raise invalid(key, "a folder with exported weights or checkpoints", folder)
-    return checkpoint
+        Raises:
+            ConfigError: If the run has neither exported weights nor a checkpoint.
+        """
+        exports = [Weights(path) for suffix in FORMATS.values() if (path := folder / f"model{suffix}").exists()]
+        export = max(exports, key=lambda weights: (weights.clock, weights.path.stat().st_mtime), default=None)
+        saved = checkpoints(folder / FOLDER)
+        if export is not None and not (saved and int(saved[0].name) > export.clock):
+            return export
+        checkpoint = newest(folder / FOLDER)
+        if export is not None and checkpoint is not None and Weights(checkpoint).clock <= export.clock:  # newer ones are damaged
+            return export
+        if checkpoint is None:
+            raise invalid(key, "a folder with exported weights or checkpoints", folder)
+        return Weights(checkpoint)
 
+    @property
+    def checkpoint(self) -> Path | None:
+        """The checkpoint that has the weights, or None for exported ones."""
+        averaged = self.path.name == AVERAGE and (self.path.parent / FACTS).exists()
+        return self.path.parent if averaged else self.path if self.path.is_dir() else None
 
-def weight_facts(path: Path) -> dict[str, Any]:
-    """Return the facts of an exported file, a checkpoint, or a checkpoint's moving average.
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """Facts that were written with the weights."""
+        return facts_in(self.path) if self.checkpoint is None else facts_of(self.checkpoint)
 
-    Raises:
-        PetraError: If they cannot be read.
-    """
-    checkpoint = path if path.is_dir() else _checkpoint_of(path)
-    return facts_in(path) if checkpoint is None else facts_of(checkpoint)
+    @property
+    def clock(self) -> int:
+        """Microbatches after which the weights were written, or -1 if that is unknown."""
+        clock = self.facts.get("clock")
+        return clock if isinstance(clock, int) else -1
 
+    def read(self) -> State:
+        """Return the tensors by name."""
+        if self.checkpoint is None:
+            return load(self.path)
+        verify(self.checkpoint)
+        return network(self.checkpoint, averaged=self.checkpoint != self.path)
 
-def describe(path: Path) -> str:
-    """Return the path of weights, and after how much training they were written.
+    def network(self, setup: Setup) -> nn.Module:
+        """Return the whole network of a run as one module on the CPU, in evaluation mode.
 
-    Raises:
-        PetraError: If their facts cannot be read.
-    """
-    facts = weight_facts(path)
-    if "clock" not in facts:
-        return f"{path}, which does not record its microbatch"
-    epochs = facts.get("epochs", len(facts.get("trainer", {}).get("history", ())))
-    return f"{path}, after microbatch {facts['clock']} ({epochs} epochs done)"
+        Raises:
+            ModelError: If the weights are those of another network.
+        """
+        built = setup.plan.model.build(setup.config.seed)
+        try:
+            built.load_state_dict(self.read())
+        except RuntimeError as error:
+            raise ModelError(f"{self.path}: does not fit {setup.plan.model.name} ({' '.join(str(error).split())})") from error
+        return built.eval()
 
+    def print_choice(self, folder: Path | None = None) -> None:
+        """Print to stderr which weights a command reads.
 
-def read_weights(path: Path) -> State:
-    """Return the weights in an exported file or in a checkpoint's folder, or a checkpoint's moving average.
+        Args:
+            folder: Folder of the run whose other weights are named, too; None to name none.
+        """
+        print("; ".join([f"weights of {self}", *([] if folder is None else self._others(folder))]), file=sys.stderr, flush=True)
 
-    Raises:
-        PetraError: If they cannot be read, or the checkpoint has no moving average.
-    """
-    checkpoint = _checkpoint_of(path)
-    if checkpoint is None and not path.is_dir():
-        return load(path)
-    verify(checkpoint or path)
-    return network(checkpoint or path, averaged=checkpoint is not None)
+    def __str__(self) -> str:
+        if "clock" not in self.facts:
+            return f"{self.path}, which does not record its microbatch"
+        epochs = self.facts.get("epochs", len(self.facts.get("trainer", {}).get("history", ())))
+        return f"{self.path}, after microbatch {self.facts['clock']} ({epochs} epochs done)"
+
+    def _others(self, folder: Path) -> list[str]:
+        """Return hints at a moving average of the same age, and at the best checkpoint if it is another one."""
+        if self.checkpoint is None:
+            average = Weights(self.path.with_name(f"ema{self.path.suffix}"))
+            has_average = average.path.exists() and average.clock == self.clock
+        else:
+            average = Weights(self.path / AVERAGE)
+            has_average = self.facts.get("config", {}).get("optim", {}).get("ema") is not None
+        best = best_of(folder / FOLDER)
+        hints = [f"weights={average.path} takes their moving average"] if has_average else []
+        older = best is not None and Weights(best).clock != self.clock
+        return [*hints, f"weights={best} takes the best checkpoint"] if older else hints
 
 
 def require_vocabulary(name: str, found: str | None, facts: Mapping[str, Any], source: Path) -> None:
@@ -117,26 +143,3 @@ def require_vocabulary(name: str, found: str | None, facts: Mapping[str, Any], s
     if trained is not None and found is not None:
         expected = f"tokens of the vocabulary {trained[:SHOWN]}, with which {source} was trained"
         require(found == trained, name, expected, f"those of {found[:SHOWN]}", DataError)
-
-
-def _checkpoint_of(path: Path) -> Path | None:
-    """Return the checkpoint whose moving average a path names, or None if it names something else."""
-    return path.parent if path.name == AVERAGE and (path.parent / FACTS).exists() else None
-
-
-def _clock(path: Path) -> int:
-    clock = weight_facts(path).get("clock")
-    return clock if isinstance(clock, int) else -1
-
-
-def _others(folder: Path, path: Path) -> list[str]:
-    """Return hints at a moving average of the same age, and at the best checkpoint if it is another one."""
-    average = path / AVERAGE if path.is_dir() else path.with_name(f"ema{path.suffix}")
-    if path.is_dir():
-        has_average = weight_facts(path).get("config", {}).get("optim", {}).get("ema") is not None
-    else:
-        has_average = average.exists() and _clock(average) == _clock(path)
-    best = best_of(folder / FOLDER)
-    hints = [f"weights={average} takes their moving average"] if has_average else []
-    older = best is not None and _clock(best) != _clock(path)
-    return [*hints, f"weights={best} takes the best checkpoint"] if older else hints

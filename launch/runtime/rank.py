@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,14 +15,14 @@ from typing import TYPE_CHECKING
 
 from petra.errors import invalid, require
 
-from .starts import agree_on_start
-
 if TYPE_CHECKING:
     import torch
     from torch.distributed.distributed_c10d import Store
 
 START = timedelta(seconds=60)
 """Time in which all ranks must start, however short the timeout of communication is. Programs load at different speeds."""
+POLL = 0.02
+"""Seconds between two looks of rank 0 at the store."""
 _group_numbers = count()
 """Number of the next process group of this process."""
 
@@ -157,6 +159,51 @@ def integer(name: str, value: str | None, least: int, most: int | None = None, n
     valid = value is not None and value.isdecimal() and least <= int(value) and (most is None or int(value) <= most)
     require(valid, name, expected + note, "nothing" if value is None else value)
     return int(value or 0)
+
+
+def agree_on_start(store: Store, rank: int, world: int, limit: timedelta) -> str:
+    """Return a name for this start of the run. It is the same on all ranks and differs from the name of any other start.
+
+    torchrun keeps its store across restarts, so it also has keys of earlier starts. TORCHELASTIC_RESTART_COUNT is no such name: the
+    agents of several machines count the restarts of their own processes, so the counts differ after a failure that not every agent
+    has seen.
+
+    Each rank announces a random name of its own. Rank 0 answers every name that it finds with its own name, also those of processes
+    that have ended, until the process that announced the last name of each rank has acknowledged the answer.
+
+    Args:
+        store: Store that all ranks share.
+        rank: Rank of this process.
+        world: Number of processes.
+        limit: Time to wait for the other ranks.
+
+    Raises:
+        torch.distributed.DistStoreError: If another rank does not start in time.
+    """
+    me = secrets.token_hex(8)
+    if rank > 0:
+        store.set(f"name_of_{rank}", me)
+        store.wait([f"start_of_{me}"], limit)
+        start = store.get(f"start_of_{me}").decode()
+        store.set(f"{me}_in_{start}", "")
+        return start
+    if world == 1:
+        return me
+    keys = [f"name_of_{other}" for other in range(1, world)]
+    deadline = time.monotonic() + limit.total_seconds()
+    store.wait(keys, limit)
+    answered: set[str] = set()
+    while True:
+        names = [store.get(key).decode() for key in keys]
+        for name in set(names) - answered:
+            store.set(f"start_of_{name}", me)
+        answered |= {*names}
+        acknowledged = [f"{name}_in_{me}" for name in names]
+        if store.check(acknowledged):
+            return me
+        if time.monotonic() > deadline:
+            store.wait(acknowledged, timedelta(milliseconds=1))  # raises
+        time.sleep(POLL)
 
 
 def require_distinct_gpus(store: Store, rank: int, world: int, gpu: str) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from launch import evaluate, generate, tokenize
 from launch.config.schema import to_config
-from launch.run.report import history
+from launch.run.folder import RunFolder
 from launch.run.training import run
 from petra.errors import PetraError
 from petra.models import revgpt
@@ -45,7 +45,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_loss_is_also_in_bits_per_byte(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus = json.loads((trained / "tokens" / "corpus.json").read_text())["val"]
-    (row,) = history(trained / "run")
+    (row,) = RunFolder(trained / "run").rows()
     assert row["test_bits_per_byte"] == pytest.approx(row["test_loss"] / math.log(2) * corpus["tokens"] / corpus["bytes"])
     evaluate.main([f"run={trained}/run"])
     assert json.loads(capsys.readouterr().out)["bits_per_byte"] == pytest.approx(row["test_bits_per_byte"])
@@ -76,7 +76,7 @@ def test_evaluate_reads_the_test_part(trained: Path, tmp_path: Path, capsys: pyt
 
 
 def test_bits_per_byte_are_not_printed_as_a_share(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (row,) = history(trained / "run")
+    (row,) = RunFolder(trained / "run").rows()
     recipe = make_pipeline(mixed_net(), RandomSource().spec, optimizer=sgd, learning_rate=lambda t: 0.0).recipe
     Lines(1, 8, recipe, unit="tokens").epoch_end(row)
     printed = dict(part.rsplit(" ", 1) for part in capsys.readouterr().out.split("; test ")[1].split(";")[0].split(", "))
@@ -84,7 +84,7 @@ def test_bits_per_byte_are_not_printed_as_a_share(trained: Path, capsys: pytest.
 
 
 def test_last_line_has_the_perplexity(trained: Path) -> None:
-    (row,) = history(trained / "run")
+    (row,) = RunFolder(trained / "run").rows()
     assert (trained / "output.txt").read_text().splitlines()[-1].startswith(f"test perplexity {row['test_perplexity']:.3f} after ")
 
 

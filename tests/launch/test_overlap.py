@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launch.plan import predict_method
-from launch.run.folder import headline
+from launch.run.records import headline
 from petra import METHODS, ConfigError
 from petra.cost_model.autotune import BlockCost
 from petra.cost_model.links import Link

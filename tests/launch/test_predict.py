@@ -13,7 +13,7 @@ import torch.distributed as dist
 from PIL import Image
 
 from launch import predict
-from launch.run import evaluation
+from launch.run.weights import Weights
 from petra.data import load_dataset
 from petra.models import revnet18
 from petra.pipeline import Pipeline
@@ -88,7 +88,7 @@ def test_weights_that_are_not_finite_predict_nothing(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = {key: value * float("nan") if value.is_floating_point() else value for key, value in load(folder / "model.pt").items()}
-    monkeypatch.setattr(evaluation, "read_weights", lambda path: state)
+    monkeypatch.setattr(Weights, "read", lambda weights: state)
     Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
     with suppress(SystemExit):
         predict.main([f"run={folder}", str(tmp_path / "a.png")])

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from launch.runtime.starts import agree_on_start
+from launch.runtime.rank import agree_on_start
 
 LIMIT = timedelta(seconds=20)
 
