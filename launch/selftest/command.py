@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +22,9 @@ import torch
 from petra import METHODS
 from petra.errors import first_line, invalid
 
+from ..run.markdown import aligned_table
 from ..runtime.terminal import parser_for
-from .report import markdown
+from .parts import PARTS
 
 LARGEST_DIFFERENCE = 1e-3
 """Difference of weights from the CPU's, relative to the largest of each tensor, after three updates in float32."""
@@ -44,17 +45,8 @@ class Trial(NamedTuple):
     processes: int = 1
 
 
-StartProcesses = Callable[[str, Sequence[str], int, float], "subprocess.CompletedProcess[str]"]
-"""Runs a module with arguments in a number of processes, within a number of seconds."""
-
-
-def main(arguments: Sequence[str] | None = None, start: StartProcesses | None = None) -> None:
-    """Run all parts and write the report. Exit with status 1 if a part failed.
-
-    Args:
-        start: Starts the processes of a part; None for :func:`start_processes`.
-    """
-    start = start or start_processes
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run all parts and write the report. Exit with status 1 if a part failed."""
     parser = parser_for(__doc__)
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of the report")
     parser.add_argument("--minutes", type=float, default=10.0, help="time limit; parts that don't fit are left out and named")
@@ -66,14 +58,14 @@ def main(arguments: Sequence[str] | None = None, start: StartProcesses | None = 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     tiny = given.tiny or not gpus
     end = time.monotonic() + 60 * given.minutes
-    found: dict[str, Any] = {"gpus": gpus, "tiny": tiny, "doctor": _doctor(max(gpus, 1), start), "parts": []}
+    found: dict[str, Any] = {"gpus": gpus, "tiny": tiny, "doctor": _doctor(max(gpus, 1)), "parts": []}
     print(found["doctor"], flush=True)
     for run in (run for run in plan(gpus, tiny) if not given.only or any(text in run.name for text in given.only)):
         left, started = end - time.monotonic(), time.monotonic()
-        result = run_part(run, min(left, 180), start) if left > 5 else {"left_out": "no time left"}
+        result = run_part(run, min(left, 180)) if left > 5 else {"left_out": "no time left"}
         found["parts"].append({"part": run.part, "name": run.name, **run.options, "processes": run.processes, **result})
         found["parts"][-1]["duration"] = round(time.monotonic() - started, 1)
-        print(f"{run.name}: {_summary(found['parts'][-1])}", flush=True)
+        print(f"{run.name}: {_result(found['parts'][-1])}", flush=True)
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "selftest.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     (given.out / "selftest.md").write_text(markdown(found), encoding="utf-8")
@@ -115,15 +107,12 @@ def _speeds(common: dict[str, Any], tiny: bool, processes: int) -> Iterator[Tria
                         yield Trial("speed", f"{model}, batch {batch}, {method}{variant}", {**options, **fast, **counts}, processes)
 
 
-def run_part(run: Trial, seconds: float, start: StartProcesses) -> dict[str, Any]:
+def run_part(run: Trial, seconds: float) -> dict[str, Any]:
     """Run a part in processes of its own. Return its findings, or why it ``failed``."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         options = json.dumps({"timeout": min(seconds, 60), **run.options})
-        try:
-            done = start(f"{__package__}.parts", [run.part, options, str(out)], run.processes, seconds)
-        except subprocess.TimeoutExpired:
-            return {"failed": f"did not end within {seconds:.0f} s"}
+        done = start_processes(f"{__package__}.parts", [run.part, options, str(out)], run.processes, seconds)
         if done.returncode or not out.exists():
             return {"failed": _reason(done.stderr)}
         found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
@@ -131,14 +120,13 @@ def run_part(run: Trial, seconds: float, start: StartProcesses) -> dict[str, Any
 
 
 def start_processes(module: str, arguments: Sequence[str], processes: int, seconds: float) -> subprocess.CompletedProcess[str]:
-    """Run a module in new processes, with torchrun if there are several.
-
-    Raises:
-        subprocess.TimeoutExpired: If they do not end within the time limit.
-    """
+    """Run a module in new processes, with torchrun if there are several. Past the time limit, end them and report that."""
     agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
     command = [sys.executable, *agent, "-m", module, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "", f"did not end within {seconds:.0f} s")
 
 
 def judge(part: str, found: dict[str, Any], large: bool = False) -> dict[str, str]:
@@ -156,14 +144,10 @@ def judge(part: str, found: dict[str, Any], large: bool = False) -> dict[str, st
     return {}
 
 
-def _doctor(processes: int, start: StartProcesses) -> str:
+def _doctor(processes: int) -> str:
     """Return the report of ``launch.doctor`` for all GPUs."""
-    module = f"{(__package__ or '').rpartition('.')[0]}.doctor"
-    try:
-        done = start(module, [], processes, DOCTOR_SECONDS)
-    except subprocess.TimeoutExpired:
-        return f"petra doctor did not end within {DOCTOR_SECONDS} s"
-    return done.stdout.strip() or _reason(done.stderr)
+    done = start_processes(f"{(__package__ or '').rpartition('.')[0]}.doctor", [], processes, DOCTOR_SECONDS)
+    return done.stdout.strip() or f"petra doctor: {_reason(done.stderr)}"
 
 
 def _reason(text: str) -> str:
@@ -172,12 +156,45 @@ def _reason(text: str) -> str:
     return next((line for line in lines if line.startswith("error:")), first_line(RuntimeError(lines[-1])))
 
 
-def _summary(part: dict[str, Any]) -> str:
-    if "failed" in part or "left_out" in part:
-        return f"FAILED: {part['failed']}" if "failed" in part else f"left out: {part['left_out']}"
-    if part["part"] == "speed":
-        return f"{part['samples_per_second']:.0f} samples/s"
-    return "passed"
+def markdown(found: dict[str, Any]) -> str:
+    """Return the report."""
+    kind = f"{found['gpus']} GPU(s)" if found["gpus"] else "no GPU"
+    parts = found["parts"]
+    failed, left_out = ([part["name"] for part in parts if key in part] for key in ("failed", "left_out"))
+    seconds = sum(part.get("duration", 0.0) for part in parts)
+    lines = [
+        f"# Self-test of petra: {kind}{', tiny runs' if found['tiny'] else ''}",
+        "",
+        f"{len(parts) - len(failed) - len(left_out)} of {len(parts)} parts passed, in {seconds:.0f} s.",
+        *([f"Failed: {'; '.join(failed)}."] if failed else []),
+        *([f"No time was left for: {'; '.join(left_out)}."] if left_out else []),
+        "",
+        "To report a problem, attach this file and selftest.json, which has the options of each part.",
+        "",
+        f"## Machine\n\n{found['doctor']}\n",
+    ]
+    for name, part in PARTS.items():
+        entries = [entry for entry in parts if entry["part"] == name]
+        if entries:
+            titles = [key.replace("_bytes", " (MB)").replace("_", " ") for key in part.columns]
+            rows = [[entry["name"], *(_cell(key, entry.get(key)) for key in part.columns), _result(entry)] for entry in entries]
+            lines += [f"## {part.title}\n\n{part.explanation}\n\n{aligned_table(('run', *titles, 'result'), rows)}\n"]
+    return "\n".join(lines)
+
+
+def _cell(key: str, value: Any) -> str:
+    """Return a finding as text, empty if there is none. Of a list, the largest counts."""
+    if isinstance(value, list):
+        value = max(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is not None and key.endswith("_bytes"):
+        return f"{value / 1e6:.1f}"
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+
+
+def _result(entry: dict[str, Any]) -> str:
+    return f"failed: {entry['failed']}" if "failed" in entry else "left out" if "left_out" in entry else "passed"
 
 
 if __name__ == "__main__":

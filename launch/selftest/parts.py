@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +28,9 @@ from ..run.build import type_of
 from ..runtime.rank import Process
 from ..runtime.reporting import report_errors
 from ..runtime.signals import stop_with_agent
-from .report import SHARES
 
+SHARES = ("kernels_per_microbatch", "device_busy", "communication", "launching")
+"""What the profiler measures."""
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaGraphLaunch")
 """Beginnings of the names of CUDA functions that start work on the GPU."""
 
@@ -182,11 +183,52 @@ def shares(rows: Iterable[Any], seconds: float, microbatches: int) -> dict[str, 
     return found
 
 
-PARTS: dict[str, Callable[[dict[str, Any], torch.device, Process], dict[str, Any]]] = {
-    "compare": compare_with_cpu,
-    "transport": train_in_processes,
-    "memory": compare_memory,
-    "speed": measure_speed,
+class Part(NamedTuple):
+    """A kind of part.
+
+    Attributes:
+        title: Title of its table in the report.
+        explanation: What the columns of the table mean.
+        columns: Findings that are columns of the table, between the name of the run and its result.
+        run: Runs it with its options, on a device, in this process. Returns its findings.
+    """
+
+    title: str
+    explanation: str
+    columns: tuple[str, ...]
+    run: Callable[[dict[str, Any], torch.device, Process], dict[str, Any]]
+
+
+PARTS = {
+    "compare": Part(
+        "Methods against the CPU",
+        "Largest difference of weights after three updates in float32, relative to the largest weight of a tensor, in one "
+        "process. Rounding differs between devices, so 1e-3 is accepted.",
+        ("difference", "repeatable"),
+        compare_with_cpu,
+    ),
+    "transport": Part(
+        "Transports",
+        "Training in several processes, twice. The digest is of all weights: it is equal for runs with the same d.",
+        ("processes", "message_bytes", "seconds_per_microbatch", "loss", "digest", "repeatable"),
+        train_in_processes,
+    ),
+    "memory": Part(
+        "Memory",
+        "Peak of torch's allocator in one process with four stages, and `dry_run=memory` without workspaces. The peak of a CPU is "
+        "not known.",
+        ("peak_bytes", "predicted_bytes", "predicted_over_peak"),
+        compare_memory,
+    ),
+    "speed": Part(
+        "Throughput",
+        "k = 4. Samples are images, or windows of tokens for revgpt. Peak memory is the largest of all processes: of torch's "
+        "allocator on GPUs, resident memory on CPUs. The last columns are of the first process, as fractions of the time: kernels "
+        "of the GPU besides NCCL's, NCCL's kernels (with waiting for other processes), and calls of the host that launch kernels. "
+        "Much time in launches means that the GPU waits for Python. These columns are empty without a GPU.",
+        ("processes", "samples_per_second", "peak_bytes", *SHARES),
+        measure_speed,
+    ),
 }
 """Parts by name."""
 
@@ -202,7 +244,7 @@ def main() -> None:
     with report_errors(process):
         device = process.device(given.get("device", "auto"))
         with process.process_group(device, given.get("timeout", 60)):
-            found = PARTS[name](given, device, process)
+            found = PARTS[name].run(given, device, process)
     if process.first:
         Path(out).write_text(json.dumps(found), encoding="utf-8")
 

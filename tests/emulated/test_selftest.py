@@ -32,7 +32,8 @@ def selftest(devices: int, out: str) -> None:
     import torch
 
     torch.cuda.device_count = lambda: devices
-    command.main(["--tiny", "--out", out], start=forked)
+    command.start_processes = forked
+    command.main(["--tiny", "--out", out])
 
 
 def test_all_parts_pass_and_the_report_is_written(tmp_path: Path) -> None:

@@ -14,9 +14,8 @@ import torch
 
 from launch.runtime.rank import Process
 from launch.selftest import command
-from launch.selftest.command import LARGE_MESSAGE, LARGEST_DIFFERENCE, Trial, judge, plan, run_part
+from launch.selftest.command import LARGE_MESSAGE, LARGEST_DIFFERENCE, Trial, judge, markdown, plan, run_part
 from launch.selftest.parts import PARTS, shares
-from launch.selftest.report import markdown
 from petra import METHODS
 
 ALONE = Process(rank=0, world=1, local_rank=0, local_world=1)
@@ -43,24 +42,27 @@ def test_all_methods_and_both_transports_are_tested_in_any_machine() -> None:
 
 def test_parts_on_the_cpu() -> None:
     """A run equals itself, its memory is predicted but not known, and its digest depends on its length only."""
-    assert PARTS["compare"](TINY, CPU, ALONE) == {"difference": 0.0, "repeatable": True}
-    memory = PARTS["memory"]({**TINY, "stages": 4}, CPU, ALONE)
+    assert PARTS["compare"].run(TINY, CPU, ALONE) == {"difference": 0.0, "repeatable": True}
+    memory = PARTS["memory"].run({**TINY, "stages": 4}, CPU, ALONE)
     assert memory["peak_bytes"] is None
     assert memory["predicted_bytes"] > 0
-    speed = PARTS["speed"](TINY, CPU, ALONE)
+    speed = PARTS["speed"].run(TINY, CPU, ALONE)
     assert speed["samples_per_second"] > 0
     assert len(speed["peak_bytes"]) == 1
-    first, second = (PARTS["transport"]({**TINY, "microbatches": count}, CPU, ALONE) for count in (4, 5))
+    first, second = (PARTS["transport"].run({**TINY, "microbatches": count}, CPU, ALONE) for count in (4, 5))
     assert first["repeatable"]
     assert first["digest"] != second["digest"]
 
 
 @pytest.mark.parametrize("minutes", ["nan", "0", "-1"])
-def test_a_time_limit_without_time_is_refused(minutes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_time_limit_without_time_is_refused(
+    minutes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Otherwise every part would be left out, and the test would pass."""
     done = subprocess.CompletedProcess([], 0, stdout="", stderr="")
+    monkeypatch.setattr(command, "start_processes", lambda *_: done)
     with suppress(SystemExit):
-        command.main([f"--minutes={minutes}", "--out", str(tmp_path)], lambda *_: done)
+        command.main([f"--minutes={minutes}", "--out", str(tmp_path)])
     assert f"--minutes: expected a number > 0, got {float(minutes)}" in capsys.readouterr().err
 
 
@@ -96,7 +98,7 @@ def test_differences_from_the_cpu_fail() -> None:
 
 @pytest.mark.processes
 def test_a_part_that_fails_is_reported_with_its_reason() -> None:
-    found = run_part(Trial("compare", "wrong", {**TINY, "device": "tpu"}), seconds=100, start=command.start_processes)
+    found = run_part(Trial("compare", "wrong", {**TINY, "device": "tpu"}), seconds=100)
     assert found["failed"].startswith("error: trainer.device: expected ")
     assert "got tpu" in found["failed"]
 
@@ -121,8 +123,8 @@ def test_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Trial("speed", "revnet18", {}, 2),
     ]
     monkeypatch.setattr(command, "plan", lambda gpus, tiny: iter(runs))
-    monkeypatch.setattr(command, "run_part", lambda run, seconds, start: results[runs.index(run)])
-    monkeypatch.setattr(command, "_doctor", lambda processes, start: "No problems found.")
+    monkeypatch.setattr(command, "run_part", lambda run, seconds: results[runs.index(run)])
+    monkeypatch.setattr(command, "_doctor", lambda processes: "No problems found.")
     with pytest.raises(SystemExit, match="1"):
         command.main(["--out", str(tmp_path)])
     text = (tmp_path / "selftest.md").read_text()
@@ -138,7 +140,7 @@ def test_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parts_without_time_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_doctor", lambda processes, start: "")
+    monkeypatch.setattr(command, "_doctor", lambda processes: "")
     command.main(["--out", str(tmp_path), "--minutes", "1e-9"])
     text = (tmp_path / "selftest.md").read_text()
     assert "0 of " in text
