@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from petra.analysis.plots import curves
 from petra.plan.overlap import describe_overlap
-from petra.training import Epoch, JsonLines, Logger, TensorBoardLogger, WandbLogger, means, new_run_folder, write_json
+from petra.training import JsonLines, Logger, Row, TensorBoardLogger, WandbLogger, new_run_folder, write_json
 from petra.training.checkpoint import checkpoints
 from petra.training.progress import means_text
 from petra.training.records import write_text_atomically, writing
@@ -80,12 +80,11 @@ class Records:
         for key, (before, now) in changes.items():
             JsonLines(self.folder / CHANGES).log({"microbatch": microbatch, "key": key, "before": before, "now": now})
 
-    def finish(self, summary: dict[str, Any], history: Sequence[Epoch]) -> None:
+    def finish(self, summary: dict[str, Any], history: Sequence[Row]) -> None:
         """Draw curves.png, close the loggers, and write report.html and summary.json, whose existence marks a complete run."""
         title = f"{summary['model']}, {summary['method']} (d = {summary['delay']}), {summary['stages']} stages"
-        rows = {"": [epoch.row() for epoch in history]}
         with writing(self.folder / "curves.png"):
-            curves(rows, self.folder / "curves.png", title, {"": RunFolder(self.folder).updates()})
+            curves({"": history}, self.folder / "curves.png", title, {"": RunFolder(self.folder).updates()})
         for logger in self.loggers:
             logger.close(summary, [path for name in PICTURES if (path := self.folder / name).exists()])
         write_report(self.folder, summary)
@@ -108,7 +107,7 @@ def headline(setup: Setup) -> str:
     )
 
 
-def summarise(setup: Setup, microbatches: int, history: Sequence[Epoch], memory: Sequence[int], seconds: float) -> dict[str, Any]:
+def summarise(setup: Setup, microbatches: int, history: Sequence[Row], memory: Sequence[int], seconds: float) -> dict[str, Any]:
     """Return the content of summary.json. Losses are in nats, accuracies from 0 to 1. Speed is that of training alone.
 
     Args:
@@ -116,13 +115,12 @@ def summarise(setup: Setup, microbatches: int, history: Sequence[Epoch], memory:
         memory: Peak memory of each process in bytes.
         seconds: Duration of the whole run.
     """
-    last = history[-1]
+    speed = f"{setup.unit}_per_second"
     return _facts(setup) | {
         "epochs": len(history),
         "microbatches": microbatches,
-        **{f"train_{key}": value for key, value in means(last.train, setup.unit).items()},
-        **{f"test_{key}": value for key, value in means(last.test, setup.unit, last.bytes_per_target).items()},
-        f"{setup.unit}_per_second": harmonic_mean([epoch.train.targets / epoch.training_seconds for epoch in history]),
+        **{key: value for key, value in history[-1].items() if key.startswith(("train_", "test_"))},
+        speed: harmonic_mean([row[speed] for row in history]),
         "peak_memory_bytes": list(memory),
         "wall_seconds": seconds,
         "seed": setup.config.seed,

@@ -10,7 +10,7 @@ from petra.training.optim import OPTIMIZERS, sgd
 from petra.training.progress import Bar, Lines
 from petra.training.records import new_run_folder, read_rows, write_json
 from petra.training.state import network
-from petra.training.trainer import Epoch, Trainer, finished_epochs, limited, means
+from petra.training.trainer import Row, Trainer, finished_epochs, limited, means
 from petra.training.watchers import Logger, UpdateMeans, Watcher
 from petra.training.weight_files import FORMATS, export, facts_in, gathered_blocks, load, load_into
 
@@ -22,12 +22,12 @@ __all__ = [
     "Bar",
     "Checkpoints",
     "Cosine",
-    "Epoch",
     "JsonLines",
     "Lines",
     "Logger",
     "MultiStep",
     "Polynomial",
+    "Row",
     "Schedule",
     "TensorBoardLogger",
     "Trainer",

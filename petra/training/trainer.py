@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,52 +15,19 @@ from torch import Tensor
 from petra.data import EvalSource, TrainSource
 from petra.distributed import all_gather_objects
 from petra.engine.totals import Result, combined
-from petra.errors import DataError, Interrupted, first_line, invalid
+from petra.errors import DataError, Interrupted, first_line, invalid, require
 from petra.pipeline import Pipeline
 from petra.training.checkpoint import Checkpoints
 from petra.training.watchers import Watcher
 
+Row = dict[str, float]
+"""Numbers of a finished epoch, as in metrics.jsonl. All but the times are the same in every process.
 
-@dataclass(frozen=True)
-class Epoch:
-    """Results of one epoch. All values but the times are the same in every process.
-
-    Attributes:
-        epoch: Number of the epoch, from 1.
-        microbatches: Microbatches trained on since the start of the run.
-        train: Loss and metrics averaged over the epoch, computed with the weights of the time.
-        test: Loss and metrics of the evaluation after the epoch.
-        seconds: Duration of training and evaluation.
-        training_seconds: Duration of training alone.
-        learning_rate: Learning rate at the end of the epoch.
-        stages: Metrics of stages, ``stage/<j>/<name>`` (:meth:`petra.Pipeline.stage_metrics`).
-        unit: What a target belongs to: ``images``, ``tokens`` or ``pixels``.
-        bytes_per_target: Mean number of bytes of text per token of the test data, or None.
-    """
-
-    epoch: int
-    microbatches: int
-    train: Result
-    test: Result
-    seconds: float
-    training_seconds: float
-    learning_rate: float
-    stages: Mapping[str, float]
-    unit: str
-    bytes_per_target: float | None = None
-
-    def row(self) -> dict[str, float]:
-        """Return all numbers under their names in metrics.jsonl. Losses are in nats per target, shares are 0 … 1."""
-        return {
-            "epoch": self.epoch,
-            "microbatches": self.microbatches,
-            **{f"train_{key}": value for key, value in means(self.train, self.unit).items()},
-            **{f"test_{key}": value for key, value in means(self.test, self.unit, self.bytes_per_target).items()},
-            f"{self.unit}_per_second": self.train.targets / self.training_seconds,
-            "learning_rate": self.learning_rate,
-            "seconds": self.seconds,
-            **self.stages,
-        }
+``epoch`` counts from 1, ``microbatches`` from the start of the run. ``train_<name>`` are means over the epoch, computed with the
+weights of the time, ``test_<name>`` those of the evaluation after it: losses in nats per target, shares from 0 to 1.
+``<unit>_per_second`` is the speed of training alone, ``seconds`` the duration with evaluation, ``learning_rate`` that at the end of
+the epoch, and ``stage/<j>/<name>`` are metrics of stages (:meth:`petra.Pipeline.stage_metrics`).
+"""
 
 
 def means(result: Result, unit: str, bytes_per_target: float | None = None) -> dict[str, float]:
@@ -111,11 +78,11 @@ class Trainer:
         self.checkpoints, self.watchers, self.stop = checkpoints or Checkpoints(Path(), keep=0), watchers, stop
         self.microbatches, self.test_batches = limited(train.batches_per_epoch, limit), limited(test.batches, limit)
 
-        self.history: list[Epoch] = []
+        self.history: list[Row] = []
         self._parts: list[Result] = []  # of the epoch in progress, one from each drain to the next
         self._seconds = 0.0
 
-    def fit(self, epochs: int) -> list[Epoch]:
+    def fit(self, epochs: int) -> list[Row]:
         """Train until ``epochs`` epochs are done, and return all of them.
 
         Raises:
@@ -135,8 +102,8 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Return what :meth:`resume` needs, as values for JSON. A checkpoint's facts have it under ``trainer``."""
-        history, parts = ([asdict(result) for result in results] for results in (self.history, self._parts))
-        state = {"history": history, "parts": parts, "seconds": self._seconds, "epoch": self.microbatches}
+        parts = [asdict(result) for result in self._parts]
+        state = {"history": [*self.history], "parts": parts, "seconds": self._seconds, "epoch": self.microbatches}
         for watcher in self.watchers:
             state |= watcher.state()
         return state
@@ -175,13 +142,12 @@ class Trainer:
                 with self.phase("saved"):
                     self._save_and_stop(None)
         with self.phase("evaluated"):
-            finished = self._evaluate(epoch)
-            self.history.append(finished)
+            row = self._evaluate(epoch)
+            self.history.append(row)
             self._parts, self._seconds = [], 0.0
             for watcher in self.watchers:
-                watcher.epoch_end(finished.row())
-            scores = finished.test.metrics
-            self._save_and_stop(scores.get("miou", scores.get("accuracy", -finished.test.loss)))
+                watcher.epoch_end(row)
+            self._save_and_stop(row.get("test_miou", row.get("test_accuracy", -row["test_loss"])))
 
     def _train_to_drain(self, end: int) -> None:
         """Train up to the next planned drain or the end of the epoch, or until a process is asked to stop."""
@@ -202,22 +168,21 @@ class Trainer:
         """Return whether to drain before the end of the epoch: on request, or because a checkpoint could not be written."""
         return self.stop() or self.checkpoints.failed
 
-    def _evaluate(self, epoch: int) -> Epoch:
-        started = time.perf_counter()
+    def _evaluate(self, epoch: int) -> Row:
+        """Evaluate after an epoch, and return its numbers."""
+        started, clock, unit = time.perf_counter(), self.pipeline.microbatches_done, self.test.unit
         test = self.pipeline.evaluate(self.test, self.test_batches)
-        return Epoch(
-            epoch=epoch,
-            microbatches=self.pipeline.microbatches_done,
-            # Counts are large, and only needed until the parts of an epoch are combined.
-            train=replace(combined(self._parts, self.pipeline.recipe.metrics), counts={}),
-            test=replace(test, counts={}),
-            seconds=self._seconds + time.perf_counter() - started,
-            training_seconds=self._seconds,
-            learning_rate=self._learning_rate(self.pipeline.microbatches_done),
-            stages=self.pipeline.stage_metrics(),
-            unit=self.test.unit,
-            bytes_per_target=self.test.bytes_per_target,
-        )
+        train = combined(self._parts, self.pipeline.recipe.metrics)
+        return {
+            "epoch": epoch,
+            "microbatches": clock,
+            **{f"train_{key}": value for key, value in means(train, unit).items()},
+            **{f"test_{key}": value for key, value in means(test, unit, self.test.bytes_per_target).items()},
+            f"{unit}_per_second": train.targets / self._seconds,
+            "learning_rate": self._learning_rate(clock),
+            "seconds": self._seconds + time.perf_counter() - started,
+            **self.pipeline.stage_metrics(),
+        }
 
     def _save_and_stop(self, score: float | None) -> None:
         """Save the drained pipeline, and raise :class:`Interrupted` if any process was asked to stop."""
@@ -227,14 +192,17 @@ class Trainer:
             raise Interrupted(self.pipeline.microbatches_done, saved=self.checkpoints.keep > 0)
 
 
-def finished_epochs(state: Mapping[str, Any]) -> list[Epoch]:
+def finished_epochs(state: Mapping[str, Any]) -> list[Row]:
     """Return the epochs that a run had finished, from the entry ``trainer`` in a checkpoint's facts.
 
     Raises:
         DataError: If ``state`` is something else.
     """
     with _named_errors():
-        return [Epoch(**{**epoch, **{part: Result(**epoch[part]) for part in ("train", "test")}}) for epoch in state["history"]]
+        rows = [dict(row) for row in state["history"]]
+        expected = "rows of metrics.jsonl (commit d61decdd reads older checkpoints)"
+        require(all("train_loss" in row for row in rows), "history of the trainer", expected, "others", DataError)
+        return rows
 
 
 def limited(batches: int, limit: int | None) -> int:

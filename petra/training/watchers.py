@@ -33,7 +33,7 @@ class Watcher:
         """Receive the report of a microbatch that has completed (:meth:`petra.Pipeline.train`). Reading it waits for the device."""
 
     def epoch_end(self, row: Mapping[str, float]) -> None:
-        """Receive the numbers of a finished epoch (:meth:`petra.training.Epoch.row`)."""
+        """Receive the numbers of a finished epoch (:data:`petra.training.Row`)."""
 
     def state(self) -> dict[str, Any]:
         """Return what :meth:`resume` needs, as values for JSON, under names of this watcher alone."""

@@ -186,7 +186,7 @@ def test_metrics_and_epochs_resume_from_any_checkpoint(tmp_path: Path) -> None:
     for clock in (8, 11, 16, 22):
         pipeline = build()
         state = restore(pipeline, tmp_path / "c" / f"{clock:09}")["trainer"]
-        log = JsonLines(tmp_path / "metrics.jsonl", [epoch.row() for epoch in finished_epochs(state)])
+        log = JsonLines(tmp_path / "metrics.jsonl", finished_epochs(state))
         resumed = trainer(tmp_path, pipeline, checkpoints=Checkpoints(tmp_path / "none", 0, every=4), watchers=[log])
         resumed.resume(state)
         resumed.fit(2)
@@ -227,8 +227,9 @@ def test_a_run_without_planned_drains_stops_at_once(tmp_path: Path) -> None:
     assert 20 < ended.value.clock < 60
     resumed = trainer(tmp_path, every=None, batches=200)
     resumed.resume(restore(resumed.pipeline, newest(tmp_path / "c"))["trainer"])
+    assert sum(part["targets"] for part in resumed.state()["parts"]) == 4 * ended.value.clock
     (epoch,) = resumed.fit(1)
-    assert (epoch.microbatches, epoch.train.targets) == (200, 800)
+    assert epoch["microbatches"] == 200
 
 
 def test_another_configuration_is_an_error() -> None:

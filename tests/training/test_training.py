@@ -91,7 +91,7 @@ def test_trainer_records_every_epoch(tmp_path: Path, capsys: pytest.CaptureFixtu
     log.close()
 
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert rows == [epoch.row() for epoch in history]
+    assert rows == history
     assert [(row["epoch"], row["microbatches"]) for row in rows] == [(1, 5), (2, 10)]
     assert [row["learning_rate"] for row in rows] == pytest.approx([0.05, 0.005])
     assert all(0 <= row["test_accuracy"] <= 1 and row["seconds"] > 0 for row in rows)
