@@ -25,7 +25,7 @@ from ..runtime.rank import Process
 from ..runtime.reporting import only_first_prints, report_errors
 from ..runtime.signals import stop_with_agent
 from ..runtime.terminal import command, help_wanted, plain
-from .links import LARGE, Link, describe, measure_links, measure_speeds
+from .links import LARGE, Links, describe, measure_links, measure_speeds
 from .machine import Report, find_differences, inspect_machine
 
 
@@ -59,7 +59,7 @@ def examine(config: Config, process: Process) -> None:
             trainer = config.trainer
             found = inspect_machine(process, device, trainer.threads, config.cluster.interfaces, requested=trainer.device)
             reports = all_gather_objects(found)
-            links = measure_links(device, config.dp) if process.world > 1 else []
+            links = measure_links(device, config.dp) if process.world > 1 else {}
             speeds = [] if config.cluster.machines is None else measure_speeds(device)
     except RuntimeError as error:  # the base class of torch.distributed's errors
         interfaces = "null" if config.cluster.interfaces is None else config.cluster.interfaces
@@ -72,7 +72,7 @@ def examine(config: Config, process: Process) -> None:
             print(f"speed, memory and links of the processes of a pipeline: {config.cluster.machines}", flush=True)
 
 
-def report_text(reports: Sequence[Report], links: Sequence[Link], problems: Sequence[str]) -> str:
+def report_text(reports: Sequence[Report], links: Links, problems: Sequence[str]) -> str:
     """Return the whole report in Markdown."""
     first = reports[0]
     machines = [(str(r.rank), r.node, r.device, f"{r.memory / 2**30:.1f}", str(r.cores)) for r in reports]
@@ -83,11 +83,11 @@ def report_text(reports: Sequence[Report], links: Sequence[Link], problems: Sequ
         size = f"{LARGE // 2**20} MiB forward (ms)"
         rows = [
             (
-                *(f"{link.rank} – {link.rank + link.step}", f"{link.latency * 1e6:.0f}"),
-                *(f"{speed / 1e9:.2f}" for speed in (link.forward, link.backward)),
-                f"{LARGE / link.forward * 1e3:.1f}",
+                *(f"{rank} – {other}", f"{pair.forward.latency * 1e6:.0f}"),
+                *(f"{link.bandwidth / 1e9:.2f}" for link in (pair.forward, pair.backward)),
+                f"{LARGE / pair.forward.bandwidth * 1e3:.1f}",
             )
-            for link in links
+            for (rank, other), pair in links.items()
         ]
         text += f"{table(('ranks', 'latency (µs)', 'forward (GB/s)', 'backward (GB/s)', size), rows)}\n"
     return text + "\n".join(["Problems:", *(f"- {item}" for item in problems)] if problems else ["No problems found."])

@@ -17,16 +17,17 @@ import torch.distributed as dist
 
 from launch.doctor import command as doctor
 from launch.doctor import links
-from launch.doctor.links import LARGE, Link
+from launch.doctor.links import LARGE, Links
 from launch.doctor.machine import Report, find_differences, inspect_machine
 from launch.runtime.rank import Process
+from petra.cost_model.links import Connection, Link
 from tests.support.processes import run_processes
 
 ALONE = Process(rank=0, world=1, local_rank=0, local_world=1)
 CPU = torch.device("cpu")
 
 
-def slow_links(rank: int) -> list[Link]:
+def slow_links(rank: int) -> Links:
     """Delay large messages from rank 1 to rank 2 by a second, and small messages from rank 2 by 0.1 s."""
     send = dist.send
 
@@ -42,15 +43,15 @@ def slow_links(rank: int) -> list[Link]:
 def test_links_are_measured_one_by_one(tmp_path: Path) -> None:
     first, second, third = run_processes(3, slow_links, tmp_path)
     assert first == second == third
-    fast, slow = first
-    assert (fast.rank, slow.rank) == (0, 1)
-    assert 0 < fast.latency < 0.05 <= slow.latency
-    assert slow.forward < LARGE / 1.0 < min(slow.backward, fast.forward, fast.backward)
+    assert [*first] == [(0, 1), (1, 2)]
+    fast, slow = first.values()
+    assert 0 < fast.forward.latency < 0.05 <= slow.forward.latency
+    assert slow.forward.bandwidth < LARGE / 1.0 < min(link.bandwidth for link in (slow.backward, fast.forward, fast.backward))
 
 
 def pairs(rank: int) -> list[tuple[int, int]]:
     links.LARGE, links.ROUND_TRIPS, links.MESSAGES = 100, 1, 1  # type: ignore[misc]
-    return [(link.rank, link.rank + link.step) for link in links.measure_links(CPU, dp=2)]
+    return [*links.measure_links(CPU, dp=2)]
 
 
 @pytest.mark.processes
@@ -152,6 +153,6 @@ def test_the_doctor_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 def test_the_table_of_links() -> None:
-    shown = doctor.report_text([report(0), report(1)], [Link(0, 12e-6, LARGE / 0.05, 2.5e9)], [])
+    shown = doctor.report_text([report(0), report(1)], {(0, 1): Connection(Link(LARGE / 0.05, 12e-6), Link(2.5e9, 12e-6))}, [])
     assert "| 0 – 1 | 12 | 1.34 | 2.50 | 50.0 |" in shown
     assert shown.endswith("No problems found.")

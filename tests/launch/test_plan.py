@@ -12,7 +12,6 @@ import torch
 
 from launch.config.compose import compose_overrides
 from launch.config.machines import read_machines, write_machines
-from launch.doctor.links import Link as Measured
 from launch.doctor.links import describe, measure_speeds
 from launch.doctor.machine import Report
 from launch.plan import main, predict_method
@@ -95,9 +94,10 @@ def test_small_devices_get_fewer_blocks() -> None:
 
 def test_machines_that_the_doctor_describes() -> None:
     reports = [Report(rank, f"{rank // 2} (host)", "cpu", 64, 1, {}, {}, ()) for rank in range(4)]
-    links = [Measured(0, 1e-5, 5e9, 4e9), Measured(2, 1e-5, 7e9, 7e9), Measured(0, 1e-3, 1e9, 1e9, step=2)]
+    pair, slow = Connection(Link(5e9, 1e-5), Link(4e9, 1e-5)), Connection(Link(1e9, 1e-3), Link(1e9, 1e-3))
+    links = {(0, 1): pair, (2, 3): slow, (0, 2): slow}
     found = describe(reports, links, [2.0, 1.0, 4.0, 4.0], replica_size=2)
-    assert found == Machines((Device(1.0, 32), Device(0.5, 32)), (Connection(Link(5e9, 1e-5), Link(4e9, 1e-5)),))
+    assert found == Machines((Device(1.0, 32), Device(0.5, 32)), (pair,))
     assert measure_speeds(torch.device("cpu"))[0] > 0
 
 
