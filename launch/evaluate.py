@@ -52,11 +52,10 @@ def main(arguments: list[str] | None = None) -> None:
         import torch
 
         from .run.evaluation import evaluate
-        from .run.pictures import Pictures
 
         if arguments is None:
             torch.set_num_interop_threads(1)
-        numbers = evaluate(config, weights, process, Pictures(folder / "pictures", pictures) if pictures else None)
+        numbers = evaluate(config, weights, process, folder, pictures)
         if process.first:
             print(json.dumps(numbers), flush=True)
 

@@ -34,8 +34,6 @@ from petra.models.generation import Sampling, find_stem, generate
 from .config.errors import config_error
 from .config.schema import Config
 from .evaluate import dotlist, parse, split
-from .run.build import set_up
-from .run.evaluation import for_inference
 from .run.weights import Weights, require_vocabulary
 from .runtime.rank import Process
 from .runtime.reporting import report_errors
@@ -109,9 +107,8 @@ def load_model(config: Config, weights: Weights, device: str) -> nn.Module:
     Raises:
         PetraError: If the configuration or the weights can't be used.
     """
-    setup = set_up(for_inference(config, device="cpu"), Process(0, 1, 0, 1))
-    chain = weights.network(setup)
-    require(find_stem(chain) is not None, "run", "a run of gpt or revgpt", setup.plan.model.name, ModelError)
+    chain = weights.network(config)
+    require(find_stem(chain) is not None, "run", "a run of gpt or revgpt", config.model.name, ModelError)
     return chain.to(torch.device(device))
 
 

@@ -23,8 +23,6 @@ from petra.errors import ModelError, PetraError, invalid, require
 
 from .config.schema import Config
 from .evaluate import parse
-from .run.build import set_up
-from .run.evaluation import for_inference
 from .run.weights import Weights
 from .runtime.rank import Process
 from .runtime.reporting import report_errors
@@ -42,27 +40,25 @@ def main(arguments: list[str] | None = None) -> None:
         images = [Path(word) for word in words if "=" not in word]
         require(len(images) > 0, "command line", "image files", "none")
         _, weights, config = parse([word for word in words if "=" in word], process)
-        for path, label, probability in predictions(config, weights, images, process):
+        for path, label, probability in predictions(config, weights, images):
             print(f"{path}: {label}, {probability:.1%}", flush=True)
 
 
-def predictions(config: Config, weights: Weights, images: Sequence[Path], process: Process) -> Iterator[tuple[Path, str, float]]:
+def predictions(config: Config, weights: Weights, images: Sequence[Path]) -> Iterator[tuple[Path, str, float]]:
     """Yield each file with its most probable class and the class's probability.
 
     Args:
         config: Configuration of the run.
         weights: Weights of the run.
         images: JPEG or PNG files.
-        process: This process.
 
     Raises:
         PetraError: If the weights or an image can't be used.
     """
-    setup = set_up(for_inference(config, device="cpu"), process)
     if (preparation := weights.facts.get("preparation")) is None:
         raise invalid(str(weights.path), "weights of a run on images, with their normalisation", "none", PetraError)
     prepare = Preparation.from_dict(preparation)
-    network = weights.network(setup)
+    network = weights.network(config)
     for path in images:
         with torch.no_grad():
             probabilities = network(prepare(path)).softmax(1)[0]

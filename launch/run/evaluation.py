@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import isnan
+from pathlib import Path
 from typing import Any
 
 from petra.distributed import raise_on_all_ranks
@@ -13,21 +13,22 @@ from petra.inplace_abn import ConfusionMatrix
 from petra.inplace_abn.segmentation import CITYSCAPES_CLASSES
 from petra.training import limited, load_into, means
 
-from ..config.schema import Config, LoggerConfig
+from ..config.schema import Config
 from ..runtime.rank import Process
 from .build import Setup, set_numerics, set_up
-from .pictures import Pictures
-from .weights import Weights, require_vocabulary
+from .pictures import write_pictures
+from .weights import Weights, for_inference, require_vocabulary
 
 
-def evaluate(config: Config, weights: Weights, process: Process, pictures: Pictures | None = None) -> dict[str, Any]:
+def evaluate(config: Config, weights: Weights, process: Process, folder: Path, pictures: int = 0) -> dict[str, Any]:
     """Return loss and metrics on the test data, the same on every rank.
 
     Args:
         config: Configuration of the run.
         weights: Weights of the run.
         process: This process.
-        pictures: Pictures of test images to write, or None.
+        folder: Folder of the run.
+        pictures: Number of test images of which pictures are written, to ``pictures`` in the folder.
 
     Raises:
         PetraError: If the configuration, the data or the weights can't be used. Raised on every rank.
@@ -35,31 +36,13 @@ def evaluate(config: Config, weights: Weights, process: Process, pictures: Pictu
     config = for_inference(config)
     checked = set_up(config, process)
     set_numerics(config.trainer)
-    if pictures is not None:
-        require(checked.unit == "pixels", "pictures", f"none with data={config.data.name}, which has no pixels", pictures.count)
+    fits = not pictures or checked.unit == "pixels"
+    require(fits, "pictures", f"none with data={config.data.name}, which has no pixels", pictures)
     with process.process_group(checked.device, config.trainer.timeout):
         numbers = evaluate_in_group(checked, weights)
-    if pictures is not None and process.first:
-        pictures.write(checked, weights.network(checked), numbers["iou"])
+    if pictures and process.first:
+        write_pictures(config.data, weights.network(config), numbers["iou"], folder / "pictures", pictures)
     return numbers
-
-
-def for_inference(config: Config, device: str | None = None) -> Config:
-    """Return the configuration of a run without what only its training uses: replicas, moving average, diagnostics, logging.
-
-    Args:
-        device: Device; None for that of the run.
-    """
-    trainer = replace(config.trainer, transport="auto", trace=None, diagnose=None, stage_metrics=False)
-    trainer = replace(trainer, overlap=False, device=device or trainer.device)
-    return replace(
-        config,
-        dp=1,
-        optim=replace(config.optim, ema=None),
-        trainer=trainer,
-        cluster=replace(config.cluster, elastic=False),
-        logger=LoggerConfig(name="jsonl"),
-    )
 
 
 def evaluate_in_group(setup: Setup, weights: Weights) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from petra.inplace_abn.label_maps import TileSamples, read_image
 from petra.specs import IGNORED
 from petra.training.records import write_text_atomically, writing
 
-from .build import Setup
+from ..config.schema import DataConfig
 from .data import load
 from .markdown import aligned_table
 
@@ -27,40 +26,28 @@ LINE = 16
 """Height of a line of text in pixels."""
 
 
-@dataclass(frozen=True)
-class Pictures:
-    """Pictures to write after an evaluation.
+def write_pictures(data: DataConfig, network: nn.Module, per_class: Mapping[str, float | None], folder: Path, count: int) -> None:
+    """Write one PNG file for each of the first ``count`` test images, and ``iou.md``, to a folder, which is created.
 
-    Attributes:
-        folder: Folder of the pictures, which is created.
-        count: Number of test images.
+    Args:
+        data: Configuration of the data.
+        network: The trained network, in evaluation mode.
+        per_class: Intersection over union by class name.
+
+    Raises:
+        DataError: If a file can't be read or written.
     """
-
-    folder: Path
-    count: int
-
-    def write(self, setup: Setup, network: nn.Module, per_class: Mapping[str, float | None]) -> None:
-        """Write one PNG file per image, and ``iou.md``.
-
-        Args:
-            setup: Configuration and plan of the evaluation.
-            network: The trained network, in evaluation mode.
-            per_class: Intersection over union by class name.
-
-        Raises:
-            DataError: If a file can't be read or written.
-        """
-        reader = load(setup.config.data).test.inputs
-        assert isinstance(reader, TileSamples)
-        with writing(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-        rows = [[name, "–" if iou is None else f"{iou:.1%}"] for name, iou in per_class.items()]
-        write_text_atomically(self.folder / "iou.md", aligned_table(("class", "IoU"), rows) + "\n")
-        for index, pair in enumerate(reader.files.pairs[: self.count]):
-            labels, found = reader.files.read_labels(index), predicted(network, reader, index)
-            path = self.folder / f"{pair.image.stem}.png"
-            with writing(path):
-                overview(read_image(pair.image), labels, found, [*per_class]).save(path)
+    reader = load(data).test.inputs
+    assert isinstance(reader, TileSamples)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    rows = [[name, "–" if iou is None else f"{iou:.1%}"] for name, iou in per_class.items()]
+    write_text_atomically(folder / "iou.md", aligned_table(("class", "IoU"), rows) + "\n")
+    for index, pair in enumerate(reader.files.pairs[:count]):
+        labels, found = reader.files.read_labels(index), predicted(network, reader, index)
+        path = folder / f"{pair.image.stem}.png"
+        with writing(path):
+            overview(read_image(pair.image), labels, found, [*per_class]).save(path)
 
 
 def predicted(network: nn.Module, reader: TileSamples, index: int) -> Classes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ from petra.training import FORMATS, best_of, facts_in, facts_of, load, network, 
 from petra.training.checkpoint import FACTS, checkpoints, verify
 from petra.training.weight_files import State
 
-from .build import Setup
+from ..config.schema import Config, LoggerConfig
+from ..runtime.rank import Process
+from .build import set_up
 
 FOLDER = "checkpoints"
 AVERAGE = "average"
@@ -86,13 +88,14 @@ class Weights:
         verify(self.checkpoint)
         return network(self.checkpoint, averaged=self.checkpoint != self.path)
 
-    def network(self, setup: Setup) -> nn.Module:
+    def network(self, config: Config) -> nn.Module:
         """Return the whole network of a run as one module on the CPU, in evaluation mode.
 
         Raises:
             ModelError: If the weights are those of another network.
         """
-        built = setup.plan.model.build(setup.config.seed)
+        setup = set_up(for_inference(config, device="cpu"), Process(rank=0, world=1, local_rank=0, local_world=1))
+        built = setup.plan.model.build(config.seed)
         try:
             built.load_state_dict(self.read())
         except RuntimeError as error:
@@ -125,6 +128,24 @@ class Weights:
         hints = [f"weights={average.path} takes their moving average"] if has_average else []
         older = best is not None and Weights(best).clock != self.clock
         return [*hints, f"weights={best} takes the best checkpoint"] if older else hints
+
+
+def for_inference(config: Config, device: str | None = None) -> Config:
+    """Return the configuration of a run without what only its training uses: replicas, moving average, diagnostics, logging.
+
+    Args:
+        device: Device; None for that of the run.
+    """
+    trainer = replace(config.trainer, transport="auto", trace=None, diagnose=None, stage_metrics=False)
+    trainer = replace(trainer, overlap=False, device=device or trainer.device)
+    return replace(
+        config,
+        dp=1,
+        optim=replace(config.optim, ema=None),
+        trainer=trainer,
+        cluster=replace(config.cluster, elastic=False),
+        logger=LoggerConfig(name="jsonl"),
+    )
 
 
 def require_vocabulary(name: str, found: str | None, facts: Mapping[str, Any], source: Path) -> None:
