@@ -22,7 +22,7 @@ from ..config.schema import AUTO, Config
 from .build import Setup
 from .dry_run import stage_rows
 from .folder import CONFIG, METRICS, SUMMARY, UPDATES, RunFolder, default_folder
-from .report import write_report
+from .report import describe, write_report
 from .weights import FOLDER
 
 CHANGES = "changes.jsonl"
@@ -99,8 +99,7 @@ def headline(setup: Setup) -> str:
     plan, facts = setup.plan, _facts(setup)
     idle = plan.layout.dp * sum(not stages for stages in plan.layout.processes)
     return (
-        f"{facts['model']} with {facts['parameters']:,} parameters by {facts['method']} (d = {facts['delay']}, k = {facts['k']}): "
-        f"{facts['stages']} stages in {facts['processes']} process(es) on {facts['device']}, transport {facts['transport']}"
+        describe(facts)
         + (f"; {describe_overlap(plan.boundary_delays)}" if setup.config.trainer.overlap else "")
         + (f"; {facts['dp']} replicas with {plan.layout.inputs.shape[0]} samples each" if facts["dp"] > 1 else "")
         + (f"; {idle} process(es) without a stage are idle" if idle else "")

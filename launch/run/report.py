@@ -44,7 +44,9 @@ def write_report(folder: Path, summary: Row | None = None) -> Path:
 
 def _parts(run: RunFolder, rows: Sequence[Row], summary: Row) -> Iterator[str]:
     folder = run.path
-    yield html.heading(folder.resolve().name, _sentence(summary), level=1)
+    incomplete = "This run is not complete; the page shows what it has recorded so far."
+    sentence = f"{describe(summary)}, on {summary['data']}, PyTorch {summary['torch']}." if summary else incomplete
+    yield html.heading(folder.resolve().name, sentence, level=1)
     yield html.tiles(_numbers(rows, summary))
     yield html.heading("Curves")
     yield html.diagrams([*curve_panels({"": rows}, {"": run.updates()}), *_other_curves(rows)])
@@ -66,13 +68,11 @@ def _parts(run: RunFolder, rows: Sequence[Row], summary: Row) -> Iterator[str]:
         yield html.folded("Configuration", config.read_text(encoding="utf-8", errors="replace"))
 
 
-def _sentence(summary: Row) -> str:
-    if not summary:
-        return "This run is not complete; the page shows what it has recorded so far."
+def describe(facts: Row) -> str:
+    """Return what a run trains and how, from the facts of summary.json that are known at its start."""
     return (
-        f"{summary['model']} with {summary['parameters']:,} parameters on {summary['data']}, by {summary['method']} "
-        f"(d = {summary['delay']}, k = {summary['k']}): {summary['stages']} stages in {summary['processes']} process(es) on "
-        f"{summary['device']}, transport {summary['transport']}, PyTorch {summary['torch']}."
+        f"{facts['model']} with {facts['parameters']:,} parameters by {facts['method']} (d = {facts['delay']}, k = {facts['k']}): "
+        f"{facts['stages']} stages in {facts['processes']} process(es) on {facts['device']}, transport {facts['transport']}"
     )
 
 

@@ -4,11 +4,10 @@ from petra.process_memory import peak_memory
 from petra.training.checkpoint import Checkpoints, best_of, facts_of, newest, restore
 from petra.training.lars import LARS
 from petra.training.learning_rate import SCHEDULES, Cosine, MultiStep, Polynomial, Schedule, peak_rate
-from petra.training.lock import locked
 from petra.training.loggers import JsonLines, TensorBoardLogger, WandbLogger
 from petra.training.optim import OPTIMIZERS, sgd
 from petra.training.progress import Bar, Lines
-from petra.training.records import new_run_folder, read_rows, write_json
+from petra.training.records import locked, new_run_folder, read_rows, write_json
 from petra.training.state import network
 from petra.training.trainer import Row, Trainer, finished_epochs, limited, means
 from petra.training.watchers import Logger, UpdateMeans, Watcher

@@ -1,8 +1,8 @@
-"""Checkpoints of a run: one folder ``<folder>/<clock>`` for each, and a file ``latest`` that names the newest.
+"""Checkpoints of a run: one folder ``<folder>/<clock>`` for each.
 
 A checkpoint is first written to ``<clock>.part``: the tensors of every process (:mod:`petra.training.storage`), ``facts.json``, and
-finally ``manifest.json`` with the size and SHA-256 of each file. The files are synced before the folder gets its final name, and
-``latest`` is updated after that. An interruption at any point leaves earlier checkpoints intact.
+finally ``manifest.json`` with the size and SHA-256 of each file. The files are synced before the folder gets its final name. An
+interruption at any point leaves earlier checkpoints intact.
 
 :mod:`petra.training.storage` is imported when it is needed: its part of torch takes as long to import as half of the rest.
 """
@@ -33,7 +33,7 @@ from petra.training.weight_files import State
 
 log = logging.getLogger(__name__)
 
-FACTS, MANIFEST, LATEST = "facts.json", "manifest.json", "latest"
+FACTS, MANIFEST = "facts.json", "manifest.json"
 NO_FACTS: Mapping[str, Any] = {}
 
 
@@ -129,7 +129,9 @@ class Checkpoints:
                 _write_synced(draft / FACTS, to_json(facts))
                 _write_synced(draft / MANIFEST, to_json({"files": {path.name: checksum(path) for path in sorted(draft.iterdir())}}))
                 _sync_folder(draft)
-                self._publish(draft, self.folder / name)
+                self._remove(self.folder / name)  # exists if the run resumed from an earlier checkpoint
+                draft.rename(self.folder / name)
+                _sync_folder(self.folder)
                 self._remove_old()
 
     def _make_draft(self, draft: Path) -> None:
@@ -138,15 +140,6 @@ class Checkpoints:
         for leftover in self.folder.glob(f"*{PART}"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         draft.mkdir()
-
-    def _publish(self, draft: Path, path: Path) -> None:
-        """Give a complete checkpoint its final name, and update ``latest``."""
-        self._remove(path)  # exists if the run resumed from an earlier checkpoint
-        draft.rename(path)
-        _sync_folder(self.folder)
-        _write_synced(self.folder / f"{LATEST}{PART}", f"{path.name}\n".encode())
-        (self.folder / f"{LATEST}{PART}").replace(self.folder / LATEST)
-        _sync_folder(self.folder)
 
     def _remove_old(self) -> None:
         old = checkpoints(self.folder)[self.keep :]

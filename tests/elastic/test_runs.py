@@ -15,6 +15,7 @@ from launch.run.checks import check
 from launch.runtime.rank import Process
 from launch.runtime.reporting import STOPPED
 from petra.errors import ConfigError
+from petra.training.checkpoint import checkpoints
 from stress.kill_replicas import RUN, Replicas, kill_many
 
 
@@ -36,7 +37,7 @@ def test_a_killed_replica_returns_with_the_state_of_the_other(tmp_path: Path) ->
         lost = [event["lost"] for event in run.events() if event["event"] == "back"]
         assert [kill.samples for kill in kills] == [2 * (row["last"] - row["first"] + 1) for row in lost]
         assert "Traceback" not in run.output()
-        clock = int((tmp_path / "run" / "checkpoints" / "latest").read_text())
+        clock = int(checkpoints(tmp_path / "run" / "checkpoints")[0].name)
         rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
         assert [row["microbatches"] for row in rows] == [16 * (i + 1) for i in range(len(rows))]
         assert clock >= rows[-1]["microbatches"]

@@ -17,7 +17,7 @@ from launch.run.weights import Weights
 from petra.data import load_dataset
 from petra.models import revnet18
 from petra.pipeline import Pipeline
-from petra.training import facts_in, load
+from petra.training import facts_in, load, newest
 from tests.support.forked import Forked
 
 RUN = (
@@ -58,7 +58,7 @@ def test_predictions_equal_those_of_the_network_on_the_data_set(
         pixels = (image * std + mean).round().to(torch.uint8).permute(1, 2, 0).numpy()
         Image.fromarray(pixels).save(tmp_path / f"{i}.png")
         lines.append(f"{tmp_path}/{i}.png: class {expected.indices[i]}, {expected.values[i]:.1%}\n")
-    checkpoint = folder / "checkpoints" / (folder / "checkpoints" / "latest").read_text().strip()
+    checkpoint = newest(folder / "checkpoints")
     weights = folder / "model.pt" if source == "export" else checkpoint
     predict.main([f"run={folder}", f"weights={weights}", *(f"{tmp_path}/{i}.png" for i in range(3))])
     assert capsys.readouterr().out == "".join(lines)

@@ -21,7 +21,7 @@ from tests.commands import ROOT
 HOLD = """
 import sys, time
 from pathlib import Path
-from petra.training.lock import locked
+from petra.training.records import locked
 with locked(Path(sys.argv[1])):
     if not __import__("os").fork():
         time.sleep(60)  # a child, such as a data worker, that outlives the owner
