@@ -21,7 +21,6 @@ from petra.training import (
     UpdateMeans,
     Watcher,
     export,
-    finished_epochs,
     limited,
     peak_memory,
 )
@@ -127,7 +126,7 @@ class TrainingRun:
         self.pipeline = setup.pipeline(setup.learning_rate(batches), replicas)
         loaded = load_start(self.pipeline, config, start, batches, train.vocabulary)
         with raise_on_all_ranks():
-            rows = [] if start.trainer is None else finished_epochs(start.trainer)
+            rows = [] if start.trainer is None else start.trainer["history"]
             self.records = Records(config, rows, start.run, self.pipeline.microbatches_done) if process.first else None
         self.folder: Path = all_gather_objects(None if self.records is None else self.records.folder)[0]
         if self.records is not None:

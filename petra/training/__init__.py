@@ -9,7 +9,7 @@ from petra.training.optim import OPTIMIZERS, sgd
 from petra.training.progress import Bar, Lines
 from petra.training.records import locked, new_run_folder, read_rows, write_json
 from petra.training.state import network
-from petra.training.trainer import Row, Trainer, finished_epochs, limited, means
+from petra.training.trainer import Row, Trainer, limited, means
 from petra.training.watchers import Logger, UpdateMeans, Watcher
 from petra.training.weight_files import FORMATS, export, facts_in, gathered_blocks, load, load_into
 
@@ -37,7 +37,6 @@ __all__ = [
     "export",
     "facts_in",
     "facts_of",
-    "finished_epochs",
     "gathered_blocks",
     "limited",
     "load",

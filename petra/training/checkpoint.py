@@ -1,10 +1,8 @@
 """Checkpoints of a run: one folder ``<folder>/<clock>`` for each.
 
-A checkpoint is first written to ``<clock>.part``: the tensors of every process (:mod:`petra.training.storage`), ``facts.json``, and
-finally ``manifest.json`` with the size and SHA-256 of each file. The files are synced before the folder gets its final name. An
-interruption at any point leaves earlier checkpoints intact.
-
-:mod:`petra.training.storage` is imported when it is needed: its part of torch takes as long to import as half of the rest.
+A checkpoint is first written to ``<clock>.part``: the tensors of each process in a file ``<rank>.pt`` of ``torch.save``,
+``facts.json``, and finally ``manifest.json`` with the size and SHA-256 of each file. The files are synced before the folder gets
+its final name. An interruption at any point leaves earlier checkpoints intact.
 """
 
 from __future__ import annotations
@@ -22,14 +20,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from petra.distributed import raise_on_all_ranks
 from petra.errors import DataError, invalid, require
 from petra.pipeline import Pipeline
-from petra.training.records import METADATA, PART
+from petra.training.records import PART, replaced
 from petra.training.state import load_state, state_of
-from petra.training.weight_files import State
+from petra.training.weight_files import TENSORS, State, read_tensors
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Checkpoints:
         require(keep >= 0, "checkpoint.keep", "an integer >= 0", keep)
         self.folder, self.keep, self.every, self.facts = folder, keep, every, facts
         distributed = dist.is_available() and dist.is_initialized()
-        self._first = not distributed or dist.get_rank() == 0
+        self._rank = dist.get_rank() if distributed else 0
         # A group of its own: the thread's collectives run at the same time as those of training.
         separate = keep > 0 and background and distributed
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if separate else None
@@ -118,16 +118,16 @@ class Checkpoints:
     def _write(self, state: State, name: str, facts: Mapping[str, Any]) -> None:
         draft = self.folder / f"{name}{PART}"
         with raise_on_all_ranks(self._group), self._named_errors(name):
-            if self._first:
+            if self._rank == 0:
                 self._make_draft(draft)
-        from petra.training.storage import write
-
         with raise_on_all_ranks(self._group), self._named_errors(name):
-            write(state, draft, self._group)
+            if state:  # only the first replica has one
+                with replaced(draft / f"{self._rank}{TENSORS}") as file:
+                    torch.save({key: _compact(value) for key, value in state.items()}, file)
         with raise_on_all_ranks(self._group), self._named_errors(name):
-            if self._first:
-                _write_synced(draft / FACTS, to_json(facts))
-                _write_synced(draft / MANIFEST, to_json({"files": {path.name: checksum(path) for path in sorted(draft.iterdir())}}))
+            if self._rank == 0:
+                write_synced(draft / FACTS, facts)
+                write_synced(draft / MANIFEST, {"files": {path.name: checksum(path) for path in sorted(draft.iterdir())}})
                 _sync_folder(draft)
                 self._remove(self.folder / name)  # exists if the run resumed from an earlier checkpoint
                 draft.rename(self.folder / name)
@@ -161,7 +161,7 @@ class Checkpoints:
         try:
             yield
         except OSError as error:
-            if self._first:
+            if self._rank == 0:
                 shutil.rmtree(self.folder / f"{name}{PART}", ignore_errors=True)
             raise DataError(
                 f"checkpoint {self.folder / name}: cannot be written ({error.strerror or error}); earlier checkpoints are intact, "
@@ -220,7 +220,7 @@ def verify(path: Path) -> None:
             found = checksum(path / name)
             if found != expected:
                 raise DataError(f"checkpoint {path}: damaged, {name} has {found}, expected {expected}")
-        for name in (FACTS, METADATA, *(tensors.name for tensors in path.glob("*.distcp"))):
+        for name in (FACTS, *(tensors.name for tensors in path.glob(f"*{TENSORS}"))):
             if name not in files:
                 raise DataError(f"checkpoint {path}: damaged, {MANIFEST} does not list {name}")
     except OSError as error:
@@ -251,11 +251,9 @@ def restore(pipeline: Pipeline, path: Path) -> dict[str, Any]:
     Raises:
         DataError: If the checkpoint cannot be read or belongs to another network.
     """
-    from petra.training.storage import read
-
     facts = facts_of(path)
     own = {name for name, _ in pipeline.blocks()}
-    load_state(pipeline, read(path, lambda key: key.split("/")[0] in own), facts["clock"], str(path))
+    load_state(pipeline, read_tensors(path, lambda key: key.split("/")[0] in own), facts["clock"], str(path))
     return facts
 
 
@@ -265,9 +263,10 @@ def checksum(path: Path) -> dict[str, int | str]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def to_json(content: Mapping[str, Any]) -> bytes:
-    """Return the content of a JSON file in a checkpoint."""
-    return (json.dumps(content, indent=1) + "\n").encode()
+def write_synced(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file of a checkpoint, and wait until it is on disk."""
+    with replaced(path) as file:
+        file.write((json.dumps(content, indent=1) + "\n").encode())
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -281,11 +280,10 @@ def _read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def _write_synced(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+def _compact(value: Tensor) -> Tensor:
+    """Return a tensor on the CPU whose storage ends with it: ``torch.save`` writes whole storages."""
+    value = value.detach().cpu()
+    return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
 
 
 def _sync_folder(folder: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from petra.errors import DataError, first_line, invalid, require
 
@@ -19,8 +19,6 @@ LOCK = ".lock"
 """Name of the lock's file in the folder. The file remains after the run, when no process holds its lock."""
 _HELD = (errno.EACCES, errno.EAGAIN)
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-METADATA = ".metadata"
-"""File that describes the tensors of a checkpoint."""
 PART = ".part"
 """Suffix of files and folders that are not complete yet."""
 
@@ -114,10 +112,8 @@ def write_text_atomically(path: Path, text: str) -> None:
     Raises:
         DataError: If it cannot be written.
     """
-    draft = path.with_name(path.name + PART)
-    with writing(path):
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, path)
+    with writing(path), replaced(path) as file:
+        file.write(text.encode())
 
 
 def file_system_error(error: BaseException) -> OSError | None:
@@ -139,3 +135,22 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[IO[bytes]]:
+    """Write a file that is either complete and synced to the disk, or as it was before.
+
+    Raises:
+        OSError: If it cannot be written, or if the body raises any error.
+    """
+    draft = path.with_name(path.name + PART)
+    try:
+        with draft.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except Exception as error:  # each format of weights has its own errors for a full disk
+        draft.unlink(missing_ok=True)
+        raise (file_system_error(error) or OSError(errno.EIO, first_line(error))) from error

@@ -19,7 +19,7 @@ from petra.engine.method_state import load_method_state, method_state
 from petra.engine.update_state import load_update_state, update_state
 from petra.errors import DataError, invalid
 from petra.pipeline import Pipeline
-from petra.training.weight_files import State, load_into
+from petra.training.weight_files import State, load_into, read_tensors
 
 Parts = dict[str, State]
 """State of one block, by part."""
@@ -78,10 +78,8 @@ def network(folder: Path, *, averaged: bool = False) -> State:
     Raises:
         DataError: If a file cannot be read, or averages are asked for and there are none.
     """
-    from petra.training.storage import read
-
     wanted = ("model", "average") if averaged else ("model",)
-    blocks = _by_block(read(folder, lambda key: key.split("/")[1] in wanted))
+    blocks = _by_block(read_tensors(folder, lambda key: key.split("/")[1] in wanted))
     if averaged and not any("average" in parts for parts in blocks.values()):
         raise invalid(str(folder), "a checkpoint with a moving average (optim.ema)", "none", DataError)
     return {

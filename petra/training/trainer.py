@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from petra.data import EvalSource, TrainSource
 from petra.distributed import all_gather_objects
 from petra.engine.totals import Result, combined
-from petra.errors import DataError, Interrupted, first_line, invalid, require
+from petra.errors import DataError, Interrupted, first_line, invalid
 from petra.pipeline import Pipeline
 from petra.training.checkpoint import Checkpoints
 from petra.training.watchers import Watcher
@@ -114,9 +114,11 @@ class Trainer:
         Raises:
             DataError: If ``state`` is something else.
         """
-        self.history = finished_epochs(state)
-        with _named_errors():
-            self._parts, self._seconds = [Result(**part) for part in state["parts"]], float(state["seconds"])
+        try:
+            self.history, self._seconds = [dict(row) for row in state["history"]], float(state["seconds"])
+            self._parts = [Result(**part) for part in state["parts"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"checkpoint: its facts hold no valid state of the trainer ({first_line(error)})") from error
         for watcher in self.watchers:
             watcher.resume(state, self.pipeline.microbatches_done)
 
@@ -192,28 +194,6 @@ class Trainer:
             raise Interrupted(self.pipeline.microbatches_done, saved=self.checkpoints.keep > 0)
 
 
-def finished_epochs(state: Mapping[str, Any]) -> list[Row]:
-    """Return the epochs that a run had finished, from the entry ``trainer`` in a checkpoint's facts.
-
-    Raises:
-        DataError: If ``state`` is something else.
-    """
-    with _named_errors():
-        rows = [dict(row) for row in state["history"]]
-        expected = "rows of metrics.jsonl (commit d61decdd reads older checkpoints)"
-        require(all("train_loss" in row for row in rows), "history of the trainer", expected, "others", DataError)
-        return rows
-
-
 def limited(batches: int, limit: int | None) -> int:
     """Return ``batches``, at most ``limit`` if there is one."""
     return batches if limit is None else min(batches, limit)
-
-
-@contextmanager
-def _named_errors() -> Iterator[None]:
-    """Convert errors of values that are no state of a trainer."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"checkpoint: its facts hold no valid state of the trainer ({first_line(error)})") from error

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,15 @@ from torch import Tensor
 
 from petra.errors import ConfigError, DataError, ModelError, first_line, invalid, require
 from petra.pipeline import Pipeline
-from petra.training.records import file_system_error
+from petra.training.records import replaced, writing
 
 FORMATS = {"pt": ".pt", "safetensors": ".safetensors"}
 """File suffix of each format."""
 
 FACTS = "petra"
 """Key of the facts in a file's metadata."""
+TENSORS = ".pt"
+"""Suffix of the files of a checkpoint that hold tensors."""
 
 State = dict[str, Tensor]
 """Tensors by key."""
@@ -66,24 +67,17 @@ def export(pipeline: Pipeline, path: Path, facts: Mapping[str, Any] | None = Non
     state = {f"{name}.{key}": value.contiguous() for name, block in gathered_blocks(pipeline) for key, value in block.items()}
     if pipeline.rank != 0:
         return
-    draft = path.with_name(path.name + ".part")
-    try:
-        text = {FACTS: json.dumps({"clock": pipeline.microbatches_done, **(facts or {})})}
+    text = {FACTS: json.dumps({"clock": pipeline.microbatches_done, **(facts or {})})}
+    with writing(path), replaced(path) as file:
         if path.suffix == ".pt":
             ordered = OrderedDict(state)
             # As Module.state_dict() does; load_state_dict() reads only the entries of modules' versions.
             vars(ordered)["_metadata"] = {"": text}
-            with draft.open("wb") as file:  # raises the file system's own error, unlike torch.save with a path
-                torch.save(ordered, file)
+            torch.save(ordered, file)
         else:
             from safetensors.torch import save_file
 
-            save_file(state, draft, metadata=text)
-        os.replace(draft, path)
-    except Exception as error:  # each format has its own errors for a full disk
-        draft.unlink(missing_ok=True)
-        cause = file_system_error(error)
-        raise DataError(f"{path}: cannot be written ({cause.strerror if cause else first_line(error)})") from error
+            save_file(state, file.name, metadata=text)
 
 
 def load(path: Path) -> State:
@@ -93,7 +87,19 @@ def load(path: Path) -> State:
         DataError: If the file is missing or damaged, or does not hold tensors by name.
         ConfigError: If there is no format with this suffix, or safetensors is not installed.
     """
-    return _read(path, tensors=True)[0]
+    return _read(path, mapped=False)[0]
+
+
+def read_tensors(folder: Path, wanted: Callable[[str], bool]) -> State:
+    """Return the tensors of a checkpoint whose keys satisfy ``wanted``, on the CPU. Each process reads on its own.
+
+    Raises:
+        DataError: If a file cannot be read, or there is none.
+    """
+    if not (files := sorted(folder.glob(f"*{TENSORS}"))):
+        expected = f"a checkpoint of this version, with files *{TENSORS} (commit d61decdd reads older ones)"
+        raise invalid(str(folder), expected, "none", DataError)
+    return {key: value.clone() for path in files for key, value in _read(path, mapped=True)[0].items() if wanted(key)}
 
 
 def facts_in(path: Path) -> dict[str, Any]:
@@ -102,21 +108,23 @@ def facts_in(path: Path) -> dict[str, Any]:
     Raises:
         As for :func:`load`.
     """
-    return _read(path, tensors=False)[1]
+    return _read(path, mapped=True)[1]
 
 
-def _read(path: Path, *, tensors: bool) -> tuple[State, dict[str, Any]]:
-    """Return the state in an exported file and its facts. Without ``tensors``, the state must not be read."""
+def _read(path: Path, *, mapped: bool) -> tuple[State, dict[str, Any]]:
+    """Return the state in a file and its facts. Tensors that are ``mapped`` from a .pt file are read when they are used, others of
+    safetensors are left out.
+    """
     check_format(path.suffix)
     try:
         if path.suffix == ".pt":
-            state: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=not tensors)
+            state: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
             text = getattr(state, "_metadata", {}).get("", {})
         else:
             from safetensors import safe_open
 
             with safe_open(path, "pt") as file:
-                text, names = file.metadata() or {}, file.keys() if tensors else ()
+                text, names = file.metadata() or {}, () if mapped else file.keys()
                 state = {name: file.get_tensor(name) for name in names}
         facts: dict[str, Any] = json.loads(text.get(FACTS, "{}"))
     except Exception as error:  # each format has its own errors for damage

@@ -17,7 +17,6 @@ from PIL import Image
 from launch import evaluate, generate, predict
 from launch.config.compose import compose_overrides
 from launch.run.folder import default_folder
-from launch.run.resume import Start, load_start
 from launch.run.training import run
 from launch.runtime.signals import StopRequest
 from petra import ConfigError, PetraError
@@ -113,17 +112,6 @@ def test_a_run_resumes_without_its_config_file(content: bytes | None, trained: P
     train("run_dir=first", "resume=auto", "trainer.epochs=2")
     assert (trained / "config.yaml").read_text() == before.replace("epochs: 1", "epochs: 2").replace("resume: null", "resume: auto")
     assert len((trained / "metrics.jsonl").read_text().splitlines()) == 2
-
-
-def test_a_checkpoint_of_an_earlier_version_is_refused(trained: Path) -> None:
-    (facts,) = trained.glob("checkpoints/*/facts.json")
-    content = json.loads(facts.read_text())
-    del content["trainer"]["epoch"]
-    setup = planned(*SMALL)
-    with pytest.raises(
-        PetraError, match=r"000000004: expected a checkpoint of this version \(.* reads older ones\), got an older one"
-    ):
-        load_start(setup.pipeline(setup.learning_rate(4)), setup.config, Start(facts.parent, content), 4)
 
 
 def test_a_run_resumes_if_its_folder_was_deleted_while_it_wrote(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 # The fork server imports torch once, so that its children start in milliseconds instead of seconds.
 context = multiprocessing.get_context("forkserver")
-OURS = ["petra.models", "petra.training.storage", "launch.train", "launch.config.compose", "launch.run.training"]
+OURS = ["petra.models", "petra.training", "launch.train", "launch.config.compose", "launch.run.training"]
 PRELOADED = ["torch", "torch.distributed", *OURS, "torch._dynamo", "matplotlib.figure", "pytest"]
 context.set_forkserver_preload(PRELOADED)
 

@@ -18,9 +18,9 @@ from petra import ConfigError, DataError, PetraError, Pipeline, UpdateRules
 from petra.errors import Interrupted
 from petra.settings import Numerics
 from petra.staleness import Prediction
-from petra.training import OPTIMIZERS, Checkpoints, JsonLines, Trainer, best_of, finished_epochs, newest, restore
+from petra.training import OPTIMIZERS, Checkpoints, JsonLines, Trainer, best_of, newest, restore
 from petra.training.checkpoint import MANIFEST, checkpoints
-from petra.training.storage import read, write
+from petra.training.weight_files import read_tensors
 from tests.support.nets import RandomSource, make_pipeline, mixed_net
 from tests.support.processes import run_processes
 from tests.support.remedies import Remedy
@@ -133,7 +133,7 @@ def saved(folder: Path, count: int = 2, **options: Any) -> Pipeline:
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Random damage: test_damaged_checkpoints.py."""
     saved(tmp_path)
-    (tmp_path / "000000004" / ".metadata").unlink()
+    (tmp_path / "000000004" / "0.pt").unlink()
     assert newest(tmp_path) == tmp_path / "000000002"
     assert f"checkpoint {tmp_path}/000000004: incomplete" in caplog.text
     (tmp_path / "000000002" / MANIFEST).unlink()
@@ -186,7 +186,7 @@ def test_metrics_and_epochs_resume_from_any_checkpoint(tmp_path: Path) -> None:
     for clock in (8, 11, 16, 22):
         pipeline = build()
         state = restore(pipeline, tmp_path / "c" / f"{clock:09}")["trainer"]
-        log = JsonLines(tmp_path / "metrics.jsonl", finished_epochs(state))
+        log = JsonLines(tmp_path / "metrics.jsonl", state["history"])
         resumed = trainer(tmp_path, pipeline, checkpoints=Checkpoints(tmp_path / "none", 0, every=4), watchers=[log])
         resumed.resume(state)
         resumed.fit(2)
@@ -210,7 +210,7 @@ def test_a_failed_write_in_the_background_ends_the_run_soon(tmp_path: Path, monk
     def fail(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("petra.training.storage.write", fail)
+    monkeypatch.setattr("petra.training.checkpoint.torch.save", fail)
     with pytest.raises(PetraError, match=r"checkpoint .*/000000400: cannot be written \(No space left on device\)") as ended:
         failing.fit(2)
     assert 400 < failing.pipeline.microbatches_done < 800
@@ -249,9 +249,13 @@ def test_another_configuration_is_an_error() -> None:
         require_same(found, same | {"k": 2}, Path("c"))
 
 
-def test_writing_does_not_use_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that writes in the background would use GPU 0 in every process."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: pytest.fail("a CUDA stream was used"))
-    write({"a": torch.arange(3)}, tmp_path)
-    assert torch.equal(read(tmp_path, lambda key: True)["a"], torch.arange(3))
+def test_a_checkpoint_holds_what_belongs_to_tensors_and_older_ones_are_refused(tmp_path: Path) -> None:
+    """``torch.save`` writes whole storages, of which a tensor may be a small part."""
+    saved(tmp_path, count=1)
+    folder = tmp_path / "000000002"
+    tensors = torch.load(folder / "0.pt")
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in tensors.values())
+    assert read_tensors(folder, lambda key: key.endswith("weight")).keys() == {key for key in tensors if key.endswith("weight")}
+    (folder / "0.pt").rename(folder / "__0_0.distcp")
+    with pytest.raises(DataError, match=r"000000002: expected a checkpoint of this version, with files \*\.pt \(commit \w+ reads"):
+        read_tensors(folder, lambda key: True)

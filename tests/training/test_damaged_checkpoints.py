@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 
 from petra import DataError, PetraError, Pipeline
 from petra.training import Checkpoints, export, load, newest, restore
-from petra.training.checkpoint import FACTS, MANIFEST, checksum, to_json
+from petra.training.checkpoint import FACTS, MANIFEST, checksum, write_synced
 from petra.training.state import state_of
 from petra.training.weight_files import State
 from tests.data.test_damaged_files import damaged
 from tests.support.nets import RandomSource, make_pipeline, mixed_net
 
 OLD, NEW = "000000003", "000000006"
-FILES = (".metadata", "__0_0.distcp", FACTS, MANIFEST)
+FILES = ("0.pt", FACTS, MANIFEST)
 OBJECTS: list[Any] = [{}, [], None, 3, "text", {"files": {}}, {"files": []}, {"files": {FACTS: 1}}, {"clock": "x", "score": "y"}]
 OBJECTS += [{"clock": 6, "score": [1]}, {"clock": -1, "score": None}, {"clock": 6, "score": None, "trainer": 3}, {"clock": 1e400}]
 
@@ -160,7 +160,7 @@ def test_a_manifest_that_matches_the_damage_runs_no_code(damage: Any, saved: Sav
     damage(saved, folder)
     if not (folder / MANIFEST).is_dir():
         sums = {path.name: checksum(path) for path in folder.iterdir() if path.name != MANIFEST and path.is_file()}
-        (folder / MANIFEST).write_bytes(to_json({"files": sums}))
+        write_synced(folder / MANIFEST, {"files": sums})
     try:
         path = newest(saved.folder)
         assert path is not None

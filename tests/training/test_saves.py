@@ -14,11 +14,10 @@ from types import FrameType
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.checkpoint import filesystem
+from torch import Tensor, nn, serialization
 
 from petra import BlockSpec, Model, PetraError, Pipeline
-from petra.training import Checkpoints, newest, restore, sgd
+from petra.training import Checkpoints, newest, records, restore, sgd
 from petra.training import checkpoint as protocol
 from tests.support.nets import RandomSource, make_pipeline
 from tests.support.processes import context
@@ -43,7 +42,7 @@ class Tracer:
     """Ends this process before step number ``last`` of a save, or never.
 
     Attributes:
-        steps: Steps reached, in order: lines of checkpoint.py, and functions of torch.distributed.checkpoint that write.
+        steps: Steps reached, in order: lines of checkpoint.py and records.py, and functions of torch.save.
     """
 
     def __init__(self, last: int | None) -> None:
@@ -52,9 +51,9 @@ class Tracer:
         sys.settrace(self.call)
 
     def call(self, frame: FrameType, event: str, argument: object) -> Tracer | None:
-        if frame.f_code.co_filename == filesystem.__file__:
+        if frame.f_code.co_filename == serialization.__file__:
             self.reach(frame)
-        return self if frame.f_code.co_filename == protocol.__file__ else None
+        return self if frame.f_code.co_filename in (protocol.__file__, records.__file__) else None
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> Tracer:
         if event == "line":
