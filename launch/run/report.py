@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from petra.analysis import html
-from petra.analysis.plots import Panel, curve_panels, gradient_panels, svg, timeline_figure
+from petra.analysis.plots import Panel, curve_panels, gradient_panels, line_colours, panel_svg, svg, timeline_figure
 from petra.analysis.timeline import read_trace
 from petra.training.progress import value_text
 from petra.training.records import write_text_atomically
@@ -15,7 +16,10 @@ from petra.training.records import write_text_atomically
 from .folder import CONFIG, RunFolder
 
 REPORT = "report.html"
+TEMPLATE = Path(__file__).parents[1] / "templates" / REPORT
 SPEED, STORED = "_per_second", "buffer_bytes"
+MOST_POINTS = 400
+"""Points of a line in a diagram. Of longer lines, every n-th point is drawn."""
 Row = Mapping[str, Any]
 SUFFIX = ".record.json"
 """How the name of a record ends: a finished run in one file, see reproduction/records/README.md."""
@@ -36,36 +40,54 @@ def write_report(folder: Path, summary: Row | None = None) -> Path:
     Raises:
         PetraError: If the folder is not a run's, the run has not finished an epoch, or a file is damaged or can't be written.
     """
-    run, path = RunFolder(folder), folder / REPORT
-    parts = _parts(run, run.rows(), run.summary() if summary is None else summary)
-    write_text_atomically(path, html.page(f"{folder.resolve().name}: report", parts))
-    return path
+    from jinja2 import Template
+
+    run = RunFolder(folder)
+    page = Template(TEMPLATE.read_text(encoding="utf-8"), autoescape=True, trim_blocks=True)
+    values = _values(run, run.rows(), run.summary() if summary is None else summary)
+    write_text_atomically(folder / REPORT, page.render(name=folder.resolve().name, **values).lstrip())
+    return folder / REPORT
 
 
-def _parts(run: RunFolder, rows: Sequence[Row], summary: Row) -> Iterator[str]:
-    folder = run.path
+def _values(run: RunFolder, rows: Sequence[Row], summary: Row) -> dict[str, Any]:
+    """Return the values in the template."""
     incomplete = "This run is not complete; the page shows what it has recorded so far."
-    sentence = f"{describe(summary)}, on {summary['data']}, PyTorch {summary['torch']}." if summary else incomplete
-    yield html.heading(folder.resolve().name, sentence, level=1)
-    yield html.tiles(_numbers(rows, summary))
-    yield html.heading("Curves")
-    yield html.diagrams([*curve_panels({"": rows}, {"": run.updates()}), *_other_curves(rows)])
-    yield from _stages(rows, summary)
-    yield from _memory(rows, summary)
-    if (folder / "trace.json").exists():
-        intervals, processes = read_trace(folder / "trace.json")
-        if intervals:
-            text = "What each stage did in the recorded microbatches. Bars are labelled with the number of the microbatch."
-            yield html.heading("Timeline", text)
-            yield html.wide(svg(timeline_figure(intervals, "", "seconds", processes)))
+    trace, config, stages = run.path / "trace.json", run.path / CONFIG, _stage_curves(rows)
+    intervals, processes = read_trace(trace) if trace.exists() else ((), ())
     compared = run.gradients()
-    if compared:
-        text = "The gradient of each stage in training, compared with three gradients of the same microbatch."
-        yield html.heading("Gradient quality", f"{text} docs/diagnosis.md defines them.")
-        yield html.diagrams(gradient_panels(compared), shaded=True)
-    config = folder / CONFIG
-    if config.exists():
-        yield html.folded("Configuration", config.read_text(encoding="utf-8", errors="replace"))
+    return {
+        "sentence": f"{describe(summary)}, on {summary['data']}, PyTorch {summary['torch']}." if summary else incomplete,
+        "numbers": [*_numbers(rows, summary)],
+        "curves": _diagrams([*curve_panels({"": rows}, {"": run.updates()}), *_other_curves(rows)]),
+        "layout": summary.get("layout", ()),
+        "text_columns": ("blocks", "stores"),
+        "cell": _cell,
+        "stages": _diagrams([Panel("epoch", k.replace("_", " "), v) for k, v in stages.items() if k != STORED], shaded=True),
+        "memory": _diagrams(_memory(summary, stages.get(STORED, {}))),
+        "timeline": svg(timeline_figure(intervals, "", "seconds", processes)) if intervals else "",
+        "gradients": _diagrams(gradient_panels(compared) if compared else (), shaded=True),
+        "config": config.read_text(encoding="utf-8", errors="replace") if config.exists() else "",
+    }
+
+
+def _diagrams(panels: Iterable[Panel], *, shaded: bool = False) -> dict[str, Any]:
+    """Return diagrams, each with a legend of its own, or with ``shaded`` one legend for all."""
+    drawn = []
+    for panel in panels:
+        lines = {name: [*points[:: -(-len(points) // MOST_POINTS) or 1]] for name, points in panel.lines.items()}
+        drawn.append((panel_svg(replace(panel, lines=lines), shaded=shaded), _legend(panel, shaded)))
+    shared = max((legend for _, legend in drawn), key=len, default=[]) if shaded else []
+    return {"shared": shared, "figures": [(picture, [] if shaded or len(own) < 2 else own) for picture, own in drawn]}
+
+
+def _legend(panel: Panel, shaded: bool) -> list[tuple[str, str, float]]:
+    """Return name, colour and opacity of each line."""
+    from matplotlib.colors import to_hex
+
+    styles = [panel.styles.get(name, {}) for name in panel.lines]
+    colours = line_colours(len(styles), shaded=shaded)
+    found = zip(panel.lines, styles, colours, strict=True)
+    return [(name, to_hex(style.get("color", colour)), style.get("alpha", 1)) for name, style, colour in found]
 
 
 def describe(facts: Row) -> str:
@@ -91,7 +113,7 @@ def _numbers(rows: Sequence[Row], summary: Row) -> Iterator[tuple[str, str]]:
             yield key.replace(SPEED, "/s"), f"{value:,.0f}"
     if summary:
         yield "peak memory, largest process", f"{max(summary['peak_memory_bytes']) / 1e6:,.0f} MB"
-        yield "duration", _duration(summary["wall_seconds"])
+        yield "duration", str(timedelta(seconds=round(summary["wall_seconds"])))
 
 
 def _other_curves(rows: Sequence[Row]) -> Iterator[Panel]:
@@ -101,36 +123,14 @@ def _other_curves(rows: Sequence[Row]) -> Iterator[Panel]:
         yield Panel("epoch", label, {label: [(row["epoch"], row[key]) for row in rows if key in row]})
 
 
-def _stages(rows: Sequence[Row], summary: Row) -> Iterator[str]:
-    layout: Sequence[Row] = summary.get("layout", ())
-    found = [Panel("epoch", kind.replace("_", " "), curves) for kind, curves in _stage_curves(rows).items() if kind != STORED]
-    if not layout and not found:
-        return
-    yield html.heading(
-        "Stages and staleness",
-        "A stage's delay τ is the number of microbatches that it forwards between the forward and the backward pass of one "
-        "microbatch; staleness is the mean number of updates between the two. Norms are means over updates, seconds are sums.",
-    )
-    if layout:
-        yield html.table([*layout[0]], [[*map(_cell, stage.values())] for stage in layout], ("blocks", "stores"))
-        yield "<p></p>"
-    if found:
-        yield html.diagrams(found, shaded=True)
-
-
-def _memory(rows: Sequence[Row], summary: Row) -> Iterator[str]:
-    bars = {}
+def _memory(summary: Row, stored: Mapping[str, Sequence[tuple[float, float]]]) -> Iterator[Panel]:
+    """Yield the peak memory of each process, if there are several, and the largest buffer of each stage."""
     if len(peaks := summary.get("peak_memory_bytes", ())) > 1:
-        bars["process"] = "peak memory of the process, MB", list(enumerate(peaks))
-    stored = {name: max(size for _, size in curve) for name, curve in _stage_curves(rows).get(STORED, {}).items()}
-    if any(stored.values()):
-        bars["stage"] = "inputs stored between forward and backward, MB", list(enumerate(stored.values(), 1))
-    if bars:
-        yield html.heading("Memory")
-        yield html.diagrams(
-            Panel(xlabel, label, {label: [(x, value / 1e6) for x, value in points]}, bars=True)
-            for xlabel, (label, points) in bars.items()
-        )
+        label = "peak memory of the process, MB"
+        yield Panel("process", label, {label: [(i, size / 1e6) for i, size in enumerate(peaks)]}, bars=True)
+    if any(sizes := [max(size for _, size in curve) for curve in stored.values()]):
+        label = "inputs stored between forward and backward, MB"
+        yield Panel("stage", label, {label: [(j, size / 1e6) for j, size in enumerate(sizes, 1)]}, bars=True)
 
 
 def _stage_curves(rows: Sequence[Row]) -> dict[str, dict[str, list[tuple[float, float]]]]:
@@ -148,9 +148,3 @@ def _cell(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return f"{value:,}" if isinstance(value, int) else f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,4 +1,4 @@
-"""Figures: what they show, that nothing covers it, and that parts of pages are well-formed."""
+"""Figures: what they show, that nothing covers it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from petra.analysis import html
 from petra.analysis.plots import Panel, panel_svg, svg, timeline_figure
 from petra.analysis.timeline import read_trace, write_trace
 from petra.diagnostics.events import Interval, Kind
@@ -46,10 +45,3 @@ def test_pictures_of_a_page_take_its_colours_and_need_nothing_else() -> None:
         assert "#000000" not in text
         assert "currentColor" in text
         assert not re.search(r'(?:href|src)="(?!#)', text)
-
-
-def test_parts_of_a_page_are_escaped_and_thinned() -> None:
-    assert "&lt;b&gt;" in html.table(["name"], [["<b>"]])
-    assert "&lt;/pre&gt;" in html.folded("a", "</pre>")
-    text = html.diagrams([Panel("x", "y", {"a": [(i, i) for i in range(10_000)]})])
-    assert len(text) < 40_000

@@ -88,9 +88,14 @@ def test_a_run_with_nothing_left_to_train_keeps_what_was_recorded(tmp_path: Path
 def test_a_run_that_is_not_complete_has_a_report(tmp_path: Path) -> None:
     row = {"epoch": 1, "microbatches": 8, "train_loss": 1.5, "test_loss": 1.25}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + '\n{"epoch": 2, "torn')
+    (tmp_path / "config.yaml").write_text("a: </pre><b>")
+    updates = "".join(f'{{"microbatches": {m}, "update/loss": 1}}\n' for m in range(10_000))
+    (tmp_path / "updates.jsonl").write_text(updates)
     report([str(tmp_path)])
     text = (tmp_path / "report.html").read_text()
     assert "This run is not complete" in text
+    assert "a: &lt;/pre&gt;&lt;b&gt;" in text
+    assert len(text) < 60_000, "of long lines, only some points are drawn"
     assert Page(text).headings == [tmp_path.name, "Curves"]
 
 
