@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,21 @@ from petra.distributed import raise_on_all_ranks
 from petra.engine.totals import Result
 from petra.errors import require
 from petra.inplace_abn import ConfusionMatrix
+from petra.inplace_abn.label_maps import TileSamples
+from petra.inplace_abn.pictures import pictures
 from petra.inplace_abn.segmentation import CITYSCAPES_CLASSES
 from petra.training import limited, load_into, means
+from petra.training.records import write_text_atomically, writing
 
 from ..config.schema import Config
 from ..runtime.rank import Process
 from .build import Setup, set_numerics, set_up
-from .pictures import write_pictures
+from .data import load
+from .markdown import aligned_table
 from .weights import Weights, for_inference, require_vocabulary
 
 
-def evaluate(config: Config, weights: Weights, process: Process, folder: Path, pictures: int = 0) -> dict[str, Any]:
+def evaluate(config: Config, weights: Weights, process: Process, folder: Path, images: int = 0) -> dict[str, Any]:
     """Return loss and metrics on the test data, the same on every rank.
 
     Args:
@@ -28,7 +33,7 @@ def evaluate(config: Config, weights: Weights, process: Process, folder: Path, p
         weights: Weights of the run.
         process: This process.
         folder: Folder of the run.
-        pictures: Number of test images of which pictures are written, to ``pictures`` in the folder.
+        images: Number of test images of which pictures are written, to ``pictures`` in the folder.
 
     Raises:
         PetraError: If the configuration, the data or the weights can't be used. Raised on every rank.
@@ -36,12 +41,12 @@ def evaluate(config: Config, weights: Weights, process: Process, folder: Path, p
     config = for_inference(config)
     checked = set_up(config, process)
     set_numerics(config.trainer)
-    fits = not pictures or checked.unit == "pixels"
-    require(fits, "pictures", f"none with data={config.data.name}, which has no pixels", pictures)
+    fits = not images or checked.unit == "pixels"
+    require(fits, "pictures", f"none with data={config.data.name}, which has no pixels", images)
     with process.process_group(checked.device, config.trainer.timeout):
         numbers = evaluate_in_group(checked, weights)
-    if pictures and process.first:
-        write_pictures(config.data, weights.network(config), numbers["iou"], folder / "pictures", pictures)
+    if images and process.first:
+        write_pictures(config, weights, numbers["iou"], folder / "pictures", images)
     return numbers
 
 
@@ -62,6 +67,18 @@ def evaluate_in_group(setup: Setup, weights: Weights) -> dict[str, Any]:
         **means(result, setup.unit, test.bytes_per_target),
         **_per_class(setup, result),
     }
+
+
+def write_pictures(config: Config, weights: Weights, per_class: Mapping[str, float | None], folder: Path, count: int) -> None:
+    """Write one PNG file for each of the first ``count`` test images, and ``iou.md``, the table of the classes, to a folder."""
+    reader = load(config.data).test.inputs
+    assert isinstance(reader, TileSamples)
+    rows = [[name, "–" if iou is None else f"{iou:.1%}"] for name, iou in per_class.items()]
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(folder / "iou.md", aligned_table(("class", "IoU"), rows) + "\n")
+        for name, picture in pictures(weights.network(config), reader, [*per_class], count):
+            picture.save(folder / f"{name}.png")
 
 
 def _per_class(setup: Setup, result: Result) -> dict[str, dict[str, float | None]]:

@@ -15,12 +15,12 @@ from launch import evaluate
 from launch.config.compose import compose_overrides
 from launch.run.build import set_up
 from launch.run.dry_run import memory_table
-from launch.run.pictures import predicted
 from launch.run.training import run
 from launch.runtime.rank import Process
 from petra.data import load_dataset
 from petra.errors import ConfigError
 from petra.inplace_abn import deeplabv3
+from petra.inplace_abn.pictures import predicted
 from petra.models import resnet18
 from petra.training import load, read_rows
 from tests.support.fakes import write_image_folders
