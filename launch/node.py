@@ -96,72 +96,48 @@ def main(arguments: list[str] | None = None) -> None:
     options, overrides = parser.parse_known_args(arguments)
     node = Node.from_environment(os.environ)
     if wanted := os.environ.get("NPROC"):
-        found = _shares(wanted, node, options.module, overrides)
+        found = shares(wanted, node, options.module, overrides)
         if found is None:
             return
         node = replace(node, processes=str(found[node.rank]))
     run_agent(node.flags(), own_module(options.module), overrides)
 
 
-def share(processes: int, room: Sequence[int]) -> list[int]:
-    """Return the number of processes on each node: the first nodes are filled, and each node has at least one.
+def shares(wanted: str, node: Node, module: str, overrides: list[str]) -> list[int] | None:
+    """Return the number of processes on each node for a value of NPROC. The first nodes are filled; each node has at least one.
 
-    Args:
-        processes: Number of processes of the run.
-        room: Number of processes that each node takes.
-
-    Raises:
-        ConfigError: If there are more processes than room, or fewer than nodes.
-    """
-    nodes = len(room)
-    require(nodes <= processes <= sum(room), "NPROC", f"{nodes} to {sum(room)} on {nodes} node(s) with {_sum(room)}", processes)
-    result: list[int] = []
-    for i, most in enumerate(room):
-        result.append(min(most, processes - sum(result) - (nodes - i - 1)))
-    return result
-
-
-def room_on_nodes(environment: Mapping[str, str], nodes: int, gpus: int) -> list[int] | None:
-    """Return how many processes each node takes. None if neither a variable nor the GPUs of this node limit their number.
-
-    Args:
-        nodes: Number of nodes.
-        gpus: Number of GPUs of this node.
+    Returns:
+        None with ``--help``.
 
     Raises:
-        ConfigError: If a variable has an invalid value.
-    """
-    found = [_processes(environment, nodes, rank) for rank in range(nodes)]
-    if all(value in WORDS for value in found):
-        return [gpus] * nodes if gpus else None
-    require(not {*found} & {*WORDS}, "NPROC_PER_NODE", "only numbers in a list with NPROC", ",".join(found))
-    return [int(value) for value in found]
-
-
-def _shares(wanted: str, node: Node, module: str, overrides: list[str]) -> list[int] | None:
-    """Return the number of processes on each node for a value of NPROC. None with ``--help``.
-
-    Raises:
-        PetraError: If the value or the configuration is invalid.
+        PetraError: If the value or the configuration is invalid, or if there are more processes than room, or fewer than nodes.
     """
     valid = wanted == STAGES or (wanted.isdecimal() and int(wanted) >= 1)
     require(valid, "NPROC", f"an integer >= 1, or {STAGES}", wanted)
+    model, stages, dp, gpus = "", 0, 1, 0
     if wanted == STAGES:
         sys.argv[1:] = overrides
-        found = count_stages(arguments_required=module == TRAIN)
-        if found is None:
+        if (counted := count_stages(arguments_required=module == TRAIN)) is None:
             return None
-        model, stages, dp, gpus = found
-        room = room_on_nodes(os.environ, node.nodes, gpus)
-        total = dp * max(1, stages if room is None else min(stages, sum(room) // dp))
-        note = f" for the {stages} stages of {model}" + (f" in each of {dp} replicas" if dp > 1 else "")
-    else:
-        room = room_on_nodes(os.environ, node.nodes, gpus=0)
-        total, note = int(wanted), ""
-    result = share(total, [-(-total // node.nodes)] * node.nodes if room is None else room)
+        model, stages, dp, gpus = counted
+    limits = [_processes(os.environ, node.nodes, rank) for rank in range(node.nodes)]
+    automatic = all(limit in WORDS for limit in limits)
+    fits = automatic or not {*limits} & {*WORDS}
+    require(fits, "NPROC_PER_NODE", "only numbers in a list with NPROC", ",".join(limits))
+    room = [gpus] * node.nodes if automatic else [int(limit) for limit in limits]
+    most = sum(room) // dp if any(room) else stages
+    total = dp * max(1, min(stages, most)) if model else int(wanted)
+    if not any(room):  # neither a variable nor GPUs limit them
+        room = [-(-total // node.nodes)] * node.nodes
+    accepted = f"{node.nodes} to {sum(room)} on {node.nodes} node(s) with {_sum(room)}"
+    require(node.nodes <= total <= sum(room), "NPROC", accepted, total)
+    found: list[int] = []
+    for i, limit in enumerate(room):
+        found.append(min(limit, total - sum(found) - (node.nodes - i - 1)))
     if node.rank == 0:
-        print(f"{total} process(es){note}: {_sum(result)} on {node.nodes} node(s)", flush=True)
-    return result
+        note = f" for the {stages} stages of {model}" + (f" in each of {dp} replicas" if dp > 1 else "") if model else ""
+        print(f"{total} process(es){note}: {_sum(found)} on {node.nodes} node(s)", flush=True)
+    return found
 
 
 def count_stages(*, arguments_required: bool) -> tuple[str, int, int, int] | None:
