@@ -34,7 +34,7 @@ from petra.models.generation import Sampling, find_stem, generate
 from .config.errors import config_error
 from .config.schema import Config
 from .evaluate import dotlist, parse, split
-from .run.weights import Weights, require_vocabulary
+from .run.weights import Weights
 from .runtime.rank import Process
 from .runtime.reporting import report_errors
 from .runtime.terminal import command, words_or_help
@@ -130,7 +130,7 @@ def vocabulary(config: Config, path: str | None, weights: Weights | None = None)
     size, classes = tokenizer.get_vocab_size(), config.data.classes
     require(size <= classes, str(file), f"a vocabulary of at most {classes} tokens, the run's data.classes", size, DataError)
     if weights is not None:
-        require_vocabulary(str(file), fingerprint(tokenizer), weights.facts, weights.path)
+        weights.require_vocabulary(str(file), fingerprint(tokenizer))
     delimiter = tokenizer.token_to_id(DELIMITER)
     first = [] if delimiter is None else [delimiter]
 

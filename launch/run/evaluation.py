@@ -14,7 +14,7 @@ from petra.inplace_abn import ConfusionMatrix
 from petra.inplace_abn.label_maps import TileSamples
 from petra.inplace_abn.pictures import pictures
 from petra.inplace_abn.segmentation import CITYSCAPES_CLASSES
-from petra.training import limited, load_into, means
+from petra.training import limited, means
 from petra.training.records import write_text_atomically, writing
 
 from ..config.schema import Config
@@ -22,7 +22,7 @@ from ..runtime.rank import Process
 from .build import Setup, set_numerics, set_up
 from .data import load
 from .markdown import aligned_table
-from .weights import Weights, for_inference, require_vocabulary
+from .weights import Weights, for_inference
 
 
 def evaluate(config: Config, weights: Weights, process: Process, folder: Path, images: int = 0) -> dict[str, Any]:
@@ -53,13 +53,9 @@ def evaluate(config: Config, weights: Weights, process: Process, folder: Path, i
 def evaluate_in_group(setup: Setup, weights: Weights) -> dict[str, Any]:
     """Implement :func:`evaluate` inside the process group. The pipeline ends with this function, before the group does."""
     train, test = setup.data()
-    with raise_on_all_ranks():
-        if train.vocabulary is not None:
-            require_vocabulary("data.root", train.vocabulary, weights.facts, weights.path)
-        state = weights.read()
     pipeline = setup.pipeline(setup.learning_rate(1))
     with raise_on_all_ranks():
-        load_into(pipeline, state, str(weights.path))
+        weights.load_into(pipeline, train.vocabulary)
     result = pipeline.evaluate(test, limited(test.batches, setup.config.trainer.limit_batches))
     return {
         "weights": str(weights.path),

@@ -12,7 +12,7 @@ from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.errors import invalid, require
 from petra.method import Keep
 from petra.pipeline import Pipeline
-from petra.training import facts_of, load_into, newest, restore
+from petra.training import facts_of, newest, restore
 from petra.training.checkpoint import FACTS, verify
 from petra.training.state import load_state
 from petra.training.weight_files import State
@@ -22,7 +22,7 @@ from ..config.schema import AUTO, Config
 from ..runtime.rank import Process
 from .build import Setup
 from .folder import CONFIG
-from .weights import FOLDER, Weights, require_vocabulary
+from .weights import FOLDER, Weights
 
 FIXED = ("optim.name",)
 """Keys that no resumed run may change, because the state in the checkpoint has another form."""
@@ -166,8 +166,8 @@ def load_start(pipeline: Pipeline, config: Config, start: Start, epoch: int, voc
     notes: list[str] = []
     with raise_on_all_ranks():
         if start.path is not None:
-            require_vocabulary("data.root", vocabulary, start.facts, start.path)
             if start.state is None:
+                Weights(start.path).require_vocabulary("data.root", vocabulary)
                 restore(pipeline, start.path)
             else:
                 load_state(pipeline, start.state, start.facts["clock"], "memory")
@@ -184,31 +184,13 @@ def load_start(pipeline: Pipeline, config: Config, start: Start, epoch: int, voc
             notes += moved
             notes += [f"{key} is {now} from here on, was {before}" for key, (before, now) in start.changes.items()]
         elif config.init_from is not None:
-            notes.append(load_initial(pipeline, Path(config.init_from), config.init_skip or (), vocabulary))
+            path, skip = Path(config.init_from), {*(config.init_skip or ())}
+            is_run = (path / CONFIG).exists() or (path / FOLDER).is_dir()
+            weights = Weights.newest(path, "init_from") if is_run else Weights(path)
+            weights.load_into(pipeline, vocabulary, skip)
+            random, blocks = f"; random: {', '.join(sorted(skip))}" if skip else "", len(pipeline.plan.model.blocks)
+            notes.append(f"initial weights of {blocks - len(skip)} of {blocks} blocks from {weights}{random}")
     return notes
-
-
-def load_initial(pipeline: Pipeline, path: Path, skip: Collection[str], vocabulary: str | None = None) -> str:
-    """Load initial weights into this rank's part of the pipeline. Return a line that describes them.
-
-    Args:
-        path: File of exported weights, folder of a checkpoint, or folder of a run, for its newest weights.
-        skip: Names of blocks that keep their random weights. Without them, the weights must be for the same vocabulary.
-        vocabulary: Fingerprint of the vocabulary of the run's tokens, or None if there is none.
-
-    Raises:
-        PetraError: If the weights cannot be read or belong to another network, or if there is no such block.
-    """
-    names = [block.name for block in pipeline.plan.model.blocks]
-    for name in skip:
-        require(name in names, "init_skip", f"names of blocks ({', '.join(names)})", name)
-    is_run = (path / CONFIG).exists() or (path / FOLDER).is_dir()
-    weights = Weights.newest(path, "init_from") if is_run else Weights(path)
-    if not skip:
-        require_vocabulary("data.root", vocabulary, weights.facts if vocabulary else {}, weights.path)
-    load_into(pipeline, weights.read(), str(weights.path), skip)
-    random = f"; random: {', '.join(skip)}" if skip else ""
-    return f"initial weights of {len(names) - len({*skip})} of {len(names)} blocks from {weights}{random}"
 
 
 def move_clock(pipeline: Pipeline, config: Config, start: Start, epoch: int) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from petra.errors import DataError, ModelError, invalid, require
-from petra.training import FORMATS, best_of, facts_in, facts_of, load, network, newest
+from petra.pipeline import Pipeline
+from petra.training import FORMATS, best_of, facts_in, facts_of, load, load_into, network, newest
 from petra.training.checkpoint import FACTS, checkpoints, verify
 from petra.training.weight_files import State
 
@@ -88,6 +89,38 @@ class Weights:
         verify(self.checkpoint)
         return network(self.checkpoint, averaged=self.checkpoint != self.path)
 
+    def require_vocabulary(self, name: str, found: str | None) -> None:
+        """Check that a vocabulary is the one with which the weights were trained. An unknown vocabulary passes.
+
+        Args:
+            name: Key or file with the vocabulary, for the message.
+            found: Its fingerprint (:func:`petra.data.tokenizer.fingerprint`), or None if it is unknown.
+
+        Raises:
+            DataError: If it is another vocabulary.
+        """
+        if found is not None and (trained := self.facts.get("vocabulary")) is not None:
+            expected = f"tokens of the vocabulary {trained[:SHOWN]}, with which {self.path} was trained"
+            require(found == trained, name, expected, f"those of {found[:SHOWN]}", DataError)
+
+    def load_into(self, pipeline: Pipeline, vocabulary: str | None, skip: Collection[str] = ()) -> None:
+        """Load the weights into this process's part of a pipeline.
+
+        Args:
+            vocabulary: Fingerprint of the vocabulary of its tokens, which must be that of the weights unless blocks are skipped.
+            skip: Names of blocks that keep their weights (``init_skip``).
+
+        Raises:
+            ConfigError: If there is no such block.
+            DataError: If the weights are those of another network or for another vocabulary.
+        """
+        names = [block.name for block in pipeline.plan.model.blocks]
+        for name in skip:
+            require(name in names, "init_skip", f"names of blocks ({', '.join(names)})", name)
+        if not skip:
+            self.require_vocabulary("data.root", vocabulary)
+        load_into(pipeline, self.read(), str(self.path), skip)
+
     def network(self, config: Config) -> nn.Module:
         """Return the whole network of a run as one module on the CPU, in evaluation mode.
 
@@ -146,21 +179,3 @@ def for_inference(config: Config, device: str | None = None) -> Config:
         cluster=replace(config.cluster, elastic=False),
         logger=LoggerConfig(name="jsonl"),
     )
-
-
-def require_vocabulary(name: str, found: str | None, facts: Mapping[str, Any], source: Path) -> None:
-    """Check that a vocabulary is the one with which weights were trained. An unknown vocabulary passes.
-
-    Args:
-        name: Key or file with the vocabulary, for the message.
-        found: Its fingerprint (:func:`petra.data.tokenizer.fingerprint`), or None if it is unknown.
-        facts: Facts of the weights.
-        source: File or folder of the weights.
-
-    Raises:
-        DataError: If it is another vocabulary.
-    """
-    trained = facts.get("vocabulary")
-    if trained is not None and found is not None:
-        expected = f"tokens of the vocabulary {trained[:SHOWN]}, with which {source} was trained"
-        require(found == trained, name, expected, f"those of {found[:SHOWN]}", DataError)
