@@ -224,9 +224,10 @@ class Pipeline(Uncopied):
             ModelError: If a key belongs to no block, or an entry is missing or has another shape. The message names the block.
         """
         load_blocks(self.plan.model, dict(self.blocks()), state)
-        from petra.engine.method_state import restart_state
-
-        restart_state(self.plan, self.workers)
+        for worker in self.workers.values():
+            worker.stage.resume(worker.microbatches_done // self.plan.k, {})
+            for part in worker.update.parts:
+                part.restart()
 
     def __repr__(self) -> str:
         return f"Pipeline({self.plan}, rank {self.rank} of {self.world}, {self.microbatches_done} microbatches done)"

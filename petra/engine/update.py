@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from petra.hooks import Hooks
 from petra.torch_private import foreach_mul_, foreach_norm, late_hooks, skips_steps
 
 P = TypeVar("P", bound="Part")
+Tensors = Mapping[str, Mapping[Tensor, Tensor]]
+"""State of parameters: tensors by kind, then by parameter."""
 
 
 @dataclass
@@ -49,19 +51,16 @@ class Part:
     def __call__(self, pending: Pending) -> None:
         """Do this part of an update."""
 
-    def numbers(self) -> dict[str, Any]:
+    def numbers(self) -> dict[str, float]:
         """Return the numbers that a checkpoint contains, by name."""
         return {}
 
-    def load(self, numbers: Mapping[str, Any]) -> None:
-        """Restore the numbers of a checkpoint. Gradients have been loaded."""
-
     def tensors(self) -> dict[str, dict[Tensor, Tensor]]:
-        """Return further state that a checkpoint contains: tensors by kind, then by parameter."""
+        """Return the tensors that a checkpoint contains: by kind, then by parameter."""
         return {}
 
-    def resume(self, tensors: Mapping[str, Mapping[Tensor, Tensor]]) -> None:
-        """Restore the tensors of a checkpoint, after weights, optimizer and numbers have been loaded, or start without any."""
+    def load(self, numbers: Mapping[str, float], tensors: Tensors) -> None:
+        """Restore the numbers and tensors of a checkpoint. Weights and the parts that come later have been restored."""
 
     def restart(self) -> None:
         """Forget what depends on earlier weights, which have been replaced."""
@@ -157,6 +156,34 @@ class Step(Part):
         for call in self._hooks.update_end:
             call(self.index, pending.t - 1)
 
+    def tensors(self) -> dict[str, dict[Tensor, Tensor]]:
+        found: dict[str, dict[Tensor, Tensor]] = {}
+        for p, state in {} if self.optimizer is None else self.optimizer.state.items():
+            for key, value in state.items():
+                if value is not None:
+                    found.setdefault(f"optimizer/{key}", {})[p] = value
+        return found
+
+    def load(self, numbers: Mapping[str, float], tensors: Tensors) -> None:
+        """Restore the optimizer's state and learning rate.
+
+        torch converts states to the type and device of the parameter, also numbers such as NAdam's product of momenta. The
+        optimizer keeps these in float32 on the CPU, and would otherwise round differently and wait for the GPU at each step.
+        """
+        if self.optimizer is None:
+            return
+        saved = {kind.removeprefix("optimizer/"): values for kind, values in tensors.items() if kind.startswith("optimizer/")}
+        order = [p for group in self.optimizer.param_groups for p in group["params"]]
+        states = [{key: values[p] for key, values in saved.items() if p in values} for p in order]
+        packed = self.optimizer.state_dict()
+        packed["state"] = {i: state for i, state in enumerate(states) if state}
+        self.optimizer.load_state_dict(packed)
+        for p, state in zip(order, states, strict=True):
+            scalars = {key: value.clone() for key, value in state.items() if key != "step" and value.dim() == 0 < p.dim()}
+            self.optimizer.state[p].update(scalars)
+        if numbers["t"]:
+            self.set_learning_rate(int(numbers["t"]))  # weight prediction reads it before the next update
+
     def set_learning_rate(self, t: int) -> None:
         """Set the optimizer's learning rate for an update after ``t`` microbatches."""
         if self.learning_rate is not None and self.optimizer is not None:
@@ -213,6 +240,21 @@ class Update:
         """The stage's optimizer; None if it has no parameters."""
         step = self.part(Step)
         return None if step is None else step.optimizer
+
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers that a checkpoint contains, by name."""
+        found: dict[str, float] = {"done": self.done, "t": self.microbatches_done}
+        return found | {key: value for part in self.parts for key, value in part.numbers().items()}
+
+    def tensors(self) -> dict[str, dict[Tensor, Tensor]]:
+        """Return the tensors that a checkpoint contains, by kind and parameter."""
+        return {kind: values for part in self.parts for kind, values in part.tensors().items()}
+
+    def load(self, numbers: Mapping[str, float], tensors: Tensors) -> None:
+        """Restore what :meth:`numbers` and :meth:`tensors` returned for the same parameters."""
+        self.done, self.microbatches_done = int(numbers["done"]), int(numbers["t"])
+        for part in reversed(self.parts):  # remedies, which come before the step, read the state of the optimizer
+            part.load(numbers, tensors)
 
     def squared_norm(self) -> Tensor:
         """Return the squared norm of the gradient accumulated so far, unscaled, in float64."""

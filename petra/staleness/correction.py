@@ -12,7 +12,7 @@ compare it. Technique T3, a synchronous warm-up, is not implemented.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,31 +54,24 @@ class Correction(Remedy):
 
 
 class _Corrected(AroundStep):
-    """Weights for the backward pass of one stage."""
+    """Weights for the backward pass of one stage. The state is d for each parameter."""
 
-    uses_change = True
+    uses_change, kind = True, "drift"
 
     def __init__(self, stage: Stage, optimizer: torch.optim.Optimizer, decay: float, staleness: float) -> None:
         super().__init__(optimizer)
         self._stage, self._decay, self._staleness = stage, decay, staleness
-        self._drift: list[Tensor] = []  # d for each parameter; empty before the first update
 
     def after_step(self, change: list[Tensor]) -> None:
-        if not self._drift:
-            self._drift = [torch.zeros_like(p) for p in self.parameters]
-        foreach_lerp_(self._drift, change, 1 - self._decay ** (1 / self._staleness))
-        self._correct()
-
-    def tensors(self) -> dict[str, dict[Tensor, Tensor]]:
-        return {"drift": self.by_parameter(self._drift)}
-
-    def resume(self, tensors: Mapping[str, Mapping[Tensor, Tensor]]) -> None:
-        self._drift = self.restored(tensors.get("drift"))
-        self._correct()
+        if not self.kept:
+            self.kept = [torch.zeros_like(p) for p in self.parameters]
+        foreach_lerp_(self.kept, change, 1 - self._decay ** (1 / self._staleness))
+        self.set_weights()
 
     @torch.no_grad()
-    def _correct(self) -> None:
-        weights = list(foreach_add(self.parameters, self._drift, alpha=-self._staleness)) if self._drift else []
+    def set_weights(self) -> None:
+        """Set the weights that backward passes use until the next update."""
+        weights = list(foreach_add(self.parameters, self.kept, alpha=-self._staleness)) if self.kept else []
         self._stage.use_in_backward(self.by_parameter(weights))
 
 

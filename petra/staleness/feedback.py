@@ -12,7 +12,7 @@ lodestone-rock/RamTorch. The factor s for other delays is our extension.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,33 +50,28 @@ class Feedback(Remedy):
 
 
 class _Extrapolated(AroundStep):
-    """Corrects each update of a stage, by a strength of c·s."""
+    """Corrects each update of a stage, by a strength of c·s.
 
-    uses_change = True
+    The state is −u_(t−1) of each parameter, or NaN while the device has skipped all updates.
+    """
+
+    uses_change, kind = True, "feedback"
 
     def __init__(self, optimizer: torch.optim.Optimizer, strength: float) -> None:
         super().__init__(optimizer)
         self._strength = strength
-        # −u_(t−1) of each parameter; empty before the first update, NaN while the device has skipped all updates
-        self._previous: list[Tensor] = []
 
     def after_step(self, change: list[Tensor]) -> None:
         skipped = getattr(self.optimizer, "found_inf", None)  # not zero if the optimizer skipped the step on the device
-        if self._previous:
-            difference = foreach_sub(change, self._previous)
-            for p, correction, previous in zip(self.parameters, difference, self._previous, strict=True):
+        if self.kept:
+            difference = foreach_sub(change, self.kept)
+            for p, correction, previous in zip(self.parameters, difference, self.kept, strict=True):
                 if p.grad is None:
                     continue
                 unknown = previous.isnan() if skipped is None else previous.isnan() | (skipped > 0)
                 p.add_(torch.where(unknown, 0.0, correction), alpha=self._strength)
         if skipped is None:
-            self._previous = change
+            self.kept = change
         else:
-            before = self._previous or [torch.full_like(new, torch.nan) for new in change]
-            self._previous = [torch.where(skipped > 0, old, new) for old, new in zip(before, change, strict=True)]
-
-    def tensors(self) -> dict[str, dict[Tensor, Tensor]]:
-        return {"feedback": self.by_parameter(self._previous)}
-
-    def resume(self, tensors: Mapping[str, Mapping[Tensor, Tensor]]) -> None:
-        self._previous = self.restored(tensors.get("feedback"))
+            before = self.kept or [torch.full_like(new, torch.nan) for new in change]
+            self.kept = [torch.where(skipped > 0, old, new) for old, new in zip(before, change, strict=True)]

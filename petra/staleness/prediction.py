@@ -94,7 +94,7 @@ class WeightPrediction(Remedy):
 
 
 class _Predicted(AroundStep):
-    """Predicted weights of one stage.
+    """Predicted weights of one stage. With ``DIFFERENCE``, the state is the last change of each parameter.
 
     Args:
         stage: The stage.
@@ -103,28 +103,21 @@ class _Predicted(AroundStep):
         forward, backward: Number of updates that forward and backward passes predict.
     """
 
+    kind = "change"
+
     def __init__(
         self, stage: Stage, optimizer: torch.optim.Optimizer, prediction: Prediction, forward: float, backward: float
     ) -> None:
         super().__init__(optimizer)
         self._stage, self._prediction, self._forward, self._backward = stage, prediction, forward, backward
         self.uses_change = prediction is Prediction.DIFFERENCE
-        self._change: list[Tensor] = []  # with DIFFERENCE, the last change of each parameter; empty before the first update
 
     def after_step(self, change: list[Tensor]) -> None:
-        self._change = change
-        self._predict()
-
-    def tensors(self) -> dict[str, dict[Tensor, Tensor]]:
-        return {"change": self.by_parameter(self._change)}
-
-    def resume(self, tensors: Mapping[str, Mapping[Tensor, Tensor]]) -> None:
-        if self.uses_change:
-            self._change = self.restored(tensors.get("change"))
-        self._predict()
+        self.kept = change
+        self.set_weights()
 
     @torch.no_grad()
-    def _predict(self) -> None:
+    def set_weights(self) -> None:
         """Set the weights that forward and backward passes use until the next update."""
         forward = self.by_parameter(self._weights(self._forward))
         self._stage.use_in_forward(forward)
@@ -135,7 +128,7 @@ class _Predicted(AroundStep):
     def _weights(self, updates: float) -> list[Tensor]:
         """Return the weights after a number of further updates; none before the first update."""
         if self.uses_change:
-            return list(foreach_add(self.parameters, self._change, alpha=updates)) if self._change else []
+            return list(foreach_add(self.parameters, self.kept, alpha=updates)) if self.kept else []
         state = self.optimizer.state
         if not any(state[p] for p in self.parameters):
             return []

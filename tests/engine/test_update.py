@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from petra import BlockSpec, ConfigError, Keep, Method, Model, NumericsError, Pipeline, TensorSpec, UpdateRules
 from petra.engine.options.finite_check import FiniteCheck
 from petra.engine.options.loss_scale import GROWTH_INTERVAL
-from petra.engine.update_state import load_update_state, update_state
 from petra.errors import CommunicationError
 from petra.settings import Numerics, Runtime
 from petra.training import Checkpoints, restore
@@ -178,9 +177,7 @@ def test_a_dynamic_scale_shrinks_only_in_the_overflowing_stage_and_grows_again()
     assert numbers["stage/3/skipped_updates"] == 0
     assert all(p.isfinite().all() for p in run.state_dict().values())
     last = run.workers[2]
-    state = update_state(last.stage, last.update)
-    state["stage"]["good"] = GROWTH_INTERVAL - 1
-    load_update_state(last.stage, last.update, state)
+    last.update.load(last.update.numbers() | {"good": GROWTH_INTERVAL - 1}, last.update.tensors())
     run.train(RandomSource(size=2), 1)
     assert run.stage_metrics()["stage/3/loss_scale"] == 2**17
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from examples.remedies.shrinking import GradientShrinking
 from petra import ConfigError, Keep, Method, Pipeline, UpdateRules
-from petra.engine.method_state import load_method_state, method_state
 from petra.staleness import Prediction, WeightPrediction, remedies
 from petra.staleness.feedback import _Extrapolated
+from petra.training.state import load_state, state_of
 from tests.support.nets import RandomSource, make_pipeline, mixed_net
 from tests.support.remedies import Remedy
 
@@ -136,8 +136,8 @@ def test_state_resumes_on_another_partition(remedy: Remedy, kind: str) -> None:
     """The last stage is never late and has no state. With the other partition, one of its blocks is in a late stage."""
     before, after = (pipeline(remedy=remedy, k=2, stages=partition) for partition in ([4, 2], [5, 1]))
     before.train(RandomSource(), 6)
-    state = method_state(before.plan, before.workers)
-    load_method_state(after.plan, after.workers, state)
-    saved, loaded = state[kind], method_state(after.plan, after.workers)[kind]
-    assert {key.split(".")[0] for key in loaded} - {key.split(".")[0] for key in saved} == {"block3"}
+    state = state_of(before)
+    load_state(after, state, 6, "state")
+    saved, loaded = ({key: value for key, value in each.items() if key.endswith(f"/{kind}")} for each in (state, state_of(after)))
+    assert {key.split("/")[0] for key in loaded} - {key.split("/")[0] for key in saved} == {"block3"}
     assert all(torch.equal(value, saved.get(key, torch.zeros_like(value))) for key, value in loaded.items())

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from torch import Tensor
 
-from petra.engine.update import Part, Pending, Update
+from petra.engine.update import Part, Pending, Tensors, Update
 from petra.torch_private import foreach_lerp_
 
 
@@ -39,6 +39,16 @@ class WeightAverage(Part):
     def restart(self) -> None:
         """Set the averages to the current weights."""
         self.values = [p.detach().clone() for p in self._parameters]
+
+    def tensors(self) -> dict[str, dict[Tensor, Tensor]]:
+        return {"average": dict(zip(self._parameters, self.values, strict=True))}
+
+    def load(self, numbers: Mapping[str, float], tensors: Tensors) -> None:
+        """Restore the averages. A run without averages has saved none; they begin with the weights."""
+        saved = tensors.get("average", {})
+        for p, average in zip(self._parameters, self.values, strict=True):
+            if p in saved:
+                average.copy_(saved[p])
 
     def __call__(self, pending: Pending) -> None:
         """Include the current weights."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from petra.engine.options.update_log import Outcome, UpdateLog
 from petra.engine.stage import Stage
-from petra.engine.update import Part, Pending
+from petra.engine.update import Part, Pending, Tensors
 from petra.engine.update_rules import UpdateRules
 from petra.errors import NumericsError
 from petra.reversible import running_statistics
@@ -196,11 +195,11 @@ class FiniteCheck(Part):
                 origin=True,
             )
 
-    def numbers(self) -> dict[str, Any]:
+    def numbers(self) -> dict[str, float]:
         self.settle()
         return {"skipped": self.skipped, "norms": self.norms.total, "measured": self.norms.count}
 
-    def load(self, numbers: Mapping[str, Any]) -> None:
+    def load(self, numbers: Mapping[str, float], tensors: Tensors) -> None:
         """Restore numbers, discard the sums, and copy running statistics for :meth:`finish_update`."""
         self.skipped = float(numbers["skipped"])
         self.norms = MeanNorm(float(numbers["norms"]), float(numbers["measured"]))

@@ -8,7 +8,7 @@ Source: Micikevicius et al. 2018, section 3.2.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from petra.engine.options.finite_check import CHECK_EVERY, FiniteCheck, scalar
 from petra.engine.options.update_log import Outcome, UpdateLog
 from petra.engine.stage import Stage
-from petra.engine.update import Clip, Norm, ParameterHooks, Part, Pending, Update
+from petra.engine.update import Clip, Norm, ParameterHooks, Part, Pending, Tensors, Update
 from petra.engine.update_rules import UpdateRules
 from petra.specs import Message, Streams
 from petra.transport import Port
@@ -86,10 +86,10 @@ class LossScale(Part):
         grown = torch.where((self.good % GROWTH_INTERVAL == 0) & ~bad, 2 * self.scale, self.scale)
         self.scale = torch.where(overflow, (self.scale / 2).clamp(min=1.0), grown)
 
-    def numbers(self) -> dict[str, Any]:
-        return {"good": self.good, "scale": self.scale}
+    def numbers(self) -> dict[str, float]:
+        return {"good": self.good.item(), "scale": self.scale.item()}
 
-    def load(self, numbers: Mapping[str, Any]) -> None:
+    def load(self, numbers: Mapping[str, float], tensors: Tensors) -> None:
         """Restore saved values. A run without a loss scale has saved none."""
         if "scale" in numbers:
             self.good, self.scale = (scalar(numbers[key], self.good.device) for key in ("good", "scale"))
