@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from petra.cost_model.block_memory import BuildOptimizer, Known, count_block
 from petra.cost_model.links import synchronized_time
-from petra.engine.options.simple_stage import simple_stage
+from petra.engine.build import make_stage
 from petra.engine.stage import Stage
 from petra.method import Keep
 from petra.model import BlockProfile, Model
@@ -208,11 +208,11 @@ def profile_blocks(
         times: list[float] = []
         smallest = Keep.NOTHING if profile.reversible else Keep.INPUT
         for keep in (smallest, Keep.GRAPH):
-            stage = simple_stage([module], [keep], first_block=b, seed=seed, numerics=numerics)
+            stage = make_stage([module], [keep], first_block=b, seed=seed, numerics=numerics)
             times += _forward_backward_seconds(stage, x, dy, device, rounds, others)
         times.append(_update_seconds(module, optimizer, device, rounds, others))
         # What the gradients of the parameters take: a backward without them is shorter by it.
-        frozen = simple_stage([module.requires_grad_(False)], [Keep.GRAPH], first_block=b, numerics=numerics)
+        frozen = make_stage([module.requires_grad_(False)], [Keep.GRAPH], first_block=b, numerics=numerics)
         times.append(max(0.0, times[3] - _forward_backward_seconds(frozen, x, dy, device, rounds, others)[1]))
         measured: dict[str, Any] = dict(zip(TIMES, times, strict=True))
         costs[b] = replace(costs[b], **measured)

@@ -5,7 +5,7 @@ Options are imported where a run asks for them, so that other runs do not load t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import signature
 
@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from petra.engine.accumulation import Accumulation
-from petra.engine.block import BlockRunner, Fetch, block_runner
+from petra.engine.block import Fetch, block_runner
 from petra.engine.block_function import BlockFunction
 from petra.engine.executor import Strategy, in_turn
-from petra.engine.options.finite_check import CheckedPort, FiniteCheck, Settle
+from petra.engine.options.finite_check import FiniteCheck, Settle
 from petra.engine.recipe import Recipe
 from petra.engine.stage import Stage
 from petra.engine.update import Clip, Norm, ParameterHooks, Part, Step, Update
-from petra.engine.weights import weight_versions
+from petra.engine.weights import WeightVersions
 from petra.engine.worker import Worker
 from petra.errors import ModelError, PetraError, first_line, invalid, require
 from petra.hooks import Hooks
@@ -29,7 +29,6 @@ from petra.method import Keep, Weights
 from petra.model import Model
 from petra.plan import Plan
 from petra.plan.messages import returns_activations
-from petra.plan.plan import StagePlan
 from petra.reversible import Grid, derive_seed
 from petra.settings import Numerics, Runtime
 from petra.transport import Port
@@ -58,33 +57,63 @@ def build_stages(
     stages = {}
     for j in plan.layout.processes[process]:
         stage = plan.stages[j]
-        grid = _grid(plan, device) if plan.numerics.exact_streams else None
-        make = partial(block_function, numerics=plan.numerics, grid=grid, cast_once=runtime.compile is None)
-        names = [f"block {plan.model.blocks[b].name}" for b in stage.blocks]
-        functions = [make(make_block(b), derive_seed(seed, b), name) for b, name in zip(stage.blocks, names, strict=True)]
-        runners = [_runner(plan, stage, i, function, fetch) for i, function in enumerate(functions)]
-        for remedy in recipe.remedies:
-            runners = [remedy.wrap_runner(runner) for runner in runners]
-        stages[j] = Stage(
-            runners,
-            Accumulation(nn.ModuleList(function.module for function in functions), plan.k),
+        stages[j] = make_stage(
+            [make_block(b) for b in stage.blocks],
+            stage.keeps,
+            first_block=stage.blocks.start,
+            weights=stage.weights,
+            k=plan.k,
+            seed=seed,
+            numerics=plan.numerics,
+            cast_once=runtime.compile is None,
+            grid=_grid(plan, device) if plan.numerics.exact_streams else None,
+            names=[f"block {plan.model.blocks[b].name}" for b in stage.blocks],
+            overwritten=stage.staleness > 0 and stage.weights is Weights.CURRENT,
             returns_input=j > 0 and returns_activations(plan.stages[j - 1].keeps[-1]),
-            channels_last=plan.numerics.channels_last,
+            fetch=fetch,
         )
+        for remedy in recipe.remedies:
+            stages[j].runners = [remedy.wrap_runner(runner) for runner in stages[j].runners]
     return stages
 
 
-def _runner(plan: Plan, stage: StagePlan, position: int, function: BlockFunction, fetch: Fetch | None) -> BlockRunner:
-    """Build the runner of a block, given its position in the stage."""
-    keep = stage.keeps[position]
-    return block_runner(
-        function,
-        keep,
-        weight_versions(function.parameters, stage.weights, keeps_graph=keep is Keep.GRAPH, k=plan.k),
-        first=stage.blocks[position] == 0,
-        overwritten=stage.staleness > 0 and stage.weights is Weights.CURRENT,
-        fetch=fetch,
-    )
+def make_stage(
+    blocks: Sequence[nn.Module],
+    keeps: Sequence[Keep],
+    *,
+    first_block: int = 0,
+    weights: Weights = Weights.CURRENT,
+    k: int = 1,
+    seed: int = 0,
+    numerics: Numerics = Numerics(),  # noqa: B008 (frozen)
+    cast_once: bool = False,
+    grid: Grid | None = None,
+    names: Sequence[str | None] | None = None,
+    overwritten: bool = False,
+    returns_input: bool = True,
+    fetch: Fetch | None = None,
+) -> Stage:
+    """Build a stage: one of a pipeline, or without one, for measurements.
+
+    Args:
+        blocks: Modules on their device, in training mode.
+        keeps: What each block stores between its passes.
+        first_block: Index of the first block in the model. A block's random numbers derive from the seed and its index.
+        weights: Which weights backward passes differentiate.
+        k: Microbatches per update.
+        seed: Seed of the replica.
+        numerics, cast_once, grid: As for :func:`block_function`.
+        names: What messages call the blocks.
+        overwritten, fetch: As for :func:`petra.engine.block.block_runner`.
+        returns_input: As for :class:`Stage`.
+    """
+    runners = []
+    for b, (block, keep, name) in enumerate(zip(blocks, keeps, names or [None] * len(blocks), strict=True), first_block):
+        function = block_function(block, derive_seed(seed, b), name, numerics=numerics, grid=grid, cast_once=cast_once)
+        versions = WeightVersions(function.parameters, weights, keeps_graph=keep is Keep.GRAPH, k=k)
+        runners.append(block_runner(function, keep, versions, first=b == 0, overwritten=overwritten, fetch=fetch))
+    gradients = Accumulation(nn.ModuleList(blocks), k)
+    return Stage(runners, gradients, returns_input=returns_input, channels_last=numerics.channels_last)
 
 
 def block_function(
@@ -153,14 +182,9 @@ def build_workers(
         update, (upstream, downstream) = _update(plan, recipe, j, stage, device, hooks), ports[j]
         check = update.part(FiniteCheck)
         assert check is not None
-        downstream = CheckedPort(downstream, check)
         for remedy in recipe.remedies:
             upstream = remedy.wrap_port(upstream, plan, j)
-        if recipe.rules.loss_scale is not None:
-            from petra.engine.options.loss_scale import scaled_ports
-
-            upstream, downstream = scaled_ports(update, upstream, downstream)
-        workers[j] = Worker(j, stage, upstream, downstream, update)
+        workers[j] = Worker(j, stage, *check.ports(upstream, downstream), update)
     return workers
 
 
@@ -176,11 +200,12 @@ def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.devi
     step = Step(j, stage, optimizer, rate, hooks)
     last, kind, averages = j == len(plan.stages) - 1, Update, list[Part]()
     check = FiniteCheck(stage, j + 1, rules, device, last=last)
-    measured: list[Part] = [ParameterHooks(stage), Norm(parameters), Clip(rules.clip), check]
+    measured: list[Part] = [ParameterHooks(stage), Norm(parameters, device), Clip(rules.clip)]
     if rules.loss_scale is not None:
-        from petra.engine.options.loss_scale import scaled_parts
+        from petra.engine.options.loss_scale import LossScale, ScaledCheck
 
-        check, measured = scaled_parts(stage, j + 1, rules, device, last=last)
+        scale = LossScale(rules.loss_scale, device)
+        check, measured = ScaledCheck(stage, j + 1, rules, device, scale, last=last), [scale, *measured]
     if rules.average is not None:
         from petra.engine.options.averaging import WeightAverage
 
@@ -189,7 +214,7 @@ def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.devi
         from petra.engine.options.global_clip import PostponedUpdate
 
         kind = PostponedUpdate
-    return kind([*measured, *remedial, step, *averages, Settle(check)], device)
+    return kind([*measured, check, *remedial, step, *averages, Settle(check)])
 
 
 def check_runtime(plan: Plan, runtime: Runtime, device: torch.device) -> None:

@@ -8,7 +8,7 @@ all-reduce over replicas, which comes first, parts of remedies, before the step,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -31,16 +31,18 @@ class Pending:
     Attributes:
         t: Number of microbatches that the stage has processed, including those of the update.
         done: Number of updates before this one, skipped ones included.
-        squared_norm: Squared norm of the stage's accumulated gradient, unscaled, in float64.
-        clip_norm: Squared norm to clip by: the stage's, or the whole network's.
+        scale: Loss scale of the accumulated gradients; None for 1.
+        squared_norm: Squared norm of the stage's accumulated gradient, unscaled, in float64. Set by :class:`Norm`.
+        clip_norm: Squared norm to clip by: the stage's, or the whole network's. Set by :class:`Norm`.
         factor: Factor of the gradients; None for 1.
         skip: Flag on the device whether to skip the step; None if all values are known to be finite.
     """
 
     t: int
     done: int
-    squared_norm: Tensor
-    clip_norm: Tensor
+    squared_norm: Tensor = field(init=False)
+    clip_norm: Tensor = field(init=False)
+    scale: Tensor | None = None
     factor: Tensor | None = None
     skip: Tensor | None = None
 
@@ -81,31 +83,35 @@ class ParameterHooks(Part):
         self.stage = stage
 
     def __call__(self, pending: Pending) -> None:
-        self.stage.gradients.call_hooks(None)
+        self.stage.gradients.call_hooks(pending.scale)
 
 
 class Norm(Part):
     """Measures the norm of the accumulated gradient.
 
     Args:
-        parameters: Trained parameters of the stage.
+        parameters: Trained parameters of the stage, which may have none.
+        device: Their device.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+        self._parameters, self._zero = parameters, torch.zeros((), dtype=torch.float64, device=device)
 
     def __call__(self, pending: Pending) -> None:
-        pending.squared_norm = pending.clip_norm = self.squared(pending.squared_norm)
+        squared = self.squared()
+        if pending.scale is not None and self._parameters:
+            squared = squared / pending.scale.square()
+        pending.squared_norm = pending.clip_norm = squared
 
-    def squared(self, otherwise: Tensor) -> Tensor:
-        """Return the squared norm, unscaled, in float64; ``otherwise`` for a stage without parameters."""
+    def squared(self) -> Tensor:
+        """Return the squared norm of the gradients as they are, in float64."""
         if not self._parameters:
-            return otherwise
+            return self._zero
         return torch.stack(foreach_norm([p.grad for p in self._parameters])).double().square().sum()
 
 
 class Clip(Part):
-    """Clips the gradient by its norm.
+    """Clips the gradient by its norm, and divides it by the loss scale.
 
     Args:
         norm: Largest norm; None leaves gradients as they are.
@@ -117,6 +123,8 @@ class Clip(Part):
     def __call__(self, pending: Pending) -> None:
         if self._norm is not None:
             pending.factor = (self._norm / (pending.clip_norm.sqrt() + 1e-6)).clamp(max=1.0)
+        if pending.scale is not None:  # before the check, which may adapt the scale
+            pending.factor = 1 / pending.scale if pending.factor is None else pending.factor / pending.scale
 
 
 class Step(Part):
@@ -197,16 +205,14 @@ class Update:
 
     Args:
         parts: The parts, in the order in which they run. One is a :class:`Norm`, and a later one a :class:`Step`.
-        device: Device of the stage's tensors.
 
     Attributes:
         done: Number of updates, skipped ones included.
         microbatches_done: Number of microbatches that the stage had processed at its last update.
     """
 
-    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
+    def __init__(self, parts: Sequence[Part]) -> None:
         self.parts, self.done, self.microbatches_done = list(parts), 0, 0
-        self._squared_norm = torch.zeros((), dtype=torch.float64, device=device)
 
     def __call__(self, t: int) -> None:
         """Update after microbatch ``t``, counted from 1."""
@@ -215,10 +221,9 @@ class Update:
     def begin(self, t: int) -> Pending:
         """Run the parts up to the norm."""
         self.microbatches_done = t
-        pending = Pending(t, self.done, self._squared_norm, self._squared_norm)
+        pending = Pending(t, self.done)
         for part in self.parts[: self._measured()]:
             part(pending)
-        self._squared_norm = pending.squared_norm
         return pending
 
     def finish(self, pending: Pending) -> None:
@@ -257,10 +262,10 @@ class Update:
             part.load(numbers, tensors)
 
     def squared_norm(self) -> Tensor:
-        """Return the squared norm of the gradient accumulated so far, unscaled, in float64."""
+        """Return the squared norm of the gradient accumulated so far, with its loss scale, in float64."""
         norm = self.part(Norm)
         assert norm is not None
-        return norm.squared(self._squared_norm)
+        return norm.squared()
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of all parts since the last call."""

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from petra import Keep, Numerics, Weights
+from petra.engine.build import make_stage
 from petra.engine.options.casts import CAST
-from petra.engine.options.simple_stage import simple_stage
 from petra.engine.stage import Stage
 from petra.reversible import Coupling
 from petra.torch_private import TorchDispatchMode
@@ -46,9 +46,7 @@ class CountCasts(TorchDispatchMode):
 def build(reversible: bool, keep: Keep, cast_once: bool, weights: Weights = Weights.CURRENT) -> Stage:
     torch.manual_seed(3)
     block = Coupling(Function()) if reversible else Function()
-    return simple_stage(
-        [block], [keep], weights=weights, k=K, first_block=1, numerics=Numerics(torch.bfloat16), cast_once=cast_once
-    )
+    return make_stage([block], [keep], weights=weights, k=K, first_block=1, numerics=Numerics(torch.bfloat16), cast_once=cast_once)
 
 
 def train(stage: Stage, updates: int, streams: int) -> list[Tensor]:

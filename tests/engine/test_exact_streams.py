@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from petra import BlockSpec, Keep, Model, ModelError
+from petra.engine.build import make_stage
 from petra.engine.options.exact_streams import OnGrid
-from petra.engine.options.simple_stage import simple_stage
 from petra.plan.layout import make_layout
 from petra.reversible import (
     Coupling,
@@ -129,7 +129,7 @@ def test_blocks_and_types_without_exact_streams_raise_an_error() -> None:
 
 def test_evaluation_may_leave_the_range() -> None:
     """Nothing is reconstructed in an evaluation."""
-    chain = simple_stage([Coupling(branch(4))], [Keep.NOTHING], numerics=EXACT)
+    chain = make_stage([Coupling(branch(4))], [Keep.NOTHING], numerics=EXACT, grid=Grid())
     function = chain.runners[0].function
     assert isinstance(function, OnGrid)
     chain.evaluate((torch.full((2, 4, 6, 6), 1e6), torch.ones(2, 4, 6, 6)))

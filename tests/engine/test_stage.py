@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensor
 from torch.nn.parameter import UninitializedTensorMixin
 
 from petra import Keep, Numerics, Weights
-from petra.engine.options.simple_stage import simple_stage
+from petra.engine.build import make_stage
 from petra.engine.stage import Stage
 from petra.method import METHODS
 from petra.model import Chain, Model
@@ -25,7 +25,7 @@ def stage(model: Model, keep: Keep, weights: Weights = Weights.CURRENT, k: int =
     blocks = [model.build_block(i, seed) for i in range(len(model.blocks))]
     reversible = [isinstance(b, Coupling) or hasattr(b, "_halves") for b in blocks]
     keeps = [Keep.INPUT if keep is Keep.NOTHING and not r else keep for r in reversible]
-    return simple_stage(blocks, keeps, weights=weights, k=k, seed=seed)
+    return make_stage(blocks, keeps, weights=weights, k=k, seed=seed)
 
 
 def replayed(chain: Chain, m: int, x: Tensor, seed: int = 4) -> Tensor:
@@ -67,7 +67,7 @@ def test_generators_are_seeded_only_for_blocks_that_draw() -> None:
     """Each run finds again which blocks draw random numbers: a rate of dropout may have been 0 in the run before."""
     torch.manual_seed(0)
     functions = [nn.Sequential(nn.Linear(3, 3), nn.Dropout(rate)) for rate in (0.0, 0.5)]
-    made = simple_stage([Coupling(f) for f in functions] + [nn.Bilinear(3, 3, 2)], [Keep.NOTHING] * 2 + [Keep.INPUT], first_block=1)
+    made = make_stage([Coupling(f) for f in functions] + [nn.Bilinear(3, 3, 2)], [Keep.NOTHING] * 2 + [Keep.INPUT], first_block=1)
     x = (torch.randn(4, 3), torch.randn(4, 3))
 
     def backward_repeats_the_masks() -> bool:
@@ -92,7 +92,7 @@ def live_bytes() -> int:
 
 
 def test_reversible_block_that_keeps_nothing_stores_no_tensor() -> None:
-    made = simple_stage([Coupling(branch(4)) for _ in range(3)], [Keep.NOTHING] * 3, first_block=1)
+    made = make_stage([Coupling(branch(4)) for _ in range(3)], [Keep.NOTHING] * 3, first_block=1)
     x = (torch.randn(4, 4, 8, 8), torch.randn(4, 4, 8, 8))
     before = live_bytes()
     for m in range(6):
@@ -103,7 +103,7 @@ def test_reversible_block_that_keeps_nothing_stores_no_tensor() -> None:
 
 
 def test_block_that_is_not_reversible_stores_its_inputs_in_flight() -> None:
-    made = simple_stage([nn.Conv2d(4, 4, 3, padding=1)], [Keep.INPUT], first_block=1)
+    made = make_stage([nn.Conv2d(4, 4, 3, padding=1)], [Keep.INPUT], first_block=1)
     one = 4 * 4 * 8 * 8 * 4
     before = live_bytes()
     outputs = {}
@@ -125,7 +125,7 @@ def test_a_stored_graph_uses_the_updated_weights(optimizer: type[torch.optim.Opt
     block = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)).double()
     block.to(memory_format=torch.channels_last)
     x, delta = torch.randn(2, 3, 5, 5, dtype=torch.float64), torch.randn(2, 2, 5, 5, dtype=torch.float64)
-    made = simple_stage([block], [Keep.GRAPH], first_block=1, numerics=Numerics(channels_last=True))
+    made = make_stage([block], [Keep.GRAPH], first_block=1, numerics=Numerics(channels_last=True))
     made.forward(0, (x,))
     made.forward(1, (torch.randn_like(x),))  # updates the running statistics
     with torch.no_grad():
@@ -147,7 +147,7 @@ def test_a_stored_graph_uses_the_updated_weights(optimizer: type[torch.optim.Opt
 
 def test_double_weights_are_two_versions() -> None:
     """Only one version exists besides the parameters, however many microbatches are in flight."""
-    made = simple_stage([nn.Linear(500, 500)], [Keep.INPUT], weights=Weights.DOUBLE, first_block=1, k=2)
+    made = make_stage([nn.Linear(500, 500)], [Keep.INPUT], weights=Weights.DOUBLE, first_block=1, k=2)
     size, x = 500 * 501 * 4, torch.randn(2, 500)
     before = live_bytes()
     for m in range(8):

@@ -20,7 +20,7 @@ from launch.run.folder import default_folder
 from launch.run.training import run
 from launch.runtime.signals import StopRequest
 from petra import ConfigError, PetraError
-from petra.engine.weights import DoubleWeights, WeightVersion
+from petra.engine.weights import WeightVersion, WeightVersions
 from petra.errors import Interrupted
 from petra.training import Checkpoints, load
 from tests.launch.test_launch import ALONE, TINY, planned
@@ -162,16 +162,16 @@ def test_another_batch_size_within_an_epoch_is_refused(tmp_path: Path, monkeypat
 def test_double_weights_follow_a_clock_that_moves(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """PipeDream-2BW's first update after the change uses the older weights in its forward passes, as any other."""
     used: list[bool] = []
-    forward = DoubleWeights.for_forward
+    forward = WeightVersions.for_forward
 
-    def recorded(self: DoubleWeights, m: int) -> WeightVersion | None:
+    def recorded(self: WeightVersions, m: int) -> WeightVersion | None:
         version = forward(self, m)
         used.append(version is not None and version is self.previous)
         return version
 
     two_versions = ("method=pipedream_2bw", "k=2")
     train(*two_versions, "run_dir=double")
-    monkeypatch.setattr(DoubleWeights, "for_forward", recorded)
+    monkeypatch.setattr(WeightVersions, "for_forward", recorded)
     again = ("run_dir=double", "resume=auto", "trainer.epochs=2", "data.batch_size=4", "resume_change=[data.batch_size]")
     train(*two_versions, *again)
     assert any(used)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from petra import Keep, ModelError
-from petra.engine.options.simple_stage import simple_stage
+from petra.engine.build import make_stage
 from petra.plan.messages import Boundary
 from petra.reversible import Coupling
 from petra.specs import TensorSpec
@@ -83,7 +83,7 @@ def test_reconstruction_from_rounded_streams_is_off_by_their_rounding() -> None:
     torch.manual_seed(0)
     errors = {}
     for wire in (torch.float32, torch.bfloat16):
-        stage = simple_stage([Coupling(branch(8)) for _ in range(4)], [Keep.NOTHING] * 4, first_block=1)
+        stage = make_stage([Coupling(branch(8)) for _ in range(4)], [Keep.NOTHING] * 4, first_block=1)
         x = tuple(torch.randn(4, 8, 8, 8).to(wire).float() for _ in range(2))
         y = tuple(t.to(wire).float() for t in stage.forward(0, x))
         back, _ = stage.backward(0, y, y)

@@ -6,7 +6,6 @@ Decisions are flags on the device. Only :meth:`FiniteCheck.settle`, and what cal
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import isfinite, sqrt
 
 import torch
@@ -31,22 +30,6 @@ SMALL = 2048
 """Largest number of elements that are summed about as fast as a view of some of them is made."""
 
 
-@dataclass
-class MeanNorm:
-    """Mean gradient norm of the updates that were not skipped."""
-
-    total: float = 0.0
-    count: float = 0.0
-
-    def add(self, norm: float) -> None:
-        """Include the norm of an update."""
-        self.total, self.count = self.total + norm, self.count + 1
-
-    def value(self) -> float:
-        """Return the mean, 0 without any update."""
-        return self.total / max(self.count, 1)
-
-
 class FiniteCheck(Part):
     """Detects non-finite values in the updates of one stage, and decides which updates to skip.
 
@@ -59,7 +42,6 @@ class FiniteCheck(Part):
 
     Attributes:
         skipped: Number of skipped updates since the start of training, up to the last :meth:`settle`.
-        norms: Mean norm of the gradients of updates that were not skipped, up to the last :meth:`settle`.
     """
 
     def __init__(self, stage: Stage, number: int, rules: UpdateRules, device: torch.device, *, last: bool) -> None:
@@ -67,12 +49,16 @@ class FiniteCheck(Part):
         self._received: list[Tensor] = []  # the sum of each δ received since the last update
         self._failed: tuple[int, bool] | None = None  # t of the first failure, and whether the received gradient was non-finite
         self._log = self._make_log()
-        self.skipped, self.norms = 0.0, MeanNorm()
+        self.skipped, self._norms, self._measured = 0.0, 0.0, 0.0  # sum of norms of updates that were not skipped, and their number
         self._statistics = FiniteStatistics(running_statistics(stage.module)) if rules.may_skip else None
 
     def _make_log(self) -> UpdateLog | None:
         """Return the log of updates that the host reads later; None on the CPU, where reading needs no synchronization."""
         return None if self.device.type == "cpu" else UpdateLog(CHECK_EVERY, 3, self.device)
+
+    def ports(self, upstream: Port, downstream: Port) -> tuple[Port, Port]:
+        """Return the ports of the stage with what this check needs to see of their messages."""
+        return upstream, CheckedPort(downstream, self)
 
     def add_received(self, delta: Streams) -> None:
         """Include a received gradient."""
@@ -130,7 +116,7 @@ class FiniteCheck(Part):
             self._failed = outcome.t, not self.last and not received_finite
         self.skipped += bad
         if not bad:
-            self.norms.add(sqrt(outcome.own))
+            self._norms, self._measured = self._norms + sqrt(outcome.own), self._measured + 1
         return bad
 
     def _fails(self, outcome: Outcome, own: bool, received_finite: bool) -> bool:
@@ -197,12 +183,11 @@ class FiniteCheck(Part):
 
     def numbers(self) -> dict[str, float]:
         self.settle()
-        return {"skipped": self.skipped, "norms": self.norms.total, "measured": self.norms.count}
+        return {"skipped": self.skipped, "norms": self._norms, "measured": self._measured}
 
     def load(self, numbers: Mapping[str, float], tensors: Tensors) -> None:
         """Restore numbers, discard the sums, and copy running statistics for :meth:`finish_update`."""
-        self.skipped = float(numbers["skipped"])
-        self.norms = MeanNorm(float(numbers["norms"]), float(numbers["measured"]))
+        self.skipped, self._norms, self._measured = (numbers[key] for key in ("skipped", "norms", "measured"))
         self._clear_sums()
         if self._statistics is not None:
             self._statistics.copy()
@@ -214,8 +199,8 @@ class FiniteCheck(Part):
         ``skipped_updates`` counts from the start of training.
         """
         self.settle()
-        found = {"gradient_norm": self.norms.value(), "skipped_updates": self.skipped}
-        self.norms = MeanNorm()
+        found = {"gradient_norm": self._norms / max(self._measured, 1), "skipped_updates": self.skipped}
+        self._norms = self._measured = 0.0
         return found
 
     def _sum_received(self) -> Tensor:

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from petra.engine.options.finite_check import CHECK_EVERY, FiniteCheck, scalar
 from petra.engine.options.update_log import Outcome, UpdateLog
 from petra.engine.stage import Stage
-from petra.engine.update import Clip, Norm, ParameterHooks, Part, Pending, Tensors, Update
+from petra.engine.update import Part, Pending, Tensors
 from petra.engine.update_rules import UpdateRules
 from petra.specs import Message, Streams
 from petra.transport import Port
@@ -28,30 +28,8 @@ GROWTH_INTERVAL = 2000
 """Number of successive updates without an overflow after which a dynamic scale doubles."""
 
 
-def scaled_parts(
-    stage: Stage, number: int, rules: UpdateRules, device: torch.device, *, last: bool
-) -> tuple[FiniteCheck, list[Part]]:
-    """Return the check of a stage with a loss scale, and the parts of its update from the hooks of parameters to the check.
-
-    Args:
-        stage, number, rules, device, last: As for :class:`petra.engine.options.finite_check.FiniteCheck`.
-    """
-    assert rules.loss_scale is not None
-    scale, parameters = LossScale(rules.loss_scale, device), stage.gradients.parameters
-    check = ScaledCheck(stage, number, rules, device, scale, last=last)
-    return check, [ScaledHooks(stage, scale), ScaledNorm(parameters, scale), ScaledClip(rules.clip, scale), check, scale]
-
-
-def scaled_ports(update: Update, upstream: Port, downstream: Port) -> tuple[Port, Port]:
-    """Return the ports of a stage with the parts of :func:`scaled_parts`, so that gradients are scaled inside the stage only."""
-    scale, check = update.part(LossScale), update.part(ScaledCheck)
-    assert scale is not None
-    assert check is not None
-    return ScaledPort(upstream, scale, check, upstream=True), ScaledPort(downstream, scale, check, upstream=False)
-
-
 class LossScale(Part):
-    """Loss scale of one stage. As a part of the update, it does nothing: the check adapts it.
+    """Loss scale of one stage. It is the first part of an update. The check adapts it.
 
     Args:
         setting: A fixed scale, or ``dynamic``.
@@ -66,6 +44,9 @@ class LossScale(Part):
         self.dynamic = setting == "dynamic"
         self.scale = scalar(INITIAL_SCALE if setting == "dynamic" else setting, device)
         self.good = scalar(0, device)
+
+    def __call__(self, pending: Pending) -> None:
+        pending.scale = self.scale
 
     def multiply(self, delta: Streams) -> Streams:
         """Return ``delta`` times the scale."""
@@ -98,42 +79,6 @@ class LossScale(Part):
         return {"loss_scale": self.scale.item()}
 
 
-class ScaledHooks(ParameterHooks):
-    """Calls hooks of parameters with unscaled gradients."""
-
-    def __init__(self, stage: Stage, loss_scale: LossScale) -> None:
-        super().__init__(stage)
-        self._loss_scale = loss_scale
-
-    def __call__(self, pending: Pending) -> None:
-        self.stage.gradients.call_hooks(self._loss_scale.scale)
-
-
-class ScaledNorm(Norm):
-    """Measures the norm of scaled gradients, unscaled."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], loss_scale: LossScale) -> None:
-        super().__init__(parameters)
-        self._loss_scale = loss_scale
-
-    def squared(self, otherwise: Tensor) -> Tensor:
-        found = super().squared(otherwise)
-        return found if found is otherwise else found / self._loss_scale.scale.square()
-
-
-class ScaledClip(Clip):
-    """Clips and unscales gradients in one multiplication. It comes before the check, which may adapt the scale."""
-
-    def __init__(self, norm: float | None, loss_scale: LossScale) -> None:
-        super().__init__(norm)
-        self._loss_scale = loss_scale
-
-    def __call__(self, pending: Pending) -> None:
-        super().__call__(pending)
-        scale = self._loss_scale.scale
-        pending.factor = 1 / scale if pending.factor is None else pending.factor / scale
-
-
 class ScaledCheck(FiniteCheck):
     """Detects non-finite values under a loss scale, and adapts a dynamic one.
 
@@ -151,6 +96,12 @@ class ScaledCheck(FiniteCheck):
 
     def _make_log(self) -> UpdateLog | None:
         return UpdateLog(CHECK_EVERY, 5, self.device)
+
+    def ports(self, upstream: Port, downstream: Port) -> tuple[Port, Port]:
+        """Return ports that scale gradients inside the stage only."""
+        upstream, downstream = super().ports(upstream, downstream)
+        scale = self._loss_scale
+        return ScaledPort(upstream, scale, self, upstream=True), ScaledPort(downstream, scale, self, upstream=False)
 
     def add_received(self, delta: Streams) -> None:
         self._received += [d.sum() for d in delta]
