@@ -34,32 +34,22 @@ if TYPE_CHECKING:
     from petra.settings import Runtime as Runtime
     from petra.specs import TensorSpec as TensorSpec
 
-_MODULES = {
-    "Losses": "petra.engine.endpoints",
-    "Recipe": "petra.engine.recipe",
-    "Result": "petra.engine.totals",
-    "UpdateRules": "petra.engine.update_rules",
-    "ConfigError": "petra.errors",
-    "DataError": "petra.errors",
-    "ModelError": "petra.errors",
-    "NumericsError": "petra.errors",
-    "PetraError": "petra.errors",
-    "ScheduleError": "petra.errors",
-    "Hook": "petra.hooks",
-    "METHODS": "petra.method",
-    "Keep": "petra.method",
-    "Method": "petra.method",
-    "Weights": "petra.method",
-    "BlockSpec": "petra.model",
-    "Model": "petra.model",
-    "Pipeline": "petra.pipeline",
-    "Plan": "petra.plan",
-    "make_plan": "petra.plan",
-    "Numerics": "petra.settings",
-    "Runtime": "petra.settings",
-    "TensorSpec": "petra.specs",
+_NAMES = {
+    "petra.engine.endpoints": ("Losses",),
+    "petra.engine.recipe": ("Recipe",),
+    "petra.engine.totals": ("Result",),
+    "petra.engine.update_rules": ("UpdateRules",),
+    "petra.errors": ("ConfigError", "DataError", "ModelError", "NumericsError", "PetraError", "ScheduleError"),
+    "petra.hooks": ("Hook",),
+    "petra.method": ("METHODS", "Keep", "Method", "Weights"),
+    "petra.model": ("BlockSpec", "Model"),
+    "petra.pipeline": ("Pipeline",),
+    "petra.plan": ("Plan", "make_plan"),
+    "petra.settings": ("Numerics", "Runtime"),
+    "petra.specs": ("TensorSpec",),
 }
-"""Module of each public name."""
+"""Public names of each module."""
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = [*_MODULES]
 
 

@@ -58,7 +58,7 @@ class Runtime:
         refetch: Whether the first block fetches its input from the data source again in its backward pass instead of storing it.
             Saves the memory of one input for each microbatch in flight. Training data need a method ``refetch``.
         overlap: Run the forward of one microbatch beside the backward of another, in another thread, at the stages of
-            :func:`petra.plan.overlap.overlapped_stages`. Only on the CPU.
+            :func:`petra.plan.timetable.overlapped_stages`. Only on the CPU.
 
     Raises:
         ConfigError: If a value has another type, or ``device`` is no device of torch.

@@ -31,21 +31,10 @@ DEVICE = torch.ops.prim.device.default
 def foreach(name: str) -> Callable[..., Any]:
     """Return ``torch._foreach_<name>``, which applies an operation to many tensors with a few kernels.
 
-    The public API has no such operations. Without it, the operation is applied to one tensor after another.
+    The public API has no such operations. torch's own optimizers call them by the same names.
     """
-    found: Callable[..., Any] | None = getattr(torch, f"_foreach_{name}", None)
-    return found if found is not None else one_by_one(name)
-
-
-def one_by_one(name: str) -> Callable[..., Any]:
-    """Return a function that applies a tensor's method to each tensor. Arguments may be lists with one element per tensor."""
-    method = torch.linalg.vector_norm if name == "norm" else getattr(Tensor, f"{name}")
-
-    def apply(tensors: Tensors, *arguments: Any, **options: Any) -> list[Tensor]:
-        columns = [a if isinstance(a, Sequence) else [a] * len(tensors) for a in arguments]
-        return [method(tensor, *row, **options) for tensor, *row in zip(tensors, *columns, strict=True)]
-
-    return apply
+    operation: Callable[..., Any] = getattr(torch, f"_foreach_{name}")
+    return operation
 
 
 foreach_add, foreach_add_ = foreach("add"), foreach("add_")

@@ -21,7 +21,7 @@ from petra.hooks import Hook
 from petra.method import METHODS, Keep, Method
 from petra.model import BlockSpec, Model
 from petra.pipeline import Pipeline
-from petra.plan.overlap import overlapped_stages
+from petra.plan.timetable import overlapped_stages
 from petra.reversible import Coupling
 from petra.specs import Message, Streams, TensorSpec
 from petra.torch_private import storage_key

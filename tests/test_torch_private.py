@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from petra import PetraError, torch_private
-from petra.torch_private import one_by_one
 from tests.structure import ROOT, modules
 
 PRIVATE = re.compile(
@@ -23,33 +22,6 @@ PRIVATE = re.compile(
 def test_only_one_file_uses_private_names_of_torch() -> None:
     found = {name: PRIVATE.findall(path.read_text(encoding="utf-8")) for name, path in modules(ROOT).items()}
     assert {name for name, uses in found.items() if uses} == {"petra.torch_private"}
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "options"),
-    [
-        ("add", ("list",), {"alpha": 0.5}),
-        ("add_", ("list",), {"alpha": -2}),
-        ("mul", (3.0,), {}),
-        ("mul_", ("list",), {}),
-        ("sub", ("list",), {}),
-        ("sub_", ("list",), {}),
-        ("lerp_", ("list", 0.25), {}),
-        ("copy_", ("list",), {}),
-        ("zero_", (), {}),
-        ("norm", (), {}),
-        ("norm", (torch.inf,), {}),
-    ],
-)
-def test_operations_on_many_tensors_one_by_one(name: str, arguments: tuple[object, ...], options: dict[str, float]) -> None:
-    results = []
-    for apply in (getattr(torch, f"_foreach_{name}"), one_by_one(name)):
-        torch.manual_seed(0)
-        tensors, others = ([torch.randn(n, 2) for n in (1, 3, 40)] for _ in range(2))
-        returned = apply(tensors, *(others if a == "list" else a for a in arguments), **options)
-        results.append(tensors if name.endswith("_") else list(returned))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("engine", [True, False])

@@ -12,7 +12,7 @@ import torch
 from omegaconf import OmegaConf
 
 from petra.analysis.plots import curves
-from petra.plan.overlap import describe_overlap
+from petra.engine.options.overlap import describe_overlap
 from petra.training import JsonLines, Logger, Row, TensorBoardLogger, WandbLogger, new_run_folder, write_json
 from petra.training.checkpoint import checkpoints
 from petra.training.progress import means_text

@@ -14,8 +14,7 @@ from petra.cost_model.period import Values, longest_paths, maximum_cycle_ratio
 from petra.cost_model.zero_bubble import ZeroBubble, lags, splits
 from petra.diagnostics.events import Interval, Kind
 from petra.method import Method
-from petra.plan.overlap import overlapped_stages
-from petra.plan.timetable import Timetable, in_flight
+from petra.plan.timetable import Timetable, in_flight, overlapped_stages
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def predict(
         processes: Stages of each process; None for one stage per process.
         link: Link between neighbouring processes, the same everywhere; or the connection of each process to the next one.
         transport: Transport whose rules the messages follow.
-        overlap: Whether stages run forward beside backward where they can (:mod:`petra.plan.overlap`), at no loss of speed.
+        overlap: Whether stages run forward beside backward where they can (``overlapped_stages``), at no loss of speed.
 
     Raises:
         ConfigError: If the method's delays don't fit the number of stages.

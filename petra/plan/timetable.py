@@ -14,8 +14,7 @@ rounds (:mod:`petra.cost_model.event_graph`).
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from itertools import pairwise
 from typing import Generic, NamedTuple, TypeVar
@@ -46,28 +45,6 @@ class Step(NamedTuple):
     microbatch: int
 
 
-def training_order(delay: int, start: int, stop: int, flush_every: int | None = None) -> Iterator[tuple[Op, int]]:
-    """Yield the steps of one stage for microbatches ``start`` … ``stop`` − 1.
-
-    The stage runs ``delay`` forwards, then one forward and one backward in turn, then the remaining backwards.
-
-    Args:
-        delay: Delay τ of the stage.
-        flush_every: Drain the pipeline at each multiple of this number of microbatches. Methods with exact gradients use k.
-    """
-    while start < stop:
-        end = stop if flush_every is None else min(stop, (start // flush_every + 1) * flush_every)
-        warm_up = min(delay, end - start)
-        for m in range(start, start + warm_up):
-            yield Op.FORWARD, m
-        for m in range(start + warm_up, end):
-            yield Op.FORWARD, m
-            yield Op.BACKWARD, m - warm_up
-        for m in range(end - warm_up, end):
-            yield Op.BACKWARD, m
-        start = end
-
-
 def in_flight(delay: int, k: int, flush: bool) -> int:
     """Return the largest number of microbatches between forward and backward at a stage, including the one it works on.
 
@@ -80,7 +57,7 @@ def in_flight(delay: int, k: int, flush: bool) -> int:
 
 
 def check_training(delays: Sequence[int], boundary_delays: Sequence[int]) -> None:
-    """Check that the orders of :func:`training_order` can be executed, for any number of microbatches and any flush.
+    """Check that the orders of :class:`Timetable` can be executed, for any number of microbatches and any flush.
 
     Sufficient condition: at each boundary, the delay τ falls by 0 to d. Let f_j(n) be the F of microbatch n + τ_j at stage j, and
     b_j(n) the B of microbatch n. In the order of the stage, f_j(n) comes directly before b_j(n). A step with index n waits for
@@ -100,43 +77,16 @@ def check_training(delays: Sequence[int], boundary_delays: Sequence[int]) -> Non
             raise invalid(f"delays of stages {j + 1} and {j + 2}", f"a difference of 0 to {d}", got, ScheduleError)
 
 
-def check_orders(orders: Sequence[Iterable[tuple[Op, int]]], boundary_delays: Sequence[int]) -> None:
-    """Check that stages that run these orders never deadlock, whatever the timing.
+def overlapped_stages(boundary_delays: Sequence[int]) -> tuple[int, ...]:
+    """Return the stages, from 0, that can run the forward of one microbatch and the backward of another at the same time.
 
-    Each stage runs its next step as soon as the message for it has arrived and the receiver of its own message has room. No step
-    takes a message or room from another stage, so if one sequence of steps reaches the end, all do.
+    A stage runs a forward in some round and a backward in the next one, both with the same weights. The backward needs a message
+    that the next stage sent at least d rounds before. With d >= 2, that was before the round of the forward, so both can run in it.
 
     Args:
-        orders: Steps of each stage, in order.
-        boundary_delays: Delay d of each boundary, which has room for d + 1 messages in each direction.
-
-    Raises:
-        ScheduleError: If they deadlock, or if a backward comes before its forward. The message lists what each blocked stage waits
-            for.
+        boundary_delays: Delay d of each boundary.
     """
-    left, last = [deque(order) for order in orders], len(orders) - 1
-    sent: dict[tuple[Op, int], deque[int]] = {(op, j): deque() for op in Op for j in range(-1, last + 2)}  # by receiver
-    stored: list[set[int]] = [set() for _ in orders]
-    ready = list(range(last + 1))
-    while ready:
-        j = ready.pop()
-        if not left[j]:
-            continue
-        op, m = left[j][0]
-        before, after = (j - 1, j + 1) if op is Op.FORWARD else (j + 1, j - 1)
-        if op is Op.BACKWARD and m not in stored[j]:
-            raise ScheduleError(f"stage {j + 1}: backward of microbatch {m} comes before its forward")
-        arrived = not 0 <= before <= last or (sent[op, j] and sent[op, j][0] == m)
-        if not arrived or (0 <= after <= last and len(sent[op, after]) > boundary_delays[min(j, after)]):
-            continue
-        left[j].popleft()
-        (stored[j].add if op is Op.FORWARD else stored[j].remove)(m)
-        if 0 <= before <= last:
-            sent[op, j].popleft()
-        sent[op, after].append(m)
-        ready += [i for i in (j - 1, j + 1, j) if 0 <= i <= last]
-    if blocked := [f"stage {j + 1} waits to run {order[0][0]}{order[0][1]}" for j, order in enumerate(left) if order]:
-        raise ScheduleError("the schedule deadlocks: " + ", ".join(blocked))
+    return tuple(j for j, d in enumerate(boundary_delays) if d >= 2)
 
 
 class Round(NamedTuple):
@@ -165,8 +115,10 @@ class Round(NamedTuple):
 class Timetable:
     """Computes the rounds of all stages at once, one round after the other.
 
-    In training, each stage runs the order of :func:`training_order`; in evaluation, forwards only. Rules:
+    Rules:
 
+    - In training, a stage runs τ forwards, then one forward and one backward in turn, then the remaining backwards; in evaluation,
+      forwards only.
     - A stage runs at most one step per round, and at most one forward in two rounds (a tick).
     - The receiver uses a message at the earliest max(1, d) rounds after the step that sent it. At d = 2, all stages therefore run
       their forwards in the same rounds, and a message has the other half of the tick to travel.

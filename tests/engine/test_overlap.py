@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from petra import METHODS, BlockSpec, ConfigError, Keep, Method, Model, ModelError, Pipeline, Runtime, UpdateRules, Weights
 from petra.hooks import Hook
-from petra.plan.overlap import describe_overlap, overlapped_stages
+from petra.plan.timetable import overlapped_stages
 from petra.settings import Numerics
 from petra.specs import Streams
 from petra.staleness import Prediction
@@ -104,12 +104,6 @@ def test_overlap_gives_the_same_bits(name: str, late_forwards: bool) -> None:
 @pytest.mark.parametrize("delays", [(2, 2, 2), (1, 2, 3), (0, 1)])
 def test_stages_whose_next_boundary_has_two_delays_overlap(delays: tuple[int, ...]) -> None:
     assert overlapped_stages(delays) == tuple(j for j, d in enumerate(delays) if d >= 2)
-
-
-def test_the_plan_says_which_stages_overlap() -> None:
-    assert describe_overlap((2, 2, 2)) == "forward beside backward at stages 1–3 of 4"
-    assert describe_overlap((1, 2, 1, 3)) == "forward beside backward at stages 2, 4 of 5"
-    assert describe_overlap((1,)) == "no stage of 2 overlaps"
 
 
 @pytest.mark.parametrize(

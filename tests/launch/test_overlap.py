@@ -10,6 +10,7 @@ from petra import METHODS, ConfigError
 from petra.cost_model.autotune import BlockCost
 from petra.cost_model.links import Link
 from petra.cost_model.machines import Machines
+from petra.engine.options.overlap import describe_overlap
 from tests.launch.test_launch import planned
 
 
@@ -28,6 +29,12 @@ def test_settings_that_are_refused(overrides: tuple[str, ...], message: str) -> 
 def test_the_first_line_names_the_stages_that_overlap() -> None:
     assert "; forward beside backward at stages 1–9 of 10" in headline(planned("trainer.overlap=true"))
     assert "beside" not in headline(planned())
+
+
+def test_the_plan_says_which_stages_overlap() -> None:
+    assert describe_overlap((2, 2, 2)) == "forward beside backward at stages 1–3 of 4"
+    assert describe_overlap((1, 2, 1, 3)) == "forward beside backward at stages 2, 4 of 5"
+    assert describe_overlap((1,)) == "no stage of 2 overlaps"
 
 
 def test_the_plan_of_machines_knows_overlap() -> None:

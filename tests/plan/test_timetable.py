@@ -13,13 +13,12 @@ from petra.plan.timetable import (
     PeriodicRounds,
     Step,
     Timetable,
-    check_orders,
     check_training,
     evaluation_rounds,
     in_flight,
-    training_order,
     training_rounds,
 )
+from tests.support.orders import check_orders, training_order
 
 F, B = Op.FORWARD, Op.BACKWARD
 Grouped = list[list[tuple[int, Op, int]]]

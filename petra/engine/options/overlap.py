@@ -1,10 +1,10 @@
-"""Forward beside backward: each in a thread of its own, on the CPU, at the stages of :mod:`petra.plan.overlap`."""
+"""Forward beside backward: each in a thread of its own, on the CPU, at the stages that allow it."""
 
 from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 
@@ -20,8 +20,7 @@ from petra.engine.worker import Worker
 from petra.errors import ModelError, require
 from petra.method import Keep
 from petra.plan import Plan
-from petra.plan.overlap import overlapped_stages, require_overlap
-from petra.plan.timetable import Op
+from petra.plan.timetable import Op, overlapped_stages
 from petra.reversible.replay import NOTHING
 from petra.settings import Runtime
 from petra.specs import Streams
@@ -160,6 +159,14 @@ def _buffer_marks(module: nn.Module) -> list[tuple[str, int, int | None]]:
     return [(name, id(buffer), version_of(buffer)) for name, buffer in module.named_buffers()]
 
 
+def describe_overlap(boundary_delays: Sequence[int]) -> str:
+    """Return which stages run forward beside backward, in one line; the last stage never does."""
+    stages, count = overlapped_stages(boundary_delays), len(boundary_delays) + 1
+    contiguous = len(stages) > 1 and stages == tuple(range(stages[0], stages[-1] + 1))
+    numbers = f"{stages[0] + 1}–{stages[-1] + 1}" if contiguous else ", ".join(str(j + 1) for j in stages)
+    return f"forward beside backward at stages {numbers} of {count}" if stages else f"no stage of {count} overlaps"
+
+
 def check_overlap(plan: Plan, runtime: Runtime, device: torch.device) -> None:
     """Check that forward can run beside backward.
 
@@ -167,7 +174,10 @@ def check_overlap(plan: Plan, runtime: Runtime, device: torch.device) -> None:
         ConfigError: If not.
     """
     require(device.type == "cpu", "trainer.overlap", "false on a GPU", True)
-    require_overlap(plan.boundary_delays)
+    delays = plan.boundary_delays
+    got = f"true with delays {list(delays)}" if delays else "true with one stage"
+    expected = "false unless a boundary between stages has a delay d >= 2"
+    require(bool(overlapped_stages(delays)), "trainer.overlap", expected, got)
     require(not plan.refetches, "data.refetch", "false with trainer.overlap", True)
     require(not plan.numerics.exact_streams, "trainer.exact_streams", "false with trainer.overlap", True)
     require(runtime.compile is None, "trainer.compile", "null with trainer.overlap", runtime.compile)
