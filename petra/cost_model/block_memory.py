@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from petra.diagnostics.activation_memory import rounded
 from petra.engine.block import Refetch
-from petra.engine.options.simple_stage import simple_stage
+from petra.engine.build import make_stage
 from petra.method import Keep, Weights
 from petra.model import Model
 from petra.settings import Numerics
@@ -106,7 +106,7 @@ def _count(
     first: bool,
 ) -> BlockMemory:
     """Count passes that come after others: the first ones find what is cast once, and make copies of the weights."""
-    stage = simple_stage([module], [keep], first_block=1 - first, weights=weights, numerics=numerics, cast_once=True)
+    stage = make_stage([module], [keep], first_block=1 - first, weights=weights, numerics=numerics, cast_once=True)
     for runner in stage.runners:
         if isinstance(runner, Refetch):
             runner.fetch = lambda m: make()
