@@ -152,8 +152,16 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize(
     ("block", "keep", "message"),
     [
-        (lambda: Rebinding(in_place=True), Keep.INPUT, "Rebinding changes its buffer mean in the forward pass"),
-        (lambda: Rebinding(in_place=False), Keep.INPUT, "Rebinding changes its buffer mean in the forward pass"),
+        (
+            lambda: Rebinding(in_place=True),
+            Keep.INPUT,
+            "a: expected buffers that .*, got a change of mean",
+        ),
+        (
+            lambda: Rebinding(in_place=False),
+            Keep.INPUT,
+            "a: expected buffers that .*, got a change of mean",
+        ),
         (Checkpointed, Keep.INPUT, "Checkpointed: activation checkpointing"),
         (Checkpointed, Keep.GRAPH, "Checkpointed: activation checkpointing"),
     ],

@@ -24,7 +24,6 @@ from petra.plan.timetable import Op, overlapped_stages
 from petra.reversible.replay import NOTHING
 from petra.settings import Runtime
 from petra.specs import Streams
-from petra.torch_private import version as version_of
 
 HOOKS_BESIDE = (
     "activation checkpointing and other saved-tensor hooks inside a block can't be used with trainer.overlap on the CPU if the "
@@ -120,25 +119,16 @@ class Twin(WrappedFunction):
     a parameter's ``data`` or disabling the updates of running statistics in one of them does not affect the other.
 
     Raises:
-        ModelError: If the block can't be copied, or changes its buffers in its first call: a backward may use them.
+        ModelError: If the block can't be copied.
     """
 
     def __init__(self, function: BlockFunction) -> None:
         super().__init__(_copied(function))
-        self._function, self._called = function, False
+        self._function = function
 
     def __call__(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
-        if self._called:
-            return self.inner(m, x, version)
-        before = _buffer_marks(self.module)
         y = self.inner(m, x, version)
-        for (name, *old), (_, *new) in zip(before, _buffer_marks(self.module), strict=True):
-            if old != new:
-                raise ModelError(
-                    f"trainer.overlap: {type(self.module).__name__} changes its buffer {name} in the forward pass; use "
-                    "trainer.overlap=false"
-                )
-        self._function.draws, self._called = self.draws, True
+        self._function.draws = self.draws
         return y
 
 
@@ -152,11 +142,6 @@ def _copied(function: BlockFunction) -> BlockFunction:
         raise ModelError(
             f"trainer.overlap: {type(module).__name__} can't be copied for forwards beside backwards: {error}"
         ) from error
-
-
-def _buffer_marks(module: nn.Module) -> list[tuple[str, int, int | None]]:
-    """Return what changes if a buffer of the module is replaced or written."""
-    return [(name, id(buffer), version_of(buffer)) for name, buffer in module.named_buffers()]
 
 
 def describe_overlap(boundary_delays: Sequence[int]) -> str:
