@@ -141,8 +141,8 @@ class GradientQuality(Hook):
         case, stage = self._cases[m], self.pipeline.stages[j]
         stashed = self.pipeline.plan.method.weights is not Weights.CURRENT
         weights = case.weights[j] if stashed else [runner.versions.corrected for runner in stage.runners]
-        y = stage.replay(m, case.inputs[j], weights)
-        with stage.using(weights):
+        y = _replayed(stage, m, case.inputs[j], weights)
+        with _using(stage, weights):
             return _differentiated(y, dy, _leaves(stage, weights))
 
     def _add_references(self, m: int) -> None:
@@ -155,7 +155,7 @@ class GradientQuality(Hook):
         stages = self.pipeline.stages
         x = self._cases[m].inputs[0]
         for j, stage in stages.items():
-            x = stage.replay(m, x, weights[j])
+            x = _replayed(stage, m, x, weights[j])
         loss_port = self.pipeline.loss_port
         assert loss_port.data is not None
         with reading:
@@ -166,7 +166,7 @@ class GradientQuality(Hook):
         every = [leaf for group in leaves.values() for leaf in group]
         with ExitStack() as stack:
             for j, stage in stages.items():
-                stack.enter_context(stage.using(weights[j]))
+                stack.enter_context(_using(stage, weights[j]))
             found = iter(torch.autograd.grad(loss, every, allow_unused=True)) if every else iter(())
         return {j: _joined(group, [next(found) for _ in group]) for j, group in leaves.items()}
 
@@ -181,6 +181,23 @@ def _copies(runner: BlockRunner, m: int) -> WeightVersion:
     """Copy the weights that the forward of microbatch ``m`` uses."""
     weights: Mapping[str, Tensor] = runner.versions.for_forward(m) or runner.parameters
     return {name: weights[name].detach().clone().requires_grad_() for name in runner.parameters}
+
+
+def _replayed(stage: Stage, m: int, x: Streams, weights: Sequence[WeightVersion | None]) -> Streams:
+    """Run a stage's forward pass again with a graph. Nothing is stored, and running statistics don't move."""
+    with torch.enable_grad():
+        for runner, version in zip(stage.runners, weights, strict=True):
+            with runner.function.frozen_statistics():
+                x = stage.contiguous(runner.function(m, x, version))
+    return x
+
+
+def _using(stage: Stage, weights: Sequence[WeightVersion | None]) -> ExitStack:
+    """Give the stage's parameters the values of ``weights``, to differentiate what :func:`_replayed` returned."""
+    stack = ExitStack()
+    for runner, version in zip(stage.runners, weights, strict=True):
+        stack.enter_context(runner.function.using(version))
+    return stack
 
 
 def _leaves(stage: Stage, weights: Sequence[WeightVersion | None]) -> list[Tensor]:

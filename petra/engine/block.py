@@ -107,11 +107,6 @@ class BlockRunner(ABC):
         if self.forward_function is not self.function:
             self.forward_function.begin_update()
 
-    def replay(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
-        """Run the forward pass of microbatch ``m`` again; nothing is stored or updated."""
-        with self.function.frozen_statistics():
-            return self.function(m, x, version)
-
     def _choose_version(self, m: int) -> WeightVersion | None:
         """Return the weights for the forward pass of microbatch ``m``, and stash them if the backward pass needs them too."""
         version = self.versions.for_forward(m)

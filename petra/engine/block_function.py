@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +72,7 @@ class BlockFunction:
         if self._is_coupling and self.draws is not None and version is None:
             return self.module(*x, seed=seed)  # type: ignore[no-any-return]
         arguments, seed = ({}, seed) if self._reversible is None else ({"seed": seed}, None)
-        watch = NOTHING if self.draws is not None else watch_draws(self._set_draws)
+        watch = NOTHING if self.draws is not None else watch_draws(self.set_draws)
         with watch, forbid_inplace(x, self.module), seeded(seed, x[0].device):
             y = self.module(*x, **arguments) if version is None else functional_call(self.module, version, x, arguments)
         return as_streams(y)
@@ -122,15 +123,18 @@ class BlockFunction:
         stack.enter_context(forbid_buffer_changes(self.module, self.name))
         return stack
 
-    def _set_draws(self, draws: bool) -> None:
+    def set_draws(self, draws: bool | None) -> None:
+        """Set :attr:`draws`."""
         self.draws = draws
 
     def _seed_of(self, m: int) -> int | None:
         return None if self.draws is False else derive_seed(self._seed, m)
 
 
-class WrappedFunction(BlockFunction):
+class WrappedFunction(BlockFunction if TYPE_CHECKING else object):  # type: ignore[misc]
     """Base of what changes how a block is evaluated: evaluates another function inside of :meth:`context`.
+
+    All other attributes and methods are those of the other function.
 
     Args:
         inner: The function that this one contains.
@@ -138,7 +142,11 @@ class WrappedFunction(BlockFunction):
 
     def __init__(self, inner: BlockFunction) -> None:
         self.inner = inner
-        self.module, self.name, self.parameters = inner.module, inner.name, inner.parameters
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy.deepcopy asks a new copy, which has no attributes yet
+            raise AttributeError(name)
+        return getattr(self.inner, name)
 
     def context(self, x: Tensor, version: WeightVersion | None) -> AbstractContextManager[object]:
         """Return the context in which the block is evaluated in training.
@@ -148,18 +156,6 @@ class WrappedFunction(BlockFunction):
             version: Weights that it uses; None for the parameters.
         """
         return NOTHING
-
-    @property
-    def draws(self) -> bool | None:
-        """See :class:`BlockFunction`."""
-        return self.inner.draws
-
-    @draws.setter
-    def draws(self, draws: bool | None) -> None:
-        self.inner.draws = draws
-
-    def begin_run(self) -> None:
-        self.inner.begin_run()
 
     def __call__(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
         with self.context(x[0], version):
@@ -172,21 +168,6 @@ class WrappedFunction(BlockFunction):
     def inverse_vjp(self, m: int, y: Streams, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
         with self.context(y[0], version):
             return self.inner.inverse_vjp(m, y, dy, version)
-
-    def evaluate(self, x: Streams) -> Streams:
-        return self.inner.evaluate(x)
-
-    def begin_update(self) -> None:
-        self.inner.begin_update()
-
-    def using(self, version: WeightVersion | None) -> AbstractContextManager[None]:
-        return self.inner.using(version)
-
-    def frozen_statistics(self) -> AbstractContextManager[None]:
-        return self.inner.frozen_statistics()
-
-    def first_evaluation(self) -> AbstractContextManager[object]:
-        return self.inner.first_evaluation()
 
 
 @contextmanager

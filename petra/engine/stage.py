@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ class Stage:
             with torch.no_grad():
                 return self.forward(m, x)
         for runner in self.runners:
-            x = self._contiguous(runner.forward(m, x))
+            x = self.contiguous(runner.forward(m, x))
         return x
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams]:
@@ -70,33 +70,14 @@ class Stage:
                 return self.backward(m, y, dy)
         for i in range(len(self.runners) - 1, -1, -1):
             y, dy, gradients = self.runners[i].backward(m, y, dy)
-            y, dy = self._contiguous(y), self._contiguous(dy)
+            y, dy = self.contiguous(y), self.contiguous(dy)
             self.gradients.add(i, gradients)
         return y if self.returns_input else (), dy
-
-    def replay(self, m: int, x: Streams, versions: Sequence[WeightVersion | None]) -> Streams:
-        """Run the forward pass of microbatch ``m`` again with a graph. Nothing is stored, and running statistics don't move.
-
-        Args:
-            versions: Weights of each block; None for its parameters.
-        """
-        with torch.enable_grad():
-            for runner, version in zip(self.runners, versions, strict=True):
-                x = self._contiguous(runner.replay(m, x, version))
-        return x
-
-    @contextmanager
-    def using(self, versions: Sequence[WeightVersion | None]) -> Iterator[None]:
-        """Give the parameters the values of ``versions``, as in :meth:`replay`, to differentiate what it returned."""
-        with ExitStack() as stack:
-            for runner, version in zip(self.runners, versions, strict=True):
-                stack.enter_context(runner.function.using(version))
-            yield
 
     def evaluate(self, x: Streams) -> Streams:
         """Run a forward pass for evaluation: with running statistics, and without storing anything."""
         for runner in self.runners:
-            x = self._contiguous(runner.function.evaluate(x))
+            x = self.contiguous(runner.function.evaluate(x))
         return x
 
     @contextmanager
@@ -140,7 +121,7 @@ class Stage:
         """Return the size of the inputs that blocks store for all microbatches in flight."""
         return sum(stored.bytes() for runner in self.runners for stored in list(runner.stored.values()))
 
-    def _contiguous(self, streams: Streams) -> Streams:
+    def contiguous(self, streams: Streams) -> Streams:
         """Return the streams in the stage's memory format. Results could otherwise depend on the partition."""
         return tuple(map(_channels_last if self.channels_last else Tensor.contiguous, streams))
 

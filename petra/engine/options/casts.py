@@ -31,7 +31,7 @@ class CastOnce(WrappedFunction):
     def begin_run(self) -> None:
         self._casts.drop()
         self._watched = False
-        super().begin_run()
+        self.inner.begin_run()
 
     def context(self, x: Tensor, version: WeightVersion | None) -> AbstractContextManager[object]:
         if version is not None:

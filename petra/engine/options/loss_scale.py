@@ -13,8 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from petra.engine.options.finite_check import CHECK_EVERY, FiniteCheck, scalar
-from petra.engine.options.update_log import Outcome, UpdateLog
+from petra.engine.options.finite_check import CHECK_EVERY, FiniteCheck, Outcome, UpdateLog, scalar
 from petra.engine.stage import Stage
 from petra.engine.update import Part, Pending, Tensors
 from petra.engine.update_rules import UpdateRules

@@ -100,7 +100,7 @@ class Beside(WrappedFunction):
         self._runner, self._keeps_graph = runner, runner.keep is Keep.GRAPH
 
     def begin_run(self) -> None:
-        super().begin_run()
+        self.inner.begin_run()
         self._runner.forward_function = self if self._keeps_graph else Twin(self.inner)
 
     def context(self, x: Tensor, version: WeightVersion | None) -> AbstractContextManager[object]:
@@ -109,7 +109,7 @@ class Beside(WrappedFunction):
 
     def using(self, version: WeightVersion | None) -> AbstractContextManager[None]:
         # A stored graph needs no other values of the parameters, which a forward pass may be reading.
-        return NOTHING if self._keeps_graph else super().using(version)
+        return NOTHING if self._keeps_graph else self.inner.using(version)
 
 
 class Twin(WrappedFunction):
@@ -128,7 +128,7 @@ class Twin(WrappedFunction):
 
     def __call__(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
         y = self.inner(m, x, version)
-        self._function.draws = self.draws
+        self._function.set_draws(self.draws)
         return y
 
 
