@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from petra.distributed import bind_device, raise_on_all_ranks
+from petra.distributed import all_gather_objects, bind_device, raise_on_all_ranks
 from petra.engine.build import (
     build_stages,
     build_strategy,
@@ -24,7 +25,7 @@ from petra.engine.executor import Executor
 from petra.engine.metrics import size_of
 from petra.engine.recipe import Recipe
 from petra.engine.stage import evaluating
-from petra.engine.totals import Result, Totals, gather_stage_metrics, reduce_totals, warn_without_update
+from petra.engine.totals import Result, reduce_totals
 from petra.errors import Uncopied, require
 from petra.hooks import Hooks
 from petra.method import Method
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from petra.engine.options.replicas import Replicas
 
 DEFAULT = Runtime()
+log = logging.getLogger(__name__)
 
 
 class Pipeline(Uncopied):
@@ -122,14 +124,14 @@ class Pipeline(Uncopied):
         check_runtime(plan, runtime, device)
         self.hooks, self.microbatches_done = Hooks(), 0
         self.measures: list[Callable[[], dict[str, float]]] = []
-        self._totals = Totals(recipe.metrics, plan.layout.dp, self.device)
-        self._source = DataPort(plan.layout.inputs, self.device, plan.numerics.channels_last, self._totals.add)
         loss_port, self.replicas = LossPort, replicas
         if plan.layout.dp > 1:
             from petra.engine.options.replicas import Replicas, ShareLossPort
 
             loss_port = ShareLossPort
         self.loss_port = loss_port(self.device, recipe.losses, recipe.metrics)
+        totals = torch.zeros_like(self.loss_port.totals)
+        self._source = DataPort(plan.layout.inputs, self.device, plan.numerics.channels_last, totals)
         if self.world > 1:
             check_ranks_agree({**plan.settings(), **recipe.settings()}, plan)
         place = (self.replica, process)
@@ -171,7 +173,10 @@ class Pipeline(Uncopied):
         """
         start = self.microbatches_done
         self._set_data(data, start, microbatches, training=True)
-        self._totals.start(on_microbatch)
+        dp, watched = self.plan.layout.dp, bool(on_microbatch or stop)
+        self._source.on_report = on_microbatch
+        if on_microbatch is not None and dp > 1:  # a report on a share of the microbatch
+            self._source.on_report = lambda report: on_microbatch(dp * report)
         for begin in self.hooks.train_begin:
             begin(start, start + microbatches)
         self.microbatches_done += self._executor.train(start, start + microbatches, stop)
@@ -180,8 +185,10 @@ class Pipeline(Uncopied):
         if self.replicas is not None:
             self.replicas.synchronize()
         check_drained(self.plan, self.workers, self.device)
-        warn_without_update(self.plan.k, self.microbatches_done, self.rank, watched=bool(on_microbatch or stop))
-        result = reduce_totals(self._totals.values, self.recipe.metrics, self.world > 1, self.replicas)
+        done, k = self.microbatches_done, self.plan.k
+        if 0 < done < k and self.rank == 0 and not watched:  # a caller that watches or stops training may end a call on purpose
+            log.warning("k=%d: no update yet, after %d microbatches; the weights have not changed", k, done)
+        result = reduce_totals(self._source.totals, self.recipe.metrics, self.world > 1, self.replicas)
         if self.recipe.rules.may_skip:
             return result
         return result.finite(len(self.plan.stages), start + 1, self.microbatches_done, self.rank)
@@ -189,7 +196,6 @@ class Pipeline(Uncopied):
     def evaluate(self, data: DataSource, microbatches: int) -> Result:
         """Evaluate microbatches 0 to ``microbatches`` - 1, with averaged weights if the rules ask for averages."""
         microbatches = self._set_data(data, 0, microbatches, training=False)
-        self.loss_port.totals.zero_()
         with self.averaged(), evaluating(self.stages.values()):
             self._executor.evaluate(microbatches)
         return reduce_totals(self.loss_port.totals, self.recipe.metrics, self.world > 1, self.replicas)
@@ -215,7 +221,10 @@ class Pipeline(Uncopied):
 
     def stage_metrics(self) -> dict[str, float]:
         """All-gather the metrics of the first replica's stages since the last call, as ``stage/<j>/<name>`` with j from 1."""
-        return gather_stage_metrics(self.workers, self.measures, len(self.plan.layout.processes))
+        own = {f"stage/{j + 1}/{key}": v for j, worker in self.workers.items() for key, v in worker.update.metrics().items()}
+        own |= {key: value for measure in self.measures for key, value in measure().items()}
+        gathered = all_gather_objects(own)[: len(self.plan.layout.processes)]
+        return {key: value for part in gathered for key, value in part.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a :meth:`state_dict` of at least this rank's blocks, and restart moving averages, older weights and remedies.

@@ -23,7 +23,7 @@ from petra.distributed import default_timeout
 from petra.elastic.membership import Membership
 from petra.engine.endpoints import DataSource
 from petra.engine.metrics import count_targets
-from petra.engine.options.replicas import Replicas, Share
+from petra.engine.options.replicas import AllReduces, Replicas, Share
 from petra.engine.worker import Worker
 from petra.errors import require
 from petra.hooks import Hooks
@@ -32,7 +32,7 @@ from petra.specs import IGNORED
 from petra.training import Trainer
 
 
-class LossTolerantSums:
+class LossTolerantSums(AllReduces):
     """Sums over the processes that own the same stages, which complete although some of these processes are lost.
 
     Args:

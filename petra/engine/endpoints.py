@@ -97,23 +97,22 @@ class DataPort:
         inputs: Shape and type of a microbatch's inputs.
         device: Device of the first stage.
         channels_last: Whether 4-d inputs use the channels-last memory format.
-        on_report: Called with the report of each microbatch (see :class:`LossPort`).
+        totals: Sum of the reports (see :class:`LossPort`) of a training run.
+
+    Attributes:
+        on_report: Called with the report of each microbatch; None by default.
     """
 
-    def __init__(
-        self,
-        inputs: TensorSpec,
-        device: torch.device,
-        channels_last: bool,
-        on_report: Callable[[Tensor], None],
-    ) -> None:
-        self.inputs, self.device, self.on_report = inputs, device, on_report
+    def __init__(self, inputs: TensorSpec, device: torch.device, channels_last: bool, totals: Tensor) -> None:
+        self.inputs, self.device, self.totals = inputs, device, totals
+        self.on_report: Callable[[Tensor], None] | None = None
         self.format = torch.channels_last if channels_last else torch.contiguous_format
         self._read: Read | None = None
         self._read_again: Read | None = None
 
     def start(self, data: DataSource, start: int, microbatches: int, *, training: bool = True) -> None:
         """Read the inputs of ``microbatches`` microbatches from number ``start`` on in the next run of the pipeline."""
+        self.totals.zero_()
         run = range(start, start + microbatches)
         self._read = staged(self._checked(data.inputs), self.device, run)
         if isinstance(data, RefetchSource):
@@ -122,7 +121,9 @@ class DataPort:
     def send(self, m: int, message: Message) -> None:
         """Accept the backward message of microbatch ``m``. Only its report is used."""
         (report,) = message[-1]
-        self.on_report(report)
+        self.totals += report
+        if self.on_report is not None:
+            self.on_report(report)
 
     def receive(self, m: int) -> Message:
         """Return the inputs of microbatch ``m`` on the device, in memory of their own: the source may reuse its buffer.
@@ -180,6 +181,7 @@ class LossPort:
         """Read the targets of ``microbatches`` microbatches from number ``start`` on in the next run of the pipeline."""
         self.data, self._read = data, staged(data.targets, self.device, range(start, start + microbatches))
         self._training = training
+        self.totals.zero_()
 
     def send(self, m: int, message: Message) -> None:
         """Take the output of microbatch ``m``. Compute its loss and gradient, or in an evaluation, add its report to ``totals``."""

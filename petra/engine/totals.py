@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from petra.distributed import all_gather_objects
-from petra.engine.metrics import Metric, VectorMetric, size_of, values_of
-from petra.engine.worker import Worker
+from petra.engine.metrics import Metric, VectorMetric, values_of
 from petra.errors import NumericsError
 
 if TYPE_CHECKING:
     from petra.engine.options.replicas import Replicas
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -58,40 +52,6 @@ class Result:
         return self
 
 
-class Totals:
-    """Sum of the reports (:class:`petra.engine.endpoints.LossPort`) of one ``train()`` call.
-
-    Args:
-        metrics: Metrics by name.
-        dp: Number of replicas, each of which reports on its share of a microbatch.
-    """
-
-    def __init__(self, metrics: Mapping[str, Metric], dp: int, device: torch.device) -> None:
-        self.values = torch.zeros(2 + sum(map(size_of, metrics.values())), dtype=torch.float64, device=device)
-        self._dp = dp
-        self._on_microbatch: Callable[[Tensor], None] | None = None
-
-    def start(self, on_microbatch: Callable[[Tensor], None] | None) -> None:
-        """Set the sums to zero, and pass each report to ``on_microbatch`` from now on. A share's report is multiplied by ``dp``."""
-        self.values.zero_()
-        self._on_microbatch = on_microbatch
-
-    def add(self, report: Tensor) -> None:
-        """Add the report of a microbatch whose backward has ended at the first stage."""
-        self.values += report
-        if self._on_microbatch is not None:
-            self._on_microbatch(self._dp * report if self._dp > 1 else report)
-
-
-def warn_without_update(k: int, microbatches: int, rank: int, *, watched: bool) -> None:
-    """Log a warning on rank 0 if a training call ended before the first update.
-
-    A caller that watches or stops training, such as :class:`petra.training.Trainer`, may end a call before an update on purpose.
-    """
-    if 0 < microbatches < k and rank == 0 and not watched:
-        log.warning("k=%d: no update yet, after %d microbatches; the weights have not changed", k, microbatches)
-
-
 def reduce_totals(totals: Tensor, metrics: Mapping[str, Metric], distributed: bool, replicas: Replicas | None) -> Result:
     """All-reduce summed reports and return the means over targets, or zeros if no target counts."""
     totals = totals.cpu()
@@ -120,18 +80,3 @@ def combined(parts: Sequence[Result], metrics: Mapping[str, Metric]) -> Result:
         else:
             found[name] = over([part.metrics[name] for part in parts])
     return Result(targets, over([part.loss for part in parts]), found, counts)
-
-
-def gather_stage_metrics(
-    workers: Mapping[int, Worker], measures: Sequence[Callable[[], dict[str, float]]], processes: int
-) -> dict[str, float]:
-    """All-gather the metrics of stages, as ``stage/<j>/<name>`` with j from 1. Every rank must call this function.
-
-    Args:
-        workers: Workers of this rank's stages.
-        measures: Functions that return further metrics of this rank by name.
-        processes: Number of processes of a replica; those of the first replica are returned.
-    """
-    own = {f"stage/{j + 1}/{key}": v for j, worker in workers.items() for key, v in worker.update.metrics().items()}
-    own |= {key: value for measure in measures for key, value in measure().items()}
-    return {key: value for part in all_gather_objects(own)[:processes] for key, value in part.items()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -84,18 +83,8 @@ class ShareLossPort(LossPort):
         self._pending[m] = output, (self.data.weight(m) * gradient,), report
 
 
-class Sums(Protocol):
-    """Sums of tensors over the processes that own the same stages, one in each replica."""
-
-    def start(self, tensor: Tensor) -> None:
-        """Start to replace a tensor by its sum."""
-
-    def finish(self) -> float:
-        """Wait for all tensors since the last call. Return the factor that makes their sum the sum over all replicas."""
-
-
 class AllReduces:
-    """Sums over a process group, in place.
+    """Sums of tensors over the processes that own the same stages, one in each replica.
 
     Args:
         group: Processes that own the same stages.
@@ -106,11 +95,13 @@ class AllReduces:
         self._works: list[dist.Work] = []
 
     def start(self, tensor: Tensor) -> None:
+        """Start to replace a tensor by its sum."""
         work = dist.all_reduce(tensor, group=self._group, async_op=True)
         assert work is not None
         self._works.append(work)
 
     def finish(self) -> float:
+        """Wait for all tensors since the last call. Return the factor that makes their sum the sum over all replicas."""
         for work in self._works:
             work.wait()
         self._works.clear()
@@ -139,7 +130,7 @@ class Replicas(Hook):
             group.set_timeout(default_timeout(device))
         self.layout, self.members, self.size = layout, members, size
         self.replica, self.first = members[position], position == 0
-        self.sums: Sums = AllReduces(self._dp_group)
+        self.sums = AllReduces(self._dp_group)
         self._stages: dict[int, StageReplicas] = {}
 
     def attach(self, workers: Sequence[Worker], hooks: Hooks) -> None:
@@ -154,9 +145,9 @@ class Replicas(Hook):
                 join = getattr(layer, "join_replicas", None)
                 if join is not None:
                     join(self._dp_group)
-            replicas = self._stages[worker.index] = StageReplicas(worker, self.sums)
+            replicas = self._stages[worker.index] = StageReplicas(worker, self.sums, hooks)
             worker.stage.gradients.on_block = replicas.start
-            worker.update.parts.insert(0, ReplicaSum(replicas, hooks))
+            worker.update.parts.insert(0, replicas)
         hooks.attach(self)
 
     def synchronize(self) -> None:
@@ -199,15 +190,16 @@ class Replicas(Hook):
         dist.all_reduce(values)
 
 
-class StageReplicas:
-    """All-reduces of one stage.
+class StageReplicas(Part):
+    """All-reduces of one stage. As the first part of an update, it waits until its gradients are sums over replicas.
 
     Args:
         sums: Sums over the processes that own the stage.
+        hooks: Hooks to call around the wait.
     """
 
-    def __init__(self, worker: Worker, sums: Sums) -> None:
-        self.worker, self.sums = worker, sums
+    def __init__(self, worker: Worker, sums: AllReduces, hooks: Hooks) -> None:
+        self.worker, self.sums, self._hooks = worker, sums, hooks
         self._buckets = [_buckets(list(runner.parameters.values())) for runner in worker.stage.runners]
 
     def buckets(self) -> list[Tensor]:
@@ -224,38 +216,28 @@ class StageReplicas:
             for bucket in self._buckets[block]:
                 self.sums.start(bucket)
 
-    def finish(self, m: int, *values: Tensor) -> tuple[Tensor, ...]:
-        """Wait until all gradients are sums over replicas, and return the sums of ``values``. On a GPU, only the CUDA stream waits.
+    def __call__(self, pending: Pending) -> None:
+        """Wait for the sums. On a GPU, only the CUDA stream waits.
 
         Raises:
             CommunicationError: If another replica has failed, hangs, or can't be reached.
         """
+        worker, m = self.worker, pending.t - 1
+        check, gradients = worker.update.part(FiniteCheck), worker.stage.gradients
+        assert check is not None
+        for call in self._hooks.all_reduce_begin:
+            call(worker.index, m)
+        values = [*check.sums(), gradients.used(check.device)]
         joint = torch.cat([value.flatten() for value in values])
-        with locate_errors("all-reducing", f"the gradients of stage {self.worker.index + 1} over replicas", m):
+        with locate_errors("all-reducing", f"the gradients of stage {worker.index + 1} over replicas", m):
             self.sums.start(joint)
             factor = self.sums.finish()
         if factor != 1:
             for bucket in self.buckets():
                 bucket *= factor
-        parts = torch.split(joint, [value.numel() for value in values])
-        return tuple(part.view_as(value) for part, value in zip(parts, values, strict=True))
-
-
-class ReplicaSum(Part):
-    """First part of an update: waits until the gradients of a stage are sums over replicas."""
-
-    def __init__(self, replicas: StageReplicas, hooks: Hooks) -> None:
-        self._replicas, self._hooks = replicas, hooks
-
-    def __call__(self, pending: Pending) -> None:
-        worker, m = self._replicas.worker, pending.t - 1
-        check, gradients = worker.update.part(FiniteCheck), worker.stage.gradients
-        assert check is not None
-        for call in self._hooks.all_reduce_begin:
-            call(worker.index, m)
-        *sums, used = self._replicas.finish(m, *check.sums(), gradients.used(check.device))
         for call in self._hooks.all_reduce_end:
             call(worker.index, m)
+        *sums, used = (part.view_as(v) for part, v in zip(joint.split([v.numel() for v in values]), values, strict=True))
         check.set_sums(sums)
         gradients.add_used(used)
 
