@@ -10,7 +10,7 @@ from dataclasses import fields
 from enum import StrEnum
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 class PetraError(Exception):
@@ -91,15 +91,6 @@ def alternatives(values: Iterable[str]) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-class Uncopied:
-    """Base class of objects whose parts refer to each other by identity, so that a copy would be broken."""
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        name = type(self).__name__
-        expected = "a new one with its arguments, and load_state_dict, or a copy of the modules that blocks() yields"
-        raise invalid(name, expected, "a copy or a pickle of one")
 
 
 def check_types(settings: Any, prefix: str = "") -> None:

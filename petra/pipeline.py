@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from petra.engine.metrics import size_of
 from petra.engine.recipe import Recipe
 from petra.engine.stage import evaluating
 from petra.engine.totals import Result, reduce_totals
-from petra.errors import Uncopied, require
+from petra.errors import invalid, require
 from petra.hooks import Hooks
 from petra.method import Method
 from petra.model import Model
@@ -42,7 +42,7 @@ DEFAULT = Runtime()
 log = logging.getLogger(__name__)
 
 
-class Pipeline(Uncopied):
+class Pipeline:
     """A model that is split into stages and trained by a method.
 
     With ``torch.distributed`` initialized, each rank builds only its own stages, and every rank makes the same calls.
@@ -237,6 +237,11 @@ class Pipeline(Uncopied):
             worker.stage.resume(worker.microbatches_done // self.plan.k, {})
             for part in worker.update.parts:
                 part.restart()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse copies: parts of a pipeline refer to each other by identity, so that a copy would be broken."""
+        expected = "a new one with its arguments, and load_state_dict, or a copy of the modules that blocks() yields"
+        raise invalid("Pipeline", expected, "a copy or a pickle of one")
 
     def __repr__(self) -> str:
         return f"Pipeline({self.plan}, rank {self.rank} of {self.world}, {self.microbatches_done} microbatches done)"

@@ -135,11 +135,15 @@ class Executor:
         if stop is not None or self._has_idle_ranks:
             from petra.engine.options.early_stop import EarlyStop
 
-            early = EarlyStop(stop or (lambda: False), self._processes, lambda periods: self._shorten(periods * rounds.period))
-        with self._observing(), torch.no_grad():  # blocks record the graphs that they need
-            for round_ in self._begin(rounds, end - start, training=True, early=early):
-                self._exchange(round_, training=True)
-            self._finish()
+            shorten = self._transport.shorten if self._transport is not None else lambda messages: None
+            early = EarlyStop(stop or (lambda: False), self._processes, lambda periods: shorten(periods * rounds.period))
+        observation: AbstractContextManager[None] = NOTHING
+        if self._hooks.attached_hooks:
+            from petra.engine.options.observed import observing
+
+            observation = observing(self._workers, plan.layout.stages, self._hooks)
+        with observation:
+            self._run(rounds, end - start, training=True, early=early)
         if early is None:
             return end - start
         early.finish()
@@ -147,24 +151,12 @@ class Executor:
 
     def evaluate(self, microbatches: int) -> None:
         """Run forwards of microbatches 0 ... ``microbatches`` - 1."""
-        rounds = evaluation_rounds(self._plan.boundary_delays, microbatches)
-        with torch.no_grad():
-            for round_ in self._begin(rounds, microbatches, training=False):
-                self._exchange(round_, training=False)
-            self._finish()
+        self._run(evaluation_rounds(self._plan.boundary_delays, microbatches), microbatches, training=False)
 
-    def _observing(self) -> AbstractContextManager[None]:
-        """Return a context in which the attached hooks observe the workers."""
-        if not self._hooks.attached_hooks:
-            return NOTHING
-        from petra.engine.options.observed import observing
-
-        return observing(self._workers, self._plan.layout.stages, self._hooks)
-
-    def _begin(
+    def _run(
         self, rounds: PeriodicRounds[list[Step]], microbatches: int, *, training: bool, early: EarlyStop | None = None
-    ) -> Iterator[ProcessRound]:
-        """Begin a run, and return its rounds, each after its steps."""
+    ) -> None:
+        """Run the steps and the transfers of rounds, and drain the pipeline."""
         if not self._drained:
             raise invalid(
                 "pipeline", "a new one", "one whose last run ended in an error, with messages still in flight", PetraError
@@ -177,16 +169,12 @@ class Executor:
             part.shifted(shift, shift // mine.period * mine.length)
             for shift, part in (mine if early is None else mine.iterate(early))
         )
-        return self._strategy(shifted)
-
-    def _finish(self) -> None:
+        with torch.no_grad():  # blocks record the graphs that they need
+            for round_ in self._strategy(shifted):
+                self._exchange(round_, training=training)
         if self._transport is not None:
             self._transport.finish()
         self._drained = True
-
-    def _shorten(self, messages: int) -> None:
-        if self._transport is not None:
-            self._transport.shorten(messages)
 
     def _exchange(self, round_: ProcessRound, *, training: bool) -> None:
         """Make the transfers of a round."""

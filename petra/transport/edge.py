@@ -34,41 +34,46 @@ def posted_receives(delay: int) -> int:
 
 
 @dataclass
-class _Sender:
-    """Sends messages over one edge. At most ``capacity`` sends are pending; the timetable needs d + 1."""
+class EdgePort:
+    """A port whose neighbour is in another process; see :class:`petra.transport.Port`.
 
-    packing: Packing
-    group: dist.ProcessGroup
-    peer: int
-    capacity: int
-    _pending: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
+    At most d + 1 sends are pending; the timetable needs as many. On CPUs, receives are posted in advance.
 
-    def send(self, message: Message) -> None:
-        if len(self._pending) == self.capacity:
-            self._wait()
-        buffer = self.packing.pack(message)
-        self._pending.append((_work(dist.isend(buffer, self.peer, group=self.group)), buffer))
+    Attributes:
+        outgoing, incoming: Packing of the messages in each direction.
+        sends, receives: Group of both ranks for each direction.
+        peer: Rank of the neighbour.
+        delay: Delay d of the boundary.
+    """
 
-    def finish(self) -> None:
-        while self._pending:
-            self._wait()
-
-    def _wait(self) -> None:
-        work, buffer = self._pending.popleft()
-        work.wait()
-        self.packing.release(buffer)
-
-
-@dataclass
-class _Receiver:
-    """Receives messages over one edge. On CPUs, receives are posted in advance."""
-
-    packing: Packing
-    group: dist.ProcessGroup
+    outgoing: Packing
+    incoming: Packing
+    sends: dist.ProcessGroup
+    receives: dist.ProcessGroup
     peer: int
     delay: int
+    _sent: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
     _posted: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
     _unposted: int = 0
+    _last: int = 0
+
+    def send(self, m: int, message: Message) -> None:
+        self._last = m
+        with locate_errors("sending", self.outgoing.route, m):
+            if len(self._sent) > self.delay:
+                self._wait()
+            buffer = self.outgoing.pack(message)
+            self._sent.append((_work(dist.isend(buffer, self.peer, group=self.sends)), buffer))
+
+    def receive(self, m: int) -> Message:
+        with locate_errors("receiving", self.incoming.route, m):
+            if not self._posted:
+                self._post()
+            work, buffer = self._posted.popleft()
+            work.wait()
+            if self._ahead:
+                self._post()
+            return self.incoming.unpack(buffer)
 
     def expect(self, messages: int) -> None:
         """Post the first receives of a run with ``messages`` messages. No receive is left when the pipeline has drained."""
@@ -81,47 +86,27 @@ class _Receiver:
         assert self._unposted >= messages, "receives without a matching send have been posted"
         self._unposted -= messages
 
-    def receive(self) -> Message:
-        if not self._posted:
-            self._post()
-        work, buffer = self._posted.popleft()
-        work.wait()
-        if self._ahead:
-            self._post()
-        return self.packing.unpack(buffer)
+    def finish(self) -> None:
+        """Wait until everything sent has arrived."""
+        with locate_errors("sending", self.outgoing.route, self._last):
+            while self._sent:
+                self._wait()
 
     @property
     def _ahead(self) -> int:
         """Number of receives to post before their messages are due."""
-        return posted_receives(self.delay) if self.packing.device.type == "cpu" else 0
+        return posted_receives(self.delay) if self.incoming.device.type == "cpu" else 0
 
     def _post(self) -> None:
         if self._unposted:
             self._unposted -= 1
-            buffer = self.packing.buffer()
-            self._posted.append((_work(dist.irecv(buffer, self.peer, group=self.group)), buffer))
+            buffer = self.incoming.buffer()
+            self._posted.append((_work(dist.irecv(buffer, self.peer, group=self.receives)), buffer))
 
-
-@dataclass
-class EdgePort:
-    """A port whose neighbour is in another process; see :class:`petra.transport.Port`."""
-
-    sender: _Sender
-    receiver: _Receiver
-    _sent: int = 0
-
-    def send(self, m: int, message: Message) -> None:
-        self._sent = m
-        with locate_errors("sending", self.sender.packing.route, m):
-            self.sender.send(message)
-
-    def receive(self, m: int) -> Message:
-        with locate_errors("receiving", self.receiver.packing.route, m):
-            return self.receiver.receive()
-
-    def finish(self) -> None:
-        with locate_errors("sending", self.sender.packing.route, self._sent):
-            self.sender.finish()
+    def _wait(self) -> None:
+        work, buffer = self._sent.popleft()
+        work.wait()
+        self.outgoing.release(buffer)
 
 
 class EdgeTransport:
@@ -147,22 +132,22 @@ class EdgeTransport:
                 _warm_up(down, r, r + 1, forward.device)
                 _warm_up(up, r + 1, r, forward.device)
             if rank == r:
-                self.downstream = EdgePort(_Sender(forward, down, r + 1, delay + 1), _Receiver(backward, up, r + 1, delay))
+                self.downstream = EdgePort(forward, backward, down, up, r + 1, delay)
             if rank == r + 1:
-                self.upstream = EdgePort(_Sender(backward, up, r, delay + 1), _Receiver(forward, down, r, delay))
+                self.upstream = EdgePort(backward, forward, up, down, r, delay)
 
     def begin(self, microbatches: int, backward: bool) -> None:
         """Post the first receives of a run over ``microbatches``, with or without backward messages."""
         if self.upstream:
-            self.upstream.receiver.expect(microbatches)
+            self.upstream.expect(microbatches)
         if self.downstream and backward:
-            self.downstream.receiver.expect(microbatches)
+            self.downstream.expect(microbatches)
 
     def shorten(self, messages: int) -> None:
         """Expect ``messages`` fewer than :meth:`begin` announced, in each direction."""
         for port in (self.upstream, self.downstream):
             if port:
-                port.receiver.shorten(messages)
+                port.shorten(messages)
 
     def transfers(self, steps: Sequence[Step]) -> Sequence[Transfer]:
         """Return nothing, because messages are transferred as soon as they are sent."""

@@ -25,9 +25,9 @@ def test_receives_are_posted_in_advance_on_cpus_only(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(dist, "irecv", irecv)
     packing = Packing(((TensorSpec((2, 3), torch.float32),),), torch.device(device), "test")
-    receiver = edge._Receiver(packing, None, 1, delay)  # type: ignore[arg-type]
+    receiver = edge.EdgePort(packing, packing, None, None, 1, delay)  # type: ignore[arg-type]
     receiver.expect(5)
     for received in range(5):
         assert len(posted) == min(received + ahead, 5)
-        receiver.receive()
+        receiver.receive(received)
     assert len(posted) == 5
