@@ -17,7 +17,11 @@ from petra.torch_private import CAST, TorchDispatchMode, tree_leaves, version
 
 
 class CastOnce(WrappedFunction):
-    """Evaluates a block with the copies of :class:`WeightCasts`. The first evaluation of a run finds what to copy.
+    """Evaluates a block with copies, in the type of autocast, of those parameters that an evaluation casts exactly once, and uses
+    nowhere else. The first evaluation of a run finds them.
+
+    As a context, it replaces these parameters by their copies. The copies are part of the autograd graph, so gradients with respect
+    to the parameters are the same as with a cast in each evaluation.
 
     Args:
         inner: The function to evaluate.
@@ -26,61 +30,32 @@ class CastOnce(WrappedFunction):
 
     def __init__(self, inner: BlockFunction, dtype: torch.dtype) -> None:
         super().__init__(inner)
-        self._casts, self._watched = WeightCasts(inner.module, dtype), False
-
-    def begin_run(self) -> None:
-        self._casts.drop()
-        self._watched = False
-        self.inner.begin_run()
-
-    def context(self, x: Tensor, version: WeightVersion | None) -> AbstractContextManager[object]:
-        if version is not None:
-            return NOTHING
-        if not self._watched:
-            self._watched = True
-            return self._casts.watch()
-        return self._casts
-
-    def begin_update(self) -> None:
-        self._casts.drop()
-
-
-def allows_copies(module: nn.Module) -> bool:
-    """Return whether a module's parameters may be replaced by copies: other reversible blocks look for them in a backward pass."""
-    return not isinstance(module, ReversibleBlock) or isinstance(module, Coupling | TwoFunctionCoupling)
-
-
-class WeightCasts:
-    """Copies in the type of autocast of those parameters that an evaluation of the block casts exactly once, and uses nowhere else.
-
-    Entering the ``with`` block replaces these parameters by their copies. The copies are part of the autograd graph, so gradients
-    with respect to the parameters are the same as with a cast in each evaluation.
-
-    Args:
-        module: The block.
-        dtype: Type of autocast.
-    """
-
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        self._module, self._dtype = module, dtype
+        self._dtype, self._watched = dtype, False
         self._places: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         self._copies: list[Tensor] = []
         self._versions: list[int | None] = []
 
-    def watch(self) -> watch_casts:
-        """Return a context that finds which parameters to replace from one evaluation of the block inside its ``with`` block."""
-        self._places = []
-        self.drop()
-        trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad and p.dtype == torch.float32}
-        return watch_casts(trained, self._dtype, self._replace)
+    def begin_run(self) -> None:
+        self._places, self._watched = [], False
+        self.begin_update()
+        self.inner.begin_run()
 
-    def drop(self) -> None:
+    def begin_update(self) -> None:
         """Drop the copies, because the parameters are about to change."""
         self._copies = []
 
+    def context(self, x: Tensor, version: WeightVersion | None) -> AbstractContextManager[object]:
+        if version is not None:
+            return NOTHING
+        if self._watched:
+            return self
+        self._watched = True
+        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad and p.dtype == torch.float32}
+        return watch_casts(trained, self._dtype, self._replace)
+
     def __enter__(self) -> None:
         if self._copies and [version(p) for _, _, p in self._places] != self._versions:
-            self.drop()
+            self._copies = []
         if not self._copies:
             self._versions = [version(p) for _, _, p in self._places]
             with torch.enable_grad():  # also for copies that a forward pass without a graph makes
@@ -95,10 +70,15 @@ class WeightCasts:
     def _replace(self, names: list[str]) -> None:
         for name in names:
             path, _, own = name.rpartition(".")
-            owner = self._module.get_submodule(path)._parameters
+            owner = self.module.get_submodule(path)._parameters
             parameter = owner[own]
             assert parameter is not None
             self._places.append((owner, own, parameter))
+
+
+def allows_copies(module: nn.Module) -> bool:
+    """Return whether a module's parameters may be replaced by copies: other reversible blocks look for them in a backward pass."""
+    return not isinstance(module, ReversibleBlock) or isinstance(module, Coupling | TwoFunctionCoupling)
 
 
 class watch_casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
