@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
-from threading import Thread
 from typing import Any
 
 import torch
@@ -17,25 +15,10 @@ import torch.distributed as dist
 from petra.errors import ConfigError, DataError, ModelError, PetraError, invalid
 from petra.torch_private import default_group_timeout
 
-WATCH_SECONDS = 0.1
-"""Seconds between two calls of a function that watches a collective."""
 SAME_KIND = {ConfigError, DataError, ModelError}
 """Classes of errors that :func:`raise_on_all_ranks` keeps. Their messages are all that they need."""
-_watch: ContextVar[Callable[[], None] | None] = ContextVar("watch", default=None)
-
-
-@contextmanager
-def watched(watch: Callable[[], None]) -> Iterator[None]:
-    """Call ``watch`` from time to time while this thread waits in :func:`all_gather_objects`. An error of ``watch`` ends the wait.
-
-    A collective of gloo fails at once only in ranks that exchange data with one that has died. The others wait for a rank that
-    has failed, until the timeout.
-    """
-    token = _watch.set(watch)
-    try:
-        yield
-    finally:
-        _watch.reset(token)
+run_collective: ContextVar[Callable[[Callable[[], object]], object]] = ContextVar("run_collective", default=lambda call: call())
+"""Runs a collective of :func:`all_gather_objects`. An elastic run ends it if another process is lost (:mod:`petra.elastic`)."""
 
 
 def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -48,30 +31,8 @@ def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> li
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    gather, watch = partial(dist.all_gather_object, values, value, group), _watch.get()
-    if watch is None:
-        gather()
-    else:
-        _run_watched(gather, watch)
+    run_collective.get()(partial(dist.all_gather_object, values, value, group))
     return values
-
-
-def _run_watched(collective: Callable[[], object], watch: Callable[[], None]) -> None:
-    """Run a collective in a thread. If ``watch`` raises an error, the thread ends when the process group does."""
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            collective()
-        except Exception as error:
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-
-    Thread(target=run, daemon=True).start()
-    while not wait([done], WATCH_SECONDS).done:
-        watch()
-    done.result()
 
 
 def default_timeout(device: torch.device) -> timedelta:

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from petra import ConfigError
-from petra.distributed import all_gather_objects, bind_device, watched
+from petra.distributed import all_gather_objects, bind_device
+from petra.elastic.liveness import watched
 from petra.errors import CommunicationError
 from tests.support.processes import run_processes
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
@@ -101,18 +101,8 @@ class Replica:
         dist.destroy_process_group()
 
 
-class Started(Protocol):
-    """A started process, such as :class:`subprocess.Popen`."""
-
-    def poll(self) -> int | None:
-        """Return the exit status, minus the number of the signal that ended the process, or None if it runs."""
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal to the process."""
-
-
-StartProcess = Callable[[Mapping[str, str]], Started]
-"""Starts a process with these variables in its environment."""
+StartProcess = Callable[[Mapping[str, str]], Any]
+"""Starts a process with these variables in its environment, and returns its :class:`subprocess.Popen`."""
 
 
 class ReplicaProcesses:

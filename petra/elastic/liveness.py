@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from threading import Thread
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from petra.distributed import run_collective
 from petra.errors import CommunicationError
 
 POLL, PROBE = 0.01, 0.2
 """Seconds between two looks at the store, and between two attempts to connect to a process that is missing."""
+WATCH_SECONDS = 0.1
+"""Seconds between two calls of a function that watches a collective."""
 PRESENT = "present"
 Member = tuple[int, str]
 """Index and incarnation of a replica. An incarnation is one start of all its processes."""
@@ -117,6 +121,35 @@ class Liveness:
         except OSError:  # a machine that doesn't answer: its processes are lost after the timeout
             return False
         return False
+
+
+@contextmanager
+def watched(watch: Callable[[], None]) -> Iterator[None]:
+    """Call ``watch`` from time to time while this thread waits in :func:`petra.distributed.all_gather_objects`.
+
+    An error of ``watch`` ends the wait. A collective of gloo fails at once only in ranks that exchange data with one that has died.
+    The others wait for a rank that has failed, until the timeout.
+    """
+
+    def run(collective: Callable[[], object]) -> None:
+        done: Future[object] = Future()
+
+        def call() -> None:
+            try:
+                done.set_result(collective())
+            except Exception as error:
+                done.set_exception(error)
+
+        Thread(target=call, daemon=True).start()  # after an error of watch, it ends when the process group does
+        while not wait([done], WATCH_SECONDS).done:
+            watch()
+        done.result()
+
+    token = run_collective.set(run)
+    try:
+        yield
+    finally:
+        run_collective.reset(token)
 
 
 def _listen(host: str, port: int) -> socket.socket:

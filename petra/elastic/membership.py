@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from torch.distributed.distributed_c10d import Store
 
-from petra.distributed import is_communication_error, watched
-from petra.elastic.liveness import POLL, PRESENT, PROBE, Liveness, Member
+from petra.distributed import is_communication_error
+from petra.elastic.liveness import POLL, PRESENT, PROBE, Liveness, Member, watched
 from petra.errors import CommunicationError, Interrupted, PetraError
 
 DONE, FAILED = "done", "failed"
@@ -47,18 +47,12 @@ class Generation:
     @staticmethod
     def current(store: Store) -> Generation:
         """Read the last generation from the store. Generation 0 has no members."""
-        key = "generation"
-        return Generation.from_json(store.get(key).decode()) if store.check([key]) else Generation(0, ())
+        number, members = json.loads(store.get("generation")) if store.check(["generation"]) else (0, ())
+        return Generation(number, tuple((replica, incarnation) for replica, incarnation in members))
 
     def to_json(self) -> str:
         """Return the generation as a value for the store."""
         return json.dumps([self.number, self.members])
-
-    @staticmethod
-    def from_json(text: str) -> Generation:
-        """Read a value of :meth:`to_json`."""
-        number, members = json.loads(text)
-        return Generation(number, tuple((replica, incarnation) for replica, incarnation in members))
 
 
 class Membership:

@@ -22,8 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from petra.distributed import default_timeout
 from petra.elastic.membership import Membership
 from petra.engine.endpoints import DataSource
-from petra.engine.metrics import count_targets
-from petra.engine.options.replicas import AllReduces, Replicas, Share
+from petra.engine.options.replicas import AllReduces, Replicas
 from petra.engine.worker import Worker
 from petra.errors import require
 from petra.hooks import Hooks
@@ -172,7 +171,7 @@ class ElasticReplicas(Replicas):
 
     def share(self, data: DataSource, microbatches: int, *, evaluation: bool) -> tuple[DataSource, int]:
         if not evaluation or self.size == self.layout.dp:
-            return MembersShare(data, self.layout, self.replica, self.members), microbatches
+            return super().share(data, microbatches, evaluation=evaluation)
         share = DealtShares(data, self.layout, self.members.index(self.replica), self.size, microbatches)
         return share, -(-microbatches * self.layout.dp // self.size)
 
@@ -194,23 +193,6 @@ class ElasticTrainer(Trainer):
         replicas = self.pipeline.replicas
         assert isinstance(replicas, ElasticReplicas)
         return replicas.membership.concluding(f"{name} after microbatch {self.pipeline.microbatches_done}", admit=admit)
-
-
-class MembersShare(Share):
-    """One replica's rows of a data source. The rows of replicas that take no part in the generation are left out.
-
-    Args:
-        members: Replicas that take part.
-    """
-
-    def __init__(self, source: DataSource, layout: Layout, replica: int, members: Sequence[int]) -> None:
-        super().__init__(source, layout, replica)
-        self._members = members
-
-    def _weight(self, joint: Tensor) -> float:
-        parts = joint.chunk(self._dp)
-        counts = [int(count_targets(parts[member])) for member in self._members]
-        return counts[self._members.index(self._replica)] / max(sum(counts), 1)
 
 
 class DealtShares:

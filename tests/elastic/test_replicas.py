@@ -13,7 +13,8 @@ from torch import Tensor
 from petra import Pipeline
 from petra.elastic.liveness import Liveness
 from petra.elastic.membership import Membership, MembershipChanged
-from petra.elastic.replicas import DealtShares, ElasticReplicas, MembersShare
+from petra.elastic.replicas import DealtShares, ElasticReplicas
+from petra.engine.options.replicas import Share
 from petra.engine.recipe import Recipe
 from petra.errors import CommunicationError
 from petra.plan import make_plan
@@ -141,6 +142,6 @@ def test_weights_of_shares_sum_to_one_over_the_replicas_that_take_part() -> None
     source.targets = lambda m: RandomSource.targets(source, m).masked_fill(torch.arange(BATCH) == 0, IGNORED)  # type: ignore[method-assign]
     layout = make_layout(without_norms(), source.spec, None, 3, 3)
     for replica, expected in ((0, 1 / 3), (2, 2 / 3)):
-        share = MembersShare(source, layout, replica, (2, 0))
+        share = Share(source, layout, replica, (2, 0))
         share.targets(0)
         assert share.weight(0) == pytest.approx(expected)

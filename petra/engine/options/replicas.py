@@ -33,10 +33,14 @@ class Share:
 
     The data source may return only this replica's inputs, so that no process reads inputs that it does not need. It always
     returns the targets of all replicas.
+
+    Args:
+        members: Replicas that take part. The rows of others are left out.
     """
 
-    def __init__(self, source: DataSource, layout: Layout, replica: int) -> None:
+    def __init__(self, source: DataSource, layout: Layout, replica: int, members: Sequence[int]) -> None:
         self._source, self._rows, self._replica, self._dp = source, layout.inputs.shape[0], replica, layout.dp
+        self._members = members
         self._weights: dict[int, float] = {}
 
     def inputs(self, m: int) -> Tensor:
@@ -48,7 +52,8 @@ class Share:
 
     def targets(self, m: int) -> Tensor:
         joint = self._source.targets(m)
-        self._weights[m] = self._weight(joint)
+        counts = {member: int(count_targets(joint.chunk(self._dp)[member])) for member in self._members}
+        self._weights[m] = counts[self._replica] / max(sum(counts.values()), 1)
         return self._part(joint)
 
     def weight(self, m: int) -> float:
@@ -57,9 +62,6 @@ class Share:
         Reading them again would restart workers that prepare targets, and on a GPU another thread may be reading.
         """
         return self._weights.pop(m)
-
-    def _weight(self, joint: Tensor) -> float:
-        return int(count_targets(self._part(joint))) / max(int(count_targets(joint)), 1)
 
     def _own(self, x: Tensor) -> Tensor:
         return self._part(x) if len(x) == self._dp * self._rows else x
@@ -183,7 +185,7 @@ class Replicas(Hook):
 
     def share(self, data: DataSource, microbatches: int, *, evaluation: bool) -> tuple[DataSource, int]:
         """Return this replica's part of ``microbatches`` microbatches of a data source, and its number of microbatches."""
-        return Share(data, self.layout, self.replica), microbatches
+        return Share(data, self.layout, self.replica, self.members), microbatches
 
     def total(self, values: Tensor) -> None:
         """Replace values of one process of each replica by their sum, in all processes. The others pass zeros."""
