@@ -239,7 +239,7 @@ class StageReplicas(Part):
                 bucket *= factor
         for call in self._hooks.all_reduce_end:
             call(worker.index, m)
-        *sums, used = (part.view_as(v) for part, v in zip(joint.split([v.numel() for v in values]), values, strict=True))
+        *sums, used = (part.view_as(v) for part, v in zip(torch.split(joint, [v.numel() for v in values]), values, strict=True))
         check.set_sums(sums)
         gradients.add_used(used)
 
