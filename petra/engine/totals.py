@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor
 
-from petra.engine.metrics import Metric, VectorMetric, values_of
+from petra.engine.metrics import Metric, values_of
 from petra.errors import NumericsError
 
 if TYPE_CHECKING:
@@ -61,22 +61,3 @@ def reduce_totals(totals: Tensor, metrics: Mapping[str, Metric], distributed: bo
         dist.all_reduce(totals)
     targets, loss, *sums = totals.tolist()
     return Result(int(targets), loss / max(targets, 1), *values_of(metrics, targets, sums))
-
-
-def combined(parts: Sequence[Result], metrics: Mapping[str, Metric]) -> Result:
-    """Return the result over all targets of several :meth:`petra.Pipeline.train` calls."""
-    if len(parts) == 1:
-        return parts[0]
-    targets = sum(part.targets for part in parts)
-
-    def over(values: Sequence[float]) -> float:
-        return sum(value * part.targets for value, part in zip(values, parts, strict=True)) / max(targets, 1)
-
-    found, counts = dict[str, float](), dict[str, list[int]]()
-    for name, metric in metrics.items():
-        if isinstance(metric, VectorMetric):
-            counts[name] = [sum(column) for column in zip(*(part.counts[name] for part in parts), strict=True)]
-            found[name] = metric.value(counts[name])
-        else:
-            found[name] = over([part.metrics[name] for part in parts])
-    return Result(targets, over([part.loss for part in parts]), found, counts)

@@ -42,19 +42,9 @@ class Layout:
             ModelError: If not.
         """
         last = self.profiles[-1]
-        require(
-            len(last.outputs) == 1, f"block {last.name}", "one output, for the loss", f"{len(last.outputs)} streams", ModelError
-        )
-        if exact:
-            self.require_exact()
-
-    def require_exact(self) -> None:
-        """Check that every reversible block supports exact streams.
-
-        Raises:
-            ModelError: If one does not.
-        """
-        for profile in self.profiles:
+        got = f"{len(last.outputs)} streams"
+        require(len(last.outputs) == 1, f"block {last.name}", "one output, for the loss", got, ModelError)
+        for profile in self.profiles if exact else ():
             expected = f"false with block {profile.name}, which does not override enable_exact_streams"
             require(profile.exact or not profile.reversible, "exact_streams", expected, "true", ModelError)
 

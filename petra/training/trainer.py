@@ -14,7 +14,8 @@ from torch import Tensor
 
 from petra.data import EvalSource, TrainSource
 from petra.distributed import all_gather_objects
-from petra.engine.totals import Result, combined
+from petra.engine.metrics import Metric, VectorMetric
+from petra.engine.totals import Result
 from petra.errors import DataError, Interrupted, first_line, invalid
 from petra.pipeline import Pipeline
 from petra.training.checkpoint import Checkpoints
@@ -192,6 +193,25 @@ class Trainer:
         if any(all_gather_objects(self.stop())):
             self.checkpoints.wait()
             raise Interrupted(self.pipeline.microbatches_done, saved=self.checkpoints.keep > 0)
+
+
+def combined(parts: Sequence[Result], metrics: Mapping[str, Metric]) -> Result:
+    """Return the result over all targets of several :meth:`petra.Pipeline.train` calls."""
+    if len(parts) == 1:
+        return parts[0]
+    targets = sum(part.targets for part in parts)
+
+    def over(values: Sequence[float]) -> float:
+        return sum(value * part.targets for value, part in zip(values, parts, strict=True)) / max(targets, 1)
+
+    found, counts = dict[str, float](), dict[str, list[int]]()
+    for name, metric in metrics.items():
+        if isinstance(metric, VectorMetric):
+            counts[name] = [sum(column) for column in zip(*(part.counts[name] for part in parts), strict=True)]
+            found[name] = metric.value(counts[name])
+        else:
+            found[name] = over([part.metrics[name] for part in parts])
+    return Result(targets, over([part.loss for part in parts]), found, counts)
 
 
 def limited(batches: int, limit: int | None) -> int:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from petra import ModelError, Pipeline, TensorSpec
 from petra.data import EvalSource, Split
 from petra.engine.metrics import MeanOutput, correct_predictions, top5_correct
-from petra.engine.totals import combined
 from petra.inplace_abn import ConfusionMatrix
 from petra.model import BlockSpec, Model
 from petra.specs import IGNORED
+from petra.training.trainer import combined
 from tests.support.nets import make_pipeline
 from tests.support.processes import run_processes
 
