@@ -163,9 +163,7 @@ def check_drained(plan: Plan, workers: Mapping[int, Worker], device: torch.devic
 
         check_range(_grid(plan, device), [worker.stage for worker in workers.values()])
     for worker in reversed([*workers.values()]):  # check later stages first: gradients flow upstream
-        check = worker.update.part(FiniteCheck)
-        assert check is not None
-        check.check_drained(worker.update.squared_norm, worker.update.microbatches_done)
+        worker.update[FiniteCheck].check_drained(worker.update.microbatches_done)
 
 
 def build_workers(
@@ -180,11 +178,9 @@ def build_workers(
     workers = {}
     for j, stage in stages.items():
         update, (upstream, downstream) = _update(plan, recipe, j, stage, device, hooks), ports[j]
-        check = update.part(FiniteCheck)
-        assert check is not None
         for remedy in recipe.remedies:
             upstream = remedy.wrap_port(upstream, plan, j)
-        workers[j] = Worker(j, stage, *check.ports(upstream, downstream), update)
+        workers[j] = Worker(j, stage, *update[FiniteCheck].ports(upstream, downstream), update)
     return workers
 
 

@@ -142,8 +142,10 @@ class Executor:
             from petra.engine.options.observed import observing
 
             observation = observing(self._workers, plan.layout.stages, self._hooks)
-        with observation:
-            self._run(rounds, end - start, training=True, early=early)
+        with observation, torch.no_grad():  # blocks record the graphs that they need
+            for round_ in self._begin(rounds, end - start, training=True, early=early):
+                self._exchange(round_, training=True)
+            self._finish()
         if early is None:
             return end - start
         early.finish()
@@ -151,12 +153,16 @@ class Executor:
 
     def evaluate(self, microbatches: int) -> None:
         """Run forwards of microbatches 0 ... ``microbatches`` - 1."""
-        self._run(evaluation_rounds(self._plan.boundary_delays, microbatches), microbatches, training=False)
+        rounds = evaluation_rounds(self._plan.boundary_delays, microbatches)
+        with torch.no_grad():
+            for round_ in self._begin(rounds, microbatches, training=False):
+                self._exchange(round_, training=False)
+            self._finish()
 
-    def _run(
+    def _begin(
         self, rounds: PeriodicRounds[list[Step]], microbatches: int, *, training: bool, early: EarlyStop | None = None
-    ) -> None:
-        """Run the steps and the transfers of rounds, and drain the pipeline."""
+    ) -> Iterator[ProcessRound]:
+        """Begin a run, and return its rounds, each after its steps."""
         if not self._drained:
             raise invalid(
                 "pipeline", "a new one", "one whose last run ended in an error, with messages still in flight", PetraError
@@ -169,9 +175,9 @@ class Executor:
             part.shifted(shift, shift // mine.period * mine.length)
             for shift, part in (mine if early is None else mine.iterate(early))
         )
-        with torch.no_grad():  # blocks record the graphs that they need
-            for round_ in self._strategy(shifted):
-                self._exchange(round_, training=training)
+        return self._strategy(shifted)
+
+    def _finish(self) -> None:
         if self._transport is not None:
             self._transport.finish()
         self._drained = True

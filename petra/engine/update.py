@@ -98,16 +98,12 @@ class Norm(Part):
         self._parameters, self._zero = parameters, torch.zeros((), dtype=torch.float64, device=device)
 
     def __call__(self, pending: Pending) -> None:
-        squared = self.squared()
-        if pending.scale is not None and self._parameters:
-            squared = squared / pending.scale.square()
+        squared = self._zero
+        if self._parameters:
+            squared = torch.stack(foreach_norm([p.grad for p in self._parameters])).double().square().sum()
+            if pending.scale is not None:
+                squared = squared / pending.scale.square()
         pending.squared_norm = pending.clip_norm = squared
-
-    def squared(self) -> Tensor:
-        """Return the squared norm of the gradients as they are, in float64."""
-        if not self._parameters:
-            return self._zero
-        return torch.stack(foreach_norm([p.grad for p in self._parameters])).double().square().sum()
 
 
 class Clip(Part):
@@ -240,6 +236,10 @@ class Update:
         """Return the part of a class, or None."""
         return next((part for part in self.parts if isinstance(part, kind)), None)
 
+    def __getitem__(self, kind: type[P]) -> P:
+        """Return the part of a class, which every update has."""
+        return next(part for part in self.parts if isinstance(part, kind))
+
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The stage's optimizer; None if it has no parameters."""
@@ -260,12 +260,6 @@ class Update:
         self.done, self.microbatches_done = int(numbers["done"]), int(numbers["t"])
         for part in reversed(self.parts):  # remedies, which come before the step, read the state of the optimizer
             part.load(numbers, tensors)
-
-    def squared_norm(self) -> Tensor:
-        """Return the squared norm of the gradient accumulated so far, with its loss scale, in float64."""
-        norm = self.part(Norm)
-        assert norm is not None
-        return norm.squared()
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of all parts since the last call."""

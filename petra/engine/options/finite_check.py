@@ -5,7 +5,7 @@ Decisions are flags on the device. Only :meth:`FiniteCheck.settle`, and what cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite, sqrt
 from typing import NamedTuple
 
@@ -200,14 +200,13 @@ class FiniteCheck(Part):
             origin=not was_received,
         )
 
-    def check_drained(self, squared_norm: Callable[[], Tensor], t: int) -> None:
+    def check_drained(self, t: int) -> None:
         """Check what a checkpoint would save: weights, the gradient accumulated so far, and running statistics.
 
         If updates may be skipped, check only for failed updates, because the next update discards or restores the rest. Waits for
         the device.
 
         Args:
-            squared_norm: Returns the squared norm of the gradient accumulated so far.
             t: Number of microbatches that the stage had processed at its last update.
 
         Raises:
@@ -216,8 +215,9 @@ class FiniteCheck(Part):
         self.check()
         if self.rules.may_skip:
             return
-        received = self._sum_received()
-        if not (squared_norm() + received.abs()).isfinite():
+        received, gradients = self._sum_received(), [p.grad for p in self.stage.gradients.parameters]
+        norms = torch.stack(foreach_norm(gradients)).double() if gradients else received.new_zeros(1)
+        if not (norms.sum() + received.abs()).isfinite():
             raise NumericsError(
                 f"stage {self.number}: non-finite gradient in the accumulation that began after microbatch {t}; "
                 f"the update was not applied. {ADVICE}",

@@ -225,8 +225,7 @@ class StageReplicas(Part):
             CommunicationError: If another replica has failed, hangs, or can't be reached.
         """
         worker, m = self.worker, pending.t - 1
-        check, gradients = worker.update.part(FiniteCheck), worker.stage.gradients
-        assert check is not None
+        check, gradients = worker.update[FiniteCheck], worker.stage.gradients
         for call in self._hooks.all_reduce_begin:
             call(worker.index, m)
         values = [*check.sums(), gradients.used(check.device)]
