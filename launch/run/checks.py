@@ -18,48 +18,38 @@ def check(config: Config, process: Process) -> None:
     Raises:
         ConfigError: If a value is not accepted. The message names the key.
     """
-    _check_start(config)
-    _check_installed(config)
-    _check_processes(config, process)
-    _check_automatic(config)
-    if config.cluster.elastic:
-        _check_elastic(config, process)
-    selects = config.trainer.bootstrap is None or config.data.name in PIXEL_DATASETS
-    require(selects, "trainer.bootstrap", f"null with data={config.data.name}, which has no pixels", config.trainer.bootstrap)
-    crops, rows = config.data.crops or 1, config.data.batch_size
-    require(rows % crops == 0, "data.batch_size", f"a multiple of {crops} with data.crops={crops}", rows)
-    wire = config.trainer.wire
-    exact = not config.trainer.exact_streams or wire == "float32"
-    require(exact, "trainer.exact_streams", f"false with trainer.wire={wire}", "true")
-
-
-def _check_start(config: Config) -> None:
+    trainer, alone, automatic = config.trainer, process.world == 1, AUTO in (config.trainer.stages, config.method.keep)
     located = config.resume != AUTO or config.run_dir is not None
     require(located, "resume", "auto only with run_dir=<the run's folder>", AUTO)
     require(config.resume_change is None or config.resume is not None, "resume_change", "null without resume", config.resume_change)
     require(config.init_skip is None or config.init_from is not None, "init_skip", "null without init_from", config.init_skip)
     single = config.init_from is None or config.resume in (None, AUTO)
     require(single, "init_from", "null with resume=<folder>, which brings its own weights", config.init_from)
-
-
-def _check_installed(config: Config) -> None:
     if config.logger.name == "wandb":
         WandbLogger.require()
     if config.logger.name == "tensorboard":
         TensorBoardLogger.require()
-    if config.trainer.export != "none":
-        check_format(FORMATS[config.trainer.export])
-
-
-def _check_processes(config: Config, process: Process) -> None:
-    trainer = config.trainer
-    alone = process.world == 1
+    if trainer.export != "none":
+        check_format(FORMATS[trainer.export])
     transports = ("auto", "local") if processes_per_replica(process.world, config.dp) == 1 else ("auto", "lockstep", "edge")
     require(trainer.transport in transports, "trainer.transport", alternatives(transports), trainer.transport)
     cpu = alone and process.device(trainer.device).type == "cpu"
     require(trainer.concurrency == 1 or cpu, "trainer.concurrency", "1, except for one process on the CPU", trainer.concurrency)
     got = f"{trainer.diagnose} in {process.world} processes"
     require(trainer.diagnose is None or alone, "trainer.diagnose", "null, or one process", got)
+    memory = trainer.memory_limit
+    fits = memory is None or (memory > 0 and automatic)
+    require(fits, "trainer.memory_limit", "null, or a number > 0 with trainer.stages=auto or method.keep=auto", memory)
+    fits = not (config.method.fill and config.method.delay == AUTO)
+    require(fits, "method.delay", "an integer >= 0 with method.fill=true", AUTO)
+    if config.cluster.elastic:
+        _check_elastic(config, process)
+    selects = trainer.bootstrap is None or config.data.name in PIXEL_DATASETS
+    require(selects, "trainer.bootstrap", f"null with data={config.data.name}, which has no pixels", trainer.bootstrap)
+    crops, rows = config.data.crops or 1, config.data.batch_size
+    require(rows % crops == 0, "data.batch_size", f"a multiple of {crops} with data.crops={crops}", rows)
+    exact = not trainer.exact_streams or trainer.wire == "float32"
+    require(exact, "trainer.exact_streams", f"false with trainer.wire={trainer.wire}", "true")
 
 
 def _check_elastic(config: Config, process: Process) -> None:
@@ -73,12 +63,3 @@ def _check_elastic(config: Config, process: Process) -> None:
     require(not config.trainer.exact_streams, "trainer.exact_streams", "false with cluster.elastic=true", "true")
     automatic = AUTO in (config.trainer.stages, config.method.keep, config.method.delay)
     require(not automatic, "cluster.elastic", "false with automatic settings", "true")
-
-
-def _check_automatic(config: Config) -> None:
-    """Check the keys that auto-tuning uses."""
-    memory, chosen = config.trainer.memory_limit, AUTO in (config.trainer.stages, config.method.keep)
-    fits = memory is None or (memory > 0 and chosen)
-    require(fits, "trainer.memory_limit", "null, or a number > 0 with trainer.stages=auto or method.keep=auto", memory)
-    fits = not (config.method.fill and config.method.delay == AUTO)
-    require(fits, "method.delay", "an integer >= 0 with method.fill=true", AUTO)
