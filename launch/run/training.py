@@ -14,7 +14,6 @@ from petra.errors import require
 from petra.process_memory import keep_freed_memory, release_memory
 from petra.training import (
     FORMATS,
-    Bar,
     Checkpoints,
     Lines,
     Trainer,
@@ -180,8 +179,7 @@ class TrainingRun:
         if config.trainer.log_every is not None:
             measure, loggers = drift.of_first_stage, self.records.update_loggers
             found.append(UpdateMeans(config.trainer.log_every, config.k, pipeline.recipe, loggers, measure))
-        display = Bar if sys.stdout.isatty() else Lines
-        return [*found, display(config.trainer.epochs, batches, pipeline.recipe, self.setup.unit)]
+        return [*found, Lines(config.trainer.epochs, batches, pipeline.recipe, self.setup.unit, bar=sys.stdout.isatty())]
 
 
 def _warnings(config: Config, batches: int) -> Iterator[str]:

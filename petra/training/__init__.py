@@ -6,7 +6,7 @@ from petra.training.lars import LARS
 from petra.training.learning_rate import SCHEDULES, Cosine, MultiStep, Polynomial, Schedule, peak_rate
 from petra.training.loggers import JsonLines, TensorBoardLogger, WandbLogger
 from petra.training.optim import OPTIMIZERS, sgd
-from petra.training.progress import Bar, Lines
+from petra.training.progress import Lines
 from petra.training.records import locked, new_run_folder, read_rows, write_json
 from petra.training.state import network
 from petra.training.trainer import Row, Trainer, limited, means
@@ -18,7 +18,6 @@ __all__ = [
     "LARS",
     "OPTIMIZERS",
     "SCHEDULES",
-    "Bar",
     "Checkpoints",
     "Cosine",
     "JsonLines",

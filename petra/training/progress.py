@@ -14,20 +14,21 @@ from petra.training.watchers import Means, Watcher
 
 
 class Lines(Watcher):
-    """One line per epoch, and in long epochs a line every 30 seconds with the means over the current epoch so far.
+    """One line per epoch, and in long epochs a line every 30 seconds with the means over the current epoch so far, or a bar.
 
     Args:
         epochs: Number of epochs in the run.
         microbatches: Number of microbatches in an epoch.
         recipe: Training settings of the pipeline.
         unit: What a target is counted as: ``images``, ``tokens`` or ``pixels``.
+        bar: Show the current epoch as a bar, on a terminal.
+
+    Attributes:
+        seconds: Time between two updates of the display. Reading a report synchronizes with the device, so not all are read.
     """
 
-    seconds = 30.0
-    """Seconds between two updates of the display. Reading a report synchronizes with the device, so not every report is read."""
-
-    def __init__(self, epochs: int, microbatches: int, recipe: Recipe, unit: str = "images") -> None:
-        self.epochs, self.microbatches, self.unit = epochs, microbatches, unit
+    def __init__(self, epochs: int, microbatches: int, recipe: Recipe, unit: str = "images", *, bar: bool = False) -> None:
+        self.epochs, self.microbatches, self.unit, self.bar, self.seconds = epochs, microbatches, unit, bar, 0.5 if bar else 30.0
         self._means, self._learning_rate = Means(recipe), recipe.learning_rate or (lambda t: 0.0)
 
     def epoch_begin(self, epoch: int, start: int, done: int) -> None:
@@ -35,6 +36,15 @@ class Lines(Watcher):
         self._means.restart()
         self._started = time.perf_counter()
         self._next = self._started + self.seconds
+        self._bar = tqdm(
+            total=self.microbatches,
+            desc=f"epoch {epoch}/{self.epochs}",
+            leave=False,
+            dynamic_ncols=True,
+            file=sys.stdout,
+            bar_format="{desc} {bar} {n_fmt}/{total_fmt}{postfix}",
+            disable=not self.bar,
+        )
 
     def microbatch(self, report: Tensor) -> None:
         self.done += 1
@@ -48,40 +58,20 @@ class Lines(Watcher):
 
     def show(self, means: str) -> None:
         """Show the means over the current epoch so far."""
-        print(f"epoch {self.epoch}/{self.epochs}, {self.done}/{self.microbatches}: {means}", flush=True)
+        if self.bar:
+            self._bar.n = self.done
+            self._bar.set_postfix_str(means)
+        else:
+            print(f"epoch {self.epoch}/{self.epochs}, {self.done}/{self.microbatches}: {means}", flush=True)
 
     def epoch_end(self, row: Mapping[str, float]) -> None:
+        self._bar.close()
         train, test = (
             means_text({key.removeprefix(part): value for key, value in row.items() if key.startswith(part)})
             for part in ("train_", "test_")
         )
         speed = f"{row[f'{self.unit}_per_second']:.0f} {self.unit}/s, learning rate {row['learning_rate']:.4g}"
         print(f"epoch {row['epoch']}/{self.epochs}: {train}; test {test}; {speed}, {row['seconds']:.1f} s", flush=True)
-
-
-class Bar(Lines):
-    """A bar for the current epoch, below one line per finished epoch."""
-
-    seconds = 0.5
-
-    def epoch_begin(self, epoch: int, start: int, done: int) -> None:
-        super().epoch_begin(epoch, start, done)
-        self._bar = tqdm(
-            total=self.microbatches,
-            desc=f"epoch {epoch}/{self.epochs}",
-            leave=False,
-            dynamic_ncols=True,
-            file=sys.stdout,
-            bar_format="{desc} {bar} {n_fmt}/{total_fmt}{postfix}",
-        )
-
-    def show(self, means: str) -> None:
-        self._bar.n = self.done
-        self._bar.set_postfix_str(means)
-
-    def epoch_end(self, row: Mapping[str, float]) -> None:
-        self._bar.close()
-        super().epoch_end(row)
 
 
 def means_text(means: Mapping[str, float]) -> str:

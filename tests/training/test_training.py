@@ -14,7 +14,6 @@ from petra.analysis.plots import curves
 from petra.data import EvalSource, TrainSource, load_dataset
 from petra.models import resnet18
 from petra.training import (
-    Bar,
     JsonLines,
     Lines,
     MultiStep,
@@ -62,7 +61,7 @@ def test_peak_memory_counts_what_was_held() -> None:
 
 def test_bar_shows_the_current_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     data = RandomSource()
-    bar = Bar(3, 10, make_pipeline(mixed_net(), data.spec, optimizer=sgd, learning_rate=lambda t: 0.1 * t).recipe)
+    bar = Lines(3, 10, make_pipeline(mixed_net(), data.spec, optimizer=sgd, learning_rate=lambda t: 0.1 * t).recipe, bar=True)
     bar.seconds = 0.0
     bar.epoch_begin(2, start=10, done=0)
     bar.microbatch(torch.tensor([8, 4.0, 6], dtype=torch.float64))  # images, summed loss, correct
