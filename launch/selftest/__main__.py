@@ -1,5 +1,0 @@
-"""``petra selftest``."""
-
-from .command import main
-
-main()
