@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch.utils.benchmark import Timer
 
-from petra.cost_model.links import Connection, Link, exchange_seconds, synchronized_time
+from petra.cost_model.links import Connection, Link, exchange_seconds
 from petra.cost_model.machines import Device, Machines
 from petra.distributed import all_gather_objects
 from petra.plan.layout import processes_per_replica
@@ -84,14 +84,8 @@ def describe(reports: Sequence[Report], links: Links, speeds: Sequence[float], r
 
 
 def _products_per_second(a: torch.Tensor) -> float:
-    a @ a  # warm-up
-    start, count = synchronized_time(a.device), 0
-    while time.perf_counter() - start < SECONDS:
-        for _ in range(4):
-            a @ a
-        synchronized_time(a.device)
-        count += 4
-    return count / (synchronized_time(a.device) - start)
+    timer = Timer("a @ a", globals={"a": a}, num_threads=torch.get_num_threads())
+    return 1 / timer.blocked_autorange(min_run_time=SECONDS).median
 
 
 def _barrier(device: torch.device) -> None:
