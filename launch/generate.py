@@ -25,7 +25,6 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from torch import nn
 
 from petra.data.tokenizer import DELIMITER, VOCABULARY, fingerprint, load_vocabulary
 from petra.errors import DataError, ModelError, alternatives, require
@@ -74,7 +73,8 @@ def main(arguments: list[str] | None = None) -> None:
         options = read_options([f"{key}={value}" for key, value in own.items()])
         sampling = Sampling(options.temperature, options.top_k, options.top_p)
         _, weights, config = parse(others, process)
-        model = load_model(config, weights, options.device)
+        model = weights.network(config).to(torch.device(options.device))
+        require(find_stem(model) is not None, "run", "a run of gpt or revgpt", config.model.name, ModelError)
         encode, decode, stop = vocabulary(config, options.vocabulary, weights)
         text = generate(model, encode(prompt), sampling, options.seed, stop)
         print(prompt, end="", flush=True)
@@ -99,17 +99,6 @@ def read_options(words: list[str]) -> Options:
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     require(found.device in devices, "device", alternatives(devices) + " on this machine", found.device)
     return found
-
-
-def load_model(config: Config, weights: Weights, device: str) -> nn.Module:
-    """Return the network of a run as one module in evaluation mode.
-
-    Raises:
-        PetraError: If the configuration or the weights can't be used.
-    """
-    chain = weights.network(config)
-    require(find_stem(chain) is not None, "run", "a run of gpt or revgpt", config.model.name, ModelError)
-    return chain.to(torch.device(device))
 
 
 def vocabulary(config: Config, path: str | None, weights: Weights | None = None) -> tuple[Encode, Decode, int | None]:
