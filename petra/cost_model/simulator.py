@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from petra.cost_model.costs import StageCost
-from petra.cost_model.event_graph import Events, Pipe, Steps, TimedSteps, TransportRules, event_graph, steady_state
+from petra.cost_model.event_graph import Events, Pipe, Steps, TransportRules, steady_state
 from petra.cost_model.links import INSTANT, Connection, Link, connections
-from petra.cost_model.period import Values, longest_paths, maximum_cycle_ratio
+from petra.cost_model.period import longest_paths, maximum_cycle_ratio
 from petra.cost_model.zero_bubble import ZeroBubble, lags, splits
 from petra.diagnostics.events import Interval, Kind
 from petra.method import Method
-from petra.plan.timetable import Timetable, in_flight, overlapped_stages
+from petra.plan.timetable import Op, Timetable, in_flight, overlapped_stages
 
 
 @dataclass(frozen=True)
@@ -68,12 +66,12 @@ def predict(
     """
     pipe = _pipe(costs, method, k, processes, link, transport, overlap=overlap)
     delays = method.delays(len(costs), k)
-    steady = steady_state(delays, pipe.boundary_delays, k if method.flush else None)
-    if any(cost.update for cost in costs):
-        steady = steady.repeated(k // steady.microbatches)
-    graph = event_graph(TimedSteps.of(steady, pipe), pipe, repeats=True).graph
-    period = maximum_cycle_ratio(graph) / steady.microbatches
+    multiple = k if any(cost.update for cost in costs) else 1
+    steady = steady_state(delays, pipe.boundary_delays, k if method.flush else None, multiple)
+    assert steady.microbatches is not None
     compute = [_busy_seconds(costs, k, process, set(process).intersection(pipe.overlapped)) for process in pipe.processes]
+    graph = Events(steady, pipe).graph
+    period = maximum_cycle_ratio(graph, max(compute) * steady.microbatches) / steady.microbatches
     return Prediction(
         period=period,
         compute=max(compute),
@@ -112,9 +110,8 @@ def simulate(
     pipe = _pipe(costs, method, k, processes, link, transport, overlap=overlap)
     flush = k if method.flush else None
     timetable = Timetable(method.delays(len(costs), k), pipe.boundary_delays, 0, microbatches, flush)
-    timed = TimedSteps.of(Steps.of(list(timetable), 0, timetable.now, microbatches), pipe)
-    events = event_graph(timed, pipe, repeats=False)
-    found = _intervals(timed, events, pipe, longest_paths(events.graph))
+    events = Events(Steps([step for round_ in timetable for step in round_.steps()]), pipe)
+    found = _intervals(events, pipe, longest_paths(events.graph).tolist())
     return sorted((i for i in found if i.stop > i.start), key=lambda i: i.start)
 
 
@@ -136,47 +133,23 @@ def _pipe(
     return Pipe(costs, k, processes, neighbours, between, transport, splits(method, stages), postponed, beside)
 
 
-def _intervals(timed: TimedSteps, events: Events, pipe: Pipe, times: Values) -> Iterator[Interval]:
+def _intervals(events: Events, pipe: Pipe, times: Sequence[float]) -> Iterator[Interval]:
     """Yield what each stage does, given the time of each event, item by item in the order of rounds."""
-    steps, count, beside = timed.steps, len(timed.process), set(timed.beside.tolist())
-    ended, free = times[events.end].tolist(), [0.0] * len(pipe.processes)
-    columns = (steps.stage, steps.forward, steps.microbatch, times[:count], timed.compute, timed.update)
-    rows = list(zip(*(column.tolist() for column in columns), strict=True))
-    second: dict[int, list[tuple[int, Kind, int, float]]] = {process: [] for process in range(len(pipe.processes))}
-    last = {(p, r): i for i, (p, r) in enumerate(zip(events.process.tolist(), events.round.tolist(), strict=True))}
-    for item in np.argsort(events.round, kind="stable").tolist():
-        process, stop = int(events.process[item]), ended[item]
-        if item >= count:
+    free = [0.0] * len(pipe.processes)
+    for item in events.items:
+        process, stop = item.process, times[item.end]
+        if item.step is None:
             yield Interval(pipe.processes[process][-1], Kind.SEND, -1, free[process], stop)
         else:
-            stage, forward, m, begin, compute, update = rows[item]
+            _, stage, op, m = item.step
+            begin = times[item.start]
+            sent, forward = begin + item.compute, op is Op.FORWARD
             source, target = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
-            if item not in beside:
+            if not item.beside:
                 yield Interval(stage, Kind.WAIT, m, free[process], begin, source)
-            yield Interval(stage, Kind.FORWARD if forward else Kind.BACKWARD, m, begin, begin + compute)
-            yield Interval(stage, Kind.SEND, m, max(free[process], begin + compute), stop, target)
-            yield Interval(stage, Kind.UPDATE, m, stop, stop + update)
-            stop += update
-            if not forward and pipe.splits[stage]:
-                second[process] += _second_parts(pipe, stage, m, last=m == steps.microbatches - 1)
+            yield Interval(stage, Kind.FORWARD if forward else Kind.BACKWARD, m, begin, sent)
+            yield Interval(stage, Kind.SEND, m, max(free[process], sent), stop, target)
+        for work in item.after:
+            yield Interval(work.stage, work.kind, work.microbatch, stop, stop + work.seconds)
+            stop += work.seconds
         free[process] = stop
-        if last[process, int(events.round[item])] == item:
-            for stage, kind, m, seconds in second[process]:
-                yield Interval(stage, kind, m, free[process], free[process] + seconds)
-                free[process] += seconds
-            second[process].clear()
-
-
-def _second_parts(pipe: Pipe, stage: int, m: int, *, last: bool) -> Iterator[tuple[int, Kind, int, float]]:
-    """Yield stage, kind, microbatch and seconds of the second parts and the update that follow the first part of microbatch ``m``.
-
-    Second parts of split backwards (ZB-H1) compute the gradients of the parameters. None is left before an update, and after the
-    ``last`` microbatch of the run.
-    """
-    cost, lag, place = pipe.costs[stage], pipe.lags[stage], m % pipe.k
-    updates = place == pipe.k - 1
-    first = m - min(lag, place)
-    for found in range(first, m + 1) if updates or last else range(first, first + (place >= lag)):
-        yield stage, Kind.BACKWARD_WEIGHTS, found, cost.weights
-    if updates:
-        yield stage, Kind.UPDATE, m, cost.update
