@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from petra.analysis.planning import draw_plan
+from petra.analysis.plots import draw_plan
 from petra.cost_model.autotune import Tuned, search_within, tune
 from petra.cost_model.costs import TIMES, BlockCost, count_blocks, profile_blocks
 from petra.cost_model.links import Link

@@ -120,26 +120,58 @@ def timeline(
 
 def timeline_figure(intervals: Sequence[Interval], title: str, unit: str, processes: Sequence[Sequence[int]]) -> Any:
     """Return the figure of :func:`timeline`."""
-    from matplotlib.patches import Patch
-
-    stages = 1 + max(i.stage for i in intervals)
-    origin, stop = min(i.start for i in intervals), max(i.stop for i in intervals)
-    intervals = [i._replace(start=i.start - origin, stop=i.stop - origin) for i in intervals]
-    windows = [(0.0, stop - origin), *_detail(intervals, stop - origin)]
+    intervals, stages, duration = _from_zero(intervals)
+    windows = [(0.0, duration), *_detail(intervals, duration)]
     figure = _figure(14, 0.9 + (0.5 + 0.32 * stages) * len(windows))
     for axes, (start, end) in zip(figure.subplots(len(windows), 1, squeeze=False).flat, windows, strict=True):
-        _draw_intervals(axes, [i for i in intervals if i.stop > start and i.start < end], end - start)
-        axes.set(xlim=(start, end), ylim=(stages - 0.5, -0.5))
+        _draw_intervals(axes, intervals, start, end)
         _mark_processes(axes, stages, processes)
     figure.axes[0].set_title(title)
     if len(windows) > 1:
         figure.axes[1].set_title("A part of it", loc="left", fontsize=10)
     figure.axes[-1].set_xlabel(unit)
-    shown = [kind for kind in COLOURS if any(i.kind is kind for i in intervals)]
-    figure.legend(
-        handles=[Patch(color=COLOURS[kind], label=kind) for kind in shown], loc="outside right upper", fontsize=8, frameon=False
-    )
+    figure.legend(handles=_kinds(intervals), loc="outside right upper", fontsize=8, frameon=False)
     return figure
+
+
+def draw_plan(intervals: Sequence[Interval], use: Mapping[str, tuple[float, float]], path: Path, title: str) -> None:
+    """Draw the schedule of a planned pipeline above, and below, as in a roofline, which limit each method is at.
+
+    Args:
+        intervals: Simulated intervals of the stages.
+        use: For each method, the fractions of the period in which the busiest link transfers and the busiest device computes.
+        path: File to write, in the format of its suffix.
+        title: Title of the schedule.
+    """
+    intervals, stages, duration = _from_zero(intervals)
+    figure = _figure(12, 3.5 + 0.3 * stages + 0.3 * len(use))
+    above, below = figure.subplots(2, 1, height_ratios=[stages + 2, len(use) + 2])
+    _draw_intervals(above, intervals, 0.0, duration)
+    _mark_processes(above, stages, ())
+    above.set(xlabel="seconds", title=title)
+    above.legend(handles=_kinds(intervals), loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
+    for offset, colour, label in ((0.2, "#b279a2", "busiest link transfers"), (-0.2, "#4c78a8", "busiest device computes")):
+        values = [fractions[offset < 0] for fractions in use.values()]
+        below.barh([row + offset for row in range(len(use))], values, 0.38, color=colour, label=label)
+    below.axvline(1, color="black", linewidth=0.8)
+    below.set_yticks(range(len(use)), list(use))
+    below.set(xlabel="fraction of the period; at 1, the method can't be faster", xlim=(0, 1.05), ylim=(len(use) - 0.4, -0.6))
+    below.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    figure.savefig(path, dpi=120)
+
+
+def _from_zero(intervals: Sequence[Interval]) -> tuple[list[Interval], int, float]:
+    """Return intervals that begin at time 0, the number of stages, and the end of the last interval."""
+    origin = min(i.start for i in intervals)
+    moved = [i._replace(start=i.start - origin, stop=i.stop - origin) for i in intervals]
+    return moved, 1 + max(i.stage for i in moved), max(i.stop for i in moved)
+
+
+def _kinds(intervals: Sequence[Interval]) -> list[Any]:
+    """Return entries of a legend for the kinds of intervals that occur."""
+    from matplotlib.patches import Patch
+
+    return [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if any(i.kind is kind for i in intervals)]
 
 
 def _detail(intervals: Sequence[Interval], duration: float) -> list[tuple[float, float]]:
@@ -152,8 +184,10 @@ def _detail(intervals: Sequence[Interval], duration: float) -> list[tuple[float,
     return [(min(start, duration - length), min(start, duration - length) + length)]
 
 
-def _draw_intervals(axes: Any, intervals: Sequence[Interval], shown: float) -> None:
-    """Draw bars, and labels where they fit into the width that shows ``shown`` units of time."""
+def _draw_intervals(axes: Any, intervals: Sequence[Interval], start: float, end: float) -> None:
+    """Draw bars from ``start`` to ``end``, and labels where they fit."""
+    shown, intervals = end - start, [i for i in intervals if i.stop > start and i.start < end]
+    axes.set_xlim(start, end)
     for kind, colour in COLOURS.items():
         border = {"edgecolor": "white", "linewidth": 0.5} if kind in PASSES else {}
         for stage in sorted({i.stage for i in intervals if i.kind is kind}):
@@ -176,6 +210,7 @@ def _mark_processes(axes: Any, stages: int, processes: Sequence[Sequence[int]]) 
             if j:
                 axes.axhline(j - 0.5, color="black", linewidth=0.8)
     axes.set_yticks(range(stages), names, fontsize=9)
+    axes.set_ylim(stages - 0.5, -0.5)
 
 
 def panels(diagrams: Sequence[Panel], path: Path, *, columns: int = 2, shaded: bool = False, title: str = "") -> None:

@@ -15,7 +15,7 @@ from petra.settings import TransportName
 TOLERANCE = 0.01
 """Relative loss of throughput that a smaller delay may cost; less than the variation from run to run."""
 FIRST_REACH = 4
-"""Stages on each side of a boundary that the first estimates look at."""
+"""Stages on each side of a boundary that are looked at first."""
 
 
 def largest_delay(method: Method, k: int, stages: int, most: int) -> int:
@@ -39,6 +39,7 @@ def choose_delays(
 
     The search starts from the smallest delay that suffices at all boundaries. It then lowers the delay of one boundary at a time,
     starting at the last, whose delay adds to the staleness of all stages before it. No delay of the result can be lowered alone.
+    Which delays are too small is found in a few stages around a boundary, and in more of them until the whole pipeline agrees.
 
     Args:
         costs: Cost of each stage.
@@ -56,8 +57,12 @@ def choose_delays(
     pipeline = _Pipeline(tuple(costs), method, k, connections(link, len(stages)), stages, transport, device_type)
     longest_period = (1 + TOLERANCE) * pipeline.period([max_delay] * boundaries)
     uniform = next((d for d in range(max_delay) if pipeline.period([d] * boundaries) <= longest_period), max_delay)
-    lower = _lower_by_bisection if pipeline.divisible else _lower_one_by_one
-    return tuple(lower(pipeline, [uniform] * boundaries, longest_period))
+    reach = FIRST_REACH if pipeline.divisible else boundaries
+    while True:
+        delays = pipeline.lowered(uniform, longest_period, reach)
+        if reach >= boundaries or pipeline.period(delays) <= longest_period:
+            return tuple(delays)
+        reach *= 2
 
 
 @dataclass(frozen=True)
@@ -84,8 +89,24 @@ class _Pipeline:
         found = predict(self.costs, method, self.k, link=self.connections, processes=self.processes, transport=transport)
         return found.period
 
+    def lowered(self, delay: int, limit: float, reach: int) -> list[int]:
+        """Lower each delay as far as the stages around its boundary don't prove that the period is above ``limit``.
+
+        A smaller delay never makes the period shorter. If the result is possible, so are the delays on the way to it.
+        """
+        delays = [delay] * (len(self.costs) - 1)
+        for boundary in reversed(range(len(delays))):
+            while delays[boundary]:
+                delays[boundary] -= 1
+                if self.must_exceed(limit, delays, boundary, reach):
+                    delays[boundary] += 1
+                    break
+        return delays
+
     def must_exceed(self, limit: float, delays: Sequence[int], boundary: int, reach: int) -> bool:
         """Return whether the stages around ``boundary`` alone prove that the period is above ``limit``."""
+        if reach >= len(delays):
+            return self.period(delays) > limit
         if delays[boundary] == 0:
             pair = self.costs[boundary : boundary + 2]
             if sum(cost.forward + cost.backward for cost in pair) > limit:  # the two stages take turns
@@ -101,47 +122,3 @@ class _Pipeline:
             transport=simulated_transport(self.transport, delays, self.device_type),
         )
         return part.period(delays[start : stop - 1]) > limit
-
-
-def _lower_one_by_one(pipeline: _Pipeline, delays: list[int], limit: float) -> list[int]:
-    """Lower each delay as far as possible, with a prediction of the whole pipeline for each step."""
-    for boundary in reversed(range(len(delays))):
-        while delays[boundary]:
-            delays[boundary] -= 1
-            if pipeline.period(delays) > limit:
-                delays[boundary] += 1
-                break
-    return delays
-
-
-def _lower_by_bisection(pipeline: _Pipeline, delays: list[int], limit: float) -> list[int]:
-    """Do the same with few predictions of the whole pipeline.
-
-    For each delay, the stages around its boundary show which values are too small. If the smallest values that they allow are too
-    small for the whole pipeline, bisection finds the first of them that is, in the order of the search. A smaller delay never makes
-    the period shorter.
-    """
-    last, reach = len(delays) - 1, FIRST_REACH
-    while last >= 0:
-        estimate = delays.copy()
-        for boundary in range(last, -1, -1):
-            while estimate[boundary]:
-                estimate[boundary] -= 1
-                if pipeline.must_exceed(limit, estimate, boundary, reach):
-                    estimate[boundary] += 1
-                    break
-        fits, exceeds = last + 1, -1  # boundaries from which on the estimate is possible, and is not
-        while fits > exceeds + 1:
-            middle = exceeds + 1 if exceeds == -1 and fits == last + 1 else (fits + exceeds) // 2
-            if pipeline.period(delays[:middle] + estimate[middle:]) <= limit:
-                fits = middle
-            else:
-                exceeds = middle
-        delays = delays[:fits] + estimate[fits:]
-        last, reach = exceeds - 1, 2 * reach
-        if exceeds >= 0:
-            lowest = range(estimate[exceeds] + 1, delays[exceeds])
-            delays[exceeds] = next(
-                (d for d in lowest if pipeline.period([*delays[:exceeds], d, *delays[exceeds + 1 :]]) <= limit), delays[exceeds]
-            )
-    return delays

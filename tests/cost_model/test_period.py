@@ -144,7 +144,7 @@ def plain_search(costs: list[StageCost], method: Method, k: int, link: Link, max
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_bisection_finds_the_delays_of_the_plain_search(seed: int) -> None:
+def test_delays_are_those_of_the_plain_search(seed: int) -> None:
     random = Random(seed)
     spread = random.choice([0.0, 0.1, 0.5])
     costs = [
