@@ -240,7 +240,7 @@ def _forward(blocks: Sequence[BlockMemory], stored: Sequence[int], plan: Plan, j
 def _backward(blocks: Sequence[BlockMemory], stored: Sequence[int], plan: Plan, j: int, received: int) -> int:
     """Return the most that a backward adds for a moment.
 
-    The output and its gradient live until the end of the stage, the gradients of a block until the end of the next one.
+    The output and its gradient live until the end of the stage.
 
     Args:
         received: Bytes of the output's gradient; at the last stage, of the output too.
@@ -248,11 +248,11 @@ def _backward(blocks: Sequence[BlockMemory], stored: Sequence[int], plan: Plan, 
     stage = plan.stages[j]
     if stage.keeps[-1] is Keep.NOTHING and j < len(plan.stages) - 1:
         received *= 2
-    most = freed = gradients = between = 0
+    most = freed = between = 0
     for block, more, inputs in zip(reversed(blocks), reversed(stored), reversed(_inputs(plan, j)), strict=True):
-        most = max(most, received + between + gradients + block.backward - freed)
+        most = max(most, received + between + block.backward - freed)
         between = 2 * _bytes(inputs) if between else block.returned
-        freed, gradients = freed + more, block.gradients
+        freed += more
     if j and stage.delay and not plan.method.flush and plan.boundary_delays[j] % 2 == 0:
         # In the drain at the end, backwards follow one another: two messages are being sent, and none waits for a forward.
         before = plan.boundaries[j - 1]

@@ -72,6 +72,7 @@ class Stage:
             y, dy, gradients = self.runners[i].backward(m, y, dy)
             y, dy = self.contiguous(y), self.contiguous(dy)
             self.gradients.add(i, gradients)
+            del gradients  # before the next block's backward allocates its own
         return y if self.returns_input else (), dy
 
     def evaluate(self, x: Streams) -> Streams:
