@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from petra.cost_model.costs import StageCost
 from petra.cost_model.links import INSTANT, Connection, Link, connections
@@ -84,10 +85,7 @@ class _Pipeline:
 
     def period(self, delays: Sequence[int]) -> float:
         """Return the period with these boundary delays."""
-        transport = simulated_transport(self.transport, delays, self.device_type)
-        method = replace(self.method, delay=tuple(delays))
-        found = predict(self.costs, method, self.k, link=self.connections, processes=self.processes, transport=transport)
-        return found.period
+        return _period(self, tuple(delays))
 
     def lowered(self, delay: int, limit: float, reach: int) -> list[int]:
         """Lower each delay as far as the stages around its boundary don't prove that the period is above ``limit``.
@@ -122,3 +120,13 @@ class _Pipeline:
             transport=simulated_transport(self.transport, delays, self.device_type),
         )
         return part.period(delays[start : stop - 1]) > limit
+
+
+@lru_cache(maxsize=1024)  # many parts of a pipeline are equal
+def _period(pipeline: _Pipeline, delays: tuple[int, ...]) -> float:
+    transport = simulated_transport(pipeline.transport, delays, pipeline.device_type)
+    method = replace(pipeline.method, delay=delays)
+    found = predict(
+        pipeline.costs, method, pipeline.k, link=pipeline.connections, processes=pipeline.processes, transport=transport
+    )
+    return found.period

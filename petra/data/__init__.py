@@ -6,21 +6,14 @@ from petra.data.map_style import from_dataset
 from petra.data.preparation import Preparation
 from petra.data.sources import EvalSource, TrainSource
 
-EvalStream = EvalSource
-"""Former name."""
-TrainStream = TrainSource
-"""Former name."""
-
 __all__ = [
     "DATASETS",
     "DECODED",
     "Dataset",
     "EvalSource",
-    "EvalStream",
     "Preparation",
     "Split",
     "TrainSource",
-    "TrainStream",
     "from_dataset",
     "in_memory",
     "load_dataset",
