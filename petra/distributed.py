@@ -1,11 +1,10 @@
-"""Collectives on Python values, errors that every rank raises, and the timeout of process groups."""
+"""Collectives on Python values, and errors that every rank raises."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from petra.errors import ConfigError, DataError, ModelError, PetraError, invalid
-from petra.torch_private import default_group_timeout
 
 SAME_KIND = {ConfigError, DataError, ModelError}
 """Classes of errors that :func:`raise_on_all_ranks` keeps. Their messages are all that they need."""
@@ -33,11 +31,6 @@ def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> li
     values: list[Any] = [None] * dist.get_world_size()
     run_collective.get()(partial(dist.all_gather_object, values, value, group))
     return values
-
-
-def default_timeout(device: torch.device) -> timedelta:
-    """Return the timeout of the default group, which new groups must be given. They would otherwise use torch's own, 30 minutes."""
-    return default_group_timeout(device)
 
 
 def bind_device(device: torch.device | str) -> torch.device:

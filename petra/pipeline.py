@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from math import isfinite
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -26,7 +27,7 @@ from petra.engine.metrics import size_of
 from petra.engine.recipe import Recipe
 from petra.engine.stage import evaluating
 from petra.engine.totals import Result, reduce_totals
-from petra.errors import invalid, require
+from petra.errors import NumericsError, invalid, require
 from petra.hooks import Hooks
 from petra.method import Method
 from petra.model import Model
@@ -189,9 +190,10 @@ class Pipeline:
         if 0 < done < k and self.rank == 0 and not watched:  # a caller that watches or stops training may end a call on purpose
             log.warning("k=%d: no update yet, after %d microbatches; the weights have not changed", k, done)
         result = reduce_totals(self._source.totals, self.recipe.metrics, self.world > 1, self.replicas)
-        if self.recipe.rules.may_skip:
-            return result
-        return result.finite(len(self.plan.stages), start + 1, self.microbatches_done, self.rank)
+        if not (isfinite(result.loss) or self.recipe.rules.may_skip):
+            where = f"stage {len(self.plan.stages)}: the loss is not finite in microbatches {start + 1} to {done}"
+            raise NumericsError(f"{where}; lower optim.lr or set optim.clip", origin=self.rank == 0)  # one rank is to report it
+        return result
 
     def evaluate(self, data: DataSource, microbatches: int) -> Result:
         """Evaluate microbatches 0 to ``microbatches`` - 1, with averaged weights if the rules ask for averages."""

@@ -197,6 +197,8 @@ def set_recompile_limit(limit: int) -> None:
 def default_group_timeout(device: torch.device) -> timedelta:
     """Return the timeout of the default process group on a device, which torch has no public function for.
 
+    New groups must be given it. They would otherwise use torch's own, 30 minutes.
+
     Without these attributes, it is torch's own default.
     """
     group = dist.group.WORLD

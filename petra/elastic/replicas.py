@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from petra.distributed import default_timeout
 from petra.elastic.membership import Membership
 from petra.engine.endpoints import DataSource
 from petra.engine.options.replicas import AllReduces, Replicas
@@ -28,6 +27,7 @@ from petra.errors import require
 from petra.hooks import Hooks
 from petra.plan.layout import Layout
 from petra.specs import IGNORED
+from petra.torch_private import default_group_timeout
 from petra.training import Trainer
 
 
@@ -46,7 +46,7 @@ class LossTolerantSums(AllReduces):
     def __init__(self, membership: Membership, group: dist.ProcessGroup, device: torch.device) -> None:
         self.membership, self.replicas = membership, [*membership.generation.replicas]
         self._group: Any = group  # None if no other replica is left
-        self._limit = default_timeout(device)
+        self._limit = default_group_timeout(device)
         self._size, self._number, self._remakes = len(self.replicas), 0, 0
         self._started: list[tuple[Tensor, Tensor]] = []
         self._works: list[dist.Work] = []

@@ -108,13 +108,15 @@ class Recipe:
         return self.loss if isinstance(self.loss, Losses) else Losses(self.loss, self.loss)
 
     def check(self, plan: Plan) -> None:
-        """Check that the method of a plan allows the remedies and the update rules.
+        """Check that the method of a plan allows the remedies and the update rules: global clipping needs updates at the same time.
 
         Raises:
             ConfigError: If it does not allow one of them.
         """
         self.check_remedies(plan.method)
-        self.rules.check(plan.method, plan.delays)
+        simultaneous = plan.method.flush or not any(plan.delays)
+        expected = f"stage with method.delay={plan.method.delay} and no flush, where stages update at different times"
+        require(simultaneous or not self.rules.clip_globally, "optim.clip_scope", expected, "global")
 
     def check_remedies(self, method: Method) -> None:
         """Check that a method allows the remedies.

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor
 
 from petra.engine.metrics import Metric, values_of
-from petra.errors import NumericsError
 
 if TYPE_CHECKING:
     from petra.engine.options.replicas import Replicas
@@ -32,24 +30,6 @@ class Result:
     loss: float
     metrics: dict[str, float]
     counts: dict[str, list[int]] = field(default_factory=dict)
-
-    def finite(self, stage: int, first: int, last: int, rank: int) -> Result:
-        """Return the result, after a check that the loss is finite.
-
-        Args:
-            stage: Number of the last stage, from 1.
-            first, last: Numbers of the first and the last microbatch, from 1.
-            rank: This rank. The error of rank 0 is the one to report.
-
-        Raises:
-            NumericsError: If it is not.
-        """
-        if not isfinite(self.loss):
-            raise NumericsError(
-                f"stage {stage}: the loss is not finite in microbatches {first} to {last}; lower optim.lr or set optim.clip",
-                origin=rank == 0,
-            )
-        return self
 
 
 def reduce_totals(totals: Tensor, metrics: Mapping[str, Metric], distributed: bool, replicas: Replicas | None) -> Result:

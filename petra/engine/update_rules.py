@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from petra.errors import check_types, require
-from petra.method import Method
 
 
 @dataclass(frozen=True)
@@ -52,17 +50,3 @@ class UpdateRules:
     def may_skip(self) -> bool:
         """Whether a non-finite gradient may skip an update instead of stopping the run."""
         return self.nonfinite == "skip" or self.loss_scale is not None
-
-    def check(self, method: Method, delays: Sequence[int]) -> None:
-        """Check that all stages update at the same time if gradients are clipped globally.
-
-        Args:
-            method: Method of the run.
-            delays: Delay τ of each stage.
-
-        Raises:
-            ConfigError: If gradients are clipped globally but stages update at different times.
-        """
-        simultaneous = method.flush or not any(delays)
-        expected = f"stage with method.delay={method.delay} and no flush, where stages update at different times"
-        require(simultaneous or not self.clip_globally, "optim.clip_scope", expected, "global")

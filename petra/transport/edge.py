@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from petra.distributed import default_timeout
 from petra.plan.timetable import Step
 from petra.specs import Message
+from petra.torch_private import default_group_timeout
 from petra.transport.lockstep import Transfer
 from petra.transport.packing import Packing
 from petra.transport.port import locate_errors
@@ -127,7 +127,7 @@ class EdgeTransport:
         replicas = [enumerate(boundaries, start) for start in range(0, dist.get_world_size(), processes)]
         for r, (forward, backward, delay) in chain(*replicas):
             # torch.distributed requires every rank to create every group, in the same order.
-            down, up = (dist.new_group([r, r + 1], timeout=default_timeout(forward.device)) for _ in range(2))
+            down, up = (dist.new_group([r, r + 1], timeout=default_group_timeout(forward.device)) for _ in range(2))
             if rank in (r, r + 1):
                 _warm_up(down, r, r + 1, forward.device)
                 _warm_up(up, r + 1, r, forward.device)

@@ -47,14 +47,6 @@ class LossScale(Part):
     def __call__(self, pending: Pending) -> None:
         pending.scale = self.scale
 
-    def multiply(self, delta: Streams) -> Streams:
-        """Return ``delta`` times the scale."""
-        return tuple(d * self.scale.to(d.dtype) for d in delta)
-
-    def divide(self, delta: Streams) -> Streams:
-        """Return ``delta`` divided by the scale."""
-        return tuple(d / self.scale.to(d.dtype) for d in delta)
-
     def adapt(self, overflow: Tensor, bad: Tensor) -> None:
         """Adapt a dynamic scale after an update.
 
@@ -157,7 +149,7 @@ class ScaledPort(WrappedPort):
         if self._upstream:
             x, delta, report = message
             self._check.add_sent(delta)
-            message = x, self._loss_scale.divide(delta), report
+            message = x, tuple(d / self._loss_scale.scale.to(d.dtype) for d in delta), report
         self.inner.send(m, message)
 
     def receive(self, m: int) -> Message:
@@ -165,4 +157,4 @@ class ScaledPort(WrappedPort):
         if self._upstream:
             return message
         y, delta, report = message
-        return y, self._loss_scale.multiply(delta), report
+        return y, tuple(d * self._loss_scale.scale.to(d.dtype) for d in delta), report

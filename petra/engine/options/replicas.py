@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from petra.distributed import default_timeout
 from petra.engine.endpoints import DataSource, LossPort, RefetchSource
 from petra.engine.metrics import count_targets
 from petra.engine.options.finite_check import FiniteCheck
@@ -25,6 +24,7 @@ from petra.hooks import Hook, Hooks
 from petra.plan.layout import Layout
 from petra.reversible import running_statistics
 from petra.specs import Message
+from petra.torch_private import default_group_timeout
 from petra.transport.port import locate_errors
 
 
@@ -129,7 +129,7 @@ class Replicas(Hook):
         mesh = init_device_mesh(device.type, (size, len(layout.processes)), mesh_dim_names=("dp", "stage"))
         self._dp_group, self.pipeline_group = mesh.get_group("dp"), mesh.get_group("stage")
         for group in (self._dp_group, self.pipeline_group):
-            group.set_timeout(default_timeout(device))
+            group.set_timeout(default_group_timeout(device))
         self.layout, self.members, self.size = layout, members, size
         self.replica, self.first = members[position], position == 0
         self.sums = AllReduces(self._dp_group)
