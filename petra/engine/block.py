@@ -163,16 +163,14 @@ class Recompute(BlockRunner):
         version = self._choose_version(m)
         with self.forward_function.first_evaluation():
             y = self.forward_function(m, x, version)
-        self._keep_input(m, x)
+        if self.keep is Keep.INPUT:
+            self.stored[m] = Stored(tuple(in_own_memory(t) for t in x))
         return y
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
         version = self.versions.for_backward(m)
         recomputed = self._forward_with_graph(m, self._take_input(m), version)
         return self._differentiate(recomputed, dy, version)
-
-    def _keep_input(self, m: int, x: Streams) -> None:
-        self.stored[m] = Stored(tuple(in_own_memory(t) for t in x))
 
     def _take_input(self, m: int) -> Streams:
         return self.stored.pop(m).inputs
@@ -185,24 +183,16 @@ class Refetch(Recompute):
     fetch: Fetch | None = None
     """Returns the input of a microbatch. None in a stage that runs no backward pass."""
 
-    def _keep_input(self, m: int, x: Streams) -> None:
-        pass
-
     def _take_input(self, m: int) -> Streams:
         assert self.fetch is not None
         return self.fetch(m)
 
 
-class Reconstruct(BlockRunner):
+class Reconstruct(Recompute):
     """Stores nothing, and computes a reversible block's input from its output in the backward pass, which alone updates
     running statistics."""
 
     keep = Keep.NOTHING
-
-    def forward(self, m: int, x: Streams) -> Streams:
-        version = self._choose_version(m)
-        with self.forward_function.first_evaluation():
-            return self.forward_function(m, x, version)
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
         version = self.versions.for_backward(m)

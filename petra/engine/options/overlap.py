@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +60,8 @@ class Overlapped:
         running: dict[int, Future[None]] = {}
         started: dict[int, Future[None]] = {}
         try:
-            for round_, following in _with_next(iter(rounds)):
+            for round_, following in pairwise(chain(rounds, [None])):
+                assert round_ is not None
                 running, started = started, self._start(round_, following)
                 for step in round_.steps:
                     if step.op is Op.BACKWARD and (future := running.get(step.worker.index)) is not None:
@@ -78,14 +80,6 @@ class Overlapped:
         forwards = {step.worker.index for step in round_.steps if step.op is Op.FORWARD} & self._stages
         backwards = [step for step in following.steps if step.op is Op.BACKWARD and step.worker.index in forwards]
         return {step.worker.index: self._threads.submit(step.run, step.worker.propagate) for step in backwards}
-
-
-def _with_next(rounds: Iterator[ProcessRound]) -> Iterator[tuple[ProcessRound, ProcessRound | None]]:
-    current = next(rounds, None)
-    while current is not None:
-        following = next(rounds, None)
-        yield current, following
-        current = following
 
 
 class Beside(WrappedFunction):
