@@ -28,9 +28,8 @@ from petra.errors import first_line, invalid, require
 
 from .config.errors import config_error
 from .config.schema import Config, to_config
+from .runtime.agent import this_process
 from .runtime.rank import Process, integer
-from .runtime.reporting import report_errors
-from .runtime.signals import stop_with_agent
 from .runtime.terminal import command, words_or_help
 
 if TYPE_CHECKING:
@@ -43,9 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
     words = words_or_help(arguments, __doc__)
     if words is None:
         return
-    stop_with_agent()
-    process = Process.from_environment()
-    with report_errors(process):
+    with this_process() as process:
         own, others = split(words, ("pictures",))
         pictures = integer("pictures", own["pictures"], 1) if own else 0
         folder, weights, config = parse(others, process)

@@ -34,8 +34,7 @@ from .config.errors import config_error
 from .config.schema import Config
 from .evaluate import dotlist, parse, split
 from .run.weights import Weights
-from .runtime.rank import Process
-from .runtime.reporting import report_errors
+from .runtime.agent import this_process
 from .runtime.terminal import command, words_or_help
 
 Encode = Callable[[str], list[int]]
@@ -64,8 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     words = words_or_help(arguments, __doc__)
     if words is None:
         return
-    process = Process.from_environment()
-    with report_errors(process):
+    with this_process() as process:
         own, others = split(words, OWN)
         prompt = own.pop("prompt", "")
         decoded = not any("\ud800" <= character <= "\udfff" for character in prompt)  # Python's form of bytes that are not UTF-8

@@ -28,9 +28,8 @@ from dataclasses import dataclass, replace
 from petra.errors import invalid, require
 
 from . import own_module
-from .runtime.agent import run_agent
+from .runtime.agent import run_agent, stop_before_start
 from .runtime.rank import integer
-from .runtime.signals import stop_before_start
 from .runtime.terminal import command, parser_for
 
 WORDS = ("auto", "cpu", "gpu")

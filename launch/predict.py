@@ -24,8 +24,7 @@ from petra.errors import ModelError, PetraError, invalid, require
 from .config.schema import Config
 from .evaluate import parse
 from .run.weights import Weights
-from .runtime.rank import Process
-from .runtime.reporting import report_errors
+from .runtime.agent import this_process
 from .runtime.terminal import command, words_or_help
 
 
@@ -35,8 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     words = words_or_help(arguments, __doc__)
     if words is None:
         return
-    process = Process.from_environment()
-    with report_errors(process):
+    with this_process() as process:
         images = [Path(word) for word in words if "=" not in word]
         require(len(images) > 0, "command line", "image files", "none")
         _, weights, config = parse([word for word in words if "=" in word], process)

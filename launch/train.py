@@ -27,13 +27,10 @@ def main() -> None:
 def train() -> None:
     """Train in this process, one of those that torchrun has started or the only one."""
     from .config.compose import training_configs
-    from .runtime.rank import Process
-    from .runtime.reporting import only_first_prints, report_errors
-    from .runtime.signals import stop_with_agent
+    from .runtime.agent import this_process
+    from .runtime.reporting import only_first_prints
 
-    process = Process.from_environment()
-    stop_with_agent()
-    with report_errors(process):
+    with this_process() as process:
         with only_first_prints(process):
             configs = training_configs()
         if not configs:
@@ -53,11 +50,10 @@ def start_processes(processes: int) -> None:
     Raises:
         PetraError: If a configuration is invalid.
     """
-    from .runtime.signals import stop_before_start
+    from .runtime.agent import run_on_this_machine, stop_before_start
 
     stop_before_start()
     from .config.compose import training_configs
-    from .runtime.agent import run_on_this_machine
     from .runtime.rank import Process
 
     overrides = sys.argv[1:]

@@ -20,10 +20,10 @@ from ..config.compose import compose_command_line
 from ..config.machines import write_machines
 from ..config.schema import Config, to_config
 from ..run.markdown import table
+from ..runtime.agent import this_process
 from ..runtime.network import set_variables
 from ..runtime.rank import Process
-from ..runtime.reporting import only_first_prints, report_errors
-from ..runtime.signals import stop_with_agent
+from ..runtime.reporting import only_first_prints
 from ..runtime.terminal import command, help_wanted, plain
 from .links import LARGE, Links, describe, measure_links, measure_speeds
 from .machine import Report, find_differences, inspect_machine
@@ -32,13 +32,11 @@ from .machine import Report, find_differences, inspect_machine
 @command
 def main() -> None:
     """Print the findings of all processes on rank 0."""
-    process = Process.from_environment()
     if help_wanted(sys.argv[1:]):
-        if process.first:
+        if Process.from_environment().first:
             print(plain(__doc__))
         return
-    stop_with_agent()
-    with report_errors(process):
+    with this_process() as process:
         with only_first_prints(process):
             configs = compose_command_line()
         for config in configs:

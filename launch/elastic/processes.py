@@ -27,10 +27,9 @@ from petra.elastic.liveness import Liveness
 from petra.elastic.membership import Membership
 from petra.errors import require
 
-from ..runtime.agent import LOOPBACK, require_loopback
+from ..runtime.agent import LOOPBACK, require_loopback, stop_signals
 from ..runtime.rank import Process, agree_on_start
 from ..runtime.reporting import CANCELLED, FAILED, STOPPED
-from ..runtime.signals import stop_signals
 
 REPLICA, STORE = "PETRA_REPLICA", "PETRA_STORE"
 """Environment variables: the index of a replica, and address and port of the store that all replicas share."""

@@ -33,9 +33,9 @@ from ..run.build import Setup, set_up
 from ..run.folder import exclusive_folder
 from ..run.resume import Start, find_start
 from ..run.training import TrainingRun, prepare_process
+from ..runtime.agent import StopRequest
 from ..runtime.rank import Process
 from ..runtime.reporting import STOPPED
-from ..runtime.signals import StopRequest
 from .processes import Replica
 
 EVENTS = "replicas.jsonl"

@@ -25,9 +25,9 @@ from petra.training import (
 )
 
 from ..config.schema import MEMORY, Config
+from ..runtime.agent import StopRequest
 from ..runtime.network import set_variables
 from ..runtime.rank import Process
-from ..runtime.signals import StopRequest
 from .autotune import tune_setup
 from .build import Setup, set_numerics, set_up
 from .diagnostics import attach_diagnostics

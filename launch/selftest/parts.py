@@ -25,9 +25,8 @@ from petra.process_memory import peak_memory, release_memory
 from petra.training import sgd
 
 from ..run.build import type_of
+from ..runtime.agent import this_process
 from ..runtime.rank import Process
-from ..runtime.reporting import report_errors
-from ..runtime.signals import stop_with_agent
 
 SHARES = ("kernels_per_microbatch", "device_busy", "communication", "launching")
 """What the profiler measures."""
@@ -236,12 +235,10 @@ PARTS = {
 def main() -> None:
     """Run the part that the arguments name in this process."""
     name, options, out = sys.argv[1:]
-    process = Process.from_environment()
     given = json.loads(options)
-    stop_with_agent()
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = False, True  # as in training by default
-    with report_errors(process):
+    with this_process() as process:
         device = process.device(given.get("device", "auto"))
         with process.process_group(device, given.get("timeout", 60)):
             found = PARTS[name].run(given, device, process)

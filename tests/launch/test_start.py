@@ -18,7 +18,7 @@ from launch import evaluate, generate, predict
 from launch.config.compose import compose_overrides
 from launch.run.folder import default_folder
 from launch.run.training import run
-from launch.runtime.signals import StopRequest
+from launch.runtime.agent import StopRequest
 from petra import ConfigError, PetraError
 from petra.engine.weights import WeightVersion, WeightVersions
 from petra.errors import Interrupted
