@@ -17,7 +17,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PROGRAMS = {
     "emulated": "-m pytest -q tests/emulated",
-    "delays": "-m stress.emulated_seeds 300",
     "faults": "-m stress.faults --count 40",
     "mutants": "-m tests.emulated.mutants",
     "kills": "-m stress.kill_many --kills 100 --torchrun 5",
@@ -25,11 +24,12 @@ PROGRAMS = {
     "replicas": "-m stress.kill_replicas --kills 30 --processes 4",
     "soak": "-m stress.soak --microbatches 20000",
     "soak_edge": "-m stress.soak --microbatches 20000 --transport edge",
-    "configurations": "-m stress.fuzz_configs --examples 2000",
+    "configurations": "-m pytest -q --hypothesis-profile=long --timeout 0 tests/launch/test_fuzz_configs.py",
     "damage": "-m pytest -q --hypothesis-profile=long tests/training/test_damaged_checkpoints.py tests/data/test_damaged_files.py",
     "commands": "-m tests.commands",
+    "manifests": "-m stress.manifests",
     "hosts": "-m stress.two_hosts",
-    "slurm": "-m stress.slurm_suite",
+    "slurm": "-m stress.slurm",
 }
 """Arguments of Python by name of the test."""
 

@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -158,25 +157,15 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], name: str) -> N
         assert found[key] == expected[key], f"{name}: {key}: {found[key]}, expected {expected[key]}"
 
 
-def under_torchrun(
-    kills: int,
-    folder: Path,
-    seconds: float,
-    expected: dict[str, Any],
-    seed: int = 0,
-    agents: int = 1,
-) -> tuple[int, list[float]]:
-    """Kill one process in each of ``kills`` runs under torchrun, which restarts them.
+def under_torchrun(kills: int, folder: Path, seconds: float, expected: dict[str, Any], seed: int = 0, agents: int = 1) -> int:
+    """Kill one process in each of ``kills`` runs under torchrun, which restarts them. Return the number of processes killed.
 
     Args:
         seconds: Processor seconds of a process, from :func:`uninterrupted`.
         expected: Results of :func:`uninterrupted`.
         agents: Number of torchrun's agents that share the processes, as on so many machines.
-
-    Returns:
-        The number of processes killed, and the seconds from each kill until the same number of processes ran again.
     """
-    chance, killed, waits = random.Random(seed), 0, list[float]()
+    chance, killed = random.Random(seed), 0
     for number in range(kills):
         place = folder / f"torchrun{agents}_{number}"
         place.mkdir()
@@ -184,13 +173,11 @@ def under_torchrun(
         try:
             while all(agent.poll() is None for agent in running) and len(workers(running)) < WORLD:
                 time.sleep(0.05)
-            before = workers(running)
-            victim = chance.choice(before)
+            victim = chance.choice(workers(running))
             used(victim, chance.uniform(0, IMPORTS + seconds))
             with suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
                 killed += 1
-                waits += restarted(running, before)
             output = "".join("".join(agent.communicate(timeout=2 * PATIENCE)) for agent in running)
         finally:
             for pid in (*workers(running), *(agent.pid for agent in running)):
@@ -201,7 +188,7 @@ def under_torchrun(
         assert [agent.returncode for agent in running] == [0] * agents, output
         assert_same(results(place / "run"), expected, place.name)
         print(f"{place.name}: equal; {killed} killed", flush=True)
-    return killed, waits
+    return killed
 
 
 def start_agents(place: Path, agents: int) -> list[subprocess.Popen[str]]:
@@ -221,16 +208,6 @@ def start_agents(place: Path, agents: int) -> list[subprocess.Popen[str]]:
         )
         for _ in range(agents)
     ]
-
-
-def restarted(agents: Sequence[subprocess.Popen[str]], before: Sequence[int]) -> list[float]:
-    """Wait until as many new processes run as before. Return the seconds, or nothing if the run has ended without them."""
-    started = time.monotonic()
-    while len({*workers(agents)} - {*before}) < len(before):
-        if any(agent.poll() is not None for agent in agents) or time.monotonic() > started + PATIENCE:
-            return []
-        time.sleep(0.05)
-    return [time.monotonic() - started]
 
 
 def workers(agents: Sequence[subprocess.Popen[str]]) -> list[int]:
@@ -257,11 +234,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         moments = kill_many(options.kills, Path(folder), options.seed)
         whole = uninterrupted(Path(folder, "again")) if options.torchrun else (0.0, dict[str, Any]())
-        more, waits = under_torchrun(options.torchrun, Path(folder), *whole, options.seed, options.agents)
+        more = under_torchrun(options.torchrun, Path(folder), *whole, options.seed, options.agents)
     counts = ", ".join(f"{count} {moment}" for moment, count in moments.most_common())
     print(f"{moments.total()} kills ({counts}), {more} under torchrun, in {time.monotonic() - started:.0f} s:")
-    if waits:
-        print(f"seconds until all processes ran again: median {median(waits):.1f}, longest {max(waits):.1f}")
     print("every run ended with the weights, metrics and files of an uninterrupted run; no folder was damaged")
 
 

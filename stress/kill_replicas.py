@@ -19,10 +19,8 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -139,25 +137,8 @@ class Replicas:
         return sum(len(replicas) > 1 for replicas in several.values())
 
 
-@dataclass
-class Kill:
-    """A kill and how the run has recovered.
-
-    Attributes:
-        back: Seconds from the kill until the replica trains again.
-        stall: Longest time in seconds for which the other replicas waited in an all-reduce.
-        pause: Seconds from the drain at which the replica returned until training continued.
-        samples: Number of samples that were lost.
-    """
-
-    back: float
-    stall: float
-    pause: float
-    samples: int
-
-
-def kill_many(run: Replicas, kills: int, chance: random.Random, longest: float = 1.0) -> list[Kill]:
-    """Kill ``kills`` processes, one after the other, and wait each time until the replica has returned."""
+def kill_many(run: Replicas, kills: int, chance: random.Random, longest: float = 1.0) -> list[dict[str, Any]]:
+    """Kill ``kills`` processes, one after the other. Wait each time until the replica has returned, and return these events."""
     found = []
     while run.trained() == 0:
         run.supervise()
@@ -169,14 +150,9 @@ def kill_many(run: Replicas, kills: int, chance: random.Random, longest: float =
         until = time.monotonic() + chance.uniform(0, longest)
         while time.monotonic() < until:
             run.supervise()
-        victim = chance.choice(chance.choice(run.replicas).running)
-        killed = time.time()
-        victim.send_signal(signal.SIGKILL)
-        event = run.wait_for("back", number)
-        lost = [row for row in run.events() if row["event"] == "lost"]
-        assert len(lost) == number, run.output()
-        stall = max(lost[-1]["stalls"], default=0.0)
-        found.append(Kill(event["time"] - killed, stall, event["pause"], event["lost"]["samples"]))
+        chance.choice(chance.choice(run.replicas).running).send_signal(signal.SIGKILL)
+        found.append(run.wait_for("back", number))
+        assert sum(row["event"] == "lost" for row in run.events()) == number, run.output()
         print(f"{number} of {kills}: {found[-1]}", flush=True)
     return found
 
@@ -233,13 +209,8 @@ def main() -> None:
         statuses = run.wait(restart=False)
         assert set(statuses) == {reporting.STOPPED}, run.output()
         drains, trained = run.assert_equal(), run.trained()
-    print(f"{len(kills)} kills, {options.processes} processes, {trained} microbatches, {time.monotonic() - started:.0f} s:")
-    for name in ("back", "stall", "pause"):
-        values = [getattr(kill, name) for kill in kills]
-        print(f"{name}: median {median(values):.2f} s, worst {max(values):.2f} s")
-    print(
-        f"samples lost: {sum(kill.samples for kill in kills)} of {trained * 4}; states of both replicas equal after {drains} drains"
-    )
+    print(f"{len(kills)} kills, {options.processes} processes, {trained} microbatches, {time.monotonic() - started:.0f} s")
+    print(f"{sum(row['lost']['samples'] for row in kills)} samples lost; replicas equal after {drains} drains")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,12 @@
-"""Run a Compose file or a Kubeflow TrainJob on this machine, without Docker and Kubernetes: one process group for each node.
+"""Run the Compose file and the Kubeflow TrainJob on this machine, without Docker and Kubernetes: one process group for each node.
 
-python -m stress.manifests docker/compose.yaml
-python -m stress.manifests launch/templates/kubeflow.yaml model.width=0.0625 trainer.device=cpu data.images=2000
-
-Each node is the command of its container with the variables that Docker or Kubeflow Trainer 2 gives it. One folder stands for the
-shared volume. Overrides are added to those of the file. The exit status is the largest of all nodes. Differences from a cluster:
-all nodes have this machine's address, so a free port replaces the file's, and limits of memory and GPUs do not apply.
+``python -m stress.manifests [FILE ...]``. Each node is the command of its container with the variables that Docker or Kubeflow
+Trainer 2 gives it, and trains a narrow network in two processes. One folder stands for the shared volume. Differences from a
+cluster: all nodes have this machine's address, so a free port replaces the file's, and limits of memory and GPUs do not apply.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -18,60 +14,47 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from benchmarks.nodes import free_port, statuses
 from tests.commands import ROOT
 
+FILES = ("docker/compose.yaml", "launch/templates/kubeflow.yaml")
+SMALL = (
+    *("data=synthetic", "data.images=40", "data.batch_size=4", "data.size=16", "model=revnet18", "model.width=0.0625"),
+    *("method=petra", "trainer.epochs=1", "trainer.device=cpu", "run_dir=run"),
+)
+TIMEOUT = 600
 
-@dataclass(frozen=True)
-class Container:
-    """The container of one node.
 
-    Attributes:
-        name: Name by which other nodes reach it.
-        command: Entry point and arguments.
-        environment: Variables in addition to the image's.
-    """
+class Container(NamedTuple):
+    """The container of one node: its name, entry point with arguments, and variables in addition to the image's."""
 
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str]
 
 
-def containers(path: Path, variables: Mapping[str, str]) -> list[Container]:
-    """Return the containers that a file describes.
-
-    Args:
-        path: Compose file, or manifest with a TrainingRuntime and a TrainJob.
-        variables: Values for ``${NAME:-default}`` in a Compose file.
-    """
-    documents = list(yaml.safe_load_all(path.read_text()))
-    if "services" in documents[0]:
-        return composed(documents[0], variables)
-    runtime, job = documents
-    return trained(runtime, job)
+def substituted(text: str) -> str:
+    """Replace each ``${NAME:-default}`` of a Compose file by its default."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
 
 
-def substituted(text: str, variables: Mapping[str, str]) -> str:
-    """Replace ``${NAME:-default}`` as Compose does: an empty variable counts as absent."""
-    return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda found: variables.get(found[1]) or found[2], text)
-
-
-def composed(content: Mapping[str, Any], variables: Mapping[str, str]) -> list[Container]:
+def composed(content: Mapping[str, Any]) -> list[Container]:
     """Return the containers of a Compose file. The image's entry point precedes their commands."""
     entry = json.loads(re.findall(r"^ENTRYPOINT (.*)$", (ROOT / "docker" / "Dockerfile").read_text(), re.MULTILINE)[-1])
-    result = []
-    for name, service in content["services"].items():
-        command = (*entry, *shlex.split(substituted(service["command"], variables)))
-        own = {key: substituted(value, variables) for key, value in service["environment"].items()}
-        result.append(Container(name, command, own))
-    return result
+    return [
+        Container(
+            name,
+            (*entry, *shlex.split(substituted(service["command"]))),
+            {key: substituted(value) for key, value in service["environment"].items()},
+        )
+        for name, service in content["services"].items()
+    ]
 
 
 def trained(runtime: Mapping[str, Any], job: Mapping[str, Any]) -> list[Container]:
@@ -81,49 +64,43 @@ def trained(runtime: Mapping[str, Any], job: Mapping[str, Any]) -> list[Containe
     trainer, name = job["spec"]["trainer"], job["metadata"]["name"]
     nodes = trainer.get("numNodes", runtime["spec"]["mlPolicy"]["numNodes"])
     hosts = [f"{name}-{replicated['name']}-0-{rank}.{name}" for rank in range(nodes)]
-    result = []
-    for rank, host in enumerate(hosts):
-        environment = {
-            "PET_NNODES": str(nodes),
-            "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
-            "PET_NODE_RANK": str(rank),
-            "PET_MASTER_ADDR": hosts[0],
-            "PET_MASTER_PORT": "29400",
-            **{variable["name"]: variable["value"] for variable in trainer.get("env", ())},
-        }
-        result.append(Container(host, (*trainer.get("command", template["command"]), *trainer["args"]), environment))
-    return result
+    command = (*trainer.get("command", template["command"]), *trainer["args"])
+    common = {
+        "PET_NNODES": str(nodes),
+        "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
+        "PET_MASTER_ADDR": hosts[0],
+        "PET_MASTER_PORT": "29400",
+        **{variable["name"]: variable["value"] for variable in trainer.get("env", ())},
+    }
+    return [Container(host, command, {**common, "PET_NODE_RANK": str(rank)}) for rank, host in enumerate(hosts)]
 
 
-def run(nodes: Sequence[Container], folder: Path, overrides: Sequence[str], timeout: float | None = None) -> list[int]:
-    """Run all nodes in a folder that they share, and return their exit statuses. No process is left running.
+def run(path: Path, folder: Path) -> None:
+    """Run all nodes of a file in a folder that they share.
 
     Raises:
-        subprocess.TimeoutExpired: If a node still runs after ``timeout`` seconds.
+        AssertionError: If a node fails, or if the nodes do not train together.
     """
-    port = str(free_port())
-    here = {node.name: "127.0.0.1" for node in nodes}
-    agents = []
+    documents = list(yaml.safe_load_all(path.read_text()))
+    nodes = composed(documents[0]) if "services" in documents[0] else trained(*documents)
+    port, here, agents = str(free_port()), {node.name: "127.0.0.1" for node in nodes}, []
     for node in nodes:
-        own = {key: here.get(value, value) for key, value in node.environment.items()}
-        own |= {key: port for key in own if key.endswith("MASTER_PORT")}
-        variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **own}
+        own = {key: port if key.endswith("MASTER_PORT") else here.get(value, value) for key, value in node.environment.items()}
+        variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **own, "NPROC": "2"}
         python, *words = node.command
         assert python == "python3"
-        agents.append(subprocess.Popen([sys.executable, *words, *overrides], cwd=folder, env=variables))
-    return statuses(agents, timeout)
+        print(f"{node.name}: {shlex.join(node.command)}", flush=True)
+        agents.append(subprocess.Popen([sys.executable, *words, *SMALL], cwd=folder, env=variables))
+    assert statuses(agents, TIMEOUT) == [0] * len(nodes)
+    assert json.loads((folder / "run" / "summary.json").read_text())["processes"] == 2
 
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, help="Compose file or Kubeflow manifest")
-    options, overrides = parser.parse_known_args()
-    with tempfile.TemporaryDirectory() as folder:
-        nodes = containers(options.file, os.environ)
-        for node in nodes:
-            print(f"{node.name}: {shlex.join([*node.command, *overrides])}", flush=True)
-        sys.exit(max(map(abs, run(nodes, Path(folder), overrides))))
+    for name in sys.argv[1:] or FILES:
+        with tempfile.TemporaryDirectory() as folder:
+            run(ROOT / name, Path(folder))
+        print(f"{name}: the nodes trained together", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,35 @@
-"""A Slurm cluster of several nodes on one machine: each node has a network namespace, a host name and a slurmd of its own.
+"""The shipped Slurm job on a cluster of three nodes on this machine: ``python -m stress.slurm [--only NAME ...]``.
 
-Needs Linux, root, and Debian's packages: ``apt-get install slurmctld slurmd slurm-client iproute2``. Authentication is off
-(``auth/none``), so that no further service is needed. The nodes share this machine's files.
+Needs Linux, root, and Debian's packages: ``apt-get install slurmctld slurmd slurm-client iproute2``. Each node has a network
+namespace, a host name, eight GPUs that Slurm counts but no program can use, and a slurmd of its own. The nodes share this machine's
+files. Authentication is off (``auth/none``), so that no further service is needed. Networks are narrow and train on the CPU. The
+output is a Markdown table of what happened. "Equal" means: with the weights, metrics and files of a run without Slurm and without
+interruption. An assertion fails where the result differs from docs/clusters.md.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
+import re
 import shutil
 import socket
 import stat
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from stress.kill_many import assert_same, assert_undamaged, results
 from stress.locks import only_one
+from tests.commands import ROOT
+from tests.support.forked import Forked
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "ip", "unshare", "setpriv")
 PREFIX, BRIDGE, NETWORK, CONTROLLER = "petra-n", "petra-slurm", "10.97.0", "10.97.0.254"
@@ -226,3 +238,204 @@ def _daemon(words: Sequence[str], folder: Path, name: str) -> subprocess.Popen[b
 
 def _run(line: str) -> None:
     subprocess.run(line.split(), check=True)
+
+
+JOB = str(ROOT / "launch" / "templates" / "slurm.sbatch")
+SMALL = (
+    *("data=synthetic", "data.batch_size=4", "data.size=16", "model.width=0.0625", "trainer.device=cpu", "trainer.threads=1"),
+    *("trainer.timeout=120", "cluster.interfaces=[eth0]"),
+)
+RUN = (*SMALL, "model=revnet18", "data.images=400", "trainer.epochs=3", "checkpoint.every=20", "trainer.export=pt", "resume=auto")
+"""300 microbatches, with a checkpoint every 20."""
+LONG = (*RUN, "data.images=400000")
+"""Like :data:`RUN`, but so long that only a signal ends it."""
+PATIENCE = 400.0
+"""Seconds that any step may take."""
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
+
+
+class Suite:
+    """The cluster, a folder for the runs, and the results of the uninterrupted run.
+
+    Attributes:
+        cluster: The cluster.
+        folder: Folder of logs and runs.
+    """
+
+    def __init__(self, running: Cluster, folder: Path) -> None:
+        self.cluster, self.folder = running, folder
+        self._expected: dict[str, Any] | None = None
+
+    def expected(self) -> dict[str, Any]:
+        """Return the results of :data:`RUN` in three processes without Slurm."""
+        if self._expected is None:
+            with Forked(self.folder / "uninterrupted", [*RUN, "run_dir=run", "cluster.interfaces=[lo]"], 3) as run:
+                assert run.wait(PATIENCE) == [0, 0, 0], run.output()
+            self._expected = results(self.folder / "uninterrupted" / "run")
+        return self._expected
+
+    def submit(self, name: str, options: str, overrides: tuple[str, ...], **variables: str) -> str:
+        """Submit the shipped job with a run folder ``<name>/run``, and return its number."""
+        place = self.folder / name
+        place.mkdir(exist_ok=True)
+        words = ["sbatch", "--parsable", "--output=log.txt", "--open-mode=append", *options.split(), JOB, *overrides, "run_dir=run"]
+        return self.cluster.call(*words, environment=environment(**variables), folder=place).strip()
+
+    def log(self, name: str) -> str:
+        """Return the output of a job so far."""
+        path = self.folder / name / "log.txt"
+        return path.read_text() if path.exists() else ""
+
+    def summary(self, name: str) -> dict[str, Any]:
+        """Return the summary of a finished run."""
+        content: dict[str, Any] = json.loads((self.folder / name / "run" / "summary.json").read_text())
+        return content
+
+    def until_ended(self, number: str, name: str, *states: str) -> dict[str, str]:
+        """Wait until a job has ended in one of the states."""
+        facts = self.cluster.wait(number, lambda job: job["JobState"] in ENDED, PATIENCE)
+        assert facts["JobState"] in states, f"{facts['JobState']}:\n{self.log(name)}"
+        return facts
+
+    def until(self, name: str, reached: Callable[[], Any]) -> None:
+        """Wait until a condition holds."""
+        deadline = time.monotonic() + PATIENCE
+        while not reached():
+            assert time.monotonic() < deadline, self.log(name) + self.cluster.state()
+            time.sleep(POLL)
+
+    def until_saved(self, name: str, number: int = 2) -> None:
+        """Wait until a run has written some checkpoints."""
+        self.until(name, lambda: len(list((self.folder / name / "run" / "checkpoints").glob("0*[0-9]"))) >= number)
+
+    def assert_equal(self, name: str) -> None:
+        """Assert that a run ended with the weights, metrics and files of the uninterrupted run."""
+        assert_undamaged(self.folder / name / "run", self.expected())
+        assert_same(results(self.folder / name / "run"), self.expected(), name)
+
+
+def shipped(suite: Suite) -> str:
+    """The job as shipped, with RevNet-34 on three nodes."""
+    number = suite.submit("shipped", "--nodes 3", (*SMALL, "model=revnet34", "data.images=80", "trainer.epochs=1"))
+    suite.until_ended(number, "shipped", "COMPLETED")
+    line = "18 process(es) for the 18 stages of revnet34: 8 + 8 + 2 on 3 node(s)"
+    assert suite.log("shipped").count(line) == 1, suite.log("shipped")
+    assert suite.summary("shipped")["processes"] == 18
+    return line
+
+
+def signal_before_time_limit(suite: Suite) -> str:
+    """``--signal``: the run saves, the job joins the queue again by itself and resumes; ``scancel`` ends it with a checkpoint."""
+    number = suite.submit("signal", "--time 3 --signal=USR1@110", LONG, NPROC="2", NPROC_PER_NODE="1")
+    suite.until("signal", lambda: "resuming from" in suite.log("signal"))
+    log = suite.log("signal")
+    stopped = re.findall(r"stopped on request after microbatch (\d+), checkpoint written", log)
+    resumed = re.findall(r"resuming from \S+, after microbatch (\d+)", log)
+    assert stopped == resumed[:1], log
+    assert "DUE TO TIME LIMIT" not in log
+    time.sleep(3)
+    suite.cluster.call("scancel", number)
+    suite.until_ended(number, "signal", "CANCELLED")
+    suite.until("signal", lambda: suite.log("signal").count("stopped on request") == 2)
+    return f"saved after microbatch {stopped[0]}, requeued itself and resumed there; scancel: saved again, state CANCELLED"
+
+
+def requeue(suite: Suite) -> str:
+    """``scontrol requeue`` of a running job."""
+    number = suite.submit("requeue", "", RUN, NPROC="3", NPROC_PER_NODE="2,1")
+    suite.until_saved("requeue")
+    suite.cluster.call("scontrol", "requeue", number)
+    suite.until("requeue", (suite.folder / "requeue" / "run" / "summary.json").exists)
+    suite.until_ended(number, "requeue", "COMPLETED")
+    suite.assert_equal("requeue")
+    return f"resumed after microbatch {resumed_at(suite.log('requeue'))}; equal"
+
+
+def preemption(suite: Suite) -> str:
+    """A job of a higher partition takes the nodes, and gives them back."""
+    low = suite.submit("preempted", "--requeue --partition low --nodes 3", RUN, NPROC="3", NPROC_PER_NODE="1")
+    suite.until_saved("preempted")
+    words = ["--parsable", "--partition=high", "--nodes=3", "--cpus-per-task=16", "--output=/dev/null", "--wrap", "sleep 3"]
+    high = suite.cluster.call("sbatch", *words).strip()
+    suite.until_ended(high, "preempted", "COMPLETED")
+    suite.until("preempted", (suite.folder / "preempted" / "run" / "summary.json").exists)
+    facts = suite.until_ended(low, "preempted", "COMPLETED")
+    suite.assert_equal("preempted")
+    log = suite.log("preempted")
+    assert log.count("stopped on request") == 1, log
+    restarts = facts["Restarts"]
+    return f"saved, {restarts} restart(s), resumed after microbatch {resumed_at(log)}; equal"
+
+
+def lost_node(suite: Suite) -> str:
+    """A node loses power: the job starts again on the remaining nodes."""
+    number = suite.submit("lost", "--requeue", RUN, NPROC="3", NPROC_PER_NODE="2,1")
+    suite.until_saved("lost")
+    lost = suite.cluster.nodes[1]
+    assert suite.cluster.job(number)["NodeList"] == "petra-n[1-2]"
+    suite.cluster.lose_node(lost)
+    suite.until("lost", (suite.folder / "lost" / "run" / "summary.json").exists)
+    facts = suite.until_ended(number, "lost", "COMPLETED")
+    assert facts["NodeList"] == "petra-n[1,3]", facts
+    suite.assert_equal("lost")
+    suite.cluster.repair_node(lost)
+    return f"resumed on {facts['NodeList']} after microbatch {resumed_at(suite.log('lost'))}; equal"
+
+
+def task_per_gpu(suite: Suite) -> str:
+    """One Slurm task per GPU, each of which sees only its GPU: the command of docs/clusters.md, with four tasks."""
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    command = re.search(r"^srun --ntasks 16 .*?'$", page, re.MULTILINE | re.DOTALL)
+    assert command is not None
+    script = command[0].replace("--ntasks 16 --ntasks-per-node 8", "--ntasks 4 --ntasks-per-node 2")
+    script = script.replace("LOCAL_WORLD_SIZE=8", "LOCAL_WORLD_SIZE=2").replace("exec petra", f"exec {sys.executable} -m petra")
+    overrides = " ".join((*SMALL, "model=revnet18", "data.images=80", "trainer.epochs=1", "run_dir=run"))
+    script = script.replace("model=revnet34 data=synthetic", overrides)
+    script = script.replace("bash -c", "--nodes 2 bash -c", 1).replace(
+        "'RANK", "'echo GPU $SLURM_NODEID $CUDA_VISIBLE_DEVICES; RANK", 1
+    )
+    place = suite.folder / "tasks"
+    place.mkdir()
+    printed = suite.cluster.call("bash", "-c", script, environment=environment(), folder=place)
+    seen = re.findall(r"^GPU (\d) (\d)$", printed, re.MULTILINE)
+    assert sorted(seen) == [("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")], printed
+    assert suite.summary("tasks")["processes"] == 4
+    return "4 tasks on 2 nodes, each with another visible GPU; one run of 4 processes"
+
+
+def resumed_at(log: str) -> str:
+    found = re.search(r"resuming from \S+, after microbatch (\d+)", log)
+    assert found is not None, log
+    return found[1]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Return the environment of a job's submission."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": path, **variables}
+
+
+SCENARIOS: dict[str, Callable[[Suite], str]] = {
+    scenario.__name__: scenario for scenario in (shipped, task_per_gpu, requeue, preemption, lost_node, signal_before_time_limit)
+}
+
+
+def main() -> None:
+    """Run the scenarios and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS), metavar="NAME", help=", ".join(SCENARIOS))
+    options = parser.parse_args()
+    if (reason := missing()) is not None:
+        sys.exit(f"error: {reason}")
+    with tempfile.TemporaryDirectory() as name, cluster(Path(name, "slurm"), nodes=3) as running:
+        suite = Suite(running, Path(name, "runs"))
+        suite.folder.mkdir()
+        print("| scenario | seconds | result |", "|---|---|---|", sep="\n", flush=True)
+        for scenario in options.only:
+            started = time.monotonic()
+            result = SCENARIOS[scenario](suite)
+            print(f"| {scenario.replace('_', ' ')} | {time.monotonic() - started:.0f} | {result} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

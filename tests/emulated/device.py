@@ -15,13 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from tests.emulated.build import MODULE, library
-
-ENVIRONMENT = "PETRA_EMULATED"
-"""Prefix of the environment variables that :meth:`Options.from_environment` reads."""
 
 
 @dataclass(frozen=True)
@@ -50,24 +46,6 @@ class Options:
     fault_at: int = 0
     fault_rank: int = -1
     slow_us: int = 1000
-
-    @staticmethod
-    def from_environment() -> Options | None:
-        """Return the options in variables such as ``PETRA_EMULATED_SEED``, or None if PETRA_EMULATED_DEVICES is not set."""
-        if f"{ENVIRONMENT}_DEVICES" not in os.environ:
-            return None
-        found = {f.name: os.environ.get(f"{ENVIRONMENT}_{f.name.upper()}") for f in fields(Options)}
-        default = Options()
-        return Options(**{k: type(getattr(default, k))(eval_bool(v)) for k, v in found.items() if v is not None})
-
-    def environment(self) -> dict[str, str]:
-        """Return the variables from which :meth:`from_environment` reads these options."""
-        return {f"{ENVIRONMENT}_{f.name.upper()}": str(getattr(self, f.name)) for f in fields(self)}
-
-
-def eval_bool(text: str) -> str:
-    """Return an argument of ``bool`` or a number: the empty string for False."""
-    return "" if text == "False" else text
 
 
 class Sync(NamedTuple):
@@ -163,9 +141,3 @@ def _place() -> str:
             return f"{path.name}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return "outside the project" if threading.current_thread() is threading.main_thread() else "another thread"
-
-
-def loaded() -> ModuleType | None:
-    """Return the compiled module, or None if the emulation is not installed in this process."""
-    found: ModuleType | None = extension
-    return found

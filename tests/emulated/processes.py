@@ -128,21 +128,13 @@ def _server() -> IO[str]:
 
 def _start_server(path: Path) -> subprocess.Popen[bytes]:
     """Start a server that ends with this process."""
-    environment = {
-        **os.environ,
-        **Options(devices=DEVICES).environment(),
-        "PYTHONPATH": os.pathsep.join(_paths()),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "tests.emulated.server", str(path)]
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    paths = os.pathsep.join([*filter(None, given), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.emulated.server", str(path), str(DEVICES)]
     server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
     atexit.register(server.communicate)  # closes its stdin, which ends it
     return server
-
-
-def _paths() -> list[str]:
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return [*filter(None, given), str(ROOT)]
 
 
 def open_group(rank: int, world: int, folder: Path, timeout: float) -> None:

@@ -1,6 +1,6 @@
 """A process with the emulated device, torch and petra imported. It forks the processes of a test, which then start in milliseconds.
 
-``python -m tests.emulated.server SOCKET`` listens on a Unix socket until its stdin is closed. For each connection it
+``python -m tests.emulated.server SOCKET DEVICES`` listens on a Unix socket until its stdin is closed. For each connection it
 forks a process that reads requests and answers each with a line. :mod:`tests.emulated.processes` is its client.
 """
 
@@ -36,10 +36,8 @@ PRELOADED = [
 
 def main() -> None:
     """Serve connections until stdin is closed."""
-    (path,) = sys.argv[1:]
-    options = device.Options.from_environment()
-    assert options is not None
-    device.install(options)
+    path, devices = sys.argv[1:]
+    device.install(device.Options(devices=int(devices)))
     import torch
 
     torch.set_num_threads(1)
