@@ -5,7 +5,7 @@ Rota Bulò, Porzi, Kontschieder, "In-place activated BatchNorm for memory-optimi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import cache
 
 import pytest
 
@@ -15,51 +15,41 @@ from launch.config.schema import Config
 from launch.run.recipe import learning_rate, optimizer
 
 NAMES = [name.removeprefix("inplace_abn/") for name in purposes("experiment") if name.startswith("inplace_abn/")]
-NORMS = {"batchnorm": "batchnorm", "inplace_abn": "inplace_abn", "synchronised": "inplace_abn_sync"}
 SEGMENTATION = {"cityscapes": (19, 2.5e-3, 360), "cocostuff": (91, 2.5e-3, 30), "vistas": (65, 3.5e-3, 90)}
 """Classes, initial learning rate and epochs (section 4.2)."""
 
 
-INPLACE_ABN_TABLE1 = {
-    ("relu", "relu"): (77.74, 93.86, 79.21, 94.67, 79.17, 94.67),
-    ("relu", "leaky_relu"): (76.88, 93.42, 78.74, 94.46, 78.37, 94.25),
-    ("leaky_relu", "leaky_relu"): (77.04, 93.50, 78.72, 94.47, 77.92, 94.28),
-    ("leaky_relu", "relu"): (76.81, 93.53, 78.46, 94.38, 77.84, 94.20),
+IMAGENET = {
+    ("resnext101", "batchnorm", "relu", 256),
+    ("resnext101", "batchnorm", "leaky_relu", 256),
+    ("resnext101", "inplace_abn", "leaky_relu", 512),
+    ("resnext152", "inplace_abn", "leaky_relu", 256),
+    ("wide_resnet38", "inplace_abn", "leaky_relu", 256),
+    ("resnext101", "inplace_abn_sync", "leaky_relu", 256),
 }
-"""InPlace-ABN, Table 1 (section 4.1): ImageNet accuracy of ResNeXt-101 by activation in training and in validation: top-1 and top-5
-of the 224² centre crop, ten 224² crops and the 320² centre crop."""
+"""Network, normalisation, activation in training and batch size of each row of Tables 1 and 2 (section 4.1)."""
 
-INPLACE_ABN_TABLE2 = {
-    ("resnext101", "batchnorm", 256): (77.04, 93.50, 78.72, 94.47, 77.92, 94.28),
-    ("resnext101", "inplace_abn", 512): (78.08, 93.79, 79.52, 94.66, 79.38, 94.67),
-    ("resnext152", "inplace_abn", 256): (78.28, 94.04, 79.73, 94.82, 79.56, 94.67),
-    ("wide_resnet38", "inplace_abn", 256): (79.72, 94.78, 81.03, 95.43, 80.69, 95.27),
-    ("resnext101", "inplace_abn, synchronised", 256): (77.70, 93.78, 79.18, 94.60, 78.98, 94.56),
-}
-"""InPlace-ABN, Table 2 (section 4.1): ImageNet accuracy by network, normalisation and batch size. Columns as in Table 1."""
+COLUMNS = [(data, body) for body in ("resnext101", "wide_resnet38") for data in ("cityscapes", "cocostuff")]
+CELLS = [
+    ("batchnorm", (16, 512), (16, 480), (20, 512), (20, 496)),
+    ("inplace_abn", (28, 512), (24, 480), (28, 512), (28, 496)),
+    ("inplace_abn", (16, 672), (16, 600), (20, 640), (20, 576)),
+    ("inplace_abn_sync", (16, 672), (16, 600), (20, 640), (20, 576)),
+]
+"""Normalisation, and crops per batch with their side in pixels, of each row of Table 3 (section 4.2)."""
 
-Crops = tuple[int, int, float]
-"""Crops per batch, side of a crop in pixels, and mean intersection over union."""
-
-INPLACE_ABN_TABLE3: Mapping[str, tuple[Crops, Crops, Crops, Crops]] = {
-    "batchnorm": ((16, 512, 74.42), (16, 480, 20.30), (20, 512, 75.82), (20, 496, 22.44)),
-    "inplace_abn, same crops": ((28, 512, 75.80), (24, 480, 22.63), (28, 512, 77.75), (28, 496, 22.96)),
-    "inplace_abn, same batch": ((16, 672, 77.04), (16, 600, 23.35), (20, 640, 78.31), (20, 576, 24.10)),
-    "inplace_abn, synchronised, same batch": ((16, 672, 77.58), (16, 600, 24.91), (20, 640, 78.06), (20, 576, 25.11)),
-}
-"""InPlace-ABN, Table 3 (section 4.2): ResNeXt-101 on Cityscapes and COCO-Stuff, WideResNet-38 on Cityscapes and COCO-Stuff."""
-
-INPLACE_ABN_TABLE4: Mapping[str, Crops] = {
-    "Cityscapes, ResNeXt-152, synchronised": (12, 680, 78.49),
-    "Cityscapes, WideResNet-38": (16, 712, 78.45),
-    "Cityscapes, WideResNet-38, synchronised, 16 crops": (16, 712, 79.02),
-    "Cityscapes, WideResNet-38, synchronised, 12 crops": (12, 872, 79.16),
-    "Cityscapes, WideResNet-38, synchronised, class-uniform sampling": (12, 872, 79.40),
-    "Mapillary Vistas, WideResNet-38, synchronised, class-uniform sampling": (12, 776, 53.12),
+TABLE4 = {
+    ("cityscapes", "resnext152", "inplace_abn_sync", 12, 680, "shuffle"),
+    ("cityscapes", "wide_resnet38", "inplace_abn", 16, 712, "shuffle"),
+    ("cityscapes", "wide_resnet38", "inplace_abn_sync", 16, 712, "shuffle"),
+    ("cityscapes", "wide_resnet38", "inplace_abn_sync", 12, 872, "shuffle"),
+    ("cityscapes", "wide_resnet38", "inplace_abn_sync", 12, 872, "class_uniform"),
+    ("vistas", "wide_resnet38", "inplace_abn_sync", 12, 776, "class_uniform"),
 }
 """InPlace-ABN, Table 4 (section 4.2)."""
 
 
+@cache
 def compose(name: str) -> Config:
     return compose_overrides([f"experiment=inplace_abn/{name}"])
 
@@ -69,39 +59,17 @@ def row(config: Config) -> tuple[object, ...]:
     return (config.data.name, config.model.body, config.model.norm, config.data.batch_size, config.data.size, config.data.sampling)
 
 
-def table3() -> set[tuple[object, ...]]:
-    columns = [(data, body) for body in ("resnext101", "wide_resnet38") for data in ("cityscapes", "cocostuff")]
-    rows = set()
-    for label, cells in INPLACE_ABN_TABLE3.items():
-        norm = NORMS["synchronised" if "synchronised" in label else label.split(",")[0]]
-        rows |= {(*column, norm, crops, side, "shuffle") for column, (crops, side, _) in zip(columns, cells, strict=True)}
-    return rows
-
-
-def table4() -> set[tuple[object, ...]]:
-    rows = set()
-    for label, (crops, side, _) in INPLACE_ABN_TABLE4.items():
-        data = "vistas" if "Vistas" in label else "cityscapes"
-        body = "resnext152" if "ResNeXt-152" in label else "wide_resnet38"
-        norm = NORMS["synchronised" if "synchronised" in label else "inplace_abn"]
-        rows.add((data, body, norm, crops, side, "class_uniform" if "class-uniform" in label else "shuffle"))
-    return rows
-
-
-def test_every_row_of_tables_3_and_4_has_a_preset() -> None:
-    found = {row(compose(name)) for name in NAMES if not name.startswith("imagenet")}
-    assert found == table3() | table4()
-
-
-def test_every_row_of_tables_1_and_2_has_a_preset() -> None:
-    found = set()
-    for name in (name for name in NAMES if name.startswith("imagenet")):
+def test_every_row_of_the_tables_has_a_preset() -> None:
+    table3 = {(*column, norm, *crops, "shuffle") for norm, *cells in CELLS for column, crops in zip(COLUMNS, cells, strict=True)}
+    found, classified = set(), set()
+    for name in NAMES:
         config = compose(name)
-        found.add((config.model.name, config.model.norm, config.model.activation, config.data.batch_size))
-    rows = {("resnext101", "batchnorm", training, 256) for training, _ in INPLACE_ABN_TABLE1}
-    for model, norm, batch in INPLACE_ABN_TABLE2:
-        rows.add((model, NORMS["synchronised" if "synchronised" in norm else norm], "leaky_relu", batch))
-    assert found == rows
+        if name.startswith("imagenet"):
+            classified.add((config.model.name, config.model.norm, config.model.activation, config.data.batch_size))
+        else:
+            found.add(row(config))
+    assert found == table3 | TABLE4
+    assert classified == IMAGENET
 
 
 @pytest.mark.parametrize("name", NAMES)

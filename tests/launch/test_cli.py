@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import petra
 from launch import cli
 from launch.cli import require_command, take_processes, usage
 from launch.cli_commands import commands
-from launch.cli_completion import SCRIPTS, candidates
+from launch.cli_completion import candidates
 from launch.runtime import agent
 from petra.errors import ConfigError
 from tests.commands import ROOT
@@ -39,19 +38,6 @@ print({"torch", "hydra", "matplotlib"} & {*sys.modules})
     assert run_python(code).stdout.splitlines()[-1] == "set()"
 
 
-@pytest.mark.processes
-def test_the_module_of_the_command_line_runs_it() -> None:
-    done = subprocess.run([sys.executable, "-m", "launch.cli", "train", "k=0"], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (2, "error: k: expected an integer >= 1, got 0\n")
-
-
-def test_every_public_name_is_imported_on_first_use() -> None:
-    assert all(getattr(petra, name) is not None for name in petra.__all__)
-    assert {*petra.__all__} <= {*dir(petra)}
-    with pytest.raises(AttributeError, match="no attribute 'Pipelin'"):
-        petra.Pipelin  # noqa: B018
-
-
 def test_help_names_each_command_and_what_it_does() -> None:
     lines = usage().splitlines()
     for name in commands():
@@ -68,16 +54,6 @@ def test_an_unknown_command_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys:
     assert capsys.readouterr().err == "error: command: expected train or another name from petra --help, got trian\n"
     with pytest.raises(ConfigError, match="expected a name from petra --help, got xyz"):
         require_command("xyz")
-
-
-def test_a_command_that_moved_names_the_new_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "reproduce" not in commands()
-    monkeypatch.setattr(sys, "argv", ["petra", "reproduce", "table1"])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    assert stopped.value.code == 2
-    expected = "error: command: expected python -m reproduction in a clone of the project, got reproduce\n"
-    assert capsys.readouterr().err == expected
 
 
 def test_processes_are_taken_from_the_arguments() -> None:
@@ -109,51 +85,16 @@ def test_several_processes_start_through_the_agent(monkeypatch: pytest.MonkeyPat
         ("petra train ", ["k=", "model=", "model.", "experiment="], ["experiment.", "hydra=", "defaults="]),
         ("petra train model=rev", ["model=revnet18", "model=revgpt"], ["model=resnet18"]),
         ("petra train k=4 optim.", ["optim.lr=", "optim.momentum="], ["optim.name=", "model.width="]),
-        ("petra train checkpoint.background=", ["checkpoint.background=true"], []),
-        ("petra train experiment=petra/q", ["experiment=petra/quick"], []),
         ("petra sweep model=revnet18,revnet3", ["model=revnet18,revnet34"], []),
         ("petra sweep --", ["--out", "--slurm"], ["--nproc"]),
         ("petra train --", ["--nproc", "--config-dir", "--multirun"], []),
         ("petra evaluate r", ["run=", "run_dir="], []),
-        ("petra completion ", ["bash", "zsh"], []),
-        ("petra no_command ", [], ["k="]),
-        ("petra compare runs/", [], ["run="]),
     ],
 )
 def test_words_are_completed(line: str, some: list[str], none: list[str]) -> None:
     found = candidates(line)
     assert {*some} <= {*found}
     assert not {*none} & {*found}
-
-
-def test_files_of_the_users_own_folder_are_completed(tmp_path: Path) -> None:
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text("k: 3\n")
-    assert candidates(f"petra train --config-dir {tmp_path} experiment=mi") == ["experiment=mine"]
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (("tr",), "train"),
-        (("train", "model", "=", "revnet1"), "revnet101 revnet104 revnet110 revnet164 revnet18"),
-        (("train", "experiment", "=", "petra/q"), "petra/quick"),
-        (("train", "checkpoint.ke"), "checkpoint.keep="),
-    ],
-)
-def test_bash_completes_words(words: tuple[str, ...], expected: str, tmp_path: Path) -> None:
-    """As bash calls the function: it has split words at ``=``, and replaces the last part."""
-    line = "petra " + " ".join(words).replace(" = ", "=")
-    script = f"""petra() {{ {sys.executable} -m petra "$@"; }}
-{SCRIPTS["bash"]}
-COMP_LINE="{line}" COMP_POINT={len(line)}
-_petra_complete
-echo "${{COMPREPLY[*]}}"
-"""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COMP_WORDBREAKS": " \t\n\"'><=;|&(:"}
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == expected, done.stderr
 
 
 @pytest.mark.processes

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
-from hydra.errors import ConfigCompositionException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from benchmarks.nodes import run_nodes
 from launch import node
 from launch import train as training
 from launch.config import CONF
 from launch.config.schema import ClusterConfig, register, to_config
 from launch.node import Node, first_host
 from launch.runtime import agent, network
-from launch.runtime.rank import Process, require_distinct_gpus
+from launch.runtime.rank import agree_on_start, require_distinct_gpus
 from petra import ConfigError
-from tests.support.agents import train
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -56,12 +52,10 @@ def test_the_environment_describes_a_node(environment: dict[str, str], expected:
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"NNODES": "two"}, "NNODES: expected an integer >= 1, got two"),
         ({"PET_NNODES": "1:2"}, "PET_NNODES: expected one number, since the number of stages is fixed, got 1:2"),
         ({"NNODES": "2", "MASTER_ADDR": "a"}, "NODE_RANK: expected a value on each of 2 nodes, got nothing"),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "NODE_RANK: expected an integer from 0 to 1, got 2"),
         ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR: expected a value on each of 2 nodes, got nothing"),
-        ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE: expected an integer >= 1, got 0"),
         ({"NPROC_PER_NODE": "many"}, "NPROC_PER_NODE: expected an integer >= 1, got many"),
         ({"NPROC_PER_NODE": "8,2"}, r"NPROC_PER_NODE: expected one number, or one for each of 1 node\(s\), got 8,2"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT: expected an integer from 1 to 65535, got 70000"),
@@ -76,19 +70,13 @@ def test_invalid_environments(environment: dict[str, str], message: str) -> None
     ("environment", "model", "expected"),
     [
         ({"NNODES": "2", "SLURM_GPUS_ON_NODE": "8"}, "revnet18", [8, 2]),
-        ({"NNODES": "3", "PET_NPROC_PER_NODE": "8"}, "revnet34", [8, 8, 2]),
         ({"NNODES": "3", "NPROC_PER_NODE": "8"}, "revnet50", [8, 8, 2]),
-        ({"NNODES": "2", "NPROC_PER_NODE": "8"}, "revnet50", [8, 8]),
         ({"NNODES": "4", "NPROC_PER_NODE": "8"}, "revnet18", [7, 1, 1, 1]),
-        ({"NNODES": "2", "NPROC_PER_NODE": "3,9"}, "revnet18", [3, 7]),
         ({"NNODES": "2"}, "revnet34", [9, 9]),
-        ({"NNODES": "1"}, "revnet18", [10]),
         ({"NNODES": "2", "NPROC_PER_NODE": "8", "NPROC": "4"}, "revnet18", [3, 1]),
-        ({"NNODES": "2", "NPROC": "3"}, "revnet18", [2, 1]),
         ({"NNODES": "2", "NPROC_PER_NODE": "3"}, "revnet18 trainer.stages=4", [3, 1]),
         ({"NNODES": "2", "NPROC_PER_NODE": "3"}, "revnet18 trainer.stages=auto", [3, 3]),
         ({"NNODES": "2", "NPROC_PER_NODE": "3"}, "revnet18 dp=2 trainer.stages=2", [3, 1]),
-        ({"NNODES": "2", "NPROC_PER_NODE": "3"}, "revnet18 dp=4", [3, 1]),
         ({"NNODES": "2", "NPROC_PER_NODE": "3"}, "revnet18 trainer.epochs=1,2 --multirun", [3, 3]),
     ],
 )
@@ -125,8 +113,6 @@ def test_processes_of_a_run_fill_the_nodes(
     ("environment", "words", "message"),
     [
         ({"NPROC": "many"}, [], "NPROC: expected an integer >= 1, or stages, got many"),
-        ({"NPROC": "0"}, [], "NPROC: expected an integer >= 1, or stages, got 0"),
-        ({"NPROC": "1"}, [], "NPROC: expected 2 to 4 on 2 node(s) with 2 + 2, got 1"),
         ({"NPROC": "5"}, [], "NPROC: expected 2 to 4 on 2 node(s) with 2 + 2, got 5"),
         ({"NPROC": "5", "NPROC_PER_NODE": "auto,2"}, [], "NPROC_PER_NODE: expected only numbers in a list with NPROC, got auto,2"),
         ({"NPROC": "stages"}, ["k=0"], "k: expected an integer >= 1, got 0"),
@@ -161,20 +147,6 @@ def test_first_host_of_a_slurm_list() -> None:
     assert found == ["login", "a", "gpu003", "rack2n07x", "n7"]
 
 
-@pytest.mark.processes
-def test_two_nodes_of_unequal_size_train_as_one_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes on one node and one on the other, each node with an agent of torchrun as on a network."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert run_nodes("2,1", ["--module", "tests.support.agents", str(tmp_path / "parts.pt")], timeout=150) == [0, 0]
-    parts = torch.load(tmp_path / "parts.pt")
-    assert [part[0] for part in parts] == [{"node": name, "local rank": rank} for name, rank in (("0", 0), ("0", 1), ("1", 0))]
-    weights = {key: value for _, states in parts for key, value in states.items()}
-    expected = train()
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[key], value) for key, value in expected.items())
-
-
 def test_an_error_before_the_processes_start_is_reported_once_and_starts_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,12 +170,6 @@ def test_an_error_before_the_processes_start_is_reported_once_and_starts_nothing
     monkeypatch.setattr(sys, "argv", ["train", "--nproc", "10", "trainer.device=cpu", "k=2"])
     training.main()
     assert started == [(["--standalone", "--nproc-per-node", "10"], "launch.train", ["trainer.device=cpu", "k=2"])]
-
-
-def test_a_process_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert Process(rank=3, world=4, local_rank=3, local_world=4).device("auto") == torch.device("cuda", 0)
 
 
 def test_processes_on_one_gpu_are_named() -> None:
@@ -248,31 +214,6 @@ def test_variables_for_nccl_and_gloo(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("debug=LOUD", "cluster.debug: expected VERSION, WARN, INFO or TRACE, got LOUD"),
-        ("heartbeat=0", "cluster.heartbeat: expected an integer >= 1, got 0"),
-        ("flight_recorder=-1", "cluster.flight_recorder: expected an integer >= 0, got -1"),
-        ("interfaces=[]", r"cluster.interfaces: expected null or a list of names, got \[\]"),
-        ("adapters=['']", r"cluster.adapters: expected null or a list of names, got \[''\]"),
-    ],
-)
-def test_invalid_settings(override: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        settings(override)
-
-
-def test_settings_that_do_not_fit_this_machine(tmp_path: Path) -> None:
-    with pytest.raises(ConfigCompositionException):
-        settings("interfaces=lo")
-    with pytest.raises(ConfigError, match=r"cluster\.interfaces: expected lo.* on .*, got eth99"):
-        network.set_variables(settings("interfaces=[lo,eth99]"))
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"cluster\.dumps: expected a folder that can be created, got .*file/x \("):
-        network.set_variables(settings(f"dumps={tmp_path}/file/x"))
-
-
-@pytest.mark.parametrize(
     ("code", "cause", "status"),
     [
         (2, "process 3 failed first, with status 2", 2),
@@ -295,3 +236,32 @@ def test_the_first_failure_is_one_line(
     with pytest.raises(SystemExit, match=str(status)):
         agent.run_agent(["--standalone"], "launch.train", ["k=1"])
     assert capsys.readouterr().err == f"{cause}\n"
+
+
+LIMIT = timedelta(seconds=20)
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_all_ranks_agree_and_every_start_has_another_name(world: int) -> None:
+    store, names = dist.HashStore(), list[str]()
+    for late in range(world):  # starts after the others
+        with ThreadPoolExecutor(world) as pool:
+            early = [pool.submit(agree_on_start, store, rank, world, LIMIT) for rank in range(world) if rank != late]
+            results = [agree_on_start(store, late, world, LIMIT), *(future.result() for future in early)]
+        assert len(set(results)) == 1
+        names.append(results[0])
+    assert len(set(names)) == world
+
+
+def test_processes_that_have_ended_do_not_count() -> None:
+    """Ranks 1 and 2 announce themselves and end. Rank 0 waits for their successors."""
+    store = dist.HashStore()
+    for rank in (1, 2):
+        with pytest.raises(dist.DistStoreError):
+            agree_on_start(store, rank, 3, timedelta(milliseconds=50))
+    with ThreadPoolExecutor(3) as pool:
+        ranks: list[Future[str]] = [pool.submit(agree_on_start, store, rank, 3, LIMIT) for rank in (0, 1)]
+        with pytest.raises(TimeoutError):
+            ranks[0].result(timeout=0.3)
+        ranks.append(pool.submit(agree_on_start, store, 2, 3, LIMIT))
+        assert len({rank.result() for rank in ranks}) == 1

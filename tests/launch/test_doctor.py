@@ -20,7 +20,6 @@ from launch.doctor import links
 from launch.doctor.links import LARGE, Links
 from launch.doctor.machine import Report, find_differences, inspect_machine
 from launch.runtime.rank import Process
-from petra.cost_model.links import Connection, Link
 from tests.support.processes import run_processes
 
 ALONE = Process(rank=0, world=1, local_rank=0, local_world=1)
@@ -49,24 +48,10 @@ def test_links_are_measured_one_by_one(tmp_path: Path) -> None:
     assert slow.forward.bandwidth < LARGE / 1.0 < min(link.bandwidth for link in (slow.backward, fast.forward, fast.backward))
 
 
-def pairs(rank: int) -> list[tuple[int, int]]:
-    links.LARGE, links.ROUND_TRIPS, links.MESSAGES = 100, 1, 1  # type: ignore[misc]
-    return [*links.measure_links(CPU, dp=2)]
-
-
-@pytest.mark.processes
-def test_links_within_replicas_and_between_them(tmp_path: Path) -> None:
-    assert run_processes(4, pairs, tmp_path)[3] == [(0, 1), (2, 3), (0, 2), (1, 3)]
-
-
 def report(
     rank: int, node: str = "0 (a)", device: str = "cuda:0", versions: str = "2.13", problems: tuple[str, ...] = ()
 ) -> Report:
     return Report(rank, node, device, 2**30, 8, {"PyTorch": versions}, {}, problems)
-
-
-def test_no_problems_with_equal_processes() -> None:
-    assert find_differences([report(0), report(1, device="cuda:1"), report(2, "1 (b)")], replica_size=3) == []
 
 
 def test_differences_between_processes() -> None:
@@ -133,14 +118,6 @@ def test_problems_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not any(text.startswith(missing) for text in inspect_machine(ALONE, CPU, 1, None, requested="cpu").problems)
 
 
-def test_help_describes_the_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["petra doctor", "--help"])
-    doctor.main()
-    shown = capsys.readouterr().out
-    assert shown.startswith("Check the machines of a run")
-    assert "petra train [" not in shown
-
-
 def test_the_doctor_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(os, "environ", {**os.environ, "NCCL_DEBUG": "INFO"})
     monkeypatch.setattr(sys, "argv", ["doctor", "trainer.device=cpu"])
@@ -150,9 +127,3 @@ def test_the_doctor_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert f"| 0 | 0 ({socket.gethostname()}) | cpu |" in out
     assert "TORCH_NCCL_DUMP_ON_TIMEOUT=1" in out
     assert "- NCCL_DEBUG=INFO from the environment is used; the configuration sets WARN" in out
-
-
-def test_the_table_of_links() -> None:
-    shown = doctor.report_text([report(0), report(1)], {(0, 1): Connection(Link(LARGE / 0.05, 12e-6), Link(2.5e9, 12e-6))}, [])
-    assert "| 0 – 1 | 12 | 1.34 | 2.50 | 50.0 |" in shown
-    assert shown.endswith("No problems found.")

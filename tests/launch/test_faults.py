@@ -106,7 +106,6 @@ FAILURES: dict[str, tuple[str, Callable[[], object], str]] = {
         allocate,
         r"error: out of memory in stage 10, microbatch 5, backward: can't allocate memory: you tried to allocate \d+ bytes",
     ),
-    "bug": ("backward", partial(raise_, ValueError("a bug")), "in stage 10, microbatch 5, backward"),
     "evaluation": ("evaluate", partial(raise_, ValueError("a bug")), "in stage 6, microbatch 0, evaluation"),
 }
 
@@ -147,14 +146,13 @@ def own_session(rank: int) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT], ids=lambda number: number.name)
-def test_a_signal_to_every_process_of_a_job_lets_it_save(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_to_every_process_of_a_job_lets_it_save(tmp_path: Path) -> None:
     """Includes the processes that prepare data."""
     with Forked(tmp_path, [*LONG, "data.workers=1", "checkpoint.every=4"], 2, prepare=own_session) as run:
         training(run)
         for process in run.processes:
             assert process.pid is not None
-            os.killpg(process.pid, number)
+            os.killpg(process.pid, signal.SIGHUP)
         assert run.wait(END) == [75, 75], run.output()
     assert re.fullmatch(r"stopped on request after microbatch \d+, checkpoint written, .*\n", run.output())
 
@@ -180,7 +178,7 @@ def slow_forward(rank: int) -> None:
     forward = Stage.forward
 
     def slowly(stage: Stage, m: int, x: Streams) -> Streams:
-        time.sleep(2 * TIMEOUT / 100)
+        time.sleep(0.16)
         return forward(stage, m, x)
 
     Stage.forward = slowly  # type: ignore[method-assign]
@@ -189,7 +187,7 @@ def slow_forward(rank: int) -> None:
 @pytest.mark.processes
 def test_a_process_without_a_stage_waits_for_those_that_work(tmp_path: Path) -> None:
     overrides = ["trainer.stages=2", "trainer.epochs=1", "trainer.limit_batches=100", "checkpoint.every=1000"]
-    with Forked(tmp_path, [*LONG, *overrides, f"trainer.timeout={TIMEOUT}"], 3, prepare=slow_forward) as run:
+    with Forked(tmp_path, [*LONG, *overrides, "trainer.timeout=10"], 3, prepare=slow_forward) as run:
         assert run.wait(START) == [0, 0, 0], run.output()
 
 

@@ -24,10 +24,8 @@ from launch.config.schema import DataConfig, register, to_config
 from launch.run.build import Setup, set_up
 from launch.run.data import data_sources
 from launch.runtime.rank import Process
-from petra import ConfigError, DataError, Model, PetraError, TensorSpec
+from petra import ConfigError, PetraError, TensorSpec
 from petra.data import Dataset, EvalSource, TrainSource, load_dataset
-from petra.distributed import raise_on_all_ranks
-from petra.models import revnet18
 from petra.plan.layout import Layout
 from petra.staleness import Correction, Discount
 from tests.support.forked import Forked
@@ -94,34 +92,6 @@ def test_every_key_has_a_comment(path: Path) -> None:
     assert not bare
 
 
-def test_switches_of_the_method() -> None:
-    method = planned("method.delay=[1,2,0,1,1,1,1,1,1]", "method.keep=input", "method.weights=stashed").plan.method
-    assert (method.delay, method.keep, method.weights) == ((1, 2, 0, 1, 1, 1, 1, 1, 1), "input", "stashed")
-
-
-SEEN: dict[str, object] = {}
-
-
-def sized(classes: int, size: int, width: float = 1.0) -> Model:
-    """Record the arguments, and return a model."""
-    SEEN.update(classes=classes, size=size, width=width)
-    return revnet18(classes, 1 / 16)
-
-
-def test_options_of_a_model_reach_its_builder() -> None:
-    own = ("model=own", f"model.name={__name__}:sized")
-    planned(*own, "model.width=0.5")
-    assert SEEN == {"classes": 10, "size": 32, "width": 0.5}
-    planned(*own, "data=synthetic", "data.classes=7", "data.size=48")
-    assert SEEN == {"classes": 7, "size": 48, "width": 1.0}
-    with pytest.raises(ConfigError, match=r"model\.stem: expected null for .*:sized, which has the options width"):
-        planned(*own, "model.stem=cifar")
-    profiles = planned("model=revnet50", "model.downsampling=convolution").plan.model.profile(
-        TensorSpec((2, 3, 32, 32), torch.float32)
-    )
-    assert sum(block.parameters for block in profiles) > 48_000_000
-
-
 def test_remedies_are_built_in_microbatches() -> None:
     setup = planned("remedy=pipemare")
     assert setup.recipe(setup.learning_rate(microbatches_per_epoch=100)).remedies == (Discount(500), Correction(0.135))
@@ -134,70 +104,70 @@ def test_remedies_outside_the_package_are_named_by_target(remedy: str, method: s
     assert type(found).__name__ == remedy.partition(".")[2]
 
 
-def test_settings_that_exclude_each_other_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.exact_streams: expected false with trainer\.wire=bf16, got true"):
-        planned("trainer.exact_streams=true", "trainer.wire=bf16")
-    with pytest.raises(ConfigError, match=r"remedy\.correction: expected 0 unless method\.weights=current"):
-        planned("method=delayed", "remedy=pipemare")
-    with pytest.raises(ConfigError, match=r"optim\.name: expected adam, .*, which remedy\.prediction requires, got muon"):
-        planned("optim=muon", "remedy=prediction")
-    with pytest.raises(ConfigError, match=r"method\.keep: expected .* under autocast, got graph with method\.weights=current"):
-        planned("method=dsp", "method.keep=graph", "trainer.precision=bf16")
-    planned("method=1f1b", "trainer.precision=bf16")
-
-
-def test_precision_and_stages() -> None:
-    result = planned("trainer.precision=bf16", "trainer.stages=[4,6]")
-    assert result.plan.numerics.autocast == torch.bfloat16
-    assert [len(stage.blocks) for stage in result.plan.stages] == [4, 6]
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("k=0", "k: expected an integer >= 1, got 0"),
-        ("seed=-1", "seed: expected an integer >= 0, got -1"),
         (
             "data.name=mnist",
             "data.name: expected digits, cifar10, .*, synthetic, text.* tokens.*, got mnist",
         ),
         ("data.batch_size=0", "data.batch_size: expected an integer from 1 to 1000000, got 0"),
-        ("data.size=0", "data.size: expected an integer from 1 to 1000000, got 0"),
-        ("data.workers=-1", "data.workers: expected an integer from 0 to 1000, got -1"),
         ("data.root=folder", "data.root: expected null for digits, got folder"),
-        ("data.validation=0.1", "data.validation: expected null for digits, got 0.1"),
-        ("data.images=100", "data.images: expected null for digits, got 100"),
         ("model.name=revnet99", "model.name: expected resnet18, resnet34, .*, got revnet99"),
         ("model.width=0.3", "model.width: expected a positive multiple of 1/64, got 0.3"),
-        ("model.stem=big", "model.stem: expected cifar or imagenet, got big"),
         ("model.patch=4", "model.patch: expected null for revnet18, which has the options width, stem, .*, got 4"),
-        ("model.downsampling=projection", "model.downsampling: expected null for revnet18, which has the options width, stem"),
         ("method.delay=-1", "method.delay: expected an integer >= 0, a list .*, or auto, got -1"),
-        ("method.delay=abc", "method.delay: expected an integer >= 0, a list .*, or auto, got abc"),
         ("method.delay=[1,2]", "method.delay: expected one delay, or 9 for 10 stages, got 2 delays"),
-        ("method.keep=all", "method.keep: expected graph, input, nothing, a list .*, or auto, got all"),
         ("method.weights=old", "method.weights: expected current, stashed or double, got old"),
         ("method=paci", "k: expected an integer >= 9 with method.max_updates=1, got 4"),
         ("method=pipedream_2bw", "k: expected an integer >= 9 with method.weights=double .*, got 4"),
-        ("remedy.correction=1", "remedy.correction: expected a number >= 0 and < 1, got 1.0"),
         ("remedy.prediction=soon", "remedy.prediction: expected null, none, velocity, decaying or difference, got soon"),
-        ("trainer.wire=fp8", "trainer.wire: expected float32 or bf16, got fp8"),
         ("method.fill=true", "method.fill: expected false with method.flush=false, got true"),
         ("schedule.milestones=[3,2]", "schedule.milestones: expected increasing epochs >= 1, got"),
         ("optim.momentum=0", "optim.nesterov: expected false with optim.momentum=0, got true"),
-        ("trainer.epochs=0", "trainer.epochs: expected an integer >= 1, got 0"),
         ("trainer.stages=11", "stages: expected 1 to 10, .*, got 11"),
-        ("trainer.stages=[5,4]", "stages: expected positive numbers of blocks that sum to 10, got .5, 4."),
-        ("trainer.stages=many", "trainer.stages: expected null, .*, got many"),
-        ("trainer.transport=mail", "trainer.transport: expected auto, local, lockstep or edge, got mail"),
         ("trainer.precision=fp8", "trainer.precision: expected float32, bf16 or fp16, got fp8"),
-        ("trainer.device=tpu", "trainer.device: expected auto, cpu or cuda, got tpu"),
-        ("trainer.timeout=0", "trainer.timeout: expected a number > 0 and <= 10000000, got 0"),
+        ("trainer.timeout=inf", "trainer.timeout: expected a number > 0 and <= 10000000, got inf"),
+        ("k=1000000000", "k: expected an integer from 1 to 10000, got 1000000000"),
+        ("method.delay=1000000000", "method.delay: expected at most 10000 in total, got 9000000000"),
+        ("data.workers=1000000000", "data.workers: expected an integer from 0 to 1000, got 1000000000"),
+        ("data.classes=9223372036854775808", "data.classes: expected an integer from 1 to 10000000, got 9223372036854775808"),
+        ("remedy.discount=inf", "remedy.discount: expected null or a number >= 0, got inf"),
+        ("remedy.horizon=1e300", r"remedy.horizon: expected a number > 0 and <= 100, got 1e\+300"),
+        ("optim=muon remedy=prediction", r"optim\.name: expected adam, .*, which remedy\.prediction requires, got muon"),
+        ("method=dsp method.keep=graph trainer.precision=bf16", "method.keep: expected .* under autocast, got graph"),
+        ("trainer.overlap=true method=1f1b", "trainer.overlap: expected false unless a boundary .* d >= 2, got true with"),
+        ("trainer.overlap=true trainer.exact_streams=true", "trainer.exact_streams: expected false with trainer.overlap"),
+        ("data.refetch=sometimes", "data.refetch: expected true, false or auto, got sometimes"),
+        ("method.keep=refetch", "method.keep: expected graph, input, nothing, .*, got refetch"),
+        ("method.keep=[graph,input]", "method.keep: expected one value, or 10, one per block, got 2 values"),
+        ("method.delay=auto method.fill=true method.flush=true", "method.delay: expected an integer >= 0 with method.fill=true"),
+        ("optim=adamw optim.nesterov=true", "optim.nesterov: expected null for adamw, which has the options weight_decay, "),
+        ("optim.betas=[0.9,0.99]", "optim.betas: expected null for sgd, which has the options momentum"),
+        ("optim=adam optim.betas=[0.9,1.0]", "optim.betas: expected null or a list of two numbers >= 0 and < 1, got"),
+        ("schedule=cosine schedule.gamma=0.1", "schedule.gamma: expected null for cosine, which has the options"),
+        ("optim.clip=1 optim.clip_scope=global", "optim.clip_scope: expected stage with method.delay=2"),
+        ("trainer.loss_scale=8", "trainer.loss_scale: expected null with trainer.precision=float32, got 8"),
+        ("trainer.compile=fast", "trainer.compile: expected null, eager, aot_eager, inductor, "),
+        ("trainer.memory_limit=2", "trainer.memory_limit: expected null, or a number > 0 with .*, got 2.0"),
+        ("init_skip=[head]", r"init_skip: expected null without init_from, got \['head'\]"),
+        ("resume_change=[k]", r"resume_change: expected null without resume, got \['k'\]"),
+        ("cluster.debug=LOUD", "cluster.debug: expected VERSION, WARN, INFO or TRACE, got LOUD"),
+        ("cluster.adapters=['']", r"cluster.adapters: expected null or a list of names, got \[''\]"),
+        ("data=text model=revnet18", "model: expected gpt or revgpt with data=text, got revnet18"),
+        ("data=digits model=revgpt", "model: expected a model of images with data=digits, got revgpt"),
+        ("model=deeplabv3", "model: expected a model of images with data=digits, got deeplabv3"),
+        ("data=segmentation model=revnet18", "model: expected deeplabv3 with data=segmentation, got revnet18"),
+        ("data=segmentation model=deeplabv3 data.size=30", "data.height: expected a multiple of 8 with model=deeplabv3, got 30"),
+        ("data=cityscapes model=deeplabv3 data.void=3", "data.void: expected null for cityscapes, got 3"),
+        ("trainer.bootstrap=0.5", "trainer.bootstrap: expected null with data=digits, which has no pixels, got 0.5"),
+        ("data=imagenet data.crops=10 data.batch_size=8", "data.batch_size: expected a multiple of 10 with data.crops=10, got 8"),
     ],
 )
 def test_invalid_values(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        planned(override)
+        planned(*override.split())
 
 
 @pytest.mark.parametrize(
@@ -215,20 +185,12 @@ def test_invalid_values(override: str, message: str) -> None:
             "run_dir=läuf ✓/a b",
             "run_dir: expected a value in Hydra's syntax; quote it twice in the shell: \"run_dir='läuf ✓/a b'\", got läuf ✓/a b",
         ),
-        ("run_dir=~/x", "run_dir: expected a value in Hydra's syntax; quote it twice in the shell: \"run_dir='~/x'\", got ~/x"),
-        ("run_dir=a=b", "run_dir: expected a value in Hydra's syntax; quote it twice in the shell: \"run_dir='a=b'\", got a=b"),
         ("trainer.epochs=1.5", "trainer.epochs: expected an integer >= 1, got 1.5"),
-        ("trainer.epochs=null", "trainer.epochs: expected an integer >= 1, got null"),
         ("trainer.epoch=3", "trainer.epoch: no such key; did you mean trainer.epochs?"),
-        ("+trainer.epoch=3", "trainer.epoch: no such key; did you mean trainer.epochs?"),
         ("epochs=3", "epochs: no such key; did you mean trainer.epochs?"),
         ("modle=revnet18", "modle: no such key; did you mean model?"),
-        ("schedule.colour=red", "schedule.colour: no such key; expected name, warmup_epochs, milestones, gamma, power or final"),
         ("model.width=wide", "model.width: expected null or a number, got wide"),
         ("optim.betas=[a]", "optim.betas[0]: expected null or a list of two numbers >= 0 and < 1, got a"),
-        ("optim.betas=3", "optim.betas: expected null or a list of two numbers >= 0 and < 1, got int"),
-        ("data.augment=maybe", "data.augment: expected true or false, got maybe"),
-        ("schedule=linear", "schedule: expected cosine, multistep or polynomial, got linear"),
         ("logger=null", "logger=null: Config group override must be a string or a list. Got NoneType"),
     ],
 )
@@ -239,17 +201,15 @@ def test_errors_of_hydra_are_one_line(override: str, message: str, monkeypatch: 
     assert str(raised.value) == message
 
 
-def test_more_processes_than_blocks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="processes: expected 1 to 10, since revnet18 has 10 blocks, got 11"):
-        planned(place=Process(rank=3, world=11, local_rank=3, local_world=11))
-
-
 def test_a_gpu_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     third = Process(rank=3, world=4, local_rank=1, local_world=2)
     assert third.device("auto") == torch.device("cuda", 1)
     assert third.device("cpu") == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # each process sees its own
+    assert third.device("auto") == torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match=r"expected cpu, or a GPU for each process, got auto with 3 process\(es\) and 2 GPU\(s\)"):
         Process(rank=0, world=3, local_rank=0, local_world=3).device("auto")
 
@@ -261,13 +221,6 @@ def test_data_that_does_not_fit() -> None:
         planned("data.size=64").data()
     with pytest.raises(PetraError, match=r"data\.root: expected a path to the files of"):
         planned("data=cifar10").data()
-
-
-def test_image_size_reaches_the_model_and_the_data() -> None:
-    result = planned("data=synthetic", "data.size=16", "data.batch_size=3", "data.images=8")
-    assert result.plan.inputs.shape == (3, 3, 16, 16)
-    train, _ = result.data()
-    result.plan.inputs.require(train.inputs(0), "the data")
 
 
 def test_the_stem_follows_the_images_unless_it_is_set() -> None:
@@ -348,20 +301,6 @@ def test_each_replica_reads_its_share_and_they_must_have_the_same_data(tmp_path:
         "data.root: expected 44 training samples and 5 test samples as on rank 0, "
         "got 67 training samples and 8 test samples on rank 2"
     }
-
-
-@pytest.mark.processes
-def test_every_rank_raises_the_error_of_the_rank_that_reads(tmp_path: Path) -> None:
-    results = run_processes(2, _loaded, tmp_path / "processes", [str(tmp_path / "none.txt")] * 2)
-    assert [opened for opened, _ in results] == [True, False]
-    assert {text for _, text in results} == {
-        f"{tmp_path}/none.txt: can't be read (No such file or directory); set data.root to a text file"
-    }
-
-
-def test_errors_of_a_single_process_are_raised() -> None:
-    with pytest.raises(PetraError, match="file x"), raise_on_all_ranks():
-        raise DataError("file x")
 
 
 def launched(processes: int, *overrides: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -457,25 +396,9 @@ def test_runs_are_compared_from_their_folders(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["k=0"], "error: k: expected an integer >= 1, got 0"),
-        (["model=revnet99"], "error: model: expected revnet50, deeplabv3, gpt, gpt_4m, irevnet163, "),
-        (["data=cifar10", "data.root=nowhere"], "data_batch_1: can't be read"),
-    ],
-    ids=["value", "composition", "data"],
-)
-def test_an_error_is_reported_once_under_torchrun(overrides: list[str], message: str, tmp_path: Path) -> None:
-    failed = launched(2, *overrides, cwd=tmp_path, timeout=60)
+def test_an_error_is_reported_once_under_torchrun(tmp_path: Path) -> None:
+    failed = launched(2, "data=cifar10", "data.root=nowhere", cwd=tmp_path)
     assert failed.returncode != 0
-    assert failed.stderr.count(message) == 1
+    assert failed.stderr.count("data_batch_1: can't be read") == 1
     assert "launch/" not in failed.stderr
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.processes
-def test_an_error_of_a_single_process_is_one_line_and_status_2(tmp_path: Path) -> None:
-    failed = launched(1, "k=0", cwd=tmp_path, timeout=60)
-    assert (failed.returncode, failed.stdout) == (2, "")
-    assert failed.stderr == "error: k: expected an integer >= 1, got 0\n"

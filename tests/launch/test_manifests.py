@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ import pytest
 import yaml
 
 from launch.node import Node
-from stress import manifests
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,47 +65,6 @@ def test_kubeflows_schema_accepts_the_manifests() -> None:
     for manifest in (runtime, job):
         schema = getattr(models, f"TrainerV1alpha1{manifest['kind']}")
         assert schema.from_dict(manifest).to_dict() == manifest  # the schema ignores unknown keys
-
-
-def test_kubernetes_schema_accepts_the_pods() -> None:
-    validate = pytest.importorskip("kubernetes_validate")
-    runtime, job = kubeflow()
-    replicated = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]
-    pod = replicated["template"]["spec"]["template"]
-    container = pod["spec"]["containers"][0] | {"env": job["spec"]["trainer"]["env"]}
-    container |= {"args": job["spec"]["trainer"]["args"], "resources": job["spec"]["trainer"]["resourcesPerNode"]}
-    whole = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "petra"}, "spec": pod["spec"] | {"containers": [container]}}
-    validate.validate(whole, validate.latest_version(), strict=True)
-    with pytest.raises(validate.ValidationError):
-        validate.validate({**whole, "spec": {**whole["spec"], "container": []}}, validate.latest_version(), strict=True)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("file", ["docker/compose.yaml", "launch/templates/kubeflow.yaml"])
-def test_the_nodes_of_a_manifest_train_together(file: str, tmp_path: Path) -> None:
-    """Two nodes run as in their file, with a narrow network in two processes."""
-    small = ("data=synthetic", "data.images=40", "data.batch_size=4", "data.size=16", "model.width=0.0625", "trainer.epochs=1")
-    own = ("trainer.device=cpu", "model=revnet18", "method=petra", "run_dir=run")
-    found = manifests.containers(ROOT / file, {"OVERRIDES": "model=revnet18"})
-    found = [replace(node, environment={**node.environment, "NPROC": "2"}) for node in found]
-    assert manifests.run(found, tmp_path, (*small, *own), timeout=150) == [0, 0]
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["processes"] == 2
-
-
-def test_variables_of_a_compose_file() -> None:
-    text = "a: ${A:-1 2} b: ${B:-} c: ${C:-3}"
-    assert manifests.substituted(text, {"A": "x", "B": "y", "C": ""}) == "a: x b: y c: 3"
-
-
-def test_the_training_uses_the_runtime_and_the_image_is_started_as_built() -> None:
-    runtime, job = kubeflow()
-    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
-    node = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]
-    pod = node["template"]["spec"]["template"]["spec"]
-    assert [node["name"], pod["containers"][0]["name"]] == ["node", "node"]  # names that Kubeflow requires
-    entrypoint = f"ENTRYPOINT {json.dumps(pod['containers'][0]['command'])}"
-    assert entrypoint in (ROOT / "docker" / "Dockerfile").read_text()
-    assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
 def started(script: str, tmp_path: Path, environment: dict[str, str], *arguments: str, status: int = 0) -> tuple[Node, list[str]]:

@@ -118,25 +118,3 @@ def test_pipelines_end_before_their_process_group(tmp_path: Path) -> None:
     with Forked(tmp_path, [*words, "dp=2", "trainer.device=cpu", "run_dir=run"], 2, prepare=_note_pipelines) as run:
         run.finish()
     assert [json.loads((tmp_path / f"alive{rank}.json").read_text()) for rank in range(2)] == [0, 0]
-
-
-@pytest.mark.processes
-def test_a_run_without_update_says_so(tmp_path: Path) -> None:
-    words = ("data=synthetic", "data.images=32", "data.batch_size=8", "data.size=16", "model.width=0.0625", "trainer.epochs=1")
-    with Forked(tmp_path, [*words, "k=8", "trainer.device=cpu", "run_dir=run"], 1) as run:
-        out, _ = run.finish()
-    assert "warning: k=8: the run has only 4 microbatches, so it ends before its first update" in out
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["data=text", "model=revnet18"], "error: model: expected gpt or revgpt with data=text, got revnet18"),
-        (["data=digits", "model=revgpt"], "error: model: expected a model of images with data=digits, got revgpt"),
-    ],
-)
-def test_a_model_that_does_not_take_the_data_is_named(words: list[str], message: str, tmp_path: Path) -> None:
-    with Forked(tmp_path, [*words, "dry_run=true"], 1) as run:
-        run.wait(60)
-        assert run.output().strip() == message

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from html.parser import HTMLParser
-from importlib.util import find_spec
+import re
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,6 @@ from launch.run.training import run
 from petra.errors import Interrupted
 from petra.training import Trainer
 from tests.launch.test_launch import ALONE, TINY, to_composed
-from tests.support.wandb_files import OfflineRun
 
 pytestmark = pytest.mark.usefixtures("shared_profiles")
 
@@ -30,26 +31,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-class Page(HTMLParser):
-    """Checks that all tags are closed, and collects headings and addresses."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open, self.headings, self.addresses = list[str](), list[str](), list[str]()
-        self.feed(text)
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.addresses += [value or "" for name, value in attributes if name in ("href", "src", "xlink:href")]
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] in ("h1", "h2"):
-            self.headings.append(data)
+def headings(text: str) -> list[str]:
+    return re.findall(r"<h[12][^>]*>(.*?)</h[12]>", text)
 
 
 def test_a_run_of_one_epoch_leaves_curves_and_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,9 +47,8 @@ def test_a_run_of_one_epoch_leaves_curves_and_a_report(tmp_path: Path, capsys: p
     layout = json.loads((folder / "summary.json").read_text())["layout"]
     assert [(stage["stage"], stage["processes"], stage["delay"]) for stage in layout] == [(1, [0], 4), (2, [0], 2), (3, [0], 0)]
     text = (folder / "report.html").read_text(encoding="utf-8")
-    page = Page(text)
-    assert page.headings == ["run", "Curves", "Stages and staleness", "Memory", "Timeline", "Gradient quality"]
-    assert all(address.startswith("#") for address in page.addresses), "the page is one file"
+    assert headings(text) == ["run", "Curves", "Stages and staleness", "Memory", "Timeline", "Gradient quality"]
+    assert not re.search(r'(?:href|src)="(?!#)', text), "the page is one file"
     assert "<script" not in text
     assert f"{epoch['test_accuracy']:.2%}" in text
     (folder / "report.html").unlink()
@@ -96,15 +78,33 @@ def test_a_run_that_is_not_complete_has_a_report(tmp_path: Path) -> None:
     assert "This run is not complete" in text
     assert "a: &lt;/pre&gt;&lt;b&gt;" in text
     assert len(text) < 60_000, "of long lines, only some points are drawn"
-    assert Page(text).headings == [tmp_path.name, "Curves"]
+    assert headings(text) == [tmp_path.name, "Curves"]
 
 
-@pytest.mark.skipif(find_spec("wandb") is None, reason="Weights & Biases is an optional extra")
+class Wandb(ModuleType):
+    """Stands for the package wandb. Keeps what each run is told."""
+
+    Image, Settings = Path, dict
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.__spec__, self.run, self.runs = ModuleSpec("wandb", None), None, list[Any]()
+
+    def init(self, **options: Any) -> Any:
+        rows: dict[int | None, dict[str, Any]] = {}
+
+        def log(row: dict[str, Any], step: int | None = None) -> None:
+            rows.setdefault(step, {}).update(row)
+
+        self.runs.append(SimpleNamespace(**options, rows=rows, log=log, summary={}, finish=lambda: None))
+        return self.runs[-1]
+
+
 def test_a_resumed_run_is_the_same_run_of_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run is stopped after 4 of 16 microbatches, and what it logged after its checkpoint is not repeated."""
-    folder = tmp_path / "run"
+    folder, wandb, save = tmp_path / "run", Wandb(), Trainer._save_and_stop
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     options = ("logger=wandb", "trainer.stages=2", "k=2", "trainer.log_every=1", "checkpoint.every=4", "trainer.epochs=2")
-    save = Trainer._save_and_stop
 
     def interrupted(self: Trainer, score: float | None) -> None:
         save(self, score)
@@ -116,12 +116,8 @@ def test_a_resumed_run_is_the_same_run_of_weights_and_biases(tmp_path: Path, mon
         patch.setattr(Trainer, "_save_and_stop", interrupted)
         with pytest.raises(Interrupted):
             train(folder, *options)
-    import wandb
-
-    wandb.finish()  # as at the end of a process
-    first = OfflineRun(folder)
     train(folder, *options, "resume=auto")
-    resumed = OfflineRun(folder)
+    first, resumed = wandb.runs
     assert resumed.id == first.id
     losses = {step: row["update/loss"] for step, row in resumed.rows.items() if "update/loss" in row}
     assert [*losses] == [2, 4, 6, 8, 10, 12, 14, 16]
@@ -130,7 +126,7 @@ def test_a_resumed_run_is_the_same_run_of_weights_and_biases(tmp_path: Path, mon
     assert "stage/2/gradient_norm" in resumed.rows[8]
     assert resumed.config["trainer"]["epochs"] == 2
     assert resumed.summary["test_accuracy"] == json.loads((folder / "summary.json").read_text())["test_accuracy"]
-    assert {*resumed.summary["pictures/curves"]} >= {"path", "width"}
+    assert "pictures/curves" in resumed.rows[None]
 
 
 GOOD = {"epoch": 1, "microbatches": 8, "train_loss": 1.5, "test_loss": 1.25, "test_accuracy": 0.5}
@@ -141,11 +137,8 @@ CONFIG = "method: {name: petra, delay: 2}\nk: 4\ntrainer: {epochs: 3}\n"
     ("metrics", "config", "out", "message"),
     [
         ('{"epoch": 1\n{}\n', CONFIG, "x.png", "metrics.jsonl: expected a JSON object in line 1, got '{\"epoch\": 1'"),
-        ("[]\n{}\n", CONFIG, "x.png", "metrics.jsonl: expected a JSON object in line 1, got []"),
         ('{"epoch": 1}\n', CONFIG, "x.png", "metrics.jsonl: expected a number microbatches in line 1, got none"),
-        (json.dumps(GOOD | {"test_loss": "low"}), CONFIG, "x.png", "expected a number test_loss in line 1, got low"),
         (json.dumps(GOOD), None, "x.png", "config.yaml: can't be read ([Errno 2] No such file or directory"),
-        (json.dumps(GOOD), "a: [", "x.png", "config.yaml: can't be read ("),
         (json.dumps(GOOD), "- 1\n", "x.png", "config.yaml: expected the configuration of a run, got another file"),
         (json.dumps(GOOD), CONFIG, "x.foo", "--out: expected a file name that ends in .png, .svg or .pdf, got "),
         (json.dumps(GOOD), CONFIG, "metrics.jsonl/x.png", "x.png: cannot be written (File exists)"),
@@ -163,18 +156,6 @@ def test_what_cannot_be_compared_is_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
-
-
-def test_runs_with_equal_names_and_without_accuracy_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for parent in ("a", "b"):
-        folder = tmp_path / parent / "run"
-        folder.mkdir(parents=True)
-        row = {key: value for key, value in GOOD.items() if "accuracy" not in key}
-        (folder / "metrics.jsonl").write_text(json.dumps(row))
-        (folder / "config.yaml").write_text(CONFIG)
-    compare([str(tmp_path / "a" / "run"), str(tmp_path / "b" / "run"), "--out", str(tmp_path / "x.svg")])
-    assert f"| {tmp_path}/b/run | petra | 2 | 4 | 1 of 3 | 1.5000 | 1.2500 |  |  |" in capsys.readouterr().out
-    assert "<svg" in (tmp_path / "x.svg").read_text()
 
 
 @pytest.mark.parametrize("name", ["summary.json", "trace.json", "gradients.jsonl", "updates.jsonl"])

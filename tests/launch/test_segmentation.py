@@ -12,13 +12,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 from launch import evaluate
-from launch.config.compose import compose_overrides
-from launch.run.build import set_up
-from launch.run.dry_run import memory_table
-from launch.run.training import run
-from launch.runtime.rank import Process
 from petra.data import load_dataset
-from petra.errors import ConfigError
 from petra.inplace_abn import deeplabv3
 from petra.inplace_abn.pictures import predicted
 from petra.models import resnet18
@@ -75,34 +69,6 @@ def test_evaluation_repeats_the_last_epochs(folder: Path, changes: list[str], ca
         assert found[name] == pytest.approx(last[f"test_{name}"], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["data.size=30"], "data.size: expected a multiple of 8 with model=deeplabv3, got 30"),
-        (["data.height=20"], "data.height: expected a multiple of 8 with model=deeplabv3, got 20"),
-        (["model=revnet18"], "model: expected deeplabv3 with data=segmentation, got revnet18"),
-        (["data=digits", "data.height=null"], "model: expected a model of images with data=digits, got deeplabv3"),
-        (["trainer.bootstrap=0"], "trainer.bootstrap: expected null or a number > 0 and <= 1, got 0.0"),
-        (
-            ["data=digits", "trainer.bootstrap=0.5"],
-            "trainer.bootstrap: expected null with data=digits, which has no pixels, got 0.5",
-        ),
-        (["data=cityscapes", "data.void=3"], "data.void: expected null for cityscapes, got 3"),
-    ],
-)
-def test_settings_that_do_not_fit_are_errors(words: list[str], message: str) -> None:
-    own = () if any(word == "data=digits" for word in words) else SHAPE
-    with pytest.raises(ConfigError) as error:
-        set_up(compose_overrides([*NETWORK, *own, *words]), Process.from_environment())
-    assert message in str(error.value)
-
-
-def test_a_dry_run_predicts_the_memory() -> None:
-    setup = set_up(compose_overrides([*NETWORK, *SHAPE, "trainer.stages=2", "trainer.device=cpu"]), Process.from_environment())
-    assert setup.plan.boundaries[0].backward[-1][0].shape == (2 + 1 + 9,)
-    assert "total (MB)" in memory_table(setup)
-
-
 @pytest.mark.processes
 def test_pictures_show_images_labels_and_predictions(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The prediction of the whole image is put together from tiles, and the table is that of the printed numbers."""
@@ -128,14 +94,6 @@ def test_pictures_show_images_labels_and_predictions(folder: Path, capsys: pytes
     assert np.array_equal(right, (mine == classes) & counted)
     table = (folder / "pictures" / "iou.md").read_text()
     assert all(name in table and (iou is None or f"{iou:.1%}" in table) for name, iou in printed.items())
-
-
-@pytest.mark.processes
-def test_evaluations_iou_by_class_averages_to_the_miou(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    evaluate.main([f"run={folder}"])
-    found = json.loads(capsys.readouterr().out)
-    values = [iou for iou in found["iou"].values() if iou is not None]
-    assert sum(values) / len(values) == pytest.approx(found["miou"])
 
 
 @pytest.mark.processes
@@ -171,13 +129,3 @@ def test_classification_as_published(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert found["images"] == 6
         assert found["loss"] == pytest.approx(float(F.cross_entropy(scores, targets)), rel=1e-4)
         assert found["accuracy"] == pytest.approx(float((scores.argmax(1) == targets).float().mean()))
-
-
-@pytest.mark.parametrize(("words", "message"), [(["data.crops=10", "data.batch_size=10"], "data.crops: expected 1 in training")])
-def test_ten_crops_are_for_evaluation(words: list[str], message: str) -> None:
-    config = compose_overrides(["data=imagenet", "data.size=32", "data.classes=3", "model=resnet18", *words])
-    with pytest.raises(ConfigError, match=message):
-        run(config, Process.from_environment())
-    odd = compose_overrides(["data=imagenet", "data.crops=10", "data.batch_size=8", "model=resnet18"])
-    with pytest.raises(ConfigError, match=r"data\.batch_size: expected a multiple of 10 with data\.crops=10, got 8"):
-        set_up(odd, Process.from_environment())

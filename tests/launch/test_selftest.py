@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from launch.runtime.rank import Process
 from launch.selftest import command
-from launch.selftest.command import LARGE_MESSAGE, LARGEST_DIFFERENCE, Trial, judge, markdown, plan, run_part
-from launch.selftest.parts import PARTS, shares
+from launch.selftest.command import LARGEST_DIFFERENCE, Trial, judge, plan, run_part
+from launch.selftest.parts import PARTS
 from petra import METHODS
 
 ALONE = Process(rank=0, world=1, local_rank=0, local_world=1)
@@ -66,30 +63,6 @@ def test_a_time_limit_without_time_is_refused(
     assert f"--minutes: expected a number > 0, got {float(minutes)}" in capsys.readouterr().err
 
 
-def test_shares_of_the_time() -> None:
-    """Two kernels and one of NCCL on the GPU, and three launches on the host, in one second."""
-
-    def row(key: str, device: str, count: int, milliseconds: float) -> SimpleNamespace:
-        times = dict.fromkeys(("self_device_time_total", "self_cpu_time_total"), 1000 * milliseconds)
-        return SimpleNamespace(key=key, count=count, device_type=getattr(torch.profiler.DeviceType, device), **times)
-
-    rows = [
-        row("void gemm", "CUDA", 2, 400),
-        row("ncclDevKernel_SendRecv", "CUDA", 1, 100),
-        row("cudaLaunchKernelExC", "CPU", 3, 250),
-        row("cudaDeviceSynchronize", "CPU", 1, 90),
-    ]
-    found = shares(rows, seconds=1, microbatches=1)
-    assert found == pytest.approx({"kernels_per_microbatch": 3, "device_busy": 0.4, "communication": 0.1, "launching": 0.25})
-
-
-def test_messages_must_be_large_where_they_can() -> None:
-    found = {"repeatable": True, "message_bytes": LARGE_MESSAGE}
-    assert judge("transport", found) == {}
-    assert judge("transport", found, large=True)["failed"] == "messages have 64.0 MB, not more than 64"
-    assert "two runs" in judge("transport", {"repeatable": False, "message_bytes": 1})["failed"]
-
-
 def test_differences_from_the_cpu_fail() -> None:
     assert judge("compare", {"difference": LARGEST_DIFFERENCE / 2, "repeatable": True}) == {}
     assert "differ from the CPU" in judge("compare", {"difference": float("nan"), "repeatable": True})["failed"]
@@ -101,42 +74,6 @@ def test_a_part_that_fails_is_reported_with_its_reason() -> None:
     found = run_part(Trial("compare", "wrong", {**TINY, "device": "tpu"}), seconds=100)
     assert found["failed"].startswith("error: trainer.device: expected ")
     assert "got tpu" in found["failed"]
-
-
-def test_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results: list[dict[str, Any]] = [
-        {"difference": 1e-7, "repeatable": True},
-        {"failed": "did not end within 180 s"},
-        {
-            "samples_per_second": 123.4,
-            "loss": 2.0,
-            "peak_bytes": [10**9, 2 * 10**9],
-            "kernels_per_microbatch": 599.0,
-            "device_busy": 0.5,
-            "communication": 0.125,
-            "launching": 0.25,
-        },
-    ]
-    runs = [
-        Trial("compare", "petra against the CPU", {}),
-        Trial("transport", "edge, d = 1", {}, 2),
-        Trial("speed", "revnet18", {}, 2),
-    ]
-    monkeypatch.setattr(command, "plan", lambda gpus, tiny: iter(runs))
-    monkeypatch.setattr(command, "run_part", lambda run, seconds: results[runs.index(run)])
-    monkeypatch.setattr(command, "_doctor", lambda processes: "No problems found.")
-    with pytest.raises(SystemExit, match="1"):
-        command.main(["--out", str(tmp_path)])
-    text = (tmp_path / "selftest.md").read_text()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
-    assert "2 of 3 parts passed" in text
-    assert "Failed: edge, d = 1." in text
-    assert ["petra against the CPU", "1e-07", "yes", "passed"] in rows
-    assert ["edge, d = 1", "2", "", "", "", "", "", "failed: did not end within 180 s"] in rows
-    assert ["revnet18", "2", "123.4", "2000.0", "599", "0.5", "0.125", "0.25", "passed"] in rows
-    found = json.loads((tmp_path / "selftest.json").read_text())
-    assert text == markdown(found)
-    assert len(found["parts"]) == 3
 
 
 def test_parts_without_time_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,8 +18,6 @@ from launch.run.training import run
 from launch.runtime import agent
 from launch.runtime.rank import Process
 from petra import ConfigError
-from tests.commands import ROOT
-from tests.launch.test_faults import LONG
 
 pytestmark = pytest.mark.usefixtures("shared_profiles")
 
@@ -121,66 +116,6 @@ def test_an_interrupted_sweep_continues(trained: list[str], tmp_path: Path, caps
     assert swept(*here, "k=1,0") == 2
     assert "error: k: expected an integer >= 1, got 0" in capsys.readouterr().err
     assert len(trained) == 4
-
-
-def test_an_unfinished_run_is_resumed(trained: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "run"
-    run(
-        compose_overrides([*TINY, "trainer.device=cpu", "seed=2", f"run_dir='{folder}'"]),
-        Process(rank=0, world=1, local_rank=0, local_world=1),
-    )
-    (folder / "summary.json").unlink()
-    first = (folder / "metrics.jsonl").read_text()
-    with pytest.raises(SystemExit) as ended:
-        sweep.main(["--out", str(tmp_path), "--processes", "2", "seed=2", "trainer.device=cpu", *TINY, "trainer.epochs=2"])
-    assert ended.value.code == 0
-    assert f"resuming from {folder}/checkpoints/000000002, after microbatch 2" in capsys.readouterr().out
-    rows = (folder / "metrics.jsonl").read_text()
-    assert rows.startswith(first)
-    assert len(rows.splitlines()) == 2
-    assert json.loads((folder / "summary.json").read_text())["epochs"] == 2
-
-
-@pytest.mark.parametrize("name", ["mine", "it's mine"])
-def test_a_folder_with_further_configuration_files(
-    name: str, trained: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    own = tmp_path / name / "experiment"
-    own.mkdir(parents=True)
-    (own / "narrow.yaml").write_text("# @package _global_\nmodel:\n  width: 0.125\n")
-    arguments = ["--out", str(tmp_path / "out"), "--processes", "2", "trainer.device=cpu", "experiment=narrow"]
-    words = [word for word in TINY if not word.startswith("model.width")]
-    with pytest.raises(SystemExit, match="0"):
-        sweep.main([*arguments, "--config-dir", str(own.parent), *words])
-    assert trained == ["run"]
-    assert "width: 0.125" in (tmp_path / "out" / "run" / "config.yaml").read_text()
-    with pytest.raises(SystemExit, match="2"):
-        sweep.main([*arguments, "--config-dir", str(tmp_path / "absent"), *words])
-    assert f"error: --config-dir: expected a folder, got {tmp_path}/absent" in capsys.readouterr().err
-
-
-@pytest.mark.processes
-def test_ctrl_c_lets_the_run_of_a_sweep_save(tmp_path: Path) -> None:
-    """As in a terminal, every process of the sweep gets the signal. The sweep ends after the run."""
-    words = [sys.executable, "-m", "launch.sweep", "--out", str(tmp_path / "out"), *LONG, "k=1,2"]
-    words = [word for word in words if not word.startswith("run_dir=")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True) as started:
-        try:
-            assert started.stdout is not None
-            while (line := started.stdout.readline()) and "records in" not in line:
-                pass
-            assert line
-            time.sleep(0.3)
-            os.killpg(started.pid, signal.SIGINT)
-            assert started.wait(60) == 75
-            assert list((tmp_path / "out" / "k=1" / "checkpoints").glob("0*"))
-            assert not (tmp_path / "out" / "k=2").exists()
-            with pytest.raises(ProcessLookupError):
-                os.killpg(started.pid, 0)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(started.pid, signal.SIGKILL)
 
 
 def test_a_sweep_through_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

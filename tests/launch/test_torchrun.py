@@ -81,38 +81,12 @@ def test_processes_stop_when_their_agent_is_killed(tmp_path: Path) -> None:
     assert list((tmp_path / "run" / "checkpoints").glob("0*"))
 
 
-@pytest.mark.processes
-def test_a_second_job_with_the_same_folder_is_refused(tmp_path: Path) -> None:
-    """It prints one line that names the first, which continues undisturbed."""
-    with started(tmp_path, BARE) as first:
-        with Forked(tmp_path, [*LONG, "resume=auto"], 2) as second:
-            assert second.wait(END) == [2, 2], second.output()
-            errors = [line for line in second.output().splitlines() if line.startswith("error: ")]
-        assert len(errors) == 1
-        assert re.search(
-            r"^error: run_dir: expected a folder that no other run uses now, got run, in use by process \d+ on ", errors[0]
-        )
-        assert first.poll() is None
-
-
 def is_running(pid: int) -> bool:
     """Return whether a process exists and has not ended; a zombie has."""
     try:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except FileNotFoundError:
         return False
-
-
-@pytest.mark.processes
-def test_torchrun_itself_ends_when_its_processes_have_saved(tmp_path: Path) -> None:
-    """torchrun forwards SIGTERM too, and waits. The run stops in the middle of a long epoch."""
-    with started(tmp_path, BARE) as agent:
-        workers = children(agent.pid)
-        agent.send_signal(signal.SIGTERM)
-        _, told = agent.communicate(timeout=END)
-        assert agent.returncode != 0
-        assert len(re.findall(r"^stopped on request after microbatch \d+, checkpoint written", told, re.MULTILINE)) == 1, told
-        assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
 def listeners(pid: int) -> set[str]:
@@ -134,10 +108,9 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("transport", ["lockstep", "edge"])
-def test_processes_listen_only_on_the_given_interface(transport: str, tmp_path: Path) -> None:
+def test_processes_listen_only_on_the_given_interface(tmp_path: Path) -> None:
     """Only the agent opens other ports, for torchrun's own needs."""
-    with Forked(tmp_path, [*LONG, f"trainer.transport={transport}", "cluster.interfaces=[lo]"], 2) as run:
+    with Forked(tmp_path, [*LONG, "trainer.transport=edge", "cluster.interfaces=[lo]"], 2) as run:
         training(run)
         for process in run.processes:
             assert process.pid is not None
@@ -154,11 +127,10 @@ SECRETS = {
 
 @pytest.mark.processes
 def test_no_secret_reaches_a_log_or_a_run_folder(tmp_path: Path) -> None:
-    """Covers a successful run with each installed logger, and a run that ends with an error."""
-    loggers = ["jsonl", *(name for name in ("wandb", "tensorboard") if find_spec(name))]
-    for logger in loggers:
-        with Forked(tmp_path / logger, [*RUN, f"logger={logger}"], 1, environment=SECRETS) as run:
-            assert run.wait(120) == [0], run.output()
+    """Covers a successful run, with Weights & Biases if it is installed, and a run that ends with an error."""
+    logger = "wandb" if find_spec("wandb") else "jsonl"
+    with Forked(tmp_path / "run", [*RUN, f"logger={logger}"], 1, environment=SECRETS) as run:
+        assert run.wait(120) == [0], run.output()
     refused = [*RUN, "run_dir=refused", f"+logger.api_key={SECRETS['WANDB_API_KEY']}"]
     with Forked(tmp_path / "refused", refused, 1, environment=SECRETS) as run:
         assert run.wait(120) == [2], run.output()

@@ -66,8 +66,3 @@ def test_train_in_two_processes_export_evaluate_and_load_in_pytorch(site: Path, 
     assert numbers["images"] == 4
     weights = torch.load(tmp_path / "out" / "run" / "model.pt", weights_only=True)
     assert any("head" in name for name in weights)
-
-
-def test_torchrun_starts_the_installed_module(site: Path, tmp_path: Path) -> None:
-    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "petra.launch.train")
-    assert "10 stages in 2 process(es)" in run_module(site, tmp_path, *torchrun, *TINY, "run_dir=run")
