@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -12,12 +13,13 @@ from hypothesis import strategies as st
 from petra import METHODS, Keep, Method
 from petra.cost_model.costs import StageCost
 from petra.cost_model.delays import TOLERANCE, choose_delays
-from petra.cost_model.links import INSTANT, Connection, Link
+from petra.cost_model.links import INSTANT, Connection, Link, measure_link
 from petra.cost_model.simulator import predict, simulate
 from petra.cost_model.zero_bubble import PREDICTED, ZeroBubble
 from petra.diagnostics.events import Kind
 from petra.plan.timetable import PeriodicRounds, Timetable
 from petra.plan.transport import simulated_transport
+from tests.support.processes import run_processes
 
 Case = tuple[list[StageCost], Method, int, list[range], list[Connection], str, bool]
 
@@ -180,3 +182,19 @@ def test_each_direction_has_its_own_link() -> None:
         for a, b in [(fast, fast), (slow, fast), (fast, slow), (slow, slow)]
     ]
     assert periods == pytest.approx([4, 4.25, 4.25, 4.5])
+
+
+def test_one_process_has_no_link() -> None:
+    assert measure_link() == INSTANT
+
+
+@pytest.mark.processes
+def test_all_processes_get_the_same_link(tmp_path: Path) -> None:
+    first, *others = run_processes(3, measured_link, tmp_path)
+    assert others == [first, first]
+    assert 0 < first.latency < 1
+    assert 0 < first.bandwidth < float("inf")
+
+
+def measured_link(rank: int) -> Link:
+    return measure_link(rounds=2, nbytes=1 << 16)

@@ -116,13 +116,9 @@ class Attack:
     ("change", "message"),
     [
         ({b"data": np.zeros((4, 3071), np.uint8)}, r"data: expected uint8\[N, 3072\], got uint8\[4, 3071\]"),
-        ({b"data": np.zeros((4, 3072), np.float32)}, r"data: expected uint8\[N, 3072\], got float32\[4, 3072\]"),
         ({b"data": np.zeros((0, 3072), np.uint8), b"labels": []}, r"data: expected uint8\[N, 3072\], got uint8\[0, 3072\]"),
         ({b"labels": [0, 1, 2]}, r"labels: expected integers\[4\], got int64\[3\]"),
         ({b"labels": [0, 1, 2, 10]}, r"labels: expected integers from 0 to 9, got integers from 0 to 10"),
-        ({b"labels": [0, 1, 2, -1]}, r"labels: expected integers from 0 to 9, got integers from -1 to 2"),
-        ({b"labels": [0, 1, 2, 2.5]}, r"labels: expected integers\[4\], got float64\[4\]"),
-        ({b"labels": None}, r"labels: expected integers\[4\], got object\[\]"),
         ({b"labels": ...}, r"builtins.Ellipsis is not allowed"),
         (None, r"no 'labels'"),
         (Attack, r"(posix|nt)\.mkdir is not allowed"),

@@ -91,8 +91,6 @@ def test_files_for_other_parts_and_a_given_vocabulary(tmp_path: Path, capsys: py
         (["--vocabulary", "256"], "--vocabulary: expected an integer >= 257"),
         (["--vocabulary", "missing.json"], "missing.json: can't be read as a vocabulary"),
         (["--validation", "1.5"], "--validation: expected a number > 0 and < 1, or files, got 1.5"),
-        (["--validation", "0.0"], "--validation: expected a number > 0 and < 1, or files, got 0.0"),
-        (["--separator", ""], "--separator: expected a text, got nothing"),
         (["--validation", "missing.txt"], "missing.txt: can't be read as UTF-8 text"),
     ],
 )

@@ -22,7 +22,6 @@ from petra.reversible import (
 from petra.settings import Numerics
 from tests.support.nets import RandomSource, Stem, branch, make_pipeline, mixed_net
 
-CPU = torch.device("cpu")
 EXACT = Numerics(exact_streams=True)
 
 
@@ -58,21 +57,6 @@ def test_inverse_is_exact_with_a_grid_and_only_then(exact: bool, dtype: torch.dt
     for found in (inverse, fused):
         assert all(torch.equal(a, b) for a, b in zip(found, x, strict=True)) is exact
     grid.require()
-
-
-def test_gradients_with_a_grid_equal_those_without() -> None:
-    """Up to the rounding of the grid, 2^-41 in float64. The gradient of the input passes through the rounding."""
-    x = torch.randn(2, 2, 4, 6, 6, dtype=torch.float64)
-    weight = torch.randn(2, 2, 4, 6, 6, dtype=torch.float64)
-    found = []
-    for grid in (Grid(torch.float64), None):
-        sequence = ReversibleSequence(blocks(torch.float64), grid=grid)
-        start = x.clone().requires_grad_()
-        y1, y2 = sequence(start[0], start[1])
-        (y1 * weight[0] + y2 * weight[1]).sum().backward()
-        found.append([start.grad, *(p.grad for p in sequence.parameters())])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-8)
 
 
 def test_training_with_reconstructed_inputs_equals_training_with_stored_inputs() -> None:

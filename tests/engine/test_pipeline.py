@@ -197,14 +197,10 @@ def test_what_an_error_left_on_its_way_is_not_trained_on(evaluating: bool) -> No
     ("change", "message"),
     [
         ({"k": 0}, "k: expected an integer >= 1, got 0"),
-        ({"k": 1.5}, "k: expected an integer >= 1, got 1.5"),
         ({"method": Method("x", (1, 2), Keep.GRAPH, flush=True, fill=True)}, "got 2 delays"),
         ({"stages": 7}, "stages: expected 1 to 6, .*, got 7"),
-        ({"stages": [3, 2]}, "sum to 6"),
         ({"method": "petri"}, "method: expected petra, .*, got petri"),
-        ({"method": Method("x", (1, 2), Keep.NOTHING)}, "got 2 delays"),
         ({"runtime": Runtime(transport="edge")}, "transport: expected auto or local in one process, got edge"),
-        ({"runtime": Runtime(concurrency=0)}, "concurrency: expected an integer >= 1, got 0"),
         ({"method": "pipedream_2bw", "k": 4}, "k: expected an integer >= 5 .*the delay of stage 1.*, got 4"),
         (
             {"method": Method("x", 1, Keep.GRAPH), "numerics": Numerics(autocast=torch.bfloat16)},

@@ -96,9 +96,6 @@ def test_a_block_may_not_normalise_its_input_in_place() -> None:
         ({"norm": "groupnorm"}, "model.norm: expected batchnorm, inplace_abn or inplace_abn_sync, got groupnorm"),
         ({"norm": "inplace_abn", "activation": "relu"}, "expected leaky_relu with model.norm=inplace_abn, got relu"),
         ({"activation": "elu"}, "model.activation: expected relu or leaky_relu with model.norm=batchnorm, got elu"),
-        ({"cardinality": 0}, "model.cardinality: expected"),
-        ({"base_width": 0}, "model.base_width: expected"),
-        ({"width": 1 / 8}, "model.width: expected"),
     ],
 )
 def test_invalid_arguments(arguments: dict[str, Any], message: str) -> None:

@@ -21,7 +21,7 @@ from launch.runtime.rank import Process
 from petra.errors import ConfigError
 from petra.models import revnet18, revnet50
 from petra.plan.plan import make_plan
-from reproduction import accuracy, gradients, memory, paper, runs, speed
+from reproduction import accuracy, memory, paper, runs, speed
 from reproduction import command as reproduce
 from reproduction.record import record_of, write_record
 from reproduction.report import Request, Scale
@@ -117,61 +117,6 @@ def test_a_record_is_found_by_its_setting(
         assert "0 of 4 runs finished" in capsys.readouterr().out, override
 
 
-def test_table_4_from_finished_runs(
-    tmp_path: Path, trained: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(accuracy, "ROWS", {row: m for row, m in accuracy.ROWS.items() if m in ("reversible", "dsp", "petra")})
-    for method, accuracies in {"reversible": (0.80, 0.81, 0.82), "petra": (0.70, 0.73, 0.76), "dsp": (0.5,)}.items():
-        for seed, value in enumerate(accuracies):
-            folder = tmp_path / "given" / f"{method}{seed}"
-            write_run(folder, config_of(*accuracy.SIX_EPOCHS, "data=cifar100", "k=1", f"method={method}", f"seed={seed}"), value)
-    (tmp_path / "given" / "dsp0" / "summary.json").unlink()  # as if the run had not finished
-    request(tmp_path / "out", "table4", "--gather", "--runs", str(tmp_path / "given"))
-    text = capsys.readouterr().out
-    assert "| revnet18 | backpropagation | `reversible` | 77.5 |  | 81.00 ± 1.00 |  | 80.00, 81.00, 82.00 |" in text
-    assert "| revnet18 | PETRA: without either | `petra` | 75.9 | 1.6 | 73.00 ± 3.00 | 8.0 | 70.00, 73.00, 76.00 |" in text
-    assert "| revnet18 | without parameter buffers | `dsp` | 76.4 | 1.1 | – | – | – |" in text
-    assert "| revnet50 | PETRA: without either | `petra` | 77.2 | 1.3 | – | – | – |" in text
-    assert "| revnet18 | inputs, exact weights | 1.1 | – |" in text  # 76.5 − 75.4
-    assert "| revnet34 | weights, approximated inputs | 1.2 | – |" in text  # 76.4 − 75.2
-    assert "6 of 9 runs finished" in text
-    assert (tmp_path / "out" / "table4.md").read_text() == text
-    data = json.loads((tmp_path / "out" / "table4.json").read_text())
-    assert data["scale"] == "cpu"
-    assert data["data"]["revnet18_petra_s2"]["summary"]["test_accuracy"] == 0.76
-    assert not trained
-
-
-def test_figure_4_and_table_2_from_finished_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(accuracy, "ACCUMULATIONS", (1, 4))
-    for k, value in ((1, 0.6), (4, 0.7)):
-        write_run(tmp_path / f"petra{k}", config_of(*accuracy.SIX_EPOCHS, f"k={k}"), value)
-    write_run(tmp_path / "exact", config_of(*accuracy.SIX_EPOCHS, "k=4", "method=reversible"), 0.75)
-    request(tmp_path / "out", "fig4", "--gather", "--runs", str(tmp_path))
-    text = capsys.readouterr().out
-    assert "| 1 | 60.00 % |  |  | 18 |" in text
-    assert "| 4 | 70.00 % | 75.00 % | 5.00 | 4.5 |" in text
-    assert (tmp_path / "out" / "fig4.png").stat().st_size > 1000
-    monkeypatch.setattr(
-        accuracy, "TABLE2", {("torchvision", "resnet18"): (None, None, 69.8), ("petra", "revnet18"): (94.9, 54.6, 71.0)}
-    )
-    for k, seed, value, train in ((1, 0, 0.9, 0.8), (4, 0, 0.8, 0.9), (4, 1, 0.84, 0.9)):
-        settings = ("experiment=petra/cifar10", "model=revnet18", f"k={k}", f"seed={seed}")
-        write_run(tmp_path / "more" / f"{k}_{seed}", config_of(*settings), value, train_accuracy=train)
-    request(tmp_path / "out", "table2", "scale=paper", "data=cifar10", "--gather", "--runs", str(tmp_path / "more"))
-    text = capsys.readouterr().out
-    assert "| petra | revnet18 | 12.2 | 94.9 | 54.6 | 71.0 | 0.70 | 4 | 82.00 | 82.00 |" in text
-    assert "| torchvision | resnet18 | 11.7 | – | – | 69.8 | – | – | – | – |" in text
-
-
-def test_the_best_accuracy_after_the_last_drop() -> None:
-    rows = [(0.1, 0.99), (0.01, 0.90), (0.01, 0.93), (0.01, 0.92)]
-    run = runs.Run(Path(), {}, [{"learning_rate": rate, "test_accuracy": accuracy} for rate, accuracy in rows])
-    assert accuracy.best_after_last_drop(run) == 0.93
-
-
 def test_figures_of_gradients_share_a_run(tmp_path: Path, trained: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     diagnosed = [*TINY, "trainer.diagnose=1"]
     for target in ("fig5", "fig6"):
@@ -190,20 +135,6 @@ def test_figures_of_gradients_share_a_run(tmp_path: Path, trained: list[str], ca
     error = capsys.readouterr().err
     assert error.startswith("error: --out: expected a new folder, got ")
     assert "a finished run with another k" in error
-
-
-def test_means_of_an_epoch_and_moving_averages() -> None:
-    row = {"stage": 1, "cosine_delayed": 0.5, "norm_ratio_end_to_end": 3.0, "norm_ratio_delayed": 2.0}
-    rows = [row | {"microbatch": m, "cosine_delayed": value} for m, value in ((0, 0.2), (9, 0.4), (10, 0.9))]
-    found = gradients.epoch_means([*rows, {"microbatch": 0, "stage": 2}], microbatches=10)
-    assert list(found) == [1]
-    assert [found[1][epoch]["cosine_delayed"] for epoch in (1, 2)] == pytest.approx([0.3, 0.9])
-    assert found[1][1]["norm_ratio_delayed_end_to_end"] == 1.5
-    points = [(float(x), float(x)) for x in range(1, 5)]
-    assert gradients.smoothed(points, 2) == [(1, 1), (2, 1.5), (3, 2.5), (4, 3.5)]
-    assert gradients.smoothed(points, 1) == points
-    assert gradients.compared_epochs(300) == [25, 125, 175, 250]
-    assert gradients.compared_epochs(6) == [1, 3, 4, 6]
 
 
 def test_table_3_matches_the_paper() -> None:
@@ -308,11 +239,8 @@ def test_page_of_results_has_the_figures_of_the_records(tmp_path: Path, target: 
     ("arguments", "reason"),
     [
         (["table2", "scale=paper"], "scale: expected cpu (backprop of a ResNet-18"),
-        (["table5", "scale=paper"], "scale: expected cpu (the simulator"),
         (["table3", "k=2"], "command line: expected only scale=... with table3, which trains nothing, got k=2"),
-        (["table4", "k"], "command line: expected scale=paper, scale=cpu or key=value, got k"),
         (["fig4"], "data.root: expected a path to the files of cifar10, got none; download cifar-10-python.tar.gz"),
-        (["fig4", "data.root=absent"], "data.root: expected a path to the files of cifar10, got absent, which does not exist"),
         (
             ["fig4", "--runs", ".", "data.root=."],
             "--runs: expected existing folders (key=value goes before --runs), got data.root=.",

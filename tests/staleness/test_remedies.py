@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from examples.remedies.shrinking import GradientShrinking
-from petra import ConfigError, Keep, Method, Pipeline, UpdateRules
+from petra import ConfigError, Pipeline, UpdateRules
 from petra.staleness import Prediction, WeightPrediction, remedies
 from petra.staleness.feedback import _Extrapolated
 from petra.training.state import load_state, state_of
@@ -38,13 +38,9 @@ def pipeline(**settings: object) -> Pipeline:
     [
         ({"discount": -1}, "discount: expected an integer >= 1, got -1"),
         ({"correction": 1.0}, "correction: expected a number >= 0 and < 1, got 1.0"),
-        ({"horizon": 0.0}, "horizon: expected a number > 0 and <= 100, got 0.0"),
-        ({"feedback": -1.0}, "feedback: expected a number >= 0, got -1.0"),
         ({"predict_backward": True}, "predict_backward: expected false with remedy.prediction=none, got true"),
         ({"prediction": "nonsense"}, "prediction: expected none, velocity, decaying or difference, got nonsense"),
-        ({"prediction": None}, "prediction: expected none, velocity, decaying or difference, got None"),
         ({"correction": "0.5"}, "correction: expected a number, got '0.5'"),
-        ({"discount": 2.5}, "discount: expected an integer, got 2.5"),
     ],
 )
 def test_values_out_of_range_raise(change: dict[str, float], message: str) -> None:
@@ -64,10 +60,6 @@ def test_names_of_predictions_are_converted(prediction: Prediction) -> None:
     [
         ({"method": "delayed", "remedy": Remedy(correction=0.1)}, "remedy.correction: expected 0 unless .*, got 0.1"),
         (
-            {"method": Method("x", 1, Keep.GRAPH), "remedy": Remedy(correction=0.1)},
-            "remedy.correction: expected 0 unless .*, got 0.1",
-        ),
-        (
             {"method": "pipedream_2bw", "k": 5, "remedy": Remedy(prediction=Prediction.VELOCITY)},
             "remedy.prediction: expected none with method.weights=double, .*, got velocity",
         ),
@@ -83,9 +75,6 @@ def test_names_of_predictions_are_converted(prediction: Prediction) -> None:
             {"method": "delayed", "remedy": Remedy(delay_compensation=0.1), "rules": UpdateRules(loss_scale=2.0)},
             "trainer.precision: expected float32 or bf16 with DelayCompensation, got a loss scale",
         ),
-        ({"remedy": Remedy(braking=1.0), "optimizer": plain_sgd}, "optim.momentum: expected a number > 0 with Braking, got 0"),
-        ({"remedy": Remedy(discount=9)}, "learning_rate: expected a function with remedy.discount, got None"),
-        ({"remedy": Remedy(lookahead=0.9)}, "learning_rate: expected a function with Lookahead, got None"),
         ({"remedies": [3]}, r"remedies: expected a list of remedies .*, got \[3\]"),
         (
             {"remedy": Remedy(compensation=True), "optimizer": adam},

@@ -12,9 +12,8 @@ from PIL import Image
 
 from petra.engine.recipe import Recipe
 from petra.errors import ConfigError, DataError
-from petra.training import JsonLines, Logger, TensorBoardLogger, UpdateMeans, WandbLogger, read_rows, sgd
+from petra.training import JsonLines, Logger, TensorBoardLogger, UpdateMeans, read_rows, sgd
 from tests.support.nets import RandomSource, make_pipeline, mixed_net
-from tests.support.wandb_files import OfflineRun
 
 
 class Received(Logger):
@@ -103,16 +102,6 @@ def picture(tmp_path: Path) -> Path:
     path = tmp_path / "curves.png"
     Image.new("RGB", (6, 4), (255, 0, 0)).save(path)
     return path
-
-
-def test_a_process_may_open_the_same_run_twice(tmp_path: Path) -> None:
-    """A run with replicas that are lost opens its records again, in the same process."""
-    pytest.importorskip("wandb", reason="Weights & Biases is an optional extra")
-    WandbLogger(tmp_path, "petra", "offline", {}).log(row(3))
-    logger = WandbLogger(tmp_path, "petra", "offline", {}, [row(3)])
-    logger.log(row(5))
-    logger.close()
-    assert [*OfflineRun(tmp_path).rows] == [3, 5]
 
 
 def test_tensorboard_has_one_run_with_the_whole_history(tmp_path: Path, picture: Path) -> None:
