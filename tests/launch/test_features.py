@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from petra.analysis.memory import predicted
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,6 +21,7 @@ from launch.run.build import set_up
 from launch.run.dry_run import stage_map, stage_rows
 from launch.run.training import run
 from petra import ConfigError, DataError, Keep, Method, Pipeline, Weights
+from petra.cost_model.memory import stored_activations
 from petra.engine.endpoints import Losses
 from petra.engine.options.compile import compile_block
 from petra.engine.totals import Result
@@ -240,6 +240,6 @@ def test_the_dry_run_of_revnet50_on_imagenet_saves_35_inputs() -> None:
     setups = [planned("data=imagenet", "model=revnet50", f"data.refetch={value}") for value in ("false", "true")]
     rows = [stage_map(setup).splitlines()[4].split("|") for setup in setups]
     assert [row[7].strip() for row in rows] == ["input", "refetch"]
-    stored, refetched = ([stage.stored for stage in predicted(setup.plan)] for setup in setups)
+    stored, refetched = (stored_activations(setup.plan) for setup in setups)
     assert (stored[0], refetched[0]) == (35 * 64 * 3 * 224 * 224 * 4, 0)  # 1.35 GB
     assert stored[1:] == refetched[1:]
