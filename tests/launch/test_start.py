@@ -17,7 +17,7 @@ from launch import evaluate, generate, predict
 from launch.config.compose import compose_overrides
 from launch.run.folder import default_folder
 from launch.run.training import run
-from launch.runtime.signals import StopRequest
+from launch.runtime.agent import StopRequest
 from petra import PetraError
 from petra.errors import Interrupted
 from petra.training import Checkpoints, load
