@@ -43,24 +43,16 @@ foreach_sub, foreach_sub_ = foreach("sub"), foreach("sub_")
 foreach_copy_, foreach_lerp_, foreach_norm, foreach_zero_ = foreach("copy_"), foreach("lerp_"), foreach("norm"), foreach("zero_")
 
 
-def _base_of_normalisations() -> Any:
-    """Return the class that defines parameters and running statistics of batch and instance normalisation.
-
-    InPlaceABN has the same parameters, buffers and state dictionary. A torch that has renamed the class still has it among the
-    bases of BatchNorm2d.
-    """
-    found = getattr(nn.modules.batchnorm, "_NormBase", None)
-    if found is None:
-        found = next(c for c in reversed(nn.BatchNorm2d.__mro__) if "track_running_stats" in getattr(c, "__constants__", ()))
-    return found
-
-
 if TYPE_CHECKING:
     from torch.nn.modules.batchnorm import _NormBase
 
     NormBase = _NormBase
 else:
-    NormBase = _base_of_normalisations()
+    NormBase = next(c for c in reversed(nn.BatchNorm2d.__mro__) if "track_running_stats" in getattr(c, "__constants__", ()))
+    """Class that defines parameters and running statistics of batch and instance normalisation, whatever torch calls it.
+
+    InPlaceABN has the same parameters, buffers and state dictionary.
+    """
 
 
 def conv_forward(conv: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
