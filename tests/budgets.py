@@ -63,8 +63,8 @@ UNFORMATTED = Budget(4, 0)
 """Statements that the formatter is told to leave alone."""
 CONFIGURATION = Budget(1_200, 900)
 """Lines of YAML in conf/."""
-KEYS = Budget(124, 110)
-"""Keys of the configuration: fields of the schema that are no groups, and parameters of shipped targets, each name once a group."""
+KEYS = Budget(129, 110)
+"""Keys of the configuration: fields of the schema that are no groups."""
 PARAMETERS = {
     "petra.engine.stage:Stage": Budget(4, 4),
     "petra.engine.block:block_runner": Budget(6, 6),

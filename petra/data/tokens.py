@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,9 +115,7 @@ def _require_tokens(path: Path, first: NDArray[np.uint16]) -> None:
     require(not wide, str(path), "tokens of 16 bits, or the header of llm.c", "integers of more bits without a header", DataError)
 
 
-def tokens(
-    root: str | Path | None = None, size: int = 256, classes: int = 256, split: Annotated[str, "same results"] = "val"
-) -> Dataset:
+def tokens(root: str | Path | None = None, size: int = 256, classes: int = 256, split: str = "val") -> Dataset:
     """Return files of tokens in windows of ``size`` tokens.
 
     Files named ``*train*.bin`` are for training, and those with ``split`` in their names for evaluation, in the order of their

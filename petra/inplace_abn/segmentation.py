@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
 
 from petra.data.dataset import Dataset, Split
 from petra.data.files import folder_of, listed
@@ -49,7 +48,7 @@ def segmentation(
     height: int | None = None,
     void: int = 255,
     sampling: str = "shuffle",
-    split: Annotated[str, "same results"] = "val",
+    split: str = "val",
 ) -> Dataset:
     """Return the images in ``root``/images/SPLIT with the labels in ``root``/labels/SPLIT, for the splits train and ``split``.
 
@@ -84,11 +83,7 @@ def segmentation(
 
 
 def cityscapes(
-    root: str | Path | None = None,
-    size: int = 512,
-    height: int | None = None,
-    sampling: str = "shuffle",
-    split: Annotated[str, "same results"] = "val",
+    root: str | Path | None = None, size: int = 512, height: int | None = None, sampling: str = "shuffle", split: str = "val"
 ) -> Dataset:
     """Return Cityscapes with fine annotations: 2975 training and 500 validation images of 2048x1024 pixels, 19 classes.
 

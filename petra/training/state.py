@@ -100,7 +100,7 @@ def network(folder: Path, *, averaged: bool = False) -> State:
     state = read_tensors(folder, lambda key: key.split("/")[1] in wanted)
     averages = _part(state, "average")
     if averaged and not averages:
-        raise invalid(str(folder), "a checkpoint with a moving average (optim.average)", "none", DataError)
+        raise invalid(str(folder), "a checkpoint with a moving average (optim.ema)", "none", DataError)
     return _part(state, "model") | averages
 
 

@@ -14,7 +14,6 @@ from petra.engine.build import make_stage
 from petra.engine.stage import Stage
 from petra.method import METHODS
 from petra.model import Chain, Model
-from petra.plan.plan import keeps_of
 from petra.reversible import Coupling, derive_seed, seeded
 from petra.specs import Streams
 from tests.support.nets import RandomSource, branch, mixed_net
@@ -163,12 +162,12 @@ def test_double_weights_are_two_versions() -> None:
 
 def test_last_stage_stores_the_graph_of_its_last_blocks() -> None:
     method = METHODS["petra"]
-    assert keeps_of(method, [True, False, True, False, False], last=True) == (
+    assert method.keep_of([True, False, True, False, False], last=True) == (
         Keep.NOTHING,
         Keep.INPUT,
         Keep.NOTHING,
         Keep.GRAPH,
         Keep.GRAPH,
     )
-    assert keeps_of(method, [True, False], last=False) == (Keep.NOTHING, Keep.INPUT)
-    assert keeps_of(METHODS["backprop"], [True, False], last=False) == (Keep.GRAPH, Keep.GRAPH)
+    assert method.keep_of([True, False], last=False) == (Keep.NOTHING, Keep.INPUT)
+    assert METHODS["backprop"].keep_of([True, False], last=False) == (Keep.GRAPH, Keep.GRAPH)

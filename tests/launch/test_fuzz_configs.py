@@ -28,9 +28,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.config import CONF
+from launch.config.checks import schema_keys
 from launch.config.compose import compose_overrides
 from launch.config.presets import TABLES, purposes
-from launch.config.read import all_keys
 from launch.config.schema import Config
 from launch.run.autotune import tune_setup
 from launch.run.build import set_up
@@ -75,7 +75,7 @@ def values_of_files() -> dict[str, list[str]]:
     return {key: list(values) for key, values in found.items()}
 
 
-KEYS = list(all_keys())
+KEYS = list(schema_keys(Config))
 KNOWN = values_of_files()
 SIZES = {"data.images", "data.workers", "data.classes", "data.size", "data.batch_size", "trainer.threads", "trainer.concurrency"}
 SIZES |= {f"model.{key}" for key in ("depth", "dim", "width", "heads", "patch", "cardinality", "base_width")}

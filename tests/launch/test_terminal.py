@@ -11,9 +11,14 @@ import sys
 
 import pytest
 
+from launch.config import names
 from launch.runtime.agent import require_loopback
 from launch.runtime.rank import Process
 from petra import ConfigError
+from petra.data import DATASETS
+from petra.models import MODELS
+from petra.staleness import Prediction
+from petra.training import FORMATS, OPTIMIZERS, SCHEDULES
 from tests.structure import ROOT
 
 IMPORTS = """
@@ -49,6 +54,16 @@ def test_errors_appear_before_torch_is_imported(words: str, message: str) -> Non
     assert ended.stdout == "2\n"
     assert ended.stderr.startswith(f"error: {message}")
     assert ended.stderr.count("\n") == 1
+
+
+def test_names_are_those_of_the_registries() -> None:
+    own = {name for name in (*MODELS, *DATASETS) if ":" in name}  # registered by earlier tests
+    assert tuple(name for name in MODELS if name not in own) == names.MODELS
+    assert tuple(name for name in DATASETS if name not in own) == names.DATASETS
+    assert tuple(OPTIMIZERS) == names.OPTIMIZERS
+    assert tuple(SCHEDULES) == names.SCHEDULES
+    assert tuple(FORMATS) == names.FORMATS
+    assert ("none", *Prediction) == names.PREDICTIONS
 
 
 WRITER = """

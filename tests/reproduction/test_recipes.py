@@ -10,7 +10,7 @@ import torch
 
 from launch.config.compose import compose_overrides
 from launch.config.schema import Config
-from launch.run.build import learning_rate
+from launch.run.recipe import learning_rate
 from petra.models import MODELS
 from reproduction import paper
 from reproduction.paper import PETRA_ACCUMULATIONS
@@ -89,9 +89,9 @@ def assert_rates(config: Config, images: int, recipe: Recipe, peak: float) -> No
 
 def assert_optimizer(config: Config, recipe: Recipe) -> None:
     optim = config.optim
-    expected = {"momentum": recipe.momentum, "nesterov": recipe.nesterov, "weight_decay": recipe.weight_decay}
-    assert (optim.name, optim.options) == ("sgd", expected)
-    assert config.schedule.options["gamma"] == 0.1
+    assert (optim.name, optim.momentum, optim.nesterov) == ("sgd", recipe.momentum, recipe.nesterov)
+    assert optim.weight_decay == recipe.weight_decay
+    assert config.schedule.gamma == 0.1
 
 
 @pytest.mark.parametrize(("preset", "k"), all_pairs(BASELINES, (PETRA_ACCUMULATIONS[0], PETRA_ACCUMULATIONS[-1])))
@@ -133,16 +133,17 @@ def test_revnets_recipes(name: str, preset: str, microbatch: int) -> None:
     updates = microbatches / config.k
     # An epoch of ImageNet has 5004.5 updates, so the drops are at whole epochs next to the printed numbers of updates.
     assert config.trainer.epochs * updates == pytest.approx(recipe.length, rel=1e-3)
-    assert [m * updates for m in config.schedule.options["milestones"]] == pytest.approx(recipe.drops, rel=1e-3)
+    assert config.schedule.milestones is not None
+    assert [m * updates for m in config.schedule.milestones] == pytest.approx(recipe.drops, rel=1e-3)
     for epoch in range(1, config.trainer.epochs + 1):
-        drops = sum(epoch > milestone for milestone in config.schedule.options["milestones"])
+        drops = sum(epoch > milestone for milestone in config.schedule.milestones)
         assert schedule(epoch * microbatches) == pytest.approx(recipe.peak * 0.1**drops)
     if name == "revnet/cifar10":
-        assert config.data.options["mean_image"]
+        assert config.data.mean_image
         cifar100 = compose(f"experiment={preset}", "data=cifar100_mean_image", "data.batch_size=100")
-        assert (cifar100.data.options["mean_image"], cifar100.data.batch_size) == (True, 100)
+        assert (cifar100.data.mean_image, cifar100.data.batch_size) == (True, 100)
     else:
-        assert config.data.options["distort"]
+        assert config.data.distort
 
 
 @pytest.mark.parametrize("model", paper.PARAMETERS)

@@ -78,11 +78,12 @@ def test_names_of_predictions_are_converted(prediction: Prediction) -> None:
         ({"remedies": [3]}, r"remedies: expected a list of remedies .*, got \[3\]"),
         (
             {"remedy": Remedy(compensation=True), "optimizer": adam},
-            "optim: expected sgd with momentum > 0, which SpikeCompensation requires, got adam",
+            "optim.name: expected sgd with momentum > 0, which SpikeCompensation requires, got adam",
         ),
         (
             {"remedy": Remedy(prediction=Prediction.VELOCITY), "optimizer": plain_sgd},
-            "optim: expected adam, adamw, or sgd with momentum > 0, which remedy.prediction requires, got sgd without momentum",
+            "optim.name: expected adam, adamw, or sgd with momentum > 0, which remedy.prediction requires, "
+            "got sgd without momentum",
         ),
     ],
 )

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from petra import BlockSpec, ConfigError, Model
-from petra.training import LARS, Cosine, MultiStep, Polynomial
-from petra.training.optim import OPTIMIZERS
+from petra.training import LARS, OPTIMIZERS, MultiStep, Polynomial
+from petra.training.learning_rate import SCHEDULES
 from tests.support.nets import RandomSource, make_pipeline
 
 
@@ -138,9 +138,6 @@ def closed_form(name: str, t: int) -> float:
         return PEAK * ramp * (1.0 if t <= 240 else 0.2 if t <= 480 else 0.04 if t <= 640 else 0.008)
     share = max(0.0, (t - 21) / 780)
     return PEAK * ramp * (0.5 * (1 + math.cos(math.pi * share)) if name == "cosine" else (1 - share) ** 2)
-
-
-SCHEDULES = {"multistep": MultiStep, "cosine": Cosine, "polynomial": Polynomial}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
