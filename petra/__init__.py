@@ -35,21 +35,21 @@ if TYPE_CHECKING:
     from petra.specs import TensorSpec as TensorSpec
 
 _NAMES = {
-    "petra.engine.endpoints": ("Losses",),
-    "petra.engine.recipe": ("Recipe",),
-    "petra.engine.totals": ("Result",),
-    "petra.engine.update_rules": ("UpdateRules",),
-    "petra.errors": ("ConfigError", "DataError", "ModelError", "NumericsError", "PetraError", "ScheduleError"),
-    "petra.hooks": ("Hook",),
-    "petra.method": ("METHODS", "Keep", "Method", "Weights"),
-    "petra.model": ("BlockSpec", "Model"),
-    "petra.pipeline": ("Pipeline",),
-    "petra.plan": ("Plan", "make_plan"),
-    "petra.settings": ("Numerics", "Runtime"),
-    "petra.specs": ("TensorSpec",),
+    "engine.endpoints": ("Losses",),
+    "engine.recipe": ("Recipe",),
+    "engine.totals": ("Result",),
+    "engine.update_rules": ("UpdateRules",),
+    "errors": ("ConfigError", "DataError", "ModelError", "NumericsError", "PetraError", "ScheduleError"),
+    "hooks": ("Hook",),
+    "method": ("METHODS", "Keep", "Method", "Weights"),
+    "model": ("BlockSpec", "Model"),
+    "pipeline": ("Pipeline",),
+    "plan": ("Plan", "make_plan"),
+    "settings": ("Numerics", "Runtime"),
+    "specs": ("TensorSpec",),
 }
 """Public names of each module."""
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+_MODULES = {name: f"petra.{module}" for module, names in _NAMES.items() for name in names}
 __all__ = [*_MODULES]
 
 

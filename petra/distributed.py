@@ -1,4 +1,4 @@
-"""Collectives on Python values, and errors that every rank raises."""
+"""Collectives on Python values, errors that every rank raises, and the device of a rank."""
 
 from __future__ import annotations
 

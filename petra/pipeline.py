@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from math import isfinite
 from typing import TYPE_CHECKING, NoReturn
 
@@ -32,6 +32,7 @@ from petra.hooks import Hooks
 from petra.method import Method
 from petra.model import Model
 from petra.plan import Plan, make_plan
+from petra.reversible.replay import NOTHING
 from petra.settings import Numerics, Runtime
 from petra.specs import TensorSpec
 from petra.transport import check_ranks_agree, connect, open_transport
@@ -131,8 +132,8 @@ class Pipeline:
 
             loss_port = ShareLossPort
         self.loss_port = loss_port(self.device, recipe.losses, recipe.metrics)
-        totals = torch.zeros_like(self.loss_port.totals)
-        self._source = DataPort(plan.layout.inputs, self.device, plan.numerics.channels_last, totals)
+        totals, channels_last = torch.zeros_like(self.loss_port.totals), plan.numerics.channels_last
+        self._source = DataPort(plan.layout.inputs, device, channels_last, totals, plan.layout.dp)
         if self.world > 1:
             check_ranks_agree({**plan.settings(), **recipe.settings()}, plan)
         place = (self.replica, process)
@@ -144,7 +145,7 @@ class Pipeline:
         transport = open_transport(plan, self.device, group)
         ports = connect(plan.layout.processes[process], self._source, self.loss_port, plan.boundaries, transport)
         with raise_on_all_ranks():
-            self.workers = build_workers(plan, recipe, self.stages, ports, self.device, self.hooks)
+            self.workers = build_workers(plan, recipe, self.stages, ports, self.device)
         if self.replicas is not None:
             self.replicas.attach([*self.workers.values()], self.hooks)
         strategy = build_strategy(plan, recipe, runtime, self.workers, device, group)
@@ -174,10 +175,7 @@ class Pipeline:
         """
         start = self.microbatches_done
         self._set_data(data, start, microbatches, training=True)
-        dp, watched = self.plan.layout.dp, bool(on_microbatch or stop)
-        self._source.on_report = on_microbatch
-        if on_microbatch is not None and dp > 1:  # a report on a share of the microbatch
-            self._source.on_report = lambda report: on_microbatch(dp * report)
+        self._source.on_microbatch = on_microbatch
         for begin in self.hooks.train_begin:
             begin(start, start + microbatches)
         self.microbatches_done += self._executor.train(start, start + microbatches, stop)
@@ -186,7 +184,7 @@ class Pipeline:
         if self.replicas is not None:
             self.replicas.synchronize()
         check_drained(self.plan, self.workers, self.device)
-        done, k = self.microbatches_done, self.plan.k
+        done, k, watched = self.microbatches_done, self.plan.k, bool(on_microbatch or stop)
         if 0 < done < k and self.rank == 0 and not watched:  # a caller that watches or stops training may end a call on purpose
             log.warning("k=%d: no update yet, after %d microbatches; the weights have not changed", k, done)
         result = reduce_totals(self._source.totals, self.recipe.metrics, self.world > 1, self.replicas)
@@ -202,20 +200,23 @@ class Pipeline:
             self._executor.evaluate(microbatches)
         return reduce_totals(self.loss_port.totals, self.recipe.metrics, self.world > 1, self.replicas)
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def averaged(self) -> AbstractContextManager[None]:
         """Use the moving averages of this rank's weights inside the ``with`` block, if the rules ask for averages."""
-        with ExitStack() as stack:
-            if self.recipe.rules.average is not None:
-                from petra.engine.options.averaging import averaged
+        if self.recipe.rules.average is None:
+            return NOTHING
+        from petra.engine.options.averaging import averaged
 
-                stack.enter_context(averaged(worker.update for worker in self.workers.values()))
-            yield
+        return averaged([worker.update for worker in self.workers.values()])
 
     def blocks(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the name and the module of each block of this rank, in the order of the model."""
-        for j, stage in self.stages.items():
-            yield from zip((self.plan.model.blocks[b].name for b in self.plan.stages[j].blocks), stage.module, strict=True)
+        for j in self.stages:
+            yield from self.blocks_of(j)
+
+    def blocks_of(self, j: int) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the name and the module of each block of stage ``j`` (from 0), which is one of this rank."""
+        names = (self.plan.model.blocks[b].name for b in self.plan.stages[j].blocks)
+        yield from zip(names, self.stages[j].module, strict=True)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return parameters and buffers of this rank's blocks, by the same keys as in :class:`petra.model.Chain`."""
@@ -238,7 +239,7 @@ class Pipeline:
         for worker in self.workers.values():
             worker.stage.resume(worker.microbatches_done // self.plan.k, {})
             for part in worker.update.parts:
-                part.restart()
+                part.resume({})
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse copies: parts of a pipeline refer to each other by identity, so that a copy would be broken."""

@@ -14,13 +14,15 @@ Streams = tuple[Tensor, ...]
 """Input or output of a block: one tensor, or the pair (x1, x2) of a reversible network."""
 
 Message = tuple[Streams, ...]
+REPORT = 2
+"""Position of the report in a backward message."""
 """What one stage sends to another for a microbatch.
 
 ``(x,)`` in the forward direction, ``(x̃, δ, (report,))`` in the backward direction. x̃ is empty if the receiving stage does not
 reconstruct its input.
 """
-REPORT = 2
-"""Position of the report in a backward message."""
+
+
 IGNORED = -100
 """Target of a padding row. The default ``ignore_index`` of ``torch.nn.functional.cross_entropy``."""
 

@@ -8,7 +8,8 @@ from typing import Literal, cast
 from torch.nn import functional as F
 
 from petra.engine.endpoints import Losses
-from petra.engine.metrics import MeanOutput, Metric, correct_predictions, top5_correct
+from petra.engine.metrics import Metric, correct_predictions
+from petra.engine.options.metrics import MeanOutput, top5_correct
 from petra.engine.recipe import OptimizerFactory
 from petra.engine.update_rules import UpdateRules
 from petra.errors import invalid, require

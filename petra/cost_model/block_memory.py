@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from petra.diagnostics.activation_memory import rounded
-from petra.engine.block import Refetch
 from petra.engine.build import make_stage
 from petra.method import Keep, Weights
 from petra.model import Model
@@ -106,10 +105,9 @@ def _count(
     first: bool,
 ) -> BlockMemory:
     """Count passes that come after others: the first ones find what is cast once, and make copies of the weights."""
-    stage = make_stage([module], [keep], first_block=1 - first, weights=weights, numerics=numerics, cast_once=True)
-    for runner in stage.runners:
-        if isinstance(runner, Refetch):
-            runner.fetch = lambda m: make()
+    stage = make_stage(
+        [module], [keep], first_block=1 - first, weights=weights, numerics=numerics, cast_once=True, fetch=lambda m: make()
+    )
     parameters, begin = [*module.parameters()], live.now
     like = _like(stage.forward(0, make()))
     stage.backward(0, like(), like())

@@ -24,7 +24,7 @@ from petra.engine.endpoints import DataSource
 from petra.engine.options.replicas import AllReduces, Replicas
 from petra.engine.worker import Worker
 from petra.errors import require
-from petra.hooks import Hooks
+from petra.hooks import Hook, Hooks
 from petra.plan.layout import Layout
 from petra.specs import IGNORED
 from petra.torch_private import default_group_timeout
@@ -111,7 +111,7 @@ class LossTolerantSums(AllReduces):
                 self._failed = True
 
 
-class ElasticReplicas(Replicas):
+class ElasticReplicas(Replicas, Hook):
     """Replicas of which some may be lost until the pipeline has drained.
 
     Accumulated gradients are carried over a drain in equal parts by all replicas, so that the factor of :class:`LossTolerantSums`
@@ -142,6 +142,7 @@ class ElasticReplicas(Replicas):
         synchronized = any(getattr(layer, "synchronized", False) for layer in layers)
         require(not synchronized, "cluster.elastic", "false with layers that share batch statistics between replicas", "true")
         super().attach(workers, hooks)
+        hooks.attach(self)
 
     def train_begin(self, start: int, stop: int) -> None:
         self._start = start

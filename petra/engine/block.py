@@ -5,7 +5,7 @@ keep     class          forward pass stores       backward pass
 =======  =============  ========================  ======================================================================
 graph    KeepGraph      its input and its graph   differentiates the graph
 input    Recompute      its input                 evaluates the block again with a graph, and differentiates that
-refetch  Refetch        nothing                   fetches the input from the data source again; then as ``input``
+refetch  Recompute      nothing                   fetches the input from the data source again; then as ``input``
 nothing  Reconstruct    nothing                   reconstructs the input from the output and differentiates, in one evaluation
 =======  =============  ========================  ======================================================================
 
@@ -107,6 +107,11 @@ class BlockRunner(ABC):
         if self.forward_function is not self.function:
             self.forward_function.begin_update()
 
+    def replay(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
+        """Run the forward pass of microbatch ``m`` again; nothing is stored or updated."""
+        with self.function.frozen_statistics():
+            return self.function(m, x, version)
+
     def _choose_version(self, m: int) -> WeightVersion | None:
         """Return the weights for the forward pass of microbatch ``m``, and stash them if the backward pass needs them too."""
         version = self.versions.for_forward(m)
@@ -155,37 +160,27 @@ class KeepGraph(BlockRunner):
 
 
 class Recompute(BlockRunner):
-    """Stores the block's input, and evaluates the block again in the backward pass, which alone updates running statistics."""
+    """Stores the block's input, and evaluates the block again in the backward pass, which alone updates running statistics.
+
+    Attributes:
+        fetch: Returns the input of a microbatch again, for the first block of a model, which then stores nothing; or None.
+    """
 
     keep = Keep.INPUT
+    fetch: Fetch | None = None
 
     def forward(self, m: int, x: Streams) -> Streams:
         version = self._choose_version(m)
         with self.forward_function.first_evaluation():
             y = self.forward_function(m, x, version)
-        if self.keep is Keep.INPUT:
+        if self.keep is Keep.INPUT and self.fetch is None:
             self.stored[m] = Stored(tuple(in_own_memory(t) for t in x))
         return y
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
         version = self.versions.for_backward(m)
-        recomputed = self._forward_with_graph(m, self._take_input(m), version)
-        return self._differentiate(recomputed, dy, version)
-
-    def _take_input(self, m: int) -> Streams:
-        return self.stored.pop(m).inputs
-
-
-class Refetch(Recompute):
-    """Stores nothing, and fetches the input again: the first block of a model, whose input is the data."""
-
-    keep = Keep.REFETCH
-    fetch: Fetch | None = None
-    """Returns the input of a microbatch. None in a stage that runs no backward pass."""
-
-    def _take_input(self, m: int) -> Streams:
-        assert self.fetch is not None
-        return self.fetch(m)
+        x = self.stored.pop(m).inputs if self.fetch is None else self.fetch(m)
+        return self._differentiate(self._forward_with_graph(m, x, version), dy, version)
 
 
 class Reconstruct(Recompute):
@@ -239,9 +234,9 @@ def block_runner(
         keep: What the block stores between its passes.
         fetch: Returns the block's input for a microbatch again; for ``Keep.REFETCH``.
     """
-    kinds: dict[Keep, type[BlockRunner]] = {kind.keep: kind for kind in (KeepGraph, Recompute, Refetch, Reconstruct)}
-    runner = kinds[keep](function, versions, first=first, overwritten=overwritten)
-    if isinstance(runner, Refetch):
+    kinds: dict[Keep, type[BlockRunner]] = {kind.keep: kind for kind in (KeepGraph, Recompute, Reconstruct)}
+    runner = kinds.get(keep, Recompute)(function, versions, first=first, overwritten=overwritten)
+    if isinstance(runner, Recompute) and keep is Keep.REFETCH:
         runner.fetch = fetch
     return runner
 

@@ -124,17 +124,23 @@ class BlockFunction:
         return stack
 
     def set_draws(self, draws: bool | None) -> None:
-        """Set :attr:`draws`."""
+        """Set whether the block draws random numbers."""
         self.draws = draws
 
     def _seed_of(self, m: int) -> int | None:
         return None if self.draws is False else derive_seed(self._seed, m)
 
 
-class WrappedFunction(BlockFunction if TYPE_CHECKING else object):  # type: ignore[misc]
+if TYPE_CHECKING:
+    _Function = BlockFunction
+else:
+    _Function = object
+
+
+class WrappedFunction(_Function):
     """Base of what changes how a block is evaluated: evaluates another function inside of :meth:`context`.
 
-    All other attributes and methods are those of the other function.
+    All other attributes are those of that function.
 
     Args:
         inner: The function that this one contains.
@@ -144,7 +150,7 @@ class WrappedFunction(BlockFunction if TYPE_CHECKING else object):  # type: igno
         self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copy.deepcopy asks a new copy, which has no attributes yet
+        if name.startswith("__"):  # of copy.deepcopy, which asks before ``inner`` is set
             raise AttributeError(name)
         return getattr(self.inner, name)
 

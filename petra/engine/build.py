@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import signature
+from itertools import count, repeat
 
 import torch
 import torch.distributed as dist
@@ -17,14 +18,13 @@ from petra.engine.accumulation import Accumulation
 from petra.engine.block import Fetch, block_runner
 from petra.engine.block_function import BlockFunction
 from petra.engine.executor import Strategy, in_turn
-from petra.engine.options.finite_check import FiniteCheck, Settle
+from petra.engine.options.finite_check import CheckedPort, FiniteCheck, Settle
 from petra.engine.recipe import Recipe
 from petra.engine.stage import Stage
-from petra.engine.update import Clip, Norm, ParameterHooks, Part, Step, Update
+from petra.engine.update import Clip, Norm, Part, Step, Update
 from petra.engine.weights import WeightVersions
 from petra.engine.worker import Worker
 from petra.errors import ModelError, PetraError, first_line, invalid, require
-from petra.hooks import Hooks
 from petra.method import Keep, Weights
 from petra.model import Model
 from petra.plan import Plan
@@ -56,24 +56,24 @@ def build_stages(
     seed = derive_seed(recipe.seed, -1, replica) if replica else recipe.seed
     stages = {}
     for j in plan.layout.processes[process]:
-        stage = plan.stages[j]
-        stages[j] = make_stage(
-            [make_block(b) for b in stage.blocks],
-            stage.keeps,
-            first_block=stage.blocks.start,
-            weights=stage.weights,
+        own = plan.stages[j]
+        stage = stages[j] = make_stage(
+            [make_block(b) for b in own.blocks],
+            own.keeps,
+            first_block=own.blocks.start,
+            names=[f"block {plan.model.blocks[b].name}" for b in own.blocks],
+            weights=own.weights,
             k=plan.k,
             seed=seed,
             numerics=plan.numerics,
-            cast_once=runtime.compile is None,
             grid=_grid(plan, device) if plan.numerics.exact_streams else None,
-            names=[f"block {plan.model.blocks[b].name}" for b in stage.blocks],
-            overwritten=stage.staleness > 0 and stage.weights is Weights.CURRENT,
+            cast_once=runtime.compile is None,
+            overwritten=own.staleness > 0 and own.weights is Weights.CURRENT,
             returns_input=j > 0 and returns_activations(plan.stages[j - 1].keeps[-1]),
             fetch=fetch,
         )
         for remedy in recipe.remedies:
-            stages[j].runners = [remedy.wrap_runner(runner) for runner in stages[j].runners]
+            stage.runners = [remedy.wrap_runner(runner) for runner in stage.runners]
     return stages
 
 
@@ -82,58 +82,46 @@ def make_stage(
     keeps: Sequence[Keep],
     *,
     first_block: int = 0,
+    names: Sequence[str | None] | None = None,
     weights: Weights = Weights.CURRENT,
     k: int = 1,
     seed: int = 0,
     numerics: Numerics = Numerics(),  # noqa: B008 (frozen)
-    cast_once: bool = False,
     grid: Grid | None = None,
-    names: Sequence[str | None] | None = None,
+    cast_once: bool = False,
     overwritten: bool = False,
     returns_input: bool = True,
     fetch: Fetch | None = None,
 ) -> Stage:
-    """Build a stage: one of a pipeline, or without one, for measurements.
+    """Build a stage, of a pipeline or for measurements.
 
     Args:
         blocks: Modules on their device, in training mode.
         keeps: What each block stores between its passes.
         first_block: Index of the first block in the model. A block's random numbers derive from the seed and its index.
+        names: What messages call the blocks.
         weights: Which weights backward passes differentiate.
         k: Microbatches per update.
-        seed: Seed of the replica.
-        numerics, cast_once, grid: As for :func:`block_function`.
-        names: What messages call the blocks.
+        seed: Seed of the run.
+        numerics: Number formats and memory layouts.
+        grid: Grid for exact streams; None for a new one in float32, if ``numerics`` asks for them.
+        cast_once: Whether each cast of autocast is made once per update. Compiled blocks fuse casts instead.
         overwritten, fetch: As for :func:`petra.engine.block.block_runner`.
-        returns_input: As for :class:`Stage`.
+        returns_input: As for :class:`petra.engine.stage.Stage`.
     """
+    if numerics.exact_streams and grid is None:
+        grid = Grid()
     runners = []
-    for b, (block, keep, name) in enumerate(zip(blocks, keeps, names or [None] * len(blocks), strict=True), first_block):
-        function = block_function(block, derive_seed(seed, b), name, numerics=numerics, grid=grid, cast_once=cast_once)
+    for b, block, keep, name in zip(count(first_block), blocks, keeps, names or repeat(None), strict=False):
+        function = _function(BlockFunction(block, derive_seed(seed, b), name), numerics, grid, cast_once=cast_once)
         versions = WeightVersions(function.parameters, weights, keeps_graph=keep is Keep.GRAPH, k=k)
         runners.append(block_runner(function, keep, versions, first=b == 0, overwritten=overwritten, fetch=fetch))
     gradients = Accumulation(nn.ModuleList(blocks), k)
     return Stage(runners, gradients, returns_input=returns_input, channels_last=numerics.channels_last)
 
 
-def block_function(
-    block: nn.Module,
-    seed: int,
-    name: str | None = None,
-    *,
-    numerics: Numerics,
-    grid: Grid | None = None,
-    cast_once: bool = False,
-) -> BlockFunction:
-    """Build the chain of a block's function.
-
-    Args:
-        block, seed, name: As for :class:`BlockFunction`.
-        numerics: Number formats.
-        grid: Grid for exact streams, or None.
-        cast_once: Whether each cast of autocast is made once per update. Compiled blocks fuse casts instead.
-    """
-    function = BlockFunction(block, seed, name)
+def _function(function: BlockFunction, numerics: Numerics, grid: Grid | None, *, cast_once: bool) -> BlockFunction:
+    """Wrap a block's function for the number formats of a run."""
     if numerics.autocast is not None:
         from petra.engine.options.autocast import autocasted
 
@@ -172,20 +160,26 @@ def build_workers(
     stages: Mapping[int, Stage],
     ports: Mapping[int, tuple[Port, Port]],
     device: torch.device,
-    hooks: Hooks,
 ) -> dict[int, Worker]:
     """Build a worker for each stage of a rank, by index."""
     workers = {}
     for j, stage in stages.items():
-        update, (upstream, downstream) = _update(plan, recipe, j, stage, device, hooks), ports[j]
+        update, (upstream, downstream) = _update(plan, recipe, j, stage, device), ports[j]
+        check = update[FiniteCheck]
+        downstream = CheckedPort(downstream, check)
         for remedy in recipe.remedies:
             upstream = remedy.wrap_port(upstream, plan, j)
-        workers[j] = Worker(j, stage, *update[FiniteCheck].ports(upstream, downstream), update)
+        if recipe.rules.loss_scale is not None:
+            from petra.engine.options.loss_scale import LossScale, ScaledPort, ScalingPort
+
+            scale = update[LossScale]
+            upstream, downstream = ScaledPort(upstream, scale, check.add_sent), ScalingPort(downstream, scale)
+        workers[j] = Worker(j, stage, upstream, downstream, update)
     return workers
 
 
-def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.device, hooks: Hooks) -> Update:
-    """Return the updates of a stage: hooks of parameters, norm, clip, check, remedies, step, average."""
+def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.device) -> Update:
+    """Return the updates of a stage: norm, clip, check, remedies, step, average."""
     rules, parameters, rate = recipe.rules, stage.gradients.parameters, recipe.learning_rate
     optimizer, remedial = _optimizer(recipe, stage.module), list[Part]()
     for remedy in recipe.remedies:
@@ -193,15 +187,15 @@ def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.devi
         if optimizer is not None:
             remedy.prepare(optimizer)
             remedial += remedy.parts(stage, optimizer, plan, j)
-    step = Step(j, stage, optimizer, rate, hooks)
+    step = Step(stage, optimizer, rate)
     last, kind, averages = j == len(plan.stages) - 1, Update, list[Part]()
-    check = FiniteCheck(stage, j + 1, rules, device, last=last)
-    measured: list[Part] = [ParameterHooks(stage), Norm(parameters, device), Clip(rules.clip)]
+    scale = None
     if rules.loss_scale is not None:
-        from petra.engine.options.loss_scale import LossScale, ScaledCheck
+        from petra.engine.options.loss_scale import LossScale
 
         scale = LossScale(rules.loss_scale, device)
-        check, measured = ScaledCheck(stage, j + 1, rules, device, scale, last=last), [scale, *measured]
+    check = FiniteCheck(stage, j + 1, rules, device, last=last, loss_scale=scale)
+    measured = [*([] if scale is None else [scale]), Norm(stage.gradients), Clip(rules.clip), check]
     if rules.average is not None:
         from petra.engine.options.averaging import WeightAverage
 
@@ -210,7 +204,7 @@ def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.devi
         from petra.engine.options.global_clip import PostponedUpdate
 
         kind = PostponedUpdate
-    return kind([*measured, check, *remedial, step, *averages, Settle(check)])
+    return kind([*measured, *remedial, step, *averages, Settle(check)], device)
 
 
 def check_runtime(plan: Plan, runtime: Runtime, device: torch.device) -> None:

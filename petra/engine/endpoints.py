@@ -91,28 +91,37 @@ def staged(read: Read, device: torch.device, microbatches: range) -> Read:
 
 
 class DataPort:
-    """Port before the first stage: delivers inputs, and accepts the reports that come back with the gradients.
+    """Port before the first stage: delivers inputs, and adds up the reports that come back with the gradients.
 
     Args:
         inputs: Shape and type of a microbatch's inputs.
         device: Device of the first stage.
         channels_last: Whether 4-d inputs use the channels-last memory format.
-        totals: Sum of the reports (see :class:`LossPort`) of a training run.
+        totals: Where to add up the reports of a training run (see :class:`LossPort`).
+        dp: Number of replicas, each of which reports on its share of a microbatch.
 
     Attributes:
-        on_report: Called with the report of each microbatch; None by default.
+        on_microbatch: Called with the report of each microbatch; that of a share is multiplied by ``dp``. None by default.
     """
 
-    def __init__(self, inputs: TensorSpec, device: torch.device, channels_last: bool, totals: Tensor) -> None:
-        self.inputs, self.device, self.totals = inputs, device, totals
-        self.on_report: Callable[[Tensor], None] | None = None
+    def __init__(
+        self,
+        inputs: TensorSpec,
+        device: torch.device,
+        channels_last: bool,
+        totals: Tensor,
+        dp: int = 1,
+    ) -> None:
+        self.inputs, self.device, self.totals, self._dp = inputs, device, totals, dp
+        self.on_microbatch: Callable[[Tensor], None] | None = None
         self.format = torch.channels_last if channels_last else torch.contiguous_format
         self._read: Read | None = None
         self._read_again: Read | None = None
 
     def start(self, data: DataSource, start: int, microbatches: int, *, training: bool = True) -> None:
         """Read the inputs of ``microbatches`` microbatches from number ``start`` on in the next run of the pipeline."""
-        self.totals.zero_()
+        if training:
+            self.totals.zero_()
         run = range(start, start + microbatches)
         self._read = staged(self._checked(data.inputs), self.device, run)
         if isinstance(data, RefetchSource):
@@ -122,8 +131,8 @@ class DataPort:
         """Accept the backward message of microbatch ``m``. Only its report is used."""
         (report,) = message[-1]
         self.totals += report
-        if self.on_report is not None:
-            self.on_report(report)
+        if self.on_microbatch is not None:
+            self.on_microbatch(self._dp * report if self._dp > 1 else report)
 
     def receive(self, m: int) -> Message:
         """Return the inputs of microbatch ``m`` on the device, in memory of their own: the source may reuse its buffer.
@@ -175,13 +184,13 @@ class LossPort:
         self._read: Callable[[int], Tensor] | None = None
         self._pending: dict[int, Message] = {}
         self._training = True
-        self.totals = torch.zeros(2 + sum(map(size_of, self.metrics.values())), dtype=torch.float64, device=device)
+        self.totals = torch.zeros(2 + sum(map(size_of, metrics.values())), dtype=torch.float64, device=device)
 
     def start(self, data: DataSource, start: int, microbatches: int, *, training: bool = True) -> None:
         """Read the targets of ``microbatches`` microbatches from number ``start`` on in the next run of the pipeline."""
+        self.totals.zero_()
         self.data, self._read = data, staged(data.targets, self.device, range(start, start + microbatches))
         self._training = training
-        self.totals.zero_()
 
     def send(self, m: int, message: Message) -> None:
         """Take the output of microbatch ``m``. Compute its loss and gradient, or in an evaluation, add its report to ``totals``."""

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 
 class BoundStep(NamedTuple):
-    """A forward or backward of one microbatch, or a forward in evaluation, on a stage of this process.
-
-    In a ``with`` block, exceptions get a note that names stage, microbatch and pass.
+    """A step on a stage of this process.
 
     Attributes:
         op: Kind of the step.
@@ -39,17 +37,16 @@ class BoundStep(NamedTuple):
 
     def run(self, call: Callable[[int], None] | None = None) -> None:
         """Run the step, or ``call`` as a part of it."""
-        with self:
+        try:
             (call or self.call)(self.microbatch)
+        except Exception as error:
+            self.locate(error)
+            raise
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+    def locate(self, error: Exception) -> None:
         """Add a note that names stage, microbatch and pass to an exception."""
-        if isinstance(error, Exception):
-            operation = "evaluation" if self.call.__name__ == "evaluate" else self.call.__name__
-            error.add_note(f"in stage {self.worker.index + 1}, microbatch {self.microbatch}, {operation}")
+        operation = "evaluation" if self.call.__name__ == "evaluate" else self.call.__name__
+        error.add_note(f"in stage {self.worker.index + 1}, microbatch {self.microbatch}, {operation}")
 
 
 class ProcessRound(NamedTuple):
@@ -85,8 +82,11 @@ def in_turn(rounds: Iterable[ProcessRound]) -> Iterator[ProcessRound]:
     """Strategy that runs steps one after another."""
     for round_ in rounds:
         for step in round_.steps:
-            with step:
+            try:
                 step.call(step.microbatch)
+            except Exception as error:
+                step.locate(error)
+                raise
         yield round_
 
 
@@ -96,27 +96,16 @@ class Executor:
     Args:
         plan: Plan of the run.
         workers: Workers of this process, by stage.
-        transport: Transport to the other processes of this replica; None if there are none.
+        transport: Transport to the other processes of this replica.
         hooks: Hooks that observe training.
         strategy: Runs the steps of each round.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        workers: Mapping[int, Worker],
-        transport: Transport | None,
-        hooks: Hooks,
-        strategy: Strategy = in_turn,
+        self, plan: Plan, workers: Mapping[int, Worker], transport: Transport, hooks: Hooks, strategy: Strategy = in_turn
     ) -> None:
         self._plan, self._workers, self._transport, self._hooks = plan, workers, transport, hooks
-        self._strategy = strategy
-        self._processes = plan.layout.dp * len(plan.layout.processes)
-        # A rank without a stage would wait in the last collective for the whole run, and time out. Polls for an early stop, which
-        # are collectives too, keep such ranks in step with the others.
-        self._has_idle_ranks = not all(plan.layout.processes)
-        self._last_stage = max(workers, default=-1)
-        self._drained = True
+        self._strategy, self._drained = strategy, True
 
     def train(self, start: int, end: int, stop: Callable[[], bool] | None = None) -> int:
         """Run forwards, backwards and updates of microbatches ``start`` ... ``end`` - 1, then drain the pipeline.
@@ -129,22 +118,19 @@ class Executor:
         """
         for j, worker in self._workers.items():
             worker.stage.begin_run(j + 1)
-        plan = self._plan
+        plan, layout = self._plan, self._plan.layout
         rounds = training_rounds(plan.delays, plan.boundary_delays, start, end, plan.flush_every)
         early = None
-        if stop is not None or self._has_idle_ranks:
+        # A rank without a stage would wait in the last collective for the whole run, and time out. Polls for an early stop, which
+        # are collectives too, keep such ranks in step with the others.
+        if stop is not None or not all(layout.processes):
             from petra.engine.options.early_stop import EarlyStop
 
-            shorten = self._transport.shorten if self._transport is not None else lambda messages: None
-            early = EarlyStop(stop or (lambda: False), self._processes, lambda periods: shorten(periods * rounds.period))
-        observation: AbstractContextManager[None] = NOTHING
-        if self._hooks.attached_hooks:
-            from petra.engine.options.observed import observing
-
-            observation = observing(self._workers, plan.layout.stages, self._hooks)
-        with observation, torch.no_grad():  # blocks record the graphs that they need
+            processes = layout.dp * len(layout.processes)
+            early = EarlyStop(stop or (lambda: False), processes, lambda n: self._transport.shorten(n * rounds.period))
+        with self._observing(), torch.no_grad():  # blocks record the graphs that they need
             for round_ in self._begin(rounds, end - start, training=True, early=early):
-                self._exchange(round_, training=True)
+                self._exchange(round_)
             self._finish()
         if early is None:
             return end - start
@@ -156,20 +142,26 @@ class Executor:
         rounds = evaluation_rounds(self._plan.boundary_delays, microbatches)
         with torch.no_grad():
             for round_ in self._begin(rounds, microbatches, training=False):
-                self._exchange(round_, training=False)
+                self._exchange(round_)
             self._finish()
+
+    def _observing(self) -> AbstractContextManager[None]:
+        """Return a context in which the attached hooks observe the workers."""
+        if not self._hooks.attached_hooks:
+            return NOTHING
+        from petra.engine.options.observed import observing
+
+        return observing(self._workers, self._plan.layout.stages, self._hooks, self._transport)
 
     def _begin(
         self, rounds: PeriodicRounds[list[Step]], microbatches: int, *, training: bool, early: EarlyStop | None = None
     ) -> Iterator[ProcessRound]:
         """Begin a run, and return its rounds, each after its steps."""
         if not self._drained:
-            raise invalid(
-                "pipeline", "a new one", "one whose last run ended in an error, with messages still in flight", PetraError
-            )
+            expected, got = "a new one", "one whose last run ended in an error, with messages still in flight"
+            raise invalid("pipeline", expected, got, PetraError)
         self._drained = False
-        if self._transport is not None:
-            self._transport.begin(microbatches, training)
+        self._transport.begin(microbatches, training)
         mine = rounds.map(lambda round_: self._select(round_, training))
         shifted = (
             part.shifted(shift, shift // mine.period * mine.length)
@@ -177,29 +169,19 @@ class Executor:
         )
         return self._strategy(shifted)
 
-    def _finish(self) -> None:
-        if self._transport is not None:
-            self._transport.finish()
-        self._drained = True
+    def _exchange(self, round_: ProcessRound) -> None:
+        if round_.transfers:
+            self._transport.exchange(round_.transfers)
 
-    def _exchange(self, round_: ProcessRound, *, training: bool) -> None:
-        """Make the transfers of a round."""
-        if self._transport is None or not round_.transfers:
-            return
-        for call in self._hooks.exchange_begin if training else ():
-            call(self._last_stage)
-        self._transport.exchange(round_.transfers)
-        for call in self._hooks.exchange_end if training else ():
-            call(self._last_stage)
+    def _finish(self) -> None:
+        self._transport.finish()
+        self._drained = True
 
     def _select(self, round_: Sequence[Step], training: bool) -> ProcessRound:
         """Return this process's part of a round."""
+        names = {Op.FORWARD: "forward" if training else "evaluate", Op.BACKWARD: "backward"}
         mine = [step for step in round_ if step.stage in self._workers]
-        steps = []
-        for _, stage, op, m in mine:
-            worker = self._workers[stage]
-            call = worker.backward if op is Op.BACKWARD else worker.forward if training else worker.evaluate
-            steps.append(BoundStep(op, worker, call, m))
+        bound = [(op, self._workers[stage], m) for _, stage, op, m in mine]
+        steps = [BoundStep(op, worker, getattr(worker, names[op]), m) for op, worker, m in bound]
         completed = next((step.microbatch for step in round_ if step.stage == 0 and step.op is Op.BACKWARD), None)
-        transfers = self._transport.transfers(round_) if self._transport is not None else ()
-        return ProcessRound(round_[0].round, steps, transfers, completed)
+        return ProcessRound(round_[0].round, steps, self._transport.transfers(round_), completed)

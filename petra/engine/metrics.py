@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -55,16 +54,6 @@ def correct_predictions(output: Tensor, targets: Tensor) -> Tensor:
     return (output.argmax(1) == targets).sum()
 
 
-def top5_correct(output: Tensor, targets: Tensor) -> Tensor:
-    """Return the number of targets among the five highest scores. Classes are dimension 1 of the output, and more than five.
-
-    Raises:
-        ModelError: If the targets are not integers.
-    """
-    require_classes("top5", targets)
-    return (output.topk(5, 1).indices == targets.unsqueeze(1)).sum()
-
-
 def require_classes(name: str, targets: Tensor) -> None:
     """Check that targets are integers.
 
@@ -74,23 +63,6 @@ def require_classes(name: str, targets: Tensor) -> None:
     if targets.is_floating_point():
         expected = "integer targets (for others, pass metrics= to Recipe; metrics={} computes none)"
         raise invalid(f"metric {name}", expected, TensorSpec(tuple(targets.shape), targets.dtype), ModelError)
-
-
-@dataclass(frozen=True)
-class MeanOutput:
-    """A loss or a metric of mean outputs, for samples that have several rows of a microbatch, such as ten crops of an image.
-
-    Attributes:
-        function: Function of (output, targets).
-        rows: Number of consecutive rows of a sample. The first has its target, and the others are ignored.
-    """
-
-    function: Metric
-    rows: int
-
-    def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Return the function of the mean outputs of the samples."""
-        return self.function(output.view(-1, self.rows, *output.shape[1:]).mean(1), targets[:: self.rows])
 
 
 def size_of(metric: Metric) -> int:
@@ -109,23 +81,3 @@ def require_metrics(metrics: object) -> None:
     assert isinstance(metrics, Mapping)
     for name, metric in metrics.items():
         require(callable(metric), f"metrics[{name!r}]", "a function of output and targets", repr(metric))
-
-
-def values_of(
-    metrics: Mapping[str, Metric], targets: float, sums: Sequence[float]
-) -> tuple[dict[str, float], dict[str, list[int]]]:
-    """Return the values of metrics by name, and the counts of the vector metrics by name.
-
-    Args:
-        metrics: Metrics by name.
-        targets: Number of targets.
-        sums: Sums of all metrics, in the order of ``metrics``.
-    """
-    values, counts, rest = dict[str, float](), dict[str, list[int]](), list(sums)
-    for name, metric in metrics.items():
-        own, rest = rest[: size_of(metric)], rest[size_of(metric) :]
-        if isinstance(metric, VectorMetric):
-            values[name], counts[name] = metric.value(own), [int(count) for count in own]
-        else:
-            values[name] = own[0] / max(targets, 1)
-    return values, counts

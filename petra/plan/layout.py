@@ -41,12 +41,11 @@ class Layout:
         Raises:
             ModelError: If not.
         """
-        last = self.profiles[-1]
-        got = f"{len(last.outputs)} streams"
-        require(len(last.outputs) == 1, f"block {last.name}", "one output, for the loss", got, ModelError)
         for profile in self.profiles if exact else ():
             expected = f"false with block {profile.name}, which does not override enable_exact_streams"
             require(profile.exact or not profile.reversible, "exact_streams", expected, "true", ModelError)
+        last, count = self.profiles[-1].name, len(self.profiles[-1].outputs)
+        require(count == 1, f"block {last}", "one output, for the loss", f"{count} streams", ModelError)
 
 
 def make_layout(model: Model, inputs: TensorSpec, stages: int | Sequence[int] | None, processes: int, dp: int = 1) -> Layout:

@@ -78,13 +78,13 @@ def check_training(delays: Sequence[int], boundary_delays: Sequence[int]) -> Non
 
 
 def overlapped_stages(boundary_delays: Sequence[int]) -> tuple[int, ...]:
-    """Return the stages, from 0, that can run the forward of one microbatch and the backward of another at the same time.
+    """Return the stages, from 0, that can run the forward of one microbatch beside the backward of another.
 
     A stage runs a forward in some round and a backward in the next one, both with the same weights. The backward needs a message
     that the next stage sent at least d rounds before. With d >= 2, that was before the round of the forward, so both can run in it.
 
     Args:
-        boundary_delays: Delay d of each boundary.
+        boundary_delays: Delay d of each boundary. The last stage has none, and never overlaps.
     """
     return tuple(j for j, d in enumerate(boundary_delays) if d >= 2)
 
@@ -115,10 +115,9 @@ class Round(NamedTuple):
 class Timetable:
     """Computes the rounds of all stages at once, one round after the other.
 
-    Rules:
+    In training, each stage runs τ forwards, then one forward and one backward in turn, then the remaining backwards, and with
+    ``flush_every`` again from there; in evaluation, forwards only. Rules:
 
-    - In training, a stage runs τ forwards, then one forward and one backward in turn, then the remaining backwards; in evaluation,
-      forwards only.
     - A stage runs at most one step per round, and at most one forward in two rounds (a tick).
     - The receiver uses a message at the earliest max(1, d) rounds after the step that sent it. At d = 2, all stages therefore run
       their forwards in the same rounds, and a message has the other half of the tick to travel.

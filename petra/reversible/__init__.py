@@ -11,9 +11,6 @@ from petra.reversible.grid import Grid
 from petra.reversible.replay import derive_seed, forbid_inplace, frozen_statistics, normalisations, running_statistics, seeded
 from petra.reversible.sequence import ReversibleSequence
 
-unchanged = forbid_inplace
-"""Former name of :class:`forbid_inplace`."""
-
 __all__ = [
     "Coupling",
     "DownsamplingCoupling",
@@ -28,5 +25,4 @@ __all__ = [
     "normalisations",
     "running_statistics",
     "seeded",
-    "unchanged",
 ]

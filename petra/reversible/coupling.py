@@ -12,9 +12,8 @@ from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 from petra.errors import ModelError, invalid
 from petra.reversible.grid import Grid
 from petra.reversible.replay import autocast_to, derive_seed, forbid_inplace, frozen_statistics, modified, normalisations, seeded
-from petra.reversible.reuse import SMALL, can_hold_sum
 from petra.specs import Streams
-from petra.torch_private import holders, vector_jacobian_products, version
+from petra.torch_private import vector_jacobian_products, version
 
 Pair = tuple[Tensor, Tensor]
 Gradients = dict[nn.Parameter, Tensor]
@@ -82,10 +81,7 @@ class Coupling(ReversibleBlock):
         self._trained: list[nn.Parameter] | None = None
 
     def forward(self, x1: Tensor, x2: Tensor, *context: Tensor, seed: int | None = None) -> Streams:
-        f = self._rounded(self._evaluate(x2, context, seed))
-        in_place = f.numel() > SMALL and not torch.is_grad_enabled()
-        reused = in_place and f.stride() == x1.stride() and can_hold_sum(holders(f), f, x1)
-        y2 = f.add_(x1) if reused else x1 + f
+        y2 = x1 + self._rounded(self._evaluate(x2, context, seed))
         if self.grid is not None:
             self.grid.record(y2)
         return x2, y2, *context
@@ -102,10 +98,7 @@ class Coupling(ReversibleBlock):
             parameters = trainable_parameters(self.f)
         with torch.enable_grad():
             f = self._evaluate(x2, context, seed)
-        y2, large = y2.detach(), f.numel() > SMALL
-        reused = large and f.stride() == y2.stride() and can_hold_sum(holders(f), f, y2)
-        rounded = self._rounded(f.detach())
-        x1 = torch.sub(y2, rounded, out=rounded) if reused else y2 - rounded
+        x1 = y2.detach() - self._rounded(f.detach())
         device, df = x2.device.type, dy2.to(f.dtype)
         with autocast_to(device, None):  # autocast is for forwards only: plain autograd runs its backward outside of it too
             if f.requires_grad:
@@ -113,7 +106,7 @@ class Coupling(ReversibleBlock):
             else:  # F may return a constant, as for a layer that it drops
                 dx2, gradients = None, [None] * len(parameters)
         if dx2 is not None:
-            dy1 = dx2.add_(dy1) if large and can_hold_sum(holders(dx2), dx2, dy1) else dx2 + dy1
+            dy1 = dx2 + dy1
         used = {p: g for p, g in zip(parameters, gradients, strict=True) if g is not None}
         return (x1, y1, *context), (dy2, dy1, *dcontext), used
 

@@ -53,23 +53,15 @@ class ReversibleSequence(nn.Module):
         checked, self._checked = self._checked, True
         trainable = [trainable_parameters(block) for block in self.blocks]
         if torch.is_grad_enabled() and (any(trainable) or x1.requires_grad or x2.requires_grad):
-            seed, reconstructed = int(torch.randint(1 << 62, ())), _Reconstructed(len(trainable) - 1)
+            seed, reconstructed = int(torch.randint(1 << 62, ())), list[Streams]()
             for i, (block, parameters) in enumerate(zip(self.blocks, trainable, strict=True)):
-                step = _Step(cast(ReversibleBlock, block), i, derive_seed(seed, i), parameters, reconstructed, checked)
+                last = i == len(trainable) - 1
+                step = _Step(cast(ReversibleBlock, block), i, derive_seed(seed, i), parameters, last, reconstructed, checked)
                 x1, x2 = _ReversibleBackprop.apply(step, x1, x2, *parameters)  # type: ignore[no-untyped-call]
             return x1, x2
         for block in self.blocks:
             x1, x2 = block(x1, x2)
         return x1, x2
-
-
-@dataclass
-class _Reconstructed:
-    """Output of a block, reconstructed by the backward pass of the block after it. The blocks of one forward pass share it."""
-
-    last: int
-    """Index of the last block, which saves its output."""
-    y: Streams | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +72,10 @@ class _Step:
     index: int
     seed: int
     parameters: list[nn.Parameter]
-    reconstructed: _Reconstructed
+    last: bool
+    """Whether it is the last block, which saves its output."""
+    reconstructed: list[Streams]
+    """Output of a block, reconstructed by the backward pass of the block after it. The blocks of one forward pass share it."""
     checked: bool
     """Whether a forward pass has shown before that the block leaves its buffers as they are."""
 
@@ -99,7 +94,7 @@ class _ReversibleBackprop(torch.autograd.Function):
         check = NOTHING if step.checked else forbid_buffer_changes(step.block, f"block {step.index}")
         with frozen_statistics(normalisations(step.block)), check, autocast_to(device, ctx.autocast):
             y = step.block(x1, x2, seed=step.seed)
-        if step.index == step.reconstructed.last:
+        if step.last:
             ctx.save_for_backward(*y)
         return cast(Pair, y)
 
@@ -107,13 +102,13 @@ class _ReversibleBackprop(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy1: Tensor, dy2: Tensor) -> tuple[Any, ...]:
         step: _Step = ctx.step
-        y, dy = step.reconstructed.y, (dy1, dy2)
-        if step.index == step.reconstructed.last:
-            y = ctx.saved_tensors
+        dy = dy1, dy2
+        y = ctx.saved_tensors if step.last else step.reconstructed.pop()
+        if step.last:
             dy = _in_format_of(y[0], dy1), _in_format_of(y[1], dy2)
         with autocast_to(ctx.device, ctx.autocast):
             x, dx, gradients = step.block.inverse_vjp(cast(Streams, y), dy, seed=step.seed)
-        step.reconstructed.y = x if step.index > 0 else None
+        step.reconstructed[:] = [x] if step.index > 0 else []
         return None, *dx, *(gradients.get(p) for p in step.parameters)
 
 

@@ -54,24 +54,24 @@ class Correction(Remedy):
 
 
 class _Corrected(AroundStep):
-    """Weights for the backward pass of one stage. The state is d for each parameter."""
+    """Weights for the backward pass of one stage."""
 
-    uses_change, kind = True, "drift"
+    kind = "drift"  # d
+    uses_change = True
 
     def __init__(self, stage: Stage, optimizer: torch.optim.Optimizer, decay: float, staleness: float) -> None:
         super().__init__(optimizer)
         self._stage, self._decay, self._staleness = stage, decay, staleness
 
     def after_step(self, change: list[Tensor]) -> None:
-        if not self.kept:
-            self.kept = [torch.zeros_like(p) for p in self.parameters]
-        foreach_lerp_(self.kept, change, 1 - self._decay ** (1 / self._staleness))
-        self.set_weights()
+        if not self.values:
+            self.values = [torch.zeros_like(p) for p in self.parameters]
+        foreach_lerp_(self.values, change, 1 - self._decay ** (1 / self._staleness))
+        self.refresh()
 
     @torch.no_grad()
-    def set_weights(self) -> None:
-        """Set the weights that backward passes use until the next update."""
-        weights = list(foreach_add(self.parameters, self.kept, alpha=-self._staleness)) if self.kept else []
+    def refresh(self) -> None:
+        weights = list(foreach_add(self.parameters, self.values, alpha=-self._staleness)) if self.values else []
         self._stage.use_in_backward(self.by_parameter(weights))
 
 

@@ -50,12 +50,10 @@ class Feedback(Remedy):
 
 
 class _Extrapolated(AroundStep):
-    """Corrects each update of a stage, by a strength of c·s.
+    """Corrects each update of a stage, by a strength of c·s. Values are −u_(t−1), NaN while the device has skipped all updates."""
 
-    The state is −u_(t−1) of each parameter, or NaN while the device has skipped all updates.
-    """
-
-    uses_change, kind = True, "feedback"
+    kind = "feedback"
+    uses_change = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, strength: float) -> None:
         super().__init__(optimizer)
@@ -63,15 +61,15 @@ class _Extrapolated(AroundStep):
 
     def after_step(self, change: list[Tensor]) -> None:
         skipped = getattr(self.optimizer, "found_inf", None)  # not zero if the optimizer skipped the step on the device
-        if self.kept:
-            difference = foreach_sub(change, self.kept)
-            for p, correction, previous in zip(self.parameters, difference, self.kept, strict=True):
+        if self.values:
+            difference = foreach_sub(change, self.values)
+            for p, correction, previous in zip(self.parameters, difference, self.values, strict=True):
                 if p.grad is None:
                     continue
                 unknown = previous.isnan() if skipped is None else previous.isnan() | (skipped > 0)
                 p.add_(torch.where(unknown, 0.0, correction), alpha=self._strength)
         if skipped is None:
-            self.kept = change
+            self.values = change
         else:
-            before = self.kept or [torch.full_like(new, torch.nan) for new in change]
-            self.kept = [torch.where(skipped > 0, old, new) for old, new in zip(before, change, strict=True)]
+            before = self.values or [torch.full_like(new, torch.nan) for new in change]
+            self.values = [torch.where(skipped > 0, old, new) for old, new in zip(before, change, strict=True)]

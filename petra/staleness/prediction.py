@@ -94,7 +94,7 @@ class WeightPrediction(Remedy):
 
 
 class _Predicted(AroundStep):
-    """Predicted weights of one stage. With ``DIFFERENCE``, the state is the last change of each parameter.
+    """Predicted weights of one stage.
 
     Args:
         stage: The stage.
@@ -103,21 +103,20 @@ class _Predicted(AroundStep):
         forward, backward: Number of updates that forward and backward passes predict.
     """
 
-    kind = "change"
-
     def __init__(
         self, stage: Stage, optimizer: torch.optim.Optimizer, prediction: Prediction, forward: float, backward: float
     ) -> None:
         super().__init__(optimizer)
         self._stage, self._prediction, self._forward, self._backward = stage, prediction, forward, backward
-        self.uses_change = prediction is Prediction.DIFFERENCE
+        if prediction is Prediction.DIFFERENCE:
+            self.uses_change, self.kind = True, "change"
 
     def after_step(self, change: list[Tensor]) -> None:
-        self.kept = change
-        self.set_weights()
+        self.values = change
+        self.refresh()
 
     @torch.no_grad()
-    def set_weights(self) -> None:
+    def refresh(self) -> None:
         """Set the weights that forward and backward passes use until the next update."""
         forward = self.by_parameter(self._weights(self._forward))
         self._stage.use_in_forward(forward)
@@ -128,7 +127,7 @@ class _Predicted(AroundStep):
     def _weights(self, updates: float) -> list[Tensor]:
         """Return the weights after a number of further updates; none before the first update."""
         if self.uses_change:
-            return list(foreach_add(self.parameters, self.kept, alpha=updates)) if self.kept else []
+            return list(foreach_add(self.parameters, self.values, alpha=updates)) if self.values else []
         state = self.optimizer.state
         if not any(state[p] for p in self.parameters):
             return []

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petra.engine.update import Part, Tensors
+from petra.engine.update import Part
 from petra.errors import invalid
 from petra.torch_private import foreach_sub
 
@@ -21,16 +21,16 @@ class AroundStep(Part):
 
     Attributes:
         parameters: The stage's trained parameters, in the optimizer's order.
+        values: A tensor per parameter that checkpoints contain; empty before the first update, and without ``kind``.
+        kind: Name of ``values`` in checkpoints.
         uses_change: Whether :meth:`after_step` needs the change of the parameters.
-        kind: Name of ``kept`` in checkpoints; empty for a remedy without state.
-        kept: State of the remedy: a tensor per parameter. Empty before the first update.
     """
 
-    uses_change, kind = False, ""
+    kind = ""
+    uses_change = False
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer, self._before = optimizer, list[Tensor]()
-        self.kept = list[Tensor]()
+        self.optimizer, self._before, self.values = optimizer, list[Tensor](), list[Tensor]()
         self.parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         optimizer.register_step_pre_hook(self._begin)
         optimizer.register_step_post_hook(self._end)
@@ -41,20 +41,17 @@ class AroundStep(Part):
     def after_step(self, change: list[Tensor]) -> None:
         """Act after a step, given the change of each parameter, or an empty list without ``uses_change``."""
 
-    def set_weights(self) -> None:
-        """Set the weights of passes until the next update, after the remedy's state or the weights have been replaced."""
+    def refresh(self) -> None:
+        """Compute what follows from weights, optimizer and ``values``, which have been loaded or have changed."""
 
     def tensors(self) -> dict[str, dict[Tensor, Tensor]]:
-        return {f"method/{self.kind}": self.by_parameter(self.kept)}
+        return {self.kind: self.by_parameter(self.values)} if self.kind else {}
 
-    def load(self, numbers: Mapping[str, float], tensors: Tensors) -> None:
-        """Restore the state. A parameter that comes from a stage without staleness, which had no state, gets zeros."""
-        values = tensors.get(f"method/{self.kind}", {})
-        self.kept = [values[p].to(p, copy=True) if p in values else torch.zeros_like(p) for p in self.parameters if values]
-        self.set_weights()
-
-    def restart(self) -> None:
-        self.load({}, {})
+    def resume(self, tensors: Mapping[str, Mapping[Tensor, Tensor]]) -> None:
+        # After a change of partition, a parameter may come from a stage without staleness, which had no state. Its state is zero.
+        saved = tensors.get(self.kind, {})
+        self.values = [saved[p].to(p, copy=True) if p in saved else torch.zeros_like(p) for p in self.parameters if saved]
+        self.refresh()
 
     def by_parameter(self, values: list[Tensor]) -> dict[Tensor, Tensor]:
         """Return one tensor for each parameter by parameter; empty for an empty list."""

@@ -1,21 +1,22 @@
 """State of a pipeline as tensors by block.
 
-A key is ``<block>/<part>/<name>``. The parts are ``model`` (weights and buffers), ``update`` (numbers that belong to a stage), and
-the state of each trained parameter: ``gradient`` (accumulated, unscaled), ``average``, ``optimizer`` and ``method``, where the name
-of a tensor follows that of the parameter. The numbers of a stage are stored with each of its blocks, so that any other partition
-can read them. Data, dropout and learning rate follow from the seed and the clock, so they need no state.
+A key is ``<block>/<part>/<name>``. The parts are ``model`` (weights and buffers), ``optimizer``, ``average``, ``gradient`` (the
+accumulated gradient, unscaled), ``method`` (older weights, and what remedies accumulate), and ``update`` (numbers of a stage).
+Optimizer and method have several tensors per parameter: ``<block>/optimizer/<parameter>/<kind>``. The numbers of a stage are
+stored with each of its blocks, so that any other partition can read them. Data, dropout and learning rate follow from the seed
+and the clock, so they need no state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from petra.engine.options.loss_scale import LossScale
-from petra.engine.worker import Worker
+from petra.engine.state import Kinds, kinds_of, load_kinds, numbers_of
 from petra.errors import DataError, invalid
 from petra.pipeline import Pipeline
 from petra.training.weight_files import State, load_into, read_tensors
@@ -31,19 +32,18 @@ def state_of(pipeline: Pipeline, *, every_replica: bool = False) -> State:
     if pipeline.replicas is not None and not (pipeline.replicas.first or every_replica):
         return state
     for worker in pipeline.workers.values():
-        numbers = {key: torch.tensor(float(n), dtype=torch.float64) for key, n in worker.update.numbers().items()}
-        tensors = _tensors(worker)
-        for block, module in _blocks(pipeline, worker):
-            own = {f"model/{name}": value for name, value in module.state_dict().items()}
-            for kind, values in tensors.items():
-                part, *rest = kind.split("/")
-                own |= {"/".join([part, name, *rest]): values[p] for name, p in module.named_parameters() if p in values}
-            own |= {f"update/{name}": number for name, number in numbers.items()}
-            state |= {f"{block}/{key}": value.detach() for key, value in own.items()}
+        kinds, numbers = kinds_of(worker), numbers_of(worker)
+        for block, module in pipeline.blocks_of(worker.index):
+            state |= {f"{block}/model/{name}": value.detach() for name, value in module.state_dict().items()}
+            for name, p in _trained(module).items():
+                for kind, values in kinds.items():
+                    part, _, rest = kind.partition("/")
+                    if p in values:
+                        state["/".join([block, part, name, *([rest] if rest else [])])] = values[p].detach()
+            state |= {f"{block}/update/{key}": torch.tensor(n, dtype=torch.float64) for key, n in numbers.items()}
     return state
 
 
-@torch.no_grad()
 def load_state(pipeline: Pipeline, state: Mapping[str, Tensor], clock: int, source: str) -> None:
     """Load what :func:`state_of` returned after ``clock`` microbatches, for the same blocks under any partition.
 
@@ -52,35 +52,22 @@ def load_state(pipeline: Pipeline, state: Mapping[str, Tensor], clock: int, sour
     Raises:
         DataError: If the state belongs to another network or another optimizer.
     """
-    load_into(pipeline, _part(state, "model"), source)
+    blocks: dict[str, State] = defaultdict(dict)
+    for key, value in state.items():
+        block, _, rest = key.partition("/")
+        blocks[block][rest] = value
+    model = "model/"
+    weights = {f"{b}.{k.removeprefix(model)}": v for b, own in blocks.items() for k, v in own.items() if k.startswith(model)}
+    load_into(pipeline, weights, source)
     for worker in pipeline.workers.values():
-        tensors: dict[str, dict[Tensor, Tensor]] = {}
+        kinds: Kinds = defaultdict(dict)
         numbers: dict[str, float] = {}
-        for block, module in _blocks(pipeline, worker):
-            parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-            own = {key.removeprefix(f"{block}/"): value for key, value in state.items() if key.startswith(f"{block}/")}
+        for block, module in pipeline.blocks_of(worker.index):
             try:
-                for key, value in own.items():
-                    part, name, *rest = key.split("/")
-                    if part == "update":
-                        numbers[name] = min(numbers.get(name, float(value)), float(value))
-                    elif part != "model":
-                        parameter = parameters[name]
-                        tensors.setdefault("/".join([part, *rest]), {})[parameter] = _like(parameter, value)
-                missing = next((name for name in parameters if f"gradient/{name}" not in own), None)
-                if missing or "update/t" not in own:
-                    raise KeyError(missing or "update")
+                _read_block(module, blocks[block], kinds, numbers)
             except KeyError as error:
                 raise DataError(f"{source}: block {block} does not fit (no {error.args[0]})") from error
-        worker.microbatches_done = clock
-        worker.update.load(numbers, tensors)
-        worker.stage.resume(clock // pipeline.plan.k, tensors.get("method/previous", {}))
-        scale = worker.update.part(LossScale)
-        for p, gradient in tensors.get("gradient", {}).items():
-            assert p.grad is not None
-            own_type = gradient.to(p.grad)
-            p.grad.copy_(own_type if scale is None else own_type * scale.scale)
-        worker.stage.gradients.restore_used()
+        load_kinds(worker, kinds, numbers, clock)
         if pipeline.replicas is not None:
             pipeline.replicas.restored(worker)
     pipeline.microbatches_done = clock
@@ -97,32 +84,34 @@ def network(folder: Path, *, averaged: bool = False) -> State:
         DataError: If a file cannot be read, or averages are asked for and there are none.
     """
     wanted = ("model", "average") if averaged else ("model",)
-    state = read_tensors(folder, lambda key: key.split("/")[1] in wanted)
-    averages = _part(state, "average")
-    if averaged and not averages:
+    found: dict[str, State] = {part: {} for part in wanted}
+    for key, value in read_tensors(folder, lambda key: key.split("/")[1] in wanted).items():
+        block, part, name = key.split("/", 2)
+        found[part][f"{block}.{name}"] = value
+    if averaged and not found["average"]:
         raise invalid(str(folder), "a checkpoint with a moving average (optim.ema)", "none", DataError)
-    return _part(state, "model") | averages
+    return found["model"] | found.get("average", {})
 
 
-def _part(state: Mapping[str, Tensor], wanted: str) -> State:
-    """Return one part of a state, under the keys of an exported file."""
-    split = ((key.split("/", 2), value) for key, value in state.items())
-    return {f"{block}.{name}": value for (block, part, name), value in split if part == wanted}
+def _read_block(module: nn.Module, state: State, kinds: Kinds, numbers: dict[str, float]) -> None:
+    """Add a block's tensors to ``kinds``, and the minimum of its numbers to ``numbers``."""
+    trained = _trained(module)
+    for key, value in state.items():
+        part, _, name = key.partition("/")
+        if part == "update":
+            numbers[name] = min(float(value), numbers.get(name, float(value)))
+        elif part in ("optimizer", "method"):
+            name, _, kind = name.rpartition("/")
+            kinds[f"{part}/{kind}"][trained[name]] = _like(trained[name], value)
+        elif part != "model":
+            kinds[part][trained[name]] = value
+    missing = [name for name in ("update/done", *(f"gradient/{name}" for name in trained)) if name not in state]
+    if missing:
+        raise KeyError(missing[0])
 
 
-def _blocks(pipeline: Pipeline, worker: Worker) -> Iterator[tuple[str, nn.Module]]:
-    names = (pipeline.plan.model.blocks[b].name for b in pipeline.plan.stages[worker.index].blocks)
-    return zip(names, worker.stage.module, strict=True)
-
-
-def _tensors(worker: Worker) -> dict[str, dict[Tensor, Tensor]]:
-    """Return the state of a stage's parameters by kind, then by parameter."""
-    scale = worker.update.part(LossScale)
-    trained: list[Tensor] = [*worker.stage.gradients.parameters]
-    gradients = {p: p.grad for p in trained if p.grad is not None}
-    if scale is not None:
-        gradients = {p: (gradient / scale.scale).to(gradient.dtype) for p, gradient in gradients.items()}
-    return {"gradient": gradients, "method/previous": worker.stage.previous(), **worker.update.tensors()}
+def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
 def _like(parameter: Tensor, value: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from petra.data import EvalSource, TrainSource
 from petra.distributed import all_gather_objects
-from petra.engine.metrics import Metric, VectorMetric
 from petra.engine.totals import Result
 from petra.errors import DataError, Interrupted, first_line, invalid
 from petra.pipeline import Pipeline
@@ -80,7 +79,7 @@ class Trainer:
         self.microbatches, self.test_batches = limited(train.batches_per_epoch, limit), limited(test.batches, limit)
 
         self.history: list[Row] = []
-        self._parts: list[Result] = []  # of the epoch in progress, one from each drain to the next
+        self._sums: list[float] = []  # of the epoch in progress
         self._seconds = 0.0
 
     def fit(self, epochs: int) -> list[Row]:
@@ -103,8 +102,7 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Return what :meth:`resume` needs, as values for JSON. A checkpoint's facts have it under ``trainer``."""
-        parts = [asdict(result) for result in self._parts]
-        state = {"history": [*self.history], "parts": parts, "seconds": self._seconds, "epoch": self.microbatches}
+        state = {"history": [*self.history], "sums": self._sums, "seconds": self._seconds, "epoch": self.microbatches}
         for watcher in self.watchers:
             state |= watcher.state()
         return state
@@ -117,7 +115,7 @@ class Trainer:
         """
         try:
             self.history, self._seconds = [dict(row) for row in state["history"]], float(state["seconds"])
-            self._parts = [Result(**part) for part in state["parts"]]
+            self._sums = [float(n) for n in state["sums"]]
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"checkpoint: its facts hold no valid state of the trainer ({first_line(error)})") from error
         for watcher in self.watchers:
@@ -147,7 +145,7 @@ class Trainer:
         with self.phase("evaluated"):
             row = self._evaluate(epoch)
             self.history.append(row)
-            self._parts, self._seconds = [], 0.0
+            self._sums, self._seconds = [], 0.0
             for watcher in self.watchers:
                 watcher.epoch_end(row)
             self._save_and_stop(row.get("test_miou", row.get("test_accuracy", -row["test_loss"])))
@@ -164,7 +162,8 @@ class Trainer:
                 receive(report)
 
         count -= self.pipeline.microbatches_done
-        self._parts.append(self.pipeline.train(self.train, count, on_microbatch if receivers else None, stop))
+        found = self.pipeline.train(self.train, count, on_microbatch if receivers else None, stop)
+        self._sums = [a + b for a, b in zip_longest(self._sums, found.sums, fillvalue=0.0)]
         self._seconds += time.perf_counter() - started
 
     def _stop_early(self) -> bool:
@@ -175,7 +174,7 @@ class Trainer:
         """Evaluate after an epoch, and return its numbers."""
         started, clock, unit = time.perf_counter(), self.pipeline.microbatches_done, self.test.unit
         test = self.pipeline.evaluate(self.test, self.test_batches)
-        train = combined(self._parts, self.pipeline.recipe.metrics)
+        train = Result.of(self._sums, self.pipeline.recipe.metrics)
         return {
             "epoch": epoch,
             "microbatches": clock,
@@ -193,25 +192,6 @@ class Trainer:
         if any(all_gather_objects(self.stop())):
             self.checkpoints.wait()
             raise Interrupted(self.pipeline.microbatches_done, saved=self.checkpoints.keep > 0)
-
-
-def combined(parts: Sequence[Result], metrics: Mapping[str, Metric]) -> Result:
-    """Return the result over all targets of several :meth:`petra.Pipeline.train` calls."""
-    if len(parts) == 1:
-        return parts[0]
-    targets = sum(part.targets for part in parts)
-
-    def over(values: Sequence[float]) -> float:
-        return sum(value * part.targets for value, part in zip(values, parts, strict=True)) / max(targets, 1)
-
-    found, counts = dict[str, float](), dict[str, list[int]]()
-    for name, metric in metrics.items():
-        if isinstance(metric, VectorMetric):
-            counts[name] = [sum(column) for column in zip(*(part.counts[name] for part in parts), strict=True)]
-            found[name] = metric.value(counts[name])
-        else:
-            found[name] = over([part.metrics[name] for part in parts])
-    return Result(targets, over([part.loss for part in parts]), found, counts)
 
 
 def limited(batches: int, limit: int | None) -> int:

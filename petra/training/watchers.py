@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petra.engine.metrics import values_of
 from petra.engine.recipe import Recipe
+from petra.engine.totals import Result
 from petra.errors import require
 
 NO_SUMMARY: Mapping[str, Any] = {}
@@ -85,8 +85,8 @@ class Means:
 
     def values(self) -> tuple[float, dict[str, float]]:
         """Return the number of targets, and loss and metrics by name."""
-        targets, loss, *sums = self.totals
-        return targets, {"loss": loss / max(targets, 1), **values_of(self._metrics, targets, sums)[0]}
+        found = Result.of(self.totals, self._metrics)
+        return found.targets, {"loss": found.loss, **found.metrics}
 
 
 class UpdateMeans(Watcher):

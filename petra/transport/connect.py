@@ -54,18 +54,15 @@ def _check_boundary(j: int, rank: int, sender: Sequence[Boundary], receiver: Seq
     require(sent == received, name, f"{sent or 'none'} as on rank {rank}", got, ModelError)
 
 
-def open_transport(plan: Plan, device: torch.device, group: dist.ProcessGroup | None) -> Transport | None:
+def open_transport(plan: Plan, device: torch.device, group: dist.ProcessGroup | None) -> Transport:
     """Open the transport between the processes of a pipeline. Every rank must call this function.
 
     Args:
         group: The ranks of this replica, or None if there is only one replica.
-
-    Returns:
-        The transport, or None if the pipeline has one process.
     """
-    if len(plan.layout.processes) == 1:
-        return None
     packed, processes = pack_boundaries(plan, device), plan.layout.processes
+    if len(processes) == 1:
+        return LockstepTransport(packed, processes, 0)
     if plan.transport == "edge":
         return EdgeTransport(packed, len(processes))
     # If batch_isend_irecv is a group's first call, all ranks must take part. After this barrier, two may call it alone.
@@ -84,7 +81,7 @@ def pack_boundaries(plan: Plan, device: torch.device) -> list[tuple[Packing, Pac
 
 
 def connect(
-    stages: range, source: Port, loss_port: Port, boundaries: Sequence[Boundary], transport: Transport | None
+    stages: range, source: Port, loss_port: Port, boundaries: Sequence[Boundary], transport: Transport
 ) -> dict[int, tuple[Port, Port]]:
     """Return the upstream and the downstream port of each of this process's ``stages``.
 
@@ -92,11 +89,10 @@ def connect(
         source: Upstream port of the first stage.
         loss_port: Downstream port of the last stage.
         boundaries: Boundary after each stage except the last.
-        transport: Transport to the neighbouring processes, or None if there are none.
+        transport: Transport to the neighbouring processes.
     """
     ports: dict[int, tuple[Port, Port]] = {}
-    outside: tuple[Port | None, Port | None] = (None, None) if transport is None else (transport.upstream, transport.downstream)
-    upstream: Port | None = source if 0 in stages else outside[0]
+    upstream: Port | None = source if 0 in stages else transport.upstream
     for j in stages:
         downstream: Port | None
         following: Port | None = None
@@ -105,7 +101,7 @@ def connect(
         elif j + 1 in stages:
             downstream, following = local_boundary(*boundaries[j])
         else:
-            downstream = outside[1]
+            downstream = transport.downstream
             upstream = OwningPort(upstream) if upstream is not None and j > stages[0] else upstream
         assert upstream is not None
         assert downstream is not None

@@ -101,7 +101,7 @@ def test_blocks_and_types_without_exact_streams_raise_an_error() -> None:
     own = Model("own", (BlockSpec("stem", lambda: Stem(2)), BlockSpec("other", lambda: Other(nn.Identity(), nn.Identity()))))
     layout = make_layout(own, RandomSource(dtype=torch.float32).spec, None, processes=2)
     with pytest.raises(ModelError, match=r"exact_streams: .* block other.* enable_exact_streams"):
-        layout.require_exact()
+        layout.check(exact=True)
     with pytest.raises(ModelError, match=r"exact_streams: expected .*, got torch\.bfloat16"):
         make_pipeline(
             mixed_net(dtype=torch.bfloat16),
@@ -113,7 +113,7 @@ def test_blocks_and_types_without_exact_streams_raise_an_error() -> None:
 
 def test_evaluation_may_leave_the_range() -> None:
     """Nothing is reconstructed in an evaluation."""
-    chain = make_stage([Coupling(branch(4))], [Keep.NOTHING], numerics=EXACT, grid=Grid())
+    chain = make_stage([Coupling(branch(4))], [Keep.NOTHING], numerics=EXACT)
     function = chain.runners[0].function
     assert isinstance(function, OnGrid)
     chain.evaluate((torch.full((2, 4, 6, 6), 1e6), torch.ones(2, 4, 6, 6)))

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from petra import ModelError, Pipeline, TensorSpec
 from petra.data import EvalSource, Split
-from petra.engine.metrics import MeanOutput, correct_predictions, top5_correct
+from petra.engine.metrics import correct_predictions
+from petra.engine.options.metrics import MeanOutput, top5_correct
+from petra.engine.totals import Result
 from petra.inplace_abn import ConfusionMatrix
 from petra.model import BlockSpec, Model
 from petra.specs import IGNORED
-from petra.training.trainer import combined
 from tests.support.nets import make_pipeline
 from tests.support.processes import run_processes
 
@@ -128,8 +129,9 @@ def test_training_sums_the_counts_of_all_microbatches_and_calls() -> None:
     source = EvalSource(split, 2)
     parts = [pipeline.train(source, count, reports.append) for count in (2, 3)]
     whole = pixel_pipeline(2).train(source, 5)
-    assert combined(parts, METRICS).counts == whole.counts
-    assert combined(parts, METRICS).metrics == pytest.approx(whole.metrics)
+    combined = Result.of([sum(column) for column in zip(*(part.sums for part in parts), strict=True)], METRICS)
+    assert combined.counts == whole.counts
+    assert combined.metrics == pytest.approx(whole.metrics)
     assert sum(reports)[-(CLASSES**2) :].tolist() == whole.counts["miou"]
 
 

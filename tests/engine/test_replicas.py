@@ -211,15 +211,13 @@ class Order(Hook):
 def order_of_work() -> list[str]:
     """Return what a stage of all six blocks does in two microbatches, which make one update."""
     pipeline = make_pipeline(without_norms(), RandomSource(batch=8).spec, k=2, stages=1, optimizer=sgd, dp=2)
-    assert pipeline.replicas is not None
-    pipeline.hooks.detach(pipeline.replicas)
     order, all_reduce = Order(), dist.all_reduce
 
     def noted(*arguments: Any, **named: Any) -> Any:
         order.events.append("all-reduce")
         return all_reduce(*arguments, **named)
 
-    with pytest.MonkeyPatch.context() as patch, pipeline.hooks.attached(order), pipeline.hooks.attached(pipeline.replicas):
+    with pytest.MonkeyPatch.context() as patch, pipeline.hooks.attached(order):
         patch.setattr(dist, "all_reduce", noted)
         pipeline.train(RandomSource(batch=8), 2)
     return order.events[: order.events.index("update") + 1]

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from petra import BlockSpec, ConfigError, Keep, Method, Model, NumericsError, Pipeline, TensorSpec, UpdateRules
 from petra.engine.options.finite_check import FiniteCheck
-from petra.engine.options.loss_scale import GROWTH_INTERVAL
+from petra.engine.options.loss_scale import GROWTH_INTERVAL, LossScale
 from petra.errors import CommunicationError
 from petra.settings import Numerics, Runtime
 from petra.training import Checkpoints, restore
@@ -176,8 +176,9 @@ def test_a_dynamic_scale_shrinks_only_in_the_overflowing_stage_and_grows_again()
     assert numbers["stage/2/skipped_updates"] == numbers["stage/1/skipped_updates"] > 0
     assert numbers["stage/3/skipped_updates"] == 0
     assert all(p.isfinite().all() for p in run.state_dict().values())
-    last = run.workers[2]
-    last.update.load(last.update.numbers() | {"good": GROWTH_INTERVAL - 1}, last.update.tensors())
+    last = run.workers[2].update.part(LossScale)
+    assert last is not None
+    last.load({"good": GROWTH_INTERVAL - 1, "scale": last.scale})
     run.train(RandomSource(size=2), 1)
     assert run.stage_metrics()["stage/3/loss_scale"] == 2**17
 

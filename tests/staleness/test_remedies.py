@@ -125,8 +125,7 @@ def test_state_resumes_on_another_partition(remedy: Remedy, kind: str) -> None:
     """The last stage is never late and has no state. With the other partition, one of its blocks is in a late stage."""
     before, after = (pipeline(remedy=remedy, k=2, stages=partition) for partition in ([4, 2], [5, 1]))
     before.train(RandomSource(), 6)
-    state = state_of(before)
-    load_state(after, state, 6, "state")
-    saved, loaded = ({key: value for key, value in each.items() if key.endswith(f"/{kind}")} for each in (state, state_of(after)))
+    load_state(after, state_of(before), 6, "the other partition")
+    saved, loaded = ({k: v for k, v in state_of(run).items() if k.endswith(f"/{kind}")} for run in (before, after))
     assert {key.split("/")[0] for key in loaded} - {key.split("/")[0] for key in saved} == {"block3"}
     assert all(torch.equal(value, saved.get(key, torch.zeros_like(value))) for key, value in loaded.items())

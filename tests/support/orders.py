@@ -1,4 +1,4 @@
-"""Orders of steps without a clock: what each stage runs, and a checker of deadlocks."""
+"""Orders of steps, and a checker that runs them without a clock."""
 
 from __future__ import annotations
 

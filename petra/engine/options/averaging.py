@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from torch import Tensor
 
-from petra.engine.update import Part, Pending, Tensors, Update
+from petra.engine.update import Part, Pending, Update
 from petra.torch_private import foreach_lerp_
+
+AVERAGE = "average"
+"""Kind of the averages in the state of a pipeline."""
 
 
 @contextmanager
 def averaged(updates: Iterable[Update]) -> Iterator[None]:
-    """Replace the parameters of stages by their moving averages, where there are any, inside the ``with`` block."""
-    with ExitStack() as stack:
-        for update in updates:
-            if (average := update.part(WeightAverage)) is not None:
-                stack.enter_context(average.swapped())
+    """Replace the parameters of stages by their moving averages inside the ``with`` block. The pipeline must be drained."""
+    averages = [average for update in updates if (average := update.part(WeightAverage)) is not None]
+    for average in averages:
+        average.swap()
+    try:
         yield
+    finally:
+        for average in averages:
+            average.swap()
 
 
 class WeightAverage(Part):
@@ -34,23 +40,18 @@ class WeightAverage(Part):
 
     def __init__(self, parameters: Sequence[Tensor], decay: float) -> None:
         self._parameters, self.decay = parameters, decay
-        self.restart()
-
-    def restart(self) -> None:
-        """Set the averages to the current weights."""
-        self.values = [p.detach().clone() for p in self._parameters]
+        self.resume({})
 
     def tensors(self) -> dict[str, dict[Tensor, Tensor]]:
-        return {"average": dict(zip(self._parameters, self.values, strict=True))}
+        return {AVERAGE: dict(zip(self._parameters, self.values, strict=True))}
 
-    def load(self, numbers: Mapping[str, float], tensors: Tensors) -> None:
-        """Restore the averages. A run without averages has saved none; they begin with the weights."""
-        saved = tensors.get("average", {})
-        for p, average in zip(self._parameters, self.values, strict=True):
-            if p in saved:
-                average.copy_(saved[p])
+    def resume(self, tensors: Mapping[str, Mapping[Tensor, Tensor]]) -> None:
+        self.values = [p.detach().clone() for p in self._parameters]
+        for average, parameter in zip(self.values, self._parameters, strict=True):
+            if parameter in tensors.get(AVERAGE, {}):
+                average.copy_(tensors[AVERAGE][parameter])
 
-    def __call__(self, pending: Pending) -> None:
+    def run(self, pending: Pending) -> None:
         """Include the current weights."""
         if not self.values:
             return
@@ -58,16 +59,8 @@ class WeightAverage(Part):
         decay = min(self.decay, (1 + pending.done) / (10 + pending.done))
         foreach_lerp_(self.values, [p.detach() for p in self._parameters], 1 - decay)
 
-    @contextmanager
-    def swapped(self) -> Iterator[None]:
-        """Replace the parameters by their averages inside the ``with`` block. The pipeline must be drained."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
-
-    def _swap(self) -> None:
+    def swap(self) -> None:
+        """Exchange the parameters and their averages."""
         for i, average in enumerate(self.values):
             parameter = self._parameters[i]
             self.values[i], parameter.data = parameter.data, average

@@ -20,8 +20,8 @@ class CastOnce(WrappedFunction):
     """Evaluates a block with copies, in the type of autocast, of those parameters that an evaluation casts exactly once, and uses
     nowhere else. The first evaluation of a run finds them.
 
-    As a context, it replaces these parameters by their copies. The copies are part of the autograd graph, so gradients with respect
-    to the parameters are the same as with a cast in each evaluation.
+    The copies are part of the autograd graph, so gradients with respect to the parameters are the same as with a cast in each
+    evaluation. As a context, replaces the parameters by their copies.
 
     Args:
         inner: The function to evaluate.
@@ -36,13 +36,8 @@ class CastOnce(WrappedFunction):
         self._versions: list[int | None] = []
 
     def begin_run(self) -> None:
-        self._places, self._watched = [], False
-        self.begin_update()
+        self._places, self._copies, self._watched = [], [], False
         self.inner.begin_run()
-
-    def begin_update(self) -> None:
-        """Drop the copies, because the parameters are about to change."""
-        self._copies = []
 
     def context(self, x: Tensor, version: WeightVersion | None) -> AbstractContextManager[object]:
         if version is not None:
@@ -53,11 +48,13 @@ class CastOnce(WrappedFunction):
         trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad and p.dtype == torch.float32}
         return watch_casts(trained, self._dtype, self._replace)
 
+    def begin_update(self) -> None:
+        self._copies = []
+
     def __enter__(self) -> None:
-        if self._copies and [version(p) for _, _, p in self._places] != self._versions:
-            self._copies = []
-        if not self._copies:
-            self._versions = [version(p) for _, _, p in self._places]
+        versions = [version(p) for _, _, p in self._places]
+        if not self._copies or versions != self._versions:
+            self._versions = versions
             with torch.enable_grad():  # also for copies that a forward pass without a graph makes
                 self._copies = [p.to(self._dtype) for _, _, p in self._places]
         for (owner, name, _), copy in zip(self._places, self._copies, strict=True):

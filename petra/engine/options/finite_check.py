@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import isfinite, sqrt
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from petra.engine.stage import Stage
-from petra.engine.update import Part, Pending, Tensors
+from petra.engine.update import Part, Pending, scalar, squared_norm
 from petra.engine.update_rules import UpdateRules
 from petra.errors import NumericsError
 from petra.reversible import running_statistics
@@ -21,6 +21,9 @@ from petra.specs import Message, Streams
 from petra.torch_private import foreach_copy_, foreach_norm, preserve_version_counter
 from petra.transport import Port
 from petra.transport.port import WrappedPort
+
+if TYPE_CHECKING:
+    from petra.engine.options.loss_scale import LossScale
 
 ADVICE = "Lower optim.lr or set optim.clip"
 CHECK_EVERY = 50
@@ -30,58 +33,8 @@ SMALL = 2048
 """Largest number of elements that are summed about as fast as a view of some of them is made."""
 
 
-class Outcome(NamedTuple):
-    """Numbers of one update.
-
-    Attributes:
-        t: Number of microbatches that the stage has processed.
-        squared_norm: Squared norm of the gradient that clipping uses: the stage's or the whole network's.
-        own: Squared norm of the stage's own gradient.
-        received: Sum of the gradients received since the last update.
-        sent: Sum of the gradients sent since the last update, before the division by the loss scale; 0 without one.
-        scale: Loss scale of the accumulation; 1 without one.
-    """
-
-    t: int
-    squared_norm: float
-    own: float
-    received: float
-    sent: float = 0.0
-    scale: float = 1.0
-
-
-class UpdateLog:
-    """Outcomes that the host has not read yet.
-
-    Args:
-        capacity: Largest number of outcomes.
-        values: Numbers per outcome, besides ``t``: the first of :class:`Outcome`.
-        device: Device of the numbers.
-    """
-
-    def __init__(self, capacity: int, values: int, device: torch.device) -> None:
-        self._rows = torch.zeros((capacity, values), dtype=torch.float64, device=device)
-        self._clocks: list[int] = []
-
-    @property
-    def full(self) -> bool:
-        """Whether :meth:`read` must be called before another outcome is added."""
-        return len(self._clocks) == len(self._rows)
-
-    def add(self, t: int, *values: Tensor) -> None:
-        """Add the outcome of an update, given its float64 scalars on the device."""
-        torch.stack(values, out=self._rows[len(self._clocks)])
-        self._clocks.append(t)
-
-    def read(self) -> list[Outcome]:
-        """Remove all outcomes and return them, oldest first. Waits for the device unless there are none."""
-        clocks, self._clocks = self._clocks, []
-        rows = self._rows[: len(clocks)].tolist() if clocks else []
-        return [Outcome(t, *row) for t, row in zip(clocks, rows, strict=True)]
-
-
 class FiniteCheck(Part):
-    """Detects non-finite values in the updates of one stage, and decides which updates to skip.
+    """Detects non-finite values in the updates of one stage, decides which updates to skip, and adapts a dynamic loss scale.
 
     Args:
         stage: The stage.
@@ -89,98 +42,121 @@ class FiniteCheck(Part):
         rules: Whether a non-finite gradient stops the run or skips the update.
         device: Device of the stage's tensors.
         last: Whether the stage receives its gradient from the loss.
+        loss_scale: Loss scale of the stage, or None.
 
     Attributes:
         skipped: Number of skipped updates since the start of training, up to the last :meth:`settle`.
+        norms, measured: Sum of the gradient norms of the other updates, and their number, up to the last :meth:`settle`.
     """
 
-    def __init__(self, stage: Stage, number: int, rules: UpdateRules, device: torch.device, *, last: bool) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        number: int,
+        rules: UpdateRules,
+        device: torch.device,
+        *,
+        last: bool,
+        loss_scale: LossScale | None = None,
+    ) -> None:
         self.stage, self.number, self.rules, self.device, self.last = stage, number, rules, device, last
+        self._loss_scale = loss_scale
         self._received: list[Tensor] = []  # the sum of each δ received since the last update
+        self._sent = scalar(0, device)  # with a loss scale, the sum of all δ sent since the last update, before the division
+        self._unread: list[tuple[int, Tensor]] = []  # t of updates, and their numbers for _record, which the host has not read
         self._failed: tuple[int, bool] | None = None  # t of the first failure, and whether the received gradient was non-finite
-        self._log = self._make_log()
-        self.skipped, self._norms, self._measured = 0.0, 0.0, 0.0  # sum of norms of updates that were not skipped, and their number
-        self._statistics = FiniteStatistics(running_statistics(stage.module)) if rules.may_skip else None
-
-    def _make_log(self) -> UpdateLog | None:
-        """Return the log of updates that the host reads later; None on the CPU, where reading needs no synchronization."""
-        return None if self.device.type == "cpu" else UpdateLog(CHECK_EVERY, 3, self.device)
-
-    def ports(self, upstream: Port, downstream: Port) -> tuple[Port, Port]:
-        """Return the ports of the stage with what this check needs to see of their messages."""
-        return upstream, CheckedPort(downstream, self)
+        self.skipped = self.norms = self.measured = 0.0
+        self._statistics = running_statistics(stage.module) if rules.may_skip else []
+        self._finite = [s.clone() for s in self._statistics]  # when they were last finite
 
     def add_received(self, delta: Streams) -> None:
         """Include a received gradient."""
-        self._received += [_sampled_sum(d) for d in delta]
+        self._received += [_sampled_sum(d) if self._loss_scale is None else d.sum() for d in delta]
+
+    def add_sent(self, delta: Streams) -> None:
+        """Include a gradient to be sent, before the division by the loss scale."""
+        for d in delta:
+            self._sent += d.sum()
 
     def sums(self) -> list[Tensor]:
         """Return sums since the last update that replicas all-reduce, so that all of them take the same decision."""
-        return [self._sum_received()]
+        return [self._sum_received()] if self._loss_scale is None else [self._sum_received(), self._sent]
 
     def set_sums(self, sums: Sequence[Tensor]) -> None:
         """Replace :meth:`sums`."""
         self._received = [sums[0]]
+        if self._loss_scale is not None:
+            self._sent = sums[1]
 
-    def __call__(self, pending: Pending) -> None:
+    def run(self, pending: Pending) -> None:
         """Set the flag of the update, or None if all values are known to be finite."""
-        norm, own = pending.clip_norm, pending.squared_norm
-        if self._log is None:
+        norm, own, scale = pending.clip_norm, pending.squared_norm, self._loss_scale
+        if self.device.type == "cpu" and scale is None:
             value = norm.item()
             own_value = value if own is norm else own.item()
             needed = self.last or not isfinite(value + own_value)  # otherwise, nothing depends on the received gradients
-            outcome = Outcome(pending.t, value, own_value, self._sum_received().item() if needed else 0.0)
-            pending.skip = torch.tensor(True) if self._record(outcome) else None
+            bad = self._record(pending.t, value, own_value, self._sum_received().item() if needed else 0.0)
+            pending.skip = torch.tensor(True) if bad else None
             return
         received = self._sum_received()
-        if self._log.full:
-            self.settle()
-        self._log.add(pending.t, norm, own, received, *self._more())
-        pending.skip = self._decide(norm, own, received)
-
-    def _more(self) -> Sequence[Tensor]:
-        """Return further numbers for the log."""
-        return ()
-
-    def _decide(self, norm: Tensor, own: Tensor, received: Tensor) -> Tensor:
-        return self._not_finite(norm, received)
+        scaled = [] if scale is None else [self._sent, scale.scale]
+        self._unread.append((pending.t, torch.stack([norm, own, received, *scaled])))
+        pending.skip = overflow = self._not_finite(norm, received)
+        if scale is not None and scale.dynamic:
+            own_overflow = overflow if own is norm else self._not_finite(own, received)
+            # If the received δ was already non-finite, another stage overflowed, and that stage reduces its scale.
+            scale.adapt(own_overflow & received.isfinite(), overflow)
 
     def _not_finite(self, total: Tensor, received: Tensor) -> Tensor:
         """Return whether an update's gradients are non-finite, as a flag on the device."""
+        if self._loss_scale is not None:  # a sent δ can overflow although gradients are finite; only this scale can prevent it
+            total = total + self._sent
         if self.last:
             total = total + received
         return (total - total) != 0  # NaN unless finite
 
     def settle(self) -> None:
         """Read and count the outcomes of the last updates. Waits for the device."""
-        if self._log is not None:
-            for outcome in self._log.read():
-                self._record(outcome)
+        unread, self._unread = self._unread, []
+        if unread:
+            for (t, _), numbers in zip(unread, torch.stack([row for _, row in unread]).tolist(), strict=True):
+                self._record(t, *numbers)
 
-    def _record(self, outcome: Outcome) -> bool:
-        """Count an update and record the first failure. Return whether the update is skipped."""
-        received_finite = isfinite(outcome.received)
-        others_finite = isfinite(outcome.sent) and (received_finite or not self.last)
-        bad, own = (not (isfinite(value) and others_finite) for value in (outcome.squared_norm, outcome.own))
-        if self._fails(outcome, own, received_finite) and self._failed is None:
-            self._failed = outcome.t, not self.last and not received_finite
+    def _record(self, t: int, norm: float, own: float, received: float, sent: float = 0.0, scale: float = 1.0) -> bool:
+        """Count an update and record the first failure. Return whether the update is skipped.
+
+        Args:
+            t: Number of microbatches that the stage has processed.
+            norm, own: Squared norm of the gradient that clipping uses, and of the stage's own gradient.
+            received, sent: Sums of the gradients received and sent since the last update.
+            scale: Loss scale of the accumulation.
+        """
+        received_finite = isfinite(received)
+        others_finite = isfinite(sent) and (received_finite or not self.last)
+        bad, fails = (not (isfinite(value) and others_finite) for value in (norm, own))
+        if self._loss_scale is not None and self._loss_scale.dynamic:
+            fails = (fails and received_finite and scale <= 1) or (self.last and not received_finite)
+        if fails and self._failed is None:
+            self._failed = t, not self.last and not received_finite
         self.skipped += bad
         if not bad:
-            self._norms, self._measured = self._norms + sqrt(outcome.own), self._measured + 1
+            self.norms, self.measured = self.norms + sqrt(own), self.measured + 1
         return bad
-
-    def _fails(self, outcome: Outcome, own: bool, received_finite: bool) -> bool:
-        """Return whether an update is a failure of this stage: its own gradient is non-finite."""
-        return own
 
     def finish_update(self) -> None:
         """Start the next accumulation. If updates may be skipped, also restore running statistics that are not finite."""
         self._clear_sums()
-        if self._statistics is not None:
-            self._statistics.restore()
+        if self._statistics:
+            finite = torch.stack(foreach_norm(self._statistics, torch.inf)).isfinite()
+            with preserve_version_counter(tuple(self._statistics)):  # stored graphs refer to them, but do not read them
+                for statistic, copy, is_finite in zip(self._statistics, self._finite, finite, strict=True):
+                    statistic.copy_(torch.where(is_finite, statistic, copy))
+            foreach_copy_(self._finite, self._statistics)
 
     def _clear_sums(self) -> None:
         self._received.clear()
+        if self._loss_scale is not None:
+            self._sent = scalar(0, self.device)  # unread numbers may refer to the old sum
 
     def check(self) -> None:
         """Raise the recorded failure, if there is one. Waits for the device.
@@ -215,9 +191,8 @@ class FiniteCheck(Part):
         self.check()
         if self.rules.may_skip:
             return
-        received, gradients = self._sum_received(), [p.grad for p in self.stage.gradients.parameters]
-        norms = torch.stack(foreach_norm(gradients)).double() if gradients else received.new_zeros(1)
-        if not (norms.sum() + received.abs()).isfinite():
+        received, parameters = self._sum_received(), self.stage.gradients.parameters
+        if not (received.abs() + squared_norm(parameters) if parameters else received).isfinite():
             raise NumericsError(
                 f"stage {self.number}: non-finite gradient in the accumulation that began after microbatch {t}; "
                 f"the update was not applied. {ADVICE}",
@@ -231,16 +206,15 @@ class FiniteCheck(Part):
                 origin=True,
             )
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> dict[str, Any]:
         self.settle()
-        return {"skipped": self.skipped, "norms": self._norms, "measured": self._measured}
+        return {"skipped": self.skipped, "norms": self.norms, "measured": self.measured}
 
-    def load(self, numbers: Mapping[str, float], tensors: Tensors) -> None:
+    def load(self, numbers: Mapping[str, Any]) -> None:
         """Restore numbers, discard the sums, and copy running statistics for :meth:`finish_update`."""
-        self.skipped, self._norms, self._measured = (numbers[key] for key in ("skipped", "norms", "measured"))
+        self.skipped, self.norms, self.measured = (float(numbers[key]) for key in ("skipped", "norms", "measured"))
         self._clear_sums()
-        if self._statistics is not None:
-            self._statistics.copy()
+        self._finite = [s.clone() for s in self._statistics]
 
     def metrics(self) -> dict[str, float]:
         """Return ``gradient_norm`` and ``skipped_updates``.
@@ -249,8 +223,8 @@ class FiniteCheck(Part):
         ``skipped_updates`` counts from the start of training.
         """
         self.settle()
-        found = {"gradient_norm": self._norms / max(self._measured, 1), "skipped_updates": self.skipped}
-        self._norms = self._measured = 0.0
+        found = {"gradient_norm": self.norms / max(self.measured, 1), "skipped_updates": self.skipped}
+        self.norms = self.measured = 0.0
         return found
 
     def _sum_received(self) -> Tensor:
@@ -263,7 +237,7 @@ class Settle(Part):
     def __init__(self, check: FiniteCheck) -> None:
         self._check = check
 
-    def __call__(self, pending: Pending) -> None:
+    def run(self, pending: Pending) -> None:
         self._check.finish_update()
         if self._check.device.type == "cpu" or (pending.done + 1) % CHECK_EVERY == 0:
             self._check.check()
@@ -282,34 +256,6 @@ class CheckedPort(WrappedPort):
         return message
 
 
-class FiniteStatistics:
-    """Copies of running statistics, taken when they were last finite. All of them are handled by a few kernels."""
-
-    def __init__(self, statistics: list[Tensor]) -> None:
-        self._statistics = statistics
-        self._sizes = [s.numel() for s in statistics]
-        if statistics:
-            owners = torch.repeat_interleave(torch.arange(len(statistics)), torch.tensor(self._sizes))
-            self._owners = owners.to(statistics[0].device)
-            self.copy()
-
-    def copy(self) -> None:
-        """Copy all statistics, which must be finite."""
-        if self._statistics:
-            self._finite = self._joint()
-
-    def restore(self) -> None:
-        """Replace each statistic that has a non-finite value by its copy, and copy the others."""
-        if self._statistics:
-            largest = torch.stack(foreach_norm(self._statistics, torch.inf))
-            self._finite = torch.where(largest.isfinite()[self._owners], self._joint(), self._finite)
-            with preserve_version_counter(tuple(self._statistics)):  # stored graphs refer to them, but do not read them
-                foreach_copy_(self._statistics, torch.split(self._finite, self._sizes))
-
-    def _joint(self) -> Tensor:
-        return torch.cat([s.flatten() for s in self._statistics])
-
-
 def _sampled_sum(delta: Tensor) -> Tensor:
     """Return the sum of the first number of each sample. Without a loss scale, non-finite values spread over each sample.
 
@@ -317,8 +263,3 @@ def _sampled_sum(delta: Tensor) -> Tensor:
     """
     first = delta if delta.numel() <= SMALL else delta.as_strided(delta.shape[:1], delta.stride()[:1])
     return first.sum()
-
-
-def scalar(value: float, device: torch.device) -> Tensor:
-    """Return a float64 tensor with no dimensions."""
-    return torch.full((), float(value), dtype=torch.float64, device=device)  # torch.tensor would wait for a GPU

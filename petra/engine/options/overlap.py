@@ -1,4 +1,5 @@
-"""Forward beside backward: each in a thread of its own, on the CPU, at the stages that allow it."""
+"""Forward beside backward: each in a thread of its own, on the CPU, at the stages of
+:func:`petra.plan.timetable.overlapped_stages`."""
 
 from __future__ import annotations
 
@@ -138,14 +139,6 @@ def _copied(function: BlockFunction) -> BlockFunction:
         ) from error
 
 
-def describe_overlap(boundary_delays: Sequence[int]) -> str:
-    """Return which stages run forward beside backward, in one line; the last stage never does."""
-    stages, count = overlapped_stages(boundary_delays), len(boundary_delays) + 1
-    contiguous = len(stages) > 1 and stages == tuple(range(stages[0], stages[-1] + 1))
-    numbers = f"{stages[0] + 1}–{stages[-1] + 1}" if contiguous else ", ".join(str(j + 1) for j in stages)
-    return f"forward beside backward at stages {numbers} of {count}" if stages else f"no stage of {count} overlaps"
-
-
 def check_overlap(plan: Plan, runtime: Runtime, device: torch.device) -> None:
     """Check that forward can run beside backward.
 
@@ -153,10 +146,17 @@ def check_overlap(plan: Plan, runtime: Runtime, device: torch.device) -> None:
         ConfigError: If not.
     """
     require(device.type == "cpu", "trainer.overlap", "false on a GPU", True)
-    delays = plan.boundary_delays
-    got = f"true with delays {list(delays)}" if delays else "true with one stage"
+    got = f"true with delays {list(plan.boundary_delays)}" if plan.boundary_delays else "true with one stage"
     expected = "false unless a boundary between stages has a delay d >= 2"
-    require(bool(overlapped_stages(delays)), "trainer.overlap", expected, got)
+    require(bool(overlapped_stages(plan.boundary_delays)), "trainer.overlap", expected, got)
     require(not plan.refetches, "data.refetch", "false with trainer.overlap", True)
     require(not plan.numerics.exact_streams, "trainer.exact_streams", "false with trainer.overlap", True)
     require(runtime.compile is None, "trainer.compile", "null with trainer.overlap", runtime.compile)
+
+
+def describe_overlap(boundary_delays: Sequence[int]) -> str:
+    """Return which stages run forward beside backward, in one line; the last stage never does."""
+    stages, count = overlapped_stages(boundary_delays), len(boundary_delays) + 1
+    contiguous = len(stages) > 1 and stages == tuple(range(stages[0], stages[-1] + 1))
+    numbers = f"{stages[0] + 1}–{stages[-1] + 1}" if contiguous else ", ".join(str(j + 1) for j in stages)
+    return f"forward beside backward at stages {numbers} of {count}" if stages else f"no stage of {count} overlaps"

@@ -20,7 +20,7 @@ from petra.engine.metrics import count_targets
 from petra.engine.options.finite_check import FiniteCheck
 from petra.engine.update import Part, Pending
 from petra.engine.worker import Worker
-from petra.hooks import Hook, Hooks
+from petra.hooks import Hooks
 from petra.plan.layout import Layout
 from petra.reversible import running_statistics
 from petra.specs import Message
@@ -86,10 +86,10 @@ class ShareLossPort(LossPort):
 
 
 class AllReduces:
-    """Sums of tensors over the processes that own the same stages, one in each replica.
+    """Sums of tensors over the processes that own the same stages, one in each replica, in place.
 
     Args:
-        group: Processes that own the same stages.
+        group: These processes.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -110,7 +110,7 @@ class AllReduces:
         return 1.0
 
 
-class Replicas(Hook):
+class Replicas:
     """All-reduces the gradients of this process's stages over replicas. Every process makes the same calls.
 
     Args:
@@ -133,24 +133,23 @@ class Replicas(Hook):
         self.layout, self.members, self.size = layout, members, size
         self.replica, self.first = members[position], position == 0
         self.sums = AllReduces(self._dp_group)
-        self._stages: dict[int, StageReplicas] = {}
+        self._stages: dict[int, ReplicaSum] = {}
 
     def attach(self, workers: Sequence[Worker], hooks: Hooks) -> None:
         """All-reduce the gradients of ``workers`` from now on. Gradients become views of buffers, each all-reduced as a whole.
 
         A module with a method ``join_replicas`` gets the process group of its stage's replicas, over which layers may share their
-        batch statistics. All replicas run the same steps in the same order, so these
-        collectives also have the same order in every replica.
+        batch statistics. All replicas run the same steps in the same order, so these collectives also have the same order in every
+        replica.
         """
         for worker in workers:
             for layer in worker.stage.module.modules():
                 join = getattr(layer, "join_replicas", None)
                 if join is not None:
                     join(self._dp_group)
-            replicas = self._stages[worker.index] = StageReplicas(worker, self.sums, hooks)
+            replicas = self._stages[worker.index] = ReplicaSum(worker, self.sums)
             worker.stage.gradients.on_block = replicas.start
             worker.update.parts.insert(0, replicas)
-        hooks.attach(self)
 
     def synchronize(self) -> None:
         """Combine the states of all replicas of a drained pipeline into one that can be resumed with any number of replicas.
@@ -192,16 +191,17 @@ class Replicas(Hook):
         dist.all_reduce(values)
 
 
-class StageReplicas(Part):
-    """All-reduces of one stage. As the first part of an update, it waits until its gradients are sums over replicas.
+class ReplicaSum(Part):
+    """All-reduces of one stage. As the first part of an update, waits until the gradients are sums over replicas.
 
     Args:
         sums: Sums over the processes that own the stage.
-        hooks: Hooks to call around the wait.
     """
 
-    def __init__(self, worker: Worker, sums: AllReduces, hooks: Hooks) -> None:
-        self.worker, self.sums, self._hooks = worker, sums, hooks
+    events = ("all_reduce_begin", "all_reduce_end")
+
+    def __init__(self, worker: Worker, sums: AllReduces) -> None:
+        self.worker, self.sums = worker, sums
         self._buckets = [_buckets(list(runner.parameters.values())) for runner in worker.stage.runners]
 
     def buckets(self) -> list[Tensor]:
@@ -218,28 +218,24 @@ class StageReplicas(Part):
             for bucket in self._buckets[block]:
                 self.sums.start(bucket)
 
-    def __call__(self, pending: Pending) -> None:
-        """Wait for the sums. On a GPU, only the CUDA stream waits.
+    def run(self, pending: Pending) -> None:
+        """Sum what an update depends on over replicas. On a GPU, only the CUDA stream waits.
 
         Raises:
             CommunicationError: If another replica has failed, hangs, or can't be reached.
         """
-        worker, m = self.worker, pending.t - 1
+        worker = self.worker
         check, gradients = worker.update[FiniteCheck], worker.stage.gradients
-        for call in self._hooks.all_reduce_begin:
-            call(worker.index, m)
         values = [*check.sums(), gradients.used(check.device)]
         joint = torch.cat([value.flatten() for value in values])
-        with locate_errors("all-reducing", f"the gradients of stage {worker.index + 1} over replicas", m):
+        with locate_errors("all-reducing", f"the gradients of stage {worker.index + 1} over replicas", pending.t - 1):
             self.sums.start(joint)
             factor = self.sums.finish()
         if factor != 1:
             for bucket in self.buckets():
                 bucket *= factor
-        for call in self._hooks.all_reduce_end:
-            call(worker.index, m)
-        *sums, used = (part.view_as(v) for part, v in zip(torch.split(joint, [v.numel() for v in values]), values, strict=True))
-        check.set_sums(sums)
+        *sums, used = torch.split(joint, [value.numel() for value in values])
+        check.set_sums([total.view(()) for total in sums])
         gradients.add_used(used)
 
 

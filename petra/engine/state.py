@@ -1,0 +1,89 @@
+"""State of a stage between updates, apart from its weights: tensors by kind and parameter, and numbers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from petra.engine.options.averaging import AVERAGE
+from petra.engine.options.loss_scale import LossScale
+from petra.engine.update import Step
+from petra.engine.worker import Worker
+
+Kinds = dict[str, dict[Tensor, Tensor]]
+"""Tensors by kind, such as ``gradient`` or ``optimizer/momentum_buffer``, then by parameter."""
+
+
+def kinds_of(worker: Worker) -> Kinds:
+    """Return all tensors of a stage that belong to a parameter, apart from its weights."""
+    kinds: Kinds = defaultdict(dict)
+    scale = _scale(worker)
+    for p in worker.stage.gradients.parameters:
+        assert p.grad is not None
+        kinds["gradient"][p] = p.grad if scale is None else (p.grad / scale).to(p.grad.dtype)
+    if worker.update.optimizer is not None:
+        for parameter, values in worker.update.optimizer.state.items():
+            for kind, value in values.items():
+                if value is not None:
+                    kinds[f"optimizer/{kind}"][parameter] = value
+    kinds["method/previous"] |= worker.stage.previous()
+    for part in worker.update.parts:
+        for kind, tensors in part.tensors().items():
+            kinds[kind if kind == AVERAGE else f"method/{kind}"] |= tensors
+    return kinds
+
+
+def numbers_of(worker: Worker) -> dict[str, float]:
+    """Return the numbers of a stage's updates by name."""
+    update = worker.update
+    numbers = {"done": update.done, "t": update.microbatches_done}
+    for part in update.parts:
+        numbers |= part.numbers()
+    return {key: float(n) for key, n in numbers.items()}
+
+
+@torch.no_grad()
+def load_kinds(worker: Worker, kinds: Kinds, numbers: Mapping[str, float], clock: int) -> None:
+    """Restore what :func:`kinds_of` and :func:`numbers_of` returned after ``clock`` microbatches. Weights have been loaded."""
+    update, worker.microbatches_done = worker.update, clock
+    update.done, update.microbatches_done = int(numbers["done"]), int(numbers["t"])
+    for part in update.parts:
+        part.load(numbers)
+    step, scale = update.part(Step), _scale(worker)
+    if step is not None and step.optimizer is not None:
+        _load_optimizer(step.optimizer, kinds)
+        if update.microbatches_done:
+            step.set_learning_rate(update.microbatches_done)  # weight prediction reads it before the next update
+    for p in worker.stage.gradients.parameters:
+        assert p.grad is not None
+        gradient = kinds["gradient"][p].to(p.grad)
+        p.grad.copy_(gradient if scale is None else gradient * scale)
+    worker.stage.gradients.restore_used()
+    worker.stage.resume(clock // worker.stage.gradients.k, kinds["method/previous"])
+    for part in update.parts:
+        part.resume({kind.removeprefix("method/"): tensors for kind, tensors in kinds.items()})
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, kinds: Kinds) -> None:
+    """Restore an optimizer's state.
+
+    torch converts states to the type and device of the parameter, also numbers such as NAdam's product of momenta. The optimizer
+    keeps these in float32 on the CPU, and would otherwise round differently and wait for the GPU at each step.
+    """
+    prefix, packed = "optimizer/", optimizer.state_dict()
+    own = {kind.removeprefix(prefix): tensors for kind, tensors in kinds.items() if kind.startswith(prefix)}
+    order = [p for group in optimizer.param_groups for p in group["params"]]
+    saved = [{kind: tensors[p] for kind, tensors in own.items() if p in tensors} for p in order]
+    packed["state"] = {i: values for i, values in enumerate(saved) if values}
+    optimizer.load_state_dict(packed)
+    for p, values in zip(order, saved, strict=True):
+        optimizer.state[p].update({n: v.clone() for n, v in values.items() if n != "step" and v.dim() == 0 < p.dim()})
+
+
+def _scale(worker: Worker) -> Tensor | None:
+    """Return the loss scale of a stage's accumulated gradients, if there is one."""
+    part = worker.update.part(LossScale)
+    return None if part is None else part.scale
