@@ -29,6 +29,7 @@ class Lines(Watcher):
 
     def __init__(self, epochs: int, microbatches: int, recipe: Recipe, unit: str = "images", *, bar: bool = False) -> None:
         self.epochs, self.microbatches, self.unit, self.bar, self.seconds = epochs, microbatches, unit, bar, 0.5 if bar else 30.0
+        self._bar: tqdm[None] | None = None
         self._means, self._learning_rate = Means(recipe), recipe.learning_rate or (lambda t: 0.0)
 
     def epoch_begin(self, epoch: int, start: int, done: int) -> None:
@@ -36,15 +37,15 @@ class Lines(Watcher):
         self._means.restart()
         self._started = time.perf_counter()
         self._next = self._started + self.seconds
-        self._bar = tqdm(
-            total=self.microbatches,
-            desc=f"epoch {epoch}/{self.epochs}",
-            leave=False,
-            dynamic_ncols=True,
-            file=sys.stdout,
-            bar_format="{desc} {bar} {n_fmt}/{total_fmt}{postfix}",
-            disable=not self.bar,
-        )
+        if self.bar:
+            self._bar = tqdm(
+                total=self.microbatches,
+                desc=f"epoch {epoch}/{self.epochs}",
+                leave=False,
+                dynamic_ncols=True,
+                file=sys.stdout,
+                bar_format="{desc} {bar} {n_fmt}/{total_fmt}{postfix}",
+            )
 
     def microbatch(self, report: Tensor) -> None:
         self.done += 1
@@ -58,14 +59,15 @@ class Lines(Watcher):
 
     def show(self, means: str) -> None:
         """Show the means over the current epoch so far."""
-        if self.bar:
+        if self._bar is not None:
             self._bar.n = self.done
             self._bar.set_postfix_str(means)
         else:
             print(f"epoch {self.epoch}/{self.epochs}, {self.done}/{self.microbatches}: {means}", flush=True)
 
     def epoch_end(self, row: Mapping[str, float]) -> None:
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
         train, test = (
             means_text({key.removeprefix(part): value for key, value in row.items() if key.startswith(part)})
             for part in ("train_", "test_")
