@@ -209,7 +209,7 @@ def move_clock(pipeline: Pipeline, config: Config, start: Start, epoch: int) -> 
     history, before = start.trainer["history"], start.trainer["epoch"]
     if k == pipeline.plan.k and before == epoch:
         return []
-    ended = pipeline.microbatches_done % k == 0 and not start.trainer["parts"]
+    ended = pipeline.microbatches_done % k == 0 and not start.trainer["sums"]
     clock = len(history) * epoch
     changed = next((key for key in ("k", *LENGTHS) if key in start.changes), "data.root")
     value, now = start.changes.get(changed, (f"{before} microbatches in an epoch", epoch))

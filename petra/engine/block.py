@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ class BlockRunner(ABC):
         stored: Stored activations of each microbatch in flight.
     """
 
-    keep: ClassVar[Keep]
+    keep: Keep
 
     def __init__(
         self,
@@ -236,8 +236,8 @@ def block_runner(
     """
     kinds: dict[Keep, type[BlockRunner]] = {kind.keep: kind for kind in (KeepGraph, Recompute, Reconstruct)}
     runner = kinds.get(keep, Recompute)(function, versions, first=first, overwritten=overwritten)
-    if isinstance(runner, Recompute) and keep is Keep.REFETCH:
-        runner.fetch = fetch
+    if isinstance(runner, Recompute) and keep is Keep.REFETCH and fetch is not None:
+        runner.keep, runner.fetch = keep, fetch
     return runner
 
 
