@@ -173,7 +173,7 @@ class Recompute(BlockRunner):
         version = self._choose_version(m)
         with self.forward_function.first_evaluation():
             y = self.forward_function(m, x, version)
-        if self.keep is Keep.INPUT and self.fetch is None:
+        if self.keep is Keep.INPUT:
             self.stored[m] = Stored(tuple(in_own_memory(t) for t in x))
         return y
 
