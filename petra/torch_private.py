@@ -22,10 +22,8 @@ NormBase = _NormBase
 """Base class of batch and instance normalisations."""
 Tensors = Sequence[Tensor]
 Hook = Callable[[Any], Any]
-CAST = torch.ops.aten._to_copy.default
-"""What ``Tensor.to`` calls; operators have no public names."""
 DEVICE = torch.ops.prim.device.default
-"""What ``Tensor.device`` calls if a tensor is fake."""
+"""What ``Tensor.device`` calls if a tensor is fake; operators have no public names."""
 
 
 foreach_add, foreach_add_, foreach_copy_ = (getattr(torch, f"_foreach_{n}") for n in ("add", "add_", "copy_"))

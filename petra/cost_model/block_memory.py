@@ -35,7 +35,7 @@ class BlockMemory:
         weights: Parameters and buffers.
         gradients: Gradients of the trained parameters; also the size of one version of the weights.
         optimizer: States of the optimizer.
-        casts: Copies of weights in the type of autocast, which live until the update.
+        casts: Copies of weights that live until the update: those that graphs of stashed weights refer to.
         stored: What a forward leaves for its backward, its input and output included if they are stored.
         output: Its output.
         made: What its output adds to its input and to what is stored.
@@ -104,10 +104,8 @@ def _count(
     *,
     first: bool,
 ) -> BlockMemory:
-    """Count passes that come after others: the first ones find what is cast once, and make copies of the weights."""
-    stage = make_stage(
-        [module], [keep], first_block=1 - first, weights=weights, numerics=numerics, cast_once=True, fetch=lambda m: make()
-    )
+    """Count passes that come after others: the first ones make copies of the weights."""
+    stage = make_stage([module], [keep], first_block=1 - first, weights=weights, numerics=numerics, fetch=lambda m: make())
     parameters, begin = [*module.parameters()], live.now
     like = _like(stage.forward(0, make()))
     stage.backward(0, like(), like())

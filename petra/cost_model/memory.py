@@ -70,7 +70,7 @@ class _Stage(NamedTuple):
 
     Attributes:
         fixed: Weights, gradients, and states of the optimizer.
-        casts: Casts of weights.
+        casts: Copies of weights that graphs refer to.
         stored: Activations of one microbatch in flight.
         version, graph_version: An old version of all weights, and of those of blocks that store their graph.
         down, up: Messages to and from the stage after it.

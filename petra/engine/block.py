@@ -103,9 +103,6 @@ class BlockRunner(ABC):
     def begin_update(self) -> None:
         """Prepare for an optimizer step."""
         self.versions.before_update()
-        self.function.begin_update()
-        if self.forward_function is not self.function:
-            self.forward_function.begin_update()
 
     def replay(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
         """Run the forward pass of microbatch ``m`` again; nothing is stored or updated."""

@@ -99,9 +99,6 @@ class BlockFunction:
         """Return the output without a graph, with the module in the mode that the caller has set."""
         return as_streams(self.module(*x))
 
-    def begin_update(self) -> None:
-        """Prepare for an update of the weights."""
-
     def using(self, version: WeightVersion | None) -> AbstractContextManager[None]:
         """Give the block's parameters the values of ``version`` inside the ``with`` block; None leaves them as they are."""
         return NOTHING if version is None else _replaced(self.parameters, version)

@@ -67,7 +67,6 @@ def build_stages(
             seed=seed,
             numerics=plan.numerics,
             grid=_grid(plan, device) if plan.numerics.exact_streams else None,
-            cast_once=runtime.compile is None,
             overwritten=own.staleness > 0 and own.weights is Weights.CURRENT,
             returns_input=j > 0 and returns_activations(plan.stages[j - 1].keeps[-1]),
             fetch=fetch,
@@ -88,7 +87,6 @@ def make_stage(
     seed: int = 0,
     numerics: Numerics = Numerics(),  # noqa: B008 (frozen)
     grid: Grid | None = None,
-    cast_once: bool = False,
     overwritten: bool = False,
     returns_input: bool = True,
     fetch: Fetch | None = None,
@@ -105,7 +103,6 @@ def make_stage(
         seed: Seed of the run.
         numerics: Number formats and memory layouts.
         grid: Grid for exact streams; None for a new one in float32, if ``numerics`` asks for them.
-        cast_once: Whether each cast of autocast is made once per update. Compiled blocks fuse casts instead.
         overwritten, fetch: As for :func:`petra.engine.block.block_runner`.
         returns_input: As for :class:`petra.engine.stage.Stage`.
     """
@@ -113,19 +110,19 @@ def make_stage(
         grid = Grid()
     runners = []
     for b, block, keep, name in zip(count(first_block), blocks, keeps, names or repeat(None), strict=False):
-        function = _function(BlockFunction(block, derive_seed(seed, b), name), numerics, grid, cast_once=cast_once)
+        function = _function(BlockFunction(block, derive_seed(seed, b), name), numerics, grid)
         versions = WeightVersions(function.parameters, weights, keeps_graph=keep is Keep.GRAPH, k=k)
         runners.append(block_runner(function, keep, versions, first=b == 0, overwritten=overwritten, fetch=fetch))
     gradients = Accumulation(nn.ModuleList(blocks), k)
     return Stage(runners, gradients, returns_input=returns_input, channels_last=numerics.channels_last)
 
 
-def _function(function: BlockFunction, numerics: Numerics, grid: Grid | None, *, cast_once: bool) -> BlockFunction:
+def _function(function: BlockFunction, numerics: Numerics, grid: Grid | None) -> BlockFunction:
     """Wrap a block's function for the number formats of a run."""
     if numerics.autocast is not None:
-        from petra.engine.options.autocast import autocasted
+        from petra.engine.options.autocast import Autocast
 
-        function = autocasted(function, numerics.autocast, cast_once=cast_once)
+        function = Autocast(function, numerics.autocast)
     if grid is not None:
         from petra.engine.options.exact_streams import OnGrid
 

@@ -8,17 +8,9 @@ import torch
 from torch import Tensor
 
 from petra.engine.block_function import BlockFunction, WrappedFunction
-from petra.engine.options.casts import CastOnce, allows_copies
 from petra.engine.weights import WeightVersion
 from petra.reversible.replay import autocast_to
 from petra.specs import Streams
-
-
-def autocasted(function: BlockFunction, dtype: torch.dtype, *, cast_once: bool) -> BlockFunction:
-    """Return a block's function under autocast, with one cast of each weight per update if asked for and possible."""
-    if cast_once and allows_copies(function.module):
-        function = CastOnce(function, dtype)
-    return Autocast(function, dtype)
 
 
 class Autocast(WrappedFunction):
