@@ -25,7 +25,6 @@ Hook = Callable[[Any], Any]
 DEVICE = torch.ops.prim.device.default
 """What ``Tensor.device`` calls if a tensor is fake; operators have no public names."""
 
-
 foreach_add, foreach_add_, foreach_copy_ = (getattr(torch, f"_foreach_{n}") for n in ("add", "add_", "copy_"))
 foreach_mul, foreach_mul_, foreach_zero_ = (getattr(torch, f"_foreach_{n}") for n in ("mul", "mul_", "zero_"))
 foreach_sub, foreach_sub_ = (getattr(torch, f"_foreach_{n}") for n in ("sub", "sub_"))
@@ -75,6 +74,11 @@ def take_hooks(parameter: Tensor) -> Mapping[int, Hook]:
     hooks: Mapping[int, Hook] | None = parameter._backward_hooks
     parameter._backward_hooks = None
     return hooks or {}
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Return whether functions have been registered that autograd calls with the parameter's gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def hooks(parameter: Tensor) -> list[Hook]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from petra.errors import ModelError, require
 from petra.reversible import Gradients
-from petra.torch_private import Hook, foreach_add_, foreach_zero_, late_hooks, take_hooks
+from petra.torch_private import foreach_add_, foreach_zero_
 
 
 class Accumulation:
@@ -32,10 +32,8 @@ class Accumulation:
         self.module, self.k = module, k
         self.on_block: Callable[[int], None] | None = None
         self._used = set[nn.Parameter]()
-        self._hooks: dict[nn.Parameter, list[Mapping[int, Hook]]] = {}
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
-        self.take_hooks()
 
     def add(self, block: int, gradients: Gradients) -> None:
         """Add 1/k of the gradients of one block, which may be none.
@@ -55,60 +53,18 @@ class Accumulation:
         if self.parameters:
             foreach_zero_([p.grad for p in self.parameters])
 
-    def take_hooks(self) -> None:
-        """Take over new hooks of the parameters (``register_hook``), which autograd would call at each backward pass."""
-        for parameter in self.parameters:
-            if found := take_hooks(parameter):
-                self._hooks.setdefault(parameter, []).append(found)
-
-    @torch.no_grad()
-    def call_hooks(self, scale: Tensor | None) -> None:
-        """Call the hooks of ``register_hook`` with the gradients of an update. What they return replaces the gradients.
-
-        Args:
-            scale: Loss scale of the accumulated gradients. Hooks receive them without it.
-
-        Raises:
-            ModelError: If a hook returns anything but None or a gradient.
-        """
-        for parameter, taken in self._hooks.items():
-            if parameter not in self._used:
-                continue
-            assert parameter.grad is not None
-            gradient = parameter.grad if scale is None else parameter.grad / scale
-            for hook in [hook for hooks in taken for hook in hooks.values()]:
-                result = hook(gradient)
-                if result is not None:
-                    fits = isinstance(result, Tensor) and result.shape == gradient.shape
-                    got = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
-                    expected = f"None or a gradient of shape {list(gradient.shape)}"
-                    require(fits, f"hook of parameter {self._name(parameter)}", expected, got, ModelError)
-                    gradient = result
-            parameter.grad.copy_(gradient if scale is None else gradient * scale)
-
-    @torch.no_grad()
-    def call_late_hooks(self) -> None:
-        """Call the hooks of ``register_post_accumulate_grad_hook``, before an optimizer step. They may set ``.grad`` to None."""
-        for parameter in self.parameters:
-            for hook in late_hooks(parameter) if parameter.grad is not None else ():
-                hook(parameter)
-
-    def _name(self, parameter: nn.Parameter) -> str:
-        return next(name for name, p in self.module.named_parameters() if p is parameter)
-
     def hide_unused(self) -> Sequence[tuple[nn.Parameter, Tensor | None]]:
         """Set ``.grad`` to None for parameters that no backward pass has reached since the last update, before an optimizer step.
 
         Optimizers leave these parameters as they are. Zeros would let them decay.
 
         Returns:
-            The parameters and their zeros, and those with hooks that may replace ``.grad``, for :meth:`restart`.
+            The parameters and their zeros, for :meth:`restart`.
         """
-        hooked = [(p, p.grad) for p in self.parameters if late_hooks(p)]
         unused = [] if self._all_used() else [(p, p.grad) for p in self.parameters if p not in self._used]
         for parameter, _ in unused:
             parameter.grad = None
-        return [*unused, *hooked]
+        return unused
 
     def restart(self, hidden: Sequence[tuple[nn.Parameter, Tensor | None]]) -> None:
         """Set all gradients to zero after an optimizer step, including those that :meth:`hide_unused` returned."""
@@ -116,6 +72,10 @@ class Accumulation:
             parameter.grad = gradient
         self._used.clear()
         self.zero()
+
+    def is_used(self, parameter: nn.Parameter) -> bool:
+        """Return whether a backward pass has reached a parameter since the last update."""
+        return parameter in self._used
 
     def used(self, device: torch.device) -> Tensor:
         """Return, in float64, 1 for each parameter that a backward pass has reached since the last update, and 0 for the others."""

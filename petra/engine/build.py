@@ -18,7 +18,7 @@ from petra.engine.accumulation import Accumulation
 from petra.engine.block import Fetch, block_runner
 from petra.engine.block_function import BlockFunction
 from petra.engine.executor import Strategy, in_turn
-from petra.engine.options.finite_check import CheckedPort, FiniteCheck, Settle
+from petra.engine.options.finite_check import CheckedPort, FiniteCheck
 from petra.engine.recipe import Recipe
 from petra.engine.stage import Stage
 from petra.engine.update import Clip, Norm, Part, Step, Update
@@ -167,16 +167,16 @@ def build_workers(
         for remedy in recipe.remedies:
             upstream = remedy.wrap_port(upstream, plan, j)
         if recipe.rules.loss_scale is not None:
-            from petra.engine.options.loss_scale import LossScale, ScaledPort, ScalingPort
+            from petra.engine.options.loss_scale import LossScale, ScaledCheck, ScaledPort, ScalingPort
 
             scale = update[LossScale]
-            upstream, downstream = ScaledPort(upstream, scale, check.add_sent), ScalingPort(downstream, scale)
+            upstream, downstream = ScaledPort(upstream, scale, update[ScaledCheck]), ScalingPort(downstream, scale)
         workers[j] = Worker(j, stage, upstream, downstream, update)
     return workers
 
 
 def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.device) -> Update:
-    """Return the updates of a stage: norm, clip, check, remedies, step, average."""
+    """Return the updates of a stage: norm, clip, check, remedies, step, average. A loss scale acts before and after clip."""
     rules, parameters, rate = recipe.rules, stage.gradients.parameters, recipe.learning_rate
     optimizer, remedial = _optimizer(recipe, stage.module), list[Part]()
     for remedy in recipe.remedies:
@@ -186,13 +186,13 @@ def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.devi
             remedial += remedy.parts(stage, optimizer, plan, j)
     step = Step(stage, optimizer, rate)
     last, kind, averages = j == len(plan.stages) - 1, Update, list[Part]()
-    scale = None
+    clip = [] if rules.clip is None else [Clip(rules.clip)]
+    checked: list[Part] = [*clip, FiniteCheck(stage, j + 1, rules, device, last=last)]
     if rules.loss_scale is not None:
-        from petra.engine.options.loss_scale import LossScale
+        from petra.engine.options.loss_scale import LossScale, ScaledCheck, Unscale
 
         scale = LossScale(rules.loss_scale, device)
-    check = FiniteCheck(stage, j + 1, rules, device, last=last, loss_scale=scale)
-    measured = [*([] if scale is None else [scale]), Norm(stage.gradients), Clip(rules.clip), check]
+        checked = [scale, *clip, Unscale(scale), ScaledCheck(scale, stage, j + 1, rules, device, last=last)]
     if rules.average is not None:
         from petra.engine.options.averaging import WeightAverage
 
@@ -201,7 +201,7 @@ def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.devi
         from petra.engine.options.global_clip import PostponedUpdate
 
         kind = PostponedUpdate
-    return kind([*measured, *remedial, step, *averages, Settle(check)], device)
+    return kind([Norm(parameters), *checked, *remedial, step, *averages], device)
 
 
 def check_runtime(plan: Plan, runtime: Runtime, device: torch.device) -> None:

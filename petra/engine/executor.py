@@ -14,6 +14,7 @@ from petra.hooks import Hooks
 from petra.plan import Plan
 from petra.plan.timetable import Op, PeriodicRounds, Step, evaluation_rounds, training_rounds
 from petra.reversible.replay import NOTHING
+from petra.torch_private import has_hooks
 from petra.transport import Transfer, Transport
 
 if TYPE_CHECKING:
@@ -118,6 +119,10 @@ class Executor:
         """
         for j, worker in self._workers.items():
             worker.stage.begin_run(j + 1)
+            if any(map(has_hooks, worker.stage.gradients.parameters)):
+                from petra.engine.options.parameter_hooks import call_hooks_of
+
+                call_hooks_of(worker)
         plan, layout = self._plan, self._plan.layout
         rounds = training_rounds(plan.delays, plan.boundary_delays, start, end, plan.flush_every)
         early = None

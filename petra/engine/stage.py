@@ -42,7 +42,6 @@ class Stage:
             ModelError: If a parameter was frozen or unfrozen since the pipeline was built.
         """
         self.gradients.check_trained(number)
-        self.gradients.take_hooks()
         for runner in self.runners:
             runner.function.begin_run()
 

@@ -52,8 +52,8 @@ def load_kinds(worker: Worker, kinds: Kinds, numbers: Mapping[str, float], clock
     update.done, update.microbatches_done = int(numbers["done"]), int(numbers["t"])
     for part in update.parts:
         part.load(numbers)
-    step, scale = update.part(Step), _scale(worker)
-    if step is not None and step.optimizer is not None:
+    step, scale = update[Step], _scale(worker)
+    if step.optimizer is not None:
         _load_optimizer(step.optimizer, kinds)
         if update.microbatches_done:
             step.set_learning_rate(update.microbatches_done)  # weight prediction reads it before the next update

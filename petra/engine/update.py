@@ -1,7 +1,7 @@
 """Updates of a stage's weights every k microbatches: a sequence of parts.
 
-A plain run has the parts norm, clip, check and step. What only some runs need is a part of its own: the
-all-reduce over replicas, which comes first, parts of remedies, before the step, or a moving average, which comes last
+A plain run has the parts norm, check and step. What only some runs need is a part of its own: the all-reduce over replicas and
+hooks of parameters before the norm, clipping and a loss scale before the check, remedies before the step, and a moving average last
 (:mod:`petra.engine.options`).
 """
 
@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from petra.engine.accumulation import Accumulation
 from petra.engine.stage import Stage
-from petra.torch_private import foreach_mul_, foreach_norm, late_hooks, skips_steps
+from petra.torch_private import foreach_mul_, foreach_norm, skips_steps
 
 P = TypeVar("P", bound="Part")
 
@@ -28,10 +27,9 @@ class Pending:
     Attributes:
         t: Number of microbatches that the stage has processed, including those of the update.
         done: Number of updates before this one, skipped ones included.
-        squared_norm: Squared norm of the stage's accumulated gradient, unscaled, in float64.
+        squared_norm: Squared norm of the stage's accumulated gradient, in float64.
         clip_norm: Squared norm to clip by: the stage's, or the whole network's.
-        scale: Loss scale of the accumulated gradients; None for 1.
-        factor: Factor of the gradients, which includes the division by the scale; None for 1.
+        factor: Factor of the gradients; None for 1.
         skip: Flag on the device whether to skip the step; None if all values are known to be finite.
     """
 
@@ -39,7 +37,6 @@ class Pending:
     done: int
     squared_norm: Tensor
     clip_norm: Tensor
-    scale: Tensor | None = None
     factor: Tensor | None = None
     skip: Tensor | None = None
 
@@ -76,20 +73,14 @@ class Part:
 
 
 class Norm(Part):
-    """Calls the hooks of ``register_hook`` with the accumulated gradients, then measures their norm.
+    """Computes the squared norm of the gradient of a stage's parameters."""
 
-    Args:
-        gradients: Gradients of the stage.
-    """
-
-    def __init__(self, gradients: Accumulation) -> None:
-        self._gradients = gradients
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
 
     def run(self, pending: Pending) -> None:
-        self._gradients.call_hooks(pending.scale)
-        if self._gradients.parameters:
-            scaled = squared_norm(self._gradients.parameters)
-            pending.squared_norm = pending.clip_norm = scaled if pending.scale is None else scaled / pending.scale.square()
+        if self._parameters:
+            pending.squared_norm = pending.clip_norm = squared_norm(self._parameters)
 
 
 def squared_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
@@ -103,20 +94,13 @@ def scalar(value: float, device: torch.device) -> Tensor:
 
 
 class Clip(Part):
-    """Clips the gradient by its norm, and removes the loss scale by the same multiplication.
+    """Clips the gradient by its norm, to a largest one."""
 
-    Args:
-        norm: Largest norm; None leaves gradients as they are.
-    """
-
-    def __init__(self, norm: float | None) -> None:
+    def __init__(self, norm: float) -> None:
         self._norm = norm
 
     def run(self, pending: Pending) -> None:
-        if self._norm is not None:
-            pending.factor = (self._norm / (pending.clip_norm.sqrt() + 1e-6)).clamp(max=1.0)
-        if pending.scale is not None:
-            pending.factor = 1 / pending.scale if pending.factor is None else pending.factor / pending.scale
+        pending.factor = (self._norm / (pending.clip_norm.sqrt() + 1e-6)).clamp(max=1.0)
 
 
 class Step(Part):
@@ -127,7 +111,12 @@ class Step(Part):
         optimizer: Optimizer of the stage's parameters; None if it has none.
         learning_rate: Maps the number of microbatches that the stage has processed, including those of the update, to the
             learning rate. None keeps the optimizer's own.
+
+    Attributes:
+        reads_skip: Whether the host reads the flag of each update, so that nothing of a skipped step runs on a GPU either.
     """
+
+    reads_skip = False
 
     def __init__(self, stage: Stage, optimizer: torch.optim.Optimizer | None, learning_rate: Callable[[int], float] | None) -> None:
         self.stage, self.optimizer, self.learning_rate = stage, optimizer, learning_rate
@@ -141,7 +130,13 @@ class Step(Part):
             foreach_mul_([p.grad for p in parameters], pending.factor.to(parameters[0].dtype))
         with self.stage.updating():
             self.set_learning_rate(pending.t)
-            _step(self.optimizer, pending.skip, self.stage.gradients)
+            if pending.skip is not None:
+                # Fused optimizers skip the step on a GPU without synchronization.
+                if pending.skip.device.type == "cuda" and skips_steps(self.optimizer) and not self.reads_skip:
+                    self.optimizer.found_inf = pending.skip.float()  # type: ignore[attr-defined]
+                elif pending.skip.item():
+                    return
+            self.optimizer.step()
 
     def set_learning_rate(self, t: int) -> None:
         """Set the optimizer's learning rate for an update after ``t`` microbatches."""
@@ -169,25 +164,15 @@ class Update:
 
     def __call__(self, t: int) -> None:
         """Update after microbatch ``t``, counted from 1."""
-        self.finish(self.begin(t))
+        pending = self.begin(t)
+        for part in self.parts:
+            part.run(pending)
 
     def begin(self, t: int) -> Pending:
-        """Run the parts up to the norm."""
-        self.microbatches_done = t
+        """Count an update, and return it."""
         pending = Pending(t, self.done, self._zero, self._zero)
-        for part in self.parts[: self._measured()]:
-            part.run(pending)
+        self.microbatches_done, self.done = t, self.done + 1
         return pending
-
-    def finish(self, pending: Pending) -> None:
-        """Run the parts after the norm."""
-        self.done += 1
-        for part in self.parts[self._measured() :]:
-            part.run(pending)
-
-    def _measured(self) -> int:
-        """Return the number of parts up to the norm."""
-        return 1 + next(i for i, part in enumerate(self.parts) if isinstance(part, Norm))
 
     def part(self, kind: type[P]) -> P | None:
         """Return the part of a class, or None."""
@@ -200,20 +185,8 @@ class Update:
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The stage's optimizer; None if it has no parameters."""
-        step = self.part(Step)
-        return None if step is None else step.optimizer
+        return self[Step].optimizer
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of all parts since the last call."""
         return {key: value for part in self.parts for key, value in part.metrics().items()}
-
-
-def _step(optimizer: torch.optim.Optimizer, skip: Tensor | None, gradients: Accumulation) -> None:
-    """Run late hooks and the optimizer, unless ``skip``. Fused optimizers skip the step on a GPU without synchronization."""
-    if skip is not None:
-        if skip.device.type == "cuda" and skips_steps(optimizer) and not any(map(late_hooks, gradients.parameters)):
-            optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
-        elif skip.item():
-            return
-    gradients.call_late_hooks()
-    optimizer.step()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import isfinite, sqrt
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,19 +22,15 @@ from petra.torch_private import foreach_copy_, foreach_norm, preserve_version_co
 from petra.transport import Port
 from petra.transport.port import WrappedPort
 
-if TYPE_CHECKING:
-    from petra.engine.options.loss_scale import LossScale
-
 ADVICE = "Lower optim.lr or set optim.clip"
 CHECK_EVERY = 50
 """Number of updates after which the host reads their outcomes from a GPU. On the CPU it reads them at every update."""
-
 SMALL = 2048
 """Largest number of elements that are summed about as fast as a view of some of them is made."""
 
 
 class FiniteCheck(Part):
-    """Detects non-finite values in the updates of one stage, decides which updates to skip, and adapts a dynamic loss scale.
+    """Detects non-finite values in the updates of one stage, and decides which updates to skip. Comes before the step.
 
     Args:
         stage: The stage.
@@ -42,28 +38,18 @@ class FiniteCheck(Part):
         rules: Whether a non-finite gradient stops the run or skips the update.
         device: Device of the stage's tensors.
         last: Whether the stage receives its gradient from the loss.
-        loss_scale: Loss scale of the stage, or None.
 
     Attributes:
         skipped: Number of skipped updates since the start of training, up to the last :meth:`settle`.
         norms, measured: Sum of the gradient norms of the other updates, and their number, up to the last :meth:`settle`.
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        number: int,
-        rules: UpdateRules,
-        device: torch.device,
-        *,
-        last: bool,
-        loss_scale: LossScale | None = None,
-    ) -> None:
+    def __init__(self, stage: Stage, number: int, rules: UpdateRules, device: torch.device, *, last: bool) -> None:
         self.stage, self.number, self.rules, self.device, self.last = stage, number, rules, device, last
-        self._loss_scale = loss_scale
-        self._received: list[Tensor] = []  # the sum of each δ received since the last update
-        self._sent = scalar(0, device)  # with a loss scale, the sum of all δ sent since the last update, before the division
-        self._unread: list[tuple[int, Tensor]] = []  # t of updates, and their numbers for _record, which the host has not read
+        self.received: list[Tensor] = []  # the sum of each δ received since the last update
+        self.unread: list[
+            tuple[int, Tensor]
+        ] = []  # t of updates, and their numbers for :meth:`record`, which the host has not read
         self._failed: tuple[int, bool] | None = None  # t of the first failure, and whether the received gradient was non-finite
         self.skipped = self.norms = self.measured = 0.0
         self._statistics = running_statistics(stage.module) if rules.may_skip else []
@@ -71,81 +57,66 @@ class FiniteCheck(Part):
 
     def add_received(self, delta: Streams) -> None:
         """Include a received gradient."""
-        self._received += [_sampled_sum(d) if self._loss_scale is None else d.sum() for d in delta]
-
-    def add_sent(self, delta: Streams) -> None:
-        """Include a gradient to be sent, before the division by the loss scale."""
-        for d in delta:
-            self._sent += d.sum()
+        self.received += [_sampled_sum(d) for d in delta]
 
     def sums(self) -> list[Tensor]:
         """Return sums since the last update that replicas all-reduce, so that all of them take the same decision."""
-        return [self._sum_received()] if self._loss_scale is None else [self._sum_received(), self._sent]
+        return [self.sum_received()]
 
     def set_sums(self, sums: Sequence[Tensor]) -> None:
         """Replace :meth:`sums`."""
-        self._received = [sums[0]]
-        if self._loss_scale is not None:
-            self._sent = sums[1]
+        self.received = [sums[0]]
 
     def run(self, pending: Pending) -> None:
-        """Set the flag of the update, or None if all values are known to be finite."""
-        norm, own, scale = pending.clip_norm, pending.squared_norm, self._loss_scale
-        if self.device.type == "cpu" and scale is None:
+        """Decide whether to skip the step of an update, and raise a failure as soon as the host can know it."""
+        self.decide(pending)
+        self._restart()
+        if self.device.type == "cpu" or (pending.done + 1) % CHECK_EVERY == 0:
+            self.check()
+
+    def decide(self, pending: Pending) -> None:
+        """Set the flag of an update, or leave None if all values are known to be finite."""
+        norm, own = pending.clip_norm, pending.squared_norm
+        if self.device.type == "cpu":
             value = norm.item()
             own_value = value if own is norm else own.item()
             needed = self.last or not isfinite(value + own_value)  # otherwise, nothing depends on the received gradients
-            bad = self._record(pending.t, value, own_value, self._sum_received().item() if needed else 0.0)
-            pending.skip = torch.tensor(True) if bad else None
+            if self.record(pending.t, value, own_value, self.sum_received().item() if needed else 0.0):
+                pending.skip = torch.tensor(True)
             return
-        received = self._sum_received()
-        scaled = [] if scale is None else [self._sent, scale.scale]
-        self._unread.append((pending.t, torch.stack([norm, own, received, *scaled])))
-        pending.skip = overflow = self._not_finite(norm, received)
-        if scale is not None and scale.dynamic:
-            own_overflow = overflow if own is norm else self._not_finite(own, received)
-            # If the received δ was already non-finite, another stage overflowed, and that stage reduces its scale.
-            scale.adapt(own_overflow & received.isfinite(), overflow)
-
-    def _not_finite(self, total: Tensor, received: Tensor) -> Tensor:
-        """Return whether an update's gradients are non-finite, as a flag on the device."""
-        if self._loss_scale is not None:  # a sent δ can overflow although gradients are finite; only this scale can prevent it
-            total = total + self._sent
-        if self.last:
-            total = total + received
-        return (total - total) != 0  # NaN unless finite
+        received = self.sum_received()
+        self.unread.append((pending.t, torch.stack([norm, own, received])))
+        pending.skip = not_finite(norm + received if self.last else norm)
 
     def settle(self) -> None:
         """Read and count the outcomes of the last updates. Waits for the device."""
-        unread, self._unread = self._unread, []
+        unread, self.unread = self.unread, []
         if unread:
             for (t, _), numbers in zip(unread, torch.stack([row for _, row in unread]).tolist(), strict=True):
-                self._record(t, *numbers)
+                self.record(t, *numbers)
 
-    def _record(self, t: int, norm: float, own: float, received: float, sent: float = 0.0, scale: float = 1.0) -> bool:
-        """Count an update and record the first failure. Return whether the update is skipped.
+    def record(self, t: int, norm: float, own: float, received: float) -> bool:
+        """Count an update after ``t`` microbatches. Return whether it is skipped.
 
         Args:
-            t: Number of microbatches that the stage has processed.
             norm, own: Squared norm of the gradient that clipping uses, and of the stage's own gradient.
-            received, sent: Sums of the gradients received and sent since the last update.
-            scale: Loss scale of the accumulation.
+            received: Sum of the gradients received since the last update.
         """
-        received_finite = isfinite(received)
-        others_finite = isfinite(sent) and (received_finite or not self.last)
-        bad, fails = (not (isfinite(value) and others_finite) for value in (norm, own))
-        if self._loss_scale is not None and self._loss_scale.dynamic:
-            fails = (fails and received_finite and scale <= 1) or (self.last and not received_finite)
+        others = received if self.last else 0.0
+        return self.count(t, own, received, bad=not isfinite(norm + others), fails=not isfinite(own + others))
+
+    def count(self, t: int, own: float, received: float, *, bad: bool, fails: bool) -> bool:
+        """Count an update that is skipped if ``bad``, and keep the first that ``fails``. Return ``bad``."""
         if fails and self._failed is None:
-            self._failed = t, not self.last and not received_finite
+            self._failed = t, not (self.last or isfinite(received))
         self.skipped += bad
         if not bad:
             self.norms, self.measured = self.norms + sqrt(own), self.measured + 1
         return bad
 
-    def finish_update(self) -> None:
+    def _restart(self) -> None:
         """Start the next accumulation. If updates may be skipped, also restore running statistics that are not finite."""
-        self._clear_sums()
+        self.clear_sums()
         if self._statistics:
             finite = torch.stack(foreach_norm(self._statistics, torch.inf)).isfinite()
             with preserve_version_counter(tuple(self._statistics)):  # stored graphs refer to them, but do not read them
@@ -153,10 +124,8 @@ class FiniteCheck(Part):
                     statistic.copy_(torch.where(is_finite, statistic, copy))
             foreach_copy_(self._finite, self._statistics)
 
-    def _clear_sums(self) -> None:
-        self._received.clear()
-        if self._loss_scale is not None:
-            self._sent = scalar(0, self.device)  # unread numbers may refer to the old sum
+    def clear_sums(self) -> None:
+        self.received.clear()
 
     def check(self) -> None:
         """Raise the recorded failure, if there is one. Waits for the device.
@@ -191,7 +160,7 @@ class FiniteCheck(Part):
         self.check()
         if self.rules.may_skip:
             return
-        received, parameters = self._sum_received(), self.stage.gradients.parameters
+        received, parameters = self.sum_received(), self.stage.gradients.parameters
         if not (received.abs() + squared_norm(parameters) if parameters else received).isfinite():
             raise NumericsError(
                 f"stage {self.number}: non-finite gradient in the accumulation that began after microbatch {t}; "
@@ -211,9 +180,9 @@ class FiniteCheck(Part):
         return {"skipped": self.skipped, "norms": self.norms, "measured": self.measured}
 
     def load(self, numbers: Mapping[str, Any]) -> None:
-        """Restore numbers, discard the sums, and copy running statistics for :meth:`finish_update`."""
+        """Restore numbers, discard the sums, and copy running statistics that are known to be finite."""
         self.skipped, self.norms, self.measured = (float(numbers[key]) for key in ("skipped", "norms", "measured"))
-        self._clear_sums()
+        self.clear_sums()
         self._finite = [s.clone() for s in self._statistics]
 
     def metrics(self) -> dict[str, float]:
@@ -227,20 +196,8 @@ class FiniteCheck(Part):
         self.norms = self.measured = 0.0
         return found
 
-    def _sum_received(self) -> Tensor:
-        return torch.stack(self._received).sum(dtype=torch.float64) if self._received else scalar(0, self.device)
-
-
-class Settle(Part):
-    """Ends an update: starts the next accumulation of a check, and raises its failures as soon as the host can know them."""
-
-    def __init__(self, check: FiniteCheck) -> None:
-        self._check = check
-
-    def run(self, pending: Pending) -> None:
-        self._check.finish_update()
-        if self._check.device.type == "cpu" or (pending.done + 1) % CHECK_EVERY == 0:
-            self._check.check()
+    def sum_received(self) -> Tensor:
+        return torch.stack(self.received).sum(dtype=torch.float64) if self.received else scalar(0, self.device)
 
 
 class CheckedPort(WrappedPort):
@@ -254,6 +211,11 @@ class CheckedPort(WrappedPort):
         message = self.inner.receive(m)
         self._check.add_received(message[1])
         return message
+
+
+def not_finite(total: Tensor) -> Tensor:
+    """Return whether a sum is not finite, as a flag on the device."""
+    return (total - total) != 0  # NaN unless finite
 
 
 def _sampled_sum(delta: Tensor) -> Tensor:

@@ -6,15 +6,16 @@ from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from petra.engine.executor import ProcessRound, Strategy
-from petra.engine.update import Pending, Update
+from petra.engine.update import Clip, Pending, Update
 from petra.engine.worker import Worker
 from petra.plan import Plan
 
 
 class PostponedUpdate(Update):
-    """Updates of a stage that stop after the norm, until :class:`GlobalClip` finishes them.
+    """Updates of a stage that stop before they clip, until :class:`GlobalClip` finishes them.
 
     Attributes:
         pending: The update in progress.
@@ -24,6 +25,17 @@ class PostponedUpdate(Update):
 
     def __call__(self, t: int) -> None:
         self.pending = self.begin(t)
+        for part in self.parts[: self._clip()]:
+            part.run(self.pending)
+
+    def finish(self, squared_norm: Tensor) -> None:
+        """Run the other parts, given the squared norm of the whole network's gradient."""
+        self.pending.clip_norm = squared_norm
+        for part in self.parts[self._clip() :]:
+            part.run(self.pending)
+
+    def _clip(self) -> int:
+        return next(i for i, part in enumerate(self.parts) if isinstance(part, Clip))
 
 
 class GlobalClip:
@@ -56,5 +68,4 @@ class GlobalClip:
         if dist.is_initialized():
             dist.all_reduce(squares, group=self._group)
         for update in reversed(self._updates):
-            update.pending.clip_norm = squares
-            update.finish(update.pending)
+            update.finish(squares)
