@@ -1,15 +1,11 @@
 import os
 import pickle
-import weakref
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 from petra import Model, TensorSpec
-from petra.data.prefetch import Prefetcher
 from petra.model import BlockProfile
 
 # The same examples at each run of the tests; `pytest --hypothesis-profile=long` draws many new ones.
@@ -41,21 +37,6 @@ def shared_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
         return _profiles[key]
 
     monkeypatch.setattr(Model, "profile", shared)
-
-
-@pytest.fixture(autouse=True)
-def _workers_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """End the workers of a test's data sources at once. The collection of a source's circle of references takes 5 s for each."""
-    made, init = weakref.WeakSet[Any](), Prefetcher.__init__
-
-    def noted(self: Prefetcher[Any], *arguments: Any, **options: Any) -> None:
-        made.add(self)
-        init(self, *arguments, **options)
-
-    monkeypatch.setattr(Prefetcher, "__init__", noted)
-    yield
-    for prefetcher in list(made):
-        vars(prefetcher).clear()
 
 
 @pytest.fixture(autouse=True)

@@ -69,7 +69,6 @@ def array_dataset(
             len(labels),
             Images(images, moments, flip, mean),
             Labels(labels),
-            per_sample_augmentation=True,
             epoch_seed=True,
             in_memory=True,
         )

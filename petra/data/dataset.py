@@ -26,11 +26,9 @@ class Split:
             need inputs.
         targets: Reader of int64 classes, (B,) for images, (B·T,) for tokens or (B, H, W) for pixels, -100 where there is nothing to
             predict. None in a process whose stages don't need targets.
-        per_sample_augmentation: Whether the augmentation of a sample depends on the seed and the sample only, and not on the other
-            samples that are read with it.
         epoch_seed: Whether readers get the same seed for all microbatches of an epoch, because they derive random numbers from it
             and the index of a sample (:func:`petra.reversible.derive_seed`). The augmentation then does not depend on the batch
-            size. Otherwise each microbatch has a seed of its own.
+            size or on the samples that are read with it. Otherwise each microbatch has a seed of its own.
         samples: Reader of inputs and targets together, for data in which one can't be read without the other.
         integer_targets: Whether targets are integers, so that targets of padding rows can be ignored.
         decodes_targets: Whether ``targets`` decodes files, which worker processes can do in advance.
@@ -41,7 +39,6 @@ class Split:
     count: int
     inputs: Reader | None = None
     targets: Reader | None = None
-    per_sample_augmentation: bool = False
     epoch_seed: bool = False
     samples: PairReader | None = None
     integer_targets: bool = True
@@ -50,12 +47,12 @@ class Split:
     in_memory: bool = False
 
     def part(self, *, inputs: bool, targets: bool) -> Split:
-        """Return the split with the selected readers only. To read targets, a process needs the reader of both."""
+        """Return the split with the selected readers only. The reader of both stays for either."""
         return replace(
             self,
             inputs=self.inputs if inputs else None,
             targets=self.targets if targets else None,
-            samples=self.samples if targets else None,
+            samples=self.samples if inputs or targets else None,
             order=self.order if inputs or targets else None,
         )
 

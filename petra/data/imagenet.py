@@ -96,7 +96,7 @@ def _split(folder: Path, classes: tuple[str, ...], reader: Callable[..., ImageFi
     images = reader(folder, classes, np.array(names), labels)
     targets = torch.full((len(names), crops), IGNORED, dtype=torch.int16)
     targets[:, 0] = torch.from_numpy(labels)
-    return Split(crops * len(names), images, Labels(targets.flatten()), per_sample_augmentation=True, epoch_seed=True)
+    return Split(crops * len(names), images, Labels(targets.flatten()), epoch_seed=True)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -49,104 +48,52 @@ def from_dataset(dataset: MapStyle, collate: Collate | None = None) -> Split:
         ConfigError: If ``dataset`` is empty or not map-style, or if ``collate`` does not return two tensors for the first sample.
         DataError: If the first sample can't be read.
     """
-    count = _count(dataset)
-    require(collate is None or callable(collate), "collate", PAIR, type(collate).__name__)
-    samples = Samples(dataset, collate or cast(Collate, default_collate))
-    _, targets = samples(torch.zeros(1, dtype=torch.long), None)
-    integers = are_integers(targets)
-    return Split(count, Column(samples, 0), Column(samples, 1), epoch_seed=True, samples=samples, integer_targets=integers)
-
-
-def _count(dataset: Any) -> int:
-    # torch's Dataset defines __getitem__ for iterable data sets too, but they have no length.
     require(hasattr(type(dataset), "__getitem__"), "dataset", MAP_STYLE, type(dataset).__name__)
-    try:
-        count = len(dataset)
-    except TypeError as error:
-        raise invalid("dataset", MAP_STYLE, f"{type(dataset).__name__} without a length") from error
-    require(count >= 1, "dataset", "at least one sample", "none")
-    return count
+    # torch's Dataset defines __getitem__ for iterable data sets too, but they have no length.
+    require(hasattr(type(dataset), "__len__"), "dataset", MAP_STYLE, f"{type(dataset).__name__} without a length")
+    require(len(dataset) >= 1, "dataset", "at least one sample", "none")
+    require(collate is None or callable(collate), "collate", PAIR, type(collate).__name__)
+    make = collate or cast(Collate, default_collate)
 
-
-@dataclass(frozen=True, eq=False)
-class Samples:
-    """Reader of inputs and targets together.
-
-    Attributes:
-        dataset: Data set of single samples.
-        collate: Function that makes a microbatch of a list of samples.
-    """
-
-    dataset: MapStyle
-    collate: Collate
-
-    def __call__(self, indices: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of the samples.
-
-        Raises:
-            ConfigError: If ``collate`` returns something else than two tensors with one row per sample.
-            DataError: If a sample can't be read or the samples don't fit together.
-        """
-        seed = seed or 0
+    def samples(indices: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
+        seed, numbers = seed or 0, indices.tolist()
         with _preserved_generators():
-            numbers = indices.tolist()
-            rows = [self._sample(i, derive_seed(seed, i)) for i in numbers]
+            rows = []
+            for i in numbers:
+                _seed_generators(derive_seed(seed, i))
+                with _named(f"dataset: sample {i} can't be read"):
+                    rows.append(dataset[i])
             _seed_generators(derive_seed(seed, len(numbers), *numbers))
-            try:
-                found: Any = self.collate(rows)
-            except PetraError:
-                raise
-            except Exception as error:  # a user's function, or samples of different shapes
-                raise DataError(f"collate: failed for samples {_shortened(indices)} ({_described(error)})") from error
-        return _checked(found, len(indices))
+            with _named(f"collate: failed for samples {', '.join(map(str, numbers[:4]))}{', ...' if len(numbers) > 4 else ''}"):
+                found: object = make(rows)
+        return _checked(found, len(numbers))
 
-    def _sample(self, index: int, seed: int) -> Any:
-        _seed_generators(seed)
-        try:
-            return self.dataset[index]
-        except PetraError:
-            raise
-        except Exception as error:  # a user's data set can raise any exception
-            raise DataError(f"dataset: sample {index} can't be read ({_described(error)})") from error
+    _, targets = samples(torch.zeros(1, dtype=torch.long), None)
+    inputs_of, targets_of = (lambda *request, part=part: samples(*request)[part] for part in (0, 1))
+    return Split(len(dataset), inputs_of, targets_of, epoch_seed=True, samples=samples, integer_targets=are_integers(targets))
 
 
-@dataclass(frozen=True, eq=False)
-class Column:
-    """Reader of the inputs (0) or the targets (1) alone."""
-
-    samples: Samples
-    index: int
-
-    def __call__(self, indices: Tensor, seed: int | None) -> Tensor:
-        return self.samples(indices, seed)[self.index]
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Raise a DataError that says what failed. Functions and data sets of users can raise any exception."""
+    try:
+        yield
+    except PetraError:
+        raise
+    except Exception as error:
+        raise DataError(f"{what} ({type(error).__name__}: {first_line(error)})") from error
 
 
 def _checked(found: Any, rows: int) -> tuple[Tensor, Tensor]:
     if not isinstance(found, Sequence) or len(found) != 2 or not all(isinstance(part, Tensor) for part in found):
-        raise invalid("collate", PAIR, _form(found))
+        types = (type(part).__name__ for part in found) if isinstance(found, list | tuple) else ()
+        parts = found if isinstance(found, dict) else types  # keys of a dictionary
+        raise invalid("collate", PAIR, f"{type(found).__name__}({', '.join(map(str, parts))})")
     inputs, targets = found
     for name, part in (("inputs", inputs), ("targets", targets)):
         fits = part.dim() > 0 and (len(part) == rows or (name == "targets" and len(part) % rows == 0 and len(part) > 0))
         require(fits, "collate", f"{name} with a row for each of {rows} samples", f"shape {list(part.shape)}")
     return inputs, targets.long() if are_integers(targets) else targets  # -100 marks padding
-
-
-def _form(found: Any) -> str:
-    """Describe what a function returned instead of two tensors."""
-    if isinstance(found, dict):
-        return f"a dictionary with the keys {', '.join(map(str, found))}"
-    if isinstance(found, list | tuple):
-        return f"({', '.join(type(part).__name__ for part in found)})"
-    return type(found).__name__
-
-
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"
-
-
-def _shortened(indices: Tensor) -> str:
-    shown = ", ".join(str(i) for i in indices[:4].tolist())
-    return f"{shown}, ..." if len(indices) > 4 else shown
 
 
 @contextmanager

@@ -27,6 +27,13 @@ TIMEOUT = 600.0
 """Seconds to wait for a microbatch by default."""
 LONGEST = 2e6
 """Seconds that the loader can wait: the operating system takes an int of milliseconds."""
+_REPORTS = {
+    "DataLoader worker": "a worker process died ({reason}), possibly because memory or shared memory (/dev/shm) for the prepared "
+    "microbatches was exhausted; use fewer workers or provide more memory",
+    "DataLoader timed out": "no worker process has prepared the microbatch within {timeout:g} s",
+    "Too many open files": "too many open files with {workers} workers; use fewer or raise ulimit -n",
+}
+"""Messages for errors of the loader, by the beginning of its own message."""
 
 
 class Prefetcher(Generic[Result]):
@@ -37,14 +44,15 @@ class Prefetcher(Generic[Result]):
     or within seconds after the parent process has ended.
 
     Args:
-        function: Function of a number. Runs in a worker process.
+        function: Function of a number. Runs in a worker process. It must not refer to this object: the workers would
+            then end only when Python collects the circle, after 5 s for each of them.
         workers: Number of worker processes.
         stop: Number after the last one, or None for an endless sequence.
         timeout: Seconds to wait for a result.
     """
 
     def __init__(self, function: Callable[[int], Result], workers: int, stop: int | None = None, timeout: float = TIMEOUT) -> None:
-        self._function, self._workers, self._stop, self._patience = _Numbered(function), workers, stop, min(timeout, LONGEST)
+        self._function, self._workers, self._stop, self._timeout = _Numbered(function), workers, stop, min(timeout, LONGEST)
         self._next = -1
         self._results: Iterator[Result | str] = iter(())
 
@@ -57,10 +65,18 @@ class Prefetcher(Generic[Result]):
         """
         try:
             if m != self._next:
-                self._start(m)
+                self._results = self._started(m)
             result = next(self._results)
         except (OSError, RuntimeError) as error:
-            raise self._named(error) from error
+            reason, workers = first_line(error), self._workers
+            if isinstance(error, OSError):
+                limits = "use fewer workers or raise the limits of this shell (ulimit -n, ulimit -u)"
+                reason = f"{workers} worker processes can't be started ({error.strerror or error}); {limits}"
+            elif begins := next(filter(reason.startswith, _REPORTS), None):
+                reason = _REPORTS[begins].format(reason=reason, workers=workers, timeout=self._timeout)
+            else:
+                raise
+            raise DataError(f"data.workers: {reason}") from error
         self._next = m + 1
         if self._next == self._stop:
             self._results = iter(())
@@ -68,30 +84,18 @@ class Prefetcher(Generic[Result]):
             raise DataError(result)
         return result
 
-    def _named(self, error: OSError | RuntimeError) -> Exception:
-        """Return the error to raise for an error of the loader."""
-        workers, reason = self._workers, first_line(error)
-        reports = {
-            "DataLoader worker": f"a worker process died ({reason}), possibly because memory or shared memory (/dev/shm) for the "
-            "prepared microbatches was exhausted; use fewer workers or provide more memory",
-            "DataLoader timed out": f"no worker process has prepared the microbatch within {self._patience:g} s",
-            "Too many open files": f"too many open files with {workers} workers; use fewer or raise ulimit -n",
-        }
-        if isinstance(error, OSError):
-            limits = "use fewer workers or raise the limits of this shell (ulimit -n, ulimit -u)"
-            return DataError(f"data.workers: {workers} worker processes can't be started ({error.strerror or error}); {limits}")
-        found = next((text for start, text in reports.items() if reason.startswith(start)), None)
-        return error if found is None else DataError(f"data.workers: {found}")
-
-    def _start(self, m: int) -> None:
-        require_files(FILES_PER_WORKER * self._workers)
+    def _started(self, m: int) -> Iterator[Result | str]:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if resource.RLIM_INFINITY != limit < len(os.listdir("/dev/fd")) + FILES_PER_WORKER * self._workers:
+            # A loader whose start fails halfway prints a traceback when it is deleted.
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         loader = DataLoader(
             self._function,
             batch_size=None,
             sampler=count(m) if self._stop is None else range(m, self._stop),
             num_workers=self._workers,
             prefetch_factor=PREFETCH_FACTOR,
-            timeout=self._patience,
+            timeout=self._timeout,
             multiprocessing_context="fork",
             worker_init_fn=_ignore_signals,
             generator=torch.Generator(),  # so that the loader draws nothing from the global generator
@@ -99,22 +103,9 @@ class Prefetcher(Generic[Result]):
         # A worker inherits the blocked signals, so none arrives before it has decided what to do with them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_IGNORED, signal.SIGTERM})
         try:
-            self._results = iter(loader)
+            return iter(loader)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def require_files(number: int) -> None:
-    """Check that this process can open more files.
-
-    A loader whose start fails halfway prints a traceback when it is deleted, so the limit is checked before.
-
-    Raises:
-        OSError: If it can't open ``number`` more files.
-    """
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit != resource.RLIM_INFINITY and len(os.listdir("/dev/fd")) + number > limit:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 def _ignore_signals(worker: int) -> None:

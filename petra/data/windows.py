@@ -106,6 +106,6 @@ def windows_of(
 
     def split(sequences: Sequence[Tokens], whole: bool) -> Split:
         inputs, targets = (Windows(sequences, size, offset, whole) for offset in (0, 1))
-        return Split(inputs.count, inputs, targets, per_sample_augmentation=True, epoch_seed=True, in_memory=True)
+        return Split(inputs.count, inputs, targets, epoch_seed=True, in_memory=True)
 
     return Dataset(name, classes, size, split(train, True), split(test, False), bytes_per_target, vocabulary)

@@ -171,7 +171,7 @@ def _dataset(
     order = ClassUniform(class_presence(train)) if sampling == "class_uniform" else None
     tiles = [tile for i, pair in enumerate(test.pairs) for tile in tiles_of(i, size_of(pair.image), size)]
     random, whole = TrainingSamples(train), TileSamples(test, tiles)
-    shown = Split(len(train.pairs), random, random.labels, True, epoch_seed=True, decodes_targets=True, order=order)
+    shown = Split(len(train.pairs), random, random.labels, epoch_seed=True, decodes_targets=True, order=order)
     return Dataset(name, classes, size[0], shown, Split(len(tiles), whole, whole.labels, decodes_targets=True))
 
 

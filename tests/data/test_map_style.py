@@ -128,8 +128,8 @@ def two_rows(samples: list[Any]) -> Any:
     [
         (lambda: from_dataset(Words()), f"{MAP_STYLE}Words without a length"),  # type: ignore[arg-type]
         (lambda: from_dataset(Subset(Rows(), [])), "dataset: expected at least one sample, got none"),
-        (lambda: from_dataset([{"text": "a", "label": 1}]), f"{PAIR}a dictionary with the keys text, label"),
-        (lambda: from_dataset(TensorDataset(INPUTS)), f"{PAIR}(Tensor)"),
+        (lambda: from_dataset([{"text": "a", "label": 1}]), f"{PAIR}dict(text, label)"),
+        (lambda: from_dataset(TensorDataset(INPUTS)), f"{PAIR}list(Tensor)"),
         (lambda: from_dataset(Rows(), two_rows), "collate: expected inputs with a row for each of 1 samples, got shape [2, 3]"),
         (lambda: from_dataset(Rows(), torch.stack), "collate: failed for samples 0 (TypeError: expected Tensor as element 0"),  # type: ignore[arg-type]
         (
