@@ -12,7 +12,6 @@ from pathlib import Path
 from tqdm import tqdm
 
 from petra.data.tokenizer import (
-    MOST,
     OPTIONS,
     Division,
     divide,
@@ -71,10 +70,10 @@ def tokenize(options: argparse.Namespace) -> None:
         held_out = {part: documents(paths, separator, bar.update) for part, paths in files.items()}
         facts = write_tokens(documents(options.files, separator, bar.update), vocabulary, options.out, division, held_out)
     if division.inside:
-        print("the documents are few or of very different sizes: the parts are ends of each document")
+        print("the documents are few: the parts are ends of each document")
     size = sum(facts[part]["bytes"] for part in filter(facts.get, PARTS))
     for part, fraction in fractions.items():
-        if (share := facts[part]["bytes"] / size) > max(MOST, 1.5 * fraction):
+        if not fraction / 2 < (share := facts[part]["bytes"] / size) < 1.5 * fraction:
             print(f"warning: {part} has {share:.0%} of the bytes ({OPTIONS[part]}={fraction})")
     for name in filter(facts.get, PARTS):
         part = facts[name]

@@ -13,8 +13,7 @@ from petra.data.dataset import Dataset
 from petra.data.generated import digits, synthetic
 from petra.data.imagenet import imagenet
 from petra.data.imagenet32 import imagenet32
-from petra.data.text import text
-from petra.data.tokens import tokens
+from petra.data.tokens import text, tokens
 from petra.errors import ConfigError, alternatives, require
 from petra.specs import TensorSpec
 

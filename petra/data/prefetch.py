@@ -52,7 +52,7 @@ class Prefetcher(Generic[Result]):
     """
 
     def __init__(self, function: Callable[[int], Result], workers: int, stop: int | None = None, timeout: float = TIMEOUT) -> None:
-        self._function, self._workers, self._stop, self._timeout = _Numbered(function), workers, stop, min(timeout, LONGEST)
+        self._function, self._workers, self._stop, self._patience = _Numbered(function), workers, stop, min(timeout, LONGEST)
         self._next = -1
         self._results: Iterator[Result | str] = iter(())
 
@@ -73,7 +73,7 @@ class Prefetcher(Generic[Result]):
                 limits = "use fewer workers or raise the limits of this shell (ulimit -n, ulimit -u)"
                 reason = f"{workers} worker processes can't be started ({error.strerror or error}); {limits}"
             elif begins := next(filter(reason.startswith, _REPORTS), None):
-                reason = _REPORTS[begins].format(reason=reason, workers=workers, timeout=self._timeout)
+                reason = _REPORTS[begins].format(reason=reason, workers=workers, timeout=self._patience)
             else:
                 raise
             raise DataError(f"data.workers: {reason}") from error
@@ -95,7 +95,7 @@ class Prefetcher(Generic[Result]):
             sampler=count(m) if self._stop is None else range(m, self._stop),
             num_workers=self._workers,
             prefetch_factor=PREFETCH_FACTOR,
-            timeout=self._timeout,
+            timeout=self._patience,
             multiprocessing_context="fork",
             worker_init_fn=_ignore_signals,
             generator=torch.Generator(),  # so that the loader draws nothing from the global generator

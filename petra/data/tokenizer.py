@@ -10,8 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from itertools import chain, islice
-from math import nextafter
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -34,8 +33,8 @@ VOCABULARY = "tokenizer.json"
 """File with the vocabulary, in the format of Hugging Face's ``tokenizers``."""
 LONGEST_WORD = 512
 """Bytes after which a new vocabulary divides a word, as in text without whitespace."""
-MOST = 0.1
-"""Share of the bytes that whole documents may add to a part whose fraction is smaller."""
+FEW = 10
+"""Number of documents that a part must be expected to have; with fewer, each document is divided."""
 SHARD_TOKENS = 100_000_000
 """Number of tokens after which a new file begins."""
 DOCUMENTS_AT_ONCE = 1000
@@ -61,12 +60,12 @@ def documents(paths: Iterable[Path], separator: str | None, progress: Callable[[
     for path in paths:
         try:
             with path.open(encoding="utf-8-sig", newline="") as file:
-                found: Iterable[str]
                 if path.suffix == ".jsonl":
-                    found = _texts(path, file)
+                    found: Iterable[str] = (
+                        _text(line, f"{path}, line {i}") for i, line in enumerate(file, start=1) if line.strip()
+                    )
                 else:
-                    text = file.read()
-                    found = [text] if separator is None else text.split(separator)
+                    found = file.read().split(separator) if separator else [file.read()]
                 for document in found:
                     progress(len(document.encode()))
                     if document.strip():
@@ -75,17 +74,15 @@ def documents(paths: Iterable[Path], separator: str | None, progress: Callable[[
             raise DataError(f"{path}: can't be read as UTF-8 text ({first_line(error)})") from error
 
 
-def _texts(path: Path, lines: Iterable[str]) -> Iterator[str]:
-    """Yield the values of ``text`` in the lines of a file of JSON objects."""
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError):
-            text = None
-        require(isinstance(text, str), f"{path}, line {number}", 'a JSON object with a string "text"', line.strip()[:60], DataError)
-        yield text
+def _text(line: str, where: str) -> str:
+    """Return the value of ``text`` in a line of a file of JSON objects."""
+    try:
+        text: object = json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        raise invalid(where, 'a JSON object with a string "text"', line.strip()[:60], DataError)
+    return text
 
 
 def train_vocabulary(texts: Iterable[str], size: int) -> Tokenizer:
@@ -139,11 +136,7 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 
 
 def require_tokenizers() -> None:
-    """Check that the package ``tokenizers`` is installed.
-
-    Raises:
-        ConfigError: If it is not.
-    """
+    """Raise a ConfigError if the package ``tokenizers`` is not installed."""
     if find_spec("tokenizers") is None:
         raise ConfigError("the package tokenizers is not installed; pip install 'petra[text]'")
 
@@ -196,33 +189,23 @@ class Division:
     def pieces(self, text: str) -> Iterator[tuple[str, str]]:
         """Yield the parts that contain the document or some of it, each with its text."""
         if not self.inside:
-            share = _share(text)
+            share = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) / 2**64
             yield next((part for part, end in self.bounds.items() if share < end), "train"), text
             return
-        content = text.encode()
-        right = len(content)
+        right = len(text)
         for part, end in (*self.bounds.items(), ("train", 1.0)):
-            left = min(_cut(content, round(len(content) * (1 - end))), right)
-            piece, right = content[left:right].decode(), left
+            position = min(round(len(text) * (1 - end)), right)
+            nearest = max(position - LONGEST_WORD, 0), position
+            left = max(text.rfind(" ", *nearest), text.rfind("\n", *nearest)) + 1 or position  # the first position of a word
+            piece, right = text[left:right], left
             if piece.strip():
                 yield part, piece
-
-
-def _cut(content: bytes, position: int) -> int:
-    """Return the first position of the word at a position, or of the character if the word is long."""
-    nearest = content[max(position - LONGEST_WORD, 0) : position]
-    if (gap := max(nearest.rfind(b" "), nearest.rfind(b"\n"))) >= 0:
-        return position - len(nearest) + gap + 1
-    while 0 < position < len(content) and content[position] & 0xC0 == 0x80:  # in the middle of a character
-        position -= 1
-    return position
 
 
 def divide(texts: Iterable[str], fractions: Mapping[str, float]) -> Division:
     """Return the rule that holds out about a fraction of the texts for each part.
 
-    Documents are divided by a hash, with at least one for each part. If a part's bytes would then be far from its fraction, because
-    there are few documents or one is much larger than others, each document is divided.
+    Documents are divided by a hash. If a part would then have fewer than about :data:`FEW` documents, each document is divided.
 
     Raises:
         ConfigError: If a fraction is out of range.
@@ -231,20 +214,8 @@ def divide(texts: Iterable[str], fractions: Mapping[str, float]) -> Division:
         require(0 < fraction < 1, OPTIONS[part], "a number > 0 and < 1, or files", fraction)
     total = sum(fractions.values())
     require(total < 1, " and ".join(OPTIONS[part] for part in fractions), "fractions with a sum < 1", total)
-    rows: NDArray[np.float64] = np.fromiter(((_share(text), len(text.encode())) for text in texts), np.dtype((float, 2)))
-    hashes, positions, start = np.unique(rows[:, 0]), dict[str, float](), 0.0
-    bounds, few = dict[str, float](), len(hashes) <= len(fractions)
-    for part, fraction in fractions.items():
-        positions[part] = max(positions.values(), default=0.0) + fraction
-        if few:
-            continue
-        first = float(hashes[np.searchsorted(hashes[:-1], start)])
-        bounds[part] = max(start + fraction, nextafter(first, 1))
-        inside = (rows[:, 0] >= start) & (rows[:, 0] < bounds[part])
-        share = rows[inside, 1].sum() / rows[:, 1].sum()
-        few = not fraction / 2 <= share <= max(2 * fraction, MOST)
-        start = bounds[part]
-    return Division(positions, inside=True) if few else Division(bounds)
+    count = sum(1 for _ in texts)
+    return Division(dict(zip(fractions, accumulate(fractions.values()), strict=True)), count * min(fractions.values()) < FEW)
 
 
 def require_no_tokens(folder: Path) -> None:
@@ -297,8 +268,11 @@ def write_tokens(
         with TemporaryDirectory(dir=folder) as name:
             drafts = Path(name)
             writers = {part: _Part(drafts, part, dtype) for part in PARTS if part in ("train", *division.bounds, *held_out)}
-            for part, text, ids in _encoded(chain(pieces, others), tokenizer):
-                writers[part].add([delimiter, *ids], text)
+            source = chain(pieces, others)
+            while batch := list(islice(source, DOCUMENTS_AT_ONCE)):
+                encodings = tokenizer.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
+                for (part, text), encoding in zip(batch, encodings, strict=True):
+                    writers[part].add([delimiter, *encoding.ids], text)
             for part, writer in writers.items():
                 expected, count = f"at least one document for {part}", writer.facts["documents"]
                 require(count > 0, OPTIONS.get(part, "text files"), expected, "none", DataError)
@@ -312,17 +286,3 @@ def write_tokens(
     except OSError as error:
         raise DataError(f"{folder}: can't be written ({error.strerror})") from error
     return facts
-
-
-def _encoded(pieces: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> Iterator[tuple[str, str, list[int]]]:
-    """Yield the part and the text of each piece with its tokens."""
-    source = iter(pieces)
-    while batch := list(islice(source, DOCUMENTS_AT_ONCE)):
-        encodings = tokenizer.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
-        for (part, text), encoding in zip(batch, encodings, strict=True):
-            yield part, text, encoding.ids
-
-
-def _share(text: str) -> float:
-    """Return a number from 0 to 1 that depends on the document only."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) / 2**64

@@ -1,4 +1,4 @@
-"""Files of tokens, larger than memory: those of ``petra tokenize``, of llm.c and of nanoGPT."""
+"""Text as tokens: the bytes of a file, or files of tokens, larger than memory, from ``petra tokenize`` or llm.c."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from petra.data.dataset import Dataset
-from petra.data.files import folder_of
+from petra.data.files import folder_of, read
 from petra.data.windows import windows_of
 from petra.errors import DataError, alternatives, first_line, invalid, require
 
+TEXT_HELP = "set data.root to a text file"
 HELP = "write token files with petra tokenize, and set data.root to their folder"
 CORPUS = "corpus.json"
 """File beside the token files with facts of the corpus."""
@@ -24,27 +25,23 @@ PARTS = ("train", "val", "test")
 """Parts of a corpus, which are in the names of its files. Choices are made on val, results are reported on test."""
 HEADER_BYTES = 1024
 """Size of the header of llm.c's files: 256 integers of 32 bits, which begin with a magic number, a version and a count."""
-LEAST = 16
-"""Number of tokens from which the form of a file without a header is checked; in a shorter one, many zeros may be chance."""
 FORMATS: dict[int, tuple[int, np.dtype[Any]]] = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
 """Version and type of the tokens by the magic number of llm.c's headers."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenFile:
-    """Tokens of one file, mapped into memory when they are first read. Only the path is sent to other processes.
+    """Tokens of one file with llm.c's header, mapped into memory when first read. Only the path is sent to other processes.
 
     Attributes:
         path: The file.
         dtype: Type of the tokens: uint16 or uint32.
-        start: Position of the first token in bytes.
         count: Number of tokens.
         classes: Number of different tokens.
     """
 
     path: Path
     dtype: np.dtype[Any]
-    start: int
     count: int
     classes: int
 
@@ -68,24 +65,22 @@ class TokenFile:
     @cached_property
     def _map(self) -> NDArray[Any]:
         try:
-            return np.memmap(self.path, self.dtype, "r", self.start, (self.count,))
+            return np.memmap(self.path, self.dtype, "r", HEADER_BYTES, (self.count,))
         except (OSError, ValueError) as error:
             raise DataError(
                 f"{self.path}: can't be read ({first_line(error)}); every machine that runs a first or a last stage needs it"
             ) from error
 
 
-def open_tokens(path: Path, classes: int, header: bool = False) -> TokenFile:
-    """Open a file of tokens: with llm.c's header, or uint16 without a header (nanoGPT).
+def open_tokens(path: Path, classes: int) -> TokenFile:
+    """Open a file of tokens with llm.c's header.
 
     Args:
         path: The file.
         classes: Number of different tokens.
-        header: Whether the file must have a header.
 
     Raises:
-        DataError: If the file can't be read, its size does not agree with its header, or it has no header but must have one, or
-            looks like a damaged header or like integers of more than 16 bits.
+        DataError: If the file can't be read, has another header, or its size does not agree with its header.
     """
     try:
         size = path.stat().st_size
@@ -94,32 +89,46 @@ def open_tokens(path: Path, classes: int, header: bool = False) -> TokenFile:
     except OSError as error:
         raise DataError(f"{path}: can't be read ({error.strerror}); {HELP}") from error
     magic, version, count = np.frombuffer(head[:12].ljust(12, b"\0"), "<i4").tolist()
-    if magic not in FORMATS and not header:
-        require(size % 2 == 0, str(path), "a whole number of uint16 tokens", f"{size} bytes", DataError)
-        _require_tokens(path, np.frombuffer(head, "<u2"))
-        return TokenFile(path, np.dtype("<u2"), 0, size // 2, classes)
     found = "another magic number" if magic not in FORMATS else f"{size} bytes"
     require(magic in FORMATS and size >= HEADER_BYTES, str(path), f"the header of llm.c, {HEADER_BYTES} bytes", found, DataError)
     expected, dtype = FORMATS[magic]
     require(version == expected, str(path), f"version {expected} of llm.c's format", version, DataError)
     present = (size - HEADER_BYTES) // dtype.itemsize
     require(present == count, str(path), f"{count} tokens, as its header says", present, DataError)
-    return TokenFile(path, dtype, HEADER_BYTES, count, classes)
+    return TokenFile(path, dtype, count, classes)
 
 
-def _require_tokens(path: Path, first: NDArray[np.uint16]) -> None:
-    """Check that a file without a header, which begins with ``first``, does not look like one of another form."""
-    zeros = len(first) > LEAST and not first[6:].any() and first[:6].any()
-    require(not zeros, str(path), "tokens, or the header of llm.c", "a header with another magic number", DataError)
-    wide = len(first) > LEAST and not first[1::2].any() and first[::2].any()
-    require(not wide, str(path), "tokens of 16 bits, or the header of llm.c", "integers of more bits without a header", DataError)
+def text(root: str | Path | None = None, size: int = 256, validation: float = 0.1) -> Dataset:
+    """Return a file in windows of ``size`` bytes. The first part of the file is for training and the last part for testing.
+
+    Training windows are adjacent. Augmentation moves the start of each window by a random number of tokens, up to ``size`` - 1.
+    Test windows predict every token except the first once. Targets past the end of the last window are -100.
+
+    Args:
+        root: Path of the file.
+        size: Tokens of a window.
+        validation: Fraction of the file for testing.
+
+    Raises:
+        ConfigError: If a setting is out of range.
+        DataError: If the file is missing or too short.
+    """
+    require(size >= 1, "data.size", "an integer >= 1", size)
+    require(0 < validation < 1, "data.validation", "a number > 0 and < 1", validation)
+    path = folder_of(root, "text", TEXT_HELP)
+    content = np.frombuffer(read(path, TEXT_HELP), np.uint8)
+    train, test = np.split(content, [round(len(content) * (1 - validation))])
+    if len(train) <= size or len(test) < 2:
+        expected = f"at least {size + 1} bytes for training and 2 for testing"
+        raise invalid(str(path), expected, f"{len(train)} and {len(test)}", DataError)
+    return windows_of("text", 256, size, [train], [test], bytes_per_target=1.0)
 
 
 def tokens(root: str | Path | None = None, size: int = 256, classes: int = 256, split: str = "val") -> Dataset:
     """Return files of tokens in windows of ``size`` tokens.
 
     Files named ``*train*.bin`` are for training, and those with ``split`` in their names for evaluation, in the order of their
-    names. Windows are adjacent within a file. Augmentation and evaluation windows are those of :func:`petra.data.text.text`.
+    names. Windows are adjacent within a file. Augmentation and evaluation windows are those of :func:`text`.
 
     Args:
         root: Folder of the files.
@@ -135,7 +144,7 @@ def tokens(root: str | Path | None = None, size: int = 256, classes: int = 256, 
     require(split in PARTS[1:], "data.split", alternatives(PARTS[1:]), split)
     folder = folder_of(root, "tokens", HELP)
     corpus = _corpus(folder)
-    files = {part: [open_tokens(path, classes, bool(corpus)) for path in _files_of(folder, part)] for part in ("train", split)}
+    files = {part: [open_tokens(path, classes) for path in _files_of(folder, part)] for part in ("train", split)}
     for part, least in (("train", size + 1), (split, 2)):
         longest = max(map(len, files[part]), default=0)
         require(
