@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[1]
 PROGRAMS = {
     "emulated": "-m pytest -q tests/emulated",
     "faults": "-m stress.faults --count 40",
-    "mutants": "-m tests.emulated.mutants",
     "kills": "-m stress.kill_many --kills 100 --torchrun 5",
     "agents": "-m stress.kill_many --kills 0 --torchrun 5 --agents 2",
     "replicas": "-m stress.kill_replicas --kills 30 --processes 4",

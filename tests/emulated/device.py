@@ -31,9 +31,8 @@ class Options:
         delay_us: Longest delay in microseconds. Each stream multiplies it by a pace between 0.1 and 5.
         lazy_loading: Whether the first launch of each kernel waits until its device is idle, as CUDA's lazy loading of modules may.
         patience_ms: Time after which a host that waits for the device reports a deadlock.
-        fault: What happens at launch number ``fault_at`` of this process: ``die``, ``hang`` or ``slow``; empty for nothing.
+        fault: What happens at launch number ``fault_at`` of this process: ``die`` or ``hang``; empty for nothing.
         fault_rank: Only the process whose RANK this is has the fault; -1 for any.
-        slow_us: Delay of each job of a slow process in microseconds.
     """
 
     devices: int = 1
@@ -45,7 +44,6 @@ class Options:
     fault: str = ""
     fault_at: int = 0
     fault_rank: int = -1
-    slow_us: int = 1000
 
 
 class Sync(NamedTuple):
@@ -102,10 +100,9 @@ def install(options: Options) -> None:
     configure(options)
     extension.on_sync(report.add)
 
-    from tests.emulated import nccl, torch_cuda
+    from tests.emulated import torch_cuda
 
     torch_cuda.install(extension, options.devices)
-    nccl.install(extension)
 
 
 def configure(options: Options) -> None:

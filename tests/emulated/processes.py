@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
-import atexit
 import datetime
-import fcntl
-import functools
-import json
 import os
-import pickle
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import traceback
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from multiprocessing import forkserver, popen_forkserver
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from tests.emulated.build import library
+from tests.emulated import device
 from tests.emulated.device import Options
 
 ROOT = Path(__file__).parents[2]
 DEVICES = 8
-"""Devices of the server's processes: torch reads the number once, before the first backward pass."""
+"""Devices of every process: torch reads the number once, before the first backward pass."""
+_server = forkserver.ForkServer()
+_server.set_forkserver_preload(["tests.emulated.preload"])
+
+
+def core(values: Iterable[Any], kept: Collection[int]) -> list[Any]:
+    """Return the values of a parametrized test. ``make test`` runs those whose index is in ``kept``, ``make stress`` all."""
+    pairs = [(i, value if isinstance(value, tuple) else (value,)) for i, value in enumerate(values)]
+    return [pytest.param(*value, marks=[] if i in kept else pytest.mark.stress) for i, value in pairs]
+
+
+class _Popen(popen_forkserver.Popen):
+    def _launch(self, process_obj: Any) -> None:
+        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        with (
+            mock.patch.object(forkserver, "connect_to_new_process", _server.connect_to_new_process),
+            mock.patch.dict(os.environ, PYTHONPATH=paths, OMP_NUM_THREADS="1"),
+        ):
+            super()._launch(process_obj)  # type: ignore[misc]
+
+
+class _Process(ForkServerProcess):
+    """A process forked from one that has imported torch with the emulated device, and petra."""
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:
+        return _Popen(process_obj)
 
 
 @dataclass(frozen=True)
@@ -81,60 +105,61 @@ def start(
     """
     # As with torchrun, the store is not in a process that may be killed.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if torchrun else None
+    variables: dict[str, Any] = {}
+    if store is not None:
+        variables = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+        variables["TORCHELASTIC_USE_AGENT_STORE"] = True
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "arguments").write_bytes(pickle.dumps(arguments))
-        request = {
-            "target": f"{target.__module__}:{target.__name__}",
-            "folder": name,
-            "world": world,
-            "options": {**asdict(options), "devices": DEVICES},
-            "timeout": timeout,
-            "group_timeout": group_timeout,
-            "waits_for_all": waits_for_all,
-            "environment": _torchrun(store, world) if store is not None else {},
-        }
-        server = _server()
-        print(json.dumps(request), file=server, flush=True)
-        statuses = json.loads(server.readline())
+        request = (folder, target, arguments, replace(options, devices=DEVICES), None if torchrun else group_timeout, variables)
+        processes = [_Process(target=_child, args=(rank, world, *request)) for rank in range(world)]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout
+        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+            if any(process.exitcode for process in processes) and not waits_for_all:
+                deadline = min(deadline, time.monotonic() + 3)
+            time.sleep(0.005)
+        statuses = [process.exitcode for process in processes]
+        for process in processes:
+            process.kill()
+            process.join()
         outputs = [(folder / f"output{rank}.txt").read_text() for rank in range(world)]
         found = [folder / f"result{rank}.pt" for rank in range(world)]
         results = [torch.load(path, weights_only=False, map_location="cpu") if path.exists() else None for path in found]
     return Ended(statuses, outputs, results)
 
 
-def _torchrun(store: dist.TCPStore, world: int) -> dict[str, str]:
-    variables = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
-    return {name: str(value) for name, value in variables.items()} | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-
-
-@functools.cache
-def _server() -> IO[str]:
-    """Connect this process to the server of the test run, which the first process that needs it starts."""
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-    cache = library().parent.parent
-    path = cache / f"{run}.socket"
-    client = socket.socket(socket.AF_UNIX)
-    with open(cache / "servers.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if client.connect_ex(str(path)):  # not started yet, or the process that started it has ended
-            path.unlink(missing_ok=True)
-            server = _start_server(path)
-            while client.connect_ex(str(path)):
-                assert server.poll() is None, "the server of the emulated device did not start"
-                time.sleep(0.01)
-    return client.makefile("rw")
-
-
-def _start_server(path: Path) -> subprocess.Popen[bytes]:
-    """Start a server that ends with this process."""
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    paths = os.pathsep.join([*filter(None, given), str(ROOT)])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.emulated.server", str(path), str(DEVICES)]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
-    atexit.register(server.communicate)  # closes its stdin, which ends it
-    return server
+def _child(
+    rank: int,
+    world: int,
+    folder: Path,
+    target: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    options: Options,
+    group_timeout: float | None,
+    variables: dict[str, Any],
+) -> None:
+    with open(folder / f"output{rank}.txt", "w", buffering=1) as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+    os.environ.update({name: str(value) for name, value in {**variables, "RANK": rank, "LOCAL_RANK": rank}.items()})
+    torch.set_num_threads(1)  # a fork loses torch's pool of threads; threads of autograd would renew it at the same time, and fail
+    status = 1
+    try:
+        device.configure(options)
+        if world > 1 and group_timeout is not None:
+            open_group(rank, world, folder, group_timeout)
+        result = target(*arguments) if world == 1 and group_timeout is not None else target(rank, *arguments)
+        torch.save(result, folder / f"result{rank}.pt")
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def open_group(rank: int, world: int, folder: Path, timeout: float) -> None:

@@ -1,25 +1,31 @@
-"""Paths besides training: checkpoints, early stop, diagnostics, commands, lost processes."""
+"""Paths besides training: checkpoints, early stop, diagnostics, commands, self-test, lost processes."""
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from launch.selftest import command as selftest_command
 from petra.diagnostics.events import Kind
 from petra.diagnostics.reconstruction_error import ReconstructionMonitor
 from petra.diagnostics.recorder import Recorder
 from petra.diagnostics.stage_times import StageTimes
+from petra.inplace_abn import InPlaceABN
 from petra.training import Checkpoints, restore
+from tests.emulated import device as emulated
 from tests.emulated import runs
-from tests.emulated.core import core
 from tests.emulated.device import Options
-from tests.emulated.processes import Ended, run, start
+from tests.emulated.processes import Ended, core, run, start
 from tests.emulated.runs import Case, host
 
 DELAYED = Options(seed=2, delay_rate=0.05)
@@ -157,3 +163,78 @@ def test_lockstep_does_not_hang_if_the_first_launch_of_a_kernel_waits_for_the_de
     (expected,) = run(runs.train, Case(method), "cpu")
     weights = {key: value for outcome in found for key, value in outcome.weights.items()}
     assert all(torch.equal(value, weights[key]) for key, value in expected.weights.items())
+
+
+WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+
+
+def joint_statistics(rank: int) -> dict[str, int]:
+    """Run a layer with statistics of all processes, and return the places where the host waited."""
+    device = torch.device("cuda", rank)
+    layer = InPlaceABN(4, group=dist.group.WORLD, synchronized=True).to(device)
+    x = torch.ones(3, 4, 5, 5, device=device)
+    with emulated.watch_syncs() as found:
+        for _ in range(2):
+            layer(x.clone().requires_grad_() * 1.5).sum().backward()
+    return {str(place): count for place, count in found.items()}
+
+
+def test_joint_statistics_do_not_make_the_host_wait() -> None:
+    assert run(joint_statistics, world=2) == [{}, {}]
+
+
+def open_edges(rank: int) -> list[str | None]:
+    """Open the transport edge with and without the user's value, and return the variable that it sets."""
+    found = []
+    for chosen in (None, "true"):
+        os.environ.pop(WARNING, None)
+        if chosen is not None:
+            os.environ[WARNING] = chosen
+        Case(transport="edge").pipeline(torch.device("cuda", rank))
+        found.append(os.environ.get(WARNING))
+    return found
+
+
+def test_edge_turns_off_the_warning_of_each_communicator_unless_the_user_turned_it_on() -> None:
+    assert run(open_edges, world=2) == [["false", "true"]] * 2
+
+
+def module(rank: int, name: str, *arguments: str) -> None:
+    """Run a module as ``python -m`` does."""
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def forked(name: str, arguments: Sequence[str], processes: int, seconds: float) -> subprocess.CompletedProcess[str]:
+    """Run a module in forked processes."""
+    ended = start(module, name, *arguments, world=processes, torchrun=True, timeout=seconds)
+    return subprocess.CompletedProcess([], ended.statuses != [0] * processes, ended.outputs[0], "\n".join(ended.outputs))
+
+
+def selftest(devices: int, out: str) -> None:
+    """Run the command as on a machine with a number of devices. It exits if a part fails."""
+    torch.cuda.device_count = lambda: devices
+    selftest_command.start_processes = forked
+    selftest_command.main(["--tiny", "--out", out])
+
+
+def test_all_parts_of_the_selftest_pass_and_its_report_is_written(tmp_path: Path) -> None:
+    assert run(selftest, 2, str(tmp_path), timeout=170) == [None]
+    found = json.loads((tmp_path / "selftest.json").read_text())
+    assert (found["gpus"], found["tiny"]) == (2, True)
+    planned = [*selftest_command.plan(2, tiny=True)]
+    parts = {part["name"]: part for part in found["parts"]}
+    assert [*parts] == [run.name for run in planned]
+    assert all(part["device"] == "cuda" and selftest_command.judge(part["part"], part) == {} for part in parts.values())
+    assert {part["difference"] for part in parts.values() if part["part"] == "compare"} == {0}
+    transports = {name: part for name, part in parts.items() if part["part"] == "transport"}
+    assert {part["transport"] for part in transports.values()} == {"lockstep", "edge"}
+    assert transports["lockstep, d = 2"]["digest"] == transports["edge, d = 2"]["digest"]
+    assert transports["lockstep, d = 2"]["digest"] != transports["lockstep, d = 1"]["digest"]
+    for part in parts.values():
+        if part["part"] == "memory":
+            assert part["predicted_bytes"] == pytest.approx(part["peak_bytes"], rel=0.05)
+    text = (tmp_path / "selftest.md").read_text()
+    assert f"{len(planned)} of {len(planned)} parts passed" in text
+    assert text.count("| passed |") == len(planned)
+    assert "cuda:1" in text  # the doctor's table of links

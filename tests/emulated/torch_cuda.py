@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed
+from torch.distributed import distributed_c10d as c10d
 
 GIBIBYTE = 1 << 30
 NARROW = 16
@@ -52,31 +54,6 @@ class Event(torch.Event):
         return float(_extension.elapsed(self.event_id, other.event_id))
 
 
-class CUDAGraph:
-    """A captured graph. Jobs are recorded in the order of their submission, and submitted to one stream by :meth:`replay`."""
-
-    def __init__(self, keep_graph: bool = False) -> None:
-        self._graph = _extension.Graph()
-
-    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **_: Any) -> None:
-        self._graph.begin()
-
-    def capture_end(self) -> None:
-        self._graph.end()
-
-    def replay(self) -> None:
-        self._graph.replay()
-
-    def reset(self) -> None:
-        self._graph = _extension.Graph()
-
-    def pool(self) -> tuple[int, int]:
-        return 0, id(self)
-
-    def instantiate(self) -> None:
-        pass
-
-
 _extension: Any = None
 
 
@@ -89,7 +66,7 @@ def index_of(device: Any = None) -> int:
 
 
 def install(extension: Any, devices: int) -> None:
-    """Replace the functions of ``torch.cuda`` that need a CUDA build."""
+    """Replace the functions of ``torch.cuda`` that need a CUDA build, and ProcessGroupNCCL by the emulated process group."""
     global _extension
     _extension = extension
     cuda = torch.cuda
@@ -101,7 +78,7 @@ def install(extension: Any, devices: int) -> None:
     }
     for name, value in replaced.items():
         original = getattr(cuda, name, None)
-        for module in (cuda, cuda.memory, cuda.random, cuda.graphs, cuda.streams):
+        for module in (cuda, cuda.memory, cuda.random, cuda.streams):
             if module is cuda or (original is not None and getattr(module, name, None) is original):
                 setattr(module, name, value)
     torch.storage._StorageBase.to = _storage_to
@@ -109,6 +86,10 @@ def install(extension: Any, devices: int) -> None:
     cuda.nccl.version = lambda: (2, 27, 0)
     torch._C._cuda_getCurrentRawStream = lambda device: extension.current_stream(device)
     torch._C._host_emptyCache = lambda: None
+    c10d._NCCL_AVAILABLE = True
+    for module in (c10d, torch.distributed):
+        module.is_nccl_available = lambda: True
+        module.ProcessGroupNCCL = extension.ProcessGroupNCCL
     atexit.register(extension.shut_down)
 
 
@@ -175,13 +156,11 @@ def _stream_functions(extension: Any) -> dict[str, Any]:
     return {
         "Stream": Stream,
         "Event": Event,
-        "CUDAGraph": CUDAGraph,
         "synchronize": synchronize,
         "current_stream": lambda device=None: stream(extension.current_stream(index_of(device)), index_of(device)),
         "default_stream": lambda device=None: stream(0, index_of(device)),
         "set_stream": lambda stream: extension.set_stream(stream.stream_id, stream.device_index),
-        "is_current_stream_capturing": extension.capturing,
-        "graph_pool_handle": lambda: (0, 1),
+        "is_current_stream_capturing": lambda: False,
         "_sleep": extension.sleep,
     }
 

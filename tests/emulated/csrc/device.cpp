@@ -14,29 +14,9 @@ using c10::Device;
 using c10::DeviceIndex;
 using c10::DeviceType;
 
-namespace {
-
-// A generator whose state the host can't use during a capture, as CUDA's
-struct DeviceGenerator final : at::CPUGeneratorImpl {
-  void set_current_seed(uint64_t seed) override {
-    forbid_in_capture("seeding a generator");
-    at::CPUGeneratorImpl::set_current_seed(seed);
-  }
-  void set_state(const c10::TensorImpl& state) override {
-    forbid_in_capture("setting the state of a generator");
-    at::CPUGeneratorImpl::set_state(state);
-  }
-  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    forbid_in_capture("reading the state of a generator");
-    return at::CPUGeneratorImpl::get_state();
-  }
-};
-
-}  // namespace
-
 at::Generator& default_generator(int device) {
   static auto* all = new std::vector<at::Generator>;
-  while (int(all->size()) <= device) all->push_back(at::make_generator<DeviceGenerator>());
+  while (int(all->size()) <= device) all->push_back(at::detail::createCPUGenerator());
   return (*all)[device];
 }
 
@@ -85,7 +65,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void* getStreamNativeHandle(const c10::Stream stream) const override { return reinterpret_cast<void*>(stream.id()); }
   bool queryStream(const c10::Stream& stream) const override { return stream_of(stream).done(stream_of(stream).last()); }
-  bool isStreamCapturing(const c10::Stream& stream) const override { return stream_of(stream).graph != nullptr; }
   void synchronizeStream(const c10::Stream& stream) const override {
     on_sync("synchronize", "stream");
     record(stream_of(stream)).host_wait();

@@ -236,38 +236,15 @@ void run_later(Call& call, torch::jit::Stack* stack, const Result& forms, at::Ge
   push_results(call, stack, forms.returns, &fresh);
   std::vector<Tensor> targets;
   for (auto& tensor : fresh) targets.push_back(host_view(tensor));
-  const bool copies = !targets.empty();
   auto op = call.op;
   auto arguments = call.used;
-  auto run = [op, arguments, targets, copies]() mutable {
+  if (generator.defined()) set_generators(arguments, call.generators, generator);
+  current_stream(call.device->index()).submit(call.name.c_str(), [op, arguments, targets]() mutable {
     auto returns = run_on_cpu(op, arguments);
-    if (!copies) return;
+    if (targets.empty()) return;
     auto values = tensors_in(returns);
     for (size_t i = 0; i < targets.size(); i++) copy_memory(targets[i], values[i]);
-  };
-  auto& stream = current_stream(call.device->index());
-  if (!generator.defined()) {
-    stream.submit(call.name.c_str(), run);
-    return;
-  }
-  // A random operator draws from a copy of the generator's state at the launch; a replay of a graph draws anew.
-  auto holder = std::make_shared<at::Generator>(generator);
-  auto places = call.generators;
-  int index = call.device->index();
-  auto call_copy = std::make_shared<Call>(call);
-  stream.submit(
-      call.name.c_str(),
-      [op, arguments, targets, copies, holder, places]() mutable {
-        auto drawn = arguments;
-        set_generators(drawn, places, holder->clone());
-        auto returns = run_on_cpu(op, drawn);
-        auto values = copies ? tensors_in(returns) : std::vector<Tensor>{};
-        for (size_t i = 0; i < targets.size(); i++) copy_memory(targets[i], values[i]);
-      },
-      [holder, call_copy, index] {
-        *holder = default_generator(index).clone();
-        run_on_zeros(*call_copy, &default_generator(index));
-      });
+  });
 }
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {

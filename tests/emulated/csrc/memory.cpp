@@ -3,7 +3,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
-#include <tuple>
 
 namespace emulated {
 
@@ -13,21 +12,19 @@ constexpr size_t ROUND = 512;
 constexpr int DEVICES = 16;
 thread_local int device_now = 0;
 thread_local int64_t stream_now[DEVICES] = {0};
-std::atomic<bool> poisons{true};
 
 void poison(void* data, size_t bytes) {
-  if (poisons) std::memset(data, 0xFF, bytes);
+  std::memset(data, 0xFF, bytes);
 }
 
 struct Block {
   void* data;
   size_t bytes;
   Stream* stream;                // whose order of work decides when the block may be reused
-  Graph* graph;                  // whose pool the block belongs to, if any
   std::vector<Stream*> users;    // other streams that use it (record_stream)
 };
 
-using Key = std::tuple<Stream*, Graph*, size_t>;
+using Key = std::pair<Stream*, size_t>;
 
 struct Cache {
   std::mutex mutex;
@@ -45,11 +42,8 @@ Cache& cache() {
 void offer(Block* block) {
   auto* data = block->data;
   auto bytes = block->bytes;
-  auto job = [data, bytes] { poison(data, bytes); };
-  // A graph poisons its own memory only: after the capture, memory of others may have other uses.
-  if (block->graph && block->graph == block->stream->graph) block->stream->submit("free", job);
-  else block->stream->submit_now("free", job);
-  cache().free[{block->stream, block->graph, block->bytes}].push_back(block);
+  block->stream->submit_unchecked("free", [data, bytes] { poison(data, bytes); });
+  cache().free[{block->stream, block->bytes}].push_back(block);
 }
 
 void offer_freed_elsewhere(Stream* stream) {
@@ -96,16 +90,15 @@ struct DeviceAllocator final : c10::Allocator {
     c10::Device device(c10::DeviceType::CUDA, device_now);
     if (size == 0) return {nullptr, device};
     auto& stream = current_stream(device_now);
-    if (!stream.graph) forbid_in_capture("an allocation outside of the graph's pool");
     auto bytes = (size + ROUND - 1) / ROUND * ROUND;
     std::lock_guard<std::mutex> lock(cache().mutex);
     collect();
     offer_freed_elsewhere(&stream);
     auto& used = cache().usage[device_now];
-    auto& free = cache().free[{&stream, stream.graph, bytes}];
+    auto& free = cache().free[{&stream, bytes}];
     Block* block;
     if (free.empty()) {
-      block = new Block{std::aligned_alloc(ROUND, bytes), bytes, &stream, stream.graph, {}};
+      block = new Block{std::aligned_alloc(ROUND, bytes), bytes, &stream, {}};
       poison(block->data, bytes);
       used.reserved += bytes;
     } else {
@@ -163,7 +156,6 @@ struct PinnedAllocator final : c10::Allocator {
   }
   c10::DataPtr allocate(size_t size) override {
     c10::Device cpu(c10::DeviceType::CPU);
-    forbid_in_capture("an allocation of pinned memory");
     auto bytes = std::max<size_t>((size + ROUND - 1) / ROUND * ROUND, ROUND);
     std::lock_guard<std::mutex> lock(pinned().mutex);
     for (auto& [data, block] : pinned().blocks)
@@ -229,18 +221,13 @@ void empty_cache() {
   collect();
   offer_freed_elsewhere(nullptr);
   synchronize_device(-1, "empty_cache");
-  for (auto found = cache().free.begin(); found != cache().free.end();) {
-    if (std::get<1>(found->first)) {  // a graph may be replayed
-      ++found;
-      continue;
-    }
-    for (auto* block : found->second) {
+  for (auto& [key, blocks] : cache().free)
+    for (auto* block : blocks) {
       cache().usage[block->stream->device].reserved -= block->bytes;
       std::free(block->data);
       delete block;
     }
-    found = cache().free.erase(found);
-  }
+  cache().free.clear();
 }
 
 int current_device() { return device_now; }
@@ -251,6 +238,5 @@ int64_t exchange_stream(int device, int64_t id) {
   stream_now[device] = id;
   return old;
 }
-void set_poison(bool on) { poisons = on; }
 
 }  // namespace emulated

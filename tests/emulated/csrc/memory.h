@@ -32,7 +32,4 @@ void set_current_device(int device);
 Stream& current_stream(int device);
 int64_t exchange_stream(int device, int64_t id);
 
-// Allocations of captured streams come from a pool of their graph, which no other work uses.
-void set_poison(bool on);
-
 }  // namespace emulated

@@ -27,8 +27,7 @@ void bind_settings(py::module& m) {
       .def_readwrite("lazy_loading", &Settings::lazy_loading)
       .def_readwrite("patience_ms", &Settings::patience_ms)
       .def_readwrite("fault", &Settings::fault)
-      .def_readwrite("fault_at", &Settings::fault_at)
-      .def_readwrite("slow_us", &Settings::slow_us);
+      .def_readwrite("fault_at", &Settings::fault_at);
   m.def("settings", [] { return &settings(); }, py::return_value_policy::reference);
   m.def("reseed", [](uint64_t seed) {
     settings().seed = seed;
@@ -50,8 +49,6 @@ void bind_device(py::module& m) {
   m.def("current_stream", [](int device) { return current_stream(device).id; });
   m.def("set_stream", [](int64_t id, int device) { exchange_stream(device, id); });
   m.def("default_generator", [](int device) { return default_generator(device); });
-  m.def("launches", &launches);
-  m.def("dump", &dump, release_gil());
   m.def("shut_down", &shut_down);
   m.def("empty_cache", &empty_cache, release_gil());
   m.def("synchronize", [](int device) { synchronize_device(device, "synchronize"); }, release_gil());
@@ -74,12 +71,6 @@ void bind_device(py::module& m) {
     result["allocations"] = used.allocations;
     return result;
   });
-  m.def("capturing", [] { return current_stream(current_device()).graph != nullptr; });
-  py::class_<Graph>(m, "Graph")
-      .def(py::init<>())
-      .def("begin", [](Graph& graph) { graph.begin(current_stream(current_device())); })
-      .def("end", [](Graph& graph) { graph.end(current_stream(current_device())); })
-      .def("replay", [](Graph& graph) { graph.replay(current_stream(current_device())); }, release_gil());
 }
 
 }  // namespace

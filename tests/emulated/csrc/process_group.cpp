@@ -168,7 +168,7 @@ struct EmulatedNCCL final : c10d::Backend {
          << ", OpType=" << c10d::opTypeToString(operation) << details << ", Timeout(ms)=" << options->timeout.count() << ")";
     work->description = text.str();
     work->deadline = Clock::now() + options->timeout;
-    if (!work->end.graph) Watchdog::get().add(work);
+    Watchdog::get().add(work);
     return work;
   }
 

@@ -20,8 +20,7 @@ struct State {
   int64_t own = 1000;
   std::set<std::string> loaded;
   std::atomic<int64_t> launches{0};
-  std::atomic<int> captures{0};
-  std::atomic<bool> failed{false}, stopped{false}, slow{false};
+  std::atomic<bool> failed{false}, stopped{false};
   std::string failure;
   SyncHandler handler = nullptr;
 };
@@ -58,7 +57,6 @@ void Stream::start() {
 }
 
 void Stream::delay() {
-  if (state().slow) sleep_us(settings().slow_us);
   if (!settings().seed) return;
   std::uniform_real_distribution<> uniform(0, 1);
   std::unique_lock<std::mutex> lock(mutex_);
@@ -91,16 +89,12 @@ void Stream::loop() {
   }
 }
 
-uint64_t Stream::submit(const char* what, Job job, Job prepare) {
+uint64_t Stream::submit(const char* what, Job job) {
   check_failure();
-  if (graph) {
-    graph->add(*this, what, std::move(job), std::move(prepare));
-    return 0;
-  }
-  return submit_now(what, std::move(job));
+  return submit_unchecked(what, std::move(job));
 }
 
-uint64_t Stream::submit_now(const char* what, Job job) {
+uint64_t Stream::submit_unchecked(const char* what, Job job) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!started_) start();
   queue_.emplace_back(what, std::move(job));
@@ -138,29 +132,23 @@ std::string Stream::describe() {
   return text.str();
 }
 
-bool Mark::done() const { return stream == nullptr || graph != nullptr || stream->done(number); }
+bool Mark::done() const { return stream == nullptr || stream->done(number); }
 
 void Mark::host_wait() const {
   if (stream == nullptr) return;
-  if (graph) throw std::runtime_error("CUDA error: operation not permitted when stream is capturing (synchronization)");
   stream->wait(number, std::chrono::milliseconds(settings().patience_ms));
   check_failure();
 }
 
 Mark record(Stream& stream) {
-  Mark mark{&stream, 0, stream.graph, std::make_shared<std::atomic<int64_t>>(0)};
+  Mark mark{&stream, 0, std::make_shared<std::atomic<int64_t>>(0)};
   auto time = mark.nanoseconds;
   mark.number = stream.submit("event record", [time] { *time = Clock::now().time_since_epoch().count(); });
   return mark;
 }
 
 void wait_for(Stream& stream, const Mark& mark) {
-  if (mark.graph) {  // the waiting stream joins the capture, which records jobs in the order of their submission
-    mark.graph->join(stream, mark.stream);
-    return;
-  }
   if (!mark.stream || mark.stream == &stream || mark.done()) return;
-  if (stream.graph) throw std::runtime_error("CUDA error: dependency created on uncaptured work in another stream");
   stream.submit("event wait", [mark] { mark.stream->wait(mark.number); });
 }
 
@@ -195,7 +183,6 @@ std::vector<Stream*> all_streams(int device) {
 }
 
 void synchronize_device(int device, const std::string& reason) {
-  if (capturing()) throw std::runtime_error("CUDA error: operation not permitted when stream is capturing (" + reason + ")");
   auto end = Clock::now() + std::chrono::milliseconds(settings().patience_ms ? settings().patience_ms : 1 << 30);
   for (auto* stream : all_streams(device)) {
     auto last = stream->last();
@@ -214,7 +201,6 @@ void count_launch(int device, const std::string& kernel) {
   if (options.fault_at && number == options.fault_at) {
     if (options.fault == "die") kill(getpid(), SIGKILL);
     if (options.fault == "hang") std::this_thread::sleep_for(std::chrono::hours(24));
-    if (options.fault == "slow") state().slow = true;
   }
   if (!options.lazy_loading) return;
   {
@@ -223,8 +209,6 @@ void count_launch(int device, const std::string& kernel) {
   }
   synchronize_device(device, "the first launch of " + kernel + ", which loads its module,");
 }
-
-int64_t launches() { return state().launches; }
 
 void fail(const std::string& error) {
   std::lock_guard<std::mutex> lock(state().mutex);
@@ -241,57 +225,8 @@ void check_failure() {
 void set_sync_handler(SyncHandler handler) { state().handler = handler; }
 
 void on_sync(const char* kind, const std::string& what) {
-  if (capturing()) throw std::runtime_error("CUDA error: operation not permitted when stream is capturing (" + what + ")");
   if (state().handler) state().handler(kind, what);
 }
-
-thread_local bool captures_here = false;
-
-void Graph::begin(Stream& stream) {
-  if (stream.id == 0) throw std::runtime_error("CUDA error: operation not permitted on the default stream (capture)");
-  nodes_.clear();
-  unjoined_.clear();
-  state().captures++;
-  captures_here = true;
-  origin_ = &stream;
-  join(stream);
-}
-
-void Graph::join(Stream& stream, Stream* other) {
-  if (other && &stream == origin_) unjoined_.erase(other);
-  if (stream.graph == this) return;
-  if (stream.graph) throw std::runtime_error("CUDA error: a stream can't be captured by two graphs");
-  stream.graph = this;
-  streams_.push_back(&stream);
-}
-
-void Graph::end(Stream& stream) {
-  if (stream.graph != this) throw std::runtime_error("CUDA error: the stream is not being captured");
-  for (auto* joined : streams_) joined->graph = nullptr;
-  streams_.clear();
-  state().captures--;
-  captures_here = false;
-  if (!unjoined_.empty()) throw std::runtime_error("CUDA error: capturing stream has unjoined work (" + (*unjoined_.begin())->name + ")");
-}
-
-void forbid_in_capture(const char* what) {
-  if (captures_here) throw std::runtime_error(std::string("CUDA error: operation not permitted when stream is capturing (") + what + ")");
-}
-
-void Graph::add(Stream& stream, const char* what, Job job, Job prepare) {
-  if (&stream != origin_) unjoined_.insert(&stream);
-  nodes_.push_back({what, std::move(job), std::move(prepare)});
-}
-
-void Graph::replay(Stream& stream) {
-  count_launch(stream.device, "graph");
-  for (auto& node : nodes_) {
-    if (node.prepare) node.prepare();
-    stream.submit(node.what, node.job);
-  }
-}
-
-bool capturing() { return state().captures > 0; }
 
 std::string dump() {
   std::string text;

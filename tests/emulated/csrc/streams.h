@@ -10,7 +10,6 @@
 #include <memory>
 #include <mutex>
 #include <random>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -27,14 +26,11 @@ struct Settings {
   int delay_us = 300;        // longest delay in microseconds
   bool lazy_loading = false; // the first launch of each kernel waits until the device is idle
   int patience_ms = 15000;   // a host that waits for the device this long reports a deadlock; 0: never
-  // Fault of this process: at its launch number fault_at it dies, hangs, or becomes slow
-  std::string fault;         // "", "die", "hang", "slow"
+  // Fault of this process: at its launch number fault_at it dies or hangs
+  std::string fault;         // "", "die", "hang"
   int64_t fault_at = 0;
-  int slow_us = 1000;
 };
 Settings& settings();
-
-class Graph;
 
 class Stream {
  public:
@@ -44,11 +40,9 @@ class Stream {
 
   Stream(int device, int64_t id, std::string name);
 
-  // Append a job, or record it if the stream is being captured, and return its number. `prepare` runs on the host before each
-  // replay of a graph that contains the job.
-  uint64_t submit(const char* what, Job job, Job prepare = nullptr);
-  // Append a job even if the stream is being captured.
-  uint64_t submit_now(const char* what, Job job);
+  // Append a job, and return its number. Throws if the device has failed.
+  uint64_t submit(const char* what, Job job);
+  uint64_t submit_unchecked(const char* what, Job job);
   // Whether job `number` has run.
   bool done(uint64_t number);
   // Block the calling thread until job `number` has run. Throws if the device has failed, or if `limit` has passed.
@@ -58,8 +52,6 @@ class Stream {
   void seed();
   // The job that runs, and how many wait behind it, for dumps.
   std::string describe();
-
-  Graph* graph = nullptr;  // the graph that captures this stream
 
  private:
   void loop();
@@ -80,7 +72,6 @@ class Stream {
 struct Mark {
   Stream* stream = nullptr;
   uint64_t number = 0;
-  Graph* graph = nullptr;  // not null: recorded during the capture of this graph
   std::shared_ptr<std::atomic<int64_t>> nanoseconds;
 
   bool done() const;
@@ -103,7 +94,6 @@ void synchronize_device(int device, const std::string& reason);
 
 // Count a launch: faults happen here, and with lazy loading the first launch of a kernel waits for the device.
 void count_launch(int device, const std::string& kernel);
-int64_t launches();
 
 // The first error of a job. Like an error of a CUDA kernel, it is raised by later calls of the host, and the device stays unusable.
 void fail(const std::string& error);
@@ -113,27 +103,6 @@ void check_failure();
 void on_sync(const char* kind, const std::string& what);
 using SyncHandler = void (*)(const char* kind, const std::string& what);
 void set_sync_handler(SyncHandler handler);
-
-// Operations on a captured graph
-class Graph {
- public:
-  void begin(Stream& stream);
-  void end(Stream& stream);
-  void replay(Stream& stream);
-  void add(Stream& stream, const char* what, Job job, Job prepare);
-  // `stream` waits for what `other`, which is captured, has recorded.
-  void join(Stream& stream, Stream* other = nullptr);
-
- private:
-  struct Node { const char* what; Job job, prepare; };
-  std::vector<Node> nodes_;
-  std::vector<Stream*> streams_;
-  Stream* origin_ = nullptr;
-  std::set<Stream*> unjoined_;  // have recorded jobs for which the first stream does not wait
-};
-bool capturing();
-// Raise an error if the calling thread captures a graph.
-void forbid_in_capture(const char* what);
 
 // Everything that is under way, for messages about deadlocks.
 std::string dump();
