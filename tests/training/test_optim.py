@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from petra import BlockSpec, ConfigError, Model
-from petra.training import LARS, OPTIMIZERS, MultiStep, Polynomial
+from petra.training import LARS, OPTIMIZERS, MultiStep, Polynomial, peak_rate
 from petra.training.learning_rate import SCHEDULES
 from tests.support.nets import RandomSource, make_pipeline
+
+RATE, DECAY, EPS = 0.02, 0.1, 1e-6
 
 
 def net() -> nn.Module:
@@ -20,14 +22,32 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2)).double()
 
 
-def stepped(optimizer: torch.optim.Optimizer, module: nn.Module, rate: float, steps: int = 3) -> None:
+class Words(nn.Module):
+    """An embedding, two matrices of which one is wide, vectors, and a matrix outside of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.square, self.wide, self.norm = nn.Embedding(5, 4), nn.Linear(4, 6), nn.Linear(6, 3), nn.LayerNorm(6)
+        self.positions = nn.Parameter(torch.randn(3, 4))
+        self.double()
+
+
+def gradients(module: nn.Module, steps: int) -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        for p in module.parameters():
-            p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
-        optimizer.step()
+    return [[torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in module.parameters()] for _ in range(steps)]
+
+
+def stepped(module: nn.Module, *optimizers: torch.optim.Optimizer, rate: float = RATE, steps: int = 3) -> list[Tensor]:
+    """Step with random gradients; return the parameters."""
+    for found in gradients(module, steps):
+        for p, g in zip(module.parameters(), found, strict=True):
+            p.grad = g
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+    return [p.detach() for p in module.parameters()]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -43,22 +63,19 @@ def test_biases_and_normalisation_do_not_decay(name: str) -> None:
 
 
 def test_lars_is_algorithm_1_of_its_paper() -> None:
-    module, expected = net(), net()
-    rate, trust, decay, momentum = 2.0, 0.02, 0.1, 0.9
-    stepped(OPTIMIZERS["lars"](module, momentum=momentum, trust=trust, weight_decay=decay), module, rate)
-    generator = torch.Generator().manual_seed(1)
-    velocities = [torch.zeros_like(p) for p in expected.parameters()]
-    for _ in range(3):
-        for p, v in zip(expected.parameters(), velocities, strict=True):
-            g = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+    module, expected = net(), [p.detach().clone() for p in net().parameters()]
+    rate, trust, momentum = 2.0, 0.02, 0.9
+    found = stepped(module, OPTIMIZERS["lars"](module, momentum=momentum, trust=trust, weight_decay=DECAY), rate=rate)
+    velocities = [torch.zeros_like(p) for p in expected]
+    for drawn in gradients(module, 3):
+        for p, v, g in zip(expected, velocities, drawn, strict=True):
             local, beta = 1.0, 0.0
             if p.dim() > 1:
-                beta = decay
+                beta = DECAY
                 local = trust * p.norm().item() / (g.norm().item() + beta * p.norm().item())
-            v.mul_(momentum).add_(g + beta * p.detach(), alpha=rate * local)
-            p.data -= v
-    for found, p in zip(module.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(found, p, rtol=1e-12, atol=1e-14)
+            v.mul_(momentum).add_(g + beta * p, alpha=rate * local)
+            p -= v
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_lars_of_a_weight_or_gradient_that_is_zero_stays_finite() -> None:
@@ -79,15 +96,11 @@ def test_a_step_that_the_device_skips_changes_nothing(name: str) -> None:
     optimizer = OPTIMIZERS[name](module)
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return
-    before = [p.detach().clone() for p in module.parameters()]
-    optimizer.found_inf = torch.tensor(1.0)  # type: ignore[attr-defined]
-    stepped(optimizer, module, 0.1, steps=2)
-    assert all(torch.equal(p, b) for p, b in zip(module.parameters(), before, strict=True))
-    optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
-    stepped(optimizer, module, 0.1)
-    stepped(OPTIMIZERS[name](other), other, 0.1)
-    for p, q in zip(module.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-12, atol=0)
+    for skips in (1.0, 0.0):
+        optimizer.found_inf = torch.tensor(skips)  # type: ignore[attr-defined]
+        found = stepped(module, optimizer, rate=0.1)
+        expected = [*net().parameters()] if skips else stepped(other, OPTIMIZERS[name](other), rate=0.1)
+        torch.testing.assert_close(found, [p.detach() for p in expected], rtol=1e-12, atol=0)
 
 
 def test_muon_takes_projections_and_not_shared_embeddings() -> None:
@@ -101,31 +114,13 @@ def test_muon_takes_projections_and_not_shared_embeddings() -> None:
 
 
 def test_muon_takes_matrices_and_adamw_the_rest() -> None:
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.table, self.linear, self.norm = nn.Embedding(5, 4), nn.Linear(4, 6), nn.LayerNorm(6)
-            self.positions = nn.Parameter(torch.randn(3, 4))
-
     module, expected = Words(), Words()
-    stepped(OPTIMIZERS["muon"](module, weight_decay=0.1), module, 0.01)
-    muon = torch.optim.Muon([expected.linear.weight], weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
-    rest = [p for p in expected.parameters() if p is not expected.linear.weight]
-    decayed = [expected.table.weight, expected.positions]
-    others = [p for p in rest if p.dim() == 1]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, foreach=False)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(3):
-        for p in expected.parameters():
-            p.grad = torch.randn(p.shape, generator=generator)
-        for optimizer in (muon, adamw):
-            for group in optimizer.param_groups:
-                group["lr"] = 0.01
-            optimizer.step()
-    for p, q in zip(module.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    matrices = [expected.square.weight, expected.wide.weight]
+    rest = [p for p in expected.parameters() if all(p is not m for m in matrices)]
+    groups = [{"params": [p for p in rest if p.dim() == d], "weight_decay": DECAY * (d > 1)} for d in (1, 2)]
+    muon = torch.optim.Muon(matrices, weight_decay=DECAY, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    wanted = stepped(expected, muon, torch.optim.AdamW(groups, foreach=False))
+    torch.testing.assert_close(stepped(module, OPTIMIZERS["muon"](module, weight_decay=DECAY)), wanted, rtol=1e-5, atol=1e-6)
 
 
 PER_EPOCH, EPOCHS, WARMUP, K, PEAK = 4, 200, 5, 3, 0.4
@@ -168,49 +163,21 @@ def test_every_stage_follows_a_schedule_of_200_epochs_at_every_update(name: str)
 
 
 def test_schedules_check_their_values() -> None:
-    for power in (0.0, math.inf):
-        with pytest.raises(ConfigError, match=r"schedule\.power: expected"):
-            Polynomial(0.1, 10, 5, power=power)
-    for final in (-0.1, 0.2):
-        with pytest.raises(ConfigError, match=r"schedule\.final: expected a number >= 0 and <= 0\.1"):
-            Polynomial(0.1, 10, 5, final=final)
-    with pytest.raises(ConfigError, match=r"schedule\.warmup_epochs: expected a finite number >= 0, got nan"):
-        MultiStep(0.1, 10, 5, warmup_epochs=math.nan)
-    for peak in (math.inf, -1.0):
-        with pytest.raises(ConfigError, match=r"optim\.lr: expected a number >= 0, got"):
-            MultiStep(peak, 10, 5)
-    with pytest.raises(ConfigError, match=r"schedule\.gamma: expected"):
-        MultiStep(0.1, 10, 5, gamma=2.0)
-    for milestones in ([3, 2], [2, 2], [0, 1]):
-        with pytest.raises(ConfigError, match=r"schedule\.milestones: expected"):
-            MultiStep(0.1, 10, 5, milestones=milestones)
+    number = r"optim\.lr: expected a number >= 0, got"
+    for build, peak, settings, message in (
+        *((Polynomial, 0.1, {"power": power}, r"schedule\.power: expected") for power in (0.0, math.inf)),
+        *((Polynomial, 0.1, {"final": final}, r"schedule\.final: expected a number >= 0 and <= 0\.1") for final in (-0.1, 0.2)),
+        (MultiStep, 0.1, {"warmup_epochs": math.nan}, r"schedule\.warmup_epochs: expected a finite number >= 0, got nan"),
+        *((MultiStep, peak, {}, number) for peak in (math.inf, -1.0)),
+        (MultiStep, 0.1, {"gamma": 2.0}, r"schedule\.gamma: expected"),
+        *((MultiStep, 0.1, {"milestones": wrong}, r"schedule\.milestones: expected") for wrong in ([3, 2], [2, 2], [0, 1])),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build(peak, 10, 5, **settings)
     assert MultiStep(peak=0.5, microbatches_per_epoch=10, epochs=3)(1) == 0.5  # without a warm-up
-
-
-RATE, DECAY, EPS = 0.02, 0.1, 1e-6
-
-
-class Words(nn.Module):
-    """An embedding, two matrices of which one is wide, and a vector."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table, self.square, self.wide, self.norm = nn.Embedding(5, 4), nn.Linear(4, 6), nn.Linear(6, 3), nn.LayerNorm(6)
-        self.double()
-
-
-def gradients(module: nn.Module, steps: int) -> list[list[Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [[torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in module.parameters()] for _ in range(steps)]
-
-
-def step(optimizer: torch.optim.Optimizer, module: nn.Module, found: list[Tensor]) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = RATE
-    for p, g in zip(module.parameters(), found, strict=True):
-        p.grad = g.clone()
-    optimizer.step()
+    rate = MultiStep(peak=1.0, microbatches_per_epoch=10, epochs=6, warmup_epochs=4, milestones=[1])
+    assert [rate(10), rate(11), rate(40)] == pytest.approx([10 / 40, 0.1 * 11 / 40, 0.1])  # a milestone scales the ramp
+    assert peak_rate(0.1, batch_size=64, k=1) == 0.1 * 64 / 256
 
 
 def decays(p: Tensor) -> float:
@@ -219,11 +186,10 @@ def decays(p: Tensor) -> float:
 
 def test_nadam_is_the_formula_of_ajanthan_et_al() -> None:
     module, reference = Words(), [p.detach().clone() for p in Words().parameters()]
-    optimizer = OPTIMIZERS["nadam"](module, eps=EPS, weight_decay=DECAY)
+    result = stepped(module, OPTIMIZERS["nadam"](module, eps=EPS, weight_decay=DECAY), steps=6)
     beta1, beta2, product = 0.99, 0.999, 1.0
     m, v = ([torch.zeros_like(w) for w in reference] for _ in range(2))
     for t, found in enumerate(gradients(module, 6), 1):
-        step(optimizer, module, found)
         now, following = (beta1 * (1 - 0.5 * 0.96 ** (0.004 * i)) for i in (t, t + 1))
         product *= now
         for i, g in enumerate(found):
@@ -231,8 +197,7 @@ def test_nadam_is_the_formula_of_ajanthan_et_al() -> None:
             v[i] = beta2 * v[i] + (1 - beta2) * g * g
             ahead = following * m[i] / (1 - product * following) + (1 - now) * g / (1 - product)
             reference[i] = reference[i] * decays(reference[i]) - RATE * ahead / ((v[i] / (1 - beta2**t)).sqrt() + EPS)
-    for p, w in zip(module.parameters(), reference, strict=True):
-        torch.testing.assert_close(p.detach(), w, rtol=1e-7, atol=1e-9)  # torch stores M_t in float32
+    torch.testing.assert_close(result, reference, rtol=1e-7, atol=1e-9)  # torch stores M_t in float32
 
 
 def eigenvectors(covariance: Tensor) -> Tensor:
@@ -242,12 +207,12 @@ def eigenvectors(covariance: Tensor) -> Tensor:
 def test_basis_rotation_is_adam_in_the_rotated_basis() -> None:
     module, reference = Words(), [p.detach().clone() for p in Words().parameters()]
     optimizer = OPTIMIZERS["basis_rotation"](module, betas=[0.8, 0.9], eps=EPS, weight_decay=DECAY, frequency=3)
-    rotated = {i for i, (name, p) in enumerate(module.named_parameters()) if p.dim() == 2 and not name.startswith("table")}
+    result = stepped(module, optimizer, steps=8)
+    rotated = {i for i, (name, p) in enumerate(module.named_parameters()) if name in ("square.weight", "wide.weight")}
     m, v = ([torch.zeros_like(w) for w in reference] for _ in range(2))
     covariances: dict[int, list[Tensor]] = {i: [torch.zeros(n, n).double() for n in reference[i].shape] for i in rotated}
     bases: dict[int, list[Tensor]] = {}
     for t, found in enumerate(gradients(module, 8), 1):
-        step(optimizer, module, found)
         for i, g in enumerate(found):
             u, w = None, None
             if i in rotated:
@@ -268,8 +233,7 @@ def test_basis_rotation_is_adam_in_the_rotated_basis() -> None:
             change = momentum / (1 - 0.8**t) / ((v[i] / (1 - 0.9**t)).sqrt() + EPS)
             change = change if u is None or w is None else u @ change @ w.T
             reference[i] = reference[i] * decays(reference[i]) - RATE * change
-    for p, expected in zip(module.parameters(), reference, strict=True):
-        torch.testing.assert_close(p.detach(), expected, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(result, reference, rtol=1e-8, atol=1e-10)
 
 
 def test_sides_longer_than_the_largest_are_not_rotated() -> None:
@@ -279,8 +243,4 @@ def test_sides_longer_than_the_largest_are_not_rotated() -> None:
     for group in optimizer.param_groups:
         group["largest"] = 2
     adamw = OPTIMIZERS["adamw"](plain, betas=[0.8, 0.9], eps=EPS, weight_decay=DECAY)
-    for found in gradients(module, 4):
-        step(optimizer, module, found)
-        step(adamw, plain, found)
-    for p, q in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(stepped(module, optimizer), stepped(plain, adamw), rtol=1e-10, atol=1e-12)

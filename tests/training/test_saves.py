@@ -34,6 +34,14 @@ def weights(pipeline: Pipeline) -> dict[str, Tensor]:
     return {key: value.clone() for key, value in pipeline.state_dict().items()}
 
 
+def restored(folder: Path) -> Pipeline:
+    """Return a pipeline with the state of the newest checkpoint."""
+    pipeline, path = small(), newest(folder)
+    assert path is not None
+    restore(pipeline, path)
+    return pipeline
+
+
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(value, b[key]) for key, value in a.items())
 
@@ -109,14 +117,12 @@ def die_everywhere(folder: Path, background: bool) -> None:
     found = set()
     for index in sorted({*first.values(), *last.values()})[:: 4 if background else 2]:
         assert attempt(index) == 9, steps[index]
-        restored, path = small(), newest(work)
-        assert path is not None, steps[index]
-        restore(restored, path)
-        assert equal(weights(restored), expected[restored.microbatches_done]), steps[index]
-        found.add(restored.microbatches_done)
-        restored.train(DATA, 2 - restored.microbatches_done)
-        Checkpoints(work, keep=1).save(restored, {})
-        assert equal(weights(restored), expected[2])
+        again = restored(work)
+        assert equal(weights(again), expected[again.microbatches_done]), steps[index]
+        found.add(again.microbatches_done)
+        again.train(DATA, 2 - again.microbatches_done)
+        Checkpoints(work, keep=1).save(again, {})
+        assert equal(weights(again), expected[2])
         assert {p.name for p in work.iterdir()} == {"000000002"}, steps[index]
     assert found == {1, 2}
     assert len(first) > 80
@@ -144,25 +150,15 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-def remount(place: Path, options: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{options}", str(place)], check=True)
-
-
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize(
-    ("options", "reason"), [("full", "No space left on device"), ("ro", "Read-only file system")], ids=["full", "read-only"]
-)
-def test_a_full_or_read_only_disk_leaves_checkpoints_intact(options: str, reason: str, background: bool, disk: Path) -> None:
+def test_a_full_disk_leaves_checkpoints_intact(background: bool, disk: Path) -> None:
     """Training can continue, and the next save succeeds once the disk has space."""
     pipeline, store = small(), Checkpoints(disk / "c", keep=1, background=background)
     pipeline.train(DATA, 1)
     store.save(pipeline, {})
     store.wait()
     before = weights(pipeline)
-    if options == "ro":
-        remount(disk, "ro")
-    else:
-        (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free))
+    (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free))
     pipeline.train(DATA, 1)
     trained = weights(pipeline)
 
@@ -170,22 +166,12 @@ def test_a_full_or_read_only_disk_leaves_checkpoints_intact(options: str, reason
         store.save(pipeline, {})
         store.wait()
 
-    with pytest.raises(
-        PetraError, match=rf"checkpoint {disk}/c/000000002: cannot be written \({reason}\); earlier checkpoints are"
-    ):
+    message = rf"checkpoint {disk}/c/000000002: cannot be written \(No space left on device\); earlier checkpoints are"
+    with pytest.raises(PetraError, match=message):
         save()
     assert equal(weights(pipeline), trained)
-    restored, path = small(), newest(disk / "c")
-    assert path is not None
-    restore(restored, path)
-    assert equal(weights(restored), before)
-    if options == "ro":
-        remount(disk, "rw")
-    else:
-        (disk / "filler").unlink()
+    assert equal(weights(restored(disk / "c")), before)
+    (disk / "filler").unlink()
     save()
-    restored, path = small(), newest(disk / "c")
-    assert path is not None
-    restore(restored, path)
-    assert equal(weights(restored), trained)
+    assert equal(weights(restored(disk / "c")), trained)
     assert {p.name for p in (disk / "c").iterdir()} == {"000000002"}
