@@ -22,51 +22,62 @@ from tests.support.nets import RandomSource, make_pipeline, mixed_net, sgd
 from tests.support.processes import run_processes
 from tests.support.remedies import Remedy
 
-CASES, MICROBATCHES = ((1, 3), (2, 1), (2, 3)), 41
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ten stages": {"k": 3, "stages": None, "numerics": Numerics(channels_last=True)},
+    "d = 1": {"method": Method("petra", 1, Keep.NOTHING), "k": 3},
+    "turns": {"method": Method("reversible", 0, Keep.NOTHING)},
+    "graph": {"method": Method("backprop", 0, Keep.GRAPH)},
+    "unequal": {"method": Method("x", (3, 0, 1), Keep.INPUT)},
+    "flush": {"method": "1f1b"},
+    "fill": {"method": "gpipe"},
+    "double": {"method": "pipedream_2bw"},
+    "remedies": {"remedy": Remedy(9, 0.3, Prediction.DIFFERENCE, 1.5, True, 0.9)},
+    "exact streams": {"numerics": Numerics(exact_streams=True)},
+    "wire": {"numerics": Numerics(wire=torch.bfloat16)},
+    "refetch": {},
+    "overlap": {},
+}
 
 
-def data() -> RandomSource:
-    return RandomSource(batch=2, size=16, classes=10, dtype=torch.float32)
-
-
-def trained(delay: int, k: int, transport: TransportName, microbatches: int = MICROBATCHES) -> tuple[dict[str, Tensor], object]:
-    """Ten stages of RevNet-18; a first stretch that k does not divide, an evaluation, a second stretch."""
-    pipeline = make_pipeline(
-        revnet18(width=1 / 16),
-        data().spec,
-        method=Method("petra", delay, Keep.NOTHING),
-        k=k,
-        optimizer=sgd,
-        learning_rate=lambda t: 0.02 / (1 + t / 50),
-        runtime=Runtime(transport=transport),
-        numerics=Numerics(channels_last=k == 3),
-        seed=6,
-    )
-    results = [pipeline.train(data(), 20), pipeline.evaluate(data(), 3), pipeline.train(data(), microbatches - 20)]
-    return {key: value.clone() for key, value in pipeline.state_dict().items()}, results
-
-
-@pytest.fixture(scope="module")
-def alone() -> dict[tuple[int, int], tuple[dict[str, Tensor], object]]:
+def train_all(rank: int | None) -> dict[tuple[str, str], tuple[dict[str, Tensor], object]]:
+    """Train with each setting: a first stretch that k does not divide, an evaluation, a second stretch."""
     torch.set_num_threads(1)
-    return {(d, k): trained(d, k, "local") for d, k in CASES}
-
-
-def train_all(rank: int) -> dict[tuple[int, int, str], tuple[dict[str, Tensor], object]]:
-    return {(d, k, t): trained(d, k, t) for (d, k), t in product(CASES, ("lockstep", "edge"))}
+    found: dict[tuple[str, str], tuple[dict[str, Tensor], object]] = {}
+    transports: tuple[TransportName, ...] = ("local",) if rank is None else ("lockstep", "edge")
+    for name, transport in product(SETTINGS, transports):
+        large = name == "ten stages"
+        source = RandomSource(batch=2, size=16, classes=10, dtype=torch.float32) if large else RandomSource()
+        runtime = Runtime(
+            transport=transport, refetch=name == "refetch" and rank is not None, overlap=name == "overlap" and rank is not None
+        )
+        pipeline = make_pipeline(
+            revnet18(width=1 / 16) if large else mixed_net(),
+            source.spec,
+            **{"k": 4, "stages": [1, 2, 1, 2], "runtime": runtime, **SETTINGS[name]},
+            optimizer=sgd,
+            learning_rate=lambda t: 0.02 / (1 + t / 50),
+            seed=6,
+        )
+        results = [pipeline.train(source, 14), pipeline.evaluate(source, 3), pipeline.train(source, 41 - 14 if large else 6)]
+        found[name, transport] = {key: value.clone() for key, value in pipeline.state_dict().items()}, results
+    return found
 
 
 @pytest.mark.processes
-def test_weights_do_not_depend_on_processes_or_transport(alone: dict, tmp_path: Path) -> None:
-    """Invariant 1."""
-    parts = run_processes(4, train_all, tmp_path)
-    for d, k, transport in parts[0]:
-        expected, results = alone[d, k]
-        weights = {key: value for part in parts for key, value in part[d, k, transport][0].items()}
-        assert sum(len(part[d, k, transport][0]) for part in parts) == len(expected)
+def test_weights_and_results_do_not_depend_on_processes_or_transport(tmp_path: Path) -> None:
+    """Invariant 1.
+
+    Among the settings are delays that differ, more processes (five) than stages (four), and more stages than processes; refetching
+    and overlap against neither.
+    """
+    alone, parts = train_all(None), run_processes(5, train_all, tmp_path)
+    for name, transport in parts[0]:
+        expected, results = alone[name, "local"]
+        weights = {key: value for part in parts for key, value in part[name, transport][0].items()}
+        assert sum(len(part[name, transport][0]) for part in parts) == len(expected)
         for key, value in expected.items():
-            assert torch.equal(weights[key], value), f"d={d} k={k} {transport}: {key}"
-        assert all(part[d, k, transport][1] == results for part in parts)
+            assert torch.equal(weights[key], value), f"{name} {transport}: {key}"
+        assert all(part[name, transport][1] == results for part in parts), f"{name} {transport}"
 
 
 EARLY: dict[str, dict[str, Any]] = {
@@ -87,8 +98,7 @@ def early(name: str, transport: TransportName) -> Pipeline:
 def stop_early(rank: int, by: int, after: int) -> dict[tuple[str, str], tuple[int, bool]]:
     """How far a stretch of 300 microbatches came that one process stops, and whether it is as if so many had been planned."""
     found = {}
-    for name, transport in product(EARLY, ("lockstep", "edge")):
-        transport = "auto" if name == "replicas" else transport
+    for name, transport in zip(EARLY, ("lockstep", "edge", "lockstep", "edge", "auto"), strict=True):
         stopped, asked = early(name, transport), iter([False] * after)  # type: ignore[arg-type]
         stopped.train(RandomSource(), 300, stop=lambda asked=asked: next(asked, rank == by))
         planned = early(name, transport)  # type: ignore[arg-type]
@@ -115,71 +125,17 @@ def test_one_process_stops_at_once() -> None:
     assert 9 < pipeline.microbatches_done < 40
 
 
-OTHERS: dict[str, dict[str, Any]] = {
-    "turns": {"method": Method("reversible", 0, Keep.NOTHING)},
-    "graph": {"method": Method("backprop", 0, Keep.GRAPH)},
-    "unequal": {"method": Method("x", (3, 0, 1), Keep.INPUT)},
-    "flush": {"method": "1f1b"},
-    "fill": {"method": "gpipe"},
-    "double": {"method": "pipedream_2bw"},
-    "remedies": {"remedy": Remedy(9, 0.3, Prediction.DIFFERENCE, 1.5, True, 0.9)},
-    "exact streams": {"numerics": Numerics(exact_streams=True)},
-    "wire": {"numerics": Numerics(wire=torch.bfloat16)},
-    "refetch": {},
-    "overlap": {},
-}
-
-
-def train_others(rank: int | None) -> dict[tuple[str, str], dict[str, Tensor]]:
-    states = {}
-    stream = RandomSource()
-    for name, transport in product(OTHERS, ("local",) if rank is None else ("lockstep", "edge")):
-        pipeline = make_pipeline(
-            mixed_net(),
-            stream.spec,
-            k=4,
-            stages=[1, 2, 1, 2],
-            optimizer=sgd,
-            learning_rate=lambda t: 0.02,
-            runtime=Runtime(
-                transport=transport,  # type: ignore[arg-type]
-                refetch=name == "refetch" and rank is not None,
-                overlap=name == "overlap" and rank is not None,
-            ),
-            **OTHERS[name],
-        )
-        pipeline.train(stream, 14)
-        states[name, transport] = pipeline.state_dict()
-    return states
-
-
-@pytest.mark.processes
-def test_other_methods_do_not_depend_on_processes(tmp_path: Path) -> None:
-    """Among them delays that differ and more processes (five) than stages (four); refetching and overlap against neither."""
-    expected = train_others(None)
-    parts = run_processes(5, train_others, tmp_path)
-    for name, transport in parts[0]:
-        weights = {key: value for part in parts for key, value in part[name, transport].items()}
-        for key, value in expected[name, "local"].items():
-            assert torch.equal(weights[key], value), f"{name} {transport}: {key}"
-
-
 class Enlarge(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.expand(-1, -1, 4200, 4200) * 1.0
 
 
-class Mean(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(1, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.mean((2, 3)))
+def head() -> nn.Module:
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1, 5))
 
 
 def send_large(rank: int) -> list[float]:
-    model = Model("large", (BlockSpec("enlarge", Enlarge), BlockSpec("scale", lambda: nn.Conv2d(1, 1, 1)), BlockSpec("mean", Mean)))
+    model = Model("large", (BlockSpec("enlarge", Enlarge), BlockSpec("scale", lambda: nn.Conv2d(1, 1, 1)), BlockSpec("head", head)))
     stream = RandomSource(batch=1, size=1, dtype=torch.float32)
     stream.inputs = lambda m: torch.full((1, 1, 1, 1), float(m))  # type: ignore[method-assign]
     spec = TensorSpec((1, 1, 1, 1), torch.float32)
@@ -209,15 +165,18 @@ class OneStream(nn.Module):
 
 @pytest.mark.processes
 def test_no_thread_outlives_the_process_group(tmp_path: Path) -> None:
-    """One that does may crash the interpreter's exit, and the launcher then calls a finished run a failed one."""
+    """One that does may crash the interpreter's exit. No module keeps the group alive, as torch.distributed.nn would."""
     program = f"""
-import os, torch, torch.distributed as dist
-from petra import Pipeline
+import gc, os, weakref, torch, torch.distributed as dist
 before = len(os.listdir("/proc/self/task"))
 dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
+group = weakref.ref(dist.group.WORLD)
+from petra import Pipeline
 import torch._dynamo  # as optimizers do
 dist.all_reduce(torch.zeros(3))
 dist.destroy_process_group()
+gc.collect()
+assert group() is None
 assert len(os.listdir("/proc/self/task")) == before
 """
     subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=600)

@@ -12,13 +12,11 @@ from torch.nn.parameter import UninitializedTensorMixin
 from petra import Keep, Numerics, Weights
 from petra.engine.build import make_stage
 from petra.engine.stage import Stage
-from petra.method import METHODS
 from petra.model import Chain, Model
 from petra.reversible import Coupling, derive_seed, seeded
 from petra.specs import Streams
 from tests.support.nets import RandomSource, branch, mixed_net
-
-KEEPS = [Keep.GRAPH, Keep.INPUT, Keep.NOTHING]
+from tests.support.pairs import all_pairs
 
 
 def stage(model: Model, keep: Keep, weights: Weights = Weights.CURRENT, k: int = 1, seed: int = 4) -> Stage:
@@ -42,12 +40,10 @@ def replayed(chain: Chain, m: int, x: Tensor, seed: int = 4) -> Tensor:
     return streams[0]
 
 
-@pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize("weights", list(Weights))
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_gradient_of_frozen_weights_equals_plain_autograd(keep: Keep, weights: Weights, dropout: float) -> None:
+@pytest.mark.parametrize(("keep", "weights"), all_pairs([Keep.GRAPH, Keep.INPUT, Keep.NOTHING], list(Weights)))
+def test_gradient_of_frozen_weights_equals_plain_autograd(keep: Keep, weights: Weights) -> None:
     """Gradients, dropout masks and running statistics, with five microbatches in flight."""
-    model, data, k = mixed_net(dropout=dropout), RandomSource(), 5
+    model, data, k = mixed_net(dropout=0.3), RandomSource(), 5
     made, chain = stage(model, keep, weights, k=k), model.build(4)
     outputs = [made.forward(m, (data.inputs(m),)) for m in range(k)]
     deltas = [torch.randn_like(y) for (y,) in outputs]
@@ -117,8 +113,7 @@ def test_block_that_is_not_reversible_stores_its_inputs_in_flight() -> None:
     assert made.stored_bytes() == 5 * one
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("kernel", ["fused", "foreach"])
+@pytest.mark.parametrize(("optimizer", "kernel"), [(torch.optim.SGD, "fused"), (torch.optim.AdamW, "foreach")])
 def test_a_stored_graph_uses_the_updated_weights(optimizer: type[torch.optim.Optimizer], kernel: str) -> None:
     """Old activations and new weights, through convolution and batch normalisation, with each kind of optimizer kernel."""
     torch.manual_seed(1)
@@ -158,16 +153,3 @@ def test_double_weights_are_two_versions() -> None:
                 with made.updating():
                     pass
     assert size <= live_bytes() - before < 1.5 * size
-
-
-def test_last_stage_stores_the_graph_of_its_last_blocks() -> None:
-    method = METHODS["petra"]
-    assert method.keep_of([True, False, True, False, False], last=True) == (
-        Keep.NOTHING,
-        Keep.INPUT,
-        Keep.NOTHING,
-        Keep.GRAPH,
-        Keep.GRAPH,
-    )
-    assert method.keep_of([True, False], last=False) == (Keep.NOTHING, Keep.INPUT)
-    assert METHODS["backprop"].keep_of([True, False], last=False) == (Keep.GRAPH, Keep.GRAPH)
