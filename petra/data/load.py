@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from petra.data.cifar import cifar10, cifar100
 from petra.data.dataset import Dataset
 from petra.data.generated import digits, synthetic
 from petra.data.imagenet import imagenet
-from petra.data.imagenet32 import imagenet32
+from petra.data.releases import cifar10, cifar100, imagenet32
 from petra.data.tokens import text, tokens
 from petra.errors import ConfigError, alternatives, require
 from petra.specs import TensorSpec

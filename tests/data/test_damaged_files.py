@@ -1,26 +1,21 @@
-"""Data files with random damage. Each must raise a DataError or be read correctly.
+"""Image files with random damage. Each must raise a DataError or be read.
 
-The default is a few hundred examples; ``pytest tests/data/test_damaged_files.py --hypothesis-profile=long`` tries 5,000.
+The default is a hundred examples; ``pytest tests/data/test_damaged_files.py --hypothesis-profile=long`` tries 1,250.
 """
 
 from __future__ import annotations
 
 import io
 import random
-from collections.abc import Callable
-from typing import TypeVar
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petra.data.files import read_images
 from petra.data.imagenet import decoded
 from petra.errors import DataError
-from tests.support.fakes import imagenet32_batch, jpeg, smooth_image
-
-T = TypeVar("T")
+from tests.support.fakes import jpeg, smooth_image
 
 
 @st.composite
@@ -38,8 +33,6 @@ def damaged(draw: st.DrawFn, content: bytes) -> bytes:
     return bytes(result)
 
 
-NPZ = io.BytesIO()
-np.savez_compressed(NPZ, **imagenet32_batch(10))
 JPEGS = [jpeg(smooth_image(40, 30, mode)) for mode in ("RGB", "L", "CMYK")]
 PNG = io.BytesIO()
 smooth_image(40, 30).save(PNG, "PNG")
@@ -48,34 +41,13 @@ smooth_image(40, 30).save(PROGRESSIVE, "JPEG", progressive=True)
 IMAGES = [*JPEGS, PNG.getvalue(), PROGRESSIVE.getvalue()]
 
 
-def attempt(read: Callable[[], T]) -> T | str:
-    """Return what ``read`` returns, or the message of its DataError."""
-    try:
-        return read()
-    except DataError as error:
-        return str(error)
-
-
-@given(content=damaged(NPZ.getvalue()))
-def test_npz_file(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.getbasetemp() / "damaged.npz"
-    path.write_bytes(content)
-    found = attempt(lambda: read_images(path, "labels", range(1, 1001), "help"))
-    if isinstance(found, str):
-        assert found.startswith(f"{path}: ")
-    else:
-        expected = imagenet32_batch(10)
-        assert np.array_equal(found[0], expected["data"])
-        assert (found[1] + 1).tolist() == expected["labels"]
-
-
 @given(content=st.sampled_from(IMAGES).flatmap(damaged), train=st.booleans())
 def test_image_file(content: bytes, train: bool, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Not all damage can be detected in these formats, so only shape and type of the result are checked."""
     path = tmp_path_factory.getbasetemp() / "damaged.JPEG"
     path.write_bytes(content)
-    found = attempt(lambda: decoded(path, 16, random.Random(0) if train else None))
-    if isinstance(found, str):
-        assert found.startswith(f"{path}: can't be read as a JPEG or PNG image")
-    else:
-        assert (found.shape, found.dtype) == ((16, 16, 3), np.uint8)
+    try:
+        found: object = (image := decoded(path, 16, random.Random(0) if train else None)).shape, image.dtype
+    except DataError as error:
+        found = str(error)[: len(str(path)) + 40]
+    assert found in (((16, 16, 3), np.uint8), f"{path}: can't be read as a JPEG or PNG image (")

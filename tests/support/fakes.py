@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from petra.data import imagenet32
-from petra.data.cifar import Release
+from petra.data.releases import Release
 
 
 def pickled(content: object, core: str = "numpy.core") -> bytes:
@@ -21,45 +20,26 @@ def pickled(content: object, core: str = "numpy.core") -> bytes:
     return pickle.dumps(content, protocol=3).replace(b"numpy._core", b"numpy.core").replace(b"numpy.core", core.encode())
 
 
-def cifar_batch(number: int, key: str, images: int = 4) -> dict[bytes, Any]:
-    rng = np.random.default_rng(number)
-    return {b"data": rng.integers(0, 256, (images, 3072), dtype=np.uint8), key.encode(): [number, *range(1, images)]}
-
-
-def write_cifar(
+def write_release(
     release: Release, root: Path, monkeypatch: pytest.MonkeyPatch, core: str = "numpy.core"
 ) -> dict[str, dict[bytes, Any]]:
-    """Write all files of a release, with four images each. The first label of each file is the number of the file."""
-    batches = {name: cifar_batch(i, release.labels) for i, name in enumerate({**release.train, **release.test})}
-    for name, batch in batches.items():
-        write_cifar_file(release, root, name, pickled(batch, core), monkeypatch)
+    """Write all files of a release, with four images each. The first class of each file is the number of the file."""
+    batches = {}
+    for number, name in enumerate({**release.train, **release.test}):
+        images = np.random.default_rng(number).integers(0, 256, (4, 3072), dtype=np.uint8)
+        labels = [release.first + label for label in (number, 1, 2, 3)]
+        batches[name] = {b"data": images, release.labels.encode(): labels}
+        write_pickle(release, root, name, pickled(batches[name], core), monkeypatch)
     return batches
 
 
-def write_cifar_file(release: Release, root: Path, name: str, content: bytes, monkeypatch: pytest.MonkeyPatch) -> Path:
+def write_pickle(release: Release, root: Path, name: str, content: bytes, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write a file of a release, and expect its md5."""
     path = root / release.folder / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content)
     monkeypatch.setitem(release.train if name in release.train else release.test, name, md5(content))
     return path
-
-
-def imagenet32_batch(number: int, images: int = 3) -> dict[str, Any]:
-    rng = np.random.default_rng(number)
-    data = rng.integers(0, 256, (images, 3072), dtype=np.uint8)
-    return {"data": data, "labels": [number + 1, 1000, *[1] * (images - 2)], "mean": data.mean(0)}
-
-
-def write_imagenet32(root: Path, monkeypatch: pytest.MonkeyPatch, zipped: bool) -> dict[str, dict[str, Any]]:
-    batches = {name: imagenet32_batch(number) for number, name in enumerate(imagenet32.MD5)}
-    for name, batch in batches.items():
-        if zipped:
-            np.savez(root / f"{name}.npz", **batch)
-        else:
-            content = pickled(batch)
-            (root / name).write_bytes(content)
-            monkeypatch.setitem(imagenet32.MD5, name, md5(content))
-    return batches
 
 
 def md5(content: bytes) -> str:
