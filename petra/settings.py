@@ -57,8 +57,6 @@ class Runtime:
         compile: Backend of ``torch.compile`` for the functions inside blocks, or a mode of inductor, or None.
         refetch: Whether the first block fetches its input from the data source again in its backward pass instead of storing it.
             Saves the memory of one input for each microbatch in flight. Training data need a method ``refetch``.
-        overlap: Run the forward of one microbatch beside the backward of another, in another thread, at the stages of
-            :func:`petra.plan.timetable.overlapped_stages`. Only on the CPU.
 
     Raises:
         ConfigError: If a value has another type, or ``device`` is no device of torch.
@@ -79,3 +77,4 @@ class Runtime:
         except (RuntimeError, TypeError) as error:
             raise invalid("device", expected, repr(self.device)) from error
         require(torch.device(self.device).type != "meta", "device", expected, "meta")
+        require(not self.overlap, "trainer.overlap", "false", True)

@@ -46,7 +46,7 @@ QUANTITIES = (
     ),
     (
         "overlapped",
-        "The same if stages whose next boundary has d >= 2 run forward beside backward (`trainer.overlap=true`)",
+        "The same if stages whose next boundary has d >= 2 run forward beside backward",
         5,
     ),
 )

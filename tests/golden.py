@@ -56,7 +56,6 @@ TIMEOUT = 1800
 SPELLINGS: tuple[tuple[str, str | None], ...] = (
     ("method=zb_h1", None),
     ("method.split=", None),
-    ("trainer.overlap=", None),
     ("trainer.drift=null", "trainer.watch=[]"),
     ("data.name=", "data._target_="),
     ("model.name=", "model._target_="),
@@ -153,7 +152,6 @@ RUNS = (
         "model.body=resnext101 model.cardinality=2 model.width=0.25 method=1f1b k=2 data.sampling=class_uniform trainer.stages=2",
         data=SEGMENTATION,
     ),
-    _run("overlap", "trainer.overlap=true k=2 trainer.stages=4"),
     _resumed("resumed", "k=3 remedy=pipemare optim.ema=0.9"),
     _resumed("resumed_stashed", "method=delayed k=4"),
     _run("lockstep", "k=2", 3),

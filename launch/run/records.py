@@ -12,7 +12,6 @@ import torch
 from omegaconf import OmegaConf
 
 from petra.analysis.plots import curves
-from petra.engine.options.overlap import describe_overlap
 from petra.training import JsonLines, Logger, Row, TensorBoardLogger, WandbLogger, new_run_folder, write_json
 from petra.training.checkpoint import checkpoints
 from petra.training.progress import means_text
@@ -100,7 +99,6 @@ def headline(setup: Setup) -> str:
     idle = plan.layout.dp * sum(not stages for stages in plan.layout.processes)
     return (
         describe(facts)
-        + (f"; {describe_overlap(plan.boundary_delays)}" if setup.config.trainer.overlap else "")
         + (f"; {facts['dp']} replicas with {plan.layout.inputs.shape[0]} samples each" if facts["dp"] > 1 else "")
         + (f"; {idle} process(es) without a stage are idle" if idle else "")
     )

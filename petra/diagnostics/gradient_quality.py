@@ -81,9 +81,8 @@ class GradientQuality(Hook):
     def __init__(self, pipeline: Pipeline, every: int, path: Path | None = None) -> None:
         require(every >= 1, "trainer.diagnose", "null or an integer >= 1", every)
         require(pipeline.world == 1, "trainer.diagnose", "null in several processes", f"{every} in {pipeline.world} processes")
-        runtime = pipeline.runtime
-        got = f"{every} with concurrency={runtime.concurrency} and overlap={runtime.overlap}"
-        require(runtime.concurrency == 1 and not runtime.overlap, "trainer.diagnose", "null if stages run concurrently", got)
+        concurrency = pipeline.runtime.concurrency
+        require(concurrency == 1, "trainer.diagnose", "null if stages run concurrently", f"{every} with concurrency={concurrency}")
         self.pipeline, self.every, self.path = pipeline, every, path
         self.rows: list[dict[str, float]] = []
         self._cases: dict[int, _Case] = {}

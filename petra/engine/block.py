@@ -67,7 +67,6 @@ class BlockRunner(ABC):
 
     Attributes:
         parameters: Trained parameters by name.
-        forward_function: The function that forwards evaluate if they store no graph: ``function``, unless an option replaces it.
         stored: Stored activations of each microbatch in flight.
     """
 
@@ -82,7 +81,6 @@ class BlockRunner(ABC):
         overwritten: bool = False,
     ) -> None:
         self.function, self.versions, self.parameters = function, versions, function.parameters
-        self.forward_function = function
         self.stored: dict[int, Stored] = {}
         self._trained = tuple(self.parameters.values())
         self._first, self._overwritten = first, overwritten
@@ -168,8 +166,8 @@ class Recompute(BlockRunner):
 
     def forward(self, m: int, x: Streams) -> Streams:
         version = self._choose_version(m)
-        with self.forward_function.first_evaluation():
-            y = self.forward_function(m, x, version)
+        with self.function.first_evaluation():
+            y = self.function(m, x, version)
         if self.keep is Keep.INPUT:
             self.stored[m] = Stored(tuple(in_own_memory(t) for t in x))
         return y

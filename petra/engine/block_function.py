@@ -72,7 +72,7 @@ class BlockFunction:
         if self._is_coupling and self.draws is not None and version is None:
             return self.module(*x, seed=seed)  # type: ignore[no-any-return]
         arguments, seed = ({}, seed) if self._reversible is None else ({"seed": seed}, None)
-        watch = NOTHING if self.draws is not None else watch_draws(self.set_draws)
+        watch = NOTHING if self.draws is not None else watch_draws(self._set_draws)
         with watch, forbid_inplace(x, self.module), seeded(seed, x[0].device):
             y = self.module(*x, **arguments) if version is None else functional_call(self.module, version, x, arguments)
         return as_streams(y)
@@ -120,8 +120,7 @@ class BlockFunction:
         stack.enter_context(forbid_buffer_changes(self.module, self.name))
         return stack
 
-    def set_draws(self, draws: bool | None) -> None:
-        """Set whether the block draws random numbers."""
+    def _set_draws(self, draws: bool) -> None:
         self.draws = draws
 
     def _seed_of(self, m: int) -> int | None:

@@ -214,10 +214,6 @@ def check_runtime(plan: Plan, runtime: Runtime, device: torch.device) -> None:
         from petra.engine.options.threads import check_concurrency
 
         check_concurrency(plan, runtime.concurrency, device)
-    if runtime.overlap:
-        from petra.engine.options.overlap import check_overlap
-
-        check_overlap(plan, runtime, device)
 
 
 def build_strategy(
@@ -238,10 +234,6 @@ def build_strategy(
         from petra.engine.options.threads import InThreads
 
         strategy = InThreads(plan, runtime.concurrency)
-    if runtime.overlap:
-        from petra.engine.options.overlap import Overlapped
-
-        strategy = Overlapped(plan, workers, runtime.concurrency, strategy)
     if recipe.rules.clip_globally:
         from petra.engine.options.global_clip import GlobalClip
 

@@ -25,28 +25,18 @@ class BoundStep(NamedTuple):
     """A step on a stage of this process.
 
     Attributes:
-        op: Kind of the step.
         worker: Worker of the stage.
-        call: The worker's method that runs the step, given the microbatch.
+        method: Name of its method that runs the step, given the microbatch.
         microbatch: Number of the microbatch.
     """
 
-    op: Op
     worker: Worker
-    call: Callable[[int], None]
+    method: str
     microbatch: int
-
-    def run(self, call: Callable[[int], None] | None = None) -> None:
-        """Run the step, or ``call`` as a part of it."""
-        try:
-            (call or self.call)(self.microbatch)
-        except Exception as error:
-            self.locate(error)
-            raise
 
     def locate(self, error: Exception) -> None:
         """Add a note that names stage, microbatch and pass to an exception."""
-        operation = "evaluation" if self.call.__name__ == "evaluate" else self.call.__name__
+        operation = "evaluation" if self.method == "evaluate" else self.method
         error.add_note(f"in stage {self.worker.index + 1}, microbatch {self.microbatch}, {operation}")
 
 
@@ -54,25 +44,22 @@ class ProcessRound(NamedTuple):
     """One process's part of a round.
 
     Attributes:
-        number: Number of the round.
         steps: Its steps, which do not depend on each other.
         transfers: Its transfers, which follow the steps.
         completed: The microbatch whose backward ends at the first stage in this round, if any. No message of it is in flight after
             the transfers.
     """
 
-    number: int
     steps: list[BoundStep]
     transfers: Sequence[Transfer]
     completed: int | None
 
-    def shifted(self, shift: int, rounds: int) -> ProcessRound:
-        """Return the round that is ``rounds`` later, for microbatches whose numbers are larger by ``shift``."""
+    def shifted(self, shift: int) -> ProcessRound:
+        """Return the same round for microbatches whose numbers are larger by ``shift``."""
         if not shift:
             return self
         steps = [step._replace(microbatch=step.microbatch + shift) for step in self.steps]
-        completed = None if self.completed is None else self.completed + shift
-        return ProcessRound(self.number + rounds, steps, self.transfers, completed)
+        return ProcessRound(steps, self.transfers, None if self.completed is None else self.completed + shift)
 
 
 Strategy = Callable[[Iterable[ProcessRound]], Iterator[ProcessRound]]
@@ -84,7 +71,7 @@ def in_turn(rounds: Iterable[ProcessRound]) -> Iterator[ProcessRound]:
     for round_ in rounds:
         for step in round_.steps:
             try:
-                step.call(step.microbatch)
+                getattr(step.worker, step.method)(step.microbatch)
             except Exception as error:
                 step.locate(error)
                 raise
@@ -125,22 +112,18 @@ class Executor:
                 call_hooks_of(worker)
         plan, layout = self._plan, self._plan.layout
         rounds = training_rounds(plan.delays, plan.boundary_delays, start, end, plan.flush_every)
-        early = None
         # A rank without a stage would wait in the last collective for the whole run, and time out. Polls for an early stop, which
         # are collectives too, keep such ranks in step with the others.
+        early = None
         if stop is not None or not all(layout.processes):
             from petra.engine.options.early_stop import EarlyStop
 
-            processes = layout.dp * len(layout.processes)
-            early = EarlyStop(stop or (lambda: False), processes, lambda n: self._transport.shorten(n * rounds.period))
+            early = EarlyStop(stop or (lambda: False), layout.dp * len(layout.processes), rounds.period, self._transport)
         with self._observing(), torch.no_grad():  # blocks record the graphs that they need
             for round_ in self._begin(rounds, end - start, training=True, early=early):
                 self._exchange(round_)
             self._finish()
-        if early is None:
-            return end - start
-        early.finish()
-        return end - start - early.dropped * rounds.period
+        return end - start - (0 if early is None else early.finish())
 
     def evaluate(self, microbatches: int) -> None:
         """Run forwards of microbatches 0 ... ``microbatches`` - 1."""
@@ -161,18 +144,14 @@ class Executor:
     def _begin(
         self, rounds: PeriodicRounds[list[Step]], microbatches: int, *, training: bool, early: EarlyStop | None = None
     ) -> Iterator[ProcessRound]:
-        """Begin a run, and return its rounds, each after its steps."""
+        """Begin a run, and return this process's part of its rounds, each after its steps."""
         if not self._drained:
             expected, got = "a new one", "one whose last run ended in an error, with messages still in flight"
             raise invalid("pipeline", expected, got, PetraError)
         self._drained = False
         self._transport.begin(microbatches, training)
-        mine = rounds.map(lambda round_: self._select(round_, training))
-        shifted = (
-            part.shifted(shift, shift // mine.period * mine.length)
-            for shift, part in (mine if early is None else mine.iterate(early))
-        )
-        return self._strategy(shifted)
+        mine = rounds.map(lambda steps: self._select(steps, training))
+        return self._strategy(part.shifted(shift) for shift, part in (mine if early is None else mine.iterate(early)))
 
     def _exchange(self, round_: ProcessRound) -> None:
         if round_.transfers:
@@ -182,11 +161,11 @@ class Executor:
         self._transport.finish()
         self._drained = True
 
-    def _select(self, round_: Sequence[Step], training: bool) -> ProcessRound:
+    def _select(self, steps: Sequence[Step], training: bool) -> ProcessRound:
         """Return this process's part of a round."""
-        names = {Op.FORWARD: "forward" if training else "evaluate", Op.BACKWARD: "backward"}
-        mine = [step for step in round_ if step.stage in self._workers]
-        bound = [(op, self._workers[stage], m) for _, stage, op, m in mine]
-        steps = [BoundStep(op, worker, getattr(worker, names[op]), m) for op, worker, m in bound]
-        completed = next((step.microbatch for step in round_ if step.stage == 0 and step.op is Op.BACKWARD), None)
-        return ProcessRound(round_[0].round, steps, self._transport.transfers(round_), completed)
+        methods = {Op.FORWARD: "forward" if training else "evaluate", Op.BACKWARD: "backward"}
+        mine = [
+            BoundStep(self._workers[step.stage], methods[step.op], step.microbatch) for step in steps if step.stage in self._workers
+        ]
+        completed = next((step.microbatch for step in steps if step.stage == 0 and step.op is Op.BACKWARD), None)
+        return ProcessRound(mine, self._transport.transfers(steps), completed)

@@ -34,17 +34,9 @@ class Worker:
 
     def backward(self, m: int) -> None:
         """Receive (x̃_j, δ_(j+1), report), run the stage backward, send (x̃_(j−1), δ_j, report), and update every k microbatches."""
-        self.propagate(m)
-        self.count_and_update(m)
-
-    def propagate(self, m: int) -> None:
-        """Do the part of :meth:`backward` that leaves the weights as they are. :meth:`count_and_update` must follow."""
         y, delta, report = self.downstream.receive(m)
         x, delta = self.stage.backward(m, y, delta)  # Δ ← Δ + gradient / k
         self.upstream.send(m, (x, delta, report))
-
-    def count_and_update(self, m: int) -> None:
-        """Count microbatch ``m``, whose backward has run, and update every k microbatches."""
         self.microbatches_done += 1
         if self.microbatches_done % self.stage.gradients.k == 0:
             self.update(self.microbatches_done)

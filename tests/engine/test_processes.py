@@ -35,7 +35,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "exact streams": {"numerics": Numerics(exact_streams=True)},
     "wire": {"numerics": Numerics(wire=torch.bfloat16)},
     "refetch": {},
-    "overlap": {},
 }
 
 
@@ -47,9 +46,7 @@ def train_all(rank: int | None) -> dict[tuple[str, str], tuple[dict[str, Tensor]
     for name, transport in product(SETTINGS, transports):
         large = name == "ten stages"
         source = RandomSource(batch=2, size=16, classes=10, dtype=torch.float32) if large else RandomSource()
-        runtime = Runtime(
-            transport=transport, refetch=name == "refetch" and rank is not None, overlap=name == "overlap" and rank is not None
-        )
+        runtime = Runtime(transport=transport, refetch=name == "refetch" and rank is not None)
         pipeline = make_pipeline(
             revnet18(width=1 / 16) if large else mixed_net(),
             source.spec,
@@ -68,7 +65,7 @@ def test_weights_and_results_do_not_depend_on_processes_or_transport(tmp_path: P
     """Invariant 1.
 
     Among the settings are delays that differ, more processes (five) than stages (four), and more stages than processes; refetching
-    and overlap against neither.
+    against storing.
     """
     alone, parts = train_all(None), run_processes(5, train_all, tmp_path)
     for name, transport in parts[0]:

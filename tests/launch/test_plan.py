@@ -24,7 +24,6 @@ from petra.cost_model.costs import BlockCost
 from petra.cost_model.links import Connection, Link
 from petra.cost_model.machines import Device, Machines
 from petra.cost_model.zero_bubble import PREDICTED
-from petra.engine.options.overlap import describe_overlap
 
 SMALL = ["model=revnet18", "model.width=0.0625", "data=synthetic", "data.batch_size=2"]
 FILE = """
@@ -166,9 +165,3 @@ def test_the_plan_of_machines_knows_overlap() -> None:
     assert beside == pytest.approx(4)  # the last block is reversible, so the last stage needs F + B = 4 in turn
     last = [*blocks[:3], BlockCost("head", False, 1.0, 3.0, 1.0, 2.0, 0.0, 8, 8, 8, 4)]
     assert predict_method(last, METHODS["petra"], 2, machines, "auto", overlap=True).prediction.period == pytest.approx(3)
-
-
-def test_the_plan_says_which_stages_overlap() -> None:
-    assert describe_overlap((2, 2, 2)) == "forward beside backward at stages 1–3 of 4"
-    assert describe_overlap((1, 2, 1, 3)) == "forward beside backward at stages 2, 4 of 5"
-    assert describe_overlap((1,)) == "no stage of 2 overlaps"

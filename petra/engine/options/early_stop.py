@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from petra.transport import Transport
+
 POLL_EVERY = 16
 """Periods of the timetable between two polls. The asynchronous all-reduce of a poll has finished by the next one."""
 PERIODS_AFTER_STOP = 2
@@ -23,35 +25,33 @@ class EarlyStop:
     Args:
         stop_requested: Returns whether this process has been asked to stop.
         processes: Number of processes that stop together.
-        on_stop: Called with the number of periods that are dropped.
-
-    Attributes:
-        dropped: Number of periods that are dropped.
+        period: Microbatches in one period.
+        transport: Transport that expects messages of all periods.
     """
 
-    def __init__(self, stop_requested: Callable[[], bool], processes: int, on_stop: Callable[[int], None]) -> None:
-        self._stop_requested, self._processes, self._on_stop = stop_requested, processes, on_stop
-        self._periods = 0
+    def __init__(self, stop_requested: Callable[[], bool], processes: int, period: int, transport: Transport) -> None:
+        self._stop_requested, self._processes, self._period, self._transport = stop_requested, processes, period, transport
+        self._periods = self._dropped = 0
         self._all_reduce: tuple[dist.Work, torch.Tensor] | None = None
         self._process_lost = False
-        self.dropped = 0
 
     def __call__(self, left: int) -> int:
         """Return how many of the ``left`` periods still run."""
-        if self.dropped or self._process_lost:
+        if self._dropped or self._process_lost:
             return left
         due = self._periods % POLL_EVERY == 0
         self._periods += 1
         stop = self._stop_requested() if self._processes == 1 else due and self._poll()
         if stop and left > PERIODS_AFTER_STOP:
-            self.dropped = left - PERIODS_AFTER_STOP
-            self._on_stop(self.dropped)
+            self._dropped = (left - PERIODS_AFTER_STOP) * self._period
+            self._transport.shorten(self._dropped)
             return PERIODS_AFTER_STOP
         return left
 
-    def finish(self) -> None:
-        """Wait for an all-reduce that is still running; its result is ignored."""
+    def finish(self) -> int:
+        """Wait for an all-reduce that is still running; its result is ignored. Return the number of microbatches not done."""
         self._wait()
+        return self._dropped
 
     def _poll(self) -> bool:
         """Return the result of the last all-reduce, and start the next one if no process has been asked to stop."""

@@ -7,10 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from petra.engine.executor import BoundStep, ProcessRound
+from petra.engine.executor import BoundStep, ProcessRound, in_turn
 from petra.errors import require
 from petra.plan import Plan
-from petra.plan.timetable import Op
 
 
 class InThreads:
@@ -19,33 +18,29 @@ class InThreads:
 
     Args:
         plan: Plan of the run.
-        concurrency: Number of threads.
+        concurrency: Number of threads. Each computes with as many threads as this one (``torch.get_num_threads``).
     """
 
     def __init__(self, plan: Plan, concurrency: int) -> None:
+        threads = torch.get_num_threads()
+
+        def prepare() -> None:
+            torch.set_num_threads(threads)
+            torch.set_grad_enabled(False)  # blocks record the graphs that they need
+
         self._flops = [stage.flops for stage in plan.stages]
-        self._threads = compute_threads(concurrency, "stage")
+        self._threads = ThreadPoolExecutor(concurrency, "stage", prepare)
 
     def __call__(self, rounds: Iterable[ProcessRound]) -> Iterator[ProcessRound]:
         """Run the steps of rounds, and yield each round after its steps."""
         for round_ in rounds:
-            for future in [self._threads.submit(step.run) for step in sorted(round_.steps, key=self._cost, reverse=True)]:
+            steps = sorted(round_.steps, key=self._cost, reverse=True)
+            for future in [self._threads.submit(next, in_turn([round_._replace(steps=[step])])) for step in steps]:
                 future.result()
             yield round_
 
     def _cost(self, step: BoundStep) -> int:
-        return self._flops[step.worker.index] * (1 if step.op is Op.FORWARD else 3)
-
-
-def compute_threads(count: int, name: str) -> ThreadPoolExecutor:
-    """Return a pool of threads without gradients, which compute with as many threads as this one (``torch.get_num_threads``)."""
-    threads = torch.get_num_threads()
-
-    def prepare() -> None:
-        torch.set_num_threads(threads)
-        torch.set_grad_enabled(False)  # blocks record the graphs that they need
-
-    return ThreadPoolExecutor(count, name, prepare)
+        return self._flops[step.worker.index] * (3 if step.method == "backward" else 1)
 
 
 def check_concurrency(plan: Plan, concurrency: int, device: torch.device) -> None:
