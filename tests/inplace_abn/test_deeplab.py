@@ -38,11 +38,9 @@ def head_parameters(features: int, classes: int, streams: int = 0) -> int:
 @pytest.mark.parametrize(
     ("body", "features", "options"),
     [
-        ("resnet18", 512, {}),
         ("resnet50", 2048, {}),
         ("revnet18", 1024, {}),
         ("resnext101", 2048, {"cardinality": 64}),
-        ("resnext152", 2048, {"cardinality": 64}),
         ("wide_resnet38", 4096, {}),
     ],
 )
@@ -58,12 +56,7 @@ def test_parameters_are_those_of_the_classification_network_and_the_head(body: s
 
 
 @pytest.mark.parametrize(
-    ("body", "method", "stages", "norm"),
-    [
-        ("resnet18", "backprop", 3, "inplace_abn"),
-        ("resnet18", "1f1b", 4, "batchnorm"),
-        ("revnet18", "reversible", 4, "inplace_abn"),
-    ],
+    ("body", "method", "stages", "norm"), [("resnet18", "1f1b", 4, "batchnorm"), ("revnet18", "reversible", 4, "inplace_abn")]
 )
 def test_gradients_equal_those_of_autograd(body: str, method: str, stages: int, norm: str) -> None:
     """Two microbatches, float64, ignored pixels; a pipeline of stages against one backward pass of the whole network."""
@@ -123,9 +116,9 @@ def head_buffers(context: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(joined[0], joined[1]), (last.running_mean, last.running_var)]
 
 
-@pytest.mark.parametrize("batch", [2, 3])
-def test_head_equals_a_plain_one_in_training_and_evaluation(batch: int) -> None:
+def test_head_equals_a_plain_one_in_training_and_evaluation() -> None:
     """Outputs, gradients and running statistics, over three batches in float64."""
+    batch = 3
     torch.manual_seed(batch)
     network = double(deeplabv3(CLASSES, "resnet18", 0.125)).build(0)
     context, predict = network.context, network.predict
@@ -164,17 +157,11 @@ def test_replicas_with_shared_statistics_may_have_one_image_each() -> None:
             deeplabv3(CLASSES, "resnet18", 0.125, norm=norm).profile(image)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"body": "vgg16"}, "model.body: expected resnet18"),
-        ({"body": "resnet18", "cardinality": 32}, "model.cardinality: expected null with model.body=resnet18, got 32"),
-    ],
-)
-def test_invalid_options_are_errors(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        deeplabv3(**options)
-    assert message in str(error.value)
+def test_invalid_options_are_errors() -> None:
+    with pytest.raises(ConfigError, match=r"model\.body: expected resnet18"):
+        deeplabv3(body="vgg16")
+    with pytest.raises(ConfigError, match=r"model\.cardinality: expected null with model\.body=resnet18, got 32"):
+        deeplabv3(body="resnet18", cardinality=32)
 
 
 def loop(output: Tensor, targets: Tensor, fraction: float) -> float:
@@ -204,41 +191,16 @@ def example(seed: int) -> tuple[Tensor, Tensor]:
 def test_loss_equals_a_loop() -> None:
     """The images have different numbers of counted pixels. The third has none. All pixels give the cross-entropy."""
     output, targets = example(0)
-    for fraction in (0.01, 0.25, 0.5, 1.0):
+    output.requires_grad_()
+    counted = (targets != IGNORED).sum((1, 2))
+    for fraction in (1e-12, 0.07, 0.25, 0.54, 1.0):
         found = bootstrapped_cross_entropy(output, targets, fraction=fraction)
-        assert float(found) == pytest.approx(loop(output, targets, fraction), rel=1e-12)
+        assert found.item() == pytest.approx(loop(output.detach(), targets, fraction), rel=1e-12)
+        (gradient,) = torch.autograd.grad(found, output)
+        trained = (gradient.abs().sum(1) > 0).sum((1, 2))  # only the hardest pixels have a gradient
+        assert trained.tolist() == [math.ceil(fraction * n) for n in counted.tolist()]
     found = bootstrapped_cross_entropy(output, targets, fraction=1.0, label_smoothing=0.1)
     assert torch.allclose(found, F.cross_entropy(output, targets, label_smoothing=0.1), rtol=1e-12)
-
-
-def test_only_the_hardest_pixels_have_a_gradient() -> None:
-    output, targets = example(2)
-    output.requires_grad_()
-    bootstrapped_cross_entropy(output, targets, fraction=0.25).backward()
-    trained = output.grad.abs().sum(1) > 0
-    losses = F.cross_entropy(output.detach(), targets, reduction="none")
-    for image in range(3):
-        counted = targets[image] != IGNORED
-        assert int(trained[image].sum()) == math.ceil(0.25 * int(counted.sum()))
-        assert not trained[image][~counted].any()
-        if counted.any():
-            assert losses[image][trained[image]].min() >= losses[image][counted & ~trained[image]].max()
-    assert torch.autograd.gradcheck(lambda scores: bootstrapped_cross_entropy(scores, targets, fraction=0.25), output)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_pixels_are_counted_exactly(dtype: torch.dtype) -> None:
-    """Of n pixels, p hundredths are ceil(p n / 100), and one of a billion is one."""
-    sizes = torch.arange(1, 131)
-    targets = torch.zeros(len(sizes), 1, 130, dtype=torch.int64).masked_fill(torch.arange(130) >= sizes[:, None, None], IGNORED)
-    for percent in (7, 15, 27, 30, 36, 54, 60, 72):
-        output = torch.zeros(len(sizes), 2, 1, 130, dtype=dtype, requires_grad=True)
-        bootstrapped_cross_entropy(output, targets, fraction=percent / 100).backward()
-        counted = (output.grad != 0).any(1).sum((1, 2))
-        assert counted.tolist() == [-(-percent * size // 100) for size in sizes.tolist()]
-    output = torch.zeros(len(sizes), 2, 1, 130, dtype=dtype, requires_grad=True)
-    bootstrapped_cross_entropy(output, targets, fraction=1e-12).backward()
-    assert ((output.grad != 0).any(1).sum((1, 2)) == 1).all()
 
 
 def test_parts_of_a_batch_weighted_by_their_pixels_give_the_loss_of_the_batch() -> None:
