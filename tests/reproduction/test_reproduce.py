@@ -19,14 +19,12 @@ from launch.run.jobs import Job
 from launch.run.training import run
 from launch.runtime.rank import Process
 from petra.errors import ConfigError
-from petra.models import revnet18, revnet50
-from petra.plan.plan import make_plan
-from reproduction import accuracy, memory, paper, runs, speed
+from petra.models import revnet50
+from reproduction import accuracy, memory, runs, speed
 from reproduction import command as reproduce
 from reproduction.record import record_of, write_record
 from reproduction.report import Request, Scale
 from reproduction.targets import TARGETS
-from tests.support.nets import RandomSource, mixed_net
 
 TINY = ["data=synthetic", "data.images=16", "data.batch_size=8", "model.width=0.0625", "trainer.epochs=1", "trainer.device=cpu"]
 
@@ -83,13 +81,7 @@ def test_a_run_is_used_if_it_computes_the_same() -> None:
     wanted = config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp")
     assert runs.same_results(config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp", "data.root=/other", "trainer.threads=2"), wanted)
     assert runs.same_results(config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp", "trainer.diagnose=7", "model.stem=cifar"), wanted)
-    for other in (
-        "k=2",
-        "method=petra",
-        "trainer.epochs=7",
-        "trainer.precision=float32",
-        "remedy=feedback",
-    ):
+    for other in ("k=2", "method=petra", "trainer.epochs=7", "trainer.precision=float32", "remedy=feedback"):
         assert not runs.same_results(config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp", other), wanted), other
     diagnosed = config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp", "trainer.diagnose=7")
     assert not runs.same_results(wanted, diagnosed)
@@ -145,32 +137,6 @@ def test_table_3_matches_the_paper() -> None:
     assert [round(100 * (1 - value / first), 1) for value in others] == [2.0, 52.3, 54.3]
 
 
-def test_table_3_stage_by_stage() -> None:
-    """mixed_net in float64: only the third stage downsamples, so it alone stores both streams and always buffers its inputs."""
-    found, data = memory.totals_of_table3(mixed_net(), RandomSource().spec), RandomSource().spec.bytes
-    stream, wide = 8 * 4 * 4 * 8 * 8, 8 * 4 * 8 * 4 * 4
-    inputs = [data, stream, 2 * stream, wide, wide, wide]
-    blocks = [mixed_net().build_block(b, 0) for b in range(6)]
-    own = [sum(t.nbytes for t in block.state_dict().values() if t.is_floating_point()) for block in blocks]
-    weights = [sum(t.nbytes for t in block.parameters()) for block in blocks]
-    assert found[False, False] == [o + x + (6 * x if j == 2 else 0) for j, (o, x) in enumerate(zip(own, inputs, strict=True))]
-    for (x, p), stages in found.items():
-        more = [2 * (5 - j) * (inputs[j] * (x and j != 2) + weights[j] * p) for j in range(6)]
-        assert stages == [least + extra for least, extra in zip(found[False, False], more, strict=True)]
-
-
-def test_memory_of_a_stage_in_parts() -> None:
-    """At stage 3, the first that downsamples: 13 inputs of two streams of 64 channels, and one message in each direction."""
-    plan = make_plan(revnet18(), memory.CIFAR)
-    part = memory.stage_parts(plan)[3]
-    wide, narrow = 256 * 128 * 32 * 32 * 4, 256 * 256 * 16 * 16 * 4  # both streams, before and after
-    assert part.inputs == 13 * wide
-    assert part.messages == 3 * wide + 2 * narrow  # x in, x̃ and δ out; x out, δ in
-    assert part.parameters == 3 * 4 * plan.stages[3].parameters
-    assert part.total == part.inputs + part.messages + part.parameters + part.graph
-    assert part.total / 1e9 == pytest.approx(paper.TABLE6["revnet18"][3], rel=0.05)
-
-
 def test_iteration_time_from_a_trace(tmp_path: Path) -> None:
     """From the end of the backward of microbatch 499 to that of 549, at the first stage."""
     events = [
@@ -215,16 +181,8 @@ def test_all_targets_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     "target",
     [
-        "table2",
-        "table4",
-        "fig4",
-        "fig5",
-        "fig6",
-        "revnet-table3",
-        "revnet-table4",
-        "revnet-fig3",
-        "revnet-fig4",
-        "revnet-partitions",
+        *("table2", "table4", "fig4", "fig5", "fig6"),
+        *("revnet-table3", "revnet-table4", "revnet-fig3", "revnet-fig4", "revnet-partitions"),
     ],
 )
 def test_page_of_results_has_the_figures_of_the_records(tmp_path: Path, target: str) -> None:
