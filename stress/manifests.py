@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from benchmarks.nodes import free_port, statuses
-from tests.commands import ROOT
+from tests.structure import ROOT
 
 FILES = ("docker/compose.yaml", "launch/templates/kubeflow.yaml")
 SMALL = (

@@ -28,7 +28,7 @@ from typing import Any
 
 from stress.kill_many import assert_same, assert_undamaged, results
 from stress.locks import only_one
-from tests.commands import ROOT
+from tests.structure import ROOT
 from tests.support.forked import Forked
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "ip", "unshare", "setpriv")

@@ -25,7 +25,7 @@ from typing import Any
 
 from stress.kill_many import RUN, assert_same, assert_undamaged, results
 from stress.locks import only_one
-from tests.commands import ROOT
+from tests.structure import ROOT
 
 HOSTS = ("petra-a", "petra-b")
 ADDRESSES = ("10.98.0.1", "10.98.0.2")

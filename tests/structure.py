@@ -1,13 +1,11 @@
-"""Measure the structure of the code: files, imports between rooms, longest function.
+"""The structure of the code: files, imports between rooms, functions.
 
-``python -m tests.structure [FOLDER]`` prints the numbers of the checkout in FOLDER, by default this one. A room is a folder of
-``petra/`` or ``launch/``, a file at the root of either, or ``reproduction/``.
+A room is a folder of ``petra/`` or ``launch/``, a file at the root of either, or ``reproduction/``.
 """
 
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -88,21 +86,3 @@ def definitions(root: Path) -> Iterator[Definition]:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 kind = "class" if isinstance(node, ast.ClassDef) else "function"
                 yield Definition((node.end_lineno or node.lineno) - node.lineno + 1, kind, node.name, path)
-
-
-def main() -> None:
-    """Print the numbers."""
-    root = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT
-    found, between = modules(root), room_imports(root)
-    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in found.values()}
-    print(f"files: {len(found)}, at the root of petra/: {len([*(root / 'petra').glob('*.py')])}, of launch/: ", end="")
-    print(f"{len([*(root / 'launch').glob('*.py')])}; lines: {sum(lines.values())}")
-    print(f"rooms: {len({room(name) for name in found} - set(PACKAGES))}, imports between rooms: {len(between)}, ", end="")
-    print(f"rooms in circles: {len(circles(between))}, modules in circles: {len(circles(imports(root)))}")
-    print(f"longest file: {max(lines.values())} lines ({max(lines, key=lambda path: lines[path]).relative_to(root)})")
-    longest = max(d for d in definitions(root) if d.kind == "function")
-    print(f"longest function: {longest.lines} lines ({longest.name} in {longest.path.relative_to(root)})")
-
-
-if __name__ == "__main__":
-    main()

@@ -20,7 +20,7 @@ from tests.support.processes import run_processes
 class FakeGPUs:
     """Stands for torch.cuda's current device."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int = 2, bound: str | None = None) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int = 2) -> None:
         self.current, self.monkeypatch = 0, monkeypatch
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
@@ -34,17 +34,12 @@ class FakeGPUs:
         self.monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=bound)))
 
 
-def test_the_device_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_becomes_the_current_one_or_is_that_of_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = FakeGPUs(monkeypatch)
     assert bind_device("cpu") == torch.device("cpu")
-    assert bind_device("cuda") == torch.device("cuda", 0)
-    assert bind_device("cuda:1") == torch.device("cuda", 1)
-    assert gpus.current == 1
-    assert bind_device("cuda") == torch.device("cuda", 1)
-
-
-def test_a_device_without_an_index_is_that_of_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus = FakeGPUs(monkeypatch)
+    for device, current in (("cuda", 0), ("cuda:1", 1), ("cuda", 1)):
+        assert bind_device(device) == torch.device("cuda", current)
+    gpus.current = 0
     gpus.bind("cuda:1")
     assert bind_device("cuda") == torch.device("cuda", 1)
     assert gpus.current == 1
@@ -67,12 +62,10 @@ def test_another_device_than_that_of_the_process_group(
 
 
 def test_a_device_that_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeGPUs(monkeypatch)
-    with pytest.raises(ConfigError, match="device: expected a GPU from cuda:0 to cuda:1, got cuda:2"):
-        bind_device("cuda:2")
-    FakeGPUs(monkeypatch, count=0)
-    with pytest.raises(ConfigError, match="device: expected cpu on a machine without GPUs, got cuda"):
-        bind_device("cuda")
+    for count, device, text in ((2, "cuda:2", "a GPU from cuda:0 to cuda:1"), (0, "cuda", "cpu on a machine without GPUs")):
+        FakeGPUs(monkeypatch, count)
+        with pytest.raises(ConfigError, match=f"device: expected {text}, got {device}"):
+            bind_device(device)
 
 
 def gives_up(rank: int, folder: Path) -> list[int]:

@@ -1,12 +1,11 @@
-"""Pages tell the truth: commands parse, compose and plan, snippets run, links lead somewhere, made pages are up to date.
-
-``python -m tests.commands`` runs the commands themselves.
-"""
+"""Pages tell the truth: commands parse, compose and plan, snippets run, links lead somewhere, made pages are up to date."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import tomllib
+from collections.abc import Iterator
 from contextlib import redirect_stdout, suppress
 from dataclasses import replace
 from functools import cache
@@ -27,6 +26,7 @@ from torch.distributed.run import get_args_parser
 
 import petra
 from examples.own_model import Patches, branch
+from launch.cli import take_processes
 from launch.config import CONF
 from launch.config.schema import Config, register, to_config
 from launch.reference import page
@@ -35,10 +35,17 @@ from launch.runtime.rank import Process
 from launch.sweep import jobs
 from petra import Model, TensorSpec
 from petra.analysis import timeline
-from tests.commands import FENCE, PAGES, ROOT, TRAINS, commands, inline, split
+from tests.structure import ROOT
 
 pytestmark = pytest.mark.usefixtures("shared_profiles")
 
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(page for folder in ("docs", "reproduction") for page in sorted((ROOT / folder).glob("*.md"))),
+]
+FENCE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
+COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:petra|python|torchrun|pytest|make|docker|git|pip) [\w.-]")
+TRAINS = ("launch.train", "launch.node", "launch.sweep", "benchmarks.nodes")
 GROUPS = "model|data|method|remedy|optim|schedule|trainer|checkpoint|cluster|logger|experiment"
 KEY = re.compile(rf"(?:k|dp|seed|run_dir|resume|resume_change|init_from|init_skip|dry_run|(?:{GROUPS})(?:\.\w+)?)=\S+")
 OTHERS = {"petra", "docker", "kubectl", "sbatch", "srun", "sky", "apt-get", "pytest", ".", "docker/two_nodes.sh"}
@@ -58,6 +65,38 @@ SHORTER = {
     },
 }
 """What stands in a page's snippets in place of their own sizes, when they run here."""
+
+
+def inline(text: str) -> list[str]:
+    """Return all `code` outside of fenced blocks, each on one line."""
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", FENCE.sub("", text))]
+
+
+def commands(path: Path) -> Iterator[str]:
+    """Yield the commands of a page, in blocks and in sentences, without comments. Continued lines are joined."""
+    text = path.read_text(encoding="utf-8")
+    for language, block in FENCE.findall(text):
+        if language == "sh":
+            lines = block.replace("\\\n", " ").splitlines()
+            yield from (line for line in (re.split(r"\s+# ", line)[0].strip() for line in lines) if line)
+    yield from (code for code in inline(text) if COMMAND.match(code) and "…" not in code)
+
+
+def split(command: str) -> list[str]:
+    """Return the words of a command, with ``petra COMMAND`` as the module that it runs in a checkout."""
+    words = shlex.split(command)
+    start = next(i for i, word in enumerate(words) if not re.match(r"[A-Z_]+=", word))
+    if words[start] != "petra" or len(words) < start + 2 or words[start + 1].startswith("-") or words[start + 1] == "completion":
+        return words
+    name, *rest = words[start + 1 :]
+    processes, rest = take_processes(rest)
+    if processes is None:
+        return [*words[:start], "python", "-m", f"launch.{name}", *rest]
+    if name == "train":
+        return [*words[:start], "python", "-m", "launch.train", "--nproc", str(processes), *rest]
+    return [*words[:start], "torchrun", "--nproc-per-node", str(processes), "-m", f"launch.{name}", *rest]
+
+
 COMMANDS = [pytest.param(command, id=f"{path.name}: {command}") for path in PAGES for command in dict.fromkeys(commands(path))]
 by_page = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 

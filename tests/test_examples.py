@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import ROOT
+from tests.structure import ROOT
 
 EXAMPLES = ROOT / "examples"
 

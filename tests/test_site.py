@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import ROOT
+from tests.structure import ROOT
 
 
 @pytest.fixture(scope="module")

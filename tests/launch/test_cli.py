@@ -15,7 +15,7 @@ from launch.cli_commands import commands
 from launch.cli_completion import candidates
 from launch.runtime import agent
 from petra.errors import ConfigError
-from tests.commands import ROOT
+from tests.structure import ROOT
 
 
 def run_python(code: str, *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from stress.kill_many import RUN, children
-from tests.commands import ROOT
 from tests.launch.test_faults import END, LONG, training
+from tests.structure import ROOT
 from tests.support.forked import Forked
 
 LOCAL = ("launch.train", "--nproc", "2")

@@ -12,7 +12,7 @@ from zipfile import ZipFile
 import pytest
 import torch
 
-from tests.commands import ROOT
+from tests.structure import ROOT
 
 pytestmark = pytest.mark.processes
 TINY = (

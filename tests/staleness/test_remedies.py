@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
-from examples.remedies.shrinking import GradientShrinking
 from petra import ConfigError, Pipeline, UpdateRules
-from petra.staleness import Prediction, WeightPrediction, remedies
+from petra.staleness import Prediction
 from petra.staleness.feedback import _Extrapolated
 from petra.training.state import load_state, state_of
 from tests.support.nets import RandomSource, make_pipeline, mixed_net
@@ -48,13 +45,6 @@ def test_values_out_of_range_raise(change: dict[str, float], message: str) -> No
         Remedy(**change).make()  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("prediction", Prediction)
-def test_names_of_predictions_are_converted(prediction: Prediction) -> None:
-    (remedy,) = remedies(prediction=prediction.value)
-    assert remedy == WeightPrediction(prediction)
-    assert remedy.prediction is prediction
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -90,11 +80,6 @@ def test_names_of_predictions_are_converted(prediction: Prediction) -> None:
 def test_remedies_that_do_not_fit_the_run_raise(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         pipeline(**change)
-
-
-def test_gradients_shrink_at_delayed_boundaries_only() -> None:
-    plan, port = SimpleNamespace(delays=(3, 3, 1, 0)), object()
-    assert [GradientShrinking().wrap_port(port, plan, j) is port for j in range(4)] == [True, True, False, False]
 
 
 def test_feedback_continues_after_skipped_steps_as_if_they_had_not_been() -> None:

@@ -34,7 +34,7 @@ from petra.training import (
     sgd,
     write_json,
 )
-from tests.commands import ROOT
+from tests.structure import ROOT
 from tests.support.nets import RandomSource, make_pipeline, mixed_net
 
 
