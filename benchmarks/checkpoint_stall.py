@@ -17,9 +17,8 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from benchmarks.report import benchmark_parser, machine, save, timed
+from benchmarks.report import benchmark_parser, in_processes, machine, save, timed
 from benchmarks.two_stages import Noise, sgd
 from petra import Pipeline, Recipe
 from petra.models import MODELS
@@ -66,20 +65,6 @@ def measure(rank: int, options: argparse.Namespace, folder: Path) -> dict[str, f
     return {"bytes": size, **{key: statistics.median(values) for key, values in found.items()}}
 
 
-def run(options: argparse.Namespace) -> list[dict[str, float]]:
-    """Return the measurements of all processes."""
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        torch.multiprocessing.spawn(_process, (options, folder), nprocs=options.processes)
-        return [torch.load(Path(folder, f"{rank}.pt")) for rank in range(options.processes)]
-
-
-def _process(rank: int, options: argparse.Namespace, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=options.processes)
-    torch.save(measure(rank, options, Path(folder)), Path(folder, f"{rank}.pt"))
-    dist.destroy_process_group()
-
-
 def table(rows: list[dict[str, float]], batch: int) -> str:
     """Return a Markdown table with a row for each process."""
     epoch = max(row["microbatch"] for row in rows) * (IMAGES // batch)
@@ -109,7 +94,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="processes that share the stages")
     parser.add_argument("--folder", help="folder on the storage to measure (default: that of temporary files)")
     options = parser.parse_args()
-    rows = run(options)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        rows = in_processes(options.processes, measure, options, Path(folder))
     print(table(rows, options.batch))
     save(options.out, {"machine": machine(), "options": vars(options), "processes": rows})
 

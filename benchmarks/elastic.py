@@ -9,15 +9,12 @@ all-reduce works on a copy of the gradients. At a drain, all processes agree onc
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.report import alternate, benchmark_parser, machine, ratio, save, spread, table, timed
+from benchmarks.report import alternate, benchmark_parser, in_processes, machine, ratio, save, spread, table, timed
 from benchmarks.two_stages import Noise, sgd
 from petra import Pipeline, TensorSpec, make_plan
 from petra.elastic.liveness import Liveness
@@ -29,10 +26,8 @@ from petra.models import revnet18
 REPLICAS, DRAINS = 2, 20
 
 
-def measure(rank: int, folder: str, port: int, rounds: int, microbatches: int, width: float, batch: int) -> None:
-    """Run one of the two processes. The first writes the figures: seconds per update of a stage, and per agreement at a drain."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=REPLICAS)
+def measure(rank: int, port: int, rounds: int, microbatches: int, width: float, batch: int) -> dict[str, list[float]]:
+    """Return the seconds per update of a stage, and per agreement at a drain."""
     membership = Membership(rank, REPLICAS, Liveness("127.0.0.1", port, "run", f"replica {rank}", 0, 1, 60))
     membership.join()
     inputs = TensorSpec((REPLICAS * batch, 3, 32, 32), torch.float32)
@@ -50,12 +45,7 @@ def measure(rank: int, folder: str, port: int, rounds: int, microbatches: int, w
     def update(name: str) -> Callable[[], float]:
         return lambda: timed(lambda: pipelines[name].train(data, microbatches)) / updates
 
-    found = alternate({**{name: update(name) for name in pipelines}, "drain": drain}, rounds)
-    if rank == 0:
-        Path(folder, "figures.json").write_text(json.dumps(found))
-    dist.barrier()
-    pipelines.clear()  # their groups must end before the default group
-    dist.destroy_process_group()
+    return alternate({**{name: update(name) for name in pipelines}, "drain": drain}, rounds)
 
 
 def main() -> None:
@@ -65,10 +55,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=20, help="microbatches of each round")
     options = parser.parse_args()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (folder, store.port, options.rounds, options.microbatches, options.width, options.batch)
-        torch.multiprocessing.spawn(measure, arguments, nprocs=REPLICAS)
-        found = json.loads(Path(folder, "figures.json").read_text())
+    found = in_processes(REPLICAS, measure, store.port, options.rounds, options.microbatches, options.width, options.batch)[0]
     found["agreement"] = [with_ - without for with_, without in zip(found["elastic"], found["plain"], strict=True)]
     rows = {name: spread([1e3 * value for value in values]) for name, values in found.items()}
     print(table(rows, "ms"))

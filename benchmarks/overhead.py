@@ -16,19 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.report import alternate, benchmark_parser, machine, save, spread, table
-from benchmarks.two_stages import Noise, sgd
+from benchmarks.two_stages import Noise, Split, sgd
 from petra import BlockSpec, Model, Pipeline, Recipe, TensorSpec
 from petra.reversible import Coupling
 
 FEATURES = 8
-
-
-class Split(nn.Module):
-    """Split the input into two streams."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x1, x2 = x.chunk(2, dim=1)
-        return x1.contiguous(), x2.contiguous()
 
 
 class Head(nn.Module):

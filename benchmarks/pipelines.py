@@ -11,13 +11,10 @@ update from the same weights, which must equal the update of plain autograd. Aft
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.pipeline_peers import Batches, Peer, Run, Setting, checkpointed, deepspeed, petra, torch_schedule, torchgpipe
-from benchmarks.report import benchmark_parser, installed, machine, ratio, save
+from benchmarks.report import benchmark_parser, in_processes, installed, machine, ratio, save
 from benchmarks.two_stages import build, sgd
 from petra import METHODS, Keep, Method, Numerics
 from petra.cost_model.costs import StageCost, pipeline_costs, profile_blocks
@@ -84,10 +81,8 @@ def _weights(block: nn.Module) -> Tensor:
     return torch.cat([torch.zeros(1), *(p.detach().flatten() for p in block.parameters())])
 
 
-def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
-    """Run one of the two processes. Rank 0 writes the periods of all contestants for each k, and the costs of the blocks."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def measure(rank: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the periods of all contestants for each k, and the costs of the blocks, in one of the two processes."""
     model, inputs, stages = build(options)
     figures: dict[str, dict[str, list[float]]] = {}
     missing: list[str] = []
@@ -105,11 +100,7 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
             medians = {name: statistics.median(values) for name, values in figures[str(k)].items()}
             print(f"k = {k}: " + ", ".join(f"{name} {1000 * value:.1f}" for name, value in medians.items()), flush=True)
     costs = {keep.value: _cost(keep, options, model, inputs).__dict__ for keep in (Keep.NOTHING, Keep.GRAPH)}
-    link = measure_link()
-    if rank == 0:
-        found = {"periods": figures, "not_installed": missing, "costs": costs, "link": link.__dict__}
-        (Path(folder) / "figures.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return {"periods": figures, "not_installed": missing, "costs": costs, "link": measure_link().__dict__}
 
 
 def _cost(keep: Keep, options: argparse.Namespace, model: Any, inputs: Any) -> StageCost:
@@ -143,9 +134,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="threads of contestants that run in one process only")
     options = parser.parse_args()
 
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(measure, (folder, options), nprocs=2)
-        found = json.loads((Path(folder) / "figures.json").read_text())
+    found = in_processes(2, measure, options)[0]
     periods, names = found["periods"], list(found["periods"][str(options.k[0])])
     print(f"\nTwo stages of {options.blocks} blocks, {options.channels} channels, {options.size} pixels, batch {options.batch}")
     print("".join(f"\n{name}: not installed" for name in found["not_installed"]))

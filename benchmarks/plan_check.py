@@ -10,16 +10,13 @@ the partition of each case and predicts its period. Then the same partition is t
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from statistics import mean
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.report import benchmark_parser, machine, ratio, save, spread, table
+from benchmarks.report import benchmark_parser, in_processes, machine, ratio, save, spread, table
 from benchmarks.two_stages import Noise, period, sgd
 from launch.plan import Row, predict_method
 from petra import METHODS, Keep, Method, Numerics, Pipeline, Recipe, Runtime, TensorSpec
@@ -47,8 +44,9 @@ ALONE = ("petra, d = 2, edge", "1f1b")
 Figures = dict[str, dict[str, list[float]]]
 
 
-def compare(options: argparse.Namespace) -> Figures:
+def compare(rank: int, options: argparse.Namespace) -> Figures:
     """Return the predicted and the measured seconds per microbatch of each case in every round. Every process must call this."""
+    keep_freed_memory()
     model, inputs = MODELS[options.model](10, width=options.width), TensorSpec((options.batch, 3, 32, 32), torch.float32)
     processes = dist.get_world_size() if dist.is_initialized() else 1
     cases = CASES if processes > 1 else {name: CASES[name] for name in ALONE}
@@ -91,19 +89,6 @@ def _measured_blocks(model: Model, inputs: TensorSpec) -> list[BlockCost]:
     return [replace(column[0], **{name: mean(getattr(block, name) for block in column) for name in names}) for column in columns]
 
 
-def measure(rank: int, folder: str, processes: int, options: argparse.Namespace) -> None:
-    """Run one process. Rank 0 writes the figures."""
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    if processes > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
-    figures = compare(options)
-    if rank == 0:
-        (Path(folder) / f"{processes}.json").write_text(json.dumps(figures))
-    if processes > 1:
-        dist.destroy_process_group()
-
-
 def main() -> None:
     parser = benchmark_parser(__doc__, 3, "predictions and runs of each case")
     parser.add_argument("--model", default="revnet18", choices=MODELS, metavar="NAME", help="name of a model")
@@ -113,11 +98,9 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=13, help="microbatches of each timed run")
     options = parser.parse_args()
     figures: Figures = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for processes in (1, 2):
-            torch.multiprocessing.spawn(measure, (folder, processes, options), nprocs=processes)
-            found = json.loads((Path(folder) / f"{processes}.json").read_text())
-            figures |= {f"{name}, {processes} process(es)": pair for name, pair in found.items()}
+    for processes in (1, 2):
+        found = in_processes(processes, compare, options)[0]
+        figures |= {f"{name}, {processes} process(es)": pair for name, pair in found.items()}
     rows = {f"{name}: {kind}": spread(values) for name, pair in figures.items() for kind, values in pair.items()}
     errors = {name: ratio(pair["predicted"], pair["measured"]) for name, pair in figures.items()}
     print(f"{options.model}, width {options.width}, batch {options.batch}, k = {options.k}\n")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -61,6 +63,26 @@ def timed(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
+
+
+def in_processes(count: int, measure: Callable[..., T], *arguments: object) -> list[T]:
+    """Return what ``measure(rank, *arguments)`` returns in each of ``count`` new processes, by rank.
+
+    The processes have one thread each. Several form a gloo group.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_process, (count, folder, measure, arguments), nprocs=count)  # type: ignore[no-untyped-call]
+        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(count)]
+
+
+def _process(rank: int, count: int, folder: str, measure: Callable[..., object], arguments: Sequence[object]) -> None:
+    torch.set_num_threads(1)
+    if count > 1:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count)
+    torch.save(measure(rank, *arguments), Path(folder, f"{rank}.pt"))
+    gc.collect()  # of pipelines, whose groups of replicas must end before the default group
+    if count > 1:
+        dist.destroy_process_group()
 
 
 def installed(build: Mapping[str, Callable[[], T]]) -> tuple[dict[str, T], list[str]]:

@@ -11,18 +11,14 @@ that the measurement detects growth.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import tempfile
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from benchmarks.report import alternate, benchmark_parser, machine, peak_mib, save, spread, table
+from benchmarks.report import alternate, benchmark_parser, in_processes, machine, peak_mib, save, spread, table
 from benchmarks.two_stages import Noise, build, period, sgd
 from petra import METHODS, Keep, Method, Pipeline, Recipe
 from petra.diagnostics.activation_memory import measured
@@ -67,22 +63,6 @@ def linearity(found: dict[int, list[float]]) -> dict[str, float]:
         "r_squared": statistics.correlation(works, medians) ** 2,
         "last_over_first_for_a_unit": medians[-1] / works[-1] / (medians[0] / works[0]),
     }
-
-
-def memory(stages: Sequence[int], keep: str, options: argparse.Namespace) -> dict[str, float]:
-    """Run one process per stage, and return the memory of the second stage in MiB."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_stage, (folder, list(stages), keep, options), nprocs=len(stages))
-        return json.loads((Path(folder) / "figures.json").read_text())  # type: ignore[no-any-return]
-
-
-def _stage(rank: int, folder: str, stages: list[int], keep: str, options: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=len(stages))
-    found = stage_memory(rank, stages, keep, options)
-    if rank == 1:
-        (Path(folder) / "figures.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
 
 
 def stage_memory(rank: int, stages: Sequence[int], keep: str, options: argparse.Namespace) -> dict[str, float]:
@@ -143,7 +123,7 @@ def main() -> None:
         print(f"\n| {what} | " + " | ".join(f"{keep} kept: {kind} MiB" for keep in KEEPS for kind in ("stored", "resident")) + " |")
         print("|---" * (2 * len(KEEPS) + 1) + "|")
         for work, stages in pipelines.items():
-            row = {keep: memory(stages, keep, options) for keep in KEEPS}
+            row = {keep: in_processes(len(stages), stage_memory, stages, keep, options)[1] for keep in KEEPS}
             figures.setdefault(what, {})[work] = row
             print(
                 f"| {work} | " + " | ".join(f"{value:.1f}" for cells in row.values() for value in cells.values()) + " |", flush=True

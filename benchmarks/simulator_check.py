@@ -10,17 +10,14 @@ the machine affects both.
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.report import benchmark_parser, machine, ratio, save, spread, table
+from benchmarks.report import benchmark_parser, in_processes, machine, ratio, save, spread, table
 from benchmarks.two_stages import Head, Noise, Split, coupling, make_pipeline
 from petra import BlockSpec, Keep, Method, Model, Pipeline, TensorSpec
 from petra.cost_model.costs import StageCost
@@ -38,16 +35,6 @@ METHODS: dict[str, tuple[Method, TransportName]] = {
     "1f1b, edge": (Method("1f1b", 1, Keep.GRAPH, flush=True), "edge"),
     "gpipe, edge": (Method("gpipe", 0, Keep.GRAPH, flush=True, fill=True), "edge"),
 }
-
-
-def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
-    """Run one of the two processes. Rank 0 writes the figures."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    figures = compare(rank, options)
-    if rank == 0:
-        (Path(folder) / "figures.json").write_text(json.dumps(figures))
-    dist.destroy_process_group()
 
 
 def compare(rank: int, options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
@@ -114,9 +101,7 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=4, help="microbatches per update")
     parser.add_argument("--microbatches", type=int, default=16, help="microbatches of each run")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(measure, (folder, options), nprocs=2)
-        figures = json.loads((Path(folder) / "figures.json").read_text())
+    figures = in_processes(2, compare, options)[0]
     rows = {f"{name}: {kind}": spread(values) for name, pair in figures.items() for kind, values in pair.items()}
     errors = {name: ratio(pair["predicted"], pair["measured"]) for name, pair in figures.items()}
     print(f"Two stages of {options.blocks} blocks, {options.microbatches} microbatches, k = {options.k}\n")

@@ -9,17 +9,14 @@ python -m benchmarks.two_stages --out runs/two_stages.json
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
 import time
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.report import benchmark_parser, machine, ratio, save, spread, table
+from benchmarks.report import benchmark_parser, in_processes, machine, ratio, save, spread, table
 from benchmarks.reversible_sequence import branch
 from petra import BlockSpec, Keep, Method, Model, Pipeline, Recipe, TensorSpec
 from petra.process_memory import keep_freed_memory
@@ -102,11 +99,9 @@ def coupling(channels: int) -> Coupling:
     return Coupling(branch(channels))
 
 
-def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
-    """Run one of the two processes. Write the period of every method and the compute time of the stage in each round."""
-    torch.set_num_threads(1)
+def measure(rank: int, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Return the period of every method and the compute time of this process's stage in each round."""
     keep_freed_memory()
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     model, inputs, stages = build(options)
     data = Noise(inputs)
     make = partial(make_pipeline, model, inputs, stages, options.k)
@@ -120,8 +115,7 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
         if round_ > 0:
             for name, seconds in row.items():
                 figures[name].append(seconds)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(figures))
-    dist.destroy_process_group()
+    return figures
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
@@ -170,10 +164,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=15, help="microbatches of one round of one method")
     options = parser.parse_args()
 
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(measure, (folder, options), nprocs=2)
-        figures = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(2)]
-
+    figures = in_processes(2, measure, options)
     periods = {name: figures[0][name] for name in METHODS}
     slower = [max(pair) for pair in zip(figures[0]["compute"], figures[1]["compute"], strict=True)]
     speedups = {name: ratio(periods["reversible, d = 0"], periods[name]) for name in METHODS if name != "reversible, d = 0"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import pipelines, refetch, reversible_sequence
+from benchmarks import pipelines, reversible_sequence
 from benchmarks.reversible_peers import LIBRARIES, PEERS, gradients
 
 
@@ -43,11 +43,3 @@ def test_pipelines_make_plain_updates(monkeypatch: pytest.MonkeyPatch, tmp_path:
     printed = capsys.readouterr().out
     assert all(f"{name}: not installed" in printed for name in missing)
     assert "| 18 | 3 | " in printed
-
-
-@pytest.mark.processes
-def test_refetching_stores_nothing_in_the_first_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = run(refetch.main, monkeypatch, tmp_path, "--width=0.0625", "--batch=2", "--jpegs=1", "--microbatches=2")
-    images = [4 * 3 * 2 * 32 * 32, 4 * 3 * 224 * 224, 4 * 3 * 224 * 224]
-    assert [setting["stored_bytes"] for setting in found["settings"]] == [{"stored": 2 * n, "refetched": 0} for n in images]
-    assert all(min(s) > 0 for setting in found["settings"] for s in setting["seconds"].values())
