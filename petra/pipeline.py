@@ -138,7 +138,7 @@ class Pipeline:
             check_ranks_agree({**plan.settings(), **recipe.settings()}, plan)
         place = (self.replica, process)
         with raise_on_all_ranks():
-            self.stages = build_stages(plan, recipe, runtime, device, place, None, self._source.refetch)
+            self.stages = build_stages(plan, recipe, runtime, device, place, self._source.refetch)
         if plan.layout.dp > 1 and replicas is None:
             self.replicas = Replicas(plan.layout, position, range(plan.layout.dp), device)
         group = None if self.replicas is None else self.replicas.pipeline_group

@@ -16,31 +16,22 @@ parameters.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import disable_saved_tensors_hooks
+from torch import Tensor
 
 from petra.engine.block_function import BlockFunction
 from petra.engine.weights import WeightVersion, WeightVersions
-from petra.errors import ModelError
 from petra.method import Keep
 from petra.reversible import Gradients
-from petra.reversible.replay import NOTHING
 from petra.specs import Streams, detached, in_own_memory
 from petra.torch_private import vector_jacobian_products
 
 Fetch = Callable[[int], Streams]
 """Function of a microbatch that returns the input of the model's first block."""
-RECOMPUTES = (
-    "activation checkpointing and other saved-tensor hooks inside a block can't be used with method.keep=graph and "
-    "method.weights=current where updates come between forward and backward: the recomputation would use newer weights; use "
-    "method.keep=input or method.weights=stashed"
-)
 
 
 @dataclass
@@ -51,10 +42,6 @@ class Stored:
     outputs: Streams = ()
     """Outputs with their graph; empty unless the block keeps its graph."""
 
-    def bytes(self) -> int:
-        """Return the size of the inputs, without what autograd saves in a graph."""
-        return sum(t.nbytes for t in self.inputs)
-
 
 class BlockRunner(ABC):
     """One block with its state between passes. Subclasses differ in what they store in the forward pass.
@@ -63,7 +50,6 @@ class BlockRunner(ABC):
         function: The block as a function of input, weights and microbatch.
         versions: The versions of its weights.
         first: True for the first block of the model. It takes the data, which need no gradient.
-        overwritten: Whether updates may overwrite the weights between the passes of a microbatch.
 
     Attributes:
         parameters: Trained parameters by name.
@@ -72,18 +58,11 @@ class BlockRunner(ABC):
 
     keep: Keep
 
-    def __init__(
-        self,
-        function: BlockFunction,
-        versions: WeightVersions,
-        *,
-        first: bool = False,
-        overwritten: bool = False,
-    ) -> None:
+    def __init__(self, function: BlockFunction, versions: WeightVersions, *, first: bool = False) -> None:
         self.function, self.versions, self.parameters = function, versions, function.parameters
         self.stored: dict[int, Stored] = {}
         self._trained = tuple(self.parameters.values())
-        self._first, self._overwritten = first, overwritten
+        self._first = first
 
     @abstractmethod
     def forward(self, m: int, x: Streams) -> Streams:
@@ -97,21 +76,6 @@ class BlockRunner(ABC):
             y: The block's output as the next block returned it; used only by :class:`Reconstruct`.
             dy: Gradient with respect to the output.
         """
-
-    def begin_update(self) -> None:
-        """Prepare for an optimizer step."""
-        self.versions.before_update()
-
-    def replay(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
-        """Run the forward pass of microbatch ``m`` again; nothing is stored or updated."""
-        with self.function.frozen_statistics():
-            return self.function(m, x, version)
-
-    def _choose_version(self, m: int) -> WeightVersion | None:
-        """Return the weights for the forward pass of microbatch ``m``, and stash them if the backward pass needs them too."""
-        version = self.versions.for_forward(m)
-        self.versions.stash(m, version)
-        return version
 
     def _forward_with_graph(self, m: int, x: Streams, version: WeightVersion | None) -> Stored:
         inputs = tuple(t.detach().requires_grad_(not self._first and t.is_floating_point()) for t in x)
@@ -145,9 +109,7 @@ class KeepGraph(BlockRunner):
     keep = Keep.GRAPH
 
     def forward(self, m: int, x: Streams) -> Streams:
-        version = self._choose_version(m)
-        with without_hooks(self.function.module, RECOMPUTES) if self._overwritten else NOTHING:
-            self.stored[m] = self._forward_with_graph(m, x, version)
+        self.stored[m] = self._forward_with_graph(m, x, self.versions.stash(m))
         return detached(self.stored[m].outputs)
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
@@ -165,7 +127,7 @@ class Recompute(BlockRunner):
     fetch: Fetch | None = None
 
     def forward(self, m: int, x: Streams) -> Streams:
-        version = self._choose_version(m)
+        version = self.versions.stash(m)
         with self.function.first_evaluation():
             y = self.function(m, x, version)
         if self.keep is Keep.INPUT:
@@ -219,36 +181,17 @@ def block_runner(
     versions: WeightVersions,
     *,
     first: bool = False,
-    overwritten: bool = False,
     fetch: Fetch | None = None,
 ) -> BlockRunner:
     """Return the runner of a block.
 
     Args:
-        function, versions, first, overwritten: As for :class:`BlockRunner`.
+        function, versions, first: As for :class:`BlockRunner`.
         keep: What the block stores between its passes.
         fetch: Returns the block's input for a microbatch again; for ``Keep.REFETCH``.
     """
     kinds: dict[Keep, type[BlockRunner]] = {kind.keep: kind for kind in (KeepGraph, Recompute, Reconstruct)}
-    runner = kinds.get(keep, Recompute)(function, versions, first=first, overwritten=overwritten)
+    runner = kinds.get(keep, Recompute)(function, versions, first=first)
     if isinstance(runner, Recompute) and keep is Keep.REFETCH and fetch is not None:
         runner.keep, runner.fetch = keep, fetch
     return runner
-
-
-@contextmanager
-def without_hooks(module: nn.Module, reason: str) -> Iterator[None]:
-    """Forbid saved-tensor hooks inside the ``with`` block.
-
-    Raises:
-        ModelError: If the body sets such hooks. The message contains the reason.
-    """
-    try:
-        with ExitStack() as stack:
-            with suppress(RuntimeError):  # a measurement outside of the block has hooks of its own
-                stack.enter_context(disable_saved_tensors_hooks(reason))
-            yield
-    except RuntimeError as error:
-        if str(error) != reason:
-            raise
-        raise ModelError(f"{type(module).__name__}: {reason}") from error

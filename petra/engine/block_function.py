@@ -1,10 +1,9 @@
-"""One block as a function of microbatch, input and weights, and the base class of what wraps such a function."""
+"""One block as a function of microbatch, input and weights, and what changes how it is evaluated."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,18 @@ from petra.reversible.replay import (
 from petra.specs import Streams, as_streams
 
 
+class Around:
+    """What changes how a block is evaluated. Each method changes nothing by default."""
+
+    def context(self, x: Tensor, *, training: bool) -> AbstractContextManager[object]:
+        """Return the context of an evaluation or an inverse, given the first stream of its input."""
+        return NOTHING
+
+    def outputs(self, x: Tensor, y: Streams, *, training: bool) -> Streams:
+        """Return the output of an evaluation instead of ``y``, given the first stream of its input."""
+        return y
+
+
 class BlockFunction:
     """One block as a function that gives the same output whenever microbatch, input and weights are the same.
 
@@ -34,6 +45,7 @@ class BlockFunction:
 
     Attributes:
         module, name: As given.
+        around: What changes how the block is evaluated, from the inside out.
         parameters: Trained parameters by name.
         draws: Whether the block draws random numbers, so that the generators are seeded for it. They are global: threads that run
             such blocks take turns. None until the first forward pass of a run has found it.
@@ -42,6 +54,7 @@ class BlockFunction:
     def __init__(self, module: nn.Module, seed: int, name: str | None = None) -> None:
         self.module, self.name, self._seed = module, name or type(module).__name__, seed
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.around: list[Around] = []
         self._normalisations = normalisations(module)
         self._reversible = module if isinstance(module, ReversibleBlock) else None
         # Couplings seed the generators and check their functions themselves. Other reversible blocks may use the seed otherwise.
@@ -69,18 +82,21 @@ class BlockFunction:
             ModelError: If the block changes its input in place.
         """
         seed = self._seed_of(m)
-        if self._is_coupling and self.draws is not None and version is None:
-            return self.module(*x, seed=seed)  # type: ignore[no-any-return]
-        arguments, seed = ({}, seed) if self._reversible is None else ({"seed": seed}, None)
-        watch = NOTHING if self.draws is not None else watch_draws(self._set_draws)
-        with watch, forbid_inplace(x, self.module), seeded(seed, x[0].device):
-            y = self.module(*x, **arguments) if version is None else functional_call(self.module, version, x, arguments)
-        return as_streams(y)
+        with self._inside(x[0]):
+            if self._is_coupling and self.draws is not None and version is None:
+                y = self.module(*x, seed=seed)
+            else:
+                arguments, seed = ({}, seed) if self._reversible is None else ({"seed": seed}, None)
+                watch = NOTHING if self.draws is not None else watch_draws(self._set_draws)
+                with watch, forbid_inplace(x, self.module), seeded(seed, x[0].device):
+                    y = self.module(*x, **arguments) if version is None else functional_call(self.module, version, x, arguments)
+        return self._finished(x[0], y)
 
     def inverse(self, m: int, y: Streams) -> Streams:
         """Reconstruct the input of a reversible block from its output, with the parameters."""
         assert self._reversible is not None
-        return self._reversible.inverse(*y, seed=self._seed_of(m))
+        with self._inside(y[0]):
+            return self._reversible.inverse(*y, seed=self._seed_of(m))
 
     def inverse_vjp(self, m: int, y: Streams, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
         """Return a reversible block's input, the gradient with respect to it, and those of the parameters.
@@ -89,15 +105,15 @@ class BlockFunction:
             version: Weights that reconstruct and are differentiated; None for the parameters.
         """
         assert self._reversible is not None
-        if version is None:
-            return self._reversible.inverse_vjp(y, dy, seed=self._seed_of(m))
-        with self.using(version):
+        with self._inside(y[0]), self.using(version):
             return self._reversible.inverse_vjp(y, dy, seed=self._seed_of(m))
 
     @torch.no_grad()
     def evaluate(self, x: Streams) -> Streams:
         """Return the output without a graph, with the module in the mode that the caller has set."""
-        return as_streams(self.module(*x))
+        with self._inside(x[0], training=False):
+            y = self.module(*x)
+        return self._finished(x[0], y, training=False)
 
     def using(self, version: WeightVersion | None) -> AbstractContextManager[None]:
         """Give the block's parameters the values of ``version`` inside the ``with`` block; None leaves them as they are."""
@@ -123,53 +139,23 @@ class BlockFunction:
     def _set_draws(self, draws: bool) -> None:
         self.draws = draws
 
+    def _inside(self, x: Tensor, *, training: bool = True) -> AbstractContextManager[object]:
+        """Return the contexts in which the block is evaluated."""
+        if not self.around:
+            return NOTHING
+        stack = ExitStack()
+        for each in reversed(self.around):
+            stack.enter_context(each.context(x, training=training))
+        return stack
+
+    def _finished(self, x: Tensor, y: Tensor | Streams, *, training: bool = True) -> Streams:
+        y = as_streams(y)
+        for each in self.around:
+            y = each.outputs(x, y, training=training)
+        return y
+
     def _seed_of(self, m: int) -> int | None:
         return None if self.draws is False else derive_seed(self._seed, m)
-
-
-if TYPE_CHECKING:
-    _Function = BlockFunction
-else:
-    _Function = object
-
-
-class WrappedFunction(_Function):
-    """Base of what changes how a block is evaluated: evaluates another function inside of :meth:`context`.
-
-    All other attributes are those of that function.
-
-    Args:
-        inner: The function that this one contains.
-    """
-
-    def __init__(self, inner: BlockFunction) -> None:
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # of copy.deepcopy, which asks before ``inner`` is set
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def context(self, x: Tensor, version: WeightVersion | None) -> AbstractContextManager[object]:
-        """Return the context in which the block is evaluated in training.
-
-        Args:
-            x: First stream of the evaluation's input.
-            version: Weights that it uses; None for the parameters.
-        """
-        return NOTHING
-
-    def __call__(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
-        with self.context(x[0], version):
-            return self.inner(m, x, version)
-
-    def inverse(self, m: int, y: Streams) -> Streams:
-        with self.context(y[0], None):
-            return self.inner.inverse(m, y)
-
-    def inverse_vjp(self, m: int, y: Streams, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
-        with self.context(y[0], version):
-            return self.inner.inverse_vjp(m, y, dy, version)
 
 
 @contextmanager

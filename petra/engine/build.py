@@ -5,8 +5,7 @@ Options are imported where a run asks for them, so that other runs do not load t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from itertools import count, repeat
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from petra.engine.accumulation import Accumulation
 from petra.engine.block import Fetch, block_runner
-from petra.engine.block_function import BlockFunction
+from petra.engine.block_function import Around, BlockFunction
 from petra.engine.executor import Strategy, in_turn
 from petra.engine.options.finite_check import CheckedPort, FiniteCheck
 from petra.engine.recipe import Recipe
@@ -40,25 +39,26 @@ def build_stages(
     runtime: Runtime,
     device: torch.device,
     place: tuple[int, int],
-    make_block: Callable[[int], nn.Module] | None = None,
     fetch: Fetch | None = None,
 ) -> dict[int, Stage]:
     """Build the stages of a rank, by index. Weights depend on the seed and the block only, not on the partition.
 
     Args:
         place: Index of the rank's replica, and of its process in the replica.
-        make_block: Returns a block on its device, given its index. By default, blocks are built for this run.
         fetch: Returns the inputs of a microbatch again, on the device; for plans that refetch.
     """
-    make_block = partial(_block, plan, recipe, runtime, device) if make_block is None else make_block
     replica, process = place
     # The first replica draws the random numbers of a run without replicas.
     seed = derive_seed(recipe.seed, -1, replica) if replica else recipe.seed
     stages = {}
     for j in plan.layout.processes[process]:
-        own = plan.stages[j]
+        own, grid = plan.stages[j], None
+        if plan.numerics.exact_streams:
+            from petra.engine.options.exact_streams import new_grid
+
+            grid = new_grid(plan, device)
         stage = stages[j] = make_stage(
-            [make_block(b) for b in own.blocks],
+            [_block(plan, recipe, runtime, device, b) for b in own.blocks],
             own.keeps,
             first_block=own.blocks.start,
             names=[f"block {plan.model.blocks[b].name}" for b in own.blocks],
@@ -66,7 +66,7 @@ def build_stages(
             k=plan.k,
             seed=seed,
             numerics=plan.numerics,
-            grid=_grid(plan, device) if plan.numerics.exact_streams else None,
+            grid=grid,
             overwritten=own.staleness > 0 and own.weights is Weights.CURRENT,
             returns_input=j > 0 and returns_activations(plan.stages[j - 1].keeps[-1]),
             fetch=fetch,
@@ -103,37 +103,38 @@ def make_stage(
         seed: Seed of the run.
         numerics: Number formats and memory layouts.
         grid: Grid for exact streams; None for a new one in float32, if ``numerics`` asks for them.
-        overwritten, fetch: As for :func:`petra.engine.block.block_runner`.
+        overwritten: Whether updates may overwrite weights that stored graphs refer to.
+        fetch: As for :func:`petra.engine.block.block_runner`.
         returns_input: As for :class:`petra.engine.stage.Stage`.
     """
     if numerics.exact_streams and grid is None:
         grid = Grid()
     runners = []
     for b, block, keep, name in zip(count(first_block), blocks, keeps, names or repeat(None), strict=False):
-        function = _function(BlockFunction(block, derive_seed(seed, b), name), numerics, grid)
+        function = BlockFunction(block, derive_seed(seed, b), name)
+        function.around = _around(block, numerics, grid, overwritten=overwritten and keep is Keep.GRAPH)
         versions = WeightVersions(function.parameters, weights, keeps_graph=keep is Keep.GRAPH, k=k)
-        runners.append(block_runner(function, keep, versions, first=b == 0, overwritten=overwritten, fetch=fetch))
+        runners.append(block_runner(function, keep, versions, first=b == 0, fetch=fetch))
     gradients = Accumulation(nn.ModuleList(blocks), k)
     return Stage(runners, gradients, returns_input=returns_input, channels_last=numerics.channels_last)
 
 
-def _function(function: BlockFunction, numerics: Numerics, grid: Grid | None) -> BlockFunction:
-    """Wrap a block's function for the number formats of a run."""
+def _around(block: nn.Module, numerics: Numerics, grid: Grid | None, *, overwritten: bool) -> list[Around]:
+    """Return what changes how a block is evaluated, from the inside out."""
+    around: list[Around] = []
     if numerics.autocast is not None:
         from petra.engine.options.autocast import Autocast
 
-        function = Autocast(function, numerics.autocast)
+        around.append(Autocast(numerics.autocast))
     if grid is not None:
         from petra.engine.options.exact_streams import OnGrid
 
-        function = OnGrid(function, grid)
-    return function
+        around.append(OnGrid(block, grid))
+    if overwritten:
+        from petra.engine.options.stored_graphs import ForbidRecomputation
 
-
-def _grid(plan: Plan, device: torch.device) -> Grid:
-    """Make the grid of a stage with exact streams, in the dtype of the plan's streams."""
-    pairs = [profile.outputs for profile in plan.layout.profiles if profile.reversible]
-    return Grid(pairs[0][0].dtype if pairs else torch.float32, device)
+        around.append(ForbidRecomputation(block))
+    return around
 
 
 def check_drained(plan: Plan, workers: Mapping[int, Worker], device: torch.device) -> None:
@@ -146,7 +147,7 @@ def check_drained(plan: Plan, workers: Mapping[int, Worker], device: torch.devic
     if plan.numerics.exact_streams:
         from petra.engine.options.exact_streams import check_range
 
-        check_range(_grid(plan, device), [worker.stage for worker in workers.values()])
+        check_range(plan, device, [worker.stage for worker in workers.values()])
     for worker in reversed([*workers.values()]):  # check later stages first: gradients flow upstream
         worker.update[FiniteCheck].check_drained(worker.update.microbatches_done)
 

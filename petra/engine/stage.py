@@ -90,7 +90,7 @@ class Stage:
         """
         graphs_in_flight = any(stored.outputs for runner in self.runners for stored in runner.stored.values())
         for runner in self.runners:
-            runner.begin_update()
+            runner.versions.before_update()
         unused = self.gradients.hide_unused()
         with preserve_version_counter(tuple(self.gradients.parameters)) if graphs_in_flight else NOTHING:
             yield
@@ -119,7 +119,7 @@ class Stage:
 
     def stored_bytes(self) -> int:
         """Return the size of the inputs that blocks store for all microbatches in flight."""
-        return sum(stored.bytes() for runner in self.runners for stored in list(runner.stored.values()))
+        return sum(t.nbytes for runner in self.runners for stored in list(runner.stored.values()) for t in stored.inputs)
 
     def contiguous(self, streams: Streams) -> Streams:
         """Return the streams in the stage's memory format. Results could otherwise depend on the partition."""

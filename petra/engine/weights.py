@@ -71,10 +71,12 @@ class WeightVersions:
         """Return the version that the backward pass of microbatch ``m`` differentiates, and remove it from ``stashed``."""
         return self.corrected if self._weights is Weights.CURRENT else self.stashed.pop(m)
 
-    def stash(self, m: int, version: WeightVersion | None) -> None:
-        """Record that the forward pass of microbatch ``m`` used ``version``."""
+    def stash(self, m: int) -> WeightVersion | None:
+        """Return the version that the forward pass of microbatch ``m`` uses, and store it if the backward pass needs it too."""
+        version = self.for_forward(m)
         if self._weights is not Weights.CURRENT:
             self.stashed[m] = version
+        return version
 
     def before_update(self) -> None:
         """Copy the parameters before an optimizer step if they are still needed after it."""

@@ -114,7 +114,7 @@ def test_blocks_and_types_without_exact_streams_raise_an_error() -> None:
 def test_evaluation_may_leave_the_range() -> None:
     """Nothing is reconstructed in an evaluation."""
     chain = make_stage([Coupling(branch(4))], [Keep.NOTHING], numerics=EXACT)
-    function = chain.runners[0].function
-    assert isinstance(function, OnGrid)
+    (on_grid,) = chain.runners[0].function.around
+    assert isinstance(on_grid, OnGrid)
     chain.evaluate((torch.full((2, 4, 6, 6), 1e6), torch.ones(2, 4, 6, 6)))
-    function.grid.require()
+    on_grid.grid.require()

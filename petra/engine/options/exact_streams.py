@@ -2,58 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from petra.engine.block_function import BlockFunction, WrappedFunction
+from petra.engine.block_function import Around
 from petra.engine.stage import Stage
-from petra.engine.weights import WeightVersion
+from petra.plan import Plan
 from petra.reversible import Grid, ReversibleBlock
+from petra.reversible.replay import NOTHING
 from petra.specs import Streams
 
 
-class OnGrid(WrappedFunction):
+class OnGrid(Around):
     """Evaluates a block with exact streams (:mod:`petra.reversible.grid`).
 
     Args:
-        inner: The function to evaluate.
+        block: The block.
         grid: Grid of the stage.
     """
 
-    def __init__(self, inner: BlockFunction, grid: Grid) -> None:
-        super().__init__(inner)
-        self.grid = grid
-        self._rounds = not isinstance(inner.module, ReversibleBlock)
-        if isinstance(inner.module, ReversibleBlock):
-            inner.module.enable_exact_streams(grid)
+    def __init__(self, block: nn.Module, grid: Grid) -> None:
+        self.grid, self._rounds = grid, not isinstance(block, ReversibleBlock)
+        if isinstance(block, ReversibleBlock):
+            block.enable_exact_streams(grid)
 
-    def __call__(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
-        return self._enter(self.inner(m, x, version))
+    def context(self, x: Tensor, *, training: bool) -> AbstractContextManager[object]:
+        return NOTHING if training else self._unrecorded()
 
-    def evaluate(self, x: Streams) -> Streams:
+    def outputs(self, x: Tensor, y: Streams, *, training: bool) -> Streams:
+        enter = self.grid.enter if training else self.grid.round
+        return tuple(map(enter, y)) if self._rounds and len(y) > 1 else y
+
+    @contextmanager
+    def _unrecorded(self) -> Iterator[None]:
+        """Record no magnitudes in an evaluation: nothing is reconstructed, so streams may leave the grid's range."""
         largest = self.grid.largest
-        y = self._enter(self.inner.evaluate(x))
-        self.grid.largest = largest  # nothing is reconstructed, so streams may leave the grid's range
-        return y
-
-    def _enter(self, y: Streams) -> Streams:
-        return tuple(self.grid.enter(t) for t in y) if self._rounds and len(y) > 1 else y
+        yield
+        self.grid.largest = largest
 
 
-def check_range(joint: Grid, stages: Iterable[Stage]) -> None:
-    """Check that exact streams stayed in the range of the grid. Every rank must call this function.
+def new_grid(plan: Plan, device: torch.device) -> Grid:
+    """Return a grid in the type of a plan's streams."""
+    pairs = [profile.outputs for profile in plan.layout.profiles if profile.reversible]
+    return Grid(pairs[0][0].dtype if pairs else torch.float32, device)
 
-    Args:
-        joint: A new grid, for the largest magnitude of all stages.
-        stages: Stages of this rank.
+
+def check_range(plan: Plan, device: torch.device, stages: Iterable[Stage]) -> None:
+    """Check that exact streams stayed in the range of the grid. Every rank must call this function, with its stages.
 
     Raises:
         ModelError: If they exceeded it at a stage. Raised on every rank.
     """
-    functions = [stage.runners[0].function for stage in stages]
-    joint.largest = torch.stack([joint.largest, *(f.grid.largest for f in functions if isinstance(f, OnGrid))]).amax()
+    joint = new_grid(plan, device)
+    around = [each for stage in stages for each in stage.runners[0].function.around]
+    joint.largest = torch.stack([joint.largest, *(each.grid.largest for each in around if isinstance(each, OnGrid))]).amax()
     if dist.is_initialized():
         dist.all_reduce(joint.largest, dist.ReduceOp.MAX)
     joint.require()
