@@ -36,7 +36,7 @@ ROOMS = {
     ("petra/staleness",): Budget(530, 450),
     ("petra/training",): Budget(1_860, 1_790),
     ("petra/data",): Budget(2_110, 1_800),
-    ("petra/models",): Budget(1_720, 1_700),
+    ("petra/models",): Budget(1_700, 1_700),
     ("petra/inplace_abn",): Budget(2_000, 2_000),
     ("petra/elastic", "launch/elastic"): Budget(1_080, 1_000),
     ("petra/diagnostics",): Budget(930, 800),

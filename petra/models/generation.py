@@ -10,7 +10,7 @@ from math import isfinite
 import torch
 from torch import Tensor, nn
 
-from petra.errors import ModelError, require
+from petra.errors import ModelError, invalid, require
 from petra.models.attention import Attention, KeyValueCache
 from petra.models.language import TokenStem
 
@@ -81,8 +81,7 @@ def generate(model: nn.Module, prompt: Sequence[int], sampling: Sampling, seed: 
     require(len(prompt) >= 1, "prompt", "at least one token", "none")
     stem = find_stem(model)
     if stem is None:
-        require(False, "run", "a run of gpt or revgpt", "a network without tokens")
-        return
+        raise invalid("run", "a run of gpt or revgpt", "a network without tokens")
     text, device = list(prompt), next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     while True:

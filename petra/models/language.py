@@ -192,7 +192,7 @@ def revgpt(
     fits = 0 < step < math.inf and (step == 1 or coupling != "two_functions")
     require(fits, "model.step", "a number > 0; 1 for two_functions", step)
     options = LayerOptions(dim, heads, kv_heads, hidden, mlp, norm, bias, positions == "rotary", qk_norm, dropout, depth=depth)
-    stem = _stem(options, classes, size, positions, delimiter, embedding_std, rest=coupling == "leapfrog")
+    stem = _stem(options, classes, size, positions, delimiter, embedding_std, 2, coupling == "leapfrog")
     head = partial(LanguageHead, options, classes, joint=coupling == "two_functions", streams=2)
     return options.model("revgpt", stem, partial(_coupled, options, coupling, step), head)
 
@@ -222,21 +222,13 @@ def gpt(
         ConfigError: If an argument is out of range.
     """
     options = LayerOptions(dim, heads, kv_heads, hidden, mlp, norm, bias, positions == "rotary", qk_norm, dropout, depth=depth)
-    stem = _stem(options, classes, size, positions, delimiter, embedding_std, copies=1)
+    stem = _stem(options, classes, size, positions, delimiter, embedding_std, 1, False)
     head = partial(LanguageHead, options, classes, joint=False, streams=1)
     return options.model("gpt", stem, partial(ResidualLayer, options), head)
 
 
 def _stem(
-    options: LayerOptions,
-    classes: int,
-    size: int,
-    positions: str,
-    delimiter: int | None,
-    std: float,
-    *,
-    copies: int = 2,
-    rest: bool = False,
+    options: LayerOptions, classes: int, size: int, positions: str, delimiter: int | None, std: float, copies: int, rest: bool
 ) -> Callable[[], nn.Module]:
     """Check the arguments of a language model's stem, and return its builder."""
     require(size >= 1, "model.size", "an integer >= 1", size)

@@ -15,9 +15,7 @@ from petra.errors import alternatives, invalid, require
 from petra.model import BlockSpec, Model
 
 STEMS = ("cifar", "imagenet")
-DEPTHS = {
-    **{18: ((2, 2, 2, 2), 1), 34: ((3, 4, 6, 3), 1), 50: ((3, 4, 6, 3), 4), 101: ((3, 4, 23, 3), 4), 152: ((3, 8, 36, 3), 4)},
-}
+DEPTHS = {18: ((2, 2, 2, 2), 1), 34: ((3, 4, 6, 3), 1), 50: ((3, 4, 6, 3), 4), 101: ((3, 4, 23, 3), 4), 152: ((3, 8, 36, 3), 4)}
 """Blocks of each of the four groups, and expansion of a block, by depth (He et al. 2015, Table 1)."""
 PARTITIONS = ("channels", "rows", "columns", "checkerboard")
 """How the units of a layer are divided into two streams (Gomez et al. 2017, section 3.1, footnote 2; Dinh et al. 2017)."""

@@ -12,11 +12,11 @@ from petra.model import Model
 from petra.models import layers
 from petra.reversible import Coupling
 
-DOWNSAMPLINGS = ("projection", "convolution", "pooling")
+DOWNSAMPLINGS = ("projection", "pooling")
 
 
 class Downsample(nn.Module):
-    """Non-reversible block that changes the shape of the streams and returns the resized x2 as the other stream.
+    """Non-reversible basic block that changes the shape of the streams and returns the resized x2 as the other stream.
 
     y1 = first(x2) and y2 = shortcut(x1) + second(y1). Maps two streams (B, in_channels, H, W) to two streams
     (B, channels, H/stride, W/stride).
@@ -24,14 +24,11 @@ class Downsample(nn.Module):
     Args:
         style: Normalisation and activation.
         row: Sizes of the block.
-        first: Module that resizes x2.
-        second: Module that computes what is added to the other stream.
     """
 
-    def __init__(self, style: layers.Style, row: layers.Residual, first: nn.Module, second: nn.Module) -> None:
+    def __init__(self, style: layers.Style, row: layers.Residual) -> None:
         super().__init__()
-        self.first = first
-        self.second = second
+        self.first, self.second = (layers.conv_norm(*sizes, style=style) for sizes in row.convolutions())
         self.shortcut = layers.conv_norm(row.in_channels, row.channels, 1, row.stride, style=style, activate=False)
 
     def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,10 +93,9 @@ def revnet50(
     Args:
         classes, width, stem, norm, activation: As for :func:`revnet18`.
         downsampling: Kind of the four blocks that change the shape of the streams. ``projection``: the branch reads x2, and a 1x1
-            convolution resizes each stream; 30.4 million parameters with the ImageNet stem and head. ``convolution``: a 3x3
-            convolution resizes x2, and the branch reads its result, which is also the other stream; 53.2 million parameters.
-            ``pooling``: the branch reads x2, a 3x3 convolution resizes x2, and average pooling and zero channels resize x1; 49.8
-            million parameters, the layout closest to the 50 million that PETRA's section 4.1 mentions.
+            convolution resizes each stream; 30.4 million parameters with the ImageNet stem and head. ``pooling``: the branch
+            reads x2, a 3x3 convolution resizes x2, and average pooling and zero channels resize x1; 49.8 million parameters, the
+            layout closest to the 50 million that PETRA's section 4.1 mentions.
 
     Raises:
         ConfigError: If an argument is out of range.
@@ -148,13 +144,7 @@ def revnet_body(
 def _residual(style: layers.Style, downsampling: str, row: layers.Residual) -> nn.Module:
     if not row.resizes:
         return Coupling(_branch(style, row))
-    if not row.bottleneck:
-        first, second = (layers.conv_norm(*sizes, style=style) for sizes in row.convolutions())
-        return Downsample(style, row, first, second)
-    if downsampling != "convolution":
-        return BottleneckResize(style, row, pooling=downsampling == "pooling")
-    resize = layers.conv_norm(row.in_channels, row.channels, 3, row.stride, style=style, activate=False)
-    return Downsample(style, row, resize, _branch(style, row._replace(in_channels=row.channels, stride=1)))
+    return BottleneckResize(style, row, pooling=downsampling == "pooling") if row.bottleneck else Downsample(style, row)
 
 
 def _branch(style: layers.Style, row: layers.Residual) -> nn.Sequential:

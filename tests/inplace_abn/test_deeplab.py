@@ -16,7 +16,7 @@ from petra.inplace_abn import deeplabv3
 from petra.inplace_abn.losses import bootstrapped_cross_entropy
 from petra.models import MODELS
 from petra.specs import IGNORED
-from tests.models.test_transformer import double
+from tests.models.test_language import double
 from tests.support.nets import make_pipeline
 
 IMAGE = TensorSpec((2, 3, 64, 96), torch.float32)

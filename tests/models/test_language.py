@@ -1,4 +1,4 @@
-"""Language models: every option against plain formulas in float64, and training with every method against autograd."""
+"""Transformers: every option against plain formulas in float64, and training with every method against autograd."""
 
 from __future__ import annotations
 
@@ -9,26 +9,36 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from petra import METHODS, ConfigError, Model, TensorSpec
+from petra import METHODS, BlockSpec, ConfigError, Model, ModelError, TensorSpec
 from petra.models import gpt, revgpt, revvit
 from petra.models.attention import MLP, Attention, HeadNorm, KeyValueCache, LayerOptions
 from petra.reversible import derive_seed
 from petra.settings import Numerics
-from tests.models.test_transformer import Texts, double
+from petra.specs import as_streams
 from tests.support.nets import RandomSource, make_pipeline
 
 CLASSES, LENGTH, BATCH, DIM = 11, 12, 3, 24
 MODERN = {"mlp": "swiglu", "norm": "rmsnorm", "bias": False, "positions": "rotary", "qk_norm": True, "kv_heads": 2}
 
 
-class Documents(Texts):
-    """Random tokens, in which token 0 begins a document."""
+class Texts:
+    """Data source of random tokens, in which token 0 begins a document. Each target is the next token."""
 
     spec = TensorSpec((BATCH, LENGTH), torch.int64)
 
     def _tokens(self, m: int) -> Tensor:
         generator = torch.Generator().manual_seed(derive_seed(5, m))
         return torch.randint(CLASSES, (BATCH, LENGTH + 1), generator=generator) % 5
+
+    def inputs(self, m: int) -> Tensor:
+        return self._tokens(m)[:, :-1]
+
+    def targets(self, m: int) -> Tensor:
+        return self._tokens(m)[:, 1:].flatten()
+
+
+def double(model: Model) -> Model:
+    return Model(model.name, tuple(BlockSpec(b.name, lambda build=b.build: build().double()) for b in model.blocks))
 
 
 # --- formulas that share no code with the models ---
@@ -65,7 +75,8 @@ def attend(layer: Attention, x: Tensor, documents: Tensor | None = None) -> Tens
     if layer.qkv.bias is not None:
         projected = projected + layer.qkv.bias
     heads = [projected[..., i * size : (i + 1) * size] for i in range(queries + 2 * keys)]
-    allowed = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+    allowed = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
+    allowed = allowed.tril() if options.causal else allowed
     if documents is not None:
         allowed = allowed & (documents[:, :, None] == documents[:, None, :])
     outputs = []
@@ -97,6 +108,7 @@ OPTIONS = {
     "gpt2": {},
     "rmsnorm": {"norm": "rmsnorm"},
     "no biases": {"bias": False},
+    "all positions": {"causal": False},
     "rotary": {"rotary": True},
     "grouped queries": {"kv_heads": 2},
     "one key head": {"kv_heads": 1},
@@ -136,6 +148,9 @@ def test_mlps_equal_their_formulas() -> None:
     h = rms(x, mlp.norm.weight)
     z = h @ gate.T
     torch.testing.assert_close(mlp(x), (z / (1 + (-z).exp()) * (h @ up.T)) @ mlp.down.weight.T)
+    mlp = random_layer(MLP(LayerOptions(9, heads=1)))
+    h = (layer_norm(x, mlp.norm.weight) + mlp.norm.bias) @ mlp.up.weight.T + mlp.up.bias
+    torch.testing.assert_close(mlp(x), h * (1 + torch.erf(h / 2**0.5)) / 2 @ mlp.down.weight.T + mlp.down.bias)
     assert MLP(LayerOptions(96, heads=1, mlp="swiglu")).down.in_features == 256
     assert MLP(LayerOptions(100, heads=1, mlp="swiglu")).down.in_features == 320
 
@@ -158,7 +173,7 @@ def test_a_cache_gives_the_same_as_the_whole_text(options: dict[str, object]) ->
 def test_midpoint_and_leapfrog_are_the_recurrences_of_their_paper() -> None:
     """x_(j+1) = x_(j-1) + 2h f(x_j), and x_(j+1) = 2 x_j - x_(j-1) + h^2 f(x_j)."""
     shape = {"classes": CLASSES, "dim": 8, "depth": 3, "heads": 2, "size": LENGTH}
-    tokens, h = Documents().inputs(0), 0.4
+    tokens, h = Texts().inputs(0), 0.4
     plain = double(gpt(**shape)).build(2)
     f = [block.f for name, block in plain.named_children() if name.startswith("layer")]
     for coupling, after in (
@@ -192,6 +207,46 @@ def test_embedding_std_scales_the_embedding_only(build: Callable[..., Model]) ->
     assert float(wide.stem.tokens.weight.detach().std()) == pytest.approx(0.2, rel=0.02)
 
 
+# --- sizes and initial weights ---
+
+
+def test_parameters_and_flops_of_revgpt() -> None:
+    v, d, length, depth, batch = 50, 24, 16, 5, 2
+    profile = revgpt(v, dim=d, depth=depth, heads=4, size=length).profile(TensorSpec((batch, length), torch.int64))
+    stem, *layers, head = profile
+    assert [b.reversible for b in profile] == [False, *[True] * depth, False]
+    assert [b.outputs[0].shape for b in profile] == [*[(batch, length, d)] * (depth + 1), (batch * length, v)]
+    assert stem.parameters == (v + length) * d
+    assert {b.parameters for b in layers} == {12 * d * d + 13 * d}
+    assert head.parameters == 4 * d + 2 * d * v + v
+    tokens = batch * length
+    assert stem.flops == 0
+    # Masked positions of the attention matrix are counted too.
+    assert {b.flops for b in layers} == {2 * tokens * 12 * d * d + 4 * tokens * length * d}
+    assert head.flops == 2 * tokens * 2 * d * v
+
+
+@pytest.mark.parametrize(("dim", "heads", "millions", "gigaflops"), [(384, 6, 22, 4.6), (768, 12, 87, 17.6)])
+def test_revvit_has_the_papers_size(dim: int, heads: int, millions: int, gigaflops: float) -> None:
+    """Rev-ViT-S and Rev-ViT-B (Mangalam et al. 2022, Table 1, in multiply-adds)."""
+    model = revvit(1000, patch=16, dim=dim, depth=12, heads=heads, size=224)
+    profile = model.profile(TensorSpec((1, 3, 224, 224), torch.float32))
+    assert round(sum(b.parameters for b in profile) / 1e6) == millions
+    assert sum(b.flops for b in profile) / 2e9 == pytest.approx(gigaflops, rel=0.015)
+
+
+@pytest.mark.parametrize("model", [revgpt(dim=96, depth=8, heads=4, size=64), revvit(dim=96, depth=8, heads=4)])
+def test_initial_weights_are_gpt2s(model: Model) -> None:
+    for name, p in model.build(1).named_parameters():
+        if name.endswith("norm.weight"):
+            assert (p == 1).all(), name
+        elif name.endswith("bias"):
+            assert (p == 0).all(), name
+        else:
+            ends_branch = name.endswith(("f.out.weight", "g.down.weight"))
+            assert p.std().item() == pytest.approx(0.02 / 4 if ends_branch else 0.02, rel=0.05), name
+
+
 # --- training ---
 
 NETS = {
@@ -202,6 +257,21 @@ NETS = {
     "midpoint": revgpt(CLASSES, dim=16, depth=3, heads=4, size=LENGTH, coupling="midpoint", step=0.5, **MODERN),
     "leapfrog": revgpt(CLASSES, dim=16, depth=3, heads=4, size=LENGTH, delimiter=0, coupling="leapfrog", **MODERN),
 }
+
+
+def test_stems_give_both_streams_content_and_position() -> None:
+    stem, tokens = NETS["gpt2"].build_block(0, 0), Texts().inputs(0)
+    x1, x2 = stem(tokens)
+    assert torch.equal(x1, x2)
+    assert torch.equal(x1[1, 2], stem.tokens.weight[tokens[1, 2]] + stem.positions[2])
+    assert torch.equal(stem(tokens[:, :4])[0], x1[:, :4])
+
+    stem, images = NETS["revvit"].build_block(0, 0), torch.randn(2, 3, 8, 8)
+    x1, x2 = stem(images)
+    assert torch.equal(x1, x2)
+    assert x1.is_contiguous()
+    patch = images[1, :, 4:, :4].flatten()  # the third of four, row by row
+    torch.testing.assert_close(x1[1, 2], stem.patches.weight.flatten(1) @ patch + stem.positions[2])
 
 
 METHOD_OF = {
@@ -217,7 +287,7 @@ METHOD_OF = {
 @pytest.mark.parametrize(("name", "method"), [(name, method) for name, methods in METHOD_OF.items() for method in methods])
 def test_frozen_weights_give_the_plain_gradient(name: str, method: str) -> None:
     model, never, k = double(NETS[name]), 100, 3
-    data = RandomSource(BATCH, 8, CLASSES) if name == "revvit" else Documents()
+    data = RandomSource(BATCH, 8, CLASSES) if name == "revvit" else Texts()
     pipeline = make_pipeline(
         model, data.spec, method=method, k=never, optimizer=lambda m: torch.optim.SGD(m.parameters(), 0.0), seed=3
     )
@@ -234,7 +304,7 @@ def test_frozen_weights_give_the_plain_gradient(name: str, method: str) -> None:
 
 def test_exact_streams_and_low_precision_messages_carry_the_documents() -> None:
     """The reconstruction is exact bit for bit, and the starts of documents survive a message in bf16."""
-    data = Documents()
+    data = Texts()
     exact = make_pipeline(NETS["leapfrog"], data.spec, k=2, optimizer=adamw, numerics=Numerics(exact_streams=True), seed=1)
     exact.train(data, 6)
     wired = make_pipeline(
@@ -247,21 +317,58 @@ def adamw(module: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=1e-3)
 
 
+@pytest.mark.parametrize("build", [revgpt, revvit])
+def test_bf16_autocast_keeps_streams_in_float32(build: type) -> None:
+    model = build(CLASSES, dim=8, depth=2, heads=2, dropout=0.1, size=8 if build is revvit else LENGTH)
+    data = RandomSource(BATCH, 8, CLASSES, torch.float32) if build is revvit else Texts()
+    pipeline = make_pipeline(
+        model,
+        data.spec,
+        k=4,
+        optimizer=lambda m: torch.optim.SGD(m.parameters()),
+        numerics=Numerics(autocast=torch.bfloat16),
+        stages=2,
+        seed=1,
+    )
+    streams = as_streams(pipeline.stages[0].forward(0, (data.inputs(0),)))
+    assert [t.dtype for t in streams] == [torch.float32] * 2
+    x, dx = pipeline.stages[0].backward(0, streams, streams)
+    assert (x, dx) == ((), ())  # the first stage sends nothing back
+    pipeline.train(data, 3)
+    parameters = [p for stage in pipeline.stages.values() for p in stage.module.parameters()]
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() and p.grad.abs().sum() > 0 for p in parameters)
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("build", "arguments", "message"),
     [
-        ({"kv_heads": 4}, r"model\.kv_heads: expected null or a divisor of 6 \(model\.heads\), got 4"),
-        ({"positions": "none"}, r"model\.positions: expected learned or rotary, got none"),
+        *((build, {"classes": 0}, r"model\.classes: expected an integer >= 1, got 0") for build in (revgpt, revvit)),
+        (revgpt, {"dim": 50, "heads": 4}, r"model\.dim: expected a multiple of 4 \(model\.heads\), got 50"),
+        (revvit, {"dropout": 1.0}, r"model\.dropout: expected a number >= 0 and < 1, got 1\.0"),
+        (revvit, {"patch": 5}, r"model\.patch: expected a divisor of 32, the side of the images in pixels, got 5"),
+        (revgpt, {"size": 0}, r"model\.size: expected an integer >= 1, got 0"),
+        (revgpt, {"kv_heads": 4}, r"model\.kv_heads: expected null or a divisor of 6 \(model\.heads\), got 4"),
+        (revgpt, {"positions": "none"}, r"model\.positions: expected learned or rotary, got none"),
+        (revgpt, {"dim": 18, "positions": "rotary"}, r"model\.dim: expected an even number of channels per head with model\.pos"),
+        (revgpt, {"delimiter": 256}, r"model\.delimiter: expected null or a token from 0 to 255, got 256"),
+        (revgpt, {"embedding_std": float("inf")}, r"model\.embedding_std: expected a number > 0, got inf"),
         (
-            {"dim": 18, "positions": "rotary"},
-            r"model\.dim: expected an even number of channels per head with model\.positions=rotary",
+            revgpt,
+            {"coupling": "midpoint", "step": float("inf")},
+            r"model\.step: expected a number > 0; 1 for two_functions, got inf",
         ),
-        ({"delimiter": 256}, r"model\.delimiter: expected null or a token from 0 to 255, got 256"),
-        ({"embedding_std": float("inf")}, r"model\.embedding_std: expected a number > 0, got inf"),
-        ({"coupling": "midpoint", "step": float("inf")}, r"model\.step: expected a number > 0; 1 for two_functions, got inf"),
-        ({"step": 0.5}, r"model\.step: expected a number > 0; 1 for two_functions, got 0\.5"),
+        (revgpt, {"step": 0.5}, r"model\.step: expected a number > 0; 1 for two_functions, got 0\.5"),
     ],
 )
-def test_invalid_options(arguments: dict[str, object], message: str) -> None:
+def test_invalid_options(build: Callable[..., Model], arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        revgpt(**arguments)
+        build(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "found"), [("gpt2", (2, LENGTH + 1), "at most 12 tokens, got 13"), ("revvit", (2, 3, 16, 16), "")]
+)
+def test_inputs_that_the_stem_does_not_accept(name: str, shape: tuple[int, ...], found: str) -> None:
+    dtype = torch.int64 if name == "gpt2" else torch.float32
+    with pytest.raises(ModelError, match=f"block stem: expected an input that it accepts, got .* from the data .*{found}"):
+        NETS[name].profile(TensorSpec(shape, dtype))
