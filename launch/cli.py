@@ -12,7 +12,6 @@ from petra.errors import invalid, require
 
 from . import own_module
 from .cli_commands import IN_SEVERAL_PROCESSES, commands, source
-from .cli_completion import main as complete
 from .runtime.rank import integer
 from .runtime.terminal import command
 
@@ -47,6 +46,8 @@ def run(words: list[str]) -> None:
     elif name == "--version":
         print(f"petra {installed_version()}")
     elif name == "completion":
+        from .cli_completion import main as complete
+
         complete(rest)
     else:
         require_command(name)

@@ -1,7 +1,7 @@
 """Print a script that completes words with TAB: ``eval "$(petra completion bash)"`` in ~/.bashrc, or ``zsh`` in ~/.zshrc.
 
 The script calls ``petra completion words LINE``, which prints the candidates for the last word of a line. Candidates are read
-from the files under conf/ and from the source of the commands, because importing the schema would take seconds.
+from the schema, the files under conf/, and the source of petra and of the commands, because importing them would take seconds.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-from petra.errors import alternatives, require
+from petra.errors import accepted, alternatives, require
 
 from .cli_commands import IN_SEVERAL_PROCESSES, commands, source
 from .config import CONF
 from .config.presets import presets
+from .config.read import all_keys
+from .config.schema import GROUPS
 
 CONFIGURED = ("train", "node", "sweep", "doctor", "evaluate", "generate", "predict")
 """Commands that accept keys of the configuration."""
@@ -91,45 +93,29 @@ def flags(command: str) -> Iterator[str]:
     """Yield the flags of a command."""
     text = source(command).read_text(encoding="utf-8")
     yield from re.findall(r'"(--[a-z][\w-]*)"', text)
-    yield from HYDRA if re.search(r"compose_command_line|training_configs", text) else ("--help",)
+    yield from HYDRA if "command_line_configs" in text else ("--help",)
     if command in IN_SEVERAL_PROCESSES:
         yield "--nproc"
 
 
 def keys(word: str, roots: list[Path]) -> Iterator[str]:
     """Yield the keys of the top level and the groups, or the keys of the group that the word begins with."""
-    group, dot, _ = word.partition(".")
-    for root in roots:
-        if dot:
-            for path in root.glob(f"{group}/*.yaml"):
-                yield from (f"{group}.{key}=" for key, _ in settings(path) if key != "name")
-        else:
-            for folder in (path for path in root.iterdir() if path.is_dir()):
-                yield f"{folder.name}="
-                if folder.name != "experiment":
-                    yield f"{folder.name}."
-            if (path := root / "config.yaml").exists():
-                yield from (f"{key}=" for key, _ in settings(path))
+    yield from (f"{key}=" for key in all_keys() if "." not in key or "." in word)
+    if "." not in word:
+        folders = {path.name for root in roots for path in root.iterdir() if path.is_dir()}
+        for name in {*folders, *GROUPS}:
+            yield f"{name}="
+            if name in GROUPS:
+                yield f"{name}."
 
 
 def values(word: str, roots: list[Path]) -> Iterator[str]:
     """Yield values of a group or of a key. Words before a comma are kept, for a sweep."""
     key, _, value = word.partition("=")
     head = word[: len(word) - len(value.rpartition(",")[2])]
-    group, _, name = key.rpartition(".")
-    for root in roots:
-        if "." not in key and (root / key).is_dir():
-            yield from (head + str(path.relative_to(root / key).with_suffix("")) for path in (root / key).rglob("*.yaml"))
-            yield from (head + name for name in presets(key))
-            continue
-        paths = root.glob(f"{group}/*.yaml") if group else root.glob("config.yaml")
-        found = {value for path in paths for known, value in settings(path) if known == name}
-        if found & {"true", "false"}:
-            yield from (f"{head}true", f"{head}false")
-        else:
-            yield from (head + value for value in found if re.fullmatch(r"[A-Za-z]\w*", value) and value != "null")
-
-
-def settings(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the top-level keys of a file with their values as written."""
-    yield from re.findall(r"^(\w+): ([^#\s].*?)(?: #.*)?$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    known = all_keys().get(key)
+    if known is not None:
+        yield from (head + name for name in accepted(known.hint) if re.fullmatch(r"[\w-]+", name))
+    elif "." not in key:
+        found = [str(path.relative_to(root / key).with_suffix("")) for root in roots for path in (root / key).rglob("*.yaml")]
+        yield from (head + name for name in [*found, *presets(key)])

@@ -1,11 +1,12 @@
 """Evaluate the trained network of a run on the test data, in one process or in several under torchrun.
 
-``petra evaluate run=FOLDER [weights=FILE] [pictures=N] [key=value ...]``
+``petra evaluate run=FOLDER [weights=FILE] [pictures=N] [--trust] [key=value ...]``
 
     run      folder of a run, which may still be training
     weights  file of exported weights, or folder of a checkpoint. CHECKPOINT/average is the moving average in a checkpoint.
              Default: the newest of model.* and the run's checkpoints, by the microbatches done
     pictures for segmentation: write overlays of the first N test images, and a table of the classes, to FOLDER/pictures
+    --trust  import code outside of petra that the run's configuration names as _target_
     key      any key of the run's configuration, such as data.root, data.batch_size, trainer.device or trainer.limit_batches
 
 Prints one JSON object: loss in nats, accuracies between 0 and 1, for segmentation also the intersection over union of each class;
@@ -16,18 +17,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from dataclasses import is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, get_type_hints
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from petra.errors import first_line, invalid, require
+from petra.errors import invalid, require
 
-from .config.errors import config_error
-from .config.schema import Config, to_config
+from .config.schema import GROUPS, Config
+from .run.saved import TRUST, read_config
 from .runtime.agent import this_process
 from .runtime.rank import Process, integer
 from .runtime.terminal import command, words_or_help
@@ -70,24 +69,15 @@ def parse(words: list[str], process: Process) -> tuple[Path, Weights, Config]:
         PetraError: If there is no folder of a run, it has no weights, or an override doesn't fit the configuration.
     """
     for word in words:
-        require("=" in word, "command line", "run=FOLDER and key=value", word)
-    own, changes = split(words, ("run", "weights"))
+        require("=" in word or word == TRUST, "command line", "run=FOLDER and key=value", word)
+    own, changes = split([word for word in words if word != TRUST], ("run", "weights"))
     require("run" in own, "run", "the folder of a run (run=FOLDER)", "nothing")
     folder = Path(own["run"])
     path = folder / "config.yaml"
     require(path.is_file(), "run", "the folder of a run", f"{folder} without a config.yaml")
-    groups = [name for name, kind in get_type_hints(Config).items() if is_dataclass(kind)]
     for name, _, value in (word.partition("=") for word in changes):
-        require(name not in groups, name, f"single keys of the run's configuration ({name}.KEY=VALUE)", value)
-    overrides = dotlist(changes)
-    try:
-        composed = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path), overrides)
-    except OmegaConfBaseException as error:
-        raise config_error(error, Config) from error
-    except Exception as error:  # a damaged file
-        raise invalid(str(path), "a configuration in YAML", first_line(error)) from error
-    assert isinstance(composed, DictConfig)
-    config = to_config(composed)
+        require(name not in GROUPS, name, f"single keys of the run's configuration ({name}.KEY=VALUE)", value)
+    config = read_config(path, dotlist(changes), trusted=TRUST in words)
     from .run.weights import Weights
 
     weights = Weights(Path(own["weights"])) if "weights" in own else Weights.newest(folder, "run")

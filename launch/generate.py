@@ -10,6 +10,7 @@
     top_p        draw among the fewest tokens whose probabilities sum to this (1.0)
     seed         seed of the draws (0)
     weights      file of exported weights, or folder of a checkpoint. Default: as in petra evaluate
+    --trust      import code outside of petra that the run's configuration names as _target_
     vocabulary   tokenizer.json of the tokens. Default: the one in data.root; bytes for data=text
     device       cpu or cuda (cpu)
 """
@@ -21,16 +22,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
+from typing import Annotated
 
 import torch
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from petra.data.tokenizer import DELIMITER, VOCABULARY, fingerprint, load_vocabulary
 from petra.errors import DataError, ModelError, alternatives, require
 from petra.models.generation import Sampling, find_stem, generate
 
-from .config.errors import config_error
+from .config.keys import fields_of
 from .config.schema import Config
 from .evaluate import dotlist, parse, split
 from .run.weights import Weights
@@ -45,11 +45,11 @@ Decode = Callable[[Iterable[int]], Iterator[str]]
 class Options:
     """Settings of a generation, see the head of this file. ``prompt`` is not among them, because it may be any text."""
 
-    tokens: int = 200
+    tokens: Annotated[int, ">= 1"] = 200
     temperature: float = 0.8
     top_k: int | None = None
     top_p: float = 1.0
-    seed: int = 0
+    seed: Annotated[int, ">= 0 and < 9223372036854775808"] = 0
     vocabulary: str | None = None
     device: str = "cpu"
 
@@ -87,13 +87,8 @@ def read_options(words: list[str]) -> Options:
     Raises:
         ConfigError: If a value has the wrong type or is out of range, or there is no GPU.
     """
-    try:
-        found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Options), dotlist(words)))
-    except OmegaConfBaseException as error:
-        raise config_error(error, Options) from error
-    assert isinstance(found, Options)
-    require(found.tokens >= 1, "tokens", "an integer >= 1", found.tokens)
-    require(0 <= found.seed < 2**63, "seed", "an integer >= 0 and < 2^63", found.seed)
+    given = dotlist(words)
+    found = Options(**{name: key.read(name, given.get(name, key.default)) for name, key in fields_of(Options).items()})
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     require(found.device in devices, "device", alternatives(devices) + " on this machine", found.device)
     return found
@@ -112,7 +107,7 @@ def vocabulary(config: Config, path: str | None, weights: Weights | None = None)
     """
     if config.data.name == "text":
         return lambda text: list(text.encode()), _decode_bytes, None
-    file = Path(path) if path else Path(config.data.root or ".") / VOCABULARY
+    file = Path(path) if path else Path(config.data.options.get("root") or ".") / VOCABULARY
     tokenizer = load_vocabulary(file)
     size, classes = tokenizer.get_vocab_size(), config.data.classes
     require(size <= classes, str(file), f"a vocabulary of at most {classes} tokens, the run's data.classes", size, DataError)

@@ -143,7 +143,7 @@ def count_stages(*, arguments_required: bool) -> tuple[str, int, int, int] | Non
     """Return the model of the configuration on the command line, its stages, replicas, and the GPUs of this node that it can use.
 
     Args:
-        arguments_required: Refuse an empty command line, as :func:`launch.config.compose.training_configs` does.
+        arguments_required: Refuse an empty command line, as training does.
 
     Returns:
         None with ``--help``.
@@ -151,10 +151,10 @@ def count_stages(*, arguments_required: bool) -> tuple[str, int, int, int] | Non
     Raises:
         PetraError: If a configuration is invalid, or if several differ in their stages.
     """
-    from .config.compose import compose_command_line, training_configs
-    from .config.schema import AUTO, to_config
+    from .config.compose import command_line_configs
+    from .config.schema import AUTO
 
-    configs = training_configs() if arguments_required else [to_config(config) for config in compose_command_line()]
+    configs = command_line_configs(required=arguments_required)
     import torch
 
     from .run.build import set_up

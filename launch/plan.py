@@ -27,19 +27,19 @@ from petra.cost_model.machines import Machines
 from petra.cost_model.memory import PredictedMemory
 from petra.cost_model.simulator import Prediction, predict, simulate
 from petra.cost_model.zero_bubble import PREDICTED, ZB_H1, ZeroBubble
-from petra.errors import ConfigError, require
+from petra.errors import ConfigError, require, within
 from petra.method import METHODS, Method
 from petra.plan.transport import simulated_transport
 from petra.settings import TransportName
 
 from .compare import require_picture
 from .config.compose import compose_overrides
-from .config.machines import LARGEST, SMALLEST, in_range, read_machines
+from .config.machines import LATENCY, SCALE, read_machines
 from .config.schema import Config
-from .run import recipe
 from .run.build import set_numerics, set_up
 from .run.dry_run import MEMORY_PARTS, show_progress, stage_memories
 from .run.markdown import aligned_table
+from .run.targets import factory
 from .runtime.rank import Process
 from .runtime.terminal import command
 
@@ -176,7 +176,7 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
     inputs, model, numerics, machines = setup.plan.inputs, setup.plan.model, setup.plan.numerics, _machines(options)
     if options.measure:
         set_numerics(config.trainer)
-        blocks = profile_blocks(model, inputs, optimizer=recipe.optimizer(config), device=setup.device, numerics=numerics)
+        blocks = profile_blocks(model, inputs, optimizer=factory("optim", config.optim), device=setup.device, numerics=numerics)
     else:
         blocks = tuple(_in_seconds(block, 1e12 * options.teraflops) for block in count_blocks(model, inputs, numerics))
     transport: TransportName = "auto" if config.trainer.device == "cpu" else "lockstep"  # what auto selects on GPUs
@@ -257,12 +257,10 @@ def _in_seconds(block: BlockCost, flops: float) -> BlockCost:
 def _machines(options: argparse.Namespace) -> Machines:
     if options.machines is not None:
         return read_machines(options.machines)
-    for name in ("devices", "teraflops", "bandwidth", "memory"):
+    for name in ("devices", "memory"):
         require(getattr(options, name) > 0, f"--{name}", "a number > 0", getattr(options, name))
-    for name in ("teraflops", "bandwidth", "latency"):
-        value, zero = getattr(options, name), name == "latency"
-        expected = f"{'0, or ' if zero else ''}a number from {SMALLEST:g} to {LARGEST:g}"
-        require(in_range(value) or (zero and value == 0), f"--{name}", expected, value)
+    for name, bounds in (("teraflops", SCALE), ("bandwidth", SCALE), ("latency", LATENCY)):
+        require(within(getattr(options, name), bounds), f"--{name}", f"a number {bounds}", getattr(options, name))
     return Machines.equal(options.devices, Link(1e9 * options.bandwidth, 1e-6 * options.latency), 1e9 * options.memory)
 
 

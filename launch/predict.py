@@ -1,9 +1,10 @@
 """Classify image files with the trained network of a run.
 
-``petra predict run=FOLDER [weights=FILE] [key=value ...] IMAGE ...``
+``petra predict run=FOLDER [weights=FILE] [--trust] [key=value ...] IMAGE ...``
 
     run      folder of a run
     weights  file of exported weights, or folder of a checkpoint; the default is that of petra evaluate
+    --trust  import code outside of petra that the run's configuration names as _target_
     key      any key of the run's configuration, such as trainer.precision
     IMAGE    JPEG or PNG file
 
@@ -23,6 +24,7 @@ from petra.errors import ModelError, PetraError, invalid, require
 
 from .config.schema import Config
 from .evaluate import parse
+from .run.saved import TRUST
 from .run.weights import Weights
 from .runtime.agent import this_process
 from .runtime.terminal import command, words_or_help
@@ -35,9 +37,9 @@ def main(arguments: list[str] | None = None) -> None:
     if words is None:
         return
     with this_process() as process:
-        images = [Path(word) for word in words if "=" not in word]
+        images = [Path(word) for word in words if "=" not in word and word != TRUST]
         require(len(images) > 0, "command line", "image files", "none")
-        _, weights, config = parse([word for word in words if "=" in word], process)
+        _, weights, config = parse([word for word in words if "=" in word or word == TRUST], process)
         for path, label, probability in predictions(config, weights, images):
             print(f"{path}: {label}, {probability:.1%}", flush=True)
 

@@ -19,8 +19,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from petra.errors import first_line, invalid, require
 
-from .config.compose import hydra_errors, require_arguments, search_path
-from .run.jobs import Job, check_job, run_here, submit
+from .config.compose import hydra_errors, require_arguments
+from .run.jobs import Job, check_job, run_here, search_path, submit
 from .run.markdown import table
 from .runtime.terminal import command, parser_for
 

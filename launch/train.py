@@ -26,13 +26,13 @@ def main() -> None:
 
 def train() -> None:
     """Train in this process, one of those that torchrun has started or the only one."""
-    from .config.compose import training_configs
+    from .config.compose import command_line_configs
     from .runtime.agent import this_process
     from .runtime.reporting import only_first_prints
 
     with this_process() as process:
         with only_first_prints(process):
-            configs = training_configs()
+            configs = command_line_configs(required=True)
         if not configs:
             return
         import torch
@@ -53,11 +53,11 @@ def start_processes(processes: int) -> None:
     from .runtime.agent import run_on_this_machine, stop_before_start
 
     stop_before_start()
-    from .config.compose import training_configs
+    from .config.compose import command_line_configs
     from .runtime.rank import Process
 
     overrides = sys.argv[1:]
-    configs = training_configs()
+    configs = command_line_configs(required=True)
     if not configs:
         return
     from .run.build import set_up

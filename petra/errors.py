@@ -5,12 +5,15 @@ A message names the configuration key, argument or file, then what was expected 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from enum import StrEnum
+from enum import EnumType
+from itertools import chain
+from math import isfinite
 from numbers import Integral, Real
+from operator import ge, gt, le, lt
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 class PetraError(Exception):
@@ -94,30 +97,24 @@ def first_line(error: BaseException) -> str:
 
 
 def check_types(settings: Any, prefix: str = "") -> None:
-    """Check the fields of a frozen dataclass that are booleans, numbers, texts or names, and convert names to their enumerations.
+    """Check the fields of a frozen dataclass, and convert names to their enumerations and lists to tuples.
 
-    Python checks no types, so a wrong name could select a default. Fields of other types are left alone. A whole number is
-    accepted as a number, and a truth value only as one.
+    Python checks no types, so a wrong name could select a default. See :func:`accepted` for the types that are checked. Fields of
+    other types are left alone.
 
     Args:
         settings: The dataclass, in its ``__post_init__``.
         prefix: What messages put before the name of a field, such as ``method.``.
 
     Raises:
-        ConfigError: If a value has another type, or is not one of the names.
+        ConfigError: If a value has another type, is out of bounds, or is not one of the names.
     """
-    hints = get_type_hints(type(settings))
+    hints = get_type_hints(type(settings), include_extras=True)
     for field in fields(settings):
         hint, value = hints[field.name], getattr(settings, field.name)
-        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        texts = [text for kind in kinds for text in _accepted(kind)]
-        if all(_accepted(kind) for kind in kinds):
-            texts.sort(key=lambda text: text != "null")
-            got = repr(value) if isinstance(value, str) and not any(_has_names(kind) for kind in kinds) else value
-            require(any(_fits(kind, value) for kind in kinds), f"{prefix}{field.name}", alternatives(texts), got)
-            for kind in kinds:
-                if isinstance(kind, type) and issubclass(kind, StrEnum):
-                    object.__setattr__(settings, field.name, kind(value))
+        if expected := accepted(hint):
+            require(accepts(hint, value), f"{prefix}{field.name}", alternatives(expected), value)
+            object.__setattr__(settings, field.name, _converted(hint, value))
 
 
 def is_integer(value: object) -> bool:
@@ -125,23 +122,62 @@ def is_integer(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _has_names(kind: Any) -> bool:
-    return get_origin(kind) is Literal or (isinstance(kind, type) and issubclass(kind, str))
+def accepted(hint: Any, bounds: str = "", *, several: bool = False) -> list[str]:
+    """Return descriptions of what a type accepts, null first; none if it is not checked.
+
+    Checked are booleans, numbers, texts, names (``Literal`` and enumerations), null, and lists of these. A whole number is accepted
+    as a number, and a truth value only as one. ``Annotated[float, ">= 0 and < 1"]`` bounds numbers.
+    """
+    kind, arguments, bounds, names = _parts(hint, bounds)
+    if kind in (Union, UnionType):
+        texts = [accepted(each, bounds, several=several) for each in arguments]
+        return sorted(chain(*texts), key="null".__ne__) if all(texts) else []
+    if kind in (list, tuple, Sequence):
+        number = "" if len(arguments) == 1 or arguments[1] is ... else "two "
+        inner = accepted(arguments[0], bounds, several=True)
+        return [f"a list of {number}{alternatives(inner)}"] if inner else []
+    if kind in (int, float):
+        text = "integer" if kind is int else "number"
+        return [f"{text}s {bounds}".strip() if several else f"a{'n' * (kind is int)} {text} {bounds}".strip()]
+    if kind in (str, dict):
+        text = "text" if kind is str else "mapping"
+        return [f"{text}s" if several else f"a {text}"]
+    return list(names or {NoneType: ("null",), bool: ("true", "false")}.get(kind, ()))
 
 
-def _accepted(kind: Any) -> tuple[str, ...]:
-    """Return the texts of what a type accepts; none if it is not checked."""
-    if get_origin(kind) is Literal:
-        return get_args(kind)
-    if isinstance(kind, type) and issubclass(kind, StrEnum):
-        return tuple(kind)
-    known = {bool: ("true", "false"), int: ("an integer",), float: ("a number",), str: ("a text",), NoneType: ("null",)}
-    return known.get(kind, ())
+def accepts(hint: Any, value: Any, bounds: str = "") -> bool:
+    """Return whether a type accepts a value. A type that is not checked accepts anything."""
+    kind, arguments, bounds, names = _parts(hint, bounds)
+    if kind in (Union, UnionType):
+        return any(accepts(each, value, bounds) for each in arguments)
+    if kind in (list, tuple, Sequence):
+        fits = isinstance(value, list | tuple) and all(accepts(arguments[0], each, bounds) for each in value)
+        return fits and (len(arguments) == 1 or arguments[1] is ... or len(value) == len(arguments))
+    if names:
+        return value in names
+    if kind in (int, float):
+        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool) and within(value, bounds)
+    return not isinstance(kind, type) or isinstance(value, kind)
 
 
-def _fits(kind: Any, value: object) -> bool:
-    if _has_names(kind):
-        return isinstance(value, str) and (kind is str or value in _accepted(kind))
-    if kind is float:
-        return isinstance(value, Real) and not isinstance(value, bool)
-    return is_integer(value) if kind is int else isinstance(value, kind)
+def within(value: Any, bounds: str) -> bool:
+    """Return whether a number is finite and within bounds such as ``>= 0 and < 1``. No bounds accept any number."""
+    signs = {">": gt, ">=": ge, "<": lt, "<=": le}
+    pairs = [bound.split() for bound in bounds.split(" and ") if bound]
+    return not pairs or (isfinite(value) and all(signs[sign](value, float(limit)) for sign, limit in pairs))
+
+
+def _parts(hint: Any, bounds: str) -> tuple[Any, tuple[Any, ...], str, tuple[Any, ...]]:
+    """Return a type without parameters and ``Annotated``, its parameters, the bounds of its numbers, and the names it accepts."""
+    if get_origin(hint) is Annotated:
+        hint, bounds = hint.__origin__, next((mark for mark in hint.__metadata__ if mark[0] in "<>"), "")
+    names = get_args(hint) if get_origin(hint) is Literal else tuple(hint) if isinstance(hint, EnumType) else ()
+    return get_origin(hint) or hint, get_args(hint), bounds, names
+
+
+def _converted(hint: Any, value: Any) -> Any:
+    """Return names as members of their enumeration, and lists as tuples."""
+    if isinstance(value, list | tuple):
+        return tuple(_converted(hint, each) for each in value)
+    kinds = [hint, *get_args(hint), *(inner for kind in get_args(hint) for inner in get_args(kind))]
+    return next((kind(value) for kind in kinds if isinstance(kind, EnumType)), value) if isinstance(value, str) else value

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
 
-from petra.errors import check_types, invalid, is_integer, require
+from petra.errors import check_types, invalid, require
 
 MAX_MICROBATCHES_PER_UPDATE = 10_000
 """Largest accepted k."""
@@ -75,34 +76,21 @@ class Method:
     """
 
     name: str
-    delay: int | tuple[int, ...]
+    delay: Annotated[int | tuple[int, ...], ">= 0"]
     keep: Keep | tuple[Keep, ...]
     weights: Weights = Weights.CURRENT
     flush: bool = False
     fill: bool = False
-    max_updates: int | None = None
+    max_updates: Annotated[int | None, ">= 1"] = None
 
     def __post_init__(self) -> None:
         check_types(self, "method.")
-        self._convert()
-        most = self.max_updates
-        require(most is None or most >= 1, "method.max_updates", "null or an integer >= 1", most)
-        require(min(self.boundary_delays(0)) >= 0, "method.delay", "integers >= 0, one or one per boundary", self.delay)
+        refetches = Keep.REFETCH in (self.keep if isinstance(self.keep, tuple) else (self.keep,))
+        require(not refetches, "method.keep", "graph, input or nothing", "refetch")
         if self.fill and not self.flush:
             raise invalid("method.fill", "false with method.flush=false", "true")
         if self.flush and self.weights is Weights.DOUBLE:
             raise invalid("method.weights", "current or stashed with method.flush=true", "double")
-
-    def _convert(self) -> None:
-        """Convert the values of ``keep`` to members of its enumeration, and lists to tuples."""
-        keeps = tuple(self.keep) if isinstance(self.keep, list | tuple) else (self.keep,)
-        for keep in keeps:
-            require(keep in STORABLE, "method.keep", "graph, input or nothing", keep)
-        object.__setattr__(self, "keep", Keep(self.keep) if isinstance(self.keep, str) else tuple(map(Keep, keeps)))
-        delays = tuple(self.delay) if isinstance(self.delay, list | tuple) else (self.delay,)
-        require(all(map(is_integer, delays)), "method.delay", "integers >= 0, one or one per boundary", self.delay)
-        own = tuple(map(int, delays))
-        object.__setattr__(self, "delay", own if isinstance(self.delay, list | tuple) else own[0])
 
     def boundary_delays(self, boundaries: int) -> tuple[int, ...]:
         """Return the delay d_j of each boundary.
@@ -180,23 +168,6 @@ class Method:
             return 1.0
         return 0.0 if self.flush else delay / k
 
-    def keep_of(self, reversible: Sequence[bool], *, last: bool, first_block: int = 0) -> tuple[Keep, ...]:
-        """Return what each block of a stage stores. Blocks that aren't reversible store their input instead of nothing.
-
-        Args:
-            reversible: For each block of the stage, whether it is reversible.
-            last: Whether the stage is the last one and runs the backward of a microbatch directly after its forward (τ = 0). Its
-                blocks after the last reversible one then store their graph. The graph is freed as early as the graph of a
-                recomputation would be, and saves a forward.
-            first_block: Index of the stage's first block in the model.
-        """
-        requested = (self.keep,) * len(reversible) if isinstance(self.keep, Keep) else self.keep[first_block:][: len(reversible)]
-        keeps = [Keep.INPUT if keep is Keep.NOTHING and not r else keep for keep, r in zip(requested, reversible, strict=True)]
-        if last:
-            tail = max((i + 1 for i, r in enumerate(reversible) if r), default=0)
-            keeps[tail:] = [Keep.GRAPH] * (len(keeps) - tail)
-        return tuple(keeps)
-
 
 METHODS = {
     method.name: method
@@ -211,6 +182,7 @@ METHODS = {
         Method("pipedream_2bw", delay=1, keep=Keep.INPUT, weights=Weights.DOUBLE),
         Method("1f1b", delay=1, keep=Keep.GRAPH, flush=True),
         Method("gpipe", delay=0, keep=Keep.GRAPH, flush=True, fill=True),
+        Method("paci", delay=1, keep=Keep.GRAPH, max_updates=1),
     )
 }
 """Methods by name. docs/methods.md lists their sources."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from petra.errors import ModelError, check_types, invalid, is_integer, require
+from petra.errors import ModelError, check_types, invalid, require
 
 Streams = tuple[Tensor, ...]
 """Input or output of a block: one tensor, or the pair (x1, x2) of a reversible network."""
@@ -47,12 +47,9 @@ class TensorSpec:
     wire: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        integers = isinstance(self.shape, list | tuple) and all(map(is_integer, self.shape))
-        require(integers, "shape", "a tuple of integers", repr(self.shape))
         require(isinstance(self.dtype, torch.dtype), "dtype", "a type of torch, such as torch.float32", repr(self.dtype))
         require(self.wire is None or isinstance(self.wire, torch.dtype), "wire", "None or a type of torch", repr(self.wire))
         check_types(self)
-        object.__setattr__(self, "shape", tuple(self.shape))
 
     @property
     def bytes(self) -> int:

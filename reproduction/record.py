@@ -66,7 +66,10 @@ def record_of(
     try:
         found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         config = OmegaConf.load(folder / "config.yaml")
-        optimizer, learning_rate = OmegaConf.select(config, "optim.name"), float(OmegaConf.select(config, "optim.lr"))
+        optimizer, learning_rate = (
+            OmegaConf.select(config, "optim._target_").rpartition(".")[2],
+            float(OmegaConf.select(config, "optim.lr")),
+        )
         promoted = {field.name: found.pop(field.name) for field in fields(Record) if field.name in found}
         architecture = ", ".join(f"{name} {value}" for name, value in found["model_options"].items())
     except (OSError, ValueError, TypeError, LookupError) as error:

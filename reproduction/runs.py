@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from launch.run.folder import RunFolder
 from launch.run.jobs import Job, check_job, run_here
 from launch.run.report import rows_of
 from launch.run.resume import changes_results, flat
+from launch.run.saved import as_data
 from petra.errors import PetraError
 
 from .record import Record, read_records
@@ -114,7 +115,7 @@ def _from_record(path: Path, record: Record) -> Run:
 
 def _finished_run(finished: Sequence[tuple[Path, dict[str, Any]]], job: Job) -> Run | None:
     """Return a finished run that computes the same as a job, if there is one."""
-    wanted = asdict(job.config)
+    wanted = as_data(job.config)
     return next((_read(path) for path, config in finished if same_results(config, wanted)), None)
 
 

@@ -27,14 +27,14 @@ class Budget(NamedTuple):
 
 
 ROOMS = {
-    ("petra/*.py",): Budget(1_660, 1_600),
+    ("petra/*.py",): Budget(1_670, 1_580),
     ("petra/reversible",): Budget(660, 650),
-    ("petra/plan",): Budget(930, 930),
+    ("petra/plan",): Budget(950, 950),
     ("petra/transport",): Budget(700, 700),
     ("petra/engine",): Budget(2_140, 1_900),
     ("petra/engine/options",): Budget(1_400, 1_400),
     ("petra/staleness",): Budget(530, 450),
-    ("petra/training",): Budget(1_860, 1_790),
+    ("petra/training",): Budget(1_890, 1_790),
     ("petra/data",): Budget(2_110, 1_800),
     ("petra/models",): Budget(1_700, 1_700),
     ("petra/inplace_abn",): Budget(2_000, 2_000),
@@ -43,7 +43,7 @@ ROOMS = {
     ("petra/cost_model",): Budget(2_080, 1_500),
     ("petra/analysis",): Budget(480, 400),
     ("launch/*.py", "launch/templates"): Budget(1_650, 1_300),
-    ("launch/config",): Budget(920, 400),
+    ("launch/config",): Budget(950, 400),
     ("launch/run",): Budget(2_360, 1_500),
     ("launch/runtime",): Budget(800, 700),
     ("launch/doctor", "launch/selftest"): Budget(820, 700),
@@ -56,15 +56,15 @@ ROOMS = {
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
 BOTH = Budget(27_300, 23_000)
 """petra and launch together. The rooms add up to more: not every room fills its budget."""
-CORE = Budget(6_210, 6_050)
+CORE = Budget(6_230, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""
 CORE_ROOMS = ("petra/*.py", "petra/reversible", "petra/plan", "petra/transport")
 UNFORMATTED = Budget(4, 0)
 """Statements that the formatter is told to leave alone."""
-CONFIGURATION = Budget(1_200, 900)
+CONFIGURATION = Budget(600, 600)
 """Lines of YAML in conf/."""
-KEYS = Budget(129, 110)
-"""Keys of the configuration: fields of the schema that are no groups."""
+KEYS = Budget(125, 110)
+"""Keys of the configuration: fields of the schema that are no groups, and parameters of shipped targets, each name once a group."""
 PARAMETERS = {
     "petra.engine.stage:Stage": Budget(4, 4),
     "petra.engine.block:block_runner": Budget(5, 6),

@@ -57,6 +57,9 @@ SPELLINGS: tuple[tuple[str, str | None], ...] = (
     ("method=zb_h1", None),
     ("method.split=", None),
     ("trainer.drift=null", "trainer.watch=[]"),
+    ("optim.ema=", "optim.average="),
+    ("optim.clip_scope=global", "optim.clip_globally=true"),
+    ("trainer.nonfinite=", "optim.nonfinite="),
     ("data.name=", "data._target_="),
     ("model.name=", "model._target_="),
     ("optim=basis_rotation", "optim=adamw optim._target_=petra.training.basis_rotation.basis_rotation"),
@@ -349,13 +352,16 @@ def _start(words: Sequence[str]) -> None:
 
 def _accepted(words: Sequence[str]) -> list[bool]:
     """Return for each word whether a configuration with it can be composed."""
+    from launch.config.compose import compose_overrides
+    from petra.errors import PetraError
+
     answers = []
     for word in words:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             try:
-                _start([word, "--cfg", "job"])
+                compose_overrides([word])
                 answers.append(True)
-            except SystemExit:
+            except PetraError:
                 answers.append(False)
     return answers
 

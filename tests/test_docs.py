@@ -28,12 +28,14 @@ import petra
 from examples.own_model import Patches, branch
 from launch.cli import take_processes
 from launch.config import CONF
-from launch.config.schema import Config, register, to_config
+from launch.config.compose import register
+from launch.config.read import to_config
+from launch.config.schema import Config
 from launch.reference import page
 from launch.run.build import set_up
 from launch.runtime.rank import Process
 from launch.sweep import jobs
-from petra import Model, TensorSpec
+from petra import ConfigError, Model, TensorSpec
 from petra.analysis import timeline
 from tests.structure import ROOT
 
@@ -161,7 +163,7 @@ def check_python(words: list[str], environment: dict[str, str], out: Path) -> No
     for job in jobs(overrides, out):
         plan(world, *job.overrides)
         config = configured(*job.overrides)
-        assert config.schedule.warmup_epochs < config.trainer.epochs, "the learning rate never reaches its peak"
+        assert config.schedule.options["warmup_epochs"] < config.trainer.epochs, "the learning rate never reaches its peak"
 
 
 @cache
@@ -208,7 +210,11 @@ def test_settings_in_sentences_are_settings(path: Path) -> None:
         return  # made, and every file of every group is planned by another test
     for code in inline(path.read_text(encoding="utf-8")):
         if all(KEY.fullmatch(word) for word in code.split()) and not re.search(r"=[A-Z<]|=own\b|experiment=", code):
-            configured(*code.split())
+            try:
+                configured(*code.split())
+            except ConfigError as error:  # a key of another model or data set than the default
+                if "expected null for " not in str(error):
+                    raise
 
 
 @by_page

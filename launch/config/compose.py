@@ -3,55 +3,74 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from unittest.mock import patch
 
 import hydra
-from omegaconf import DictConfig
+from hydra.core.config_store import ConfigStore
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
-from petra.errors import PetraError, invalid, require
+from petra.errors import ConfigError, PetraError, alternatives, first_line, invalid, require
 
 from . import CONF
-from .errors import config_error
-from .schema import Config, register, to_config
+from .presets import presets, purposes
+from .read import near_first, to_config, unknown
+from .schema import GROUPS, SECTIONS, Config, LoggerConfig, keys
 
 
-def compose_command_line() -> list[DictConfig]:
+def register() -> None:
+    """Register with Hydra the defaults, the first entry of the list in conf/config.yaml, and the configurations without files.
+
+    Sections with a ``_target_`` begin empty: their keys and defaults are known once the target is.
+    """
+    store = ConfigStore.instance()
+    node = OmegaConf.create({name: key.default for name, key in keys().items()})
+    for group in GROUPS:
+        node[group] = {} if group in SECTIONS else {name: key.default for name, key in keys(group).items()}
+        OmegaConf.set_struct(node[group], False)
+    node.logger._target_ = LoggerConfig._target_
+    store.store("schema", node)
+    for group, package in (("model", "model"), ("method", "method"), ("experiment", "_global_")):
+        for name, preset in presets(group).items():
+            folder, _, leaf = f"{group}/{name}".rpartition("/")
+            store.store(leaf, preset, folder, package)
+    for group in GROUPS.keys() - SECTIONS.keys():
+        store.store("default", {}, group, group)
+
+
+def command_line_configs(*, required: bool = False) -> list[Config]:
     """Return the configurations on the command line: one, several with ``--multirun``, none with ``--help`` or ``--cfg``.
 
+    Args:
+        required: Refuse an empty command line: the defaults are a run of hours, which nobody starts by accident.
+
     Raises:
-        ConfigError: If an override can't be parsed or doesn't fit the schema.
+        ConfigError: If there are no arguments, or an override can't be parsed or doesn't fit the schema.
     """
+    if required:
+        require_arguments(sys.argv[1:])
     register()
     configs: list[DictConfig] = []
     # Without HYDRA_FULL_ERROR, Hydra prints its errors itself, in several lines.
     with patch.dict(os.environ, HYDRA_FULL_ERROR="1"), hydra_errors(sys.argv[1:]):
         hydra.main(version_base="1.3", config_path=CONF, config_name="config")(configs.append)()
-    return configs
-
-
-def training_configs() -> list[Config]:
-    """Return the checked configurations on the command line of a command that trains.
-
-    Raises:
-        ConfigError: If there are no arguments, or if a configuration is invalid.
-    """
-    require_arguments(sys.argv[1:])
-    return [to_config(config) for config in compose_command_line()]
+        return [to_config(config, keys_of(sys.argv[1:])) for config in configs]
 
 
 def require_arguments(overrides: Sequence[str]) -> None:
-    """Check that there are overrides, because the defaults are a run of hours that nobody starts by accident.
+    """Raise ConfigError if there are no overrides."""
+    expected = "arguments such as experiment=demo (about a minute), or trainer.epochs=300 for the defaults; --help lists all"
+    require(bool(overrides), "command line", expected, "none")
 
-    Raises:
-        ConfigError: If there are none.
-    """
-    if not overrides:
-        expected = "arguments such as experiment=demo (about a minute), or trainer.epochs=300 for the defaults; --help lists all"
-        raise invalid("command line", expected, "none")
+
+def keys_of(overrides: Sequence[str]) -> set[str]:
+    """Return the keys that overrides set."""
+    return {override.lstrip("+~").partition("=")[0] for override in overrides}
 
 
 def compose_overrides(overrides: Sequence[str]) -> Config:
@@ -62,27 +81,42 @@ def compose_overrides(overrides: Sequence[str]) -> Config:
     """
     register()
     with hydra_errors(overrides), hydra.initialize_config_dir(CONF, version_base="1.3"):
-        return to_config(hydra.compose("config", list(overrides)))
-
-
-def search_path(folder: str) -> str:
-    """Return the override by which Hydra finds the files of ``folder``, too, as with its flag ``--config-dir``.
-
-    Raises:
-        ConfigError: If there is no such folder.
-    """
-    path = Path(folder).resolve()
-    require(path.is_dir(), "--config-dir", "a folder", folder)
-    quoted = str(path).replace("\\", "\\\\").replace("'", "\\'")
-    return f"hydra.searchpath=['file://{quoted}']"
+        return to_config(hydra.compose("config", list(overrides)), keys_of(overrides))
 
 
 @contextmanager
-def hydra_errors(overrides: Sequence[str]) -> Iterator[None]:
+def hydra_errors(overrides: Sequence[str] = ()) -> Iterator[None]:
     """Convert errors of Hydra in the body, which have many classes, to :class:`petra.errors.ConfigError`."""
     try:
         yield
     except PetraError:
         raise
     except Exception as error:
-        raise config_error(error, Config, overrides) from error
+        raise config_error(error, overrides) from error
+
+
+def config_error(error: Exception, overrides: Sequence[str]) -> PetraError:
+    """Return a one-line error for an error of Hydra or OmegaConf, which may name no key."""
+    if isinstance(error, OverrideParseException):
+        return _unparsed(error)
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
+        group, _, name = error.missing_cfg_file.partition("/")  # the files of a group may be in subfolders
+        return invalid(group, alternatives(near_first(name, list(purposes(group)))), name)
+    for found in (error, error.__cause__, error.__context__):
+        if isinstance(found, ConfigKeyError | ConfigAttributeError) and found.full_key:
+            return unknown(str(found.full_key))
+    line = first_line(error)
+    if line.startswith("Ambiguous value for argument"):
+        line = "several values; add --multirun to train with each, or quote a value that contains commas: \"KEY='VALUE'\""
+    named = [override for override in overrides if override in line or f"'{override.partition('=')[0]}'" in line]
+    key = " ".join(named) or getattr(error, "full_key", None) or " ".join(overrides) or "configuration"
+    return ConfigError(f"{key}: {line}")
+
+
+def _unparsed(error: OverrideParseException) -> PetraError:
+    """Return the error for an override that Hydra can't parse, with a quoted value if that is what is missing."""
+    key, equals, value = error.override.partition("=")
+    if equals and re.fullmatch(r"[+~]*[\w./@]+", key) and value and not set(value) & set("[]{}'\"$"):
+        return invalid(key, f"a value in Hydra's syntax; quote it twice in the shell: \"{key}='{value}'\"", value)
+    reason = next(line for line in str(error).splitlines() if not line.startswith("Error parsing"))
+    return invalid("command line", "an override in Hydra's syntax", " ".join(f"{error.override} ({reason})".split()))

@@ -11,64 +11,57 @@ Example: three devices, of which the last is half as fast, and the same link bet
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
-from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+import yaml
 
 from petra.cost_model.links import Connection, Link
 from petra.cost_model.machines import Device, Machines
-from petra.errors import ConfigError, first_line, invalid, require
+from petra.errors import ConfigError, alternatives, first_line, invalid, require
+
+from .keys import fields_of
 
 KEY = "cluster.machines"
-SMALLEST, LARGEST = 1e-12, 1e12
-"""Range of speeds, bandwidths and latencies above 0, in the units of the file. Beyond it, times overflow or become 0."""
+SCALE = ">= 1e-12 and <= 1e12"
+"""Bounds of speeds and bandwidths in the units of the file. Beyond them, times overflow or become 0."""
+LATENCY = ">= 0 and <= 1e12"
+Entry = TypeVar("Entry")
 
 
 @dataclass
 class DeviceEntry:
-    """``count`` equal devices.
+    """``count`` equal devices: speed relative to the device of the first process, which measures the blocks, and memory in GB."""
 
-    Attributes:
-        speed: Speed relative to the device of the first process, which measures the blocks.
-        memory: Memory in GB; null for no limit.
-    """
-
-    count: int = 1
-    speed: float = 1.0
-    memory: float | None = None
+    count: Annotated[int, ">= 1"] = 1
+    speed: Annotated[float, SCALE] = 1.0
+    memory: Annotated[float | None, "> 0"] = None
 
 
 @dataclass
 class LinkEntry:
-    """One direction of a connection.
+    """One direction of a connection: bandwidth in GB/s and latency in microseconds."""
 
-    Attributes:
-        bandwidth: GB/s.
-        latency: Microseconds.
-    """
-
-    bandwidth: float = MISSING
-    latency: float = 0.0
+    bandwidth: Annotated[float, SCALE]
+    latency: Annotated[float, LATENCY] = 0.0
 
 
 @dataclass
 class ConnectionEntry:
     """``count`` equal connections, each from a process to the next one and back."""
 
-    forward: LinkEntry = field(default_factory=LinkEntry)
-    backward: LinkEntry = field(default_factory=LinkEntry)
-    count: int = 1
+    forward: dict[str, float]
+    backward: dict[str, float]
+    count: Annotated[int, ">= 1"] = 1
 
 
 @dataclass
 class MachinesFile:
     """Devices and connections in the order of the processes of a pipeline."""
 
-    devices: list[DeviceEntry] = field(default_factory=list)
-    links: list[ConnectionEntry] = field(default_factory=list)
+    devices: list[dict[str, Any]]
+    links: list[dict[str, Any]] | None = None
 
 
 def read_machines(path: str) -> Machines:
@@ -78,62 +71,42 @@ def read_machines(path: str) -> Machines:
         ConfigError: If the file can't be read, has unknown keys or values that are not accepted.
     """
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(MachinesFile), OmegaConf.load(path))
-        found = OmegaConf.to_object(merged)
-    except (OSError, YAMLError, OmegaConfBaseException, ValueError) as error:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, ValueError) as error:
         raise invalid(KEY, "a YAML or JSON file of devices and links", f"{path} ({first_line(error)})") from error
-    assert isinstance(found, MachinesFile)
     try:
-        for name, values in _values(found):
-            require(all(value > 0 for value in values), name, "numbers > 0", list(values))
-            bounded = name == "memory" or all(in_range(value) for value in values)  # memory may be unlimited
-            require(bounded, name, f"numbers from {SMALLEST:g} to {LARGEST:g}", list(values))
-        latencies = [entry.latency for entry in _links(found)]
-        bounded = all(value == 0 or in_range(value) for value in latencies)
-        require(bounded, "latency", f"0, or numbers from {SMALLEST:g} to {LARGEST:g}", latencies)
-        devices = [
-            Device(entry.speed, float("inf") if entry.memory is None else 1e9 * entry.memory)
-            for entry in found.devices
-            for _ in range(entry.count)
-        ]
+        file = _entry(MachinesFile, found)
+        devices = [_entry(DeviceEntry, entry) for entry in file.devices]
+        links = [_entry(ConnectionEntry, entry) for entry in file.links or ()]
         require(bool(devices), "devices", "one device or more", "none")
-        connections = [Connection(_link(entry.forward), _link(entry.backward)) for entry in found.links for _ in range(entry.count)]
-        return Machines(tuple(devices), tuple(connections))
+        return Machines(
+            tuple(Device(e.speed, float("inf") if e.memory is None else 1e9 * e.memory) for e in devices for _ in range(e.count)),
+            tuple(Connection(_link(e.forward), _link(e.backward)) for e in links for _ in range(e.count)),
+        )
     except ConfigError as error:
         raise ConfigError(f"{KEY}: {path}: {error}") from error
 
 
-def in_range(value: float) -> bool:
-    """Return whether a speed, bandwidth or latency can be used for predictions."""
-    return SMALLEST <= value <= LARGEST
-
-
 def write_machines(path: str, machines: Machines) -> None:
     """Write a file for :func:`read_machines`."""
-    file = MachinesFile(
-        [DeviceEntry(1, device.speed, device.memory / 1e9) for device in machines.devices],
-        [ConnectionEntry(_entry(pair.forward), _entry(pair.backward)) for pair in machines.connections],
-    )
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(OmegaConf.structured(file), path)
-
-
-def _links(found: MachinesFile) -> list[LinkEntry]:
-    return [side for entry in found.links for side in (entry.forward, entry.backward)]
-
-
-def _values(found: MachinesFile) -> list[tuple[str, list[float]]]:
-    return [
-        ("count", [*(entry.count for entry in found.devices), *(entry.count for entry in found.links)]),
-        ("speed", [entry.speed for entry in found.devices]),
-        ("memory", [entry.memory for entry in found.devices if entry.memory is not None]),
-        ("bandwidth", [entry.bandwidth for entry in _links(found)]),
+    devices = [asdict(DeviceEntry(1, device.speed, device.memory / 1e9)) for device in machines.devices]
+    links = [
+        {side: {"bandwidth": link.bandwidth / 1e9, "latency": 1e6 * link.latency} for side, link in vars(pair).items()}
+        for pair in machines.connections
     ]
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(yaml.safe_dump({"devices": devices, "links": links}), encoding="utf-8")
 
 
-def _link(entry: LinkEntry) -> Link:
+def _entry(kind: type[Entry], found: Any) -> Entry:
+    """Return an entry of the file with the values of a mapping."""
+    known = fields_of(kind)
+    require(isinstance(found, dict), "file", f"a mapping of {alternatives(known)}", found)
+    for name in found.keys() - known.keys():
+        raise invalid(str(name), f"no such key, but {alternatives(known)}", found[name])
+    return kind(**{name: key.read(name, found.get(name, key.default)) for name, key in known.items()})
+
+
+def _link(found: dict[str, float]) -> Link:
+    entry = _entry(LinkEntry, found)
     return Link(1e9 * entry.bandwidth, 1e-6 * entry.latency)
-
-
-def _entry(link: Link) -> LinkEntry:
-    return LinkEntry(link.bandwidth / 1e9, 1e6 * link.latency)

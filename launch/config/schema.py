@@ -1,284 +1,320 @@
-"""The schema of a configuration: the type of each key and the check of its value. The files under conf/ explain the keys.
+"""The schema of a configuration: type, default and bounds of each key, and what it means.
 
-Checks that need several keys, the data, or the number of processes are made where these come together, in ``launch/run``. Ranges
-that petra's own classes check (``Method``, ``Remedy``, ``UpdateRules``, ``Schedule``) are not repeated here. This room imports no
+Keys of what ``_target_`` names (model, data set, method, optimizer, ...) are the parameters of its signature. Checks that need
+several keys, the data, or the number of processes are made where these come together, in ``launch/run``. This room imports no
 torch, so that a command reports an invalid value at once.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, field, is_dataclass
+from functools import cache
+from typing import Annotated, Any, ClassVar, Final, Literal, get_type_hints
 
-from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from .keys import Key, fields_of, is_shipped, signature
+from .presets import METHOD
 
-from petra.method import STORABLE, Weights
-
-from .checks import SAME_RESULTS, as_list, integer, is_integer, number, one_of, require_valid, satisfies
-from .errors import config_error
-from .names import DATASETS, FORMATS, MODELS, OPTIMIZERS, PRECISIONS, PREDICTIONS, SCHEDULES, WIRES, one_of_or_own
-from .presets import presets
-
-AUTO = "auto"
+AUTO: Final = "auto"
+Backend = Literal["eager", "aot_eager", "inductor"]
+"""Backends of ``torch.compile``."""
+Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+"""Modes of its backend inductor."""
 MEMORY = "memory"
 """Value of ``dry_run`` that also predicts memory."""
-COMPILERS = (
-    *("eager", "aot_eager", "inductor"),
-    *("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
-)
-"""Backends of ``torch.compile``, and modes of its backend inductor."""
-LONGEST_TIMEOUT = 10**7
-"""Seconds. torch refuses much longer timeouts."""
-
-BETAS = satisfies(lambda values: len(values) == 2 and all(0 <= beta < 1 for beta in values), "a list of two numbers >= 0 and < 1")
-DELAY = satisfies(
-    lambda value: value == AUTO or all(is_integer(d) and d >= 0 for d in as_list(value)),
-    "an integer >= 0, a list with one for each boundary, or auto",
-)
-KEEP = satisfies(
-    lambda value: value == AUTO or all(keep in STORABLE for keep in as_list(value)),
-    "graph, input, nothing, a list with one of these for each block, or auto",
-)
-DRY_RUN = satisfies(lambda value: value in (False, True, MEMORY), f"true, false or {MEMORY}")
-NAMES = satisfies(lambda names: bool(names) and all(names), "a list of names")
-REFETCH = satisfies(lambda value: value in (AUTO, True, False), "true, false or auto")
-STAGES = satisfies(
-    lambda value: value in (None, AUTO) or (as_list(value) != [] and all(is_integer(n) and n >= 1 for n in as_list(value))),
-    "null, an integer >= 1, auto, or a list with the number of blocks in each stage",
-)
 
 
-@dataclass
-class ModelConfig:
-    """The model's name, and the options of all models. An option that is null keeps the model's default."""
+@dataclass(kw_only=True)
+class Section:
+    """A group of keys for what ``_target_`` names: its fields, and each parameter of the target.
 
-    name: Annotated[str, one_of_or_own(MODELS)] = MISSING
-    body: str | None = None
-    width: float | None = None
-    stem: str | None = None
-    downsampling: str | None = None
-    partition: str | None = None
-    patch: int | None = None
-    dim: int | None = None
-    depth: int | None = None
-    heads: int | None = None
-    dropout: float | None = None
-    norm: str | None = None
-    activation: str | None = None
-    cardinality: int | None = None
-    base_width: int | None = None
-    kv_heads: int | None = None
-    hidden: int | None = None
-    mlp: str | None = None
-    bias: bool | None = None
-    positions: str | None = None
-    qk_norm: bool | None = None
-    delimiter: int | None = None
-    embedding_std: float | None = None
-    coupling: str | None = None
-    step: float | None = None
+    Attributes:
+        _target_: Function or class: of petra, or your own as module.function.
+        options: Values of the parameters of the target.
+        rules: Values of the parameters of ``RULES``.
+    """
 
-    def options(self) -> dict[str, Any]:
-        """Return the options that are not null."""
-        return {name: value for name, value in asdict(self).items() if name != "name" and value is not None}
+    GIVEN: ClassVar[tuple[str, ...]] = ()
+    """Parameters of the target that are no keys, because they depend on the rest of the run."""
+    RULES: ClassVar[str] = ""
+    """A dataclass in petra whose parameters are keys of the group, too."""
+
+    _target_: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    rules: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Name of a function or class in petra; the whole ``_target_`` for another one."""
+        return self._target_.rpartition(".")[2] if is_shipped(self._target_) else self._target_
 
 
-@dataclass
-class DataConfig:
-    """The data set, and how it is read."""
+@dataclass(kw_only=True)
+class ModelConfig(Section):
+    """The model."""
 
-    name: Annotated[str, one_of_or_own(DATASETS)] = MISSING
-    root: Annotated[str | None, SAME_RESULTS] = None
-    batch_size: Annotated[int, integer(1, 10**6)] = MISSING
-    augment: bool = MISSING
-    classes: Annotated[int, integer(1, 10**7)] = MISSING
-    size: Annotated[int, integer(1, 10**6)] = MISSING
-    workers: Annotated[int, integer(0, 1000), SAME_RESULTS] = MISSING
-    refetch: Annotated[Any, REFETCH, SAME_RESULTS] = AUTO
-    images: int | None = None
-    validation: float | None = None
-    mean_image: bool | None = None
-    distort: bool | None = None
-    height: Annotated[int | None, integer(1, 10**6)] = None
-    void: int | None = None
-    sampling: str | None = None
-    crop: str | None = None
-    jitter: bool | None = None
-    crops: int | None = None
-    split: Annotated[str | None, SAME_RESULTS] = None
+    GIVEN = ("classes", "size")
 
 
-@dataclass
-class MethodConfig:
-    """The training method, see :class:`petra.method.Method`."""
+@dataclass(kw_only=True)
+class DataConfig(Section):
+    """The data set, and how it is read.
 
-    name: str = MISSING
-    delay: Annotated[Any, DELAY] = MISSING
-    keep: Annotated[Any, KEEP] = MISSING
-    weights: Annotated[str, one_of(tuple(Weights))] = MISSING
-    flush: bool = MISSING
-    fill: bool = MISSING
-    max_updates: int | None = None
+    Attributes:
+        batch_size: Images, crops, or windows of tokens in a microbatch.
+        augment: Crop, flip or shift training samples at random.
+        classes: Number of classes. Most data sets fix it.
+        size: Height and width of an image in pixels, or tokens per window. Some data sets fix it.
+        workers: Processes that prepare or decode inputs in advance, and as many for labels of pixels; 0: the first stage's process.
+        refetch: true: read the first stage's inputs again in the backward pass instead of storing them; auto: if they are in
+            memory.
+    """
 
-
-@dataclass
-class RemedyConfig:
-    """Remedies for staleness, see :func:`petra.staleness.remedies`. ``discount`` is in epochs here. Null keeps the default."""
-
-    name: str = MISSING
-    _target_: str = "petra.staleness.remedies"
-    discount: Annotated[float | None, number(least=0)] = None
-    correction: float | None = None
-    prediction: Annotated[str | None, one_of(PREDICTIONS)] = None
-    horizon: float | None = None
-    predict_backward: bool | None = None
-    feedback: float | None = None
+    batch_size: Annotated[int, ">= 1 and <= 1000000"] = 64
+    augment: bool = True
+    classes: Annotated[int, ">= 1 and <= 10000000"] = 10
+    size: Annotated[int, ">= 1 and <= 1000000"] = 32
+    workers: Annotated[int, ">= 0 and <= 1000", "same results"] = 0
+    refetch: Annotated[bool | Literal["auto"], "same results"] = "auto"
 
 
-@dataclass
-class OptimConfig:
-    """The optimizer, and the rules of an update. Options that are null keep the optimizer's defaults."""
+@dataclass(kw_only=True)
+class MethodConfig(Section):
+    """The training method.
 
-    name: Annotated[str, one_of(OPTIMIZERS)] = MISSING
-    lr: Annotated[float, number(least=0)] = MISSING
-    scaling: Annotated[str, one_of(("goyal", "none"))] = MISSING
-    clip: float | None = None
-    clip_scope: Annotated[str, one_of(("stage", "global"))] = "stage"
-    ema: float | None = None
-    momentum: Annotated[float | None, number(least=0, below=1)] = None
-    nesterov: bool | None = None
-    weight_decay: Annotated[float | None, number(least=0)] = None
-    trust: Annotated[float | None, number(above=0)] = None
-    betas: Annotated[list[float] | None, BETAS] = None
-    eps: Annotated[float | None, number(above=0)] = None
-    frequency: Annotated[int | None, integer(1)] = None
+    Attributes:
+        name: Name in records; the other keys define the method.
+        delay: Boundary delay d: difference in delay between a stage and the next, in microbatches; a list has one per boundary;
+            auto: the smallest that cost no throughput.
+        keep: What a block stores between forward and backward: graph; input (recompute); nothing (reconstruct; non-reversible
+            blocks store their input); a list has one per block; auto: the graph where trainer.memory_limit allows.
+    """
+
+    _target_: str = METHOD
+    name: str = ""
+    delay: Annotated[int | list[int] | Literal["auto"], ">= 0"] = 2
+    keep: Literal["graph", "input", "nothing", "auto"] | list[Literal["graph", "input", "nothing"]] = "nothing"
 
 
-@dataclass
-class ScheduleConfig:
-    """The learning rate schedule. Options that are null keep the schedule's defaults."""
+@dataclass(kw_only=True)
+class RemedyConfig(Section):
+    """Remedies for staleness: a function or class that makes them.
 
-    name: Annotated[str, one_of(SCHEDULES)] = MISSING
-    warmup_epochs: float = MISSING
-    milestones: list[int] | None = None
-    gamma: float | None = None
-    power: float | None = None
-    final: float | None = None
+    Attributes:
+        name: Name in records.
+        discount: Epochs over which a stage's learning rate rises from lr / s to lr, where s is its staleness in updates; 0: off.
+    """
+
+    name: str = "none"
+    discount: Annotated[float, ">= 0"] = 0.0
+
+
+@dataclass(kw_only=True)
+class OptimConfig(Section):
+    """The optimizer, its learning rate, and the rules of an update.
+
+    Attributes:
+        lr: Peak learning rate, after warm-up.
+        scaling: goyal (Goyal et al. 2017): lr is for 256 samples per update, and the learning rate is lr * batch_size * k / 256;
+            none: the learning rate is lr.
+    """
+
+    GIVEN = ("module",)
+    RULES = "petra.engine.update_rules.UpdateRules"
+
+    lr: Annotated[float, ">= 0"] = 1e-3
+    scaling: Literal["goyal", "none"] = "none"
+
+
+@dataclass(kw_only=True)
+class ScheduleConfig(Section):
+    """The learning rate schedule."""
+
+    GIVEN = ("peak", "microbatches_per_epoch", "epochs")
 
 
 @dataclass
 class TrainerConfig:
-    """Length of the run, stages, numerics, the runtime, and diagnostics."""
+    """Length of the run, stages, numerics, the runtime, and diagnostics.
 
-    epochs: Annotated[int, integer(1), SAME_RESULTS] = MISSING
-    stages: Annotated[Any, STAGES, SAME_RESULTS] = None
-    transport: Annotated[str, one_of((AUTO, "local", "lockstep", "edge")), SAME_RESULTS] = MISSING
-    precision: Annotated[str, one_of(PRECISIONS)] = MISSING
-    exact_streams: bool = MISSING
-    wire: Annotated[str, one_of(WIRES)] = MISSING
-    loss_scale: Any = None
-    nonfinite: str = MISSING
-    label_smoothing: Annotated[float, number(least=0, below=1)] = MISSING
-    bootstrap: Annotated[float | None, number(above=0, most=1)] = None
-    channels_last: Annotated[bool, SAME_RESULTS] = MISSING
-    matmul_precision: Annotated[str, one_of(("highest", "high", "medium")), SAME_RESULTS] = MISSING
-    cudnn_benchmark: Annotated[bool, SAME_RESULTS] = MISSING
-    compile: Annotated[str | None, one_of(COMPILERS), SAME_RESULTS] = None
-    limit_batches: Annotated[int | None, integer(1)] = None
-    export: Annotated[str, one_of(("none", *FORMATS)), SAME_RESULTS] = MISSING
-    threads: Annotated[int, integer(1, 1000), SAME_RESULTS] = MISSING
-    concurrency: Annotated[int, integer(1, 1000), SAME_RESULTS] = MISSING
-    overlap: Annotated[bool, SAME_RESULTS] = MISSING
-    device: Annotated[str, one_of((AUTO, "cpu", "cuda")), SAME_RESULTS] = MISSING
-    timeout: Annotated[float, number(above=0, most=LONGEST_TIMEOUT), SAME_RESULTS] = MISSING
-    memory_limit: Annotated[float | None, number(above=0), SAME_RESULTS] = None
-    log_every: Annotated[int | None, integer(1), SAME_RESULTS] = None
-    trace: Annotated[int | None, integer(1), SAME_RESULTS] = None
-    stage_metrics: Annotated[bool, SAME_RESULTS] = False
-    drift: Annotated[float | None, number(above=0), SAME_RESULTS] = None
-    diagnose: Annotated[int | None, integer(1), SAME_RESULTS] = None
+    Attributes:
+        epochs: Passes over the training data, each followed by an evaluation.
+        stages: Number of stages; null: one per block; a list: the number of blocks in each stage; auto: one per process, balanced
+            by measured time.
+        transport: auto; local (one process); lockstep or edge (several processes); on GPUs, auto selects lockstep, and edge can
+            hang.
+        precision: Type of convolutions and matrix products: float32, bf16 or fp16; streams stay in float32.
+        exact_streams: Round both terms of the sums in reversible blocks, so that the sums are exact; with unchanged weights,
+            reconstruction is then exact bit for bit.
+        wire: Type of streams and gradients between stages: float32, or bf16, which halves messages and rounds streams.
+        label_smoothing: Label smoothing of the training loss.
+        bootstrap: null: the training loss is a mean over all pixels; or the fraction of the pixels of each image with the highest
+            losses that count, such as 0.25 (online bootstrapping).
+        channels_last: Use the channels-last memory format for images and weights.
+        matmul_precision: Matrix products and convolutions of float32 on GPUs: highest (float32), high (TF32 or three bf16 products)
+            or medium (bf16), both with TF32 in convolutions; torch.set_float32_matmul_precision.
+        cudnn_benchmark: true: measure cuDNN's algorithms for each new shape and use the fastest; two runs may then choose
+            differently, so they are not equal bit for bit; false: only deterministic algorithms.
+        compile: Compiler of the functions inside blocks: a backend of torch.compile (inductor, aot_eager or eager) or a mode of
+            inductor (default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs); null: don't compile.
+        limit_batches: Maximum number of microbatches per epoch and per evaluation, for short tests; null: no limit.
+        export: Format of the exported weights: none; pt: model.pt in the run folder; safetensors: model.safetensors (pip install -e
+            '.[safetensors]'); with optim.average also ema.*.
+        threads: Compute threads per process; results are equal bit for bit only for the same number of threads.
+        concurrency: Stages that run at the same time in one process on the CPU, each in its own thread with trainer.threads compute
+            threads.
+        overlap: On the CPU: run the forward of one microbatch beside the backward of another, in a second thread, at stages whose
+            next boundary has a delay d >= 2; results stay equal bit for bit.
+        device: auto (CUDA if there is a GPU), cpu or cuda.
+        timeout: Seconds that a process waits for another before the run ends with an error.
+        memory_limit: Memory limit of a stage in GB (10^9 bytes), for trainer.stages=auto and method.keep=auto; null: no limit.
+        log_every: Updates between two rows of updates.jsonl: means of training loss and metrics, also sent to the logger; null:
+            only numbers per epoch.
+        trace: Number of microbatches to record from the start, in trace.json (Perfetto, chrome://tracing), timeline.png and
+            timeline.svg; null: none.
+        stage_metrics: Log for each stage the time of forwards, backwards, updates and waiting, microbatches in flight, staleness
+            and buffer bytes.
+        drift: Warn once per stage if a reconstructed input differs from the true one by more than this fraction of its norm; null:
+            don't check.
+        diagnose: Compare gradients every this many microbatches (one process only), in gradients.jsonl and gradients.png; null:
+            never.
+    """
+
+    epochs: Annotated[int, ">= 1", "same results"] = 300
+    stages: Annotated[int | list[int] | Literal["auto"] | None, ">= 1", "same results"] = None
+    transport: Annotated[Literal["auto", "local", "lockstep", "edge"], "same results"] = "auto"
+    precision: Literal["float32", "bf16", "fp16"] = "float32"
+    exact_streams: bool = False
+    wire: Literal["float32", "bf16"] = "float32"
+    label_smoothing: Annotated[float, ">= 0 and < 1"] = 0.0
+    bootstrap: Annotated[float | None, "> 0 and <= 1"] = None
+    channels_last: Annotated[bool, "same results"] = True
+    matmul_precision: Annotated[Literal["highest", "high", "medium"], "same results"] = "highest"
+    cudnn_benchmark: Annotated[bool, "same results"] = False
+    compile: Annotated[Backend | Mode | None, "same results"] = None
+    limit_batches: Annotated[int | None, ">= 1"] = None
+    export: Annotated[Literal["none", "pt", "safetensors"], "same results"] = "none"
+    threads: Annotated[int, ">= 1 and <= 1000", "same results"] = 1
+    concurrency: Annotated[int, ">= 1 and <= 1000", "same results"] = 1
+    overlap: Annotated[bool, "same results"] = False
+    device: Annotated[Literal["auto", "cpu", "cuda"], "same results"] = "auto"
+    timeout: Annotated[float, "> 0 and <= 10000000", "same results"] = 600.0
+    memory_limit: Annotated[float | None, "> 0", "same results"] = None
+    log_every: Annotated[int | None, ">= 1", "same results"] = 10
+    trace: Annotated[int | None, ">= 1", "same results"] = None
+    stage_metrics: Annotated[bool, "same results"] = False
+    drift: Annotated[float | None, "> 0", "same results"] = 0.5
+    diagnose: Annotated[int | None, ">= 1", "same results"] = None
 
 
 @dataclass
 class CheckpointConfig:
-    """When checkpoints are written, and how many are kept."""
+    """When checkpoints are written, and how many are kept: in checkpoints/ in the run folder, which all processes must share.
 
-    every: Annotated[int | None, integer(1)] = None
-    keep: Annotated[int, integer(0)] = MISSING
-    background: bool = MISSING
+    Attributes:
+        every: Write a checkpoint every so many microbatches too, counted from the start of the run; each checkpoint drains the
+            pipeline, and a signal to stop takes effect at the next one; null: after each epoch only.
+        keep: Number of newest checkpoints to keep, in addition to the best by test accuracy (by test loss if there is no accuracy);
+            0: write none.
+        background: Write from a copy in memory while training continues; an error ends the run at its next drain.
+    """
+
+    every: Annotated[int | None, ">= 1"] = None
+    keep: Annotated[int, ">= 0"] = 2
+    background: bool = True
 
 
 @dataclass
 class ClusterConfig:
-    """Settings of NCCL and gloo, see :func:`launch.runtime.network.variables`."""
+    """Settings of NCCL and gloo, see :func:`launch.runtime.network.variables`. Variables that are already set are kept.
+
+    Attributes:
+        machines: File with speed, memory and links of the devices of a pipeline, for automatic settings; petra doctor writes it;
+            null: equal devices, and the link between the first two processes.
+        interfaces: Network interfaces to use, such as [eth0]; null: chosen by NCCL and gloo (NCCL_SOCKET_IFNAME,
+            GLOO_SOCKET_IFNAME).
+        env: Further environment variables, such as {NCCL_DEBUG: INFO}.
+        elastic: true: with dp > 1, continue when a replica is lost, and take it back at a later drain; needs checkpoint.every and
+            gloo; petra train --nproc starts one torchrun agent for each replica.
+    """
 
     machines: str | None = None
-    interfaces: Annotated[list[str] | None, NAMES] = None
-    infiniband: bool = MISSING
-    adapters: Annotated[list[str] | None, NAMES] = None
-    debug: Annotated[str, one_of(("VERSION", "WARN", "INFO", "TRACE"))] = MISSING
-    heartbeat: Annotated[int, integer(1)] = MISSING
-    flight_recorder: Annotated[int, integer(0)] = MISSING
-    dumps: str | None = None
+    interfaces: list[str] | None = None
+    env: dict[str, str] = field(default_factory=dict)
     elastic: bool = False
 
 
-@dataclass
-class LoggerConfig:
+@dataclass(kw_only=True)
+class LoggerConfig(Section):
     """Where metrics are logged besides metrics.jsonl."""
 
-    name: Annotated[str, one_of(("jsonl", "wandb", "tensorboard"))] = MISSING
-    project: str = "petra"
-    mode: Annotated[str, one_of(("offline", "online"))] = "offline"
+    GIVEN = ("path", "folder", "config", "rows", "microbatches")
+
+    _target_: str = "petra.training.JsonLines"
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Config:
-    """A whole run."""
+    """A whole run.
 
-    k: Annotated[int, integer(1)] = MISSING
-    dp: Annotated[int, SAME_RESULTS] = MISSING
-    seed: Annotated[int, integer(0)] = MISSING
-    run_dir: Annotated[str | None, SAME_RESULTS] = None
-    resume: Annotated[str | None, SAME_RESULTS] = None
-    resume_change: Annotated[list[str] | None, NAMES, SAME_RESULTS] = None
-    init_from: Annotated[str | None, SAME_RESULTS] = None
-    init_skip: Annotated[list[str] | None, NAMES, SAME_RESULTS] = None
-    dry_run: Annotated[Any, DRY_RUN, SAME_RESULTS] = MISSING
-    model: ModelConfig = MISSING
-    data: DataConfig = MISSING
-    method: MethodConfig = MISSING
-    remedy: RemedyConfig = MISSING
-    optim: OptimConfig = MISSING
-    schedule: ScheduleConfig = MISSING
-    trainer: TrainerConfig = MISSING
-    checkpoint: Annotated[CheckpointConfig, SAME_RESULTS] = MISSING
-    cluster: Annotated[ClusterConfig, SAME_RESULTS] = MISSING
-    logger: Annotated[LoggerConfig, SAME_RESULTS] = MISSING
-
-
-def register() -> None:
-    """Register with Hydra the schema, the first entry of the defaults in conf/config.yaml, and the configurations without files."""
-    store = ConfigStore.instance()
-    store.store("schema", Config)
-    for group, package in (("method", "method"), ("experiment", "_global_")):
-        for name, node in presets(group).items():
-            folder, _, leaf = f"{group}/{name}".rpartition("/")
-            store.store(leaf, node, folder, package)
-
-
-def to_config(composed: DictConfig) -> Config:
-    """Convert a composed configuration to an object of the schema, and check the value of each key.
-
-    Raises:
-        ConfigError: If a key is unknown (Hydra accepts any with ``+key=value``), has no value, or a value that is not accepted.
+    Attributes:
+        k: Microbatches per update of a stage, >= 1; their gradients are averaged.
+        dp: Number of replicas of every stage, each in its own processes and with an equal share of every microbatch.
+        seed: Seed of the weights, the order of the data, augmentation and random numbers inside blocks.
+        run_dir: Folder of the run, new or empty; null: runs/<date>_<time>_<model>_<method>_<data>.
+        resume: null: don't resume; auto: resume from the last checkpoint in run_dir, or start if there is none; or the folder of a
+            run or a checkpoint.
+        resume_change: null: a resumed run must have the same results-relevant settings; or the list of keys that it may change,
+            such as [optim.lr].
+        init_from: Initial weights: null: random; or a file of exported weights, the folder of a checkpoint, or the folder of a run
+            (the weights that petra evaluate takes).
+        init_skip: null: init_from sets all blocks; or the list of blocks that keep random weights, such as [head].
+        dry_run: true: print the stages and what they store, without training; memory: also predict the memory of each process on a
+            GPU.
     """
-    try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(composed, resolve=True)))
-    except OmegaConfBaseException as error:
-        raise config_error(error, Config) from error
-    assert isinstance(config, Config)
-    require_valid(config)
-    return config
+
+    k: Annotated[int, ">= 1"] = 4
+    dp: Annotated[int, ">= 1", "same results"] = 1
+    seed: Annotated[int, ">= 0"] = 0
+    run_dir: Annotated[str | None, "same results"] = None
+    resume: Annotated[str | None, "same results"] = None
+    resume_change: Annotated[list[str] | None, "same results"] = None
+    init_from: Annotated[str | None, "same results"] = None
+    init_skip: Annotated[list[str] | None, "same results"] = None
+    dry_run: Annotated[bool | Literal["memory"], "same results"] = False
+    model: ModelConfig
+    data: DataConfig
+    method: MethodConfig
+    remedy: RemedyConfig
+    optim: OptimConfig
+    schedule: ScheduleConfig
+    trainer: TrainerConfig
+    checkpoint: Annotated[CheckpointConfig, "same results"]
+    cluster: Annotated[ClusterConfig, "same results"]
+    logger: Annotated[LoggerConfig, "same results"]
+
+
+GROUPS: dict[str, Any] = {name: kind for name, kind in get_type_hints(Config).items() if is_dataclass(kind)}
+"""Groups of keys."""
+SECTIONS: dict[str, type[Section]] = {name: kind for name, kind in GROUPS.items() if issubclass(kind, Section)}
+"""Those with a ``_target_``."""
+
+
+@cache
+def keys(group: str = "", target: str = "") -> dict[str, Key]:
+    """Return the keys of a group by name, or those of the top level that are no groups.
+
+    Args:
+        group: The group, or nothing.
+        target: ``_target_`` of a section. It sets the defaults of keys that the section has for any target.
+    """
+    kind = GROUPS.get(group, Config)
+    found = {name: key for name, key in fields_of(kind).items() if name not in (*GROUPS, "options", "rules")}
+    if group in SECTIONS:
+        rules = signature(kind.RULES) if kind.RULES else {}
+        parameters = signature(target) if is_shipped(target) else {}
+        for name, key in {**parameters, **rules}.items():
+            if name in found:
+                found[name].default = key.default
+            elif name not in kind.GIVEN:
+                found[name] = key
+    return found

@@ -16,9 +16,9 @@ from petra.distributed import all_gather_objects
 from petra.errors import first_line, invalid
 from petra.plan.layout import processes_per_replica
 
-from ..config.compose import compose_command_line
+from ..config.compose import command_line_configs
 from ..config.machines import write_machines
-from ..config.schema import Config, to_config
+from ..config.schema import Config
 from ..run.markdown import table
 from ..runtime.agent import this_process
 from ..runtime.network import set_variables
@@ -38,9 +38,9 @@ def main() -> None:
         return
     with this_process() as process:
         with only_first_prints(process):
-            configs = compose_command_line()
+            configs = command_line_configs()
         for config in configs:
-            examine(to_config(config), process)
+            examine(config, process)
 
 
 def examine(config: Config, process: Process) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
 
 import torch.distributed as dist
 
@@ -16,13 +15,12 @@ from petra.cost_model.machines import Device, Machines
 from petra.distributed import raise_on_all_ranks
 from petra.errors import ConfigError, require
 from petra.method import Keep, Method
-from petra.settings import TransportName
 
 from ..config.machines import read_machines
 from ..runtime.rank import Process
-from . import recipe
 from .build import Setup
 from .dry_run import stage_memories
+from .targets import factory
 
 
 def tune_setup(setup: Setup, process: Process) -> Setup:
@@ -65,7 +63,7 @@ def _choose(setup: Setup, machines: Machines) -> Tuned:
     blocks = profile_blocks(
         plan.model,
         plan.layout.inputs,
-        optimizer=recipe.optimizer(config),
+        optimizer=factory("optim", config.optim),
         device=setup.device,
         numerics=plan.numerics,
         seed=config.seed,
@@ -97,7 +95,7 @@ def _choose(setup: Setup, machines: Machines) -> Tuned:
             link=machines.connections[: len(owners) - 1] if several else INSTANT,
             # In one process the choice of delays would not change the speed, so choose as for one process per stage.
             processes=owners if several else None,
-            transport=cast(TransportName, config.trainer.transport),
+            transport=config.trainer.transport,
             device_type=setup.device.type,
             parameter_copies=_parameter_copies(setup),
         )
@@ -117,7 +115,7 @@ def _parameter_copies(setup: Setup) -> int:
     """Return how many tensors a stage has per parameter: weight, gradient, optimizer states and moving average."""
     optim = setup.config.optim
     states = {"adam": 2, "adamw": 2}.get(optim.name, 1)
-    return 2 + states + (optim.ema is not None)
+    return 2 + states + (optim.rules["average"] is not None)
 
 
 def _may_keep_graphs(setup: Setup) -> bool:

@@ -4,38 +4,39 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from inspect import signature
-from typing import Any, cast
+from functools import partial
 
 import torch
+from torch.nn import functional as F
 
 from petra.cost_model.delays import largest_delay
 from petra.data import EvalSource, TrainSource
 from petra.engine.build import check_runtime
-from petra.engine.metrics import size_of
+from petra.engine.endpoints import Losses
+from petra.engine.metrics import Metric, correct_predictions, size_of
+from petra.engine.options.metrics import MeanOutput, top5_correct
 from petra.engine.options.replicas import Replicas
 from petra.engine.recipe import Recipe, Remedy
-from petra.errors import ConfigError, alternatives, invalid, require
-from petra.inplace_abn import PIXEL_DATASETS, PIXEL_MODELS
+from petra.engine.update_rules import UpdateRules
+from petra.errors import ConfigError, alternatives, require
+from petra.inplace_abn import PIXEL_DATASETS, PIXEL_MODELS, ConfusionMatrix, bootstrapped_cross_entropy
 from petra.inplace_abn.deeplab import OUTPUT_STRIDE
-from petra.method import Keep, Method, Weights
+from petra.method import Keep, Method
 from petra.model import Model
 from petra.models import MODELS, TOKEN_MODELS
 from petra.pipeline import Pipeline
 from petra.plan import Plan, make_plan
 from petra.plan.layout import processes_per_replica
-from petra.settings import Numerics, Runtime, TransportName
+from petra.settings import Numerics, Runtime
 from petra.specs import TensorSpec
-from petra.training import Schedule
+from petra.training import Schedule, peak_rate
 
-from ..config.names import PRECISIONS, is_own
-from ..config.options import options
+from ..config.keys import is_shipped
 from ..config.schema import AUTO, Config, DataConfig, TrainerConfig
 from ..runtime.rank import Process
-from . import recipe
 from .checks import check
 from .data import data_sources, describe_inputs
-from .own import imported, register_own, require_arguments
+from .targets import built, factory, takes
 
 LARGEST_CIFAR_STEM = 64
 """Largest image size in pixels for which ``model.stem=auto`` chooses the stem that keeps the resolution."""
@@ -85,7 +86,7 @@ class Setup:
 
     def learning_rate(self, microbatches_per_epoch: int) -> Schedule:
         """Return the learning rate schedule of all stages. With ``optim.scaling=goyal``, its peak depends on batch_size * k."""
-        return recipe.learning_rate(self.config, microbatches_per_epoch)
+        return learning_rate(self.config, microbatches_per_epoch)
 
     def recipe(self, learning_rate: Schedule) -> Recipe:
         """Return the training settings of the pipeline.
@@ -93,13 +94,16 @@ class Setup:
         Raises:
             ConfigError: If a value is out of range.
         """
+        rules = UpdateRules(**self.config.optim.rules)
+        if self.config.trainer.precision == "fp16" and rules.loss_scale is None:
+            rules = replace(rules, loss_scale="dynamic")
         return Recipe(
-            optimizer=recipe.optimizer(self.config),
+            optimizer=factory("optim", self.config.optim),
             learning_rate=learning_rate,
-            loss=recipe.losses(self.config),
-            metrics=recipe.metrics(self.config.data, self.unit),
+            loss=_losses(self.config),
+            metrics=_metrics(self.config.data, self.unit),
             seed=self.config.seed,
-            rules=recipe.rules(self.config),
+            rules=rules,
             remedies=_remedies(self.config, learning_rate.microbatches_per_epoch),
         )
 
@@ -111,13 +115,14 @@ class Setup:
     def runtime(self) -> Runtime:
         """Device, transport, threads and compilation of this process."""
         trainer = self.config.trainer
-        return Runtime(
-            self.device,
-            cast(TransportName, trainer.transport),
-            trainer.concurrency,
-            trainer.compile,
-            overlap=trainer.overlap,
-        )
+        return Runtime(self.device, trainer.transport, trainer.concurrency, trainer.compile, overlap=trainer.overlap)
+
+
+def learning_rate(config: Config, microbatches_per_epoch: int) -> Schedule:
+    """Return the learning rate schedule of a configuration."""
+    optim, lengths = config.optim, {"microbatches_per_epoch": microbatches_per_epoch, "epochs": config.trainer.epochs}
+    peak = peak_rate(optim.lr, config.data.batch_size, config.k) if optim.scaling == "goyal" else optim.lr
+    return built(Schedule, "schedule", config.schedule, peak=peak, **lengths)  # type: ignore[type-abstract]
 
 
 def set_numerics(trainer: TrainerConfig) -> None:
@@ -136,11 +141,9 @@ def set_up(config: Config, process: Process) -> Setup:
         ConfigError, ModelError: If a value is not accepted. The message names the key.
     """
     check(config, process)
-    register_own(config)
     _check_data_fits(config)
-    stages = config.trainer.stages
-    if stages == AUTO:
-        stages = processes_per_replica(process.world, config.dp)
+    wanted = config.trainer.stages
+    stages = processes_per_replica(process.world, config.dp) if wanted == "auto" else wanted
     device, model, method = process.device(config.trainer.device), _model(config), _method(config)
     if config.method.delay == AUTO:
         count = len(model.blocks) if stages is None else stages if isinstance(stages, int) else len(stages)
@@ -168,8 +171,7 @@ def numerics(trainer: TrainerConfig) -> Numerics:
 
 def type_of(precision: str) -> torch.dtype | None:
     """Return the type of a precision; None for float32, which leaves tensors as they are."""
-    name = PRECISIONS[precision]
-    return None if name is None else getattr(torch, name)
+    return {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
 
 def _plan(
@@ -186,9 +188,9 @@ def _plan(
             processes=processes,
             dp=config.dp,
             numerics=numerics(trainer),
-            transport=cast(TransportName, trainer.transport),
+            transport=trainer.transport,
             device_type=device.type,
-            metrics=sum(map(size_of, recipe.metrics(config.data, _unit(config.data, inputs)).values())),
+            metrics=sum(map(size_of, _metrics(config.data, _unit(config.data, inputs)).values())),
             # Two threads must not read the data at once.
             refetch=refetch and not (trainer.overlap and config.data.refetch == AUTO),
         )
@@ -202,7 +204,7 @@ def _check_data_fits(config: Config) -> None:
     Raises:
         ConfigError: If it does not. The message names both.
     """
-    if is_own(config.model.name):
+    if not is_shipped(config.model._target_):
         return
     form, name = describe_inputs(config.data).spec, config.model.name
     unit = _unit(config.data, form)
@@ -225,51 +227,43 @@ def _unit(data: DataConfig, inputs: TensorSpec) -> str:
 
 
 def _model(config: Config) -> Model:
-    """Build the model from the options that are set.
-
-    Raises:
-        ConfigError: If an option is set that the model does not have.
-    """
-    build = MODELS[config.model.name]
-    given = options(config.model, "model", build)
-    if given.get("stem") == AUTO:
-        given["stem"] = "imagenet" if config.data.size > LARGEST_CIFAR_STEM else "cifar"
-    size = {"size": config.data.size} if "size" in signature(build).parameters else {}
-    require_arguments(config.model.name, build, "model.name", config.data.classes, **given, **size)
-    model: object = build(config.data.classes, **given, **size)
-    if not isinstance(model, Model):
-        raise invalid("model.name", "a function that returns a petra.Model", f"{config.model.name}, which returns {model!r}")
-    return model
+    size = config.data.size
+    automatic = config.model.options.get("stem") == AUTO
+    stem = {"stem": "imagenet" if size > LARGEST_CIFAR_STEM else "cifar"} if automatic else {}
+    return built(Model, "model", config.model, classes=config.data.classes, size=size, **stem)
 
 
 def _method(config: Config) -> Method:
     """Build the method, with provisional values for settings that are ``auto``."""
     method = config.method
-    return Method(
-        method.name,
-        delay=2 if method.delay == AUTO else _tuple(method.delay),
-        keep=Keep.NOTHING if method.keep == AUTO else _keep(method.keep),
-        weights=Weights(method.weights),
-        flush=method.flush,
-        fill=method.fill,
-        max_updates=method.max_updates,
-    )
-
-
-def _keep(value: Any) -> Keep | tuple[Keep, ...]:
-    return tuple(Keep(keep) for keep in value) if isinstance(value, list) else Keep(value)
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    delay, keep = 2 if method.delay == AUTO else method.delay, Keep.NOTHING if method.keep == AUTO else method.keep
+    return built(Method, "method", method, name=method.name, delay=delay, keep=keep)
 
 
 def _remedies(config: Config, microbatches_per_epoch: int) -> tuple[Remedy, ...]:
     """Return the remedies of a run. ``remedy.discount`` is in epochs."""
-    section = config.remedy
-    build = imported(section._target_, "remedy._target_")
-    given = options(section, "remedy", build, ("_target_",))
-    if section.discount is not None:
-        given["discount"] = round(section.discount * microbatches_per_epoch)
-    made = build(**given)
+    build = factory("remedy", config.remedy)
+    discount = {"discount": round(config.remedy.discount * microbatches_per_epoch)} if takes(build, "discount") else {}
+    made = build(**discount)
     return (made,) if isinstance(made, Remedy) else made
+
+
+def _losses(config: Config) -> Losses:
+    """Return the losses of training and of evaluation. Only training smooths labels and selects pixels."""
+    trainer = config.trainer
+    training = partial(F.cross_entropy, label_smoothing=trainer.label_smoothing)
+    if trainer.bootstrap is not None:
+        training = partial(bootstrapped_cross_entropy, fraction=trainer.bootstrap, label_smoothing=trainer.label_smoothing)
+    crops = config.data.options.get("crops", 1)
+    return Losses(training, F.cross_entropy if crops == 1 else MeanOutput(F.cross_entropy, crops))
+
+
+def _metrics(data: DataConfig, unit: str) -> dict[str, Metric]:
+    """Return the metrics: top-1 accuracy, top-5 accuracy for images of more than five classes, and for pixels the mIoU."""
+    found: dict[str, Metric] = {"accuracy": correct_predictions}
+    if unit == "images" and data.classes > 5:
+        found["top5"] = top5_correct
+    if unit == "pixels":
+        found["miou"] = ConfusionMatrix(data.classes)
+    crops = data.options.get("crops", 1)
+    return found if crops == 1 else {name: MeanOutput(metric, crops) for name, metric in found.items()}

@@ -5,11 +5,12 @@ from __future__ import annotations
 from petra.errors import alternatives, require
 from petra.inplace_abn import PIXEL_DATASETS
 from petra.plan.layout import processes_per_replica
-from petra.training import FORMATS, TensorBoardLogger, WandbLogger
+from petra.training import FORMATS
 from petra.training.weight_files import check_format
 
 from ..config.schema import AUTO, Config
 from ..runtime.rank import Process
+from .targets import imported
 
 
 def check(config: Config, process: Process) -> None:
@@ -25,10 +26,9 @@ def check(config: Config, process: Process) -> None:
     require(config.init_skip is None or config.init_from is not None, "init_skip", "null without init_from", config.init_skip)
     single = config.init_from is None or config.resume in (None, AUTO)
     require(single, "init_from", "null with resume=<folder>, which brings its own weights", config.init_from)
-    if config.logger.name == "wandb":
-        WandbLogger.require()
-    if config.logger.name == "tensorboard":
-        TensorBoardLogger.require()
+    check_installed = getattr(imported("logger._target_", config.logger._target_), "require", None)
+    if check_installed is not None:
+        check_installed()
     if trainer.export != "none":
         check_format(FORMATS[trainer.export])
     transports = ("auto", "local") if processes_per_replica(process.world, config.dp) == 1 else ("auto", "lockstep", "edge")
@@ -40,14 +40,19 @@ def check(config: Config, process: Process) -> None:
     memory = trainer.memory_limit
     fits = memory is None or (memory > 0 and automatic)
     require(fits, "trainer.memory_limit", "null, or a number > 0 with trainer.stages=auto or method.keep=auto", memory)
-    fits = not (config.method.fill and config.method.delay == AUTO)
+    fits = not (config.method.options.get("fill") and config.method.delay == AUTO)
     require(fits, "method.delay", "an integer >= 0 with method.fill=true", AUTO)
     if config.cluster.elastic:
         _check_elastic(config, process)
     selects = trainer.bootstrap is None or config.data.name in PIXEL_DATASETS
     require(selects, "trainer.bootstrap", f"null with data={config.data.name}, which has no pixels", trainer.bootstrap)
-    crops, rows = config.data.crops or 1, config.data.batch_size
+    crops, rows = config.data.options.get("crops", 1), config.data.batch_size
     require(rows % crops == 0, "data.batch_size", f"a multiple of {crops} with data.crops={crops}", rows)
+    optimizer, rules = config.optim.options, config.optim.rules
+    momentum = not optimizer.get("nesterov") or optimizer.get("momentum") != 0
+    require(momentum, "optim.nesterov", "false with optim.momentum=0", True)
+    scaled = rules["loss_scale"] is None or trainer.precision == "fp16"
+    require(scaled, "optim.loss_scale", f"null with trainer.precision={trainer.precision}", rules["loss_scale"])
     exact = not trainer.exact_streams or trainer.wire == "float32"
     require(exact, "trainer.exact_streams", f"false with trainer.wire={trainer.wire}", "true")
 

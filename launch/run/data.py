@@ -6,41 +6,25 @@ With replicas, the rank of each replica's first stage reads the replica's share.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from petra.data import DATASETS, Dataset, EvalSource, TrainSource, in_memory, load_dataset, microbatch_form, settings
+from petra.data import Dataset, EvalSource, TrainSource, in_memory, microbatch_form
 from petra.data.prefetch import TIMEOUT
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.errors import DataError, invalid, require
 from petra.plan.layout import Layout
 from petra.specs import TensorSpec
 
-from ..config.names import is_own
+from ..config.keys import is_shipped
 from ..config.schema import AUTO, DataConfig
-from .own import require_arguments
+from .targets import built
 
 REQUIRED = ("classes", "size")
 """Keys that every data set has, because the model depends on them. Most data sets fix their values."""
-OPTIONAL = (
-    "root",
-    "images",
-    "validation",
-    "mean_image",
-    "distort",
-    "height",
-    "void",
-    "sampling",
-    "split",
-    "crop",
-    "jitter",
-    "crops",
-)
-"""Keys that only some data sets have. They are null for the others."""
 
 
 class Inputs(NamedTuple):
@@ -56,20 +40,13 @@ class Inputs(NamedTuple):
 
 
 def describe_inputs(config: DataConfig) -> Inputs:
-    """Describe a microbatch of inputs from the configuration alone. Only a data set outside the package is loaded.
-
-    Raises:
-        ConfigError: If a key is set that the data set doesn't have.
-    """
-    own = settings(config.name)
-    for key in OPTIONAL:
-        value = getattr(config, key)
-        require(value is None or key in own, f"data.{key}", f"null for {config.name}", value)
-    if is_own(config.name):
+    """Describe a microbatch of inputs from the configuration alone. Only a data set outside the package is loaded."""
+    if is_shipped(config._target_):
+        height = config.options.get("height")
+        spec, cheap = microbatch_form(config.name, config.batch_size, config.size, height), in_memory(config.name)
+    else:
         dataset = load(config)
         spec, cheap = _form_of(dataset, config.batch_size), dataset.train.in_memory
-    else:
-        spec, cheap = microbatch_form(config.name, config.batch_size, config.size, config.height), in_memory(config.name)
     return Inputs(spec, cheap if config.refetch == AUTO else config.refetch)
 
 
@@ -106,7 +83,7 @@ def data_sources(
     position, process = layout.locate(rank)
     replica = position if replicas is None else replicas[position]
     with raise_on_all_ranks():
-        loaded = load(config) if process == 0 or is_own(config.name) else None
+        loaded = load(config) if process == 0 or not is_shipped(config._target_) else None
     last = sum(bool(stages) for stages in layout.processes) - 1
     dataset = _distribute(loaded, rank, first=rank - process, last=rank - process + last)
     rows = layout.inputs.shape[0]
@@ -127,22 +104,19 @@ def check_root(config: DataConfig, here: bool) -> None:
     Raises:
         DataError: If ``data.root`` is needed and is missing.
     """
-    if is_own(config.name) or "root" not in settings(config.name):
+    options = config.options
+    if not is_shipped(config._target_) or "root" not in options:
         return
-    if config.root is None:
+    if (root := options["root"]) is None:
         load(config)  # raises the error that tells where to get the files
-    elif here and not Path(config.root).expanduser().exists():
-        raise invalid("data.root", f"a path to the files of {config.name}", f"{config.root}, which does not exist", DataError)
+    elif here and not Path(root).expanduser().exists():
+        raise invalid("data.root", f"a path to the files of {config.name}", f"{root}, which does not exist", DataError)
 
 
 def load(config: DataConfig) -> Dataset:
     """Load the data set, and check the keys that the model depends on."""
-    wanted = {key: value for key, value in asdict(config).items() if key in REQUIRED + OPTIONAL and value is not None}
-    given = {key: value for key, value in wanted.items() if key in settings(config.name)}
-    require_arguments(config.name, DATASETS[config.name], "data.name", **given)
-    dataset: object = load_dataset(config.name, **given)
-    if not isinstance(dataset, Dataset):
-        raise invalid("data.name", "a function that returns a petra.data.Dataset", f"{config.name}, which returns {dataset!r}")
+    wanted = {key: getattr(config, key) for key in REQUIRED}
+    dataset = built(Dataset, "data", config, **wanted)
     for key in REQUIRED:
         fixed = getattr(dataset, key)
         require(fixed == wanted[key], f"data.{key}", f"{fixed} for {dataset.name}", wanted[key])

@@ -6,20 +6,21 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from petra.errors import invalid
+from petra.errors import invalid, require
 
 from .. import own_module
 from ..config.compose import compose_overrides
 from ..config.schema import AUTO, Config
 from ..runtime.rank import Process
 from ..runtime.reporting import CANCELLED, STOPPED
+from .saved import as_data
 
 SBATCH = Path(__file__).parents[1] / "templates" / "slurm.sbatch"
 RESUME = f"resume={AUTO}"
@@ -61,7 +62,7 @@ class Job:
         if not (content := run.summary()):
             return None
         found: Any = OmegaConf.to_container(run.config())
-        differing = [key for key in differences(found, asdict(self.config)) if key not in ("run_dir", "resume", "resume_change")]
+        differing = [key for key in differences(found, as_data(self.config)) if key not in ("run_dir", "resume", "resume_change")]
         if differing:
             raise invalid("--out", "a new folder", f"{self.folder}, a finished run with another {', '.join(differing)}")
         return content
@@ -143,3 +144,15 @@ def _queued(number: str) -> bool:
     """Return whether a Slurm job is pending or running."""
     found = subprocess.run(["squeue", "--noheader", "--jobs", number], capture_output=True, text=True)
     return found.returncode == 0 and bool(found.stdout.strip())
+
+
+def search_path(folder: str) -> str:
+    """Return the override by which Hydra finds the files of ``folder``, too, as with its flag ``--config-dir``.
+
+    Raises:
+        ConfigError: If there is no such folder.
+    """
+    path = Path(folder).resolve()
+    require(path.is_dir(), "--config-dir", "a folder", folder)
+    quoted = str(path).replace("\\", "\\\\").replace("'", "\\'")
+    return f"hydra.searchpath=['file://{quoted}']"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import harmonic_mean
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from omegaconf import OmegaConf
 
 from petra.analysis.plots import curves
-from petra.training import JsonLines, Logger, Row, TensorBoardLogger, WandbLogger, new_run_folder, write_json
+from petra.training import JsonLines, Logger, Row, new_run_folder, write_json
 from petra.training.checkpoint import checkpoints
 from petra.training.progress import means_text
 from petra.training.records import write_text_atomically, writing
@@ -22,6 +21,8 @@ from .build import Setup
 from .dry_run import stage_rows
 from .folder import CONFIG, METRICS, SUMMARY, UPDATES, RunFolder, default_folder
 from .report import describe, write_report
+from .saved import as_data
+from .targets import built
 from .weights import FOLDER
 
 CHANGES = "changes.jsonl"
@@ -58,14 +59,13 @@ class Records:
         resumed = config.resume == AUTO and ((path / CONFIG).exists() or bool(checkpoints(path / FOLDER)))
         self.folder = path if resumed else new_run_folder(path)
         (self.folder / SUMMARY).unlink(missing_ok=True)
-        text = OmegaConf.to_yaml(OmegaConf.structured(config))
-        write_text_atomically(self.folder / CONFIG, text)
+        content = as_data(config)
+        write_text_atomically(self.folder / CONFIG, OmegaConf.to_yaml(content))
         shared: list[Logger] = []
-        if config.logger.name == "wandb":
+        if config.logger.name != JsonLines.__name__:
             earlier = sorted([*updates, *rows], key=lambda row: row["microbatches"])
-            shared.append(WandbLogger(self.folder, config.logger.project, config.logger.mode, asdict(config), earlier))
-        if config.logger.name == "tensorboard":
-            shared.append(TensorBoardLogger(self.folder, clock, text))
+            given = {"folder": self.folder, "config": content, "rows": earlier, "microbatches": clock}
+            shared.append(built(Logger, "logger", config.logger, **given))  # type: ignore[type-abstract]
         self.loggers: list[Logger] = [JsonLines(self.folder / METRICS, rows), *shared]
         self.update_loggers: list[Logger] = [JsonLines(self.folder / UPDATES, updates), *shared]
 
@@ -133,7 +133,7 @@ def _facts(setup: Setup) -> dict[str, Any]:
         "delay": plan.method.delay,
         "remedy": setup.config.remedy.name,
         "model": plan.model.name,
-        "model_options": setup.config.model.options(),
+        "model_options": {name: value for name, value in setup.config.model.options.items() if value is not None},
         "data": setup.config.data.name,
         "parameters": plan.parameters,
         "stages": len(plan.stages),

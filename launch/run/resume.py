@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,18 @@ from petra.training.checkpoint import FACTS, verify
 from petra.training.state import load_state
 from petra.training.weight_files import State
 
-from ..config.checks import schema_keys
+from ..config.keys import fields_of
+from ..config.read import all_keys
 from ..config.schema import AUTO, Config
 from ..runtime.rank import Process
 from .build import Setup
 from .folder import CONFIG
+from .saved import as_data, require_format
 from .weights import FOLDER, Weights
 
-FIXED = ("optim.name",)
+FIXED = ("optim._target_",)
 """Keys that no resumed run may change, because the state in the checkpoint has another form."""
-SAME_RESULTS_KEYS = frozenset(key for key, known in schema_keys(Config).items() if known.same_results)
-"""Keys with the mark ``SAME_RESULTS``: they don't change what is computed."""
-LENGTHS = ("data.name", "data.size", "data.batch_size", "data.images", "data.validation", "trainer.limit_batches")
+LENGTHS = ("data._target_", "data.size", "data.batch_size", "data.images", "data.validation", "trainer.limit_batches")
 """Keys that can change the number of microbatches in an epoch, as other files in ``data.root`` can."""
 
 
@@ -72,7 +72,8 @@ def find_start(config: Config, process: Process) -> Start:
             path = _checkpoint(config)
             facts = {} if path is None else facts_of(path)
             if path is not None:
-                changes = require_same(facts.get("config", {}), asdict(config), path, config.resume_change or ())
+                require_format(facts.get("config", {}), path)
+                changes = require_same(facts["config"], as_data(config), path, config.resume_change or ())
     return Start(*all_gather_objects((path, facts, changes))[0])
 
 
@@ -108,8 +109,9 @@ def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str
 
 
 def changes_results(key: str) -> bool:
-    """Return whether a key changes what is computed."""
-    return key not in SAME_RESULTS_KEYS
+    """Return whether a key changes what is computed: all do, except those that have a mark or are in a group with one."""
+    entries = (all_keys().get(key), fields_of(Config).get(key.partition(".")[0]))
+    return not any(entry is not None and entry.same_results for entry in entries)
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -147,7 +149,7 @@ def checkpoint_facts(setup: Setup) -> dict[str, Any]:
         "delay": setup.plan.method.delay,
         "keep": setup.plan.method.keep,
     }
-    return {"config": asdict(setup.config), "chosen": chosen}
+    return {"config": as_data(setup.config), "chosen": chosen}
 
 
 def load_start(pipeline: Pipeline, config: Config, start: Start, epoch: int, vocabulary: str | None = None) -> list[str]:

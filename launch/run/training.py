@@ -48,7 +48,8 @@ def run(config: Config, process: Process) -> None:
         PetraError: If the configuration or its data cannot be used. Raised in every process.
     """
     setup = set_up(config, process)
-    require(config.data.crops in (None, 1), "data.crops", "1 in training (petra evaluate accepts others)", config.data.crops)
+    crops = config.data.options.get("crops", 1)
+    require(crops == 1, "data.crops", "1 in training (petra evaluate accepts others)", crops)
     if config.dry_run:
         if process.first:
             print(stage_map(setup), flush=True)
@@ -159,7 +160,7 @@ class TrainingRun:
         if config.trainer.export != "none":
             suffix, facts = FORMATS[config.trainer.export], {**self._data_facts, "epochs": len(history)}
             export(self.pipeline, self.folder / f"model{suffix}", facts)
-            if config.optim.ema is not None:
+            if config.optim.rules["average"] is not None:
                 with self.pipeline.averaged():
                     export(self.pipeline, self.folder / f"ema{suffix}", facts)
         memory = all_gather_objects(peak_memory(self.setup.device))
@@ -186,6 +187,6 @@ def _warnings(config: Config, batches: int) -> Iterator[str]:
     """Yield warnings about a run of ``batches`` microbatches in an epoch."""
     if (total := config.trainer.epochs * batches) < config.k:
         yield f"warning: k={config.k}: the run has only {total} microbatches, so it ends before its first update"
-    if (warmup := config.schedule.warmup_epochs) >= config.trainer.epochs:
+    if (warmup := config.schedule.options.get("warmup_epochs", 0)) >= config.trainer.epochs:
         reached = f"the learning rate reaches {config.trainer.epochs / warmup:.0%} of its peak, at the end of the run"
         yield f"warning: schedule.warmup_epochs={warmup:g}: expected less than trainer.epochs={config.trainer.epochs}; {reached}"

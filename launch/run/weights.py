@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -156,14 +156,14 @@ class Weights:
             has_average = average.path.exists() and average.clock == self.clock
         else:
             average = Weights(self.path / AVERAGE)
-            has_average = self.facts.get("config", {}).get("optim", {}).get("ema") is not None
+            has_average = self.facts.get("config", {}).get("optim", {}).get("average") is not None
         best = best_of(folder / FOLDER)
         hints = [f"weights={average.path} takes their moving average"] if has_average else []
         older = best is not None and Weights(best).clock != self.clock
         return [*hints, f"weights={best} takes the best checkpoint"] if older else hints
 
 
-def for_inference(config: Config, device: str | None = None) -> Config:
+def for_inference(config: Config, device: Literal["cpu"] | None = None) -> Config:
     """Return the configuration of a run without what only its training uses: replicas, moving average, diagnostics, logging.
 
     Args:
@@ -174,8 +174,8 @@ def for_inference(config: Config, device: str | None = None) -> Config:
     return replace(
         config,
         dp=1,
-        optim=replace(config.optim, ema=None),
+        optim=replace(config.optim, rules={**config.optim.rules, "average": None}),
         trainer=trainer,
         cluster=replace(config.cluster, elastic=False),
-        logger=LoggerConfig(name="jsonl"),
+        logger=LoggerConfig(),
     )

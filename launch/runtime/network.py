@@ -10,26 +10,28 @@ from petra.errors import alternatives, invalid, require
 
 from ..config.schema import ClusterConfig
 
+DEFAULTS = {
+    "NCCL_DEBUG": "WARN",
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "480",
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
+"""Variables that every run sets: NCCL's warnings, and a dump of the last 2000 operations if one exceeds ``trainer.timeout``."""
+DUMPS = "TORCH_FR_DUMP_TEMP_FILE"
+
 
 def variables(cluster: ClusterConfig) -> dict[str, str]:
-    """Return the environment variables, by name."""
-    result = {
-        "NCCL_DEBUG": cluster.debug,
-        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(cluster.heartbeat),
-        "TORCH_FR_BUFFER_SIZE": str(cluster.flight_recorder),
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": str(int(cluster.flight_recorder > 0)),
-    }
-    if cluster.interfaces is not None:
-        interfaces = ",".join(cluster.interfaces)
-        # NCCL matches prefixes of names unless the list begins with "=".
-        result |= {"NCCL_SOCKET_IFNAME": f"={interfaces}", "GLOO_SOCKET_IFNAME": interfaces}
-    if not cluster.infiniband:
-        result["NCCL_IB_DISABLE"] = "1"
-    if cluster.adapters is not None:
-        result["NCCL_IB_HCA"] = "=" + ",".join(cluster.adapters)
-    if cluster.dumps is not None:
-        result["TORCH_FR_DUMP_TEMP_FILE"] = str(Path(cluster.dumps) / "rank")
-    return result
+    """Return the environment variables, by name.
+
+    Raises:
+        ConfigError: If a value is a list, a mapping or null.
+    """
+    interfaces = ",".join(cluster.interfaces or ())
+    # NCCL matches prefixes of names unless the list begins with "=".
+    named = {"NCCL_SOCKET_IFNAME": f"={interfaces}", "GLOO_SOCKET_IFNAME": interfaces} if interfaces else {}
+    for name, value in cluster.env.items():
+        require(isinstance(value, str | int | float), f"cluster.env.{name}", "a text or a number", value)
+    return {**DEFAULTS, **named, **{name: str(value) for name, value in cluster.env.items()}}
 
 
 def set_variables(cluster: ClusterConfig) -> list[str]:
@@ -46,12 +48,13 @@ def set_variables(cluster: ClusterConfig) -> list[str]:
     available = [name for _, name in socket.if_nameindex()]
     for name in cluster.interfaces or []:
         require(name in available, "cluster.interfaces", f"{alternatives(available)} on {socket.gethostname()}", name)
-    if cluster.dumps is not None:
-        try:
-            Path(cluster.dumps).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise invalid("cluster.dumps", "a folder that can be created", f"{cluster.dumps} ({error.strerror})") from error
     wanted = variables(cluster)
+    if DUMPS in wanted:
+        folder = Path(wanted[DUMPS]).parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise invalid(f"cluster.env.{DUMPS}", "a folder that can be created", f"{folder} ({error.strerror})") from error
     return [
         f"{name}={found} from the environment is used; the configuration sets {value}"
         for name, value in wanted.items()

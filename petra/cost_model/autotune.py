@@ -18,6 +18,7 @@ from petra.cost_model.zero_bubble import lags
 from petra.errors import ConfigError, invalid
 from petra.method import Keep, Method
 from petra.plan.partition import Indices, RangeExtrema, Values, best_partition, partition_of, prefix_sums
+from petra.plan.plan import keeps_of
 from petra.plan.timetable import in_flight
 from petra.settings import TransportName
 
@@ -154,7 +155,7 @@ class _Stages:
 
     def _method_keeps(self, blocks: range, stage: int) -> tuple[Keep, ...]:
         reversible = [block.reversible for block in self.blocks[blocks.start : blocks.stop]]
-        return self.method.keep_of(reversible, last=self._is_last(stage), first_block=blocks.start)
+        return keeps_of(self.method, reversible, last=self._is_last(stage), first_block=blocks.start)
 
     def _is_last(self, stage: int) -> bool:
         return stage == len(self.devices) - 1 and self.delays[stage] == 0
@@ -196,7 +197,7 @@ class _Stages:
 
     def _make_sums(self, *, last: bool) -> _Sums:
         """Return the sums of the blocks' costs. Without a memory limit, ``tune_keep`` chooses the faster of two choices."""
-        keeps = self.method.keep_of([block.reversible for block in self.blocks], last=last)
+        keeps = keeps_of(self.method, [block.reversible for block in self.blocks], last=last)
         if self.tune_keep:
             keeps = tuple(choose_keeps([block], [keep], 0, float("inf"))[0] for block, keep in zip(self.blocks, keeps, strict=True))
         pairs = list(zip(self.blocks, keeps, strict=True))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,7 +124,9 @@ def text(root: str | Path | None = None, size: int = 256, validation: float = 0.
     return windows_of("text", 256, size, [train], [test], bytes_per_target=1.0)
 
 
-def tokens(root: str | Path | None = None, size: int = 256, classes: int = 256, split: str = "val") -> Dataset:
+def tokens(
+    root: str | Path | None = None, size: int = 256, classes: int = 256, split: Annotated[str, "same results"] = "val"
+) -> Dataset:
     """Return files of tokens in windows of ``size`` tokens.
 
     Files named ``*train*.bin`` are for training, and those with ``split`` in their names for evaluation, in the order of their

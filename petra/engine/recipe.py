@@ -115,8 +115,8 @@ class Recipe:
         """
         self.check_remedies(plan.method)
         simultaneous = plan.method.flush or not any(plan.delays)
-        expected = f"stage with method.delay={plan.method.delay} and no flush, where stages update at different times"
-        require(simultaneous or not self.rules.clip_globally, "optim.clip_scope", expected, "global")
+        expected = f"false with method.delay={plan.method.delay} and no flush, where stages update at different times"
+        require(simultaneous or not self.rules.clip_globally, "optim.clip_globally", expected, "true")
 
     def check_remedies(self, method: Method) -> None:
         """Check that a method allows the remedies.

@@ -13,7 +13,7 @@ from petra.models.resnet import residual_body
 def resnext101(
     classes: int = 10,
     width: float = 1.0,
-    stem: str = "cifar",
+    stem: str = "auto",
     cardinality: int = 32,
     base_width: int = 4,
     norm: str = "batchnorm",
@@ -39,7 +39,7 @@ def resnext101(
 def resnext152(
     classes: int = 10,
     width: float = 1.0,
-    stem: str = "cifar",
+    stem: str = "auto",
     cardinality: int = 32,
     base_width: int = 4,
     norm: str = "batchnorm",

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from petra.errors import alternatives, invalid, require
 from petra.model import BlockSpec, Model
 
-STEMS = ("cifar", "imagenet")
+STEMS = ("auto", "cifar", "imagenet")
 DEPTHS = {18: ((2, 2, 2, 2), 1), 34: ((3, 4, 6, 3), 1), 50: ((3, 4, 6, 3), 4), 101: ((3, 4, 23, 3), 4), 152: ((3, 8, 36, 3), 4)}
 """Blocks of each of the four groups, and expansion of a block, by depth (He et al. 2015, Table 1)."""
 PARTITIONS = ("channels", "rows", "columns", "checkerboard")
@@ -150,7 +150,7 @@ def stem(kind: str, channels: int, style: Style = STANDARD) -> nn.Sequential:
 
     Its output is (B, channels, H, W) for ``cifar`` and (B, channels, H/4, W/4) for ``imagenet``.
     """
-    if kind == "cifar":
+    if kind != "imagenet":
         return conv_norm(3, channels, 3, style=style)
     return nn.Sequential(*conv_norm(3, channels, 7, stride=2, style=style), nn.MaxPool2d(3, stride=2, padding=1))
 

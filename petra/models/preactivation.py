@@ -57,7 +57,7 @@ class PairResize(nn.Module):
         return y1, self.shortcut2(x2) + self.g(y1)
 
 
-def resnet32(classes: int = 10, width: float = 1.0, stem: str = "cifar") -> Model:
+def resnet32(classes: int = 10, width: float = 1.0, stem: str = "auto") -> Model:
     """Build a pre-activation ResNet-32: 17 blocks (stem, 15 residual blocks in three layers, head).
 
     Input: images (B, 3, H, W). Output: logits (B, ``classes``).
@@ -73,12 +73,12 @@ def resnet32(classes: int = 10, width: float = 1.0, stem: str = "cifar") -> Mode
     return _network("resnet32", (5, 5, 5), (16, 32, 64), 1, classes, width, stem)
 
 
-def resnet110(classes: int = 10, width: float = 1.0, stem: str = "cifar") -> Model:
+def resnet110(classes: int = 10, width: float = 1.0, stem: str = "auto") -> Model:
     """Build a pre-activation ResNet-110: 56 blocks. Arguments as for :func:`resnet32`."""
     return _network("resnet110", (18, 18, 18), (16, 32, 64), 1, classes, width, stem)
 
 
-def resnet164(classes: int = 10, width: float = 1.0, stem: str = "cifar") -> Model:
+def resnet164(classes: int = 10, width: float = 1.0, stem: str = "auto") -> Model:
     """Build a pre-activation ResNet-164: 56 blocks with bottlenecks. Arguments as for :func:`resnet32`."""
     return _network("resnet164", (18, 18, 18), (16, 32, 64), 4, classes, width, stem)
 
@@ -88,7 +88,7 @@ def resnet101_preact(classes: int = 10, width: float = 1.0, stem: str = "imagene
     return _network("resnet101_preact", (3, 4, 23, 3), (64, 128, 256, 512), 4, classes, width, stem)
 
 
-def revnet38(classes: int = 10, width: float = 1.0, stem: str = "cifar", partition: str = "channels") -> Model:
+def revnet38(classes: int = 10, width: float = 1.0, stem: str = "auto", partition: str = "channels") -> Model:
     """Build a RevNet-38: 11 blocks, of which 7 are reversible. Each block between stem and head has two functions.
 
     The streams have 16, 32 and 56 channels each at ``width`` 1.
@@ -104,12 +104,12 @@ def revnet38(classes: int = 10, width: float = 1.0, stem: str = "cifar", partiti
     return _network("revnet38", (3, 3, 3), (16, 32, 56), 1, classes, width, stem, partition)
 
 
-def revnet110(classes: int = 10, width: float = 1.0, stem: str = "cifar", partition: str = "channels") -> Model:
+def revnet110(classes: int = 10, width: float = 1.0, stem: str = "auto", partition: str = "channels") -> Model:
     """Build a RevNet-110: 29 blocks, of which 25 are reversible, with streams of 16, 32 and 64 channels. See :func:`revnet38`."""
     return _network("revnet110", (9, 9, 9), (16, 32, 64), 1, classes, width, stem, partition)
 
 
-def revnet164(classes: int = 10, width: float = 1.0, stem: str = "cifar", partition: str = "channels") -> Model:
+def revnet164(classes: int = 10, width: float = 1.0, stem: str = "auto", partition: str = "channels") -> Model:
     """Build a RevNet-164: 29 blocks, of which 24 are reversible, with bottlenecks and streams of 64, 128 and 256 channels.
 
     See :func:`revnet38`.

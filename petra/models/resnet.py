@@ -39,7 +39,7 @@ class ResidualBlock(nn.Module):
 
 
 def resnet18(
-    classes: int = 10, width: float = 1.0, stem: str = "cifar", norm: str = "batchnorm", activation: str | None = None
+    classes: int = 10, width: float = 1.0, stem: str = "auto", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
     """Build a ResNet-18 (Table 1): 10 blocks (stem, eight residual blocks, head).
 
@@ -48,8 +48,8 @@ def resnet18(
     Args:
         classes: Number of classes.
         width: Factor of all channel counts, which are 64, 128, 256 and 512 at 1.
-        stem: ``cifar`` (3x3 convolution of stride 1, for images of 32x32 pixels) or ``imagenet`` (7x7 convolution of stride 2 and
-            3x3 max pooling of stride 2).
+        stem: ``cifar`` (3x3 convolution of stride 1, for images of 32x32 pixels), ``imagenet`` (7x7 convolution of stride 2 and
+            3x3 max pooling of stride 2), or ``auto``: ``cifar``, and on the command line ``imagenet`` for images above 64 pixels.
         norm: ``batchnorm``; or, after the import of :mod:`petra.inplace_abn`, ``inplace_abn``, which stores half as much for the
             backward pass, or ``inplace_abn_sync``, the same with batch statistics that the replicas of a stage share.
         activation: ``relu`` or ``leaky_relu`` with slope 0.01. None selects ``relu`` for ``batchnorm`` and ``leaky_relu`` for
@@ -62,21 +62,21 @@ def resnet18(
 
 
 def resnet34(
-    classes: int = 10, width: float = 1.0, stem: str = "cifar", norm: str = "batchnorm", activation: str | None = None
+    classes: int = 10, width: float = 1.0, stem: str = "auto", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
     """Build a ResNet-34: 18 blocks. Arguments as for :func:`resnet18`."""
     return layers.network(resnet_body("resnet34", *layers.DEPTHS[34], width, stem, norm, activation), classes)
 
 
 def resnet50(
-    classes: int = 10, width: float = 1.0, stem: str = "cifar", norm: str = "batchnorm", activation: str | None = None
+    classes: int = 10, width: float = 1.0, stem: str = "auto", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
     """Build a ResNet-50: 18 blocks with bottlenecks, whose 3x3 convolution has the stride. Arguments as for :func:`resnet18`."""
     return layers.network(resnet_body("resnet50", *layers.DEPTHS[50], width, stem, norm, activation), classes)
 
 
 def resnet101(
-    classes: int = 10, width: float = 1.0, stem: str = "cifar", norm: str = "batchnorm", activation: str | None = None
+    classes: int = 10, width: float = 1.0, stem: str = "auto", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
     """Build a ResNet-101: 35 blocks with bottlenecks, as in :func:`resnet50`. Arguments as for :func:`resnet18`."""
     return layers.network(resnet_body("resnet101", *layers.DEPTHS[101], width, stem, norm, activation), classes)

@@ -215,12 +215,31 @@ def _stage_plan(layout: Layout, method: Method, k: int, delays: Sequence[int], j
         blocks=blocks,
         profiles=profiles,
         inputs=(layout.inputs,) if j == 0 else layout.profiles[blocks.start - 1].outputs,
-        keeps=method.keep_of([profile.reversible for profile in profiles], last=last, first_block=blocks.start),
+        keeps=keeps_of(method, [profile.reversible for profile in profiles], last=last, first_block=blocks.start),
         weights=Weights.CURRENT if nothing_to_stash else method.weights,
         delay=delay,
         in_flight=in_flight(delay, k, method.flush),
         staleness=method.staleness(delay, k),
     )
+
+
+def keeps_of(method: Method, reversible: Sequence[bool], *, last: bool, first_block: int = 0) -> tuple[Keep, ...]:
+    """Return what each block of a stage stores. Blocks that aren't reversible store their input instead of nothing.
+
+    Args:
+        method: The method.
+        reversible: For each block of the stage, whether it is reversible.
+        last: Whether the stage is the last one and runs the backward of a microbatch directly after its forward (τ = 0). Its
+            blocks after the last reversible one then store their graph. The graph is freed as early as the graph of a
+            recomputation would be, and saves a forward.
+        first_block: Index of the stage's first block in the model.
+    """
+    wanted = (method.keep,) * len(reversible) if isinstance(method.keep, Keep) else method.keep[first_block:][: len(reversible)]
+    keeps = [Keep.INPUT if keep is Keep.NOTHING and not r else keep for keep, r in zip(wanted, reversible, strict=True)]
+    if last:
+        tail = max((i + 1 for i, r in enumerate(reversible) if r), default=0)
+        keeps[tail:] = [Keep.GRAPH] * (len(keeps) - tail)
+    return tuple(keeps)
 
 
 def _with_refetch(stage: StagePlan) -> StagePlan:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 from petra.engine.recipe import Remedy
 from petra.errors import alternatives, require
 from petra.staleness.correction import Correction
@@ -12,11 +14,11 @@ from petra.staleness.prediction import Prediction, WeightPrediction
 
 def remedies(
     discount: int = 0,
-    correction: float = 0.0,
-    prediction: str | Prediction = "none",
-    horizon: float = 1.0,
+    correction: Annotated[float, ">= 0 and < 1"] = 0.0,
+    prediction: Literal["none"] | Prediction = "none",
+    horizon: Annotated[float, "> 0 and <= 100"] = 1.0,
     predict_backward: bool = False,
-    feedback: float = 0.0,
+    feedback: Annotated[float, ">= 0"] = 0.0,
 ) -> tuple[Remedy, ...]:
     """Return the remedies that are not off.
 

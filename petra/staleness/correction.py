@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -39,11 +40,10 @@ class Correction(Remedy):
         ConfigError: If it is out of range or of another type.
     """
 
-    correction: float = 0.135
+    correction: Annotated[float, ">= 0 and < 1"] = 0.135
 
     def __post_init__(self) -> None:
         check_types(self, "remedy.")
-        require(0 <= self.correction < 1, "remedy.correction", "a number >= 0 and < 1", self.correction)
 
     def check(self, method: Method, recipe: Recipe) -> None:
         require_current(method, "remedy.correction", "0", self.correction)

@@ -14,6 +14,7 @@ epochs by default and the update after step t uses t + 1 for steps from 0, as he
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from petra.engine.recipe import LearningRate, Recipe, Remedy
 from petra.errors import check_types, require
@@ -31,11 +32,10 @@ class Discount(Remedy):
         ConfigError: If it is out of range or of another type.
     """
 
-    discount: int
+    discount: Annotated[int, ">= 1"]
 
     def __post_init__(self) -> None:
         check_types(self, "remedy.")
-        require(self.discount >= 1, "remedy.discount", "an integer >= 1", self.discount)
 
     def check(self, method: Method, recipe: Recipe) -> None:
         require(recipe.learning_rate is not None, "learning_rate", "a function with remedy.discount", None)

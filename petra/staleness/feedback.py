@@ -11,9 +11,9 @@ lodestone-rock/RamTorch. The factor s for other delays is our extension.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from petra.engine.recipe import Remedy
 from petra.engine.stage import Stage
 from petra.engine.update import Part
-from petra.errors import check_types, require
+from petra.errors import check_types
 from petra.plan import Plan
 from petra.staleness.step import AroundStep
 from petra.torch_private import foreach_sub
@@ -38,11 +38,10 @@ class Feedback(Remedy):
         ConfigError: If it is out of range or of another type.
     """
 
-    feedback: float = 1.0
+    feedback: Annotated[float, ">= 0"] = 1.0
 
     def __post_init__(self) -> None:
         check_types(self, "remedy.")
-        require(0 <= self.feedback < math.inf, "remedy.feedback", "a number >= 0", self.feedback)
 
     def parts(self, stage: Stage, optimizer: torch.optim.Optimizer, plan: Plan, j: int) -> Sequence[Part]:
         staleness = plan.stages[j].staleness

@@ -27,7 +27,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -65,12 +65,11 @@ class WeightPrediction(Remedy):
     """
 
     prediction: Prediction
-    horizon: float = 1.0
+    horizon: Annotated[float, "> 0 and <= 100"] = 1.0
     predict_backward: bool = False
 
     def __post_init__(self) -> None:
         check_types(self, "remedy.")
-        require(0 < self.horizon <= 100, "remedy.horizon", "a number > 0 and <= 100", self.horizon)
 
     def check(self, method: Method, recipe: Recipe) -> None:
         if self.predict_backward:

@@ -82,4 +82,4 @@ def require_momentum(remedy: str, optimizer: torch.optim.Optimizer, others: str 
     """
     if not isinstance(optimizer, torch.optim.SGD) or not all(group["momentum"] > 0 for group in optimizer.param_groups):
         name = type(optimizer).__name__.lower() + (" without momentum" if isinstance(optimizer, torch.optim.SGD) else "")
-        raise invalid("optim.name", f"{others}sgd with momentum > 0, which {remedy} requires", name)
+        raise invalid("optim", f"{others}sgd with momentum > 0, which {remedy} requires", name)

@@ -3,7 +3,7 @@
 from petra.process_memory import peak_memory
 from petra.training.checkpoint import Checkpoints, best_of, facts_of, newest, restore
 from petra.training.lars import LARS
-from petra.training.learning_rate import SCHEDULES, Cosine, MultiStep, Polynomial, Schedule, peak_rate
+from petra.training.learning_rate import Cosine, MultiStep, Polynomial, Schedule, peak_rate
 from petra.training.loggers import JsonLines, TensorBoardLogger, WandbLogger
 from petra.training.optim import OPTIMIZERS, sgd
 from petra.training.progress import Lines
@@ -17,7 +17,6 @@ __all__ = [
     "FORMATS",
     "LARS",
     "OPTIMIZERS",
-    "SCHEDULES",
     "Checkpoints",
     "Cosine",
     "JsonLines",

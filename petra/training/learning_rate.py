@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-from petra.errors import require
+from petra.errors import check_types, require
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,13 @@ class Schedule(ABC):
         ConfigError: If a value is out of range.
     """
 
-    peak: float
+    peak: Annotated[float, ">= 0"]
     microbatches_per_epoch: int
     epochs: int
-    warmup_epochs: float = 0
+    warmup_epochs: Annotated[float, ">= 0"] = 0
 
     def __post_init__(self) -> None:
-        require(0 <= self.peak < math.inf, "optim.lr", "a number >= 0", self.peak)
-        require(0 <= self.warmup_epochs < math.inf, "schedule.warmup_epochs", "a finite number >= 0", self.warmup_epochs)
+        check_types(self, "schedule.")
 
     def __call__(self, t: int) -> float:
         """Return the learning rate of the update after microbatch ``t``, counted from 1."""
@@ -50,16 +50,20 @@ class Schedule(ABC):
 
 @dataclass(frozen=True)
 class MultiStep(Schedule):
-    """Multiply by ``gamma`` before each epoch in ``milestones``, counted from 0."""
+    """Multiply by ``gamma`` before each epoch in ``milestones``, counted from 0.
+
+    Attributes:
+        milestones: Epochs after which the learning rate is multiplied by ``gamma``, increasing and >= 1.
+        gamma: Factor.
+    """
 
     milestones: Sequence[int] = ()
-    gamma: float = 0.1
+    gamma: Annotated[float, ">= 0 and <= 1"] = 0.1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         increasing = list(self.milestones) == sorted(set(self.milestones)) and min(self.milestones, default=1) >= 1
         require(increasing, "schedule.milestones", "increasing epochs >= 1", list(self.milestones))
-        require(0 <= self.gamma <= 1, "schedule.gamma", "a number from 0 to 1", self.gamma)
 
     def factor(self, done: int) -> float:
         epoch = done // self.microbatches_per_epoch
@@ -76,25 +80,26 @@ class Cosine(Schedule):
 
 @dataclass(frozen=True)
 class Polynomial(Schedule):
-    """(1 − progress)^power from the peak to ``final``. You et al. 2017, section 5, use power 2 for LARS; power 1 is linear."""
+    """(1 − progress)^power from the peak to ``final``. You et al. 2017, section 5, use power 2 for LARS.
 
-    power: float = 2.0
-    final: float = 0.0
+    Attributes:
+        power: Exponent; 1 is linear.
+        final: Learning rate at the end of the run, at most the peak.
+    """
+
+    power: Annotated[float, "> 0"] = 2.0
+    final: Annotated[float, ">= 0"] = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(0 < self.power < math.inf, "schedule.power", "a finite number > 0", self.power)
-        expected = f"a number >= 0 and <= {self.peak:g}, the peak learning rate"
-        require(0 <= self.final <= self.peak, "schedule.final", expected, self.final)
+        require(
+            self.final <= self.peak, "schedule.final", f"a number >= 0 and <= {self.peak:g}, the peak learning rate", self.final
+        )
 
     def factor(self, done: int) -> float:
         decay = (1 - self.progress(done)) ** self.power
         lowest = self.final / self.peak if self.peak else 0.0
         return float(lowest + (1 - lowest) * decay)
-
-
-SCHEDULES: dict[str, Callable[..., Schedule]] = {"multistep": MultiStep, "cosine": Cosine, "polynomial": Polynomial}
-"""Schedules by name."""
 
 
 def peak_rate(lr: float, batch_size: int, k: int) -> float:

@@ -9,7 +9,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import Any, Literal
 
 from petra.errors import ConfigError
 from petra.training.records import write_text_atomically, writing
@@ -19,7 +19,7 @@ from petra.training.watchers import NO_SUMMARY, Logger
 def require_installed(package: str) -> None:
     """Raise ConfigError unless the package of a logger is installed."""
     if find_spec(package) is None:
-        raise ConfigError(f"logger.name: {package} is not installed; run pip install -e '.[{package}]' or set logger=jsonl")
+        raise ConfigError(f"logger: {package} is not installed; run pip install -e '.[{package}]' or set logger=jsonl")
 
 
 class JsonLines(Logger):
@@ -51,10 +51,10 @@ class WandbLogger(Logger):
 
     Args:
         folder: Folder of the run.
-        project: Name of the project on the server.
-        mode: ``offline`` writes only to ``folder``; ``online`` also sends to the server.
         config: Configuration of the run.
         rows: Rows logged before the run resumes, in the order of ``microbatches``.
+        project: Name of the project on the server.
+        mode: ``offline`` writes only to ``folder``; ``online`` also sends to the server.
 
     Raises:
         ConfigError: If the package is not installed.
@@ -64,7 +64,12 @@ class WandbLogger(Logger):
     require = staticmethod(partial(require_installed, "wandb"))
 
     def __init__(
-        self, folder: Path, project: str, mode: str, config: Mapping[str, Any], rows: Iterable[Mapping[str, float]] = ()
+        self,
+        folder: Path,
+        config: Mapping[str, Any],
+        rows: Iterable[Mapping[str, float]] = (),
+        project: str = "petra",
+        mode: Literal["offline", "online"] = "offline",
     ) -> None:
         self.require()
         import wandb
@@ -113,7 +118,7 @@ class TensorBoardLogger(Logger):
     Args:
         folder: Folder of the run.
         microbatches: Number of microbatches already trained on. TensorBoard ignores later steps in existing files.
-        config: Configuration of the run as text, or None.
+        config: Configuration of the run, or None.
 
     Raises:
         ConfigError: If the package is not installed.
@@ -121,14 +126,14 @@ class TensorBoardLogger(Logger):
 
     require = staticmethod(partial(require_installed, "tensorboard"))
 
-    def __init__(self, folder: Path, microbatches: int = 0, config: str | None = None) -> None:
+    def __init__(self, folder: Path, microbatches: int = 0, config: Mapping[str, Any] | None = None) -> None:
         self.require()
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(str(folder), purge_step=microbatches + 1)  # type: ignore[no-untyped-call, unused-ignore]
         self._step = microbatches
         if config is not None:
-            self._text("configuration", config)
+            self._text("configuration", json.dumps(config, indent=2))
 
     def log(self, row: Mapping[str, float]) -> None:
         self._step = int(row["microbatches"])

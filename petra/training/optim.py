@@ -6,8 +6,8 @@ rate must be set before each step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,22 @@ from petra.torch_private import foreach_mul
 from petra.training.basis_rotation import BasisRotation
 from petra.training.lars import LARS
 
+Fraction = Annotated[float, ">= 0 and < 1"]
+Positive = Annotated[float, "> 0"]
+NotNegative = Annotated[float, ">= 0"]
+Betas = Annotated[tuple[float, float], ">= 0 and < 1"]
 Rated = TypeVar("Rated", bound=torch.optim.Optimizer)
 
 
-def sgd(module: nn.Module, *, momentum: float = 0.9, nesterov: bool = True, weight_decay: float = 5e-4) -> torch.optim.SGD:
-    """Return stochastic gradient descent with momentum."""
+def sgd(module: nn.Module, *, momentum: Fraction = 0.9, nesterov: bool = True, weight_decay: NotNegative = 5e-4) -> torch.optim.SGD:
+    """Return stochastic gradient descent with momentum.
+
+    Args:
+        module: Module of a stage.
+        momentum: Momentum per update.
+        nesterov: Whether to use Nesterov momentum.
+        weight_decay: Weight decay. Biases and normalisation have none.
+    """
     # fused=True takes one kernel per group instead of several per parameter, with the same results bit for bit.
     optimizer = torch.optim.SGD(
         _groups(module.parameters(), weight_decay), lr=0.0, momentum=momentum, nesterov=nesterov, fused=True
@@ -32,22 +43,36 @@ def sgd(module: nn.Module, *, momentum: float = 0.9, nesterov: bool = True, weig
     return _without_rate(optimizer)
 
 
-def lars(module: nn.Module, *, momentum: float = 0.9, trust: float = 0.001, weight_decay: float = 5e-4) -> LARS:
-    """Return LARS, for large batches. It updates biases and normalisation as SGD does."""
+def lars(module: nn.Module, *, momentum: Fraction = 0.9, trust: Positive = 0.001, weight_decay: NotNegative = 5e-4) -> LARS:
+    """Return LARS, for large batches. It updates biases and normalisation as SGD does.
+
+    Args:
+        module: Module of a stage.
+        momentum: As for SGD.
+        trust: Trust coefficient: a layer's step is at most about this fraction of the norm of its weights, times the learning rate.
+        weight_decay: As for SGD.
+    """
     return _without_rate(LARS(_groups(module.parameters(), weight_decay), momentum=momentum, trust=trust))
 
 
 def adam(
-    module: nn.Module, *, betas: Sequence[float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0
+    module: nn.Module, *, betas: Betas = (0.9, 0.999), eps: Positive = 1e-8, weight_decay: NotNegative = 0.0
 ) -> torch.optim.Adam:
-    """Return Adam, with weight decay added to the gradient (Kingma, Ba 2015)."""
+    """Return Adam, with weight decay added to the gradient (Kingma, Ba 2015).
+
+    Args:
+        module: Module of a stage.
+        betas: Decay per update of the averages of the gradient and of its square.
+        eps: Added to the square root of the second average.
+        weight_decay: As for SGD.
+    """
     return _without_rate(
         torch.optim.Adam(_groups(module.parameters(), weight_decay), lr=0.0, betas=(betas[0], betas[1]), eps=eps, fused=True)
     )
 
 
 def adamw(
-    module: nn.Module, *, betas: Sequence[float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01
+    module: nn.Module, *, betas: Betas = (0.9, 0.999), eps: Positive = 1e-8, weight_decay: NotNegative = 0.01
 ) -> torch.optim.AdamW:
     """Return Adam with decoupled weight decay (Loshchilov, Hutter 2019)."""
     return _without_rate(
@@ -56,7 +81,7 @@ def adamw(
 
 
 def nadam(
-    module: nn.Module, *, betas: Sequence[float] = (0.99, 0.999), eps: float = 1e-8, weight_decay: float = 0.01
+    module: nn.Module, *, betas: Betas = (0.99, 0.999), eps: Positive = 1e-8, weight_decay: NotNegative = 0.01
 ) -> torch.optim.NAdam:
     """Return NAdam with decoupled weight decay (Dozat 2016), as Ajanthan et al. (2025) use it for asynchronous pipelines.
 
@@ -72,12 +97,18 @@ def nadam(
 def basis_rotation(
     module: nn.Module,
     *,
-    betas: Sequence[float] = (0.9, 0.95),
-    eps: float = 1e-8,
-    weight_decay: float = 0.01,
-    frequency: int = 10,
+    betas: Betas = (0.9, 0.95),
+    eps: Positive = 1e-8,
+    weight_decay: NotNegative = 0.01,
+    frequency: Annotated[int, ">= 1"] = 10,
 ) -> BasisRotation:
-    """Return Adam in a rotated basis for the weights of linear layers, and in the ordinary one for all other parameters."""
+    """Return Adam in a rotated basis for the weights of linear layers, and in the ordinary one for all other parameters.
+
+    Args:
+        module: Module of a stage.
+        betas, eps, weight_decay: As for Adam.
+        frequency: Number of updates between two updates of the basis.
+    """
     matrices, rest = _matrices(module)
     groups = [{"params": matrices, "weight_decay": weight_decay, "rotated": True}] if matrices else []
     return _without_rate(
@@ -99,11 +130,11 @@ class Muon(torch.optim.Optimizer):
         self,
         module: nn.Module,
         *,
-        momentum: float = 0.95,
+        momentum: Fraction = 0.95,
         nesterov: bool = True,
-        betas: Sequence[float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
+        betas: Betas = (0.9, 0.999),
+        eps: Positive = 1e-8,
+        weight_decay: NotNegative = 0.01,
     ) -> None:
         matrices, rest = _matrices(module)
         self._parts: list[tuple[torch.optim.Optimizer, int]] = []
@@ -185,7 +216,7 @@ def _matrices(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     return [p for p in trained if id(p) in linear], [p for p in trained if id(p) not in linear]
 
 
-def _groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
+def _groups(parameters: Iterable[Tensor], weight_decay: NotNegative) -> list[dict[str, Any]]:
     """Return the groups of the trained parameters: those with decay, and those of one dimension."""
     trained = [p for p in parameters if p.requires_grad]
     parts = ([p for p in trained if p.dim() > 1], weight_decay), ([p for p in trained if p.dim() <= 1], 0.0)

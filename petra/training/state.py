@@ -89,7 +89,7 @@ def network(folder: Path, *, averaged: bool = False) -> State:
         block, part, name = key.split("/", 2)
         found[part][f"{block}.{name}"] = value
     if averaged and not found["average"]:
-        raise invalid(str(folder), "a checkpoint with a moving average (optim.ema)", "none", DataError)
+        raise invalid(str(folder), "a checkpoint with a moving average (optim.average)", "none", DataError)
     return found["model"] | found.get("average", {})
 
 

@@ -227,7 +227,7 @@ def test_errors_of_one_rank_are_raised_on_all_ranks(tmp_path: Path) -> None:
     assert k == "ConfigError: k: expected 1 as on rank 0, got 2 on rank 1"
     assert "block block3: expected an input that it accepts, got float64[4, 8, 4, 4] from block odd" in misfit
     assert stages == [
-        "ConfigError: optim.name: expected sgd with momentum > 0, which SpikeCompensation requires, got adam",
+        "ConfigError: optim: expected sgd with momentum > 0, which SpikeCompensation requires, got adam",
         "ConfigError: learning_rate: expected a function with remedy.discount, got None",
         "ConfigError: optimizer: expected a function that returns a stage's optimizer, given the module of its blocks, "
         "got IndexError (index 5 is out of range)",

@@ -80,7 +80,7 @@ def test_stage_clipping_uses_the_norm_of_the_stage() -> None:
 
 
 def test_global_clipping_needs_stages_that_update_at_the_same_time() -> None:
-    with pytest.raises(ConfigError, match=r"optim\.clip_scope: expected stage with method\.delay=2 and no flush"):
+    with pytest.raises(ConfigError, match=r"optim\.clip_globally: expected false with method\.delay=2 and no flush"):
         pipeline(UpdateRules(clip=1.0, clip_globally=True), "petra")
 
 
@@ -88,11 +88,11 @@ def test_global_clipping_needs_stages_that_update_at_the_same_time() -> None:
     ("settings", "message"),
     [
         ({"clip": 0.0}, r"optim\.clip: expected null or a number > 0, got 0\.0"),
-        ({"clip_globally": True}, r"optim\.clip_scope: expected stage with optim\.clip=null, got global"),
-        ({"average": 1.0}, r"optim\.ema: expected null or a number between 0 and 1, got 1\.0"),
-        ({"loss_scale": "big"}, r"trainer\.loss_scale: expected null, dynamic or a number > 0, got big"),
-        ({"loss_scale": float("inf")}, r"trainer\.loss_scale: expected null, dynamic or a number > 0, got inf"),
-        ({"nonfinite": "go"}, r"trainer\.nonfinite: expected stop or skip, got go"),
+        ({"clip_globally": True}, r"optim\.clip_globally: expected false with optim\.clip=null, got true"),
+        ({"average": 1.0}, r"optim\.average: expected null or a number > 0 and < 1, got 1\.0"),
+        ({"loss_scale": "big"}, r"optim\.loss_scale: expected null, a number > 0 or dynamic, got big"),
+        ({"loss_scale": float("inf")}, r"optim\.loss_scale: expected null, a number > 0 or dynamic, got inf"),
+        ({"nonfinite": "go"}, r"optim\.nonfinite: expected stop or skip, got go"),
     ],
 )
 def test_invalid_rules_raise(settings: dict[str, object], message: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from launch.config.compose import compose_overrides
 from launch.config.presets import purposes
 from launch.config.schema import Config
-from launch.run.recipe import learning_rate, optimizer
+from launch.run.build import learning_rate
 
 NAMES = [name.removeprefix("inplace_abn/") for name in purposes("experiment") if name.startswith("inplace_abn/")]
 SEGMENTATION = {"cityscapes": (19, 2.5e-3, 360), "cocostuff": (91, 2.5e-3, 30), "vistas": (65, 3.5e-3, 90)}
@@ -56,7 +56,8 @@ def compose(name: str) -> Config:
 
 def row(config: Config) -> tuple[object, ...]:
     """Return what distinguishes the rows of Tables 3 and 4."""
-    return (config.data.name, config.model.body, config.model.norm, config.data.batch_size, config.data.size, config.data.sampling)
+    model, data = config.model.options, config.data
+    return (data.name, model["body"], model["norm"], data.batch_size, data.size, data.options["sampling"])
 
 
 def test_every_row_of_the_tables_has_a_preset() -> None:
@@ -65,7 +66,9 @@ def test_every_row_of_the_tables_has_a_preset() -> None:
     for name in NAMES:
         config = compose(name)
         if name.startswith("imagenet"):
-            classified.add((config.model.name, config.model.norm, config.model.activation, config.data.batch_size))
+            classified.add(
+                (config.model.name, config.model.options["norm"], config.model.options["activation"], config.data.batch_size)
+            )
         else:
             found.add(row(config))
     assert found == table3 | TABLE4
@@ -76,16 +79,20 @@ def test_every_row_of_the_tables_has_a_preset() -> None:
 def test_recipes(name: str) -> None:
     config = compose(name)
     assert (config.dp, config.k, config.method.name) == (4, 1, "backprop")
-    assert (config.optim.weight_decay, config.optim.momentum) == (1e-4, 0.9)
-    optimizer(config)
+    assert (config.optim.options["weight_decay"], config.optim.options["momentum"]) == (1e-4, 0.9)
     rate = learning_rate(config, microbatches_per_epoch=10)
     epochs = config.trainer.epochs
     if config.data.name == "imagenet":
-        assert (config.data.crop, config.data.jitter, config.optim.nesterov, epochs) == ("shorter_side", True, True, 90)
+        assert (config.data.options["crop"], config.data.options["jitter"], config.optim.options["nesterov"], epochs) == (
+            "shorter_side",
+            True,
+            True,
+            90,
+        )
         if config.model.name == "wide_resnet38":
             assert [rate(t + 1) for t in (0, 450, 900)] == pytest.approx([0.1, (0.1 + 1e-6) / 2, 1e-6])
         else:
-            assert config.model.cardinality == 64
+            assert config.model.options["cardinality"] == 64
             assert [rate(10 * epoch) for epoch in (1, 30, 31, 60, 61, 90)] == pytest.approx([0.1, 0.1, 0.01, 0.01, 1e-3, 1e-3])
         return
     classes, peak, length = SEGMENTATION[config.data.name]

@@ -16,7 +16,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from launch import node
 from launch import train as training
 from launch.config import CONF
-from launch.config.schema import ClusterConfig, register, to_config
+from launch.config.compose import register
+from launch.config.read import to_config
+from launch.config.schema import ClusterConfig
 from launch.node import Node, first_host
 from launch.runtime import agent, network
 from launch.runtime.rank import agree_on_start, require_distinct_gpus
@@ -200,11 +202,12 @@ def test_variables_for_nccl_and_gloo(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
-    chosen = settings("interfaces=[lo]", "infiniband=false", "adapters=[m0,m1]", "flight_recorder=0", f"dumps={tmp_path}/a/b")
+    dumps = f"env.TORCH_FR_DUMP_TEMP_FILE={tmp_path}/a/b/rank"
+    chosen = settings("interfaces=[lo]", "env={NCCL_IB_DISABLE:1,TORCH_NCCL_DUMP_ON_TIMEOUT:0}", dumps)
     found = network.variables(chosen)
     assert (found["NCCL_SOCKET_IFNAME"], found["GLOO_SOCKET_IFNAME"]) == ("=lo", "lo")
-    assert (found["NCCL_IB_DISABLE"], found["NCCL_IB_HCA"]) == ("1", "=m0,m1")
-    assert (found["TORCH_NCCL_DUMP_ON_TIMEOUT"], found["TORCH_FR_DUMP_TEMP_FILE"]) == ("0", f"{tmp_path}/a/b/rank")
+    assert (found["NCCL_IB_DISABLE"], found["TORCH_NCCL_DUMP_ON_TIMEOUT"]) == ("1", "0")
+    assert found["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/a/b/rank"
 
     environment = {"NCCL_DEBUG": "INFO"}
     monkeypatch.setattr(os, "environ", environment)

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from launch.config.presets import purposes
-from launch.config.schema import to_config
+from launch.config.read import to_config
 from launch.evaluate import main as evaluate
 from launch.run.build import set_up
 from launch.run.dry_run import stage_map, stage_rows
+from launch.run.saved import as_data
 from launch.run.training import run
 from petra import ConfigError, DataError, Keep, Method, Pipeline, Weights
 from petra.cost_model.memory import stored_activations
@@ -136,7 +137,14 @@ def test_exports_load_strictly_and_back_into_a_pipeline(suffix: str, tmp_path: P
 
 def test_a_run_exports_and_is_evaluated_to_its_own_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
-    overrides = [*TINY, f"run_dir={folder}", "trainer.export=pt", "optim.ema=0.9", "trainer.limit_batches=3", "trainer.stages=3"]
+    overrides = [
+        *TINY,
+        f"run_dir={folder}",
+        "trainer.export=pt",
+        "optim.average=0.9",
+        "trainer.limit_batches=3",
+        "trainer.stages=3",
+    ]
     run(to_config(to_composed(*overrides, "logger=tensorboard" if has("tensorboard") else "logger=jsonl")), ALONE)
     (row,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert row["microbatches"] == 3
@@ -172,7 +180,7 @@ def has(module: str) -> bool:
 def test_evaluation_refuses(words: list[str], message: str, tmp_path: Path, monkeypatch, capsys) -> None:
     from omegaconf import OmegaConf
 
-    OmegaConf.save(to_composed(), tmp_path / "config.yaml")
+    OmegaConf.save(OmegaConf.create(as_data(to_config(to_composed()))), tmp_path / "config.yaml")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
         evaluate(words)
@@ -196,7 +204,11 @@ def test_every_preset_has_a_row() -> None:
     presets -= {name for name in presets if name.startswith("inplace_abn/")}  # compared with the paper in test_abn_presets.py
     assert presets <= {row.split()[0].removeprefix("experiment=") for row in ROWS}
     recipe = to_config(to_composed("experiment=revnet/cifar10"))
-    assert (recipe.optim.scaling, recipe.optim.nesterov, recipe.schedule.milestones) == ("none", False, [80, 120])
+    assert (recipe.optim.scaling, recipe.optim.options["nesterov"], recipe.schedule.options["milestones"]) == (
+        "none",
+        False,
+        [80, 120],
+    )
     set_up(recipe, ALONE)
 
 

@@ -28,9 +28,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.config import CONF
-from launch.config.checks import schema_keys
 from launch.config.compose import compose_overrides
 from launch.config.presets import TABLES, purposes
+from launch.config.read import all_keys
 from launch.config.schema import Config
 from launch.run.autotune import tune_setup
 from launch.run.build import set_up
@@ -45,7 +45,7 @@ ALONE = Process(rank=0, world=1, local_rank=0, local_world=1)
 PROCESSOR_SECONDS, WALL_SECONDS = 60, 900
 """Limits of one configuration. CPU time detects endless loops even on a busy machine."""
 SMALL = ("revnet18", "revvit", "revvit", "revvit", "revgpt", "revgpt", "resnet18", "revnet38")
-GROUPS = ("method", "remedy", "optim", "schedule", "cluster", "checkpoint", "logger")
+GROUPS = ("method", "remedy", "optim", "schedule", "logger")
 
 Override = str
 
@@ -75,11 +75,11 @@ def values_of_files() -> dict[str, list[str]]:
     return {key: list(values) for key, values in found.items()}
 
 
-KEYS = list(schema_keys(Config))
+KEYS = list(all_keys())
 KNOWN = values_of_files()
 SIZES = {"data.images", "data.workers", "data.classes", "data.size", "data.batch_size", "trainer.threads", "trainer.concurrency"}
 SIZES |= {f"model.{key}" for key in ("depth", "dim", "width", "heads", "patch", "cardinality", "base_width")}
-NEVER = {"run_dir", "trainer.compile", "cluster.dumps", "logger.mode"}
+NEVER = {"run_dir", "trainer.compile", "cluster.env", "logger.mode"}
 """Keys that would write to other folders, compile for minutes, or use the network."""
 INTEGERS = ["-1", "0", "1", "2", "3", "4", "5", "8", "9"]
 HUGE = ["1000000000", str(2**63), str(10**30), "-1000000000000"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from launch import evaluate, generate, tokenize
-from launch.config.schema import to_config
+from launch.config.read import to_config
 from launch.run.folder import RunFolder
 from launch.run.training import run
 from petra.errors import PetraError

@@ -51,11 +51,17 @@ def test_a_file_of_machines(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("devices: [{speedx: 1}]", "speedx"),
-        ("devices: [{speed: 0}]", "speed: expected numbers > 0"),
-        ("devices: [{speed: .inf}]", "speed: expected numbers from 1e-12 to 1e+12, got [inf]"),
-        ("devices: [{memory: .nan}]", "memory: expected numbers > 0, got [nan]"),
-        (f"{TWO}[{{forward: {{bandwidth: .inf}}, backward: {{bandwidth: 1}}}}]", "bandwidth: expected numbers from 1e-12 to 1e+12"),
-        (f"{TWO}[{{forward: {{bandwidth: 1, latency: .inf}}, backward: {{bandwidth: 1}}}}]", "latency: expected 0, or numbers"),
+        ("devices: [{speed: 0}]", "speed: expected a number >= 1e-12 and <= 1e12, got 0"),
+        ("devices: [{speed: .inf}]", "speed: expected a number >= 1e-12 and <= 1e12, got inf"),
+        ("devices: [{memory: .nan}]", "memory: expected null or a number > 0, got nan"),
+        (
+            f"{TWO}[{{forward: {{bandwidth: .inf}}, backward: {{bandwidth: 1}}}}]",
+            "bandwidth: expected a number >= 1e-12",
+        ),
+        (
+            f"{TWO}[{{forward: {{bandwidth: 1, latency: .inf}}, backward: {{bandwidth: 1}}}}]",
+            "latency: expected a number >= 0",
+        ),
         ("devices: [{count: 3}]", "links: expected 2, one between each two neighbours of 3 processes, got 0"),
         ("devices: [", "YAML"),
     ],
@@ -134,7 +140,7 @@ def test_options_that_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr().err == f"error: --out: expected a file name that ends in .png, .svg or .pdf, got {name}\n"
 
 
-BOUNDED = [(name, value) for name in ("latency", "teraflops", "bandwidth") for value in ("inf", "nan", "-1", "1e-310", "1e300")]
+BOUNDED = [(name, value) for name in ("latency", "teraflops", "bandwidth") for value in ("inf", "nan", "-1", "1e300")]
 
 
 @pytest.mark.parametrize(("name", "value"), [*BOUNDED, ("memory", "nan"), ("memory", "-1")])

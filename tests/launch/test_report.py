@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from launch.compare import main as compare
-from launch.config.schema import to_config
+from launch.config.read import to_config
 from launch.report import main as report
 from launch.run.training import run
 from petra.errors import Interrupted

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -58,7 +60,7 @@ def test_folders_are_quoted_for_hydra(name: str) -> None:
 
 
 @pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def trained(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Run the sweep's launch.train in this process. Return the folders of the runs that it trained."""
     folders: list[str] = []
 
@@ -77,8 +79,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(jobs.subprocess, "run", in_this_process)
     monkeypatch.setattr(agent, "run_agent", train)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    return folders
+    with patch.dict(os.environ):
+        yield folders
 
 
 def swept(*arguments: str) -> int | str | None:

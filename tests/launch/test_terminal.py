@@ -11,14 +11,9 @@ import sys
 
 import pytest
 
-from launch.config import names
 from launch.runtime.agent import require_loopback
 from launch.runtime.rank import Process
 from petra import ConfigError
-from petra.data import DATASETS
-from petra.models import MODELS
-from petra.staleness import Prediction
-from petra.training import FORMATS, OPTIMIZERS, SCHEDULES
 from tests.structure import ROOT
 
 IMPORTS = """
@@ -41,7 +36,7 @@ def python(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("launch.train model.name=mnist", "model.name: expected resnet18, "),
+        ("launch.train model._target_=mnist", "model._target_: expected petra."),
         ("launch.train --nproc 2 data=mnist", "data: expected camvid, cifar10, "),
         ("launch.sweep k=1,0", "k: expected an integer >= 1, got 0"),
         ("launch.sweep", "command line: expected arguments such as experiment=demo (about a minute)"),
@@ -54,16 +49,6 @@ def test_errors_appear_before_torch_is_imported(words: str, message: str) -> Non
     assert ended.stdout == "2\n"
     assert ended.stderr.startswith(f"error: {message}")
     assert ended.stderr.count("\n") == 1
-
-
-def test_names_are_those_of_the_registries() -> None:
-    own = {name for name in (*MODELS, *DATASETS) if ":" in name}  # registered by earlier tests
-    assert tuple(name for name in MODELS if name not in own) == names.MODELS
-    assert tuple(name for name in DATASETS if name not in own) == names.DATASETS
-    assert tuple(OPTIMIZERS) == names.OPTIMIZERS
-    assert tuple(SCHEDULES) == names.SCHEDULES
-    assert tuple(FORMATS) == names.FORMATS
-    assert ("none", *Prediction) == names.PREDICTIONS
 
 
 WRITER = """

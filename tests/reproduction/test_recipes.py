@@ -9,7 +9,7 @@ import torch
 
 from launch.config.compose import compose_overrides
 from launch.config.schema import Config
-from launch.run.recipe import learning_rate
+from launch.run.build import learning_rate
 from petra.models import MODELS
 from reproduction import paper
 from reproduction.paper import PETRA_ACCUMULATIONS
@@ -75,9 +75,9 @@ def assert_rates(config: Config, images: int, recipe: Recipe, peak: float) -> No
 
 def assert_optimizer(config: Config, recipe: Recipe) -> None:
     optim = config.optim
-    assert (optim.name, optim.momentum, optim.nesterov) == ("sgd", recipe.momentum, recipe.nesterov)
-    assert optim.weight_decay == recipe.weight_decay
-    assert config.schedule.gamma == 0.1
+    expected = {"momentum": recipe.momentum, "nesterov": recipe.nesterov, "weight_decay": recipe.weight_decay}
+    assert (optim.name, optim.options) == ("sgd", expected)
+    assert config.schedule.options["gamma"] == 0.1
 
 
 @pytest.mark.parametrize(("preset", "k"), all_pairs(BASELINES, (PETRA_ACCUMULATIONS[0], PETRA_ACCUMULATIONS[-1])))
@@ -119,12 +119,11 @@ def test_revnets_recipes(name: str, preset: str, microbatch: int) -> None:
     updates = microbatches / config.k
     # An epoch of ImageNet has 5004.5 updates, so the drops are at whole epochs next to the printed numbers of updates.
     assert config.trainer.epochs * updates == pytest.approx(recipe.length, rel=1e-3)
-    assert config.schedule.milestones is not None
-    assert [m * updates for m in config.schedule.milestones] == pytest.approx(recipe.drops, rel=1e-3)
+    assert [m * updates for m in config.schedule.options["milestones"]] == pytest.approx(recipe.drops, rel=1e-3)
     for epoch in range(1, config.trainer.epochs + 1):
-        drops = sum(epoch > milestone for milestone in config.schedule.milestones)
+        drops = sum(epoch > milestone for milestone in config.schedule.options["milestones"])
         assert schedule(epoch * microbatches) == pytest.approx(recipe.peak * 0.1**drops)
-    assert config.data.mean_image if name == "revnet/cifar10" else config.data.distort
+    assert config.data.options["mean_image"] if name == "revnet/cifar10" else config.data.options["distort"]
 
 
 @pytest.mark.parametrize("model", paper.PARAMETERS)

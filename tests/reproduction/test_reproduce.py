@@ -7,7 +7,6 @@ import re
 import shutil
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import yaml
 
 from launch.run.jobs import Job
+from launch.run.saved import as_data
 from launch.run.training import run
 from launch.runtime.rank import Process
 from petra.errors import ConfigError
@@ -60,13 +60,14 @@ def write_run(folder: Path, config: dict[str, Any], test_accuracy: float, **summ
     content = {"test_accuracy": test_accuracy, "train_accuracy": 0.5, "stages": 10, "k": config["k"], "parameters": 700_000}
     content |= {"method": config["method"]["name"], "delay": config["method"]["delay"], "seed": config["seed"]}
     content |= {"batch_size": config["data"]["batch_size"], "epochs": config["trainer"]["epochs"], "model_options": {}}
-    content |= {group: config[group]["name"] for group in ("remedy", "model", "data")}
+    content |= {"remedy": config["remedy"]["name"]}
+    content |= {group: config[group]["_target_"].rpartition(".")[2] for group in ("model", "data")}
     (folder / "summary.json").write_text(json.dumps(content | summary))
 
 
 @cache
 def composed(*overrides: str) -> dict[str, Any]:
-    return asdict(runs.job(Request(Scale.CPU, Path("out")), "x", *overrides).config)
+    return as_data(runs.job(Request(Scale.CPU, Path("out")), "x", *overrides).config)
 
 
 def config_of(*overrides: str) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def test_a_run_is_used_if_it_computes_the_same() -> None:
     diagnosed = config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp", "trainer.diagnose=7")
     assert not runs.same_results(wanted, diagnosed)
     own = config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp")
-    own["model"]["name"] = "mine:network"
+    own["model"]["_target_"] = "mine.network"
     assert not runs.same_results(own, wanted)
 
 

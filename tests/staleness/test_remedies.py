@@ -37,7 +37,7 @@ def pipeline(**settings: object) -> Pipeline:
         ({"correction": 1.0}, "correction: expected a number >= 0 and < 1, got 1.0"),
         ({"predict_backward": True}, "predict_backward: expected false with remedy.prediction=none, got true"),
         ({"prediction": "nonsense"}, "prediction: expected none, velocity, decaying or difference, got nonsense"),
-        ({"correction": "0.5"}, "correction: expected a number, got '0.5'"),
+        ({"correction": "0.5"}, "correction: expected a number >= 0 and < 1, got 0.5"),
     ],
 )
 def test_values_out_of_range_raise(change: dict[str, float], message: str) -> None:
@@ -68,12 +68,11 @@ def test_values_out_of_range_raise(change: dict[str, float], message: str) -> No
         ({"remedies": [3]}, r"remedies: expected a list of remedies .*, got \[3\]"),
         (
             {"remedy": Remedy(compensation=True), "optimizer": adam},
-            "optim.name: expected sgd with momentum > 0, which SpikeCompensation requires, got adam",
+            "optim: expected sgd with momentum > 0, which SpikeCompensation requires, got adam",
         ),
         (
             {"remedy": Remedy(prediction=Prediction.VELOCITY), "optimizer": plain_sgd},
-            "optim.name: expected adam, adamw, or sgd with momentum > 0, which remedy.prediction requires, "
-            "got sgd without momentum",
+            "optim: expected adam, adamw, or sgd with momentum > 0, which remedy.prediction requires, got sgd without momentum",
         ),
     ],
 )

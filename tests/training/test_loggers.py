@@ -99,10 +99,10 @@ def test_tensorboard_has_one_run_with_the_whole_history(tmp_path: Path, picture:
     pytest.importorskip("tensorboard", reason="TensorBoard is an optional extra")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    killed = TensorBoardLogger(tmp_path / "run", config="k: 4\n")
+    killed = TensorBoardLogger(tmp_path / "run", config={"k": 4})
     for step in (3, 5, 7):
         killed.log(row(step))
-    logger = TensorBoardLogger(tmp_path / "run", 5, "k: 4\n")
+    logger = TensorBoardLogger(tmp_path / "run", 5, {"k": 4})
     logger.log({**row(8), "update/loss": 0.5})
     logger.close({"test_accuracy": 0.75}, [picture])
     found = EventAccumulator(str(tmp_path / "run"), {"images": 0, "tensors": 0})
@@ -113,5 +113,5 @@ def test_tensorboard_has_one_run_with_the_whole_history(tmp_path: Path, picture:
     assert found.Scalars("update/loss")[0].value == 0.5
     (image,) = found.Images("curves")
     assert (image.width, image.height, image.step) == (6, 4, 8)
-    assert "k: 4" in found.Tensors("configuration/text_summary")[-1].tensor_proto.string_val[0].decode()
+    assert '"k": 4' in found.Tensors("configuration/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert '"test_accuracy": 0.75' in found.Tensors("summary/text_summary")[0].tensor_proto.string_val[0].decode()

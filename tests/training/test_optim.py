@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from petra import BlockSpec, ConfigError, Model
-from petra.training import LARS, OPTIMIZERS, MultiStep, Polynomial, peak_rate
-from petra.training.learning_rate import SCHEDULES
+from petra.training import LARS, Cosine, MultiStep, Polynomial, peak_rate
+from petra.training.optim import OPTIMIZERS
 from tests.support.nets import RandomSource, make_pipeline
 
 RATE, DECAY, EPS = 0.02, 0.1, 1e-6
@@ -135,6 +135,9 @@ def closed_form(name: str, t: int) -> float:
     return PEAK * ramp * (0.5 * (1 + math.cos(math.pi * share)) if name == "cosine" else (1 - share) ** 2)
 
 
+SCHEDULES = {"multistep": MultiStep, "cosine": Cosine, "polynomial": Polynomial}
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_stage_follows_a_schedule_of_200_epochs_at_every_update(name: str) -> None:
     settings = {"milestones": [60, 120, 160], "gamma": 0.2} if name == "multistep" else {}
@@ -163,11 +166,11 @@ def test_every_stage_follows_a_schedule_of_200_epochs_at_every_update(name: str)
 
 
 def test_schedules_check_their_values() -> None:
-    number = r"optim\.lr: expected a number >= 0, got"
+    number = r"peak: expected a number >= 0, got"
     for build, peak, settings, message in (
         *((Polynomial, 0.1, {"power": power}, r"schedule\.power: expected") for power in (0.0, math.inf)),
-        *((Polynomial, 0.1, {"final": final}, r"schedule\.final: expected a number >= 0 and <= 0\.1") for final in (-0.1, 0.2)),
-        (MultiStep, 0.1, {"warmup_epochs": math.nan}, r"schedule\.warmup_epochs: expected a finite number >= 0, got nan"),
+        *((Polynomial, 0.1, {"final": final}, r"schedule\.final: expected a number >= 0") for final in (-0.1, 0.2)),
+        (MultiStep, 0.1, {"warmup_epochs": math.nan}, r"schedule\.warmup_epochs: expected a number >= 0, got nan"),
         *((MultiStep, peak, {}, number) for peak in (math.inf, -1.0)),
         (MultiStep, 0.1, {"gamma": 2.0}, r"schedule\.gamma: expected"),
         *((MultiStep, 0.1, {"milestones": wrong}, r"schedule\.milestones: expected") for wrong in ([3, 2], [2, 2], [0, 1])),

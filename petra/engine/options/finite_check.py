@@ -141,7 +141,7 @@ class FiniteCheck(Part):
         source = f", received from stage {self.number + 1}" if was_received else ""
         raise NumericsError(
             f"stage {self.number}: non-finite {what} in the update after microbatch {t}{source}; the update was not "
-            f"applied. {ADVICE}, or skip such updates with trainer.nonfinite=skip",
+            f"applied. {ADVICE}, or skip such updates with optim.nonfinite=skip",
             origin=not was_received,
         )
 

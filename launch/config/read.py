@@ -1,0 +1,114 @@
+"""Reads a composed configuration: the keys of each group, which depend on its ``_target_``, and their checks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from difflib import get_close_matches
+from functools import cache
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from petra.errors import ConfigError, PetraError, accepts, alternatives, invalid, require
+
+from .keys import Key, definition, is_shipped, signature
+from .presets import targets
+from .schema import GROUPS, SECTIONS, Config, keys
+
+
+def to_config(composed: DictConfig, given: Collection[str] | None = None) -> Config:
+    """Convert a composed configuration to an object of the schema with all defaults, and check the value of each key.
+
+    A key that is null has its default if it can't be null. A key of an experiment that the target lacks, because the command line
+    names another target, is left out.
+
+    Args:
+        composed: The configuration.
+        given: Keys on the command line; None if all keys of the configuration must fit.
+
+    Raises:
+        ConfigError: If a key is unknown, has no value, or a value that is not accepted.
+    """
+    plain: Any = OmegaConf.to_container(composed, resolve=True)
+    for name in plain:
+        if name not in (*keys(), *GROUPS):
+            raise unknown(name)
+    top = {name: key.read(name, plain.get(name, key.default)) for name, key in keys().items()}
+    return Config(**top, **{group: _group(group, plain.get(group, {}), given) for group in GROUPS})
+
+
+def _group(group: str, values: Any, given: Collection[str] | None) -> Any:
+    """Return an object of the schema with the values of a group."""
+    require(isinstance(values, dict), group, f"a file ({group}=FILE) or its keys ({group}.KEY=VALUE)", values)
+    kind = GROUPS[group]
+    target = values.get("_target_", kind._target_) if group in SECTIONS else ""
+    known = keys(group, _existing(group, target) if target else "")
+    found = dict[str, Any]()
+    for name, value in values.items():
+        key = f"{group}.{name}"
+        if name in known or (target and not is_shipped(target)):
+            default = value is None and group in SECTIONS and name in known and not accepts(known[name].hint, None)
+            found |= {} if default else {name: value}
+        elif not any(name in keys(group, other) for other in targets(group)):
+            raise unknown(key, known)
+        elif value is not None and (given is None or key in given):
+            raise no_parameter(key, value, target, [name for name in known if name not in keys(group)])
+        elif value is not None:
+            print(f"{key}={value} of the experiment is left out, because {target} has no such parameter", flush=True)
+    found |= {name: key.read(f"{group}.{name}", found.get(name, key.default)) for name, key in known.items()}
+    if group not in SECTIONS:
+        return kind(**found)
+    held = {name: found.pop(name) for name in [*found] if name not in kind.__dataclass_fields__}
+    rules = {name: held.pop(name) for name in (signature(kind.RULES) if kind.RULES else ())}
+    return kind(**found, options=held, rules=rules)
+
+
+def _existing(group: str, target: Any) -> str:
+    """Return a target, which petra must have if it is shipped, and which must be the name of a function in a module otherwise.
+
+    Raises:
+        ConfigError: If it is not.
+    """
+    with suppress(ConfigError):
+        if isinstance(target, str) and re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", target):
+            if is_shipped(target):
+                definition(target)
+            return target
+    names = {known.rpartition(".")[2]: known for known in targets(group)}
+    near = [names[name] for name in near_first(str(target).rpartition(".")[2], list(names))]
+    raise invalid(f"{group}._target_", alternatives([*near, "module.function of your own"]), target)
+
+
+def no_parameter(key: str, value: object, target: str, parameters: Collection[str]) -> PetraError:
+    """Return the error for a key that is no parameter of a target."""
+    short = target.rpartition(".")[2] if is_shipped(target) else target
+    return invalid(key, f"null for {short}, which has the options {', '.join(parameters) or 'none'}", value)
+
+
+def unknown(key: str, siblings: Collection[str] | None = None) -> PetraError:
+    """Return the error for a key that doesn't exist, with the nearest one: in its group, or by its name in any group."""
+    group, _, name = key.rpartition(".")
+    siblings = [*keys(), *GROUPS] if siblings is None else siblings
+    anywhere = {full.rpartition(".")[2]: full for full in reversed(list(all_keys()))}
+    for names in ({known: f"{group}.{known}".lstrip(".") for known in siblings}, anywhere):
+        if near := get_close_matches(name, names, 1, 0.7):
+            return ConfigError(f"{key}: no such key; did you mean {names[near[0]]}?")
+    return ConfigError(f"{key}: no such key; expected {alternatives(siblings)}")
+
+
+def near_first(name: str, known: Sequence[str]) -> list[str]:
+    """Return the known names with the one nearest to ``name`` first."""
+    near = get_close_matches(name, known, 1, 0.6)
+    return [*near, *(other for other in known if other not in near)]
+
+
+@cache
+def all_keys() -> dict[str, Key]:
+    """Return the keys of all configurations by their full names: of the schema, and of all targets of petra."""
+    found = dict(keys())
+    for group in GROUPS:
+        for target in targets(group) or ("",):
+            found = {**{f"{group}.{name}": key for name, key in keys(group, target).items()}, **found}
+    return found

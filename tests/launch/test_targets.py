@@ -1,0 +1,119 @@
+"""Keys of what ``_target_`` names: they are read from the source of petra, without importing torch."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, get_origin, get_type_hints
+
+import pytest
+from hydra.utils import get_object
+from omegaconf import OmegaConf
+
+import petra.inplace_abn  # noqa: F401
+from launch.config.compose import compose_overrides
+from launch.config.keys import signature as parameters
+from launch.config.presets import targets
+from launch.config.read import all_keys, to_config
+from launch.config.schema import SECTIONS
+from launch.run.saved import as_data, read_config
+from petra import ConfigError
+from petra.data import DATASETS
+from petra.errors import accepted
+from petra.models import MODELS
+from petra.training import FORMATS, OPTIMIZERS
+
+TARGETS = [(group, target) for group in SECTIONS for target in targets(group)]
+
+
+def configured(hint: Any) -> Any:
+    """Return the type of a configured value: a string for a path."""
+    return {str | Path | None: str | None}.get(hint, hint)
+
+
+@pytest.mark.parametrize(("group", "target"), TARGETS, ids=[target for _, target in TARGETS])
+def test_signatures_are_read_as_python_reads_them(group: str, target: str) -> None:
+    found = get_object(target)
+    inspected, read = inspect.signature(found).parameters, parameters(target)
+    assert [*read] == [*inspected]
+    for name, entry in inspected.items():
+        default = list(entry.default) if isinstance(entry.default, tuple) else entry.default
+        default = str(default) if isinstance(default, str) else default  # not the member of an enumeration
+        assert (read[name].default, type(read[name].default)) == (
+            (..., type(...)) if default is entry.empty else (default, type(default))
+        )
+    made = (
+        found.__init__
+        if isinstance(found, type) and "__init__" in vars(found) and not hasattr(found, "__dataclass_fields__")
+        else found
+    )
+    hints = get_type_hints(made, include_extras=True)
+    for name in (name for name in read if name not in SECTIONS[group].GIVEN):
+        assert {*accepted(read[name].hint)} == {*accepted(configured(hints[name]))}, name
+
+
+def test_shipped_targets_are_those_of_the_registries() -> None:
+    for group, registry in (("model", MODELS), ("data", DATASETS), ("optim", OPTIMIZERS)):
+        assert {*map(get_object, targets(group))} == {*registry.values()}  # type: ignore[attr-defined]
+    assert {*accepted(all_keys()["trainer.export"].hint)} == {"none", *FORMATS}
+
+
+def test_a_key_of_an_experiment_that_another_model_lacks_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    config = compose_overrides(["experiment=petra/quick", "model=revvit"])
+    assert "width" not in config.model.options
+    assert capsys.readouterr().out.startswith("model.width=0.25 of the experiment is left out, because petra.models.revvit")
+    with pytest.raises(ConfigError, match=r"model\.width: expected null for revvit, which has the options patch, dim, "):
+        compose_overrides(["model=revvit", "model.width=0.5"])
+    assert compose_overrides(["model=revvit", "model.width=null"]).model.options["patch"] == 4
+    assert compose_overrides(["model.width=null"]).model.options["width"] == 1
+
+
+def test_null_is_the_default_of_the_signature() -> None:
+    assert compose_overrides(["schedule.milestones=null"]).schedule.options["milestones"] == []
+
+
+def expected(group: str, name: str, value: object, plain: Mapping[str, Any]) -> str | None:
+    """Return what the error for a value of a key says before that value, or None without an error."""
+    owners = [target for target in targets(group) if name in parameters(target)] if group in SECTIONS else []
+    section = {"_target_": owners[0]} if owners else plain[group] if group else plain
+    changed = {**section, name: value}
+    try:
+        to_config(OmegaConf.create({**plain, group: changed} if group else changed))
+    except ConfigError as error:
+        return re.sub(r"\[0\]", "", str(error).rpartition(", got ")[0])
+    return None
+
+
+def test_a_value_of_another_type_and_one_out_of_range_get_the_same_text() -> None:
+    plain = as_data(compose_overrides([]))
+    del plain["format"]
+    keys = [key for key, entry in all_keys().items() if get_origin(entry.hint) is Annotated and re.search("[<>]", entry.expected)]
+    assert len(keys) > 40
+    for group, _, name in (key.rpartition(".") for key in keys):
+        assert len({expected(group, name, value, plain) for value in ("abc", -1)} - {None}) == 1, (group, name)
+
+
+@pytest.mark.parametrize(
+    ("text", "trusted", "message"),
+    [
+        ("k: 1", True, "expected a run of format 2, got one of format 1; commit dc4b0152 is the last that reads it"),
+        ("format: 3", True, "expected a run of format 2, got one of format 3"),
+        (
+            "format: 2\nmodel: {_target_: mine.net}",
+            False,
+            r"model\._target_: expected a function of petra, got mine\.net; --trust",
+        ),
+        (
+            "format: 2\nmodel: {norm: {_target_: os.system}}",
+            False,
+            r"model\.norm\._target_: expected a function of petra, got os\.",
+        ),
+        ("format: 2\ndata: {_target_: petra.data.load.torch.load}", False, "expected a function or class of petra, got petra.data"),
+    ],
+)
+def test_the_folder_of_a_run_is_data(text: str, trusted: bool, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_config(tmp_path / "config.yaml", OmegaConf.create(), trusted=trusted)
