@@ -39,7 +39,7 @@ def measure_links(device: torch.device, dp: int = 1) -> Links:
     pairs += [(rank, rank + replica_size) for rank in range(world - replica_size)]  # none without replicas
     found: Links = {}
     for pair in pairs:
-        _barrier(device)
+        dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
         if dist.get_rank() in pair:
             found[pair] = _measure(pair, device)
     everywhere: list[Links] = all_gather_objects(found)
@@ -61,16 +61,13 @@ def _measure(pair: tuple[int, int], device: torch.device) -> Connection:
 
 
 def measure_speeds(device: torch.device) -> list[float]:
-    """Return the products of matrices per second of each rank's device, one after another. Every rank must call this."""
+    """Return the products of matrices per second of each rank's device. Every rank must call this.
+
+    All ranks measure at the same time, since processes of one machine also train at the same time.
+    """
     a = torch.randn(SIZE, SIZE, device=device)
-    if not dist.is_initialized():
-        return [_products_per_second(a)]
-    mine = 0.0
-    for rank in range(dist.get_world_size()):
-        _barrier(device)
-        if rank == dist.get_rank():
-            mine = _products_per_second(a)
-    return all_gather_objects(mine)
+    timer = Timer("a @ a", globals={"a": a}, num_threads=torch.get_num_threads())
+    return all_gather_objects(1 / timer.blocked_autorange(min_run_time=SECONDS).median)
 
 
 def describe(reports: Sequence[Report], links: Links, speeds: Sequence[float], replica_size: int) -> Machines:
@@ -81,12 +78,3 @@ def describe(reports: Sequence[Report], links: Links, speeds: Sequence[float], r
         for report, speed in zip(reports[:replica_size], speeds, strict=False)
     ]
     return Machines(tuple(devices), tuple(links[rank, rank + 1] for rank in range(replica_size - 1)))
-
-
-def _products_per_second(a: torch.Tensor) -> float:
-    timer = Timer("a @ a", globals={"a": a}, num_threads=torch.get_num_threads())
-    return 1 / timer.blocked_autorange(min_run_time=SECONDS).median
-
-
-def _barrier(device: torch.device) -> None:
-    dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)

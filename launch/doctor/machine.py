@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from itertools import groupby
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
@@ -97,19 +97,15 @@ def find_differences(reports: Sequence[Report], replica_size: int) -> list[str]:
         if len(found) > 1:
             versions = ", ".join(f"{value} (rank {rank})" for value, rank in sorted(found.items(), key=lambda item: item[1]))
             problems.append(str(invalid(name, "the same version on every rank", versions)))
-    nodes = [node for node, _ in groupby(report.node for report in reports)]
-    for node, times in Counter(nodes).items():
-        if times > 1:
-            problems.append(
-                f"node {node}: its ranks are not consecutive, so neighbouring stages communicate across nodes needlessly"
-            )
-    most = max(Counter(report.node for report in reports).values())
+    sizes = sorted(Counter(report.node for report in reports).values(), reverse=True)
+    least = sum(total < replica_size for total in accumulate(sizes))
     for start in range(0, len(reports), replica_size):
-        spread = list(dict.fromkeys(report.node for report in reports[start : start + replica_size]))
-        if replica_size <= most and len(spread) > 1:
+        nodes = [report.node for report in reports[start : start + replica_size]]
+        crossings = sum(a != b for a, b in pairwise(nodes))
+        if crossings > least:
             problems.append(
-                f"ranks {start} to {start + replica_size - 1}: this replica fits on one node but uses nodes {', '.join(spread)}, "
-                f"so its stages communicate across nodes needlessly; run a multiple of {replica_size} processes on each node"
+                f"ranks {start} to {start + replica_size - 1}: {crossings} boundaries are between nodes, {least} would do; run "
+                f"consecutive ranks on each node, and a multiple of {replica_size} if that many fit"
             )
     kinds = {report.device.split(":")[0] for report in reports}
     if len(kinds) > 1:

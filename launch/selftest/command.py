@@ -1,9 +1,9 @@
 """Test the GPUs of this machine with petra, within ten minutes: ``petra selftest``.
 
 The report has versions and links, the correctness of every method against the CPU, bit-repeatability, both transports with messages
-above 64 MB, memory against its prediction, and throughput, memory, kernels and launches of several models and methods. It is
-written to selftest.md and selftest.json in the folder --out, both made to be pasted into an issue. On a machine without GPUs, tiny
-runs on the CPU take its place.
+above 64 MB, and throughput, memory beside its prediction and torch's profile of several models and methods. It is written to
+selftest.md and selftest.json in the folder --out, both made to be pasted into an issue. On a machine without GPUs, tiny runs on the
+CPU take its place.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,6 @@ from petra.errors import first_line, invalid
 
 from ..run.markdown import aligned_table
 from ..runtime.terminal import parser_for
-from .parts import PARTS
 
 LARGEST_DIFFERENCE = 1e-3
 """Difference of weights from the CPU's, relative to the largest of each tensor, after three updates in float32."""
@@ -32,8 +32,15 @@ DOCTOR_SECONDS = 180
 """Time limit of the doctor."""
 LARGE_MESSAGE = 64 * 10**6
 """Size in bytes above which NCCL certainly sends a message only when it is received. Tests of transports use larger ones."""
-VARIANTS: dict[str, dict[str, Any]] = {"": {}, ", compiled": {"compile": "inductor"}}
-"""Options of the runs that measure speed, by the end of their names."""
+EXPLANATION = """
+difference: of weights from the CPU's after three updates in float32, relative to the largest of each tensor; 1e-3 is accepted,
+because rounding differs between devices. repeatable: two runs with the same seed are equal bit for bit. digest: of all weights,
+equal for runs with the same d. Samples are images, or windows of tokens for revgpt. peak_bytes: the largest of all processes, of
+torch's allocator on GPUs, resident on CPUs. predicted_bytes: as `dry_run=memory` predicts, without workspaces. selftest.json has
+the options of each part, and on GPUs torch's profile. To report a problem, attach both files.
+"""
+LEFT_OUT = "left out: no time"
+"""Result of a part that has not run."""
 
 
 class Trial(NamedTuple):
@@ -62,61 +69,51 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(found["doctor"], flush=True)
     for run in (run for run in plan(gpus, tiny) if not given.only or any(text in run.name for text in given.only)):
         left, started = end - time.monotonic(), time.monotonic()
-        result = run_part(run, min(left, 180)) if left > 5 else {"left_out": "no time left"}
-        found["parts"].append({"part": run.part, "name": run.name, **run.options, "processes": run.processes, **result})
-        found["parts"][-1]["duration"] = round(time.monotonic() - started, 1)
-        print(f"{run.name}: {_result(found['parts'][-1])}", flush=True)
+        result = run_part(run, min(left, 180)) if left > 5 else {"result": LEFT_OUT}
+        part = {"part": run.part, "name": run.name, "options": run.options, "processes": run.processes, **result}
+        found["parts"].append(part | {"duration": round(time.monotonic() - started, 1)})
+        print(f"{run.name}: {part['result']}", flush=True)
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "selftest.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     (given.out / "selftest.md").write_text(markdown(found), encoding="utf-8")
     print(f"report: {given.out / 'selftest.md'}")
-    if any("failed" in part for part in found["parts"]):
+    if any(part["result"].startswith("failed") for part in found["parts"]):
         sys.exit(1)
 
 
 def plan(gpus: int, tiny: bool) -> Iterator[Trial]:
     """Yield the parts, most valuable first."""
     device = {"device": "cuda" if gpus else "cpu"}
-    small = (
-        {"model": "revnet18", "width": 0.125, "size": 16, "batch": 4} if tiny else {"model": "revnet18", "width": 0.5, "batch": 16}
-    )
+    small = {"model": "revnet18", **({"width": 0.125, "size": 16, "batch": 4} if tiny else {"width": 0.5, "batch": 16})}
     for method in METHODS:
         k = 20 if method == "pipedream_2bw" else 2
         yield Trial("compare", f"{method} against the CPU", {**small, **device, "method": method, "k": k})
-    several = min(gpus, 8) if gpus else 2
+    several, counts = min(gpus, 8) if gpus else 2, {"k": 4, "microbatches": 8 if tiny else 40}
     if several > 1:
         large = small if tiny else {"model": "revnet18", "batch": 256}  # 268 MB backward
         for transport, delay in (("lockstep", 2), ("lockstep", 1), ("edge", 1), ("edge", 2)):
             options = {**large, **device, "method": "petra", "delay": delay, "transport": transport, "k": 2, "microbatches": 24}
+            options |= {} if tiny else {"least_bytes": LARGE_MESSAGE}
             yield Trial("transport", f"{transport}, d = {delay}", options, several)
-    for method in ("petra", "pipedream", "backprop"):
-        yield Trial("memory", f"memory of {method}", {**small, **device, "method": method, "k": 2, "stages": 4})
-    yield from _speeds({**(small if tiny else {}), **device}, tiny, several)
-
-
-def _speeds(common: dict[str, Any], tiny: bool, processes: int) -> Iterator[Trial]:
-    """Yield the parts that measure speed: plain ones first, since compilation takes much of the time."""
-    for variant, chosen in VARIANTS.items():
-        for model in ("revnet18",) if tiny else ("revnet18", "revnet50", "revgpt"):
-            for batch in (4,) if tiny else (64, 256):
-                for method in ("petra", "reversible", "backprop", "1f1b"):
-                    options = {**common, **chosen, "model": model, "batch": batch, "method": method, "k": 4}
-                    fast = {} if tiny else {"precision": "bf16", "channels_last": model != "revgpt"}
-                    counts = {"microbatches": 8 if tiny else 40}
-                    if not (tiny and variant):
-                        yield Trial("speed", f"{model}, batch {batch}, {method}{variant}", {**options, **fast, **counts}, processes)
+    sizes = [("revnet18", 4)] if tiny else [*product(("revnet18", "revnet50", "revgpt"), (64, 256))]
+    for name, variant in {"": {}, ", compiled": {"compile": "inductor"}}.items():  # plain ones first: compiling takes long
+        for (model, batch), method in product(sizes, ("petra", "reversible", "backprop", "1f1b")):
+            fast = {} if tiny else {"precision": "bf16", "channels_last": model != "revgpt"}
+            options = {**(small if tiny else {}), **device, **fast, **variant, "model": model, "batch": batch, "method": method}
+            if not (tiny and variant):
+                yield Trial("speed", f"{model}, batch {batch}, {method}{name}", options | counts, several)
 
 
 def run_part(run: Trial, seconds: float) -> dict[str, Any]:
-    """Run a part in processes of its own. Return its findings, or why it ``failed``."""
+    """Run a part in processes of its own. Return its ``result``, and its ``findings`` if it has ended."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         options = json.dumps({"timeout": min(seconds, 60), **run.options})
         done = start_processes(f"{__package__}.parts", [run.part, options, str(out)], run.processes, seconds)
         if done.returncode or not out.exists():
-            return {"failed": _reason(done.stderr)}
-        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-    return {**found, **judge(run.part, found, large="width" not in run.options)}
+            return {"result": f"failed: {_reason(done.stderr)}"}
+        findings = json.loads(out.read_text(encoding="utf-8"))
+    return {"result": judge(findings, run.options), "findings": findings}
 
 
 def start_processes(module: str, arguments: Sequence[str], processes: int, seconds: float) -> subprocess.CompletedProcess[str]:
@@ -129,19 +126,15 @@ def start_processes(module: str, arguments: Sequence[str], processes: int, secon
         return subprocess.CompletedProcess(command, 1, "", f"did not end within {seconds:.0f} s")
 
 
-def judge(part: str, found: dict[str, Any], large: bool = False) -> dict[str, str]:
-    """Return why the findings of a part are a failure; empty if they are not.
-
-    Args:
-        large: Whether messages must be larger than :data:`LARGE_MESSAGE`.
-    """
-    if part == "compare" and not found["difference"] <= LARGEST_DIFFERENCE:
-        return {"failed": f"weights differ from the CPU's by {found['difference']:.1e}"}
+def judge(found: dict[str, Any], options: dict[str, Any]) -> str:
+    """Return the result of a part with these options: ``passed``, or why its findings are a failure."""
+    if not found.get("difference", 0.0) <= LARGEST_DIFFERENCE:
+        return f"failed: weights differ from the CPU's by {found['difference']:.1e}"
     if not found.get("repeatable", True):
-        return {"failed": "two runs with the same seed differ"}
-    if part == "transport" and large and found["message_bytes"] <= LARGE_MESSAGE:
-        return {"failed": f"messages have {found['message_bytes'] / 1e6:.1f} MB, not more than {LARGE_MESSAGE / 1e6:.0f}"}
-    return {}
+        return "failed: two runs with the same seed differ"
+    if (size := found.get("message_bytes", 0)) < (least := options.get("least_bytes", 0)):
+        return f"failed: messages have {size / 1e6:.1f} MB, fewer than {least / 1e6:.0f}"
+    return "passed"
 
 
 def _doctor(processes: int) -> str:
@@ -159,42 +152,20 @@ def _reason(text: str) -> str:
 def markdown(found: dict[str, Any]) -> str:
     """Return the report."""
     kind = f"{found['gpus']} GPU(s)" if found["gpus"] else "no GPU"
-    parts = found["parts"]
-    failed, left_out = ([part["name"] for part in parts if key in part] for key in ("failed", "left_out"))
-    seconds = sum(part.get("duration", 0.0) for part in parts)
-    lines = [
-        f"# Self-test of petra: {kind}{', tiny runs' if found['tiny'] else ''}",
-        "",
-        f"{len(parts) - len(failed) - len(left_out)} of {len(parts)} parts passed, in {seconds:.0f} s.",
-        *([f"Failed: {'; '.join(failed)}."] if failed else []),
-        *([f"No time was left for: {'; '.join(left_out)}."] if left_out else []),
-        "",
-        "To report a problem, attach this file and selftest.json, which has the options of each part.",
-        "",
-        f"## Machine\n\n{found['doctor']}\n",
-    ]
-    for name, part in PARTS.items():
-        entries = [entry for entry in parts if entry["part"] == name]
-        if entries:
-            titles = [key.replace("_bytes", " (MB)").replace("_", " ") for key in part.columns]
-            rows = [[entry["name"], *(_cell(key, entry.get(key)) for key in part.columns), _result(entry)] for entry in entries]
-            lines += [f"## {part.title}\n\n{part.explanation}\n\n{aligned_table(('run', *titles, 'result'), rows)}\n"]
-    return "\n".join(lines)
+    results = [part["result"] for part in found["parts"]]
+    rows = [[part["name"], str(part["processes"]), part["result"], _text(part.get("findings", {}))] for part in found["parts"]]
+    return (
+        f"# Self-test of petra: {kind}{', tiny runs' if found['tiny'] else ''}\n\n"
+        f"{results.count('passed')} of {len(results)} parts passed, for {results.count(LEFT_OUT)} no time was left, in "
+        f"{sum(part['duration'] for part in found['parts']):.0f} s.\n{EXPLANATION}\n## Machine\n\n{found['doctor']}\n\n"
+        f"## Parts\n\n{aligned_table(('part', 'processes', 'result', 'findings'), rows)}\n"
+    )
 
 
-def _cell(key: str, value: Any) -> str:
-    """Return a finding as text, empty if there is none. Of a list, the largest counts."""
-    if isinstance(value, list):
-        value = max(value)
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if value is not None and key.endswith("_bytes"):
-        return f"{value / 1e6:.1f}"
-    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
-
-
-def _result(entry: dict[str, Any]) -> str:
-    return f"failed: {entry['failed']}" if "failed" in entry else "left out" if "left_out" in entry else "passed"
+def _text(findings: dict[str, Any]) -> str:
+    """Return findings for a cell of the table, which has no place for a profile."""
+    named = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in findings.items() if name != "profile"}
+    return ", ".join(f"{name} {value}" for name, value in named.items())
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,10 +28,8 @@ from ..run.build import type_of
 from ..runtime.agent import this_process
 from ..runtime.rank import Process
 
-SHARES = ("kernels_per_microbatch", "device_busy", "communication", "launching")
-"""What the profiler measures."""
-LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaGraphLaunch")
-"""Beginnings of the names of CUDA functions that start work on the GPU."""
+Options = dict[str, Any]
+"""Options of a part: those of :func:`build`, and ``microbatches``, ``device``, ``timeout`` and ``least_bytes``."""
 
 
 class RandomData:
@@ -55,7 +53,7 @@ class RandomData:
         return torch.randint(self._classes, self.targets_spec.shape, generator=torch.Generator().manual_seed(m))
 
 
-def build(options: dict[str, Any], device: torch.device) -> tuple[Pipeline, RandomData]:
+def build(options: Options, device: torch.device) -> tuple[Pipeline, RandomData]:
     """Build a pipeline and its data.
 
     Args:
@@ -86,21 +84,21 @@ def build(options: dict[str, Any], device: torch.device) -> tuple[Pipeline, Rand
     return pipeline, RandomData(inputs, classes)
 
 
-def weights(options: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
+def weights(options: Options, device: torch.device) -> dict[str, Tensor]:
     """Train for three updates and return the weights of this process, on the CPU."""
     pipeline, data = build(options, device)
     pipeline.train(data, 3 * options["k"])
     return {key: value.detach().to("cpu", copy=True) for key, value in pipeline.state_dict().items()}
 
 
-def compare_with_cpu(options: dict[str, Any], device: torch.device, process: Process) -> dict[str, Any]:
+def compare_with_cpu(options: Options, device: torch.device, process: Process) -> dict[str, Any]:
     """Train on the device twice and on the CPU once, in one process. Return differences of weights."""
     first, second, cpu = (weights(options, d) for d in (device, device, torch.device("cpu")))
     difference = max(float((first[k].double() - v.double()).abs().max() / (v.double().abs().max() + 1e-12)) for k, v in cpu.items())
     return {"difference": difference, "repeatable": all(torch.equal(first[k], v) for k, v in second.items())}
 
 
-def train_in_processes(options: dict[str, Any], device: torch.device, process: Process) -> dict[str, Any]:
+def train_in_processes(options: Options, device: torch.device, process: Process) -> dict[str, Any]:
     """Train over a transport twice. Return the size of a message, the loss, the seconds per microbatch, and digests of the weights.
 
     The first run includes what happens once, such as loading kernels; the second one is timed.
@@ -128,108 +126,36 @@ def _digest(pipeline: Pipeline) -> str:
     return hashlib.sha256("".join(all_gather_objects(own.hexdigest())).encode()).hexdigest()[:12]
 
 
-def compare_memory(options: dict[str, Any], device: torch.device, process: Process) -> dict[str, Any]:
-    """Train, and return the peak of the allocator and the prediction of this process, without workspaces."""
-    release_memory(device)
-    pipeline, data = build(options, device)
-    pipeline.train(data, max(pipeline.plan.delays) + 2 * options["k"] + 2)
-    peak = peak_memory(device) if device.type == "cuda" else None
-    predicted = predict_memory(pipeline.plan, pipeline.recipe, data.targets_spec)[0]
-    ratio = predicted.tensors / peak if peak else None
-    return {"peak_bytes": peak, "predicted_bytes": predicted.tensors, "predicted_over_peak": ratio}
+def measure_speed(options: Options, device: torch.device, process: Process) -> dict[str, Any]:
+    """Return the throughput after a warm-up, the largest peak memory of a process, and the largest prediction without workspaces.
 
-
-def measure_speed(options: dict[str, Any], device: torch.device, process: Process) -> dict[str, Any]:
-    """Return the throughput after a warm-up, the peak memory of each process, and what the GPU and its host did meanwhile."""
+    On a GPU, also return torch's profile of one process, and how much of the peak was predicted. The memory of a CPU is resident.
+    """
     release_memory(device)
     pipeline, data = build(options, device)
     pipeline.train(data, options["microbatches"])
     started = time.perf_counter()
     result = pipeline.train(data, options["microbatches"])
     seconds = time.perf_counter() - started
+    peak = max(all_gather_objects(peak_memory(device)))
+    predicted = max(memory.tensors for memory in predict_memory(pipeline.plan, pipeline.recipe, data.targets_spec))
     found = {"samples_per_second": options["batch"] * options["microbatches"] / seconds, "loss": result.loss}
-    found["peak_bytes"] = all_gather_objects(peak_memory(device))
+    found |= {"peak_bytes": peak, "predicted_bytes": predicted}
+    if device.type == "cuda":
+        found["predicted_over_peak"] = predicted / peak
     if torch.profiler.ProfilerActivity.CUDA in torch.profiler.supported_activities():  # type: ignore[no-untyped-call]
-        found |= _kernels(pipeline, data, options["microbatches"])
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            pipeline.train(data, options["microbatches"])
+        found["profile"] = profile.key_averages().table("self_device_time_total", row_limit=12)
     return found
 
 
-def _kernels(pipeline: Pipeline, data: RandomData, microbatches: int) -> dict[str, float]:
-    """Train under the profiler, and return :func:`shares`."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        started = time.perf_counter()
-        pipeline.train(data, microbatches)
-        seconds = time.perf_counter() - started
-    return shares(profile.key_averages(), seconds, microbatches)
-
-
-def shares(rows: Iterable[Any], seconds: float, microbatches: int) -> dict[str, float]:
-    """Return the kernels per microbatch, and fractions of the time: of kernels, of NCCL's kernels, and of launches by the host.
-
-    Args:
-        rows: Averages of the profiler. Those of the GPU are kernels and copies, those of the CPU are calls of CUDA.
-        seconds: Duration of the training.
-        microbatches: Number of its microbatches.
-    """
-    found = dict.fromkeys(SHARES, 0.0)
-    for row in rows:
-        if row.device_type == torch.profiler.DeviceType.CUDA:
-            part = "communication" if row.key.startswith("nccl") else "device_busy"
-            found[part] += row.self_device_time_total * 1e-6 / seconds
-            found["kernels_per_microbatch"] += row.count / microbatches
-        elif row.key.startswith(LAUNCHES):
-            found["launching"] += row.self_cpu_time_total * 1e-6 / seconds
-    return found
-
-
-class Part(NamedTuple):
-    """A kind of part.
-
-    Attributes:
-        title: Title of its table in the report.
-        explanation: What the columns of the table mean.
-        columns: Findings that are columns of the table, between the name of the run and its result.
-        run: Runs it with its options, on a device, in this process. Returns its findings.
-    """
-
-    title: str
-    explanation: str
-    columns: tuple[str, ...]
-    run: Callable[[dict[str, Any], torch.device, Process], dict[str, Any]]
-
-
-PARTS = {
-    "compare": Part(
-        "Methods against the CPU",
-        "Largest difference of weights after three updates in float32, relative to the largest weight of a tensor, in one "
-        "process. Rounding differs between devices, so 1e-3 is accepted.",
-        ("difference", "repeatable"),
-        compare_with_cpu,
-    ),
-    "transport": Part(
-        "Transports",
-        "Training in several processes, twice. The digest is of all weights: it is equal for runs with the same d.",
-        ("processes", "message_bytes", "seconds_per_microbatch", "loss", "digest", "repeatable"),
-        train_in_processes,
-    ),
-    "memory": Part(
-        "Memory",
-        "Peak of torch's allocator in one process with four stages, and `dry_run=memory` without workspaces. The peak of a CPU is "
-        "not known.",
-        ("peak_bytes", "predicted_bytes", "predicted_over_peak"),
-        compare_memory,
-    ),
-    "speed": Part(
-        "Throughput",
-        "k = 4. Samples are images, or windows of tokens for revgpt. Peak memory is the largest of all processes: of torch's "
-        "allocator on GPUs, resident memory on CPUs. The last columns are of the first process, as fractions of the time: kernels "
-        "of the GPU besides NCCL's, NCCL's kernels (with waiting for other processes), and calls of the host that launch kernels. "
-        "Much time in launches means that the GPU waits for Python. These columns are empty without a GPU.",
-        ("processes", "samples_per_second", "peak_bytes", *SHARES),
-        measure_speed,
-    ),
+PARTS: dict[str, Callable[[Options, torch.device, Process], dict[str, Any]]] = {
+    "compare": compare_with_cpu,
+    "transport": train_in_processes,
+    "speed": measure_speed,
 }
-"""Parts by name."""
+"""Parts by name: functions of their options, a device and this process that return findings."""
 
 
 def main() -> None:
@@ -241,7 +167,7 @@ def main() -> None:
     with this_process() as process:
         device = process.device(given.get("device", "auto"))
         with process.process_group(device, given.get("timeout", 60)):
-            found = PARTS[name].run(given, device, process)
+            found = PARTS[name](given, device, process)
     if process.first:
         Path(out).write_text(json.dumps(found), encoding="utf-8")
 

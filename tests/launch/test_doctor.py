@@ -64,8 +64,8 @@ def test_differences_between_processes() -> None:
     assert find_differences(reports, replica_size=4) == [
         "node 0 (a): broken",
         "PyTorch: expected the same version on every rank, got 2.13 (rank 0), 2.11 (rank 3)",
-        "node 0 (a): its ranks are not consecutive, so neighbouring stages communicate across nodes needlessly",
-        "node 1 (b): its ranks are not consecutive, so neighbouring stages communicate across nodes needlessly",
+        "ranks 0 to 3: 3 boundaries are between nodes, 1 would do; run consecutive ranks on each node, and a "
+        "multiple of 4 if that many fit",
         "devices: expected the same kind on every rank, got cpu and cuda",
     ]
 
@@ -74,9 +74,11 @@ def test_replicas_that_would_fit_on_a_node() -> None:
     reports = [report(rank, "0 (a)" if rank < 3 else "1 (b)") for rank in range(6)]
     assert find_differences(reports, replica_size=3) == find_differences(reports, replica_size=6) == []
     assert find_differences(reports, replica_size=2) == [
-        "ranks 2 to 3: this replica fits on one node but uses nodes 0 (a), 1 (b), so its stages communicate across nodes "
-        "needlessly; run a multiple of 2 processes on each node"
+        "ranks 2 to 3: 1 boundaries are between nodes, 0 would do; run consecutive ranks on each node, and a "
+        "multiple of 2 if that many fit"
     ]
+    uneven = [report(rank, node) for rank, node in enumerate(["0 (a)"] + 3 * ["1 (b)"] + ["2 (c)"])]
+    assert find_differences(uneven, replica_size=5) == []  # the two largest nodes have four ranks
 
 
 def test_problems_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
