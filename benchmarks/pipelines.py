@@ -27,7 +27,7 @@ from benchmarks.report import benchmark_parser, in_processes, installed, machine
 from benchmarks.two_stages import build, sgd
 from petra import METHODS, Keep, Method, Numerics
 from petra.cost_model.costs import StageCost, pipeline_costs, profile_blocks
-from petra.cost_model.links import Link, measure_link
+from petra.cost_model.machines import Link, measure_link
 from petra.cost_model.simulator import predict
 from petra.cost_model.zero_bubble import ZB_H1
 

@@ -21,8 +21,7 @@ from benchmarks.two_stages import Noise, period, sgd
 from launch.plan import Row, predict_method
 from petra import METHODS, Keep, Method, Numerics, Pipeline, Recipe, Runtime, TensorSpec
 from petra.cost_model.costs import BlockCost, profile_blocks
-from petra.cost_model.links import measure_link
-from petra.cost_model.machines import Machines
+from petra.cost_model.machines import Machines, measure_link
 from petra.distributed import all_gather_objects
 from petra.model import Model
 from petra.models import MODELS

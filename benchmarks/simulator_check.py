@@ -21,7 +21,7 @@ from benchmarks.report import benchmark_parser, in_processes, machine, ratio, sa
 from benchmarks.two_stages import Head, Noise, Split, coupling, make_pipeline
 from petra import BlockSpec, Keep, Method, Model, Pipeline, TensorSpec
 from petra.cost_model.costs import StageCost
-from petra.cost_model.links import Link, measure_link
+from petra.cost_model.machines import Link, measure_link
 from petra.cost_model.simulator import simulate
 from petra.diagnostics.events import Interval, Kind
 from petra.diagnostics.recorder import Recorder

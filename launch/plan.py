@@ -3,7 +3,7 @@
 Two of many devices, with the model, the data and k of a configuration::
 
     petra plan --devices 16 --teraflops 60 --bandwidth 25 --latency 10 --memory 80 model=revnet50 data=imagenet k=8
-    petra plan --machines machines.yaml --out plan.png model=revgpt model.dim=8192 model.depth=80 data=text
+    petra plan --machines machines.yaml model=revgpt model.dim=8192 model.depth=80 data=text
 
 Costs are counted: a device computes ``--teraflops`` on average. With ``--measure``, each block is measured on this machine instead.
 """
@@ -15,24 +15,20 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from petra.analysis.plots import draw_plan
 from petra.cost_model.autotune import Tuned, search_within, tune
 from petra.cost_model.costs import TIMES, BlockCost, count_blocks, profile_blocks
-from petra.cost_model.links import Link
-from petra.cost_model.machines import Machines
+from petra.cost_model.machines import Link, Machines
 from petra.cost_model.memory import PredictedMemory
-from petra.cost_model.simulator import Prediction, predict, simulate
+from petra.cost_model.simulator import Prediction, predict
 from petra.cost_model.zero_bubble import PREDICTED, ZB_H1, ZeroBubble
 from petra.errors import ConfigError, require, within
 from petra.method import METHODS, Method
 from petra.plan.transport import simulated_transport
 from petra.settings import TransportName
 
-from .compare import require_picture
 from .config.compose import compose_overrides
 from .config.machines import LATENCY, SCALE, read_machines
 from .config.schema import Config
@@ -46,8 +42,7 @@ from .runtime.terminal import command
 HEADER = ("method", "d", "samples/s", "bubble", "staleness", "GB per device", "MB per microbatch", "link use")
 EXACT_ENOUGH = 0.95
 """A method with exact gradients is recommended if it reaches this fraction of the highest throughput."""
-NOT_TRAINED = f"{ZB_H1.name} is only predicted, with memory summed over its blocks: petra does not train with it"
-DRAWN_STAGES, DRAWN_MICROBATCHES = 12, 10
+NOT_TRAINED = f"{ZB_H1.name} is only predicted, without its memory: petra does not train with it"
 
 
 @dataclass(frozen=True)
@@ -60,7 +55,7 @@ class Row:
         prediction: Steady state.
         traffic: Bytes that cross all boundaries per microbatch.
         link_use: Fraction of the period in which the busiest direction of a link transfers.
-        memory: Memory of each device; empty if it is known only as a sum over the blocks of each stage.
+        memory: Memory of each device; empty if it is not predicted.
     """
 
     method: Method
@@ -83,7 +78,6 @@ class Row:
         """Return the row of the table."""
         delay = self.method.delay
         delays = (delay,) if isinstance(delay, int) else delay
-        memory = [found.total for found in self.memory] or self.tuned.memory
         single = "–" if not delays else delays[0] if len({*delays}) == 1 else f"{min(delays)}–{max(delays)}"
         return (
             self.method.name,
@@ -91,7 +85,7 @@ class Row:
             f"{self.throughput(samples):.4g}",
             f"{sum(self.prediction.bubble) / len(self.prediction.bubble):.0%}",
             f"{self.staleness:.3g}",
-            f"{max(memory) / 1e9:.3g}",
+            f"{max(found.total for found in self.memory) / 1e9:.3g}" if self.memory else "–",
             f"{self.traffic / 1e6:.4g}",
             f"{self.link_use:.0%}",
         )
@@ -110,12 +104,11 @@ def predict_method(
     *,
     memories: Memories | None = None,
     tune_delay: bool = False,
-    overlap: bool = False,
 ) -> Row:
-    """Partition the blocks over the machines for a method, and predict its steady state, with ``overlap`` where stages can.
+    """Partition the blocks over the machines for a method, and predict its steady state.
 
     Args:
-        memories: Predicts the memory; without it, sums over the blocks of a stage are limited instead.
+        memories: Predicts the memory. Without it, the memory of the devices is no limit.
 
     Raises:
         ConfigError: If no partition fits the memory of the devices, or if the method does not fit k.
@@ -131,13 +124,13 @@ def predict_method(
 
     memory: list[PredictedMemory] = []
     if memories is None:
-        method, tuned = search(limits)
+        method, tuned = search([float("inf")] * count)
     else:
         (method, tuned), memory = search_within(
             limits, search, lambda found: found[1].memory, lambda found: memories(*found), "memory", "device"
         )
     boundary_delays = method.boundary_delays(count - 1)[: count - 1]
-    found = predict(tuned.costs, method, k, link=links, transport=simulated_transport(transport, boundary_delays), overlap=overlap)
+    found = predict(tuned.costs, method, k, link=links, transport=simulated_transport(transport, boundary_delays))
     forward = [(cost.forward_bytes, link.forward) for cost, link in zip(tuned.costs, links, strict=False)]
     backward = [(cost.backward_bytes, link.backward) for cost, link in zip(tuned.costs[1:], links, strict=True)]
     messages = [*forward, *backward]
@@ -159,20 +152,18 @@ def recommend(rows: Sequence[Row]) -> Row:
 
 @command
 def main(arguments: list[str] | None = None) -> None:
-    """Print the table, the methods that do not fit, and the recommendation; draw the figure."""
+    """Print the table, the methods that do not fit, and the recommendation."""
     options, overrides = _parser().parse_known_args(arguments)
     print(report(compose_overrides(overrides), options, overrides))
 
 
 def report(config: Config, options: argparse.Namespace, overrides: Sequence[str] = ()) -> str:
-    """Return the report in Markdown, and draw the figure if there is an output file.
+    """Return the report in Markdown.
 
     Args:
         overrides: What ``config`` was composed of, for the command that trains as recommended.
     """
     setup = set_up(config, Process(rank=0, world=1, local_rank=0, local_world=1))
-    if options.out is not None:
-        require_picture(options.out)
     inputs, model, numerics, machines = setup.plan.inputs, setup.plan.model, setup.plan.numerics, _machines(options)
     if options.measure:
         set_numerics(config.trainer)
@@ -188,18 +179,22 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
         try:
             rows.append(
                 predict_method(
-                    blocks, method, config.k, machines, transport, memories=None if method is ZB_H1 else memories,
-                    tune_delay=tune_delay, overlap=config.trainer.overlap,
+                    blocks,
+                    method,
+                    config.k,
+                    machines,
+                    transport,
+                    memories=None if method is ZB_H1 else memories,
+                    tune_delay=tune_delay,
                 )
-            )  # fmt: skip
+            )
         except ConfigError as error:
             refused.append(f"- {method.name}: {error}")
     samples, count = inputs.shape[0], min(len(machines.devices), len(blocks))
     parameters = sum(block.parameter_bytes for block in blocks) / 4
     lines = [
         f"{model.name}: {len(blocks)} blocks, {parameters / 1e9:.3g} billion parameters; microbatches of {inputs}, k = {config.k}, "
-        f"{count} of {len(machines.devices)} devices"
-        + (", forward beside backward at stages whose next boundary has d >= 2" if config.trainer.overlap else ""),
+        f"{count} of {len(machines.devices)} devices",
         "",
     ]
     if rows:
@@ -211,9 +206,6 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
         several = f"--nproc {count} " if count > 1 else ""
         lines.append(f"to train: petra train {several}{shlex.join([*overrides, *setting(best).split()])}")
         lines.append(fullest_device(best))
-        if options.out is not None:
-            _draw(options.out, rows, best, machines, config.k, transport, overlap=config.trainer.overlap)
-            lines.append(f"figure: {options.out}")
     return "\n".join([*lines, *(["", "not possible:", *refused] if refused else [])])
 
 
@@ -230,24 +222,6 @@ def setting(row: Row) -> str:
     delay = row.method.delay if isinstance(row.method.delay, int) else f"[{','.join(map(str, row.method.delay))}]"
     chosen = [f"method={name}", f"trainer.stages=[{','.join(map(str, row.tuned.stages))}]"]
     return " ".join([*chosen, *([] if row.method.delay in ((), METHODS[name].delay) else [f"method.delay={delay}"])])
-
-
-def _draw(
-    path: Path, rows: Sequence[Row], best: Row, machines: Machines, k: int, requested: TransportName, *, overlap: bool
-) -> None:
-    """Draw the schedule of the first stages of the recommended method, and the use of the links by all methods."""
-    count = min(len(best.tuned.costs), DRAWN_STAGES)
-    delay = best.method.delay if isinstance(best.method.delay, int) else best.method.delay[: count - 1]
-    method = replace(best.method, delay=delay)
-    delays = method.boundary_delays(count - 1)[: count - 1]
-    microbatches = 2 * max(method.delays(count, k)) + DRAWN_MICROBATCHES
-    links, transport = machines.connections[: count - 1], simulated_transport(requested, delays)
-    intervals = simulate(best.tuned.costs[:count], method, k, microbatches, link=links, transport=transport, overlap=overlap)
-    period = predict(best.tuned.costs[:count], method, k, link=links, transport=transport, overlap=overlap).period
-    middle = max(i.stop for i in intervals) / 2
-    shown = [i for i in intervals if abs((i.start + i.stop) / 2 - middle) <= DRAWN_MICROBATCHES / 2 * period]
-    use = {row.method.name: (row.link_use, row.prediction.efficiency) for row in rows}
-    draw_plan(shown, use, path, f"{best.method.name}: first {count} of {len(best.tuned.costs)} stages, once the pipeline is full")
 
 
 def _in_seconds(block: BlockCost, flops: float) -> BlockCost:
@@ -277,7 +251,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--latency", type=float, default=10.0, help="latency of a link in microseconds (default: 10)")
     parser.add_argument("--machines", help="file of devices and links instead, as for cluster.machines")
     parser.add_argument("--measure", action="store_true", help="measure the blocks on this machine instead of counting FLOPs")
-    parser.add_argument("--out", type=Path, help="PNG, SVG or PDF file for the figure")
     return parser
 
 

@@ -153,10 +153,9 @@ def measure(method: Method, reversible: bool, stages: int) -> Complexity:
 
 
 def _overlapped_period(stages: int, backward: float, method: Method) -> float:
-    """Return the period with forward beside backward. The last stage does not overlap, and stores its graph: 3 units, too."""
+    """Return the period with forward beside backward: that of the backward. The last stage stores its graph: 1 + 2 units, too."""
     beside = overlapped_stages(method.boundary_delays(stages - 1)[: stages - 1])
-    last = StageCost(1, 2 if beside else backward)
-    return predict([*[StageCost(1, backward)] * (stages - 1), last], method, overlap=True).period
+    return max(3.0, backward) if beside else predict([StageCost(1, backward)] * stages, method).period
 
 
 def chain(stages: int, reversible: bool) -> Model:

@@ -17,8 +17,7 @@ from typing import Annotated, Any, TypeVar
 
 import yaml
 
-from petra.cost_model.links import Connection, Link
-from petra.cost_model.machines import Device, Machines
+from petra.cost_model.machines import Connection, Device, Link, Machines
 from petra.errors import ConfigError, alternatives, first_line, invalid, require
 
 from .keys import fields_of

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.benchmark import Timer
 
-from petra.cost_model.links import Connection, Link, exchange_seconds
-from petra.cost_model.machines import Device, Machines
+from petra.cost_model.machines import Connection, Device, Link, Machines, exchange_seconds
 from petra.distributed import all_gather_objects
 from petra.plan.layout import processes_per_replica
 

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from petra.cost_model.autotune import Tuned, search_within, tune
 from petra.cost_model.costs import profile_blocks
-from petra.cost_model.links import INSTANT, measure_link
-from petra.cost_model.machines import Device, Machines
+from petra.cost_model.machines import INSTANT, Device, Machines, measure_link
 from petra.distributed import raise_on_all_ranks
 from petra.errors import ConfigError, require
 from petra.method import Keep, Method

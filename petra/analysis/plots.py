@@ -134,32 +134,6 @@ def timeline_figure(intervals: Sequence[Interval], title: str, unit: str, proces
     return figure
 
 
-def draw_plan(intervals: Sequence[Interval], use: Mapping[str, tuple[float, float]], path: Path, title: str) -> None:
-    """Draw the schedule of a planned pipeline above, and below, as in a roofline, which limit each method is at.
-
-    Args:
-        intervals: Simulated intervals of the stages.
-        use: For each method, the fractions of the period in which the busiest link transfers and the busiest device computes.
-        path: File to write, in the format of its suffix.
-        title: Title of the schedule.
-    """
-    intervals, stages, duration = _from_zero(intervals)
-    figure = _figure(12, 3.5 + 0.3 * stages + 0.3 * len(use))
-    above, below = figure.subplots(2, 1, height_ratios=[stages + 2, len(use) + 2])
-    _draw_intervals(above, intervals, 0.0, duration)
-    _mark_processes(above, stages, ())
-    above.set(xlabel="seconds", title=title)
-    above.legend(handles=_kinds(intervals), loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
-    for offset, colour, label in ((0.2, "#b279a2", "busiest link transfers"), (-0.2, "#4c78a8", "busiest device computes")):
-        values = [fractions[offset < 0] for fractions in use.values()]
-        below.barh([row + offset for row in range(len(use))], values, 0.38, color=colour, label=label)
-    below.axvline(1, color="black", linewidth=0.8)
-    below.set_yticks(range(len(use)), list(use))
-    below.set(xlabel="fraction of the period; at 1, the method can't be faster", xlim=(0, 1.05), ylim=(len(use) - 0.4, -0.6))
-    below.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    figure.savefig(path, dpi=120)
-
-
 def _from_zero(intervals: Sequence[Interval]) -> tuple[list[Interval], int, float]:
     """Return intervals that begin at time 0, the number of stages, and the end of the last interval."""
     origin = min(i.start for i in intervals)

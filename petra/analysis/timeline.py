@@ -16,7 +16,7 @@ from pathlib import Path
 
 from petra.analysis.plots import PASSES, timeline
 from petra.cost_model.costs import StageCost
-from petra.cost_model.links import Link
+from petra.cost_model.machines import Link
 from petra.cost_model.simulator import predict, simulate
 from petra.cost_model.zero_bubble import PREDICTED
 from petra.diagnostics.events import Interval, Kind
@@ -94,10 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             require(getattr(options, name) >= 1, f"--{name}", "an integer >= 1", getattr(options, name))
         if options.delay is not None:
             method = replace(method, delay=options.delay)
-        intervals = simulate(
-            costs, method, options.k, options.microbatches, link=link, transport=options.transport, overlap=options.overlap
-        )
-        steady = predict(costs, method, options.k, link=link, transport=options.transport, overlap=options.overlap)
+        intervals = simulate(costs, method, options.k, options.microbatches, link=link, transport=options.transport)
+        steady = predict(costs, method, options.k, link=link, transport=options.transport)
     except PetraError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -121,7 +119,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backward", type=float, help="time of a backward (default: 2 forwards if graphs are stored, else 3)")
     parser.add_argument("--latency", type=float, default=0.0, help="travel time of a message")
     parser.add_argument("--transport", choices=("edge", "lockstep"), default="edge")
-    parser.add_argument("--overlap", action="store_true", help="run forward beside backward where d >= 2")
     parser.add_argument("--out", type=Path, default=Path("timeline.svg"), help="PNG, SVG or PDF for a figure, .json for a trace")
     return parser
 

@@ -11,10 +11,8 @@ import numpy as np
 
 from petra.cost_model.costs import PARAMETER_COPIES, BlockCost, StageCost, pipeline_costs, stage_cost
 from petra.cost_model.delays import choose_delays, largest_delay
-from petra.cost_model.links import INSTANT, Connection, Link
-from petra.cost_model.machines import Device
+from petra.cost_model.machines import INSTANT, Connection, Device, Link
 from petra.cost_model.memory import PredictedMemory
-from petra.cost_model.zero_bubble import lags
 from petra.errors import ConfigError, invalid
 from petra.method import Keep, Method
 from petra.plan.partition import Indices, RangeExtrema, Values, best_partition, partition_of, prefix_sums
@@ -161,7 +159,7 @@ class _Stages:
         return stage == len(self.devices) - 1 and self.delays[stage] == 0
 
     def _in_flight(self, stage: int) -> int:
-        return in_flight(self.delays[stage] + self._lags[stage], self.k, self.method.flush)
+        return in_flight(self.delays[stage], self.k, self.method.flush)
 
     def _seconds(self, starts: Indices, ends: Indices, stage: int) -> Values:
         """Return the time per microbatch of each range of blocks as a stage; infinity if it doesn't fit into memory."""
@@ -182,10 +180,6 @@ class _Stages:
         cost = stage_cost(costs, keeps, parameter_copies=self.parameter_copies).on(self.devices[stage].speed)
         fits = self.memory(cost, stage) <= self.devices[stage].memory
         return cost.forward + cost.backward + cost.update / self.k if fits else float("inf")
-
-    @cached_property
-    def _lags(self) -> tuple[int, ...]:
-        return lags(self.method, self.delays)
 
     @cached_property
     def _sums(self) -> _Sums:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from petra.cost_model.block_memory import BuildOptimizer, Known, count_block
-from petra.cost_model.links import synchronized_time
+from petra.cost_model.machines import synchronized_time
 from petra.engine.build import make_stage
 from petra.engine.stage import Stage
 from petra.method import Keep

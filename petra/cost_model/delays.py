@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from petra.cost_model.costs import StageCost
-from petra.cost_model.links import INSTANT, Connection, Link, connections
+from petra.cost_model.machines import INSTANT, Connection, Link, connections
 from petra.cost_model.simulator import predict
 from petra.method import Method, Weights
 from petra.plan.transport import simulated_transport

@@ -1,7 +1,7 @@
 """The event graph of a timetable: what each step and each message waits for, by the rules of the transports.
 
-Events: the start of each step, its end after sending, and the end of each transfer of a message between processes; in lockstep,
-also the end of each exchange of a process.
+Events: the start of each step, its end after sending, and the end of the transfer of its message to another process; in lockstep,
+also the start and the end of each exchange of a process.
 
 In both transports, a transfer starts when the sender knows that its receive has been posted, as in gloo and NCCL: this notice takes
 the latency of the other direction. Transfers of one direction of a boundary follow one another.
@@ -14,16 +14,18 @@ the latency of the other direction. Transfers of one direction of a boundary fol
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from typing import Literal, NamedTuple
 
 from petra.cost_model.costs import StageCost
-from petra.cost_model.links import Connection, Link
+from petra.cost_model.machines import Connection, Link
 from petra.cost_model.period import Edge, EventGraph
+from petra.cost_model.zero_bubble import ZeroBubble
 from petra.diagnostics.events import Kind
+from petra.method import Method
 from petra.plan.timetable import Op, PeriodicRounds, Step, Timetable
 from petra.transport.edge import posted_receives
 
@@ -33,40 +35,8 @@ UNLIMITED = 2**40
 """More microbatches than any timetable runs until it repeats."""
 LAST = 2**40
 """Position of exchanges in a round: after all steps."""
-Pass = tuple[Op, int, int]
-"""Forward or backward, stage and microbatch."""
-
-
-class Steps(NamedTuple):
-    """Steps of consecutive rounds, in order.
-
-    Attributes:
-        steps: The steps, with the numbers of their rounds.
-        rounds, microbatches: If the steps repeat, the next repetition comes these numbers of rounds and of microbatches later. None
-            if they are a whole run.
-    """
-
-    steps: Sequence[Step]
-    rounds: int | None = None
-    microbatches: int | None = None
-
-
-def steady_state(delays: Sequence[int], boundary_delays: Sequence[int], flush_every: int | None, multiple: int = 1) -> Steps:
-    """Return the rounds that repeat, so often that a multiple of some number of microbatches runs.
-
-    Other arguments are those of :class:`petra.plan.timetable.Timetable`.
-    """
-    rounds = PeriodicRounds(Timetable(delays, boundary_delays, 0, UNLIMITED, flush_every), flush_every or 1, lambda r: r)
-    for _ in rounds.until_steady():
-        pass
-    times = max(1, multiple // rounds.period)
-    steps = [
-        Step(number + i * rounds.length, stage, op, m + i * rounds.period)
-        for i in range(times)
-        for body in rounds.body
-        for number, stage, op, m in body.steps()
-    ]
-    return Steps(steps, times * rounds.length, times * rounds.period)
+START, END, ARRIVAL = range(3)
+"""Events of an item: item number i has the events 3 · i + START, + END, and + ARRIVAL of its message."""
 
 
 @dataclass(frozen=True)
@@ -78,41 +48,61 @@ class Pipe:
         k: Microbatches per update.
         processes: Stages of each process.
         connections: Connection of each process to the next one.
-        boundary_delays: Delay d of each boundary.
         transport: Transport whose rules the messages follow.
-        splits, lags: Whether each stage splits its backward (ZB-H1), and by how many microbatches it postpones the second part.
-        overlapped: Stages that run forward beside backward; none if stages split their backward.
     """
 
     costs: Sequence[StageCost]
+    method: Method
     k: int
     processes: Sequence[range]
     connections: Sequence[Connection]
-    boundary_delays: Sequence[int]
     transport: TransportRules
-    splits: Sequence[bool]
-    lags: Sequence[int]
-    overlapped: Sequence[int] = ()
+
+    @cached_property
+    def delays(self) -> Sequence[int]:
+        """Delay τ of each stage."""
+        return self.method.delays(len(self.costs), self.k)
+
+    @cached_property
+    def boundary_delays(self) -> Sequence[int]:
+        """Delay d of each boundary."""
+        return self.method.boundary_delays(len(self.costs) - 1)[: len(self.costs) - 1]
 
     @cached_property
     def owner(self) -> Sequence[int]:
         """Process of each stage."""
         return [p for p, stages in enumerate(self.processes) for _ in stages]
 
-    def receiver(self, op: Op, stage: int) -> int | None:
-        """Return the stage that receives a message from another process; None if the stage sends none."""
-        target = stage + 1 if op is Op.FORWARD else stage - 1
-        return target if 0 <= target < len(self.costs) and self.owner[target] != self.owner[stage] else None
+    def timetable(self, microbatches: int = UNLIMITED) -> Timetable:
+        """Return the timetable of a run."""
+        return Timetable(self.delays, self.boundary_delays, 0, microbatches, self.k if self.method.flush else None)
 
-    def links(self, op: Op, stage: int) -> tuple[Link, Link]:
-        """Return the link of a stage's message and the link back."""
-        pair = self.connections[self.owner[stage] - (op is Op.BACKWARD)]
-        return (pair.forward, pair.backward) if op is Op.FORWARD else (pair.backward, pair.forward)
+    def receiver(self, step: Step) -> int | None:
+        """Return the stage in another process to which a step sends a message; None if there is none."""
+        target = step.stage + (1 if step.op is Op.FORWARD else -1)
+        return target if 0 <= target < len(self.costs) and self.owner[target] != self.owner[step.stage] else None
 
-    def transfer(self, op: Op, stage: int) -> float:
-        """Return the seconds that a stage's message takes on its link."""
-        cost = self.costs[stage]
-        return (cost.forward_bytes if op is Op.FORWARD else cost.backward_bytes) / self.links(op, stage)[0].bandwidth
+    def message(self, step: Step) -> tuple[Link, Link, float]:
+        """Return the link of a step's message, the link back, and the seconds that the message takes on its link."""
+        forward, cost = step.op is Op.FORWARD, self.costs[step.stage]
+        pair = self.connections[self.owner[step.stage] - (not forward)]
+        link, back = (pair.forward, pair.backward) if forward else (pair.backward, pair.forward)
+        return link, back, (cost.forward_bytes if forward else cost.backward_bytes) / link.bandwidth
+
+    def steady_state(self) -> tuple[list[Step], int]:
+        """Return the steps that repeat, and their number of microbatches: a multiple of k if updates take time."""
+        period = self.k if self.method.flush else 1
+        rounds = PeriodicRounds(self.timetable(), period, lambda round_: round_)
+        for _ in rounds.until_steady():
+            pass
+        times = max(1, self.k // period) if any(cost.update for cost in self.costs) else 1
+        steps = [
+            Step(number + i * rounds.length, stage, op, m + i * period)
+            for i in range(times)
+            for body in rounds.body
+            for number, stage, op, m in body.steps()
+        ]
+        return steps, times * period
 
 
 class Work(NamedTuple):
@@ -133,8 +123,6 @@ class Item:
         step: The step; None for an exchange.
         compute: Seconds of the step until it sends.
         after: Work that follows.
-        start, end: Its events; an exchange has only an end.
-        beside: Whether it is a backward that runs beside the forward of its stage in the round before.
     """
 
     process: int
@@ -143,166 +131,128 @@ class Item:
     step: Step | None = None
     compute: float = 0.0
     after: list[Work] = field(default_factory=list)
-    start: int = -1
-    end: int = -1
-    beside: bool = False
 
 
 class Events:
     """Event graph of some steps, with what is needed to read it.
+
+    Args:
+        steps: Steps of consecutive rounds, in order.
+        microbatches: If the steps repeat, the number of microbatches after which they do. None if they are a whole run.
 
     Attributes:
         items: Steps and exchanges, in order.
         graph: The graph.
     """
 
-    def __init__(self, steps: Steps, pipe: Pipe) -> None:
-        self._pipe, self._repeats, self._rounds = pipe, steps.microbatches is not None, steps.rounds or 0
-        self._period = steps.microbatches or UNLIMITED
-        self._phases: list[tuple[int, int, int]] = []
+    def __init__(self, steps: Sequence[Step], pipe: Pipe, microbatches: int | None = None) -> None:
+        self._pipe, self._period, self._repeats = pipe, microbatches or UNLIMITED, microbatches is not None
         self._edges: list[Edge] = []
-        self.items = [item for _, group in groupby(steps.steps, lambda step: step.round) for item in self._items([*group])]
-        own: dict[int, list[Item]] = {}
-        for item in self.items:
-            own.setdefault(item.process, []).append(item)
-        self._before = {id(item): (items[i - 1], int(i == 0)) for items in own.values() for i, item in enumerate(items)}
-        self._passes = {self._key(step): item for item in self.items if (step := item.step) is not None}
-        self._wires = {key: self._event(item, 2) for key, item in self._passes.items() if pipe.receiver(*key[:2]) is not None}
-        self._mark_beside(own)
-        for item in self.items:
-            self._follow(item)
-        for key in self._wires:
-            self._transfer(key)
+        self.items = [item for _, group in groupby(steps, lambda step: step.round) for item in self._items([*group])]
+        self._passes = {
+            (step.op, step.stage, step.microbatch % self._period): i
+            for i, item in enumerate(self.items)
+            if (step := item.step) is not None
+        }
+        own, exchanges = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+        for i, item in enumerate(self.items):
+            own[item.process].append(i)
+            if item.step is None:
+                exchanges[item.process].append(i)
+        for items in own.values():
+            for before, i in zip([items[-1], *items], items, strict=False):
+                late = sum(work.seconds for work in self.items[before].after)
+                self._wait(3 * i + START, before, END, late, int(before >= i))
+                self._wait(3 * i + END, i, START, self.items[i].compute)
+        for i, item in enumerate(self.items):
+            if item.step is not None and (target := pipe.receiver(item.step)) is not None:
+                self._send(i, item.step, target)
         if pipe.transport == "lockstep":
-            self._exchange([[item for item in items if item.step is None] for items in own.values()])
-        self.graph = EventGraph.of(self._phases, self._edges)
+            self._exchange(exchanges)
+        lockstep = pipe.transport == "lockstep"
+        phases = [
+            (item.round, LAST if event == ARRIVAL and lockstep else item.position, event)
+            for item in self.items
+            for event in (START, END, ARRIVAL)
+        ]
+        self.graph = EventGraph.of(phases, self._edges)
 
     def _items(self, steps: Sequence[Step]) -> list[Item]:
         """Return the items of one round: what each process does, with second parts of backwards at the end."""
         pipe, found, exchanging = self._pipe, defaultdict[int, list[Item]](list), set[int]()
         late = defaultdict[int, list[Work]](list)
         for step in steps:
-            cost, process, split = pipe.costs[step.stage], pipe.owner[step.stage], pipe.splits[step.stage]
-            item = Item(process, step.round, len(found[process]), step)
+            cost, process = pipe.costs[step.stage], pipe.owner[step.stage]
+            item = Item(process, step.round, len(found[process]), step, cost.forward)
             found[process].append(item)
-            if step.op is Op.FORWARD:
-                item.compute = cost.forward
-            else:
+            if step.op is Op.BACKWARD:
+                split = step.stage > 0 and isinstance(pipe.method, ZeroBubble)  # the first stage sends nothing
                 item.compute = cost.backward - (cost.weights if split else 0.0)
-                (late[process] if split else item.after).extend(_work_after(pipe, step.stage, step.microbatch))
-            if (target := pipe.receiver(step.op, step.stage)) is not None:
+                (late[process] if split else item.after).extend(_work_after(pipe, step.stage, step.microbatch, split=split))
+            if (target := pipe.receiver(step)) is not None:
                 exchanging |= {process, pipe.owner[target]}
         if pipe.transport == "lockstep":
             for process in sorted(exchanging):
                 found[process].append(Item(process, steps[0].round, LAST))
         for process, work in late.items():
             found[process][-1].after += work
-        items = sorted((item for items in found.values() for item in items), key=lambda item: item.step is None)
-        for item in items:
-            item.start, item.end = (-1 if item.step is None else self._event(item, 0)), self._event(item, 1)
-        return items
+        return sorted((item for items in found.values() for item in items), key=lambda item: item.step is None)
 
-    def _event(self, item: Item, place: int) -> int:
-        """Add an event, given its place in an item: start, end, or end of the transfer."""
-        position = LAST if place == 2 and self._pipe.transport == "lockstep" else item.position
-        self._phases.append((item.round, position, place))
-        return len(self._phases) - 1
+    def _wait(self, event: int, source: int | None, place: int, seconds: float, repetitions: int = 0) -> None:
+        """Let an event wait for one of an item; in a whole run, for the begin if that one does not exist."""
+        if source is None or (repetitions > 0 and not self._repeats):
+            self._edges.append((event, event, seconds if source is None else 0.0, 1))
+        else:
+            self._edges.append((event, 3 * source + place, seconds, repetitions))
 
-    def _key(self, step: Step) -> Pass:
-        return step.op, step.stage, step.microbatch % self._period
+    def _pass(self, op: Op, stage: int, m: int) -> tuple[int | None, int]:
+        """Return the item that runs microbatch ``m`` on a stage, and how many repetitions earlier it does so."""
+        found = self._passes.get((op, stage, m % self._period))
+        step = None if found is None else self.items[found].step
+        return found, 0 if step is None else (step.microbatch - m) // self._period
 
-    def _earlier(self, key: Pass, microbatches: int) -> tuple[Pass, int]:
-        """Return the pass of the same stage some microbatches earlier, and how many repetitions it is earlier."""
-        op, stage, _ = key
-        m = self._microbatch(key) - microbatches
-        found = op, stage, m % self._period
-        return found, (self._microbatch(found) - m) // self._period if found in self._passes else 0
-
-    def _microbatch(self, key: Pass) -> int:
-        step = self._passes[key].step
-        assert step is not None
-        return step.microbatch
-
-    def _edge(self, target: int, source: int | None, seconds: float, repetitions: int = 0) -> None:
-        """Let an event wait for another one; in a whole run, for the begin if that one does not exist."""
-        begin = source is None or (repetitions > 0 and not self._repeats)
-        self._edges.append((target, target, seconds, 1) if begin or source is None else (target, source, seconds, repetitions))
-
-    def _after_item(self, item: Item) -> tuple[int, float, int]:
-        """Return the end of the item before, the seconds of what follows it, and how many repetitions it is earlier."""
-        before, wraps = self._before[id(item)]
-        return before.end, 0.0 if wraps and not self._repeats else sum(work.seconds for work in before.after), wraps
-
-    def _follow(self, item: Item) -> None:
-        """Let an item wait for the one before it in its process."""
-        self._edge(item.end if item.step is None or item.beside else item.start, *self._after_item(item))
-        if item.step is not None:
-            self._edge(item.end, item.start, item.compute)
-
-    def _transfer(self, key: Pass) -> None:
+    def _send(self, i: int, step: Step, target: int) -> None:
         """Let a message wait for the one before it, and its receiver for the message; in edge, also for its receive."""
-        op, stage, m = key
-        pipe, item, wire, target = self._pipe, self._passes[key], self._wires[key], self._pipe.receiver(op, stage)
-        assert target is not None
-        (link, back), seconds, d = pipe.links(op, stage), pipe.transfer(op, stage), pipe.boundary_delays[min(stage, target)]
-        received = op, target, m
-        later = (self._microbatch(key) - self._microbatch(received)) // self._period
-        self._edge(self._passes[received].start, wire, link.latency, later)
-        previous, repetitions = self._earlier(key, 1)
-        self._edge(wire, self._wires.get(previous), seconds, repetitions)
-        if pipe.transport == "edge":
-            oldest, repetitions = self._earlier(key, d + 1)
-            self._edge(item.end, self._wires.get(oldest), 0.0, repetitions)
-            self._edge(wire, item.end, seconds)
-            posted, repetitions = self._earlier(received, posted_receives(d))
-            begin = self._passes[posted].start if posted in self._passes else None
-            self._edge(wire, begin, back.latency + seconds, repetitions - later)
+        _, stage, op, m = step
+        link, back, seconds = self._pipe.message(step)
+        received, repetitions = self._pass(op, target, m)
+        assert received is not None
+        self._wait(3 * received + START, i, ARRIVAL, link.latency, -repetitions)
+        before, repetitions = self._pass(op, stage, m - 1)
+        self._wait(3 * i + ARRIVAL, before, ARRIVAL, seconds, repetitions)
+        if self._pipe.transport == "edge":
+            d = self._pipe.boundary_delays[min(stage, target)]
+            oldest, repetitions = self._pass(op, stage, m - d - 1)
+            self._wait(3 * i + END, oldest, ARRIVAL, 0.0, repetitions)
+            self._wait(3 * i + ARRIVAL, i, END, seconds)
+            posted, repetitions = self._pass(op, target, m - posted_receives(d))
+            self._wait(3 * i + ARRIVAL, posted, START, back.latency + seconds, repetitions)
 
-    def _exchange(self, exchanges: Sequence[Sequence[Item]]) -> None:
+    def _exchange(self, exchanges: dict[int, list[int]]) -> None:
         """Let messages wait until both ends have come to the exchange, and the next exchange of the sender for the messages."""
-        places = {(item.process, item.round): item for items in exchanges for item in items}
-        following = {id(items[i - 1]): (item, int(i == 0)) for items in exchanges for i, item in enumerate(items)}
-        for key, wire in self._wires.items():
-            op, stage, _ = key
-            target, seconds, number = self._pipe.receiver(op, stage), self._pipe.transfer(op, stage), self._passes[key].round
-            assert target is not None
-            sender, receiver = (places[self._pipe.owner[j], number] for j in (stage, target))
-            for item, more in ((sender, 0.0), (receiver, self._pipe.links(op, stage)[1].latency)):
-                before, after, wraps = self._after_item(item)
-                self._edge(wire, before, after + more + seconds, wraps)
-            then, wraps = following[id(sender)]
-            self._edge(then.end, wire, 0.0, wraps)
-
-    def _mark_beside(self, own: Mapping[int, Sequence[Item]]) -> None:
-        """Let backwards beside forwards start with the round of the forward, and one after the other in their own thread."""
-        forwards = {(item.step.stage, item.round) for item in self.items if item.step is not None and item.step.op is Op.FORWARD}
-        for items in own.values():
-            first = {item.round: item for item in reversed(items)}
-            beside = list[Item]()
-            for item in items:
-                step = item.step
-                if step is None or step.op is Op.FORWARD or step.stage not in self._pipe.overlapped:
-                    continue
-                wraps = (step.stage, item.round - 1) not in forwards
-                number = item.round - 1 + wraps * self._rounds
-                if (step.stage, number) in forwards:
-                    item.beside = True
-                    end, seconds, repetitions = self._after_item(first[number])
-                    self._edge(item.start, end, seconds, repetitions + wraps)
-                    beside.append(item)
-            for i, item in enumerate(beside):
-                self._edge(item.start, beside[i - 1].start, beside[i - 1].compute, int(i == 0))
+        places = {(process, self.items[i].round): n for process, items in exchanges.items() for n, i in enumerate(items)}
+        for i, item in enumerate(self.items):
+            if item.step is None or (target := self._pipe.receiver(item.step)) is None:
+                continue
+            _, back, seconds = self._pipe.message(item.step)
+            for process, notice in ((item.process, 0.0), (self._pipe.owner[target], back.latency)):
+                own = exchanges[process][places[process, item.round]]
+                self._wait(3 * i + ARRIVAL, own, START, notice + seconds)
+            sent, own_exchanges = places[item.process, item.round], exchanges[item.process]
+            following = own_exchanges[(sent + 1) % len(own_exchanges)]
+            self._wait(3 * following + END, i, ARRIVAL, 0.0, int(sent + 1 == len(own_exchanges)))
 
 
-def _work_after(pipe: Pipe, stage: int, m: int) -> Iterator[Work]:
+def _work_after(pipe: Pipe, stage: int, m: int, *, split: bool) -> Iterator[Work]:
     """Yield what follows the backward of microbatch ``m``: an update, and the second parts of split backwards (ZB-H1).
 
-    Second parts compute the gradients of the parameters. None is left before an update.
+    Second parts compute the gradients of the parameters. Stage j postpones them by τ_1 − τ_j microbatches. None is left before an
+    update.
     """
     cost, place = pipe.costs[stage], m % pipe.k
     updates = place == pipe.k - 1
-    if pipe.splits[stage]:
-        lag = pipe.lags[stage]
+    if split:
+        lag = pipe.delays[0] - pipe.delays[stage]
         first = m - min(lag, place)
         for found in range(first, m + 1 if updates else first + (place >= lag)):
             yield Work(stage, Kind.BACKWARD_WEIGHTS, found, cost.weights)

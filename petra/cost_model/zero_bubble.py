@@ -6,7 +6,6 @@ stage j postpones it by τ_1 − τ_j microbatches, but not beyond the update, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from petra.method import METHODS, Keep, Method
@@ -20,13 +19,3 @@ class ZeroBubble(Method):
 ZB_H1 = ZeroBubble("zb_h1", delay=1, keep=Keep.GRAPH, flush=True)
 PREDICTED: dict[str, Method] = {**METHODS, ZB_H1.name: ZB_H1}
 """Methods that can be predicted and simulated, by name."""
-
-
-def splits(method: Method, stages: int) -> tuple[bool, ...]:
-    """Return for each stage whether its backward is split. The first stage, which sends nothing, never splits it."""
-    return tuple(isinstance(method, ZeroBubble) and j > 0 for j in range(stages))
-
-
-def lags(method: Method, delays: Sequence[int]) -> tuple[int, ...]:
-    """Return by how many microbatches each stage postpones the gradients of its parameters, given the delay τ of each stage."""
-    return tuple(delays[0] - delay if isinstance(method, ZeroBubble) else 0 for delay in delays)

@@ -15,7 +15,7 @@ from petra import METHODS, ConfigError, Keep, Method, TensorSpec
 from petra.cost_model.autotune import choose_keeps, search_within, tune
 from petra.cost_model.costs import BlockCost, StageCost, count_blocks, pipeline_costs, profile_blocks, stage_cost
 from petra.cost_model.delays import choose_delays
-from petra.cost_model.links import Link
+from petra.cost_model.machines import Link
 from petra.cost_model.memory import PredictedMemory
 from petra.cost_model.simulator import predict
 from petra.errors import invalid

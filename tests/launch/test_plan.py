@@ -14,15 +14,14 @@ from launch.config.compose import compose_overrides
 from launch.config.machines import read_machines, write_machines
 from launch.doctor.links import describe, measure_speeds
 from launch.doctor.machine import Report
-from launch.plan import main, predict_method
+from launch.plan import main
 from launch.run.build import set_up
 from launch.run.dry_run import memory_table
 from launch.runtime.rank import Process
 from petra import METHODS, ConfigError
 from petra.cost_model.autotune import tune
 from petra.cost_model.costs import BlockCost
-from petra.cost_model.links import Connection, Link
-from petra.cost_model.machines import Device, Machines
+from petra.cost_model.machines import Connection, Device, Link, Machines
 from petra.cost_model.zero_bubble import PREDICTED
 
 SMALL = ["model=revnet18", "model.width=0.0625", "data=synthetic", "data.batch_size=2"]
@@ -104,11 +103,10 @@ def test_machines_that_the_doctor_describes() -> None:
     assert measure_speeds(torch.device("cpu"))[0] > 0
 
 
-def test_plan_prints_all_methods_and_recommends_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--devices", "4", "--out", str(tmp_path / "plan.png"), *SMALL, "k=8"])
+def test_plan_prints_all_methods_and_recommends_one(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--devices", "4", *SMALL, "k=8"])
     out = capsys.readouterr().out
     assert all(f"| {name} " in out for name in PREDICTED)
-    assert (tmp_path / "plan.png").stat().st_size > 10_000
     recommended = re.search(r"recommended: (.*)", out).group(1).split()  # type: ignore[union-attr]
     pasted = shlex.split(re.search(r"to train: (.*)", out).group(1))  # type: ignore[union-attr]
     assert pasted == ["petra", "train", "--nproc", "4", *SMALL, "k=8", *recommended]
@@ -134,10 +132,6 @@ def test_options_that_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--devices", "0", *SMALL])
     assert capsys.readouterr().err == "error: --devices: expected a number > 0, got 0\n"
-    for name in ("plan.txt", "plan"):
-        with pytest.raises(SystemExit):
-            main(["--devices", "2", "--out", name, *SMALL])
-        assert capsys.readouterr().err == f"error: --out: expected a file name that ends in .png, .svg or .pdf, got {name}\n"
 
 
 BOUNDED = [(name, value) for name in ("latency", "teraflops", "bandwidth") for value in ("inf", "nan", "-1", "1e300")]
@@ -158,16 +152,3 @@ def test_a_plan_for_one_device(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "recommended: method=" in out
     assert "method.delay=" not in out
-
-
-def test_the_plan_of_machines_knows_overlap() -> None:
-    blocks = [BlockCost(f"b{i}", True, 1.0, 3.0, 1.0, 2.0, 0.0, 8, 8, 8, 4) for i in range(4)]
-    machines = Machines.equal(4, Link(1e12, 0.0), float("inf"))
-    turns, beside = (
-        predict_method(blocks, METHODS["petra"], 2, machines, "auto", overlap=overlap).prediction.period
-        for overlap in (False, True)
-    )
-    assert turns == pytest.approx(4)
-    assert beside == pytest.approx(4)  # the last block is reversible, so the last stage needs F + B = 4 in turn
-    last = [*blocks[:3], BlockCost("head", False, 1.0, 3.0, 1.0, 2.0, 0.0, 8, 8, 8, 4)]
-    assert predict_method(last, METHODS["petra"], 2, machines, "auto", overlap=True).prediction.period == pytest.approx(3)

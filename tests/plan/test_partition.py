@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from petra import METHODS, ConfigError, TensorSpec
 from petra.cost_model.costs import StageCost
 from petra.cost_model.delays import choose_delays
-from petra.cost_model.links import Link
+from petra.cost_model.machines import Link
 from petra.plan import make_plan
 from petra.plan.layout import make_layout
 from petra.plan.partition import balanced_partition, best_partition
