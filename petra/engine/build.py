@@ -5,9 +5,9 @@ Options are imported where a run asks for them, so that other runs do not load t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from inspect import signature
-from itertools import count, repeat
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from petra.engine.stage import Stage
 from petra.engine.update import Clip, Norm, Part, Step, Update
 from petra.engine.weights import WeightVersions
 from petra.engine.worker import Worker
-from petra.errors import ModelError, PetraError, first_line, invalid, require
+from petra.errors import ConfigError, ModelError, PetraError, first_line, invalid, require
 from petra.method import Keep, Weights
 from petra.model import Model
 from petra.plan import Plan
@@ -34,12 +34,7 @@ from petra.transport import Port
 
 
 def build_stages(
-    plan: Plan,
-    recipe: Recipe,
-    runtime: Runtime,
-    device: torch.device,
-    place: tuple[int, int],
-    fetch: Fetch | None = None,
+    plan: Plan, recipe: Recipe, runtime: Runtime, device: torch.device, place: tuple[int, int], fetch: Fetch
 ) -> dict[int, Stage]:
     """Build the stages of a rank, by index. Weights depend on the seed and the block only, not on the partition.
 
@@ -61,7 +56,6 @@ def build_stages(
             [_block(plan, recipe, runtime, device, b) for b in own.blocks],
             own.keeps,
             first_block=own.blocks.start,
-            names=[f"block {plan.model.blocks[b].name}" for b in own.blocks],
             weights=own.weights,
             k=plan.k,
             seed=seed,
@@ -71,6 +65,8 @@ def build_stages(
             returns_input=j > 0 and returns_activations(plan.stages[j - 1].keeps[-1]),
             fetch=fetch,
         )
+        for b, runner in zip(own.blocks, stage.runners, strict=True):
+            runner.function.name = f"block {plan.model.blocks[b].name}"
         for remedy in recipe.remedies:
             stage.runners = [remedy.wrap_runner(runner) for runner in stage.runners]
     return stages
@@ -81,7 +77,6 @@ def make_stage(
     keeps: Sequence[Keep],
     *,
     first_block: int = 0,
-    names: Sequence[str | None] | None = None,
     weights: Weights = Weights.CURRENT,
     k: int = 1,
     seed: int = 0,
@@ -97,7 +92,6 @@ def make_stage(
         blocks: Modules on their device, in training mode.
         keeps: What each block stores between its passes.
         first_block: Index of the first block in the model. A block's random numbers derive from the seed and its index.
-        names: What messages call the blocks.
         weights: Which weights backward passes differentiate.
         k: Microbatches per update.
         seed: Seed of the run.
@@ -107,13 +101,13 @@ def make_stage(
         fetch: As for :func:`petra.engine.block.block_runner`.
         returns_input: As for :class:`petra.engine.stage.Stage`.
     """
+    runners = []
     if numerics.exact_streams and grid is None:
         grid = Grid()
-    runners = []
-    for b, block, keep, name in zip(count(first_block), blocks, keeps, names or repeat(None), strict=False):
-        function = BlockFunction(block, derive_seed(seed, b), name)
-        function.around = _around(block, numerics, grid, overwritten=overwritten and keep is Keep.GRAPH)
-        versions = WeightVersions(function.parameters, weights, keeps_graph=keep is Keep.GRAPH, k=k)
+    for b, (block, keep) in enumerate(zip(blocks, keeps, strict=True), first_block):
+        function, keeps_graph = BlockFunction(block, derive_seed(seed, b)), keep is Keep.GRAPH
+        function.around = _around(block, numerics, grid, overwritten=overwritten and keeps_graph)
+        versions = WeightVersions(function.parameters, weights, keeps_graph=keeps_graph, k=k)
         runners.append(block_runner(function, keep, versions, first=b == 0, fetch=fetch))
     gradients = Accumulation(nn.ModuleList(blocks), k)
     return Stage(runners, gradients, returns_input=returns_input, channels_last=numerics.channels_last)
@@ -153,18 +147,13 @@ def check_drained(plan: Plan, workers: Mapping[int, Worker], device: torch.devic
 
 
 def build_workers(
-    plan: Plan,
-    recipe: Recipe,
-    stages: Mapping[int, Stage],
-    ports: Mapping[int, tuple[Port, Port]],
-    device: torch.device,
+    plan: Plan, recipe: Recipe, stages: Mapping[int, Stage], ports: Mapping[int, tuple[Port, Port]], device: torch.device
 ) -> dict[int, Worker]:
     """Build a worker for each stage of a rank, by index."""
     workers = {}
     for j, stage in stages.items():
         update, (upstream, downstream) = _update(plan, recipe, j, stage, device), ports[j]
-        check = update[FiniteCheck]
-        downstream = CheckedPort(downstream, check)
+        downstream = CheckedPort(downstream, update[FiniteCheck])
         for remedy in recipe.remedies:
             upstream = remedy.wrap_port(upstream, plan, j)
         if recipe.rules.loss_scale is not None:
@@ -178,16 +167,14 @@ def build_workers(
 
 def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.device) -> Update:
     """Return the updates of a stage: norm, clip, check, remedies, step, average. A loss scale acts before and after clip."""
-    rules, parameters, rate = recipe.rules, stage.gradients.parameters, recipe.learning_rate
-    optimizer, remedial = _optimizer(recipe, stage.module), list[Part]()
+    rules, rate, remedial, averages = recipe.rules, recipe.learning_rate, list[Part](), list[Part]()
+    optimizer = _optimizer(recipe, stage.module)
     for remedy in recipe.remedies:
         rate = remedy.learning_rate(rate, plan.stages[j].staleness)
         if optimizer is not None:
             remedy.prepare(optimizer)
             remedial += remedy.parts(stage, optimizer, plan, j)
-    step = Step(stage, optimizer, rate)
-    last, kind, averages = j == len(plan.stages) - 1, Update, list[Part]()
-    clip = [] if rules.clip is None else [Clip(rules.clip)]
+    clip, last = [] if rules.clip is None else [Clip(rules.clip)], j == len(plan.stages) - 1
     checked: list[Part] = [*clip, FiniteCheck(stage, j + 1, rules, device, last=last)]
     if rules.loss_scale is not None:
         from petra.engine.options.loss_scale import LossScale, ScaledCheck, Unscale
@@ -197,12 +184,13 @@ def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.devi
     if rules.average is not None:
         from petra.engine.options.averaging import WeightAverage
 
-        averages.append(WeightAverage(parameters, rules.average))
+        averages.append(WeightAverage(stage.gradients.parameters, rules.average))
+    parts = [Norm(stage.gradients.parameters), *checked, *remedial, Step(stage, optimizer, rate), *averages]
     if rules.clip_globally:
         from petra.engine.options.global_clip import PostponedUpdate
 
-        kind = PostponedUpdate
-    return kind([Norm(parameters), *checked, *remedial, step, *averages], device)
+        return PostponedUpdate(parts, device)
+    return Update(parts, device)
 
 
 def check_runtime(plan: Plan, runtime: Runtime, device: torch.device) -> None:
@@ -253,17 +241,26 @@ def load_blocks(model: Model, own: Mapping[str, nn.Module], state: Mapping[str, 
     Raises:
         ModelError: If a key belongs to no block of the model, or an entry of a block is missing or has another shape.
     """
-    parts: dict[str, dict[str, Tensor]] = {block.name: {} for block in model.blocks}
-    for key, value in state.items():
-        block, _, name = key.partition(".")
-        if block not in parts:
+    names = {block.name for block in model.blocks}
+    for key in state:
+        if key.partition(".")[0] not in names:
             raise ModelError(f"contains {key}, but {model.name} has no such block")
-        parts[block][name] = value
     for block, module in own.items():
         try:
-            module.load_state_dict(parts[block])
+            module.load_state_dict({key.removeprefix(f"{block}."): t for key, t in state.items() if key.startswith(f"{block}.")})
         except RuntimeError as error:
             raise ModelError(f"block {block} does not fit ({' '.join(str(error).split())})") from error
+
+
+@contextmanager
+def _building(name: str, expected: str, kind: type[PetraError] = ConfigError) -> Iterator[None]:
+    """Refuse what a user's function raises that builds a part of the pipeline."""
+    try:
+        yield
+    except PetraError:
+        raise
+    except Exception as error:
+        raise invalid(name, expected, f"{type(error).__name__} ({first_line(error)})", kind) from error
 
 
 def _optimizer(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer | None:
@@ -275,48 +272,29 @@ def _optimizer(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer | Non
     """
     if not any(p.requires_grad for p in module.parameters()):
         return None
-    try:
+    with _building("optimizer", "a function that returns a stage's optimizer, given the module of its blocks"):
         optimizer = recipe.optimizer(module)
-    except PetraError:
-        raise
-    except Exception as error:
-        got = f"{type(error).__name__} ({first_line(error)})"
-        raise invalid("optimizer", "a function that returns a stage's optimizer, given the module of its blocks", got) from error
-    _check_optimizer(optimizer)
-    rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
+    name, step = type(optimizer).__name__, getattr(optimizer, "step", None)
+    fits = callable(step) and hasattr(optimizer, "param_groups")
+    require(fits, "optimizer", "a function that returns a torch.optim.Optimizer", f"one that returns {name}")
+    arguments = signature(optimizer.step).parameters.values()
+    needed = [a for a in arguments if a.default is a.empty and a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
+    require(not needed, "optimizer", "one whose step needs no closure, since passes of other microbatches are in flight", name)
+    require(name != "SparseAdam", "optimizer", "one for dense gradients, in which petra accumulates", name)
     if recipe.learning_rate is None:
         expected = "a function, as the optimizer has no learning rate of its own"
         require(not getattr(optimizer, "needs_learning_rate", False), "learning_rate", expected, None)
     else:
+        rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
         expected = f"None for an optimizer whose parameter groups have the learning rates {', '.join(map(str, rates))}"
         require(len(rates) == 1, "learning_rate", expected, "a function, which sets one learning rate for all groups")
     return optimizer
 
 
-def _check_optimizer(optimizer: object) -> None:
-    """Check that ``step()`` without arguments updates the weights by dense gradients.
-
-    Raises:
-        ConfigError: If not.
-    """
-    name, step = type(optimizer).__name__, getattr(optimizer, "step", None)
-    fits = callable(step) and hasattr(optimizer, "param_groups")
-    require(fits, "optimizer", "a function that returns a torch.optim.Optimizer", f"one that returns {name}")
-    arguments = signature(step).parameters.values() if callable(step) else ()
-    needed = [a for a in arguments if a.default is a.empty and a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
-    require(not needed, "optimizer", "one whose step needs no closure, since passes of other microbatches are in flight", name)
-    require(name != "SparseAdam", "optimizer", "one for dense gradients, in which petra accumulates", name)
-
-
 def _block(plan: Plan, recipe: Recipe, runtime: Runtime, device: torch.device, b: int) -> nn.Module:
     # Convert each block to its final memory format at once, so that the next block can reuse the freed memory.
-    try:
+    with _building(f"block {plan.model.blocks[b].name}", "a module", ModelError):
         block = plan.model.build_block(b, recipe.seed).to(device)
-    except PetraError:
-        raise
-    except Exception as error:
-        got = f"an error when it is built ({first_line(error)})"
-        raise invalid(f"block {plan.model.blocks[b].name}", "a module", got, ModelError) from error
     if plan.numerics.channels_last:
         block.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if runtime.compile is not None:
