@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from torch import Tensor, nn
 
@@ -93,26 +93,20 @@ EVENTS = tuple(name for name in vars(Hook) if not name.startswith("_"))
 
 
 class Hooks:
-    """The hooks attached to a pipeline. For each event of :class:`Hook`, an attribute holds the methods to call."""
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, event: str) -> tuple[Callable[..., None], ...]:
-            """Return the methods to call at an event."""
+    """The hooks attached to a pipeline. For each event of :class:`Hook`, an attribute has the methods to call."""
 
     def __init__(self) -> None:
         self.attached_hooks: list[Hook] = []
-        self._collect()
+
+    def __getattr__(self, event: str) -> tuple[Callable[..., None], ...]:
+        if event not in EVENTS:
+            raise AttributeError(event)
+        base = getattr(Hook, event)
+        return tuple(getattr(hook, event) for hook in self.attached_hooks if getattr(type(hook), event) is not base)
 
     def attach(self, hook: Hook) -> None:
         """Call ``hook`` at every event from now on, after the hooks attached earlier."""
         self.attached_hooks.append(hook)
-        self._collect()
-
-    def detach(self, hook: Hook) -> None:
-        """Stop calling ``hook``."""
-        self.attached_hooks.remove(hook)
-        self._collect()
 
     @contextmanager
     def attached(self, hook: H) -> Iterator[H]:
@@ -121,10 +115,4 @@ class Hooks:
         try:
             yield hook
         finally:
-            self.detach(hook)
-
-    def _collect(self) -> None:
-        for event in EVENTS:
-            base = getattr(Hook, event)
-            calls = tuple(getattr(hook, event) for hook in self.attached_hooks if getattr(type(hook), event) is not base)
-            setattr(self, event, calls)
+            self.attached_hooks.remove(hook)

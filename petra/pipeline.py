@@ -13,20 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from petra.distributed import all_gather_objects, bind_device, raise_on_all_ranks
-from petra.engine.build import (
-    build_stages,
-    build_strategy,
-    build_workers,
-    check_drained,
-    check_runtime,
-    load_blocks,
-)
+from petra.engine.build import build_stages, build_strategy, build_workers, check_drained, check_runtime, load_blocks
 from petra.engine.endpoints import DataPort, DataSource, LossPort, require_source
 from petra.engine.executor import Executor
 from petra.engine.metrics import size_of
 from petra.engine.recipe import Recipe
 from petra.engine.stage import evaluating
-from petra.engine.totals import Result, reduce_totals
+from petra.engine.totals import Result
 from petra.errors import NumericsError, invalid, require
 from petra.hooks import Hooks
 from petra.method import Method
@@ -187,7 +180,7 @@ class Pipeline:
         done, k, watched = self.microbatches_done, self.plan.k, bool(on_microbatch or stop)
         if 0 < done < k and self.rank == 0 and not watched:  # a caller that watches or stops training may end a call on purpose
             log.warning("k=%d: no update yet, after %d microbatches; the weights have not changed", k, done)
-        result = reduce_totals(self._source.totals, self.recipe.metrics, self.world > 1, self.replicas)
+        result = self._result(self._source.totals)
         if not (isfinite(result.loss) or self.recipe.rules.may_skip):
             where = f"stage {len(self.plan.stages)}: the loss is not finite in microbatches {start + 1} to {done}"
             raise NumericsError(f"{where}; lower optim.lr or set optim.clip", origin=self.rank == 0)  # one rank is to report it
@@ -198,7 +191,16 @@ class Pipeline:
         microbatches = self._set_data(data, 0, microbatches, training=False)
         with self.averaged(), evaluating(self.stages.values()):
             self._executor.evaluate(microbatches)
-        return reduce_totals(self.loss_port.totals, self.recipe.metrics, self.world > 1, self.replicas)
+        return self._result(self.loss_port.totals)
+
+    def _result(self, totals: Tensor) -> Result:
+        """All-reduce a sum of reports, and return its result."""
+        totals = totals.cpu()
+        if self.replicas is not None:
+            self.replicas.total(totals)
+        elif self.world > 1:
+            dist.all_reduce(totals)
+        return Result.of(totals.tolist(), self.recipe.metrics)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Use the moving averages of this rank's weights inside the ``with`` block, if the rules ask for averages."""

@@ -13,16 +13,14 @@ from petra.errors import ModelError, check_types, invalid, require
 Streams = tuple[Tensor, ...]
 """Input or output of a block: one tensor, or the pair (x1, x2) of a reversible network."""
 
-Message = tuple[Streams, ...]
 REPORT = 2
 """Position of the report in a backward message."""
+Message = tuple[Streams, ...]
 """What one stage sends to another for a microbatch.
 
 ``(x,)`` in the forward direction, ``(x̃, δ, (report,))`` in the backward direction. x̃ is empty if the receiving stage does not
 reconstruct its input.
 """
-
-
 IGNORED = -100
 """Target of a padding row. The default ``ignore_index`` of ``torch.nn.functional.cross_entropy``."""
 

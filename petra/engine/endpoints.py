@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from petra.engine.metrics import Metric, count_targets, size_of
-from petra.errors import ConfigError, ModelError, invalid, require
+from petra.errors import ModelError, invalid, require
 from petra.specs import Message, Streams, TensorSpec
 from petra.torch_private import storage_key, vector_jacobian_products
 
 Read = Callable[[int], Tensor]
-"""Function of a microbatch that returns a tensor on the CPU."""
+"""Function of a microbatch that returns a tensor."""
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Function of (output, targets) that returns the mean over the targets that are not ignored."""
 
@@ -73,12 +73,10 @@ def require_source(data: object, microbatches: int, *, refetches: bool) -> None:
         ConfigError: If the source lacks a method, or the number is not an integer >= 0.
     """
     require(isinstance(microbatches, int) and microbatches >= 0, "microbatches", "an integer >= 0", microbatches)
-    if not all(callable(getattr(data, name, None)) for name in ("inputs", "targets")):
-        expected = "a source with methods inputs(m) and targets(m), such as petra.data.TrainSource"
-        raise invalid("data", expected, type(data).__name__, ConfigError)
-    if refetches and not isinstance(data, RefetchSource):
-        expected = "a source with a method refetch(m), such as petra.data.TrainSource (or Runtime.refetch=False)"
-        raise invalid("data", expected, type(data).__name__, ConfigError)
+    for name in ("inputs", "targets", "refetch") if refetches else ("inputs", "targets"):
+        otherwise = " (or Runtime.refetch=False)" if name == "refetch" else ""
+        expected = f"a source with a method {name}(m), such as petra.data.TrainSource{otherwise}"
+        require(callable(getattr(data, name, None)), "data", expected, type(data).__name__)
 
 
 def staged(read: Read, device: torch.device, microbatches: range) -> Read:
@@ -104,28 +102,22 @@ class DataPort:
         on_microbatch: Called with the report of each microbatch; that of a share is multiplied by ``dp``. None by default.
     """
 
-    def __init__(
-        self,
-        inputs: TensorSpec,
-        device: torch.device,
-        channels_last: bool,
-        totals: Tensor,
-        dp: int = 1,
-    ) -> None:
+    _read: Callable[[int], Streams]
+    _read_again: Callable[[int], Streams]
+
+    def __init__(self, inputs: TensorSpec, device: torch.device, channels_last: bool, totals: Tensor, dp: int = 1) -> None:
         self.inputs, self.device, self.totals, self._dp = inputs, device, totals, dp
         self.on_microbatch: Callable[[Tensor], None] | None = None
         self.format = torch.channels_last if channels_last else torch.contiguous_format
-        self._read: Read | None = None
-        self._read_again: Read | None = None
 
     def start(self, data: DataSource, start: int, microbatches: int, *, training: bool = True) -> None:
         """Read the inputs of ``microbatches`` microbatches from number ``start`` on in the next run of the pipeline."""
         if training:
             self.totals.zero_()
         run = range(start, start + microbatches)
-        self._read = staged(self._checked(data.inputs), self.device, run)
+        self._read = self._streams(data.inputs, run)
         if isinstance(data, RefetchSource):
-            self._read_again = staged(self._checked(data.refetch), self.device, run)
+            self._read_again = self._streams(data.refetch, run)
 
     def send(self, m: int, message: Message) -> None:
         """Accept the backward message of microbatch ``m``. Only its report is used."""
@@ -135,31 +127,34 @@ class DataPort:
             self.on_microbatch(self._dp * report if self._dp > 1 else report)
 
     def receive(self, m: int) -> Message:
-        """Return the inputs of microbatch ``m`` on the device, in memory of their own: the source may reuse its buffer.
+        """Return the inputs of microbatch ``m`` on the device.
 
         Raises:
             ModelError: If the inputs don't have the expected shape and type.
         """
-        assert self._read is not None
-        return (self._streams(self._read(m)),)
+        return (self._read(m),)
 
     def refetch(self, m: int) -> Streams:
         """Return the inputs of microbatch ``m`` once more, as :meth:`receive` did before."""
-        assert self._read_again is not None
-        return self._streams(self._read_again(m))
+        return self._read_again(m)
 
-    def _checked(self, read: Read) -> Read:
+    def _streams(self, read: Read, microbatches: range) -> Callable[[int], Streams]:
+        """Return a function that reads inputs, and returns them on the device in their own memory: sources may reuse buffers."""
+
         def checked(m: int) -> Tensor:
             x = read(m)
             self.inputs.require(x, f"the data of microbatch {m}")
             return x
 
-        return checked
+        on_device = staged(checked, self.device, microbatches)
 
-    def _streams(self, x: Tensor) -> Streams:
-        own = x.contiguous(memory_format=self.format) if x.dim() == 4 else x
-        shared = self.device.type == "cpu" and storage_key(own) == storage_key(x)  # with the data source
-        return (own.clone() if shared else own,)
+        def streams(m: int) -> Streams:
+            x = on_device(m)
+            own = x.contiguous(memory_format=self.format) if x.dim() == 4 else x
+            shared = self.device.type == "cpu" and storage_key(own) == storage_key(x)  # with the data source
+            return (own.clone() if shared else own,)
+
+        return streams
 
 
 class LossPort:
@@ -178,10 +173,11 @@ class LossPort:
         totals: Sum of the reports of an evaluation.
     """
 
+    _read: Read
+
     def __init__(self, device: torch.device, losses: Losses, metrics: Mapping[str, Metric]) -> None:
         self.device, self.losses, self.metrics = device, losses, dict(metrics)
         self.data: DataSource | None = None
-        self._read: Callable[[int], Tensor] | None = None
         self._pending: dict[int, Message] = {}
         self._training = True
         self.totals = torch.zeros(2 + sum(map(size_of, metrics.values())), dtype=torch.float64, device=device)
@@ -194,38 +190,27 @@ class LossPort:
 
     def send(self, m: int, message: Message) -> None:
         """Take the output of microbatch ``m``. Compute its loss and gradient, or in an evaluation, add its report to ``totals``."""
-        if not self._training:
-            self._evaluate(m, message)
-            return
         ((output,),) = message
-        targets = self._targets(m)
+        targets = self._read(m)
         count = count_targets(targets)
+        if not self._training:
+            self.totals += self._report(output, targets, self.losses.evaluation(output, targets), count)
+            return
         loss, gradient = _loss_and_gradient(self.losses.training, output, targets)
-        gradient, report = _unless_empty(count, gradient), self._report(output, targets, loss, count)
-        self._pending[m] = ((output,), (gradient,), (report,))
+        self._pending[m] = ((output,), (_unless_empty(count, gradient),), (self._report(output, targets, loss, count),))
 
     def receive(self, m: int) -> Message:
         """Return the backward message of microbatch ``m``."""
         return self._pending.pop(m)
 
-    def _evaluate(self, m: int, message: Message) -> None:
-        ((output,),) = message
-        targets = self._targets(m)
-        loss = self.losses.evaluation(output, targets)
-        _require_scalar("loss", loss)
-        self.totals += self._report(output, targets, loss, count_targets(targets))
-
     def _report(self, output: Tensor, targets: Tensor, loss: Tensor, count: Tensor) -> Tensor:
+        _require_scalar("loss", loss)
         metrics = {name: metric(output, targets) for name, metric in self.metrics.items()}
         for name, value in metrics.items():
             if size_of(self.metrics[name]) == 1:
                 _require_scalar(f"metric {name}", value)
         report = torch.cat([v.double().view(-1) for v in (count, loss * count, *metrics.values())])
         return _unless_empty(count, report)
-
-    def _targets(self, m: int) -> Tensor:
-        assert self._read is not None
-        return self._read(m)
 
 
 def _unless_empty(count: Tensor, values: Tensor) -> Tensor:

@@ -1,18 +1,11 @@
-"""Sums of the reports of microbatches over a run, and the result computed from them."""
+"""The result of a run, computed from the sum of the reports of its microbatches."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-import torch.distributed as dist
-from torch import Tensor
 
 from petra.engine.metrics import Metric, VectorMetric, size_of
-
-if TYPE_CHECKING:
-    from petra.engine.options.replicas import Replicas
 
 
 @dataclass(frozen=True)
@@ -45,13 +38,3 @@ class Result:
             else:
                 values[name] = own[0] / max(targets, 1)
         return cls(int(targets), loss / max(targets, 1), values, counts, sums)
-
-
-def reduce_totals(totals: Tensor, metrics: Mapping[str, Metric], distributed: bool, replicas: Replicas | None) -> Result:
-    """All-reduce summed reports and return their result."""
-    totals = totals.cpu()
-    if replicas is not None:
-        replicas.total(totals)
-    elif distributed:
-        dist.all_reduce(totals)
-    return Result.of(totals.tolist(), metrics)

@@ -105,7 +105,7 @@ LISTED = {  # kind and place: how often per run, per stage, per stage and update
     "copy petra/engine/options/finite_check.py settle": (0, 1, 1 / 50, 0),  # outcomes once in 50 updates, and at the end
     "item petra/engine/options/finite_check.py check_drained": (0, 2, 0, 0),
     "synchronize petra/engine/options/staging.py __call__": (0, 0, 0, 1),  # bounds how far the host is ahead; at any time
-    "copy petra/engine/totals.py reduce_totals": (1, 0, 0, 0),
+    "copy petra/pipeline.py _result": (1, 0, 0, 0),
     "item petra/reversible/grid.py require": (1, 0, 0, 0),
 }
 
