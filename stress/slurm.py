@@ -27,12 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from stress.kill_many import assert_same, assert_undamaged, results
-from stress.locks import only_one
+from stress.network import end_processes, network, run
 from tests.structure import ROOT
 from tests.support.forked import Forked
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "ip", "unshare", "setpriv")
-PREFIX, BRIDGE, NETWORK, CONTROLLER = "petra-n", "petra-slurm", "10.97.0", "10.97.0.254"
+ADDRESSES = {f"petra-n{i}": f"10.97.0.{i}" for i in (1, 2, 3)}
+CONTROLLER = "10.97.0.254"
 GPUS = 8
 START, POLL = 30.0, 0.2
 """Seconds that the daemons may take to start, and between two looks at a job."""
@@ -55,14 +56,11 @@ SlurmdParameters=config_overrides
 SlurmdTimeout=10
 KillWait=30
 SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/%n.pid
-PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=60
-PartitionName=high Nodes=ALL PriorityTier=2 PreemptMode=OFF
+PartitionName=low Nodes=ALL Default=YES
 """
 
 
@@ -93,12 +91,12 @@ class Cluster:
 
     def lose_node(self, node: str) -> None:
         """Disconnect a node and end all its processes, as a loss of power does. No other node hears of it."""
-        _run(f"ip -n {node} link set eth0 down")
-        _end_processes(node)
+        run(f"ip -n {node} link set eth0 down")
+        end_processes(node)
 
     def repair_node(self, node: str) -> None:
         """Start a lost node again, and wait until Slurm uses it."""
-        _run(f"ip -n {node} link set eth0 up")
+        run(f"ip -n {node} link set eth0 up")
         self.start_node(node)
         self.wait_until_idle()
 
@@ -155,21 +153,16 @@ class Cluster:
 
 
 @contextmanager
-def cluster(folder: Path, nodes: int) -> Iterator[Cluster]:
+def cluster(folder: Path) -> Iterator[Cluster]:
     """Start a cluster, and remove it with all its processes at the end.
-
-    If another process of this machine runs such a cluster, wait for its end: both would have the same names and addresses.
 
     Raises:
         AssertionError: If the nodes are not idle in time.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    result = Cluster(folder, tuple(f"{PREFIX}{i}" for i in range(1, nodes + 1)))
-    controller = None
-    with only_one("petra-slurm"):
-        _remove_network(result.nodes)  # of a cluster that was killed
+    result, controller = Cluster(folder, tuple(ADDRESSES)), None
+    with network("petra-slurm", ADDRESSES, CONTROLLER):
         try:
-            _make_network(result.nodes)
             _configure(result)
             controller = _daemon(["setpriv", "--pdeathsig", "KILL", "slurmctld", "-D"], folder, "slurmctld")
             for node in result.nodes:
@@ -180,51 +173,16 @@ def cluster(folder: Path, nodes: int) -> Iterator[Cluster]:
             if controller is not None:
                 controller.kill()
                 controller.wait()
-            _remove_network(result.nodes)
-
-
-def _end_processes(node: str) -> None:
-    pids = subprocess.run(["ip", "netns", "pids", node], capture_output=True, text=True).stdout.split()
-    if pids:
-        subprocess.run(["kill", "-9", *pids], stderr=subprocess.DEVNULL)
-
-
-def _make_network(nodes: Sequence[str]) -> None:
-    """Create the namespaces, and join them to a bridge. A node finds the others by their names."""
-    hosts = "127.0.0.1 localhost\n" + "".join(f"{NETWORK}.{i} {node}\n" for i, node in enumerate(nodes, 1))
-    _run(f"ip link add {BRIDGE} type bridge")
-    _run(f"ip address add {CONTROLLER}/24 dev {BRIDGE}")
-    _run(f"ip link set {BRIDGE} up")
-    for i, node in enumerate(nodes, 1):
-        place = Path("/etc/netns", node)  # `ip netns exec` mounts this folder's files over those of /etc
-        place.mkdir(parents=True, exist_ok=True)
-        (place / "hosts").write_text(hosts)
-        _run(f"ip netns add {node}")
-        _run(f"ip link add {node} type veth peer name eth0 netns {node}")
-        _run(f"ip link set {node} master {BRIDGE} up")
-        _run(f"ip -n {node} address add {NETWORK}.{i}/24 dev eth0")
-        for link in ("lo", "eth0"):
-            _run(f"ip -n {node} link set {link} up")
-
-
-def _remove_network(nodes: Sequence[str]) -> None:
-    for node in nodes:
-        _end_processes(node)
-        subprocess.run(["ip", "netns", "delete", node], stderr=subprocess.DEVNULL)
-        shutil.rmtree(Path("/etc/netns", node), ignore_errors=True)
-    subprocess.run(["ip", "link", "delete", BRIDGE], stderr=subprocess.DEVNULL)
 
 
 def _configure(wanted: Cluster) -> None:
     lines = [CONFIGURATION.format(host=socket.gethostname(), controller=CONTROLLER, folder=wanted.folder)]
-    for i, node in enumerate(wanted.nodes, 1):
-        lines.append(f"NodeName={node} NodeAddr={NETWORK}.{i} CPUs=16 Gres=gpu:{GPUS}\n")
+    for node, address in ADDRESSES.items():
+        lines.append(f"NodeName={node} NodeAddr={address} CPUs=16 Gres=gpu:{GPUS}\n")
         (wanted.folder / f"spool-{node}").mkdir()
     (wanted.folder / "state").mkdir()
     (wanted.folder / "slurm.conf").write_text("".join(lines))
-    (wanted.folder / "cgroup.conf").write_text(
-        "CgroupPlugin=cgroup/v1\n"
-    )  # is not used; its detection needs a mounted /sys/fs/cgroup
+    (wanted.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # not used; detection needs a mounted /sys/fs/cgroup
     for gpu in range(GPUS):  # a GPU is a file of the kind of /dev/null here
         os.mknod(wanted.folder / f"gpu{gpu}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
     (wanted.folder / "gres.conf").write_text(f"Name=gpu File={wanted.folder}/gpu[0-{GPUS - 1}]\n")
@@ -234,10 +192,6 @@ def _daemon(words: Sequence[str], folder: Path, name: str) -> subprocess.Popen[b
     with (folder / f"{name}.log").open("a") as log:
         environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
         return subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
-
-
-def _run(line: str) -> None:
-    subprocess.run(line.split(), check=True)
 
 
 JOB = str(ROOT / "launch" / "templates" / "slurm.sbatch")
@@ -351,22 +305,6 @@ def requeue(suite: Suite) -> str:
     return f"resumed after microbatch {resumed_at(suite.log('requeue'))}; equal"
 
 
-def preemption(suite: Suite) -> str:
-    """A job of a higher partition takes the nodes, and gives them back."""
-    low = suite.submit("preempted", "--requeue --partition low --nodes 3", RUN, NPROC="3", NPROC_PER_NODE="1")
-    suite.until_saved("preempted")
-    words = ["--parsable", "--partition=high", "--nodes=3", "--cpus-per-task=16", "--output=/dev/null", "--wrap", "sleep 3"]
-    high = suite.cluster.call("sbatch", *words).strip()
-    suite.until_ended(high, "preempted", "COMPLETED")
-    suite.until("preempted", (suite.folder / "preempted" / "run" / "summary.json").exists)
-    facts = suite.until_ended(low, "preempted", "COMPLETED")
-    suite.assert_equal("preempted")
-    log = suite.log("preempted")
-    assert log.count("stopped on request") == 1, log
-    restarts = facts["Restarts"]
-    return f"saved, {restarts} restart(s), resumed after microbatch {resumed_at(log)}; equal"
-
-
 def lost_node(suite: Suite) -> str:
     """A node loses power: the job starts again on the remaining nodes."""
     number = suite.submit("lost", "--requeue", RUN, NPROC="3", NPROC_PER_NODE="2,1")
@@ -416,7 +354,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 SCENARIOS: dict[str, Callable[[Suite], str]] = {
-    scenario.__name__: scenario for scenario in (shipped, task_per_gpu, requeue, preemption, lost_node, signal_before_time_limit)
+    scenario.__name__: scenario for scenario in (shipped, task_per_gpu, requeue, lost_node, signal_before_time_limit)
 }
 
 
@@ -427,7 +365,7 @@ def main() -> None:
     options = parser.parse_args()
     if (reason := missing()) is not None:
         sys.exit(f"error: {reason}")
-    with tempfile.TemporaryDirectory() as name, cluster(Path(name, "slurm"), nodes=3) as running:
+    with tempfile.TemporaryDirectory() as name, cluster(Path(name, "slurm")) as running:
         suite = Suite(running, Path(name, "runs"))
         suite.folder.mkdir()
         print("| scenario | seconds | result |", "|---|---|---|", sep="\n", flush=True)

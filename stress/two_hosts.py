@@ -1,7 +1,7 @@
 """Runs on two hosts with a shared folder: an interrupted link, a second job, and a killed agent.
 
 Run ``python -m stress.two_hosts`` as root. The hosts are two network namespaces of this machine with two processes each, joined by
-a virtual Ethernet link (Linux, iproute2).
+a virtual network (Linux, iproute2).
 
 The link is interrupted in two ways: one end goes down, or all packets of the second host are lost silently, because they have a
 wrong hardware address. Both sides must end by themselves with an error within the timeout. If one host's agent is killed, the
@@ -18,17 +18,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from stress.kill_many import RUN, assert_same, assert_undamaged, results
-from stress.locks import only_one
+from stress.network import network, processes, run
 from tests.structure import ROOT
 
-HOSTS = ("petra-a", "petra-b")
-ADDRESSES = ("10.98.0.1", "10.98.0.2")
+ADDRESSES = {"petra-a": "10.98.0.1", "petra-b": "10.98.0.2"}
+HOSTS = tuple(ADDRESSES)
 END_SECONDS = 15
 """Seconds in addition to trainer.timeout that the processes of a host and torchrun may take to end."""
 PATIENCE = 600
@@ -36,40 +34,11 @@ PATIENCE = 600
 INTERRUPTIONS = {
     "down": ("ip link set eth0 down", "ip link set eth0 up"),
     "drop": (
-        f"ip neighbour replace {ADDRESSES[0]} lladdr 02:00:00:00:00:01 dev eth0 nud permanent",
-        f"ip neighbour delete {ADDRESSES[0]} dev eth0",
+        f"ip neighbour replace {ADDRESSES[HOSTS[0]]} lladdr 02:00:00:00:00:01 dev eth0 nud permanent",
+        f"ip neighbour delete {ADDRESSES[HOSTS[0]]} dev eth0",
     ),
 }
 """Commands that interrupt and restore the link, on the second host."""
-"""torchrun on each host."""
-
-
-@contextmanager
-def hosts() -> Iterator[None]:
-    """Create and join the namespaces. Remove them, with all their processes, at the end.
-
-    If another process of this machine has such namespaces, wait for its end.
-    """
-    with only_one("petra-two-hosts"):
-        try:
-            for host in HOSTS:
-                command(f"ip netns add {host}")
-            command(f"ip link add eth0 netns {HOSTS[0]} type veth peer name eth0 netns {HOSTS[1]}")
-            for host, address in zip(HOSTS, ADDRESSES, strict=True):
-                command(f"ip -n {host} address add {address}/24 dev eth0")
-                for link in ("lo", "eth0"):
-                    command(f"ip -n {host} link set {link} up")
-            yield
-        finally:
-            for host in HOSTS:
-                inside = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout.split()
-                subprocess.run(["kill", "-9", *inside], stderr=subprocess.DEVNULL)
-                subprocess.run(["ip", "netns", "delete", host], stderr=subprocess.DEVNULL)
-
-
-def command(line: str, host: str | None = None) -> None:
-    """Run a command, in a host's namespace if one is given."""
-    subprocess.run([*(["ip", "netns", "exec", host] if host else []), *line.split()], check=True)
 
 
 def start(folder: Path, timeout: int, name: str = "") -> list[subprocess.Popen[str]]:
@@ -83,7 +52,7 @@ def start(folder: Path, timeout: int, name: str = "") -> list[subprocess.Popen[s
     folder.mkdir(exist_ok=True)
     agents = []
     for rank, host in enumerate(HOSTS):
-        variables = {"NNODES": "2", "NODE_RANK": str(rank), "NPROC_PER_NODE": "2", "MASTER_ADDR": ADDRESSES[0]}
+        variables = {"NNODES": "2", "NODE_RANK": str(rank), "NPROC_PER_NODE": "2", "MASTER_ADDR": ADDRESSES[HOSTS[0]]}
         words = ["ip", "netns", "exec", host, sys.executable, "-m", "launch.node", *RUN]
         words += ["trainer.epochs=20", "cluster.interfaces=[eth0]", f"trainer.timeout={timeout}"]
         environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -113,7 +82,7 @@ def interrupt(folder: Path, how: str, timeout: int) -> None:
     break_, restore = INTERRUPTIONS[how]
     agents = start(folder, timeout)
     until_saved(folder, agents)
-    command(break_, HOSTS[1])
+    run(break_, HOSTS[1])
     started = time.monotonic()
     try:
         for host, agent in zip(HOSTS, agents, strict=True):
@@ -125,7 +94,7 @@ def interrupt(folder: Path, how: str, timeout: int) -> None:
             assert len(found) == 1
             assert found[0].startswith("error: ")
     finally:
-        command(restore, HOSTS[1])
+        run(restore, HOSTS[1])
 
 
 def refuse_second_job(folder: Path, expected: dict[str, Any]) -> None:
@@ -150,10 +119,10 @@ def kill_agent(folder: Path, expected: dict[str, Any]) -> None:
     """Kill the agent of the second host, wait until all processes have ended, and resume."""
     agents = start(folder, 60)
     until_saved(folder, agents)
-    processes = [pid for host in HOSTS for pid in inside(host)]
+    before = {pid for host in HOSTS for pid in processes(host)}
     agents[1].kill()
     started = time.monotonic()
-    while left := {*processes} & {pid for host in HOSTS for pid in inside(host)}:
+    while left := before & {pid for host in HOSTS for pid in processes(host)}:
         assert time.monotonic() < started + END_SECONDS + 60, left
         time.sleep(0.05)
     seconds, status = time.monotonic() - started, agents[0].wait(PATIENCE)
@@ -164,18 +133,12 @@ def kill_agent(folder: Path, expected: dict[str, Any]) -> None:
     print(f"killed agent: all processes ended after {seconds:.1f} s, the other agent with status {status}; resumed", flush=True)
 
 
-def inside(host: str) -> list[int]:
-    """Return the processes of a host."""
-    found = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True, check=True).stdout
-    return [int(pid) for pid in found.split()]
-
-
 def main() -> None:
     """Run the whole test."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--timeout", type=int, default=10, help="trainer.timeout in seconds")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name, hosts():
+    with tempfile.TemporaryDirectory() as name, network("petra-hosts", ADDRESSES):
         folder = Path(name)
         assert [agent.wait(PATIENCE) for agent in start(folder / "uninterrupted", 60)] == [0, 0]
         expected = results(folder / "uninterrupted" / "run")
