@@ -76,20 +76,6 @@ def test_every_event_has_its_stage_and_microbatch() -> None:
     assert Counter(hook.events[1:-1]) == expected
 
 
-def test_order_of_events_of_one_microbatch() -> None:
-    pipeline = built(stages=2)
-    with pipeline.hooks.attached(EventList()) as hook:
-        pipeline.train(RandomSource(), MICROBATCHES)
-    last = [name for name, arguments in hook.events if len(arguments) > 1 and arguments[0] == 1 and arguments[-1] == 3]
-    blocks = len(pipeline.plan.layout.stages[1])
-    around = [f"{way}_{edge}" for way in ("receive", "send") for edge in ("begin", "end")]
-    assert last == [
-        *(*around[:2], "forward_begin", *["block_forward_begin"] * blocks, "forward_end", *around[2:]),
-        *(*around[:2], "backward_begin", *["block_backward_end"] * blocks, "backward_end", *around[2:]),
-        *("update_begin", "update_end"),
-    ]
-
-
 @pytest.mark.processes
 def test_events_of_several_processes(tmp_path: Path) -> None:
     """Exchanges and all-reduces of two replicas with a lockstep pipeline of two processes each."""

@@ -11,52 +11,8 @@ from torch.nn.parameter import UninitializedTensorMixin
 
 from petra import Keep, Numerics, Weights
 from petra.engine.build import make_stage
-from petra.engine.stage import Stage
-from petra.model import Chain, Model
-from petra.reversible import Coupling, derive_seed, seeded
-from petra.specs import Streams
-from tests.support.nets import RandomSource, branch, mixed_net
-from tests.support.pairs import all_pairs
-
-
-def stage(model: Model, keep: Keep, weights: Weights = Weights.CURRENT, k: int = 1, seed: int = 4) -> Stage:
-    blocks = [model.build_block(i, seed) for i in range(len(model.blocks))]
-    reversible = [isinstance(b, Coupling) or hasattr(b, "_halves") for b in blocks]
-    keeps = [Keep.INPUT if keep is Keep.NOTHING and not r else keep for r in reversible]
-    return make_stage(blocks, keeps, weights=weights, k=k, seed=seed)
-
-
-def replayed(chain: Chain, m: int, x: Tensor, seed: int = 4) -> Tensor:
-    """Return the output under plain autograd, with the random numbers that the engine draws."""
-    streams: Streams = (x,)
-    for i, block in enumerate(chain.children()):
-        block_seed = derive_seed(derive_seed(seed, i), m)
-        if isinstance(block, Coupling) or hasattr(block, "_halves"):
-            streams = block(*streams, seed=block_seed)
-        else:
-            with seeded(block_seed):
-                out = block(*streams)
-            streams = out if isinstance(out, tuple) else (out,)
-    return streams[0]
-
-
-@pytest.mark.parametrize(("keep", "weights"), all_pairs([Keep.GRAPH, Keep.INPUT, Keep.NOTHING], list(Weights)))
-def test_gradient_of_frozen_weights_equals_plain_autograd(keep: Keep, weights: Weights) -> None:
-    """Gradients, dropout masks and running statistics, with five microbatches in flight."""
-    model, data, k = mixed_net(dropout=0.3), RandomSource(), 5
-    made, chain = stage(model, keep, weights, k=k), model.build(4)
-    outputs = [made.forward(m, (data.inputs(m),)) for m in range(k)]
-    deltas = [torch.randn_like(y) for (y,) in outputs]
-    for m in range(k):
-        made.backward(m, outputs[m], (deltas[m],))
-    for m in range(k):
-        y = replayed(chain, m, data.inputs(m))
-        torch.testing.assert_close(outputs[m][0], y.detach(), rtol=1e-12, atol=1e-12)
-        y.backward(deltas[m] / k)
-    for (name, p), q in zip(chain.named_parameters(), made.module.parameters(), strict=True):
-        torch.testing.assert_close(q.grad, p.grad, rtol=1e-9, atol=1e-11, msg=name)
-    for (name, a), b in zip(chain.named_buffers(), made.module.buffers(), strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12, msg=f"{name}: running statistics")
+from petra.reversible import Coupling
+from tests.support.nets import branch
 
 
 def test_generators_are_seeded_only_for_blocks_that_draw() -> None:
