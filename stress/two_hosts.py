@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -101,10 +102,15 @@ def refuse_second_job(folder: Path, expected: dict[str, Any]) -> None:
     """Start a second job with the folder of a running one."""
     first = start(folder, 60)
     until_saved(folder, first)
+    paused = [pid for host in HOSTS for pid in processes(host)]  # it would end while the second one starts
+    for pid in paused:
+        os.kill(pid, signal.SIGSTOP)
     started = time.monotonic()
     second = start(folder, 60, name="second-")
     assert [agent.wait(PATIENCE) for agent in second] == [2, 2]
     seconds = time.monotonic() - started
+    for pid in paused:
+        os.kill(pid, signal.SIGCONT)
     for host in HOSTS:
         found = errors(folder / f"second-{host}.txt")
         assert len(found) <= 1, found  # the other host may have reported the error

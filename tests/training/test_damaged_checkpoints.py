@@ -100,23 +100,19 @@ def damages(draw: st.DrawFn) -> Callable[[Saved, Path], None]:
             content = path.read_bytes() if path.is_file() else b" "
             place = int(fraction * len(content))
             path.unlink() if path.is_file() else None
+            written = {
+                "flip": content[:place] + bytes([content[place] ^ 1 << seed]) + content[place + 1 :],
+                "bytes": content[:place] + wrong + content[place:],
+                "older": saved.contents[OLD][name],
+                "other": saved.contents[NEW][other],
+                "json": json.dumps(value).encode(),
+                "evil": saved.evil * (1 + 100 * seed),
+                "cut": content[:place],
+            }
             if how == "folder":
                 path.mkdir(exist_ok=True)
-            elif path.is_dir() or how == "missing":
-                return
-            elif how == "flip":
-                path.write_bytes(content[:place] + bytes([content[place] ^ 1 << seed]) + content[place + 1 :])
-            else:
-                path.write_bytes(
-                    {
-                        "bytes": content[:place] + wrong + content[place:],
-                        "older": saved.contents[OLD][name],
-                        "other": saved.contents[NEW][other],
-                        "json": json.dumps(value).encode(),
-                        "evil": saved.evil * (1 + 100 * seed),
-                        "cut": content[:place],
-                    }[how]
-                )
+            elif how != "missing" and not path.is_dir():
+                path.write_bytes(written[how])
 
         return apply
 
