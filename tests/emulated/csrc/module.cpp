@@ -29,10 +29,6 @@ void bind_settings(py::module& m) {
       .def_readwrite("fault", &Settings::fault)
       .def_readwrite("fault_at", &Settings::fault_at);
   m.def("settings", [] { return &settings(); }, py::return_value_policy::reference);
-  m.def("reseed", [](uint64_t seed) {
-    settings().seed = seed;
-    for (auto* stream : all_streams(-1)) stream->seed();
-  });
   m.def("on_sync", [](py::function f) {
     handler = f.release().ptr();
     set_sync_handler(&call_handler);
