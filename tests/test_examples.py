@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from tests.structure import ROOT
+from tests.support.processes import run_processes
 
 EXAMPLES = ROOT / "examples"
 
@@ -37,12 +37,14 @@ def test_the_language_model_beats_a_uniform_guess_and_continues_a_text(capsys: p
     assert "The following " in capsys.readouterr().out
 
 
+def draw(rank: int, folder: Path) -> None:
+    """Run the example in the process group that is open already."""
+    with mock.patch.object(dist, "init_process_group") as opened, mock.patch.object(dist, "destroy_process_group") as closed:
+        runpy.run_path(str(EXAMPLES / "four_processes.py"))["main"](microbatches=8, recorded=6, folder=folder)
+    assert (opened.call_count, closed.call_count) == (1, 1)
+
+
 @pytest.mark.processes
 def test_four_processes_draw_their_timeline(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*torchrun, str(EXAMPLES / "four_processes.py")], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
+    run_processes(4, draw, tmp_path / "processes", tmp_path)
     assert {"timeline.png", "trace.json"} <= {path.name for path in tmp_path.iterdir()}

@@ -52,9 +52,7 @@ def tokens(tmp_path: Path) -> Path:
     generator = np.random.default_rng(0)
     for part, count in (("train", 600), ("val", 60), ("test", 60)):
         write_llmc(tmp_path / f"{part}_000000.bin", generator.integers(0, 8, count).astype("<u2"))
-    facts = {
-        part: {"documents": 1, "tokens": count, "bytes": 2 * count} for part, count in (("train", 600), ("val", 60), ("test", 60))
-    }
+    facts = {part: {"documents": 1, "tokens": n, "bytes": 2 * n} for part, n in (("train", 600), ("val", 60), ("test", 60))}
     (tmp_path / "corpus.json").write_text(json.dumps({"classes": 8, "delimiter": 0, **facts}))
     return tmp_path
 

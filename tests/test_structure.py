@@ -7,6 +7,7 @@ import re
 import tomllib
 import traceback
 from dataclasses import make_dataclass
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -14,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from launch.config.read import all_keys
-from petra import BlockSpec, Model, TensorSpec
+from petra import BlockSpec, Model
 from petra.reversible import Coupling
 from petra.training import sgd
 from tests import budgets
 from tests.structure import ROOT, WHOLE, circles, definitions, imports, modules, room, room_imports
-from tests.support.nets import make_pipeline
+from tests.support.nets import Head, RandomSource, Stem, make_pipeline
 
 PETRA = (
     *("errors", "torch_private", "process_memory", "specs", "settings", "hooks", "reversible", "distributed", "method"),
@@ -143,32 +144,10 @@ class Probe(nn.Module):
         return x
 
 
-class Pair(nn.Module):
-    """Both halves of the features."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(half.contiguous() for half in x.chunk(2, dim=1))
-
-
-class Sum(nn.Module):
-    """The sum of a pair, as class scores."""
-
-    def forward(self, x1: Tensor, x2: Tensor) -> Tensor:
-        return x1 + x2
-
-
 def test_few_calls_lead_from_train_to_a_function_inside_a_block() -> None:
-    blocks = (BlockSpec("pair", Pair), BlockSpec("coupling", lambda: Coupling(Probe())), BlockSpec("sum", Sum))
-    pipeline = make_pipeline(Model("probe", blocks), TensorSpec((2, 8), torch.float32), optimizer=sgd, learning_rate=lambda t: 0.1)
-    pipeline.train(Zeros(), 4)
+    builds = {"stem": partial(Stem, 2), "coupling": lambda: Coupling(Probe()), "head": partial(Head, 2, 5)}
+    model = Model("probe", tuple(BlockSpec(*named) for named in builds.items()))
+    data = RandomSource(dtype=torch.float32)
+    pipeline = make_pipeline(model, data.spec, optimizer=sgd, learning_rate=lambda t: 0.1)
+    pipeline.train(data, 4)
     assert len(Probe.calls) <= 8, Probe.calls
-
-
-class Zeros:
-    """Inputs and targets of zeros."""
-
-    def inputs(self, m: int) -> Tensor:
-        return torch.zeros(2, 8)
-
-    def targets(self, m: int) -> Tensor:
-        return torch.zeros(2, dtype=torch.int64)

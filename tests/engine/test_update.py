@@ -61,24 +61,6 @@ def test_global_clipping_clips_the_gradient_of_the_whole_network(method: str | M
     assert_same(found.state_dict(), plain_training(4, clip=0.2)[0].state_dict())
 
 
-def test_stage_clipping_uses_the_norm_of_the_stage() -> None:
-    one = pipeline(UpdateRules(clip=0.2), stages=1)
-    one.train(RandomSource(), 6)
-    assert_same(one.state_dict(), plain_training(3, clip=0.2)[0].state_dict())
-
-    seen: list[float] = []
-
-    class Spy(torch.optim.SGD):
-        def step(self) -> None:  # type: ignore[override]
-            seen.append(torch.cat([p.grad.flatten() for p in self.param_groups[0]["params"]]).norm().item())
-
-    many = pipeline(UpdateRules(clip=0.01), "petra", optimizer=lambda m: Spy(m.parameters(), lr=0.1))
-    many.train(RandomSource(), 8)
-    assert len(seen) == 12
-    assert seen == pytest.approx([0.01] * 12, rel=1e-3)
-    assert all(value > 0.01 for key, value in many.stage_metrics().items() if key.endswith("gradient_norm"))
-
-
 def test_global_clipping_needs_stages_that_update_at_the_same_time() -> None:
     with pytest.raises(ConfigError, match=r"optim\.clip_globally: expected false with method\.delay=2 and no flush"):
         pipeline(UpdateRules(clip=1.0, clip_globally=True), "petra")
