@@ -84,8 +84,6 @@ def candidates(line: str) -> list[str]:
         extra = [Path(value) for flag, value in pairwise(before) if flag == "--config-dir"]
         roots = [Path(CONF), *extra]
         found = [*(values(word, roots) if "=" in word else keys(word, roots))]
-        if command in ("evaluate", "generate", "predict") and "=" not in word:
-            found += ["run=", "weights="]
     return sorted({text for text in found if text.startswith(word)})
 
 

@@ -1,22 +1,14 @@
 """Evaluate the trained network of a run on the test data, in one process or in several under torchrun.
 
-``petra evaluate run=FOLDER [weights=FILE] [pictures=N] [--trust] [key=value ...]``
-
-    run      folder of a run, which may still be training
-    weights  file of exported weights, or folder of a checkpoint. CHECKPOINT/average is the moving average in a checkpoint.
-             Default: the newest of model.* and the run's checkpoints, by the microbatches done
-    pictures for segmentation: write overlays of the first N test images, and a table of the classes, to FOLDER/pictures
-    --trust  import code outside of petra that the run's configuration names as _target_
-    key      any key of the run's configuration, such as data.root, data.batch_size, trainer.device or trainer.limit_batches
-
 Prints one JSON object: loss in nats, accuracies between 0 and 1, for segmentation also the intersection over union of each class;
-and to stderr which weights it has read, and after how many microbatches they were written.
+and to stderr which weights it has read, and after how many microbatches they were written. For segmentation, ``--pictures`` writes
+overlays and a table of the classes to RUN/pictures.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,62 +20,72 @@ from petra.errors import invalid, require
 from .config.schema import GROUPS, Config
 from .run.saved import TRUST, read_config
 from .runtime.agent import this_process
-from .runtime.rank import Process, integer
-from .runtime.terminal import command, words_or_help
+from .runtime.rank import Process
+from .runtime.terminal import command, parser_for
 
 if TYPE_CHECKING:
     from .run.weights import Weights
+
+WEIGHTS = """file of exported weights, or folder of a checkpoint; CHECKPOINT/average is the moving average in a checkpoint
+(default: the newest of model.* and the run's checkpoints, by the microbatches done)"""
 
 
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Print the results of an evaluation."""
-    words = words_or_help(arguments, __doc__)
-    if words is None:
-        return
+    parser = run_parser(__doc__)
+    parser.add_argument("--pictures", type=int, default=0, metavar="N", help="write pictures of the first N test images")
+    options = parser.parse_intermixed_args(arguments)
+    require(options.pictures >= 0, "--pictures", "an integer >= 0", options.pictures)
     with this_process() as process:
-        own, others = split(words, ("pictures",))
-        pictures = integer("pictures", own["pictures"], 1) if own else 0
-        folder, weights, config = parse(others, process)
+        weights, config = read_run(options, options.words, process)
         import torch
 
         from .run.evaluation import evaluate
 
         if arguments is None:
             torch.set_num_interop_threads(1)
-        numbers = evaluate(config, weights, process, folder, pictures)
+        numbers = evaluate(config, weights, process, options.run, options.pictures)
         if process.first:
             print(json.dumps(numbers), flush=True)
 
 
-def split(words: list[str], names: Collection[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the values of a command's own keys among the words ``key=value``, and the other words."""
-    own = [word for word in words if "=" in word and word.partition("=")[0] in names]
-    return dict(word.split("=", 1) for word in own), [word for word in words if word not in own]
+def run_parser(text: str | None, words: str = "key=value") -> argparse.ArgumentParser:
+    """Return the parser of a command that reads the weights of a run.
+
+    Args:
+        text: Docstring of the command.
+        words: What follows the folder of the run.
+    """
+    parser = parser_for(text, "key=value is a key of the run's configuration, such as data.root or trainer.device.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, which may still be training")
+    parser.add_argument("words", nargs="*", metavar=words)
+    parser.add_argument("--weights", type=Path, metavar="FILE", help=WEIGHTS)
+    parser.add_argument(TRUST, action="store_true", help="import code outside of petra that the run's configuration names")
+    return parser
 
 
-def parse(words: list[str], process: Process) -> tuple[Path, Weights, Config]:
-    """Return the run's folder, the weights to read, and the run's configuration with the overrides on the command line.
+def read_run(options: argparse.Namespace, changes: list[str], process: Process) -> tuple[Weights, Config]:
+    """Return the weights to read, and the run's configuration with the overrides on the command line.
 
     Raises:
         PetraError: If there is no folder of a run, it has no weights, or an override doesn't fit the configuration.
     """
-    for word in words:
-        require("=" in word or word == TRUST, "command line", "run=FOLDER and key=value", word)
-    own, changes = split([word for word in words if word != TRUST], ("run", "weights"))
-    require("run" in own, "run", "the folder of a run (run=FOLDER)", "nothing")
-    folder = Path(own["run"])
+    folder = options.run
+    require("=" not in str(folder) or folder.is_dir(), "command line", "the folder of a run first (petra evaluate RUN)", folder)
     path = folder / "config.yaml"
-    require(path.is_file(), "run", "the folder of a run", f"{folder} without a config.yaml")
-    for name, _, value in (word.partition("=") for word in changes):
+    require(path.is_file(), "command line", "the folder of a run", f"{folder} without a config.yaml")
+    for word in changes:
+        name, equals, value = word.partition("=")
+        require(bool(equals), "command line", "key=value", word)
         require(name not in GROUPS, name, f"single keys of the run's configuration ({name}.KEY=VALUE)", value)
-    config = read_config(path, dotlist(changes), trusted=TRUST in words)
+    config = read_config(path, dotlist(changes), trusted=options.trust)
     from .run.weights import Weights
 
-    weights = Weights(Path(own["weights"])) if "weights" in own else Weights.newest(folder, "run")
+    weights = Weights.newest(folder, "command line") if options.weights is None else Weights(options.weights)
     if process.first:
-        weights.print_choice(None if "weights" in own else folder)
-    return folder, weights, config
+        weights.print_choice(folder if options.weights is None else None)
+    return weights, config
 
 
 def dotlist(words: list[str]) -> DictConfig:

@@ -1,28 +1,11 @@
-"""Generate text with the language model of a run, in one process.
-
-``petra generate run=FOLDER prompt="It was" [key=value ...]``
-
-    run          folder of a run with model=revgpt or model=gpt
-    prompt       text to continue; empty: a new document, if the vocabulary has a delimiter
-    tokens       number of tokens (200)
-    temperature  divisor of the logits; 0 takes the most probable token (0.8)
-    top_k        draw among this number of most probable tokens
-    top_p        draw among the fewest tokens whose probabilities sum to this (1.0)
-    seed         seed of the draws (0)
-    weights      file of exported weights, or folder of a checkpoint. Default: as in petra evaluate
-    --trust      import code outside of petra that the run's configuration names as _target_
-    vocabulary   tokenizer.json of the tokens. Default: the one in data.root; bytes for data=text
-    device       cpu or cuda (cpu)
-"""
+"""Generate text with the language model of a run, in one process."""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
 
 import torch
 
@@ -30,68 +13,48 @@ from petra.data.tokenizer import DELIMITER, VOCABULARY, fingerprint, load_vocabu
 from petra.errors import DataError, ModelError, alternatives, require
 from petra.models.generation import Sampling, find_stem, generate
 
-from .config.keys import fields_of
 from .config.schema import Config
-from .evaluate import dotlist, parse, split
+from .evaluate import read_run, run_parser
 from .run.weights import Weights
 from .runtime.agent import this_process
-from .runtime.terminal import command, words_or_help
+from .runtime.terminal import command
 
 Encode = Callable[[str], list[int]]
 Decode = Callable[[Iterable[int]], Iterator[str]]
 
 
-@dataclass
-class Options:
-    """Settings of a generation, see the head of this file. ``prompt`` is not among them, because it may be any text."""
-
-    tokens: Annotated[int, ">= 1"] = 200
-    temperature: float = 0.8
-    top_k: int | None = None
-    top_p: float = 1.0
-    seed: Annotated[int, ">= 0 and < 9223372036854775808"] = 0
-    vocabulary: str | None = None
-    device: str = "cpu"
-
-
-OWN = (*(field.name for field in fields(Options)), "prompt")
-
-
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Print the prompt and its continuation, token by token."""
-    words = words_or_help(arguments, __doc__)
-    if words is None:
-        return
+    parser = run_parser(__doc__)
+    parser.add_argument("--prompt", default="", help="text to continue; empty: a new document, if the vocabulary has a delimiter")
+    parser.add_argument("--tokens", type=int, default=200, help="number of tokens (200)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="divisor of the logits; 0: the most probable token (0.8)")
+    parser.add_argument("--top-k", type=int, help="draw among this number of most probable tokens")
+    parser.add_argument("--top-p", type=float, default=1.0, help="draw among the fewest with this sum of probabilities (1.0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draws (0)")
+    parser.add_argument("--vocabulary", help="tokenizer.json of the tokens (the one in data.root; bytes for data=text)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
+    options = parser.parse_intermixed_args(arguments)
+    require(options.tokens >= 1, "--tokens", "an integer >= 1", options.tokens)
+    require(0 <= options.seed < 2**63, "--seed", "an integer >= 0 and < 2^63", options.seed)
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    require(options.device in devices, "--device", alternatives(devices) + " on this machine", options.device)
+    decoded = not any(
+        "\ud800" <= character <= "\udfff" for character in options.prompt
+    )  # Python's form of bytes that are not UTF-8
+    require(decoded, "--prompt", "text in UTF-8", ascii(options.prompt))
+    sampling = Sampling(options.temperature, options.top_k, options.top_p)
     with this_process() as process:
-        own, others = split(words, OWN)
-        prompt = own.pop("prompt", "")
-        decoded = not any("\ud800" <= character <= "\udfff" for character in prompt)  # Python's form of bytes that are not UTF-8
-        require(decoded, "prompt", "text in UTF-8", ascii(prompt))
-        options = read_options([f"{key}={value}" for key, value in own.items()])
-        sampling = Sampling(options.temperature, options.top_k, options.top_p)
-        _, weights, config = parse(others, process)
+        weights, config = read_run(options, options.words, process)
         model = weights.network(config).to(torch.device(options.device))
-        require(find_stem(model) is not None, "run", "a run of gpt or revgpt", config.model.name, ModelError)
+        require(find_stem(model) is not None, "command line", "a run of gpt or revgpt", config.model.name, ModelError)
         encode, decode, stop = vocabulary(config, options.vocabulary, weights)
-        text = generate(model, encode(prompt), sampling, options.seed, stop)
-        print(prompt, end="", flush=True)
+        text = generate(model, encode(options.prompt), sampling, options.seed, stop)
+        print(options.prompt, end="", flush=True)
         for piece in decode(islice(text, options.tokens)):
             print(piece, end="", flush=True)
         print()
-
-
-def read_options(words: list[str]) -> Options:
-    """Return the settings on the command line.
-
-    Raises:
-        ConfigError: If a value has the wrong type or is out of range, or there is no GPU.
-    """
-    given = dotlist(words)
-    found = Options(**{name: key.read(name, given.get(name, key.default)) for name, key in fields_of(Options).items()})
-    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-    require(found.device in devices, "device", alternatives(devices) + " on this machine", found.device)
-    return found
 
 
 def vocabulary(config: Config, path: str | None, weights: Weights | None = None) -> tuple[Encode, Decode, int | None]:

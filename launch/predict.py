@@ -1,13 +1,5 @@
 """Classify image files with the trained network of a run.
 
-``petra predict run=FOLDER [weights=FILE] [--trust] [key=value ...] IMAGE ...``
-
-    run      folder of a run
-    weights  file of exported weights, or folder of a checkpoint; the default is that of petra evaluate
-    --trust  import code outside of petra that the run's configuration names as _target_
-    key      any key of the run's configuration, such as trainer.precision
-    IMAGE    JPEG or PNG file
-
 Prepares each image as the run prepared its test images: centre crop, size, normalisation. Prints a line per image: the file, the
 most probable class, and its probability. A class has a number, and a name if the data set has names.
 """
@@ -23,23 +15,20 @@ from petra.data import Preparation
 from petra.errors import ModelError, PetraError, invalid, require
 
 from .config.schema import Config
-from .evaluate import parse
-from .run.saved import TRUST
+from .evaluate import read_run, run_parser
 from .run.weights import Weights
 from .runtime.agent import this_process
-from .runtime.terminal import command, words_or_help
+from .runtime.terminal import command
 
 
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Print a prediction for each image."""
-    words = words_or_help(arguments, __doc__)
-    if words is None:
-        return
+    options = run_parser(__doc__, "IMAGE or key=value").parse_intermixed_args(arguments)
     with this_process() as process:
-        images = [Path(word) for word in words if "=" not in word and word != TRUST]
-        require(len(images) > 0, "command line", "image files", "none")
-        _, weights, config = parse([word for word in words if "=" in word or word == TRUST], process)
+        images = [Path(word) for word in options.words if "=" not in word]
+        require(len(images) > 0, "command line", "JPEG or PNG files", "none")
+        weights, config = read_run(options, [word for word in options.words if "=" in word], process)
         for path, label, probability in predictions(config, weights, images):
             print(f"{path}: {label}, {probability:.1%}", flush=True)
 

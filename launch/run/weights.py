@@ -158,9 +158,9 @@ class Weights:
             average = Weights(self.path / AVERAGE)
             has_average = self.facts.get("config", {}).get("optim", {}).get("average") is not None
         best = best_of(folder / FOLDER)
-        hints = [f"weights={average.path} takes their moving average"] if has_average else []
+        hints = [f"--weights {average.path} takes their moving average"] if has_average else []
         older = best is not None and Weights(best).clock != self.clock
-        return [*hints, f"weights={best} takes the best checkpoint"] if older else hints
+        return [*hints, f"--weights {best} takes the best checkpoint"] if older else hints
 
 
 def for_inference(config: Config, device: Literal["cpu"] | None = None) -> Config:

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from types import FrameType
-from typing import IO, ParamSpec
+from typing import IO, NoReturn, ParamSpec
 
-from petra.errors import PetraError
+from petra.errors import ConfigError, PetraError
 
 from .reporting import CANCELLED, FAILED
 
@@ -55,23 +55,19 @@ def plain(text: str | None) -> str:
 
 
 def parser_for(text: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
-    """Return a parser whose help is the docstring of a command. Abbreviated flags are refused: the rest may be Hydra's."""
-    form = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(description=plain(text), formatter_class=form, epilog=epilog, allow_abbrev=False)
+    """Return a parser whose help is the docstring of a command. Abbreviated flags are refused: the rest may be Hydra's.
 
-
-def words_or_help(arguments: list[str] | None, text: str | None) -> list[str] | None:
-    """Return the words of the command line, or print the help text and return None if there are none or they ask for it.
-
-    Args:
-        arguments: Words of a caller; None for those of this process.
-        text: The help text.
+    Its errors are one line, of a :class:`petra.errors.ConfigError`.
     """
-    words = sys.argv[1:] if arguments is None else arguments
-    if words and not help_wanted(words):
-        return words
-    print(plain(text))
-    return None
+    form = argparse.RawDescriptionHelpFormatter
+    return _Parser(description=plain(text), formatter_class=form, epilog=epilog, allow_abbrev=False)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Parser whose errors don't print the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"command line: {message}")
 
 
 def help_wanted(words: Sequence[str]) -> bool:

@@ -127,7 +127,7 @@ def test_a_run_of_one_process_and_its_evaluation(tmp_path: Path) -> None:
     assert "on cuda, transport local" in ended.outputs[0]
     (row,) = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert row["stage/1/forward_seconds"] > 0
-    launched("launch.evaluate", tmp_path, "run=run", "trainer.device=cuda")
+    launched("launch.evaluate", tmp_path, "run", "trainer.device=cuda")
 
 
 def test_two_processes_tune_trace_and_resume(tmp_path: Path) -> None:

@@ -154,10 +154,10 @@ def test_a_run_exports_and_is_evaluated_to_its_own_numbers(tmp_path: Path, capsy
     assert bool(list(folder.glob("events.out.tfevents*"))) == has("tensorboard")
     capsys.readouterr()
 
-    evaluate([f"run={folder}", f"weights={folder}/ema.pt"])
+    evaluate([f"{folder}", f"--weights={folder}/ema.pt"])
     found = json.loads(capsys.readouterr().out)
     assert [found[key] for key in ("loss", "accuracy", "top5")] == [row[f"test_{key}"] for key in ("loss", "accuracy", "top5")]
-    evaluate([f"run={folder}", f"weights={folder}/model.pt", "trainer.limit_batches=null"])
+    evaluate([f"{folder}", f"--weights={folder}/model.pt", "trainer.limit_batches=null"])
     assert json.loads(capsys.readouterr().out)["images"] == 16
 
 
@@ -170,11 +170,11 @@ def has(module: str) -> bool:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["run=nowhere"], "run: expected the folder of a run, got nowhere without a config.yaml"),
-        (["k=3"], "run: expected the folder of a run (run=FOLDER), got nothing"),
-        (["run"], "command line: expected run=FOLDER and key=value, got run"),
-        (["run=."], "run: expected a folder with exported weights or checkpoints, got ."),
-        (["run=.", "trainer.epoch=3"], "trainer.epoch: no such key; did you mean trainer.epochs?"),
+        (["nowhere"], "command line: expected the folder of a run, got nowhere without a config.yaml"),
+        (["run=."], "command line: expected the folder of a run first (petra evaluate RUN), got run=."),
+        ([".", "run"], "command line: expected key=value, got run"),
+        (["."], "command line: expected a folder with exported weights or checkpoints, got ."),
+        ([".", "trainer.epoch=3"], "trainer.epoch: no such key; did you mean trainer.epochs?"),
     ],
 )
 def test_evaluation_refuses(words: list[str], message: str, tmp_path: Path, monkeypatch, capsys) -> None:

@@ -46,7 +46,7 @@ def test_loss_is_also_in_bits_per_byte(trained: Path, capsys: pytest.CaptureFixt
     corpus = json.loads((trained / "tokens" / "corpus.json").read_text())["val"]
     (row,) = RunFolder(trained / "run").rows()
     assert row["test_bits_per_byte"] == pytest.approx(row["test_loss"] / math.log(2) * corpus["tokens"] / corpus["bytes"])
-    evaluate.main([f"run={trained}/run"])
+    evaluate.main([f"{trained}/run"])
     assert json.loads(capsys.readouterr().out)["bits_per_byte"] == pytest.approx(row["test_bits_per_byte"])
     assert f"{row['test_bits_per_byte']:.4f}" in (trained / "run" / "report.html").read_text()
 
@@ -60,7 +60,7 @@ def test_greedy_text_is_that_of_the_exported_network(trained: Path, capsys: pyte
     """The network is loaded in plain PyTorch, and the text decoded by tokenizers itself."""
     import tokenizers
 
-    generate.main([f"run={trained}/run", "prompt=The sun, of", "tokens=8", "temperature=0"])
+    generate.main([f"{trained}/run", "--prompt=The sun, of", "--tokens=8", "--temperature=0"])
     printed = capsys.readouterr().out
     modern = {"mlp": "swiglu", "norm": "rmsnorm", "bias": False, "positions": "rotary", "qk_norm": True, "delimiter": 0}
     network = revgpt(280, size=16, **SHAPE, **modern).build(0).eval()
@@ -75,23 +75,24 @@ def test_greedy_text_is_that_of_the_exported_network(trained: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["tokens=0"], "tokens: expected an integer >= 1, got 0"),
-        (["temperature=-1"], "temperature: expected a number >= 0, got -1"),
+        (["--tokens=0"], "--tokens: expected an integer >= 1, got 0"),
+        (["--temperature=-1"], "temperature: expected a number >= 0, got -1"),
         (
-            ["temperature=1e-310"],
+            ["--temperature=1e-310"],
             "temperature: expected 0 for the most probable token, or a number from 1e-100 to 1e+100, got 1e-310",
         ),
-        (["temperature=.inf"], "temperature: expected 0 for the most probable token, or a number from 1e-100 to 1e+100, got inf"),
-        (["prompt=a\udcff"], "prompt: expected text in UTF-8, got 'a\\udcff'"),
-        (["vocabulary=missing.json"], "missing.json: can't be read as a vocabulary"),
+        (["--temperature=inf"], "temperature: expected 0 for the most probable token, or a number from 1e-100 to 1e+100, got inf"),
+        (["--prompt=a\udcff"], "--prompt: expected text in UTF-8, got 'a\\udcff'"),
+        (["--vocabulary=missing.json"], "missing.json: can't be read as a vocabulary"),
         (["model.hidden=31"], "RUN/model.safetensors: does not fit revgpt"),
         (["tokns=3"], "tokns: no such key"),
-        (["vocabulary=[x"], "vocabulary: expected a value in YAML"),
+        (["data.root=[x"], "data.root: expected a value in YAML"),
+        (["--seed=x"], "command line: argument --seed: invalid int value: 'x'"),
     ],
 )
 def test_invalid_words_give_one_line(words: list[str], message: str, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        generate.main([f"run={trained}/run", *words])
+        generate.main([f"{trained}/run", *words])
     assert ended.value.code == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("weights of ")]
     assert line.startswith("error: " + message.replace("RUN", f"{trained}/run"))
@@ -122,7 +123,7 @@ def test_a_vocabulary_with_more_tokens_than_the_network_is_refused(trained: Path
     )
     capsys.readouterr()
     with pytest.raises(SystemExit):
-        generate.main([f"run={trained}/run", f"vocabulary={vocabulary}"])
+        generate.main([f"{trained}/run", f"--vocabulary={vocabulary}"])
     assert "tokenizer.json: expected a vocabulary of at most 280 tokens, the run's data.classes, got 285" in capsys.readouterr().err
 
 
@@ -140,11 +141,11 @@ def test_another_vocabulary_of_the_same_size_is_refused(
 ) -> None:
     """Of exported weights and of checkpoints, by evaluate and generate, as data.root or as files that replace the run's."""
     (checkpoint,) = (path for path in (trained / "run" / "checkpoints").iterdir() if path.is_dir())
-    for words in ([], [f"weights={checkpoint}"]):
-        for command, root in ((evaluate.main, f"data.root={other}"), (generate.main, f"vocabulary={other}/tokenizer.json")):
+    for words in ([], [f"--weights={checkpoint}"]):
+        for command, root in ((evaluate.main, f"data.root={other}"), (generate.main, f"--vocabulary={other}/tokenizer.json")):
             capsys.readouterr()
             with pytest.raises(SystemExit):
-                command([f"run={trained}/run", root, *words])
+                command([f"{trained}/run", root, *words])
             chosen, line = capsys.readouterr().err.splitlines()
             assert chosen.startswith("weights of ")
             assert "expected tokens of the vocabulary" in line
@@ -179,14 +180,14 @@ def test_other_text_of_the_same_vocabulary_and_unknown_vocabularies_are_evaluate
     (tmp_path / "unknown" / "corpus.json").write_text(json.dumps(facts))
     for name in ("same", "unknown"):
         capsys.readouterr()
-        evaluate.main([f"run={trained}/run", f"data.root={tmp_path}/{name}"])
+        evaluate.main([f"{trained}/run", f"data.root={tmp_path}/{name}"])
         assert "bits_per_byte" in json.loads(capsys.readouterr().out)
 
 
 def test_settings_of_the_training_do_not_matter(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The run had replicas that could be lost, over a transport, on a GPU."""
     words = ["dp=2", "trainer.transport=edge", "cluster.elastic=true", "checkpoint.every=4"]
-    generate.main([f"run={trained}/run", "tokens=4", "trainer.device=cuda", *words])
+    generate.main([f"{trained}/run", "--tokens=4", "trainer.device=cuda", *words])
     assert capsys.readouterr().out
-    evaluate.main([f"run={trained}/run", *words])
+    evaluate.main([f"{trained}/run", *words])
     assert "bits_per_byte" in json.loads(capsys.readouterr().out)

@@ -42,10 +42,10 @@ def test_an_own_model_and_data_set_from_the_command_line(folder: Path, capsys: p
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert (summary["model"], summary["data"], summary["epochs"]) == ("mine", "mine.rows", 2)
     with pytest.raises(SystemExit):
-        evaluate(["run=run"])
+        evaluate(["run"])
     refused = capsys.readouterr().err
     assert refused == "error: model._target_: expected a function of petra, got mine.network; --trust imports it\n"
-    evaluate(["run=run", "--trust"])
+    evaluate(["run", "--trust"])
     assert json.loads(capsys.readouterr().out)["accuracy"] == pytest.approx(summary["test_accuracy"])
     assert [job.config.model.name for job in jobs([*OWN, "k=1,2"], folder)] == ["mine.network"] * 2
 

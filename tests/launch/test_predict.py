@@ -60,7 +60,7 @@ def test_predictions_equal_those_of_the_network_on_the_data_set(
         lines.append(f"{tmp_path}/{i}.png: class {expected.indices[i]}, {expected.values[i]:.1%}\n")
     checkpoint = newest(folder / "checkpoints")
     weights = folder / "model.pt" if source == "export" else checkpoint
-    predict.main([f"run={folder}", f"weights={weights}", *(f"{tmp_path}/{i}.png" for i in range(3))])
+    predict.main([f"{folder}", f"--weights={weights}", *(f"{tmp_path}/{i}.png" for i in range(3))])
     assert capsys.readouterr().out == "".join(lines)
 
 
@@ -68,9 +68,9 @@ def test_predictions_equal_those_of_the_network_on_the_data_set(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["run={folder}"], "error: command line: expected image files, got none"),
-        (["run={folder}", "{folder}/config.yaml"], "config.yaml: can't be read as a JPEG or PNG image"),
-        (["run={folder}", "weights={folder}/none.pt", "x.png"], "none.pt: cannot be read as exported weights"),
+        (["{folder}"], "error: command line: expected JPEG or PNG files, got none"),
+        (["{folder}", "{folder}/config.yaml"], "config.yaml: can't be read as a JPEG or PNG image"),
+        (["{folder}", "--weights={folder}/none.pt", "x.png"], "none.pt: cannot be read as exported weights"),
     ],
 )
 def test_invalid_predictions_are_errors_in_one_line(
@@ -91,7 +91,7 @@ def test_weights_that_are_not_finite_predict_nothing(
     monkeypatch.setattr(Weights, "read", lambda weights: state)
     Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
     with suppress(SystemExit):
-        predict.main([f"run={folder}", str(tmp_path / "a.png")])
+        predict.main([f"{folder}", str(tmp_path / "a.png")])
     printed = capsys.readouterr()
     expected = f"weights that give finite scores for {tmp_path}/a.png, got scores that are not finite"
     chosen, error = printed.err.splitlines()

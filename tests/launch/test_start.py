@@ -212,7 +212,7 @@ class StoppedAtOnce(StopRequest):
 def evaluated(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, float, str]:
     """Return the path of the weights that petra evaluate took for a run, their loss, and what it says about them."""
     capsys.readouterr()
-    evaluate.main(["run=first", *words])
+    evaluate.main(["first", *words])
     out, err = capsys.readouterr()
     found = json.loads(out)
     return found["weights"], found["loss"], err
@@ -230,7 +230,7 @@ def test_a_newer_export_of_another_format_replaces_the_older(trained: Path, caps
     assert "weights of first/model.safetensors, after microbatch 8 (2 epochs done)" in said
     train("init_from=first", "run_dir=second")
     assert "from first/model.safetensors, after microbatch 8 (2 epochs done)\n" in capsys.readouterr().out
-    assert evaluated(capsys, "weights=first/model.pt")[1] != loss
+    assert evaluated(capsys, "--weights=first/model.pt")[1] != loss
 
 
 def test_a_checkpoint_of_a_stopped_run_replaces_an_older_export(
@@ -242,7 +242,7 @@ def test_a_checkpoint_of_a_stopped_run_replaces_an_older_export(
     path, loss, said = evaluated(capsys)
     assert path == "first/checkpoints/000000006"
     assert "weights of first/checkpoints/000000006, after microbatch 6 (1 epochs done)" in said
-    assert "weights=first/checkpoints/000000004 takes the best checkpoint" in said
+    assert "--weights first/checkpoints/000000004 takes the best checkpoint" in said
     assert loss != last_loss()
 
 
@@ -251,17 +251,17 @@ def test_moving_averages_are_taken_by_their_paths_only(trained: Path, capsys: py
     train(*average, "trainer.epochs=2", "optim.average=0.9")
     path, loss, said = evaluated(capsys)
     assert path == "first/model.pt"
-    assert "weights=first/ema.pt takes their moving average" in said
+    assert "--weights first/ema.pt takes their moving average" in said
     assert loss != last_loss()  # the run evaluates its moving average
-    assert evaluated(capsys, "weights=first/ema.pt")[1] == last_loss()
-    assert evaluated(capsys, "weights=first/checkpoints/000000008")[1] == loss
-    assert evaluated(capsys, "weights=first/checkpoints/000000008/average")[1] == last_loss()
+    assert evaluated(capsys, "--weights=first/ema.pt")[1] == last_loss()
+    assert evaluated(capsys, "--weights=first/checkpoints/000000008")[1] == loss
+    assert evaluated(capsys, "--weights=first/checkpoints/000000008/average")[1] == last_loss()
     train(*average, "trainer.epochs=3", "optim.average=null")
     path, loss, said = evaluated(capsys)
     assert (path, loss) == ("first/model.pt", last_loss())
     assert "ema.pt" not in said
     with pytest.raises(SystemExit):
-        evaluated(capsys, "weights=first/checkpoints/000000012/average")
+        evaluated(capsys, "--weights=first/checkpoints/000000012/average")
     assert "expected a checkpoint with a moving average (optim.average), got none" in capsys.readouterr().err
 
 
@@ -284,8 +284,8 @@ def test_generate_and_predict_take_the_newest_weights(
     images = ("data=digits", "model=revnet18", "model.width=0.0625")
     common = ("k=2", "data.batch_size=4", "trainer.device=cpu", "trainer.limit_batches=2", "resume=auto")
     for words, command in (
-        (texts, lambda: generate.main(["run=a", "tokens=1", "prompt=a"])),
-        (images, lambda: predict.main(["run=b", "x.png"])),
+        (texts, lambda: generate.main(["a", "--tokens=1", "--prompt=a"])),
+        (images, lambda: predict.main(["b", "x.png"])),
     ):
         folder = "a" if words == texts else "b"
         for epochs, kind in ((1, "pt"), (2, "none")):

@@ -40,7 +40,7 @@ def python(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
         ("launch.train --nproc 2 data=mnist", "data: expected camvid, cifar10, "),
         ("launch.sweep k=1,0", "k: expected an integer >= 1, got 0"),
         ("launch.sweep", "command line: expected arguments such as experiment=demo (about a minute)"),
-        ("launch.evaluate run=nowhere", "run: expected the folder of a run, got nowhere without a config.yaml"),
+        ("launch.evaluate nowhere", "command line: expected the folder of a run, got nowhere without a config.yaml"),
         ("launch.compare nowhere --out x.foo", "--out: expected a file name that ends in .png, .svg or .pdf, got x.foo"),
     ],
 )

@@ -62,7 +62,7 @@ def test_train_in_two_processes_export_evaluate_and_load_in_pytorch(site: Path, 
     """The sweep starts the processes of its run as petra train --nproc does."""
     swept = run_module(site, tmp_path, "petra", "sweep", "--processes", "2", "--out", "out", *TINY, "trainer.export=pt")
     assert "1 of 1 runs finished" in swept
-    numbers = json.loads(run_module(site, tmp_path, "petra", "evaluate", "run=out/run"))
+    numbers = json.loads(run_module(site, tmp_path, "petra", "evaluate", "out/run"))
     assert numbers["images"] == 4
     weights = torch.load(tmp_path / "out" / "run" / "model.pt", weights_only=True)
     assert any("head" in name for name in weights)
