@@ -42,7 +42,7 @@ ROOMS = {
     ("petra/diagnostics",): Budget(930, 800),
     ("petra/cost_model",): Budget(1_970, 1_500),
     ("petra/analysis",): Budget(450, 400),
-    ("launch/*.py", "launch/templates"): Budget(1_650, 1_300),
+    ("launch/*.py", "launch/templates"): Budget(1_460, 1_190),
     ("launch/config",): Budget(950, 400),
     ("launch/run",): Budget(2_360, 1_500),
     ("launch/runtime",): Budget(800, 700),
@@ -51,7 +51,7 @@ ROOMS = {
     ("benchmarks",): Budget(2_630, 2_700),
     ("examples",): Budget(600, 600),
     ("tests", "stress"): Budget(19_420, 15_000),
-    ("docs",): Budget(150, 150),
+    ("docs",): Budget(260, 260),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
 BOTH = Budget(27_300, 23_000)

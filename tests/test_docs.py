@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.distributed.run import get_args_parser
 
 import petra
+from docs.reference import page
 from examples.own_model import Patches, branch
 from launch.cli import take_processes
 from launch.config import CONF
 from launch.config.compose import register
 from launch.config.read import to_config
 from launch.config.schema import Config
-from launch.reference import page
 from launch.run.build import set_up
 from launch.runtime.rank import Process
 from launch.sweep import jobs
@@ -259,7 +259,7 @@ def test_every_page_is_in_the_index() -> None:
 
 
 def test_the_configuration_page_is_up_to_date() -> None:
-    assert page() == (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8"), "petra reference has news"
+    assert page() == (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8"), "python -m docs.reference has news"
 
 
 class Head(nn.Linear):

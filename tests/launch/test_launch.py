@@ -16,13 +16,13 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
+from docs.reference import rows_of
 from launch.compare import main as compare
 from launch.config import CONF
 from launch.config.compose import command_line_configs, compose_overrides, register
 from launch.config.presets import configurations
 from launch.config.read import to_config
 from launch.config.schema import GROUPS, SECTIONS
-from launch.reference import rows_of
 from launch.run.build import Setup, set_up
 from launch.run.data import data_sources
 from launch.runtime.rank import Process
