@@ -122,11 +122,6 @@ def default_group_timeout(device: torch.device) -> timedelta:
     return timeout
 
 
-def default_store() -> Any:
-    """Return the store of the default process group, or None if there is none."""
-    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
-
-
 def skips_steps(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether ``optimizer.step()`` does nothing if the tensor ``optimizer.found_inf`` is 1, without reading it.
 

@@ -45,7 +45,7 @@ ROOMS = {
     ("launch/*.py", "launch/templates"): Budget(1_460, 1_190),
     ("launch/config",): Budget(950, 400),
     ("launch/run",): Budget(2_360, 1_500),
-    ("launch/runtime",): Budget(800, 700),
+    ("launch/runtime",): Budget(700, 700),
     ("launch/doctor", "launch/selftest"): Budget(700, 700),
     ("reproduction",): Budget(2_010, 2_000),
     ("benchmarks",): Budget(2_630, 2_700),

@@ -27,7 +27,7 @@ from petra.elastic.liveness import Liveness
 from petra.elastic.membership import Membership
 from petra.errors import require
 
-from ..runtime.agent import LOOPBACK, require_loopback, stop_signals
+from ..runtime.agent import LOOPBACK, stop_signals
 from ..runtime.rank import Process, agree_on_start
 from ..runtime.reporting import CANCELLED, FAILED, STOPPED
 
@@ -185,11 +185,7 @@ def run_replicas(processes: int, replicas: int, module: str, arguments: Sequence
     Args:
         processes: Number of processes, of all replicas together.
         replicas: Number of replicas.
-
-    Raises:
-        ConfigError: If processes on this machine can't connect to each other.
     """
-    require_loopback()
     command = [sys.executable, "-m", module, *arguments]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
 

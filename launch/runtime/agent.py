@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
-import socket
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from types import FrameType
 
-from petra.errors import ConfigError, Interrupted
+from petra.errors import Interrupted
 
 from .rank import Process
 from .reporting import CANCELLED, STOPPED, report_errors
@@ -27,29 +25,21 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 """Preemption by a cluster (SIGTERM, or SIGUSR1 as an early warning), the end of a terminal or of an ssh connection (SIGHUP), and
 the first Ctrl-C. A second Ctrl-C ends the process."""
 LOOPBACK = "127.0.0.1"
-_PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
 def this_process() -> Iterator[Process]:
-    """Yield this process of a run. It ends when torchrun's agent does, and its errors are reported (:func:`report_errors`).
+    """Yield this process of a run. On Linux, it ends when torchrun's agent does. Its errors are reported (:func:`report_errors`).
 
     Raises:
         ConfigError: If torchrun's environment variables are invalid.
     """
     process = Process.from_environment()
-    stop_with_agent()
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        # Otherwise, a process whose agent was killed by SIGKILL would train on, possibly beside the restarted job.
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     with report_errors(process):
         yield process
-
-
-def stop_with_agent() -> None:
-    """Make the kernel send SIGTERM to this process when torchrun's agent ends, however it ends. Linux only.
-
-    A process whose agent was killed by SIGKILL would otherwise continue to train, possibly beside the restarted job.
-    """
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -115,22 +105,17 @@ def run_agent(flags: Sequence[str], module: str, arguments: Sequence[str]) -> No
         flags: Arguments of torchrun.
         module: Module that each process runs.
         arguments: Arguments of the module.
-
-    Raises:
-        ConfigError: If processes on this machine can't connect to each other.
     """
-    require_loopback()
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    started = Event()
     for number in stop_signals():
-        signal.signal(number, partial(_forward, started))
+        signal.signal(number, _forward)
     # Processes inherit the mask, so that none is interrupted before it can handle Ctrl-C (launch.runtime.terminal.command). Another
     # thread takes the signal for this process, and the handler still runs in this thread.
-    Thread(target=_watch, args=(started,), daemon=True).start()
+    Thread(target=Event().wait, daemon=True).start()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         torchrun(["--signals-to-handle", "SIGQUIT", *flags, "-m", module, *arguments])
@@ -157,40 +142,16 @@ def run_on_this_machine(processes: int, module: str, arguments: Sequence[str]) -
     run_agent(["--standalone", "--nproc-per-node", str(processes)], module, arguments)
 
 
-def require_loopback() -> None:
-    """Check that a process can connect to another one on this machine. torchrun would try for minutes.
-
-    Raises:
-        ConfigError: If it can't.
-    """
-    try:
-        with socket.create_server((LOOPBACK, 0)) as server:
-            socket.create_connection(server.getsockname(), timeout=5).close()
-    except OSError as error:
-        raise ConfigError(
-            f"network: processes on this machine can't connect to each other at {LOOPBACK} ({error.strerror or error}); the "
-            "loopback interface must be up (ip link set lo up)"
-        ) from error
-
-
 def children() -> list[int]:
     """Return the ids of the running processes that any thread of this process has started."""
     return [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
 
 
-def _watch(started: Event) -> None:
-    """Set ``started`` when this process has started another one. Never return."""
-    while not children():
-        time.sleep(0.05)
-    started.set()
-    Event().wait()
-
-
-def _forward(started: Event, number: int, frame: FrameType | None) -> None:
+def _forward(number: int, frame: FrameType | None) -> None:
     """Forward a signal. If the processes have ended, this one is about to exit with their status, and continues."""
     processes = children()
     for pid in processes:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
-    if not processes and not started.is_set():
+    if not processes and resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss == 0:  # none has been started
         exit_at_once(number, frame)  # torchrun would print a traceback of SystemExit

@@ -6,7 +6,7 @@ import gc
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -116,6 +116,7 @@ class Process:
         import torch
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import PrefixStore
+        from torch.distributed.elastic.utils.store import synchronize
         from torch.distributed.rendezvous import rendezvous
 
         on_gpu = device.type == "cuda"
@@ -132,7 +133,7 @@ class Process:
         store = PrefixStore(agree_on_start(store, self.rank, self.world, max(limit, START)), store)
         if on_gpu:
             uuid = str(torch.cuda.get_device_properties(device).uuid)
-            require_distinct_gpus(PrefixStore("gpu", store), self.rank, self.world, uuid)
+            require_distinct_gpus([gpu.decode() for gpu in synchronize(store, uuid.encode(), self.rank, self.world, "gpu")])
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             timeout=limit,
@@ -206,20 +207,12 @@ def agree_on_start(store: Store, rank: int, world: int, limit: timedelta) -> str
         time.sleep(POLL)
 
 
-def require_distinct_gpus(store: Store, rank: int, world: int, gpu: str) -> None:
-    """Exchange the GPU of every rank and check that they differ. NCCL's own error names neither rank.
-
-    Args:
-        store: Store that all ranks share, used for nothing else.
-        rank: Rank of this process.
-        world: Number of processes.
-        gpu: Unique identifier of this process's GPU.
+def require_distinct_gpus(gpus: Sequence[str]) -> None:
+    """Check that all ranks use different GPUs, given by their unique identifiers. NCCL's own error names neither rank.
 
     Raises:
-        ConfigError: If two ranks use the same GPU. Raised on every rank.
+        ConfigError: If two ranks use the same one.
     """
-    store.set(str(rank), gpu)
-    gpus = [store.get(str(r)).decode() for r in range(world)]
-    for r, found in enumerate(gpus):
-        if (first := gpus.index(found)) < r:
-            raise invalid("trainer.device", "cpu, or a GPU for each process", f"GPU {found} on ranks {first} and {r}")
+    for rank, gpu in enumerate(gpus):
+        if (first := gpus.index(gpu)) < rank:
+            raise invalid("trainer.device", "cpu, or a GPU for each process", f"GPU {gpu} on ranks {first} and {rank}")

@@ -1,4 +1,4 @@
-"""Errors of a run over several processes: reported once, by the rank where they began, with a defined exit status."""
+"""Errors of a run over several processes: reported once on each machine, by the rank where they began, with an exit status."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from threading import Thread
 from typing import NoReturn
 
 from petra.errors import CommunicationError, Interrupted, NumericsError, PetraError
@@ -31,12 +30,14 @@ _LIMITS = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
 
 @contextmanager
 def report_errors(process: Process) -> Iterator[None]:
-    """Exit with a status if the body raises an error that the user can act on. Only one rank prints the error, as one line.
+    """Exit with a status if the body raises an error that the user can act on. One rank of each machine prints it, as one line.
 
     The exit status is :data:`FAILED`, :data:`STOPPED` for a run that was asked to stop, or :data:`CANCELLED` for Ctrl-C before
-    training. Unexpected exceptions keep their traceback, which one rank prints.
+    training. Unexpected exceptions keep their traceback. Warnings of petra's loggers are printed to stderr, one line each.
     """
-    show_warnings()
+    warnings = logging.StreamHandler()
+    warnings.setFormatter(logging.Formatter("warning: %(message)s"))
+    logging.getLogger("petra").handlers[:] = [warnings]
     try:
         yield
     except Interrupted as stopped:
@@ -63,13 +64,6 @@ def report_errors(process: Process) -> Iterator[None]:
         if claim_error_report():
             raise
         sys.exit(1)
-
-
-def show_warnings() -> None:
-    """Print the warnings of petra's loggers to stderr, one line each."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("warning: %(message)s"))
-    logging.getLogger("petra").handlers[:] = [handler]
 
 
 @contextmanager
@@ -100,54 +94,23 @@ def first_sentence(error: Exception) -> str:
     return re.sub(r"(?<!out of memory)\. .*", "", text)
 
 
-def claim_error_report(*, this_machine: bool = False) -> bool:
-    """Claim the right to report an error. Return whether no other rank has claimed it before.
+def claim_error_report() -> bool:
+    """Claim the right to report an error. Return whether no other rank on this machine has claimed it before.
 
-    Ranks that can't be reached within :data:`REPORT_WAIT` are ignored.
-
-    Args:
-        this_machine: Consider only the ranks on this machine, if torchrun has started them.
+    The claim is a file in the folder that torchrun makes for the error files of one start. Without torchrun, every rank reports.
     """
-    first_here = _claim_on_this_machine()
-    if first_here is False or (first_here and this_machine):
-        return first_here
-    claims = [True]
-
-    def claim() -> None:
-        from petra.torch_private import default_store
-
-        with suppress(RuntimeError):
-            store = default_store()
-            claims[0] = store is None or store.add("reported", 1) == 1
-
-    if _in_process_group():
-        claiming = Thread(target=claim, daemon=True)  # a store on a lost host doesn't answer for minutes
-        claiming.start()
-        claiming.join(REPORT_WAIT)
-    return claims[0]
-
-
-def _in_process_group() -> bool:
-    """Return whether this process has joined a process group. An error before that is reported without importing torch."""
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_initialized()
-
-
-def _claim_on_this_machine() -> bool | None:
-    """Claim the report through the folder that torchrun makes for the error files of one start. Return None without one."""
-    if not (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
-        return None
-    try:
-        Path(file).parents[1].joinpath("reported").touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    except OSError:
-        return None
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        try:
+            Path(file).parents[1].joinpath("reported").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        except OSError:  # the folder is gone: torchrun has ended
+            return True
     return True
 
 
 def _exit_with_error(message: str, *, wait: float = 0) -> NoReturn:
-    """Report an error unless another rank has reported one, and exit.
+    """Report an error unless another rank of this machine has reported one, and exit.
 
     Args:
         message: Text of the error.
@@ -160,13 +123,14 @@ def _exit_with_error(message: str, *, wait: float = 0) -> NoReturn:
 
 
 def _exit_after_lost_connection(message: str) -> NoReturn:
-    """Report a failed communication, once on every machine, unless another rank has reported its own error. Then exit."""
+    """Report a failed communication unless another rank of this machine has reported an error, and exit."""
     # torchrun sends SIGTERM to all ranks as soon as one has failed, but this rank may be the one that reports.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(REPORT_WAIT)
-    if claim_error_report(this_machine=True):
+    if claim_error_report():
         print(f"error: {message}; another process has died, hangs or can't be reached", file=sys.stderr, flush=True)
-    if _in_process_group():
+    distributed = sys.modules.get("torch.distributed")  # an error before the processes connect is reported without importing torch
+    if distributed is not None and distributed.is_initialized():
         sys.stdout.flush()
         os._exit(FAILED)  # at a normal exit, gloo would wait for the lost process for the whole timeout again
     sys.exit(FAILED)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import codecs
 import errno
 import io
 import os
@@ -19,8 +18,6 @@ from petra.errors import ConfigError, PetraError
 from .reporting import CANCELLED, FAILED
 
 P = ParamSpec("P")
-PLAIN = {"τ": "tau", "µ": "u", "→": "->", "←": "<-", "–": "-", "…": "...", "×": "x", "·": "*", "≥": ">=", "≤": "<=", "ö": "o"}
-"""Replacements for characters that the terminal's encoding lacks."""
 _CLOSED = (errno.EPIPE, errno.EIO)
 """Errors of a pipe whose reader has ended, and of a terminal that was closed."""
 
@@ -92,7 +89,7 @@ def _lasting(stream: IO[str] | None, original: IO[str] | None, number: int) -> I
         return open(number, "w", encoding="utf-8", closefd=False)
     if stream is not original or not isinstance(stream, io.TextIOWrapper):
         return stream
-    return _LastingText(stream.buffer, stream.encoding, "plain", line_buffering=stream.line_buffering or number == 2)
+    return _LastingText(stream.buffer, stream.encoding, "replace", line_buffering=stream.line_buffering or number == 2)
 
 
 class _LastingText(io.TextIOWrapper):
@@ -117,16 +114,6 @@ class _LastingText(io.TextIOWrapper):
         os.close(null)
         if error.errno not in _CLOSED and self is not sys.stderr:
             print(f"warning: output can't be written ({error.strerror}); the rest is discarded", file=sys.stderr, flush=True)
-
-
-def _plain(error: UnicodeError) -> tuple[str, int]:
-    """Replace characters that can't be encoded (an error handler of :mod:`codecs`)."""
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    return "".join(PLAIN.get(character, "?") for character in error.object[error.start : error.end]), error.end
-
-
-codecs.register_error("plain", _plain)
 
 
 def _cancel(number: int, frame: FrameType | None) -> None:

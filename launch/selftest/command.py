@@ -86,7 +86,7 @@ def plan(gpus: int, tiny: bool) -> Iterator[Trial]:
     device = {"device": "cuda" if gpus else "cpu"}
     small = {"model": "revnet18", **({"width": 0.125, "size": 16, "batch": 4} if tiny else {"width": 0.5, "batch": 16})}
     for method in METHODS:
-        k = 20 if method == "pipedream_2bw" else 2
+        k = 20 if method in ("pipedream_2bw", "paci") else 2
         yield Trial("compare", f"{method} against the CPU", {**small, **device, "method": method, "k": k})
     several, counts = min(gpus, 8) if gpus else 2, {"k": 4, "microbatches": 8 if tiny else 40}
     if several > 1:

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -50,6 +51,7 @@ class Forked:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": self._store.port,
             "TORCHELASTIC_USE_AGENT_STORE": True,
+            "TORCHELASTIC_ERROR_FILE": Path(tempfile.mkdtemp(dir=folder), "0", "error.json"),
         }
         torchrun = {name: str(value) for name, value in variables.items()} if world > 1 else {}
         common = {**torchrun, **(environment or {})}
