@@ -27,7 +27,7 @@ DEVICE = torch.ops.prim.device.default
 
 foreach_add, foreach_add_, foreach_copy_ = (getattr(torch, f"_foreach_{n}") for n in ("add", "add_", "copy_"))
 foreach_mul, foreach_mul_, foreach_zero_ = (getattr(torch, f"_foreach_{n}") for n in ("mul", "mul_", "zero_"))
-foreach_sub, foreach_sub_ = (getattr(torch, f"_foreach_{n}") for n in ("sub", "sub_"))
+foreach_sub = torch._foreach_sub
 foreach_lerp_, foreach_norm = (getattr(torch, f"_foreach_{n}") for n in ("lerp_", "norm"))
 
 

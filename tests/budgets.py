@@ -34,7 +34,7 @@ ROOMS = {
     ("petra/engine",): Budget(2_080, 1_900),
     ("petra/engine/options",): Budget(1_400, 1_400),
     ("petra/staleness",): Budget(530, 450),
-    ("petra/training",): Budget(1_890, 1_790),
+    ("petra/training",): Budget(1_800, 1_790),
     ("petra/data",): Budget(2_110, 1_800),
     ("petra/models",): Budget(1_700, 1_700),
     ("petra/inplace_abn",): Budget(2_000, 2_000),
@@ -63,7 +63,7 @@ UNFORMATTED = Budget(4, 0)
 """Statements that the formatter is told to leave alone."""
 CONFIGURATION = Budget(600, 600)
 """Lines of YAML in conf/."""
-KEYS = Budget(125, 110)
+KEYS = Budget(124, 110)
 """Keys of the configuration: fields of the schema that are no groups, and parameters of shipped targets, each name once a group."""
 PARAMETERS = {
     "petra.engine.stage:Stage": Budget(4, 4),

@@ -124,7 +124,7 @@ RUNS = (
     _run("mixed_keeps", "k=2 trainer.stages=3 method.delay=[1,2] method.keep=input"),
     _run("delayed_graph", "method=delayed method.keep=graph k=3 trainer.stages=4"),
     _run("adamw_prediction", "optim=adamw optim.lr=0.01 remedy=prediction k=2"),
-    _run("lars_ema", "optim=lars optim.ema=0.9 k=2"),
+    _run("ema", "optim.ema=0.9 k=2"),
     _run("clip", "optim.clip=0.1 k=2 trainer.nonfinite=skip"),
     _run("clip_globally", "optim.clip=0.1 optim.clip_scope=global method=1f1b k=4"),
     _run("bf16", "trainer.precision=bf16 k=2"),

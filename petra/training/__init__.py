@@ -2,7 +2,6 @@
 
 from petra.process_memory import peak_memory
 from petra.training.checkpoint import Checkpoints, best_of, facts_of, newest, restore
-from petra.training.lars import LARS
 from petra.training.learning_rate import Cosine, MultiStep, Polynomial, Schedule, peak_rate
 from petra.training.loggers import JsonLines, TensorBoardLogger, WandbLogger
 from petra.training.optim import OPTIMIZERS, sgd
@@ -15,7 +14,6 @@ from petra.training.weight_files import FORMATS, export, facts_in, gathered_bloc
 
 __all__ = [
     "FORMATS",
-    "LARS",
     "OPTIMIZERS",
     "Checkpoints",
     "Cosine",

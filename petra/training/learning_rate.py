@@ -80,7 +80,7 @@ class Cosine(Schedule):
 
 @dataclass(frozen=True)
 class Polynomial(Schedule):
-    """(1 − progress)^power from the peak to ``final``. You et al. 2017, section 5, use power 2 for LARS.
+    """(1 − progress)^power from the peak to ``final``.
 
     Attributes:
         power: Exponent; 1 is linear.

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from petra.torch_private import foreach_mul
 from petra.training.basis_rotation import BasisRotation
-from petra.training.lars import LARS
 
 Fraction = Annotated[float, ">= 0 and < 1"]
 Positive = Annotated[float, "> 0"]
@@ -41,18 +40,6 @@ def sgd(module: nn.Module, *, momentum: Fraction = 0.9, nesterov: bool = True, w
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
     return _without_rate(optimizer)
-
-
-def lars(module: nn.Module, *, momentum: Fraction = 0.9, trust: Positive = 0.001, weight_decay: NotNegative = 5e-4) -> LARS:
-    """Return LARS, for large batches. It updates biases and normalisation as SGD does.
-
-    Args:
-        module: Module of a stage.
-        momentum: As for SGD.
-        trust: Trust coefficient: a layer's step is at most about this fraction of the norm of its weights, times the learning rate.
-        weight_decay: As for SGD.
-    """
-    return _without_rate(LARS(_groups(module.parameters(), weight_decay), momentum=momentum, trust=trust))
 
 
 def adam(
@@ -189,7 +176,6 @@ def _step_unless(skip: Tensor, muon: torch.optim.Muon) -> None:
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": sgd,
-    "lars": lars,
     "adam": adam,
     "adamw": adamw,
     "muon": Muon,

@@ -27,7 +27,6 @@ def of_method(method: str, **settings: Any) -> Case:
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "lars": {"optimizer": "lars"},
     "adam": {"optimizer": "adam"},
     "adamw": {"optimizer": "adamw"},
     "muon": {"optimizer": "muon"},
@@ -135,7 +134,7 @@ STEADY = [
     Case(microbatches=200, optimizer="muon"),
     Case(microbatches=200, **SETTINGS["fp16"]),
     Case(microbatches=200, numerics={"exact_streams": True}, arguments={"rules": UpdateRules(clip=1.0, average=0.99)}),
-    Case(microbatches=200, optimizer="lars", arguments={"remedy": Remedy(prediction=Prediction.DIFFERENCE)}),
+    Case(microbatches=200, optimizer="adamw", arguments={"remedy": Remedy(prediction=Prediction.DIFFERENCE)}),
 ]
 
 

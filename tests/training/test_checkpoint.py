@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "petra": {"rules": UpdateRules(average=0.9, loss_scale="dynamic")},
     "adam": {"optimizer": OPTIMIZERS["adam"], "numerics": Numerics(channels_last=True)},
     "double": {"method": "pipedream_2bw", "k": 10},
-    "stashed": {"method": "delayed", "optimizer": OPTIMIZERS["lars"]},
+    "stashed": {"method": "delayed", "optimizer": OPTIMIZERS["nadam"]},
     "rotated": {"optimizer": OPTIMIZERS["basis_rotation"]},
     "muon": {"optimizer": OPTIMIZERS["muon"], "rules": UpdateRules(average=0.9)},
     "difference": {"remedy": Remedy(9, 0.3, Prediction.DIFFERENCE, 1.5, True, 0.9)},

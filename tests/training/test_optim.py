@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from petra import BlockSpec, ConfigError, Model
-from petra.training import LARS, Cosine, MultiStep, Polynomial, peak_rate
+from petra.training import Cosine, MultiStep, Polynomial, peak_rate
 from petra.training.optim import OPTIMIZERS
 from tests.support.nets import RandomSource, make_pipeline
 
@@ -60,33 +60,6 @@ def test_biases_and_normalisation_do_not_decay(name: str) -> None:
     frozen.requires_grad_(False)
     frozen[3].weight.requires_grad_()
     assert sum(len(group["params"]) for group in OPTIMIZERS[name](frozen).param_groups) == 1
-
-
-def test_lars_is_algorithm_1_of_its_paper() -> None:
-    module, expected = net(), [p.detach().clone() for p in net().parameters()]
-    rate, trust, momentum = 2.0, 0.02, 0.9
-    found = stepped(module, OPTIMIZERS["lars"](module, momentum=momentum, trust=trust, weight_decay=DECAY), rate=rate)
-    velocities = [torch.zeros_like(p) for p in expected]
-    for drawn in gradients(module, 3):
-        for p, v, g in zip(expected, velocities, drawn, strict=True):
-            local, beta = 1.0, 0.0
-            if p.dim() > 1:
-                beta = DECAY
-                local = trust * p.norm().item() / (g.norm().item() + beta * p.norm().item())
-            v.mul_(momentum).add_(g + beta * p, alpha=rate * local)
-            p -= v
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
-
-
-def test_lars_of_a_weight_or_gradient_that_is_zero_stays_finite() -> None:
-    weight = nn.Parameter(torch.zeros(2, 2))
-    weight.grad = torch.ones(2, 2)
-    optimizer = LARS([{"params": [weight], "weight_decay": 0.0}], lr=0.5)
-    optimizer.step()
-    torch.testing.assert_close(weight.detach(), torch.full((2, 2), -0.5))
-    weight.grad.zero_()
-    optimizer.step()
-    assert weight.isfinite().all()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
