@@ -71,12 +71,11 @@ class _Curve(NamedTuple):
 
 
 def _read(path: Path) -> _Curve:
-    from .run.folder import RunFolder
-    from .run.report import SUFFIX, rows_of
+    from .run.folder import RECORD, RunFolder, rows_of
 
-    if not path.name.endswith(SUFFIX):
+    if not path.name.endswith(RECORD):
         run = RunFolder(path)
-        rows, config = run.rows(), run.config()
+        rows, config = run.rows(), OmegaConf.create(run.config())
         method, delay, k, epochs = (OmegaConf.select(config, key) for key in ("method.name", "method.delay", "k", "trainer.epochs"))
         return _Curve(method, delay, k, epochs, rows, run.updates())
     try:
@@ -89,9 +88,9 @@ def _read(path: Path) -> _Curve:
 
 def _names(folders: Sequence[Path]) -> list[str]:
     """Return the names of the runs: those of their folders or records, or their paths if two have the same name."""
-    from .run.report import SUFFIX
+    from .run.folder import RECORD
 
-    names = [folder.resolve().name.removesuffix(SUFFIX) for folder in folders]
+    names = [folder.resolve().name.removesuffix(RECORD) for folder in folders]
     return names if len({*names}) == len(names) else [str(folder) for folder in folders]
 
 

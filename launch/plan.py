@@ -34,7 +34,7 @@ from .config.machines import LATENCY, SCALE, read_machines
 from .config.schema import Config
 from .run.build import set_numerics, set_up
 from .run.dry_run import MEMORY_PARTS, show_progress, stage_memories
-from .run.markdown import aligned_table
+from .run.markdown import table
 from .run.targets import factory
 from .runtime.rank import Process
 from .runtime.terminal import command
@@ -198,7 +198,9 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
         "",
     ]
     if rows:
-        lines += [aligned_table(HEADER, [row.cells(samples) for row in sorted(rows, key=lambda row: row.prediction.period)]), ""]
+        lines.append(
+            table(HEADER, [row.cells(samples) for row in sorted(rows, key=lambda row: row.prediction.period)], aligned=True)
+        )
         lines += [NOT_TRAINED] if any(row.method.name == ZB_H1.name for row in rows) else []
     if any(not isinstance(row.method, ZeroBubble) for row in rows):
         best = recommend(rows)

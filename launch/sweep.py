@@ -8,7 +8,6 @@ their last checkpoint. sweep.md and sweep.json under --out hold the results so f
 from __future__ import annotations
 
 import re
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -17,10 +16,10 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from petra.errors import first_line, invalid, require
+from petra.errors import require
 
 from .config.compose import hydra_errors, require_arguments
-from .run.jobs import Job, check_job, run_here, search_path, submit
+from .run.jobs import Job, train_jobs
 from .run.markdown import table
 from .runtime.terminal import command, parser_for
 
@@ -40,35 +39,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs", "sweep"), help="folder of the sweep (default: runs/sweep)")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes of each run on this machine (default: 1)")
-    parser.add_argument("--slurm", metavar="OPTIONS", help="submit the runs to Slurm with these options of sbatch, which may be ''")
-    parser.add_argument("--config-dir", metavar="FOLDER", help="further folder with configuration files, searched after conf/")
+    parser.add_argument("--config-dir", type=Path, metavar="FOLDER", help="further folder with configuration files")
     options, overrides = parser.parse_known_args(arguments)
     require(options.processes >= 1, "--processes", "an integer >= 1", options.processes)
-    submission = _words(options.slurm)
     require_arguments(overrides)
     if options.config_dir is not None:
-        overrides.insert(0, search_path(options.config_dir))
+        require(options.config_dir.is_dir(), "--config-dir", "a folder", options.config_dir)
+        quoted = str(options.config_dir.resolve()).replace("'", "\\'")
+        overrides.insert(0, f"hydra.searchpath=['file://{quoted}']")
     sweep = jobs(overrides, options.out.resolve())
-    for config in [job.config for job in sweep]:  # checks all values before the first job is planned
-        check_job(config, options.processes, here=submission is None)
-    unfinished = [job for job in sweep if job.summary() is None]
-    failed = run_here(unfinished, options.processes) if submission is None else submit(unfinished, submission)
+    for job, _ in [(job, job.config) for job in sweep]:  # composes all before the first one is planned
+        job.check(options.processes)
+    failed = train_jobs([job for job in sweep if job.summary() is None], options.processes)
     print(collect(sweep, options.out), end="")
     for job in failed:
         print(f"failed: {job.folder}", file=sys.stderr)
     sys.exit(1 if failed else 0)
-
-
-def _words(options: str | None) -> list[str] | None:
-    """Return the options of sbatch in a text.
-
-    Raises:
-        ConfigError: If a quote is not closed.
-    """
-    try:
-        return None if options is None else shlex.split(options)
-    except ValueError as error:
-        raise invalid("--slurm", "options of sbatch", f"{options} ({first_line(error)})") from error
 
 
 def jobs(overrides: Sequence[str], out: Path) -> list[Job]:

@@ -11,8 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from launch.run.folder import RunFolder
-from launch.run.report import SUFFIX
+from launch.run.folder import RECORD, RunFolder
 from petra.errors import DataError, first_line
 from petra.training.records import write_text_atomically, writing
 
@@ -97,7 +96,7 @@ def write_record(folder: Path, record: Record) -> Path:
     Raises:
         DataError: If it can't be written.
     """
-    path = folder / f"{record.setting}{SUFFIX}"
+    path = folder / f"{record.setting}{RECORD}"
     lines = [f"  {json.dumps(name)}: {_text(value)}" for name, value in vars(record).items()]
     with writing(path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -119,7 +118,7 @@ def read_record(path: Path) -> Record:
 
 def read_records(folder: Path) -> Iterator[tuple[Path, Record]]:
     """Yield the records in a folder with their paths, in the order of their names."""
-    for path in sorted(folder.glob(f"*{SUFFIX}")):
+    for path in sorted(folder.glob(f"*{RECORD}")):
         yield path, read_record(path)
 
 

@@ -11,11 +11,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from launch.config.schema import AUTO
-from launch.run.folder import RunFolder
-from launch.run.jobs import Job, check_job, run_here
-from launch.run.report import rows_of
-from launch.run.resume import changes_results, flat
-from launch.run.saved import as_data
+from launch.run.folder import RunFolder, rows_of
+from launch.run.jobs import Job, train_jobs
+from launch.run.saved import as_data, changes_results, flat
 from petra.errors import PetraError
 
 from .record import Record, read_records
@@ -71,8 +69,8 @@ def collect(request: Request, wanted: Mapping[str, Job], processes: int | None =
     count = request.processes if processes is None else processes
     for job in unfinished:
         job.summary()  # raises an error if the folder has a finished run with another configuration
-        check_job(job.config, count, here=True)
-    failed = run_here(unfinished, count)
+        job.check(count)
+    failed = train_jobs(unfinished, count)
     if failed:
         names = ", ".join(job.folder.name for job in failed)
         raise PetraError(f"{len(failed)} of {len(wanted)} runs failed: {names}. Run the same command again to resume them.")

@@ -95,22 +95,17 @@ def data_sources(
     )
 
 
-def check_root(config: DataConfig, here: bool) -> None:
-    """Check ``data.root`` without reading files. Data sets outside the package check it themselves.
-
-    Args:
-        here: The files are on this machine, so the path must exist.
+def check_root(config: DataConfig) -> None:
+    """Check that the path ``data.root`` exists, without reading files. Data sets outside the package check it themselves.
 
     Raises:
         DataError: If ``data.root`` is needed and is missing.
     """
-    options = config.options
-    if not is_shipped(config._target_) or "root" not in options:
-        return
-    if (root := options["root"]) is None:
-        load(config)  # raises the error that tells where to get the files
-    elif here and not Path(root).expanduser().exists():
-        raise invalid("data.root", f"a path to the files of {config.name}", f"{root}, which does not exist", DataError)
+    if is_shipped(config._target_) and "root" in config.options:
+        if (root := config.options["root"]) is None:
+            load(config)  # raises the error that tells where to get the files
+        elif not Path(root).expanduser().exists():
+            raise invalid("data.root", f"a path to the files of {config.name}", f"{root}, which does not exist", DataError)
 
 
 def load(config: DataConfig) -> Dataset:

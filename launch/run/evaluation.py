@@ -21,7 +21,7 @@ from ..config.schema import Config
 from ..runtime.rank import Process
 from .build import Setup, set_numerics, set_up
 from .data import load
-from .markdown import aligned_table
+from .markdown import table
 from .weights import Weights, for_inference
 
 
@@ -72,7 +72,7 @@ def write_pictures(config: Config, weights: Weights, per_class: Mapping[str, flo
     rows = [[name, "–" if iou is None else f"{iou:.1%}"] for name, iou in per_class.items()]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(folder / "iou.md", aligned_table(("class", "IoU"), rows) + "\n")
+        write_text_atomically(folder / "iou.md", table(("class", "IoU"), rows, aligned=True))
         for name, picture in pictures(weights.network(config), reader, [*per_class], count):
             picture.save(folder / f"{name}.png")
 

@@ -8,15 +8,13 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import count
 from pathlib import Path
 from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
 
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.errors import DataError, first_line, invalid, require
@@ -25,8 +23,11 @@ from petra.training.records import writing
 
 from ..config.schema import Config
 from ..runtime.rank import Process
+from .saved import load_config
 
 CONFIG, METRICS, UPDATES, SUMMARY = "config.yaml", "metrics.jsonl", "updates.jsonl", "summary.json"
+RECORD = ".record.json"
+"""How the name of a record ends: a finished run in one file, see reproduction/records/README.md."""
 PROBE = ".seen_by_all_"
 """Start of the name of the file by which ranks check that they share the run's folder."""
 PROBE_TIMEOUT = 60.0
@@ -72,16 +73,9 @@ class RunFolder:
         require(isinstance(content, dict), str(path), "a JSON object", type(content).__name__, DataError)
         return dict(content)
 
-    def config(self) -> DictConfig:
+    def config(self) -> dict[str, Any]:
         """Return the configuration in config.yaml."""
-        path = self.path / CONFIG
-        try:
-            config = OmegaConf.load(path)
-        except Exception as error:  # a damaged file can raise many exceptions
-            raise DataError(f"{path}: can't be read ({first_line(error)})") from error
-        if not isinstance(config, DictConfig) or OmegaConf.select(config, "method.name") is None:
-            raise DataError(f"{path}: expected the configuration of a run, got another file")
-        return config
+        return load_config(self.path / CONFIG)
 
     def _rows(self, name: str, *keys: str) -> list[dict[str, Any]]:
         """Return the rows of a file, all of which must have numbers under ``keys``."""
@@ -92,6 +86,12 @@ class RunFolder:
                 expected = f"a number {key} in line {number}"
                 require(isinstance(row.get(key), int | float), str(path), expected, row.get(key, "none"), DataError)
         return rows
+
+
+def rows_of(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Return the rows of a table in a record. A row lacks the columns in which it has no value."""
+    found = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    return [{name: value for name, value in row.items() if value is not None} for row in found]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Jobs: runs with a folder and overrides of their own, on this machine or submitted to Slurm."""
+"""Jobs: runs with a folder and overrides of their own, which this machine trains one after another."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from petra.errors import invalid, require
+from petra.errors import invalid
 
 from .. import own_module
 from ..config.compose import compose_overrides
 from ..config.schema import AUTO, Config
 from ..runtime.rank import Process
 from ..runtime.reporting import CANCELLED, STOPPED
-from .saved import as_data
+from .saved import as_data, differences
 
-SBATCH = Path(__file__).parents[1] / "templates" / "slurm.sbatch"
 RESUME = f"resume={AUTO}"
 
 
@@ -56,13 +53,13 @@ class Job:
             ConfigError: If the folder has a finished run with another configuration.
         """
         from .folder import RunFolder
-        from .resume import differences
 
         run = RunFolder(self.folder)
         if not (content := run.summary()):
             return None
-        found: Any = OmegaConf.to_container(run.config())
-        differing = [key for key in differences(found, as_data(self.config)) if key not in ("run_dir", "resume", "resume_change")]
+        differing = [
+            key for key in differences(run.config(), as_data(self.config)) if key not in ("run_dir", "resume", "resume_change")
+        ]
         if differing:
             raise invalid("--out", "a new folder", f"{self.folder}, a finished run with another {', '.join(differing)}")
         return content
@@ -72,30 +69,22 @@ class Job:
         quoted = str(self.folder).replace("'", "\\'")
         return [RESUME, *self.overrides, f"run_dir='{quoted}'"]
 
+    def check(self, processes: int) -> None:
+        """Check the configuration for a number of processes before any run starts.
 
-def check_job(config: Config, processes: int, here: bool) -> None:
-    """Check a configuration before any run starts.
+        Raises:
+            PetraError: If it cannot be run; see :func:`launch.run.build.set_up`. Of the data, only the existence of ``data.root``
+                is checked.
+        """
+        from .build import set_up
+        from .data import check_root
 
-    Args:
-        config: Configuration of a run.
-        processes: Number of processes of the run.
-        here: The run uses the devices and files of this machine. A machine that only submits to Slurm may have none.
-
-    Raises:
-        PetraError: If it cannot be run; see :func:`launch.run.build.set_up`. Only the existence of ``data.root`` is checked,
-            not the files in it.
-    """
-    from .build import set_up
-    from .data import check_root
-
-    check_root(config.data, here)
-    device = config.trainer.device if here else "cpu"
-    process = Process(rank=0, world=processes, local_rank=0, local_world=processes)
-    set_up(replace(config, trainer=replace(config.trainer, device=device)), process)
+        check_root(self.config.data)
+        set_up(self.config, Process(rank=0, world=processes, local_rank=0, local_world=processes))
 
 
-def run_here(unfinished: Sequence[Job], processes: int) -> list[Job]:
-    """Run jobs on this machine, one after another. Return those that failed.
+def train_jobs(unfinished: Sequence[Job], processes: int) -> list[Job]:
+    """Train jobs one after another. Return those that failed.
 
     Exit with the status of a job that was stopped. Ctrl-C reaches the job, too: this process waits until the job has saved.
     """
@@ -115,44 +104,3 @@ def run_here(unfinished: Sequence[Job], processes: int) -> list[Job]:
         if status:
             failed.append(job)
     return failed
-
-
-def submit(unfinished: Sequence[Job], options: Sequence[str]) -> list[Job]:
-    """Submit jobs to Slurm unless they are already pending or running. Return those that Slurm rejected."""
-    failed = []
-    for job in unfinished:
-        ticket = job.folder.with_name(job.folder.name + ".slurm")
-        if ticket.exists() and _queued(ticket.read_text().strip()):
-            print(f"{job.folder.name}: Slurm job {ticket.read_text().strip()} has not ended")
-            continue
-        job.folder.parent.mkdir(parents=True, exist_ok=True)
-        sbatch = ["sbatch", "--parsable", f"--job-name={job.folder.name}", f"--output={job.folder}.log"]
-        try:
-            done = subprocess.run([*sbatch, *options, str(SBATCH), *job.command()], capture_output=True, text=True)
-        except FileNotFoundError:
-            raise invalid("--slurm", "a machine with Slurm", "one without the command sbatch") from None
-        if done.returncode:
-            print(done.stderr, end="", file=sys.stderr)
-            failed.append(job)
-            continue
-        ticket.write_text(done.stdout.split(";")[0].strip() + "\n")
-        print(f"{job.folder.name}: Slurm job {ticket.read_text().strip()}")
-    return failed
-
-
-def _queued(number: str) -> bool:
-    """Return whether a Slurm job is pending or running."""
-    found = subprocess.run(["squeue", "--noheader", "--jobs", number], capture_output=True, text=True)
-    return found.returncode == 0 and bool(found.stdout.strip())
-
-
-def search_path(folder: str) -> str:
-    """Return the override by which Hydra finds the files of ``folder``, too, as with its flag ``--config-dir``.
-
-    Raises:
-        ConfigError: If there is no such folder.
-    """
-    path = Path(folder).resolve()
-    require(path.is_dir(), "--config-dir", "a folder", folder)
-    quoted = str(path).replace("\\", "\\\\").replace("'", "\\'")
-    return f"hydra.searchpath=['file://{quoted}']"

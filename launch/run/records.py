@@ -18,7 +18,7 @@ from petra.training.records import write_text_atomically, writing
 
 from ..config.schema import AUTO, Config
 from .build import Setup
-from .dry_run import stage_rows
+from .dry_run import stage_facts
 from .folder import CONFIG, METRICS, SUMMARY, UPDATES, RunFolder, default_folder
 from .report import describe, write_report
 from .saved import as_data
@@ -122,7 +122,7 @@ def summarise(setup: Setup, microbatches: int, history: Sequence[Row], memory: S
         "wall_seconds": seconds,
         "seed": setup.config.seed,
         "torch": torch.__version__,
-        "layout": [row.facts() for row in stage_rows(setup.plan)],
+        "layout": stage_facts(setup.plan),
     }
 
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from petra.analysis.plots import Panel, curve_panels, gradient_panels, line_colours, panel_svg, svg, timeline_figure
+from petra.analysis.plots import Panel, curve_panels, gradient_panels, panel_svg, svg, timeline_figure
 from petra.analysis.timeline import read_trace
 from petra.training.progress import value_text
 from petra.training.records import write_text_atomically
@@ -21,14 +21,6 @@ SPEED, STORED = "_per_second", "buffer_bytes"
 MOST_POINTS = 400
 """Points of a line in a diagram. Of longer lines, every n-th point is drawn."""
 Row = Mapping[str, Any]
-SUFFIX = ".record.json"
-"""How the name of a record ends: a finished run in one file, see reproduction/records/README.md."""
-
-
-def rows_of(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Return the rows of a table in a record. A row lacks the columns in which it has no value."""
-    found = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-    return [{name: value for name, value in row.items() if value is not None} for row in found]
 
 
 def write_report(folder: Path, summary: Row | None = None) -> Path:
@@ -42,52 +34,27 @@ def write_report(folder: Path, summary: Row | None = None) -> Path:
     """
     from jinja2 import Template
 
-    run = RunFolder(folder)
-    page = Template(TEMPLATE.read_text(encoding="utf-8"), autoescape=True, trim_blocks=True)
-    values = _values(run, run.rows(), run.summary() if summary is None else summary)
-    write_text_atomically(folder / REPORT, page.render(name=folder.resolve().name, **values).lstrip())
-    return folder / REPORT
-
-
-def _values(run: RunFolder, rows: Sequence[Row], summary: Row) -> dict[str, Any]:
-    """Return the values in the template."""
-    incomplete = "This run is not complete; the page shows what it has recorded so far."
-    trace, config, stages = run.path / "trace.json", run.path / CONFIG, _stage_curves(rows)
+    run, trace, config = RunFolder(folder), folder / "trace.json", folder / CONFIG
+    rows, summary = run.rows(), run.summary() if summary is None else summary
     intervals, processes = read_trace(trace) if trace.exists() else ((), ())
-    compared = run.gradients()
-    return {
-        "sentence": f"{describe(summary)}, on {summary['data']}, PyTorch {summary['torch']}." if summary else incomplete,
-        "numbers": [*_numbers(rows, summary)],
-        "curves": _diagrams([*curve_panels({"": rows}, {"": run.updates()}), *_other_curves(rows)]),
-        "layout": summary.get("layout", ()),
-        "text_columns": ("blocks", "stores"),
-        "cell": _cell,
-        "stages": _diagrams([Panel("epoch", k.replace("_", " "), v) for k, v in stages.items() if k != STORED], shaded=True),
-        "memory": _diagrams(_memory(summary, stages.get(STORED, {}))),
-        "timeline": svg(timeline_figure(intervals, "", "seconds", processes)) if intervals else "",
-        "gradients": _diagrams(gradient_panels(compared) if compared else (), shaded=True),
-        "config": config.read_text(encoding="utf-8", errors="replace") if config.exists() else "",
-    }
-
-
-def _diagrams(panels: Iterable[Panel], *, shaded: bool = False) -> dict[str, Any]:
-    """Return diagrams, each with a legend of its own, or with ``shaded`` one legend for all."""
-    drawn = []
-    for panel in panels:
-        lines = {name: [*points[:: -(-len(points) // MOST_POINTS) or 1]] for name, points in panel.lines.items()}
-        drawn.append((panel_svg(replace(panel, lines=lines), shaded=shaded), _legend(panel, shaded)))
-    shared = max((legend for _, legend in drawn), key=len, default=[]) if shaded else []
-    return {"shared": shared, "figures": [(picture, [] if shaded or len(own) < 2 else own) for picture, own in drawn]}
-
-
-def _legend(panel: Panel, shaded: bool) -> list[tuple[str, str, float]]:
-    """Return name, colour and opacity of each line."""
-    from matplotlib.colors import to_hex
-
-    styles = [panel.styles.get(name, {}) for name in panel.lines]
-    colours = line_colours(len(styles), shaded=shaded)
-    found = zip(panel.lines, styles, colours, strict=True)
-    return [(name, to_hex(style.get("color", colour)), style.get("alpha", 1)) for name, style, colour in found]
+    by_stage = _stage_curves(rows)
+    incomplete = "This run is not complete; the page shows what it has recorded so far."
+    page = Template(TEMPLATE.read_text(encoding="utf-8"), autoescape=True, trim_blocks=True).render(
+        name=folder.resolve().name,
+        sentence=f"{describe(summary)}, on {summary['data']}, PyTorch {summary['torch']}." if summary else incomplete,
+        numbers=[*_numbers(rows, summary)],
+        curves=_drawn([*curve_panels({"": rows}, {"": run.updates()}), *_other_curves(rows)]),
+        layout=summary.get("layout", ()),
+        text_columns=("blocks", "stores"),
+        cell=_cell,
+        stages=_drawn((Panel("epoch", k.replace("_", " "), v) for k, v in by_stage.items() if k != STORED), shaded=True),
+        memory=_drawn(_memory(summary, by_stage.get(STORED, {}))),
+        timeline=svg(timeline_figure(intervals, "", "seconds", processes)) if intervals else "",
+        gradients=_drawn(gradient_panels(compared) if (compared := run.gradients()) else (), shaded=True),
+        config=config.read_text(encoding="utf-8", errors="replace") if config.exists() else "",
+    )
+    write_text_atomically(folder / REPORT, page.lstrip())
+    return folder / REPORT
 
 
 def describe(facts: Row) -> str:
@@ -98,15 +65,22 @@ def describe(facts: Row) -> str:
     )
 
 
+def _drawn(panels: Iterable[Panel], *, shaded: bool = False) -> list[str]:
+    """Return each diagram as an SVG element."""
+    found = []
+    for panel in panels:
+        lines = {name: [*points[:: -(-len(points) // MOST_POINTS) or 1]] for name, points in panel.lines.items()}
+        found.append(panel_svg(replace(panel, lines=lines), shaded=shaded))
+    return found
+
+
 def _numbers(rows: Sequence[Row], summary: Row) -> Iterator[tuple[str, str]]:
     last = rows[-1]
-    for key, value in last.items():
-        if key.startswith("test_"):
-            yield key.replace("_", " "), value_text(key.removeprefix("test_"), value)
+    for key in (key for key in last if key.startswith("test_")):
+        yield key.replace("_", " "), value_text(key.removeprefix("test_"), last[key])
     if "test_accuracy" in last:
         yield "best test accuracy", f"{max(row.get('test_accuracy', 0.0) for row in rows):.2%}"
-    yield "train loss", f"{last['train_loss']:.4f}"
-    yield "epochs", f"{last['epoch']}"
+    yield from (("train loss", f"{last['train_loss']:.4f}"), ("epochs", f"{last['epoch']}"))
     yield "microbatches", f"{last['microbatches']:,}"
     for key, value in ({**last, **summary}).items():
         if key.endswith(SPEED):
@@ -125,26 +99,27 @@ def _other_curves(rows: Sequence[Row]) -> Iterator[Panel]:
 
 def _memory(summary: Row, stored: Mapping[str, Sequence[tuple[float, float]]]) -> Iterator[Panel]:
     """Yield the peak memory of each process, if there are several, and the largest buffer of each stage."""
-    if len(peaks := summary.get("peak_memory_bytes", ())) > 1:
-        label = "peak memory of the process, MB"
-        yield Panel("process", label, {label: [(i, size / 1e6) for i, size in enumerate(peaks)]}, bars=True)
-    if any(sizes := [max(size for _, size in curve) for curve in stored.values()]):
-        label = "inputs stored between forward and backward, MB"
-        yield Panel("stage", label, {label: [(j, size / 1e6) for j, size in enumerate(sizes, 1)]}, bars=True)
+    peaks, sizes = summary.get("peak_memory_bytes", ()), [max(size for _, size in curve) for curve in stored.values()]
+    for place, label, first, values, shown in (
+        ("process", "peak memory of the process, MB", 0, peaks, len(peaks) > 1),
+        ("stage", "inputs stored between forward and backward, MB", 1, sizes, any(sizes)),
+    ):
+        if shown:
+            yield Panel(place, label, {label: [(i, size / 1e6) for i, size in enumerate(values, first)]}, bars=True)
 
 
 def _stage_curves(rows: Sequence[Row]) -> dict[str, dict[str, list[tuple[float, float]]]]:
     """Return the metrics of stages by epoch: by the name of the metric, then of the stage."""
     found: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in rows:
-        for key, value in row.items():
-            if key.startswith("stage/"):
-                _, stage, kind = key.split("/")
-                found.setdefault(kind, {}).setdefault(f"stage {stage}", []).append((row["epoch"], value))
+        for key in (key for key in row if key.startswith("stage/")):
+            _, stage, kind = key.split("/")
+            found.setdefault(kind, {}).setdefault(f"stage {stage}", []).append((row["epoch"], row[key]))
     return found
 
 
 def _cell(value: Any) -> str:
+    """Return a value of summary.json as text."""
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return f"{value:,}" if isinstance(value, int) else f"{value:.3g}" if isinstance(value, float) else str(value)

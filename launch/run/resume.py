@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,11 @@ from petra.training.checkpoint import FACTS, verify
 from petra.training.state import load_state
 from petra.training.weight_files import State
 
-from ..config.keys import fields_of
-from ..config.read import all_keys
 from ..config.schema import AUTO, Config
 from ..runtime.rank import Process
 from .build import Setup
 from .folder import CONFIG
-from .saved import as_data, require_format
+from .saved import as_data, changes_results, differences, flat, require_format
 from .weights import FOLDER, Weights
 
 FIXED = ("optim._target_",)
@@ -100,27 +98,6 @@ def require_same(
         accepted = key not in FIXED and (key in allowed or key.partition(".")[0] in allowed)
         require(accepted, key, f"{before} as in {path}, which the run resumes from ({hint})", now)
     return changes
-
-
-def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the keys in which two configurations differ, with the values of both."""
-    before, now = dict(flat(found)), dict(flat(wanted))
-    return {key: (a, b) for key in dict.fromkeys([*now, *before]) if (a := before.get(key)) != (b := now.get(key))}
-
-
-def changes_results(key: str) -> bool:
-    """Return whether a key changes what is computed: all do, except those that have a mark or are in a group with one."""
-    entries = (all_keys().get(key), fields_of(Config).get(key.partition(".")[0]))
-    return not any(entry is not None and entry.same_results for entry in entries)
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the full name (``trainer.epochs``) and the value of each key of a configuration."""
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def restore_choices(setup: Setup, start: Start) -> Setup:

@@ -9,11 +9,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from petra.errors import ConfigError, first_line, invalid, require
+from petra.errors import ConfigError, DataError, first_line, require
 
 from ..config.compose import hydra_errors
-from ..config.keys import definition, is_shipped
-from ..config.read import to_config
+from ..config.keys import definition, fields_of, is_shipped
+from ..config.read import all_keys, to_config
 from ..config.schema import SECTIONS, Config
 
 FORMAT = 2
@@ -43,6 +43,21 @@ def require_format(found: Mapping[Any, Any], source: Path) -> None:
     require(number == FORMAT, str(source), f"a run of format {FORMAT}", f"one of format {number}{reader}")
 
 
+def load_config(path: Path) -> dict[str, Any]:
+    """Return the content of a config.yaml.
+
+    Raises:
+        PetraError: If the file can't be read, or is of another format.
+    """
+    try:
+        found: Any = OmegaConf.to_container(OmegaConf.load(path))
+    except Exception as error:  # a damaged file can raise many exceptions
+        raise DataError(f"{path}: can't be read ({first_line(error)})") from error
+    require(isinstance(found, dict), str(path), "the configuration of a run", "another file", DataError)
+    require_format(found, path)
+    return dict(found)
+
+
 def read_config(path: Path, overrides: DictConfig, *, trusted: bool) -> Config:
     """Return the configuration of a run with overrides.
 
@@ -52,14 +67,9 @@ def read_config(path: Path, overrides: DictConfig, *, trusted: bool) -> Config:
         trusted: Whether the file may name code outside of petra.
 
     Raises:
-        ConfigError: If the file is damaged or of another format, names code that is not trusted, or an override doesn't fit it.
+        PetraError: If the file is damaged or of another format, names code that is not trusted, or an override doesn't fit it.
     """
-    try:
-        found: Any = OmegaConf.to_container(OmegaConf.load(path))
-    except Exception as error:  # a damaged file can raise many exceptions
-        raise invalid(str(path), "a configuration in YAML", first_line(error)) from error
-    require(isinstance(found, dict), str(path), "the configuration of a run", "another file")
-    require_format(found, path)
+    found = load_config(path)
     del found["format"]
     for key, target in _targets(found):
         if is_shipped(target):
@@ -72,15 +82,30 @@ def read_config(path: Path, overrides: DictConfig, *, trusted: bool) -> Config:
         return to_config(composed)
 
 
-def _targets(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each ``_target_`` with its key."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            inside = f"{key}.{name}" if key else str(name)
-            if name == "_target_":
-                yield inside, str(inner)
-            else:
-                yield from _targets(inner, inside)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _targets(inner, key)
+def _targets(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each ``_target_`` in mappings and lists with its key."""
+    for name, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        if name == "_target_":
+            yield f"{prefix}{name}", str(inner)
+        yield from _targets(inner, f"{prefix}{name}.")
+
+
+def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the keys in which two configurations differ, with the values of both."""
+    before, now = dict(flat(found)), dict(flat(wanted))
+    return {key: (a, b) for key in dict.fromkeys([*now, *before]) if (a := before.get(key)) != (b := now.get(key))}
+
+
+def changes_results(key: str) -> bool:
+    """Return whether a key changes what is computed: all do, except those that have a mark or are in a group with one."""
+    entries = (all_keys().get(key), fields_of(Config).get(key.partition(".")[0]))
+    return not any(entry is not None and entry.same_results for entry in entries)
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the full name (``trainer.epochs``) and the value of each key of a configuration."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -52,9 +52,9 @@ def run(config: Config, process: Process) -> None:
     require(crops == 1, "data.crops", "1 in training (petra evaluate accepts others)", crops)
     if config.dry_run:
         if process.first:
-            print(stage_map(setup), flush=True)
+            print(stage_map(setup), end="", flush=True)
             if config.dry_run == MEMORY:
-                print(f"\n{memory_table(setup)}", flush=True)
+                print(f"\n{memory_table(setup)}", end="", flush=True)
         return
     notes = prepare_process(setup)
     with process.process_group(setup.device, config.trainer.timeout), exclusive_folder(config, process):

@@ -23,7 +23,7 @@ import torch
 from petra import METHODS
 from petra.errors import first_line, invalid
 
-from ..run.markdown import aligned_table
+from ..run.markdown import table
 from ..runtime.terminal import parser_for
 
 LARGEST_DIFFERENCE = 1e-3
@@ -158,7 +158,7 @@ def markdown(found: dict[str, Any]) -> str:
         f"# Self-test of petra: {kind}{', tiny runs' if found['tiny'] else ''}\n\n"
         f"{results.count('passed')} of {len(results)} parts passed, for {results.count(LEFT_OUT)} no time was left, in "
         f"{sum(part['duration'] for part in found['parts']):.0f} s.\n{EXPLANATION}\n## Machine\n\n{found['doctor']}\n\n"
-        f"## Parts\n\n{aligned_table(('part', 'processes', 'result', 'findings'), rows)}\n"
+        f"## Parts\n\n{table(('part', 'processes', 'result', 'findings'), rows, aligned=True)}"
     )
 
 

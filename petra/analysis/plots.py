@@ -31,6 +31,8 @@ TRAIN = {"linestyle": "--", "marker": "o", "markersize": 4, "markerfacecolor": "
 """Style of training curves."""
 FEW_EPOCHS = 5
 """Runs with fewer epochs show their training curve by updates if several runs share a figure."""
+LEGEND_COLUMNS = 4
+"""Entries side by side in the legend of a diagram of its own."""
 MOST_MARKERS = 60
 """Longer lines have no marker at each point."""
 READABLE_BARS = 70
@@ -295,9 +297,11 @@ def svg(figure: Any) -> str:
 
 
 def panel_svg(panel: Panel, *, shaded: bool = False) -> str:
-    """Return a diagram without legend as an SVG element."""
-    figure = _figure(4.4, 2.7)
+    """Return a diagram as an SVG element, with a legend if it has several lines."""
+    figure = _figure(4.4, 2.7 + 0.17 * (-(-len(panel.lines) // LEGEND_COLUMNS)) * (len(panel.lines) > 1))
     draw(figure.subplots(), panel, _colours_by_name([panel], shaded))
+    if len(panel.lines) > 1:
+        figure.legend(loc="outside lower center", ncols=min(len(panel.lines), LEGEND_COLUMNS), fontsize=7, frameon=False)
     return svg(figure)
 
 

@@ -86,7 +86,7 @@ def test_several_processes_start_through_the_agent(monkeypatch: pytest.MonkeyPat
         ("petra train model=rev", ["model=revnet18", "model=revgpt"], ["model=resnet18"]),
         ("petra train k=4 optim.", ["optim.lr=", "optim.momentum="], ["optim.name=", "model.width="]),
         ("petra sweep model=revnet18,revnet3", ["model=revnet18,revnet34"], []),
-        ("petra sweep --", ["--out", "--slurm"], ["--nproc"]),
+        ("petra sweep --", ["--out", "--processes"], ["--nproc"]),
         ("petra train --", ["--nproc", "--config-dir", "--multirun"], []),
         ("petra evaluate --", ["--pictures"], ["--nproc-per-node"]),
     ],

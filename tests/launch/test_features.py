@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from launch.config.presets import purposes
 from launch.config.read import to_config
 from launch.evaluate import main as evaluate
 from launch.run.build import set_up
-from launch.run.dry_run import stage_map, stage_rows
+from launch.run.dry_run import stage_facts, stage_map
 from launch.run.saved import as_data
 from launch.run.training import run
 from petra import ConfigError, DataError, Keep, Method, Pipeline, Weights
@@ -215,10 +216,13 @@ def test_every_preset_has_a_row() -> None:
 def test_the_stage_map_tells_what_the_pipeline_does() -> None:
     keep = "[input,graph,nothing,nothing,input,graph,input,nothing,graph,graph]"
     setup = planned("model.width=0.0625", "trainer.stages=4", f"method.keep={keep}")
-    rows, pipeline = stage_rows(setup.plan), setup.pipeline(setup.learning_rate(1))
-    assert sum(row.stage.parameters for row in rows) == sum(p.numel() for p in setup.plan.model.build(0).parameters())
-    assert [row.stage.delay for row in rows] == list(pipeline.plan.delays)
-    assert [row.stage.keeps for row in rows] == [tuple(r.keep for r in pipeline.stages[j].runners) for j in range(4)]
+    stages, pipeline = stage_facts(setup.plan), setup.pipeline(setup.learning_rate(1))
+    assert sum(stage["parameters"] for stage in stages) == sum(p.numel() for p in setup.plan.model.build(0).parameters())
+    assert [stage["delay"] for stage in stages] == list(pipeline.plan.delays)
+    kept = [Counter(str(runner.keep) for runner in pipeline.stages[j].runners) for j in range(4)]
+    assert [stage["stores"] for stage in stages] == [
+        ", ".join(f"{n} {keep}" if len(counts) > 1 else keep for keep, n in counts.items()) for counts in kept
+    ]
     text = stage_map(setup)
     assert text.startswith("revnet18 on digits by petra (d = 2, k = 4): 4 stages in 1 process(es), ")
     assert len(text.splitlines()) == 2 + 2 + 4

@@ -1,4 +1,4 @@
-"""launch.sweep: which runs start, which are skipped, and the table of results, on this machine and with a fake Slurm."""
+"""launch.sweep: which runs start, which are skipped, and the table of results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_combination_is_a_job_with_a_folder_of_its_own() -> None:
     ("words", "message"),
     [
         (["--processes", "0"], "--processes: expected an integer >= 1, got 0"),
-        (["--slurm=--comment='a"], "--slurm: expected options of sbatch, got --comment='a (No closing quotation)"),
+        (["--config-dir", "nowhere"], "--config-dir: expected a folder, got nowhere"),
     ],
 )
 def test_options_that_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,39 +118,3 @@ def test_an_interrupted_sweep_continues(trained: list[str], tmp_path: Path, caps
     assert swept(*here, "k=1,0") == 2
     assert "error: k: expected an integer >= 1, got 0" in capsys.readouterr().err
     assert len(trained) == 4
-
-
-def test_a_sweep_through_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    for name, lines in (
-        ("sbatch", f'echo "$@" >> {tmp_path}/sbatch.txt; echo "$((41 + $(wc -l < {tmp_path}/sbatch.txt)));cluster"'),
-        ("squeue", f"grep --silent $3 {tmp_path}/waiting && echo $3"),
-    ):
-        (tools / name).write_text(f"#!/bin/sh\n{lines}\n")
-        (tools / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
-    out = tmp_path / "out"
-    arguments = ["--out", str(out), "--slurm", "--nodes 3 --gpus-per-node 4", "k=1,2", "trainer.device=cuda"]
-
-    assert swept(*arguments) == 0
-    submitted = (tmp_path / "sbatch.txt").read_text().splitlines()
-    assert submitted[1] == (
-        f"--parsable --job-name=k=2 --output={out}/k=2.log --nodes 3 --gpus-per-node 4 {jobs.SBATCH} "
-        f"resume=auto k=2 trainer.device=cuda {' '.join(TINY)} run_dir='{out}/k=2'"
-    )
-    assert "k=2: Slurm job 43" in capsys.readouterr().out
-
-    (tmp_path / "waiting").write_text("42\n")
-    assert swept(*arguments) == 0
-    assert "k=1: Slurm job 42 has not ended" in capsys.readouterr().out
-    again = (tmp_path / "sbatch.txt").read_text().splitlines()
-    assert again == [*submitted, submitted[1]]
-
-    (tools / "sbatch").write_text("#!/bin/sh\necho no such partition >&2; exit 1\n")
-    assert swept(*arguments) == 1
-    assert "no such partition" in capsys.readouterr().err
-    (tools / "sbatch").unlink()
-    monkeypatch.setenv("PATH", str(tools))
-    assert swept(*arguments) == 2
-    assert "--slurm: expected a machine with Slurm, got one without the command sbatch" in capsys.readouterr().err

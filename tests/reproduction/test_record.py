@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launch.compare import main as compare
-from launch.run.report import SUFFIX, rows_of
+from launch.run.folder import RECORD, rows_of
 from petra.errors import DataError
 from reproduction.record import read_record, read_records, record_of, write_record
 from tests.reproduction.test_reproduce import config_of, write_run
@@ -41,12 +41,12 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("path", sorted(RECORDS.glob(f"*{SUFFIX}")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(RECORDS.glob(f"*{RECORD}")), ids=lambda path: path.name)
 def test_a_record_has_all_fields_with_their_types(path: Path) -> None:
     content = json.loads(path.read_text(encoding="utf-8"))
     assert content.keys() == TYPES.keys()
     assert not {name: value for name, value in content.items() if type(value) not in TYPES[name]}
-    assert path.name == content["setting"] + SUFFIX
+    assert path.name == content["setting"] + RECORD
     assert content["curve"]["epoch"] == [*range(1, content["epochs"] + 1)]
     assert not {"model_options", "layout"} & content["summary"].keys()
     record = read_record(path)

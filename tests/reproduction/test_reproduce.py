@@ -34,13 +34,13 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Train runs in this process instead of new ones. Return the list of the folder names of trained runs."""
     names: list[str] = []
 
-    def run_here(unfinished: Sequence[Job], processes: int) -> list[Job]:
+    def train_jobs(unfinished: Sequence[Job], processes: int) -> list[Job]:
         for job in unfinished:
             names.append(job.folder.name)
             run(job.config, Process(rank=0, world=1, local_rank=0, local_world=1))
         return []
 
-    monkeypatch.setattr(runs, "run_here", run_here)
+    monkeypatch.setattr(runs, "train_jobs", train_jobs)
     return names
 
 
