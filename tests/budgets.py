@@ -33,7 +33,7 @@ ROOMS = {
     ("petra/transport",): Budget(700, 700),
     ("petra/engine",): Budget(2_080, 1_900),
     ("petra/engine/options",): Budget(1_400, 1_400),
-    ("petra/staleness",): Budget(530, 450),
+    ("petra/staleness",): Budget(450, 450),
     ("petra/training",): Budget(1_800, 1_790),
     ("petra/data",): Budget(2_110, 1_800),
     ("petra/models",): Budget(1_700, 1_700),

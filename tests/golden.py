@@ -111,7 +111,7 @@ def _elastic(name: str, words: str, processes: int) -> Run:
 
 METHODS = ("petra", "backprop", "reversible", "delayed", "dsp", "reconstruct_stashed", "pipedream", "1f1b", "gpipe")
 REMEDIES = ("discount", "pipemare", "prediction", "compensation", "compensation_prediction", "lookahead", "shrinking")
-MORE_REMEDIES = ("spectrain", "ftpipe", "prediction_difference", "braking")
+MORE_REMEDIES = ("prediction_difference", "braking")
 RUNS = (
     *(_run(f"{method}", f"method={method} k=2") for method in METHODS),
     _run("pipedream_2bw", "method=pipedream_2bw k=4 trainer.stages=4"),

@@ -9,7 +9,7 @@ from itertools import product
 from petra import METHODS, Keep, Method, Model
 from petra.engine.recipe import OptimizerFactory, Remedy
 from petra.models import gpt, revgpt
-from petra.staleness import Feedback, Prediction, WeightPrediction
+from petra.staleness import Feedback, WeightPrediction
 from petra.training import OPTIMIZERS
 
 VOCABULARY, WINDOW, WINDOWS = 1024, 64, 32
@@ -93,7 +93,7 @@ class Cell:
         if self.remedy == "feedback":
             return (Feedback(),)
         if self.remedy == "prediction":
-            return (WeightPrediction(Prediction.DIFFERENCE if self.optimizer == "muon" else Prediction.VELOCITY),)
+            return (WeightPrediction("difference" if self.optimizer == "muon" else "velocity"),)
         return ()
 
 

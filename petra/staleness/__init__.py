@@ -4,6 +4,6 @@ from petra.staleness.combine import remedies
 from petra.staleness.correction import Correction
 from petra.staleness.discount import Discount
 from petra.staleness.feedback import Feedback
-from petra.staleness.prediction import Prediction, WeightPrediction
+from petra.staleness.prediction import WeightPrediction
 
-__all__ = ["Correction", "Discount", "Feedback", "Prediction", "WeightPrediction", "remedies"]
+__all__ = ["Correction", "Discount", "Feedback", "WeightPrediction", "remedies"]

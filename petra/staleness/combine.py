@@ -5,19 +5,18 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from petra.engine.recipe import Remedy
-from petra.errors import alternatives, require
+from petra.errors import require
 from petra.staleness.correction import Correction
 from petra.staleness.discount import Discount
 from petra.staleness.feedback import Feedback
-from petra.staleness.prediction import Prediction, WeightPrediction
+from petra.staleness.prediction import WeightPrediction
 
 
 def remedies(
     discount: int = 0,
     correction: Annotated[float, ">= 0 and < 1"] = 0.0,
-    prediction: Literal["none"] | Prediction = "none",
+    prediction: Literal["none", "velocity", "difference"] = "none",
     horizon: Annotated[float, "> 0 and <= 100"] = 1.0,
-    predict_backward: bool = False,
     feedback: Annotated[float, ">= 0"] = 0.0,
 ) -> tuple[Remedy, ...]:
     """Return the remedies that are not off.
@@ -27,10 +26,9 @@ def remedies(
             updates; 0: off.
         correction: The backward pass subtracts s times the average change of the weights per update, a moving average with this
             decay per s updates; >= 0 and < 1; 0: off.
-        prediction: Prediction of the weights for the forward pass: none, velocity (from the optimizer), decaying (velocity that
-            decays without gradients) or difference (from the last update).
+        prediction: Prediction of the weights for the forward pass: none, velocity (from the optimizer) or difference (from the
+            last update).
         horizon: Number of updates that the prediction looks ahead, as a multiple of s.
-        predict_backward: Predict weights for the backward pass too, for the time of the first stage's backward pass.
         feedback: Extrapolate each update by this factor times s from the last two updates; >= 0; 0: off.
 
     Raises:
@@ -43,8 +41,6 @@ def remedies(
         found.append(Feedback(feedback))
     if correction:
         found.append(Correction(correction))
-    names, off = ("none", *Prediction), prediction == "none"
-    require(prediction in names, "remedy.prediction", alternatives(names), prediction)
-    predicted = WeightPrediction(Prediction.VELOCITY if off else Prediction(prediction), horizon, predict_backward)  # checks values
-    require(not off or not predict_backward, "remedy.predict_backward", "false with remedy.prediction=none", "true")
-    return tuple(found if off else [*found, predicted])
+    require(prediction in ("none", "velocity", "difference"), "remedy.prediction", "none, velocity or difference", prediction)
+    predicted = WeightPrediction("velocity" if prediction == "none" else prediction, horizon)  # checks the horizon in either case
+    return tuple(found if prediction == "none" else [*found, predicted])

@@ -46,7 +46,9 @@ class Correction(Remedy):
         check_types(self, "remedy.")
 
     def check(self, method: Method, recipe: Recipe) -> None:
-        require_current(method, "remedy.correction", "0", self.correction)
+        free = method.weights is Weights.CURRENT and not method.writes_through_graphs
+        expected = "0 unless method.weights=current and method.keep is input or nothing"
+        require(free, "remedy.correction", expected, self.correction)
 
     def parts(self, stage: Stage, optimizer: torch.optim.Optimizer, plan: Plan, j: int) -> Sequence[Part]:
         staleness = plan.stages[j].staleness
@@ -73,18 +75,3 @@ class _Corrected(AroundStep):
     def refresh(self) -> None:
         weights = list(foreach_add(self.parameters, self.values, alpha=-self._staleness)) if self.values else []
         self._stage.use_in_backward(self.by_parameter(weights))
-
-
-def require_current(method: Method, key: str, off: str, value: object) -> None:
-    """Check that a remedy may set the weights that backward passes differentiate.
-
-    Args:
-        key: Setting of the remedy.
-        off: Its value without the remedy.
-        value: Its value.
-
-    Raises:
-        ConfigError: If the method fixes these weights.
-    """
-    free = method.weights is Weights.CURRENT and not method.writes_through_graphs
-    require(free, key, f"{off} unless method.weights=current and method.keep is input or nothing", value)

@@ -13,7 +13,6 @@ from petra import ConfigError, Keep, Method, UpdateRules, Weights
 from petra.diagnostics.gradient_quality import GradientQuality, angle
 from petra.hooks import Gradients, Hook
 from petra.specs import Streams
-from petra.staleness import Prediction
 from tests.support.nets import RandomSource, make_pipeline, mixed_net
 from tests.support.remedies import Remedy
 
@@ -122,7 +121,7 @@ def test_invalid_settings() -> None:
     ("method", "settings"),
     [
         ("pipedream_2bw", {"k": 6}),
-        (DELAYED, {"remedy": Remedy(prediction=Prediction.VELOCITY)}),
+        (DELAYED, {"remedy": Remedy(prediction="velocity")}),
         (Method("dsp", 2, Keep.INPUT), {"remedy": Remedy(correction=0.1)}),
         (DELAYED, {"rules": UpdateRules(loss_scale=8.0)}),
     ],

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from petra import METHODS, UpdateRules
-from petra.staleness import Prediction
 from tests.emulated import runs
 from tests.emulated.device import Options
 from tests.emulated.processes import core, run
@@ -41,8 +40,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "stages": {"arguments": {"stages": 3}},
     "refetch": {"refetch": True},
     "correction": {"arguments": {"remedy": Remedy(discount=10, correction=0.135)}},
-    "prediction": {"arguments": {"remedy": Remedy(prediction=Prediction.DIFFERENCE)}},
-    "velocity": {"optimizer": "adam", "arguments": {"remedy": Remedy(prediction=Prediction.VELOCITY)}},
+    "prediction": {"arguments": {"remedy": Remedy(prediction="difference")}},
+    "velocity": {"optimizer": "adam", "arguments": {"remedy": Remedy(prediction="velocity")}},
     "compensation": {"arguments": {"remedy": Remedy(compensation=True)}},
     "lookahead": {"arguments": {"remedy": Remedy(lookahead=0.99)}},
     **{name: {"net": name, "microbatches": 4} for name in ("dropout", "revnet18", "abn", "revgpt", "revvit")},
@@ -134,7 +133,7 @@ STEADY = [
     Case(microbatches=200, optimizer="muon"),
     Case(microbatches=200, **SETTINGS["fp16"]),
     Case(microbatches=200, numerics={"exact_streams": True}, arguments={"rules": UpdateRules(clip=1.0, average=0.99)}),
-    Case(microbatches=200, optimizer="adamw", arguments={"remedy": Remedy(prediction=Prediction.DIFFERENCE)}),
+    Case(microbatches=200, optimizer="adamw", arguments={"remedy": Remedy(prediction="difference")}),
 ]
 
 

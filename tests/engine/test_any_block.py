@@ -29,7 +29,6 @@ from petra import (
     Weights,
 )
 from petra.reversible import Coupling, ReversibleSequence, TwoFunctionCoupling
-from petra.staleness import Prediction
 from petra.training.optim import OPTIMIZERS
 from tests.support.nets import make_pipeline, sgd, train_plainly
 from tests.support.processes import run_processes
@@ -442,7 +441,7 @@ def test_a_builder_that_returns_an_existing_module_is_refused_and_leaves_it_alon
     assert not module.weight.is_meta
 
 
-@pytest.mark.parametrize("settings", [{"method": "pipedream_2bw", "k": 8}, {"remedy": Remedy(prediction=Prediction.DIFFERENCE)}])
+@pytest.mark.parametrize("settings", [{"method": "pipedream_2bw", "k": 8}, {"remedy": Remedy(prediction="difference")}])
 def test_loaded_weights_replace_older_and_predicted_ones(settings: dict[str, Any]) -> None:
     def made() -> Pipeline:
         return chain(linear(), linear(), linear(6, 3), **({"method": "delayed", "optimizer": partial(sgd, lr=0.05)} | settings))

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from petra import BlockSpec, Keep, Method, Model, PetraError, Pipeline, TensorSpec, UpdateRules
 from petra.models import revnet18
 from petra.settings import Numerics, Runtime, TransportName
-from petra.staleness import Prediction
 from tests.support.nets import RandomSource, make_pipeline, mixed_net, sgd
 from tests.support.processes import run_processes
 from tests.support.remedies import Remedy
@@ -31,7 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "flush": {"method": "1f1b"},
     "fill": {"method": "gpipe"},
     "double": {"method": "pipedream_2bw"},
-    "remedies": {"remedy": Remedy(9, 0.3, Prediction.DIFFERENCE, 1.5, True, 0.9)},
+    "remedies": {"remedy": Remedy(9, 0.3, "difference", 1.5, True, 0.9)},
     "exact streams": {"numerics": Numerics(exact_streams=True)},
     "wire": {"numerics": Numerics(wire=torch.bfloat16)},
     "refetch": {},

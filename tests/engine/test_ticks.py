@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from petra import METHODS, Keep, Method, Model, Weights
 from petra.method import STORABLE
 from petra.reversible import Coupling, TwoFunctionCoupling
-from petra.staleness import Prediction
 from tests.support.nets import RandomSource, make_pipeline, mixed_net
 from tests.support.pairs import all_pairs
 from tests.support.remedies import Remedy
@@ -43,11 +42,6 @@ class Sgd:
 
     def velocity(self, lr: float) -> Values:
         return [-lr * v for v in self.v]
-
-    def alone(self, weights: Values, lr: float, updates: float) -> Values:
-        """The weights after updates without gradients: −lr·(m + … + m^n)·v."""
-        total = MOMENTUM * (1 - MOMENTUM**updates) / (1 - MOMENTUM)
-        return [w - lr * total * v for w, v in zip(weights, self.v, strict=True)]
 
 
 class Lookahead:
@@ -80,20 +74,8 @@ class Adam:
         return [w + s for w, s in zip(weights, self.velocity(lr), strict=True)]
 
     def velocity(self, lr: float) -> Values:
-        return self.later(lr, 0)
-
-    def later(self, lr: float, i: int) -> Values:
-        """The step i steps later, if the moments stayed."""
-        t = self.t + i
-        hats = ((m / (1 - 0.9**t), v / (1 - 0.999**t)) for m, v in zip(self.m, self.v, strict=True))
+        hats = ((m / (1 - 0.9**self.t), v / (1 - 0.999**self.t)) for m, v in zip(self.m, self.v, strict=True))
         return [-lr * m / (v.sqrt() + EPSILON) for m, v in hats]
-
-    def alone(self, weights: Values, lr: float, updates: float) -> Values:
-        """FTPipe: the weights after updates without gradients, a fraction of an update in proportion."""
-        for i in range(1, int(updates) + 2):
-            part = min(1.0, updates - i + 1) * 0.9**i
-            weights = [w + part * step for w, step in zip(weights, self.later(lr, i), strict=True)]
-        return weights
 
 
 @dataclass
@@ -103,7 +85,6 @@ class Stage:
     blocks: list[nn.Module]
     remedy: Remedy
     late: float
-    ahead: float
     optimizer: Sgd | Lookahead | Adam
     versions: list[Values] = field(default_factory=list)
     sums: Values = field(default_factory=list)
@@ -145,17 +126,10 @@ class Stage:
             self.drift = [gamma * d + (1 - gamma) * c for d, c in zip(self.drift, change, strict=True)]
             self.corrected = [w - s * d for w, d in zip(new, self.drift, strict=True)]
         if remedy.prediction != "none":
-            b = self.ahead if remedy.predict_backward else 0.0
-            self.predicted, self.corrected = (
-                self.foreseen(new, change, lr, remedy.horizon * n) if n else made
-                for n, made in ((s + b, None), (b, self.corrected))
-            )
+            self.predicted = self.foreseen(new, change, lr, remedy.horizon * s) if s else None
 
     def foreseen(self, weights: Values, change: Values, lr: float, updates: float) -> Values:
-        if self.remedy.prediction is Prediction.DECAYING:
-            assert isinstance(self.optimizer, Sgd | Adam)
-            return self.optimizer.alone(weights, lr, updates)
-        steps = change if self.remedy.prediction is Prediction.DIFFERENCE else self.optimizer.velocity(lr)
+        steps = change if self.remedy.prediction == "difference" else self.optimizer.velocity(lr)
         return [w + updates * x for w, x in zip(weights, steps, strict=True)]
 
     def braked(self) -> Values:
@@ -316,7 +290,7 @@ def reference(model: Model, method: Method, k: int, cut: list[int], remedy: Reme
     ends = [sum(cut[:j]) for j in range(len(cut) + 1)]
     stages = []
     for j, (a, b) in enumerate(pairwise(ends)):
-        late, ahead = method.delay * (len(cut) - 1 - j) / k, method.delay * j / (2 * k)  # type: ignore[operator]
+        late = method.delay * (len(cut) - 1 - j) / k  # type: ignore[operator]
         if method.weights is Weights.DOUBLE:
             late = 1.0
         weights = [p.detach().clone() for block in blocks[a:b] for p in block.parameters()]
@@ -329,7 +303,7 @@ def reference(model: Model, method: Method, k: int, cut: list[int], remedy: Reme
             rule = Sgd(weights, MOMENTUM**late, (1 - MOMENTUM**late) / (1 - MOMENTUM))
         else:
             rule = Sgd(weights, *((MOMENTUM, 1) if optimizer == "nesterov" else (1, 0)))
-        stages.append(Stage(blocks[a:b], remedy, late, ahead, rule))
+        stages.append(Stage(blocks[a:b], remedy, late, rule))
     return stages
 
 
@@ -361,28 +335,24 @@ def test_every_asynchronous_method_equals_its_tick_equations(method: Method, k: 
         ("petra", 1, Remedy(discount=12), "nesterov"),
         ("petra", 1, Remedy(correction=0.135), "nesterov"),
         ("dsp", 3, Remedy(discount=9, correction=0.5), "nesterov"),
-        ("petra", 1, Remedy(prediction=Prediction.VELOCITY), "nesterov"),
-        ("delayed", 3, Remedy(prediction=Prediction.VELOCITY, horizon=2.0), "heavy ball"),
-        ("dsp", 1, Remedy(prediction=Prediction.VELOCITY), "adam"),
-        ("petra", 3, Remedy(prediction=Prediction.DIFFERENCE), "adam"),
+        ("petra", 1, Remedy(prediction="velocity"), "nesterov"),
+        ("delayed", 3, Remedy(prediction="velocity", horizon=2.0), "heavy ball"),
+        ("dsp", 1, Remedy(prediction="velocity"), "adam"),
+        ("petra", 3, Remedy(prediction="difference"), "adam"),
         ("petra", 1, Remedy(compensation=True), "nesterov"),
         ("petra", 3, Remedy(compensation=True), "heavy ball"),
-        ("dsp", 1, Remedy(compensation=True, prediction=Prediction.VELOCITY), "heavy ball"),
-        ("petra", 1, Remedy(compensation=True, prediction=Prediction.DIFFERENCE), "heavy ball"),
+        ("dsp", 1, Remedy(compensation=True, prediction="velocity"), "heavy ball"),
+        ("petra", 1, Remedy(compensation=True, prediction="difference"), "heavy ball"),
         ("petra", 1, Remedy(shrink=0.7), "nesterov"),
         ("petra", 1, Remedy(lookahead=0.95), "nesterov"),
         ("pipedream", 1, Remedy(lookahead=0.95), "heavy ball"),
-        ("petra", 1, Remedy(prediction=Prediction.DECAYING), "heavy ball"),
-        ("dsp", 3, Remedy(prediction=Prediction.DECAYING, horizon=1.5), "adam"),
-        ("petra", 1, Remedy(prediction=Prediction.VELOCITY, predict_backward=True), "heavy ball"),
-        ("petra", 3, Remedy(prediction=Prediction.DIFFERENCE, predict_backward=True), "adam"),
         ("petra", 3, Remedy(feedback=0.5), "nesterov"),
         ("pipedream_2bw", 3, Remedy(feedback=1.0), "adam"),
         ("petra", 1, Remedy(braking=0.5), "heavy ball"),
         ("delayed", 3, Remedy(delay_compensation=3.0), "nesterov"),
         ("reconstruct_stashed", 1, Remedy(delay_compensation=3.0), "nesterov"),
         ("pipedream_2bw", 2, Remedy(delay_compensation=3.0), "adam"),
-        ("petra", 1, Remedy(9, 0.3, Prediction.DIFFERENCE, 1.5, True, 0.9), "nesterov"),
+        ("petra", 1, Remedy(9, 0.3, "difference", 1.5, True, 0.9), "nesterov"),
     ],
     ids=str,
 )

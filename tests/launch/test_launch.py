@@ -122,7 +122,7 @@ def test_remedies_outside_the_package_are_named_by_target(remedy: str, method: s
         ("method.weights=old", "method.weights: expected current, stashed or double, got old"),
         ("method=paci", "k: expected an integer >= 9 with method.max_updates=1, got 4"),
         ("method=pipedream_2bw", "k: expected an integer >= 9 with method.weights=double .*, got 4"),
-        ("remedy.prediction=soon", "remedy.prediction: expected none, velocity, decaying or difference, got soon"),
+        ("remedy.prediction=soon", "remedy.prediction: expected none, velocity or difference, got soon"),
         ("method.fill=true", "method.fill: expected false with method.flush=false, got true"),
         ("schedule.milestones=[3,2]", "schedule.milestones: expected increasing epochs >= 1, got"),
         ("optim.momentum=0", "optim.nesterov: expected false with optim.momentum=0, got true"),

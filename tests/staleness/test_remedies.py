@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from petra import ConfigError, Pipeline, UpdateRules
-from petra.staleness import Prediction
 from petra.staleness.feedback import _Extrapolated
 from petra.training.state import load_state, state_of
 from tests.support.nets import RandomSource, make_pipeline, mixed_net
@@ -35,8 +34,7 @@ def pipeline(**settings: object) -> Pipeline:
     [
         ({"discount": -1}, "discount: expected an integer >= 1, got -1"),
         ({"correction": 1.0}, "correction: expected a number >= 0 and < 1, got 1.0"),
-        ({"predict_backward": True}, "predict_backward: expected false with remedy.prediction=none, got true"),
-        ({"prediction": "nonsense"}, "prediction: expected none, velocity, decaying or difference, got nonsense"),
+        ({"prediction": "nonsense"}, "prediction: expected none, velocity or difference, got nonsense"),
         ({"correction": "0.5"}, "correction: expected a number >= 0 and < 1, got 0.5"),
     ],
 )
@@ -50,12 +48,8 @@ def test_values_out_of_range_raise(change: dict[str, float], message: str) -> No
     [
         ({"method": "delayed", "remedy": Remedy(correction=0.1)}, "remedy.correction: expected 0 unless .*, got 0.1"),
         (
-            {"method": "pipedream_2bw", "k": 5, "remedy": Remedy(prediction=Prediction.VELOCITY)},
+            {"method": "pipedream_2bw", "k": 5, "remedy": Remedy(prediction="velocity")},
             "remedy.prediction: expected none with method.weights=double, .*, got velocity",
-        ),
-        (
-            {"remedy": Remedy(correction=0.1, prediction=Prediction.VELOCITY, predict_backward=True)},
-            "predict_backward: expected false with remedy.correction > 0, got true",
         ),
         (
             {"remedy": Remedy(delay_compensation=0.1)},
@@ -71,7 +65,7 @@ def test_values_out_of_range_raise(change: dict[str, float], message: str) -> No
             "optim: expected sgd with momentum > 0, which SpikeCompensation requires, got adam",
         ),
         (
-            {"remedy": Remedy(prediction=Prediction.VELOCITY), "optimizer": plain_sgd},
+            {"remedy": Remedy(prediction="velocity"), "optimizer": plain_sgd},
             "optim: expected adam, adamw, or sgd with momentum > 0, which remedy.prediction requires, got sgd without momentum",
         ),
     ],
@@ -102,7 +96,7 @@ def test_feedback_continues_after_skipped_steps_as_if_they_had_not_been() -> Non
 
 @pytest.mark.parametrize(
     ("remedy", "kind"),
-    [(Remedy(prediction=Prediction.DIFFERENCE), "change"), (Remedy(feedback=1.0), "feedback")],
+    [(Remedy(prediction="difference"), "change"), (Remedy(feedback=1.0), "feedback")],
     ids=["change", "feedback"],
 )
 def test_state_resumes_on_another_partition(remedy: Remedy, kind: str) -> None:

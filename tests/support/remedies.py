@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from examples.remedies.braking import Braking
 from examples.remedies.compensation import SpikeCompensation
@@ -10,7 +10,7 @@ from examples.remedies.dc_asgd import DelayCompensation
 from examples.remedies.lookahead import Lookahead
 from examples.remedies.shrinking import GradientShrinking
 from petra.engine import recipe
-from petra.staleness import Prediction, remedies
+from petra.staleness import remedies
 
 
 class Remedy(NamedTuple):
@@ -18,12 +18,11 @@ class Remedy(NamedTuple):
 
     discount: int = 0
     correction: float = 0.0
-    prediction: Prediction | str = "none"
+    prediction: Literal["none", "velocity", "difference"] = "none"
     horizon: float = 1.0
     compensation: bool = False
     shrink: float = 1.0
     lookahead: float = 0.0
-    predict_backward: bool = False
     feedback: float = 0.0
     delay_compensation: float = 0.0
     braking: float = 0.0
@@ -36,5 +35,5 @@ class Remedy(NamedTuple):
             *((GradientShrinking(self.shrink),) if self.shrink < 1 else ()),
             *((Lookahead(self.lookahead),) if self.lookahead else ()),
             *((DelayCompensation(self.delay_compensation),) if self.delay_compensation else ()),
-            *remedies(self.discount, self.correction, self.prediction, self.horizon, self.predict_backward, self.feedback),
+            *remedies(self.discount, self.correction, self.prediction, self.horizon, self.feedback),
         )

@@ -18,7 +18,6 @@ from launch.run.resume import require_same
 from petra import ConfigError, DataError, PetraError, Pipeline, UpdateRules
 from petra.errors import Interrupted
 from petra.settings import Numerics
-from petra.staleness import Prediction
 from petra.training import OPTIMIZERS, Checkpoints, JsonLines, Trainer, best_of, newest, restore
 from petra.training.checkpoint import MANIFEST, checkpoints
 from petra.training.weight_files import read_tensors
@@ -33,8 +32,8 @@ CASES: dict[str, dict[str, Any]] = {
     "stashed": {"method": "delayed", "optimizer": OPTIMIZERS["nadam"]},
     "rotated": {"optimizer": OPTIMIZERS["basis_rotation"]},
     "muon": {"optimizer": OPTIMIZERS["muon"], "rules": UpdateRules(average=0.9)},
-    "difference": {"remedy": Remedy(9, 0.3, Prediction.DIFFERENCE, 1.5, True, 0.9)},
-    "velocity": {"method": "dsp", "remedy": Remedy(prediction=Prediction.VELOCITY)},
+    "difference": {"remedy": Remedy(9, 0.3, "difference", 1.5, True, 0.9)},
+    "velocity": {"method": "dsp", "remedy": Remedy(prediction="velocity")},
 }
 
 
