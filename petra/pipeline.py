@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from petra.distributed import all_gather_objects, bind_device, raise_on_all_ranks
-from petra.engine.build import build_stages, build_strategy, build_workers, check_drained, check_runtime, load_blocks
+from petra.engine.build import build_stages, build_strategy, build_workers, check_drained, load_blocks
 from petra.engine.endpoints import DataPort, DataSource, LossPort, require_source
 from petra.engine.executor import Executor
 from petra.engine.metrics import size_of
@@ -116,7 +116,11 @@ class Pipeline:
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         position, process = plan.layout.locate(self.rank)
         self.replica = position if replicas is None else replicas.replica
-        check_runtime(plan, runtime, device)
+        alone, got = (
+            self.world == 1 and device.type == "cpu",
+            f"{runtime.concurrency} with {self.world} process(es) on {device.type}",
+        )
+        require(runtime.concurrency == 1 or alone, "concurrency", "1, or several stages in one process on the CPU", got)
         self.hooks, self.microbatches_done = Hooks(), 0
         self.measures: list[Callable[[], dict[str, float]]] = []
         loss_port, self.replicas = LossPort, replicas

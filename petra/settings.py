@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
@@ -64,10 +64,9 @@ class Runtime:
 
     device: torch.device | str = "cpu"
     transport: TransportName = "auto"
-    concurrency: int = 1
+    concurrency: Annotated[int, ">= 1"] = 1
     compile: str | None = None
     refetch: bool = False
-    overlap: bool = False
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -77,4 +76,3 @@ class Runtime:
         except (RuntimeError, TypeError) as error:
             raise invalid("device", expected, repr(self.device)) from error
         require(torch.device(self.device).type != "meta", "device", expected, "meta")
-        require(not self.overlap, "trainer.overlap", "false", True)

@@ -21,7 +21,6 @@ from petra.hooks import Hook
 from petra.method import METHODS, Keep, Method
 from petra.model import BlockSpec, Model
 from petra.pipeline import Pipeline
-from petra.plan.timetable import overlapped_stages
 from petra.reversible import Coupling
 from petra.specs import Message, Streams, TensorSpec
 from petra.torch_private import storage_key
@@ -154,7 +153,8 @@ def measure(method: Method, reversible: bool, stages: int) -> Complexity:
 
 def _overlapped_period(stages: int, backward: float, method: Method) -> float:
     """Return the period with forward beside backward: that of the backward. The last stage stores its graph: 1 + 2 units, too."""
-    beside = overlapped_stages(method.boundary_delays(stages - 1)[: stages - 1])
+    # At d >= 2, the backward of a round needs a message that was sent before the forward of the round before.
+    beside = any(d >= 2 for d in method.boundary_delays(stages - 1)[: stages - 1])
     return max(3.0, backward) if beside else predict([StageCost(1, backward)] * stages, method).period
 
 

@@ -27,12 +27,12 @@ class Budget(NamedTuple):
 
 
 ROOMS = {
-    ("petra/*.py",): Budget(1_660, 1_580),
+    ("petra/*.py",): Budget(1_650, 1_580),
     ("petra/reversible",): Budget(660, 650),
-    ("petra/plan",): Budget(950, 950),
+    ("petra/plan",): Budget(940, 950),
     ("petra/transport",): Budget(700, 700),
-    ("petra/engine",): Budget(2_080, 1_900),
-    ("petra/engine/options",): Budget(1_400, 1_400),
+    ("petra/engine",): Budget(2_060, 1_900),
+    ("petra/engine/options",): Budget(1_380, 1_400),
     ("petra/staleness",): Budget(450, 450),
     ("petra/training",): Budget(1_800, 1_790),
     ("petra/data",): Budget(2_110, 1_800),
@@ -56,14 +56,14 @@ ROOMS = {
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
 BOTH = Budget(27_300, 23_000)
 """petra and launch together. The rooms add up to more: not every room fills its budget."""
-CORE = Budget(6_160, 6_050)
+CORE = Budget(6_130, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""
 CORE_ROOMS = ("petra/*.py", "petra/reversible", "petra/plan", "petra/transport")
 UNFORMATTED = Budget(4, 0)
 """Statements that the formatter is told to leave alone."""
 CONFIGURATION = Budget(600, 600)
 """Lines of YAML in conf/."""
-KEYS = Budget(124, 110)
+KEYS = Budget(123, 110)
 """Keys of the configuration: fields of the schema that are no groups, and parameters of shipped targets, each name once a group."""
 PARAMETERS = {
     "petra.engine.stage:Stage": Budget(4, 4),

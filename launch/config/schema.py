@@ -162,8 +162,6 @@ class TrainerConfig:
         threads: Compute threads per process; results are equal bit for bit only for the same number of threads.
         concurrency: Stages that run at the same time in one process on the CPU, each in its own thread with trainer.threads compute
             threads.
-        overlap: On the CPU: run the forward of one microbatch beside the backward of another, in a second thread, at stages whose
-            next boundary has a delay d >= 2; results stay equal bit for bit.
         device: auto (CUDA if there is a GPU), cpu or cuda.
         timeout: Seconds that a process waits for another before the run ends with an error.
         memory_limit: Memory limit of a stage in GB (10^9 bytes), for trainer.stages=auto and method.keep=auto; null: no limit.
@@ -195,7 +193,6 @@ class TrainerConfig:
     export: Annotated[Literal["none", "pt", "safetensors"], "same results"] = "none"
     threads: Annotated[int, ">= 1 and <= 1000", "same results"] = 1
     concurrency: Annotated[int, ">= 1 and <= 1000", "same results"] = 1
-    overlap: Annotated[bool, "same results"] = False
     device: Annotated[Literal["auto", "cpu", "cuda"], "same results"] = "auto"
     timeout: Annotated[float, "> 0 and <= 10000000", "same results"] = 600.0
     memory_limit: Annotated[float | None, "> 0", "same results"] = None

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from petra.cost_model.delays import largest_delay
 from petra.data import EvalSource, TrainSource
-from petra.engine.build import check_runtime
 from petra.engine.endpoints import Losses
 from petra.engine.metrics import Metric, correct_predictions, size_of
 from petra.engine.options.metrics import MeanOutput, top5_correct
@@ -115,7 +114,7 @@ class Setup:
     def runtime(self) -> Runtime:
         """Device, transport, threads and compilation of this process."""
         trainer = self.config.trainer
-        return Runtime(self.device, trainer.transport, trainer.concurrency, trainer.compile, overlap=trainer.overlap)
+        return Runtime(self.device, trainer.transport, trainer.concurrency, trainer.compile)
 
 
 def learning_rate(config: Config, microbatches_per_epoch: int) -> Schedule:
@@ -156,7 +155,6 @@ def set_up(config: Config, process: Process) -> Setup:
         processes=process.world,
         auto=frozenset(name for name, value in settings.items() if value == AUTO),
     )
-    check_runtime(setup.plan, setup.runtime, device)
     checked = setup.recipe(setup.learning_rate(microbatches_per_epoch=1))
     checked.check(setup.plan)
     for remedy in checked.remedies:
@@ -191,8 +189,7 @@ def _plan(
             transport=trainer.transport,
             device_type=device.type,
             metrics=sum(map(size_of, _metrics(config.data, _unit(config.data, inputs)).values())),
-            # Two threads must not read the data at once.
-            refetch=refetch and not (trainer.overlap and config.data.refetch == AUTO),
+            refetch=refetch,
         )
     except ConfigError as error:  # names the argument
         raise ConfigError(re.sub("^stages: ", "trainer.stages: ", str(error))) from error

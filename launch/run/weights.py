@@ -170,7 +170,7 @@ def for_inference(config: Config, device: Literal["cpu"] | None = None) -> Confi
         device: Device; None for that of the run.
     """
     trainer = replace(config.trainer, transport="auto", trace=None, diagnose=None, stage_metrics=False)
-    trainer = replace(trainer, overlap=False, device=device or trainer.device)
+    trainer = replace(trainer, device=device or trainer.device)
     return replace(
         config,
         dp=1,

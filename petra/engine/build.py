@@ -193,18 +193,6 @@ def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.devi
     return Update(parts, device)
 
 
-def check_runtime(plan: Plan, runtime: Runtime, device: torch.device) -> None:
-    """Check that the plan and the device allow the settings of a runtime. Makes the same decision on every rank.
-
-    Raises:
-        ConfigError: If they don't.
-    """
-    if runtime.concurrency != 1:
-        from petra.engine.options.threads import check_concurrency
-
-        check_concurrency(plan, runtime.concurrency, device)
-
-
 def build_strategy(
     plan: Plan,
     recipe: Recipe,

@@ -77,18 +77,6 @@ def check_training(delays: Sequence[int], boundary_delays: Sequence[int]) -> Non
             raise invalid(f"delays of stages {j + 1} and {j + 2}", f"a difference of 0 to {d}", got, ScheduleError)
 
 
-def overlapped_stages(boundary_delays: Sequence[int]) -> tuple[int, ...]:
-    """Return the stages, from 0, that can run the forward of one microbatch beside the backward of another.
-
-    A stage runs a forward in some round and a backward in the next one, both with the same weights. The backward needs a message
-    that the next stage sent at least d rounds before. With d >= 2, that was before the round of the forward, so both can run in it.
-
-    Args:
-        boundary_delays: Delay d of each boundary. The last stage has none, and never overlaps.
-    """
-    return tuple(j for j, d in enumerate(boundary_delays) if d >= 2)
-
-
 class Round(NamedTuple):
     """The steps of one round, as arrays with one entry per step.
 

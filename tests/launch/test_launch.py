@@ -137,7 +137,6 @@ def test_remedies_outside_the_package_are_named_by_target(remedy: str, method: s
         ("remedy.horizon=1e300", r"remedy.horizon: expected a number > 0 and <= 100, got 1e\+300"),
         ("optim=muon remedy=prediction", r"optim: expected adam, .*, which remedy\.prediction requires, got muon"),
         ("method=dsp method.keep=graph trainer.precision=bf16", "method.keep: expected .* under autocast, got graph"),
-        ("trainer.overlap=true", "trainer.overlap: expected false, got true"),
         ("data.refetch=sometimes", "data.refetch: expected true, false or auto, got sometimes"),
         ("method.keep=refetch", "method.keep: expected graph, input, nothing, .*, got refetch"),
         ("method.keep=[graph,input]", "method.keep: expected one value, or 10, one per block, got 2 values"),

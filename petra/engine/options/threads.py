@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from petra.engine.executor import BoundStep, ProcessRound, in_turn
-from petra.errors import require
 from petra.plan import Plan
 
 
@@ -41,16 +40,3 @@ class InThreads:
 
     def _cost(self, step: BoundStep) -> int:
         return self._flops[step.worker.index] * (3 if step.method == "backward" else 1)
-
-
-def check_concurrency(plan: Plan, concurrency: int, device: torch.device) -> None:
-    """Check the number of stages that run at the same time in threads.
-
-    Raises:
-        ConfigError: If it is not an integer >= 1, or is above 1 on a GPU or with several processes.
-    """
-    require(isinstance(concurrency, int) and concurrency >= 1, "concurrency", "an integer >= 1", concurrency)
-    processes = plan.layout.dp * len(plan.layout.processes)
-    alone = processes == 1 and device.type == "cpu"
-    got = f"{concurrency} with {processes} process(es) on {device.type}"
-    require(concurrency == 1 or alone, "concurrency", "1, or several stages in one process on the CPU", got)
