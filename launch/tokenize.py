@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from itertools import chain
 from pathlib import Path
 
 from tqdm import tqdm
@@ -67,8 +68,9 @@ def tokenize(options: argparse.Namespace) -> None:
     else:
         vocabulary = load_vocabulary(Path(options.vocabulary))
     with progress("tokens", sum(files.values(), options.files)) as bar:
-        held_out = {part: documents(paths, separator, bar.update) for part, paths in files.items()}
-        facts = write_tokens(documents(options.files, separator, bar.update), vocabulary, options.out, division, held_out)
+        pieces = (piece for text in documents(options.files, separator, bar.update) for piece in division.pieces(text))
+        others = ((part, text) for part, paths in files.items() for text in documents(paths, separator, bar.update))
+        facts = write_tokens(chain(pieces, others), ("train", *chosen), vocabulary, options.out)
     if division.inside:
         print("the documents are few: the parts are ends of each document")
     size = sum(facts[part]["bytes"] for part in filter(facts.get, PARTS))

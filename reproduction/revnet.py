@@ -22,7 +22,7 @@ from .runs import Run, collect, job, missing, records
 CIFARS = {"cifar10": "cifar10_mean_image", "cifar100": "cifar100_mean_image"}
 """Presets of the data sets of Table 3."""
 TWO_EPOCHS = ("trainer.epochs=2", "schedule.milestones=[1]", "trainer.precision=bf16")
-NARROW = ("data=cifar10", "data.batch_size=100", "data.distort=null", "k=1", "model.width=0.125")
+NARROW = ("data=cifar10", "data.batch_size=100", "k=1", "model.width=0.125")
 CLASSES = {"cifar10": 10, "cifar100": 100, "imagenet": 1000}
 DEEP_IMAGES = 32
 """Images per microbatch of the 602 layers."""

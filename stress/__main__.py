@@ -24,7 +24,7 @@ PROGRAMS = {
     "soak": "-m stress.soak --microbatches 20000",
     "soak_edge": "-m stress.soak --microbatches 20000 --transport edge",
     "configurations": "-m pytest -q --hypothesis-profile=long --timeout 0 tests/launch/test_fuzz_configs.py",
-    "damage": "-m pytest -q --hypothesis-profile=long tests/training/test_damaged_checkpoints.py tests/data/test_damaged_files.py",
+    "damage": "-m pytest -q --hypothesis-profile=long tests/training/test_damaged_checkpoints.py tests/data/test_imagenet.py",
     "manifests": "-m stress.manifests",
     "hosts": "-m stress.two_hosts",
     "slurm": "-m stress.slurm",

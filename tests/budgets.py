@@ -35,7 +35,7 @@ ROOMS = {
     ("petra/engine/options",): Budget(1_380, 1_400),
     ("petra/staleness",): Budget(450, 450),
     ("petra/training",): Budget(1_800, 1_790),
-    ("petra/data",): Budget(2_110, 1_800),
+    ("petra/data",): Budget(1_800, 1_800),
     ("petra/models",): Budget(1_700, 1_700),
     ("petra/inplace_abn",): Budget(2_000, 2_000),
     ("petra/elastic", "launch/elastic"): Budget(1_080, 1_000),

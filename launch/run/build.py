@@ -13,7 +13,7 @@ from petra.cost_model.delays import largest_delay
 from petra.data import EvalSource, TrainSource
 from petra.engine.endpoints import Losses
 from petra.engine.metrics import Metric, correct_predictions, size_of
-from petra.engine.options.metrics import MeanOutput, top5_correct
+from petra.engine.options.metrics import top5_correct
 from petra.engine.options.replicas import Replicas
 from petra.engine.recipe import Recipe, Remedy
 from petra.engine.update_rules import UpdateRules
@@ -251,8 +251,7 @@ def _losses(config: Config) -> Losses:
     training = partial(F.cross_entropy, label_smoothing=trainer.label_smoothing)
     if trainer.bootstrap is not None:
         training = partial(bootstrapped_cross_entropy, fraction=trainer.bootstrap, label_smoothing=trainer.label_smoothing)
-    crops = config.data.options.get("crops", 1)
-    return Losses(training, F.cross_entropy if crops == 1 else MeanOutput(F.cross_entropy, crops))
+    return Losses(training, F.cross_entropy)
 
 
 def _metrics(data: DataConfig, unit: str) -> dict[str, Metric]:
@@ -262,5 +261,4 @@ def _metrics(data: DataConfig, unit: str) -> dict[str, Metric]:
         found["top5"] = top5_correct
     if unit == "pixels":
         found["miou"] = ConfusionMatrix(data.classes)
-    crops = data.options.get("crops", 1)
-    return found if crops == 1 else {name: MeanOutput(metric, crops) for name, metric in found.items()}
+    return found

@@ -46,8 +46,6 @@ def check(config: Config, process: Process) -> None:
         _check_elastic(config, process)
     selects = trainer.bootstrap is None or config.data.name in PIXEL_DATASETS
     require(selects, "trainer.bootstrap", f"null with data={config.data.name}, which has no pixels", trainer.bootstrap)
-    crops, rows = config.data.options.get("crops", 1), config.data.batch_size
-    require(rows % crops == 0, "data.batch_size", f"a multiple of {crops} with data.crops={crops}", rows)
     optimizer, rules = config.optim.options, config.optim.rules
     momentum = not optimizer.get("nesterov") or optimizer.get("momentum") != 0
     require(momentum, "optim.nesterov", "false with optim.momentum=0", True)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from petra.data import Dataset, EvalSource, TrainSource, in_memory, microbatch_form
+from petra.data import DECODED, Dataset, EvalSource, TrainSource, microbatch_form
 from petra.data.prefetch import TIMEOUT
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.errors import DataError, invalid, require
@@ -43,7 +43,7 @@ def describe_inputs(config: DataConfig) -> Inputs:
     """Describe a microbatch of inputs from the configuration alone. Only a data set outside the package is loaded."""
     if is_shipped(config._target_):
         height = config.options.get("height")
-        spec, cheap = microbatch_form(config.name, config.batch_size, config.size, height), in_memory(config.name)
+        spec, cheap = microbatch_form(config.name, config.batch_size, config.size, height), config.name not in DECODED
     else:
         dataset = load(config)
         spec, cheap = _form_of(dataset, config.batch_size), dataset.train.in_memory

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from petra.diagnostics.weight_drift import WeightDrift, distance
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.engine.options.replicas import Replicas
-from petra.errors import require
 from petra.process_memory import keep_freed_memory, release_memory
 from petra.training import (
     FORMATS,
@@ -48,8 +48,6 @@ def run(config: Config, process: Process) -> None:
         PetraError: If the configuration or its data cannot be used. Raised in every process.
     """
     setup = set_up(config, process)
-    crops = config.data.options.get("crops", 1)
-    require(crops == 1, "data.crops", "1 in training (petra evaluate accepts others)", crops)
     if config.dry_run:
         if process.first:
             print(stage_map(setup), end="", flush=True)
@@ -119,7 +117,7 @@ class TrainingRun:
         self.setup = setup = tune_setup(restore_choices(setup, start), process)
         config = setup.config
         train, test = setup.data(replicas)
-        preparation = None if train.preparation is None else train.preparation.as_dict()
+        preparation = None if train.preparation is None else asdict(train.preparation)
         self._data_facts = {"preparation": preparation, "vocabulary": train.vocabulary}
         limit = config.trainer.limit_batches
         batches = limited(train.batches_per_epoch, limit)

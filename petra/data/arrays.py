@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from petra.data.dataset import Dataset, Labels, Split
-from petra.data.preparation import Moments, Preparation, centre, encoded, normalise
+from petra.data.dataset import Dataset, Split, labels_of
+from petra.data.preparation import Moments, Preparation, normalise
 from petra.reversible import derive_seed
 
 PADDING = 4
@@ -24,22 +24,21 @@ class Images:
         images: uint8 images, (N, 3, H, W).
         moments: Mean and standard deviation of each channel of the training images.
         flip: Whether augmentation includes horizontal flips.
-        mean_image: Mean of the training images, (3, H, W), to subtract from pixel values instead of the channel means; or None.
     """
 
     images: Tensor
     moments: Moments
     flip: bool
-    mean_image: Tensor | None = None
 
     def __call__(self, indices: Tensor, seed: int | None) -> Tensor:
         """Return normalised images (B, 3, H, W), augmented if a seed is given."""
         images = self.images.index_select(0, indices)
-        if self.mean_image is not None:
-            # Before augmentation, while pixels are in their places. The padding of a crop then has the value of the mean image.
-            centred = centre(images, self.mean_image)
-            return centred if seed is None else augment(centred, self.flip, seed, indices)
-        return normalise(images if seed is None else augment(images, self.flip, seed, indices), self.moments)
+        if seed is None:
+            return normalise(images, self.moments)
+        if isinstance(self.moments[0][0], float):
+            return normalise(augment(images, self.flip, seed, indices), self.moments)
+        # A mean image is subtracted while pixels are in their places. The padding of a crop then has its value.
+        return augment(normalise(images, self.moments), self.flip, seed, indices)
 
 
 def array_dataset(
@@ -48,10 +47,10 @@ def array_dataset(
     train: tuple[Tensor, Tensor],
     test: tuple[Tensor, Tensor],
     *,
-    moments: Moments,
-    flip: bool,
+    moments: Moments | None = None,
+    flip: bool = True,
     mean_image: bool = False,
-    names: Sequence[str] = (),
+    names: tuple[str, ...] = (),
 ) -> Dataset:
     """Return a data set of square images in memory.
 
@@ -59,24 +58,18 @@ def array_dataset(
         name: Name of the data set.
         classes: Number of classes.
         train, test: uint8 images (N, 3, H, H) and their labels (N,).
-        moments, flip: As for :class:`Images`.
-        mean_image: Whether to subtract the mean training image instead of the channel means.
+        moments, flip: As for :class:`Images`. The default are the moments of the training images.
+        mean_image: Whether to subtract the mean training image from pixel values of 0 to 1 instead.
         names: Names of the classes, in the order of their numbers, or none.
     """
-    mean = train[0].sum(0, dtype=torch.int64).double().div(len(train[0])).float() if mean_image else None
+    moments, size = moments or channel_moments(train[0]), train[0].shape[-1]
+    if mean_image:
+        moments = (train[0].sum(0, dtype=torch.int64).double() / (255 * len(train[0]))).tolist(), (1.0, 1.0, 1.0)
     first, second = (
-        Split(
-            len(labels),
-            Images(images, moments, flip, mean),
-            Labels(labels),
-            epoch_seed=True,
-            in_memory=True,
-        )
+        Split(len(labels), Images(images, moments, flip), partial(labels_of, labels), epoch_seed=True, in_memory=True)
         for images, labels in (train, test)
     )
-    size = train[0].shape[-1]
-    subtracted = None if mean is None else encoded(mean)
-    return Dataset(name, classes, size, first, second, preparation=Preparation(size, moments, 1.0, subtracted, tuple(names)))
+    return Dataset(name, classes, size, first, second, preparation=Preparation(size, moments, classes=names))
 
 
 def augment(images: Tensor, flip: bool, seed: int, indices: Tensor) -> Tensor:
@@ -106,12 +99,11 @@ def channel_moments(images: Tensor) -> Moments:
 
     Sums are integers, so results are the same bit for bit on every machine and with any number of threads.
     """
-    counts = torch.zeros(images.shape[1], 256, dtype=torch.int64)
-    for part in torch.split(images, 8192):  # limits the size of the contiguous copy of a channel
-        for channel, count in zip(part.unbind(1), counts, strict=True):
-            count += torch.bincount(channel.flatten(), minlength=256)
-    levels, pixels = torch.arange(256), images[:, 0].numel()
-    means = [total / pixels for total in (counts * levels).sum(1).tolist()]
-    squares: Sequence[int] = (counts * levels**2).sum(1).tolist()
-    stds = [(square / pixels - mean**2) ** 0.5 / 255 for square, mean in zip(squares, means, strict=True)]
+    sums = torch.zeros(2, images.shape[1], dtype=torch.int64)
+    for part in torch.split(images, 8192):  # limits the size of a copy
+        values = part.transpose(0, 1).flatten(1).long()
+        sums += torch.stack([values.sum(1), values.square().sum(1)])
+    pixels = images[:, 0].numel()
+    means, squares = ([total / pixels for total in row] for row in sums.tolist())
+    stds = [(square - mean**2) ** 0.5 / 255 for mean, square in zip(means, squares, strict=True)]
     return tuple(mean / 255 for mean in means), tuple(stds)

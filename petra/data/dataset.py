@@ -12,8 +12,6 @@ from petra.data.preparation import Preparation
 Reader = Callable[[Tensor, int | None], Tensor]
 """Map from sample indices (B,) and a seed to a tensor of the samples. The seed determines the augmentation; None disables it. It is
 the seed of an epoch or of a microbatch, see :attr:`Split.epoch_seed`."""
-PairReader = Callable[[Tensor, int | None], tuple[Tensor, Tensor]]
-"""As :data:`Reader`, for inputs and targets together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +29,7 @@ class Split:
             size or on the samples that are read with it. Otherwise each microbatch has a seed of its own.
         samples: Reader of inputs and targets together, for data in which one can't be read without the other.
         integer_targets: Whether targets are integers, so that targets of padding rows can be ignored.
-        decodes_targets: Whether ``targets`` decodes files, which worker processes can do in advance.
+        decodes_targets: Whether reading targets takes long, so that worker processes read them in advance.
         order: Function that draws the indices of an epoch (N,), which the readers may interpret. None: a random permutation.
         in_memory: Whether the samples are in memory, or in files mapped into memory. Inputs can then be read twice at little cost.
     """
@@ -40,7 +38,7 @@ class Split:
     inputs: Reader | None = None
     targets: Reader | None = None
     epoch_seed: bool = False
-    samples: PairReader | None = None
+    samples: Callable[[Tensor, int | None], tuple[Tensor, Tensor]] | None = None
     integer_targets: bool = True
     decodes_targets: bool = False
     order: Callable[[Generator], Tensor] | None = None
@@ -92,16 +90,6 @@ class Dataset:
         return replace(self, train=train, test=test)
 
 
-@dataclass(frozen=True, eq=False)
-class Labels:
-    """Reader of targets for images.
-
-    Attributes:
-        labels: Class of each sample, integers (N,).
-    """
-
-    labels: Tensor
-
-    def __call__(self, indices: Tensor, seed: int | None) -> Tensor:
-        """Return int64 classes (B,)."""
-        return self.labels[indices].long()
+def labels_of(labels: Tensor, indices: Tensor, seed: int | None) -> Tensor:
+    """Return the labels of samples as int64 (B,). With the integer labels of all samples (N,), it is a reader of targets."""
+    return labels[indices].long()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from petra.data.arrays import array_dataset, channel_moments
+from petra.data.arrays import array_dataset
 from petra.data.dataset import Dataset
 from petra.errors import first_line, invalid, require
 
@@ -23,14 +23,7 @@ def digits() -> Dataset:
     # Every fifth image in the order of labels, so the test set gets a fifth of each class.
     test = torch.zeros(len(labels), dtype=torch.bool)
     test[labels.argsort(stable=True)[::5]] = True
-    return array_dataset(
-        "digits",
-        10,
-        (images[~test], labels[~test]),
-        (images[test], labels[test]),
-        moments=channel_moments(images[~test]),
-        flip=False,
-    )
+    return array_dataset("digits", 10, (images[~test], labels[~test]), (images[test], labels[test]), flip=False)
 
 
 def synthetic(images: int = 1024, classes: int = 10, size: int = 32) -> Dataset:
@@ -51,14 +44,7 @@ def synthetic(images: int = 1024, classes: int = 10, size: int = 32) -> Dataset:
     except (RuntimeError, OverflowError) as error:
         got = f"{images} images of {classes} classes and {size}x{size} pixels ({first_line(error)})"
         raise invalid("data.images", "a number of images that fits into memory", got) from error
-    return array_dataset(
-        "synthetic",
-        classes,
-        (pixels[:images], labels[:images]),
-        (pixels[images:], labels[images:]),
-        moments=channel_moments(pixels[:images]),
-        flip=True,
-    )
+    return array_dataset("synthetic", classes, (pixels[:images], labels[:images]), (pixels[images:], labels[images:]))
 
 
 def _patterns(images: int, classes: int, size: int) -> tuple[Tensor, Tensor]:

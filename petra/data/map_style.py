@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -19,7 +20,6 @@ from petra.specs import are_integers
 
 Collate = Callable[[list[Any]], tuple[Tensor, Tensor]]
 """Map from a list of B samples to the inputs (B, ...) and the targets, (B, ...) or (B·T,)."""
-MAP_STYLE = "a map-style data set, with __getitem__ and __len__"
 PAIR = "a function that returns the tensors (inputs, targets) for a list of samples"
 
 
@@ -48,9 +48,8 @@ def from_dataset(dataset: MapStyle, collate: Collate | None = None) -> Split:
         ConfigError: If ``dataset`` is empty or not map-style, or if ``collate`` does not return two tensors for the first sample.
         DataError: If the first sample can't be read.
     """
-    require(hasattr(type(dataset), "__getitem__"), "dataset", MAP_STYLE, type(dataset).__name__)
-    # torch's Dataset defines __getitem__ for iterable data sets too, but they have no length.
-    require(hasattr(type(dataset), "__len__"), "dataset", MAP_STYLE, f"{type(dataset).__name__} without a length")
+    map_style = all(hasattr(type(dataset), name) for name in ("__getitem__", "__len__"))
+    require(map_style, "dataset", "a map-style data set, with __getitem__ and __len__", type(dataset).__name__)
     require(len(dataset) >= 1, "dataset", "at least one sample", "none")
     require(collate is None or callable(collate), "collate", PAIR, type(collate).__name__)
     make = collate or cast(Collate, default_collate)
@@ -69,8 +68,13 @@ def from_dataset(dataset: MapStyle, collate: Collate | None = None) -> Split:
         return _checked(found, len(numbers))
 
     _, targets = samples(torch.zeros(1, dtype=torch.long), None)
-    inputs_of, targets_of = (lambda *request, part=part: samples(*request)[part] for part in (0, 1))
-    return Split(len(dataset), inputs_of, targets_of, epoch_seed=True, samples=samples, integer_targets=are_integers(targets))
+    inputs_of, targets_of = (partial(_column, samples, part) for part in (0, 1))
+    integers = are_integers(targets)
+    return Split(len(dataset), inputs_of, targets_of, True, samples, integer_targets=integers, decodes_targets=True)
+
+
+def _column(samples: Callable[[Tensor, int | None], tuple[Tensor, Tensor]], part: int, indices: Tensor, seed: int | None) -> Tensor:
+    return samples(indices, seed)[part]
 
 
 @contextmanager
@@ -86,9 +90,7 @@ def _named(what: str) -> Iterator[None]:
 
 def _checked(found: Any, rows: int) -> tuple[Tensor, Tensor]:
     if not isinstance(found, Sequence) or len(found) != 2 or not all(isinstance(part, Tensor) for part in found):
-        types = (type(part).__name__ for part in found) if isinstance(found, list | tuple) else ()
-        parts = found if isinstance(found, dict) else types  # keys of a dictionary
-        raise invalid("collate", PAIR, f"{type(found).__name__}({', '.join(map(str, parts))})")
+        raise invalid("collate", PAIR, [type(part).__name__ for part in found] if isinstance(found, list | tuple) else type(found))
     inputs, targets = found
     for name, part in (("inputs", inputs), ("targets", targets)):
         fits = part.dim() > 0 and (len(part) == rows or (name == "targets" and len(part) % rows == 0 and len(part) > 0))
@@ -99,11 +101,9 @@ def _checked(found: Any, rows: int) -> tuple[Tensor, Tensor]:
 @contextmanager
 def _preserved_generators() -> Iterator[None]:
     """Restore the global random number generators at the end. Worker processes have generators of their own."""
-    if get_worker_info() is not None:
-        yield
-        return
     python, numpy = random.getstate(), np.random.get_state()
-    with seeded(0):  # keeps other threads from torch's generator, and restores it
+    # Keeps other threads from torch's generator, and restores it. A worker has no other threads, but may have inherited their lock.
+    with seeded(None if get_worker_info() else 0):
         try:
             yield
         finally:

@@ -27,13 +27,7 @@ TIMEOUT = 600.0
 """Seconds to wait for a microbatch by default."""
 LONGEST = 2e6
 """Seconds that the loader can wait: the operating system takes an int of milliseconds."""
-_REPORTS = {
-    "DataLoader worker": "a worker process died ({reason}), possibly because memory or shared memory (/dev/shm) for the prepared "
-    "microbatches was exhausted; use fewer workers or provide more memory",
-    "DataLoader timed out": "no worker process has prepared the microbatch within {timeout:g} s",
-    "Too many open files": "too many open files with {workers} workers; use fewer or raise ulimit -n",
-}
-"""Messages for errors of the loader, by the beginning of its own message."""
+_LIMITS = "use fewer workers, or provide more memory, shared memory (/dev/shm, docker run --shm-size) or open files (ulimit -n)"
 
 
 class Prefetcher(Generic[Result]):
@@ -68,15 +62,10 @@ class Prefetcher(Generic[Result]):
                 self._results = self._started(m)
             result = next(self._results)
         except (OSError, RuntimeError) as error:
-            reason, workers = first_line(error), self._workers
-            if isinstance(error, OSError):
-                limits = "use fewer workers or raise the limits of this shell (ulimit -n, ulimit -u)"
-                reason = f"{workers} worker processes can't be started ({error.strerror or error}); {limits}"
-            elif begins := next(filter(reason.startswith, _REPORTS), None):
-                reason = _REPORTS[begins].format(reason=reason, workers=workers, timeout=self._patience)
-            else:
-                raise
-            raise DataError(f"data.workers: {reason}") from error
+            reason = first_line(error)
+            if isinstance(error, RuntimeError) and not reason.startswith(("DataLoader", "Too many open files")):
+                raise  # from the function
+            raise DataError(f"data.workers: {self._workers} processes can't prepare data ({reason}); {_LIMITS}") from error
         self._next = m + 1
         if self._next == self._stop:
             self._results = iter(())
@@ -143,8 +132,5 @@ class _Numbered(Dataset[Result | str]):
                 if isinstance(part, Tensor):
                     part.share_memory_()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            return (
-                f"data.workers: no room in shared memory (/dev/shm) for a prepared microbatch ({first_line(error)}); use fewer "
-                "workers, or provide more shared memory (docker run --shm-size)"
-            )
+            return f"data.workers: no room in shared memory for a prepared microbatch ({first_line(error)}); {_LIMITS}"
         return result

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Integral, Real
 from typing import TypeVar
@@ -29,43 +28,13 @@ RECENT_DECODED = 4
 """Number of microbatches whose targets are kept otherwise: targets for pixels are large, and a diagnosis reads some twice."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Reader:
-    """Readers of a split by microbatch number. Worker processes call them, so they don't refer to the source."""
-
-    split: Split
-    request: Request
-    share: slice
-
-    def inputs(self, m: int) -> tuple[Tensor, Tensor | None]:
-        """Return inputs, and targets if the split reads both together."""
-        if self.split.samples is not None:
-            inputs, targets = self.both(m)
-            return inputs[self.share], targets
-        assert self.split.inputs is not None, "this process reads no inputs"
-        indices, seed = self.request(m)
-        if seed is None or self.split.epoch_seed:
-            return self.split.inputs(indices[self.share], seed), None
-        return self.split.inputs(indices, seed)[self.share], None
-
-    def targets(self, m: int) -> Tensor:
-        assert self.split.targets is not None, "this process reads no targets"
-        return self.split.targets(*self.request(m))
-
-    def both(self, m: int) -> tuple[Tensor, Tensor]:
-        assert self.split.samples is not None
-        return self.split.samples(*self.request(m))
-
-
 class _Source:
     """Reader of the microbatches of a split, which prepares them in worker processes if there are any.
 
     Args:
         split: The samples.
         request: Samples of a microbatch.
-        workers: Number of worker processes that prepare microbatches in advance. 0 prepares them on request in this process.
-        share: Rows of each microbatch that :meth:`inputs` returns, for one of several replicas. :meth:`targets` returns all rows.
-        timeout: Seconds to wait for a microbatch from a worker process.
+        workers, share, timeout: As for :class:`TrainSource`.
         stop: Number of the microbatch after the last one, or None for an endless sequence.
     """
 
@@ -74,21 +43,34 @@ class _Source:
         require(isinstance(share, slice), "share", "a slice", share)
         require(isinstance(timeout, Real) and timeout > 0, "timeout", "a number > 0", timeout)
 
+        # These functions do not refer to the source, see Prefetcher.
+        def inputs(m: int) -> tuple[Tensor, Tensor | None]:
+            indices, seed = request(m)
+            if split.samples is not None:
+                found, targets = split.samples(indices, seed)
+                return found[share], targets
+            assert split.inputs is not None, "this process reads no inputs"
+            if seed is None or split.epoch_seed:
+                return split.inputs(indices[share], seed), None
+            return split.inputs(indices, seed)[share], None
+
+        def targets(m: int) -> Tensor:
+            assert split.targets is not None, "this process reads no targets"
+            return split.targets(*request(m))
+
         def ahead(read: Callable[[int], Read], workers: int = workers) -> Callable[[int], Read]:
             return Prefetcher(read, workers, stop, timeout) if workers else read
 
-        self._reader = _Reader(split, request, share)
-        self._read, self._read_again = ahead(self._reader.inputs), ahead(self._reader.inputs)
-        self._read_targets = ahead(self._reader.targets, workers if split.decodes_targets else 0)
+        self._read, self._read_again = ahead(inputs), ahead(inputs)
+        self._read_targets = ahead(targets, workers if split.decodes_targets else 0)
         self._recent: OrderedDict[int, Tensor] = OrderedDict()
-        self._reads_inputs = False
+        self._most = RECENT_DECODED if split.samples is None else RECENT
 
     def inputs(self, m: int) -> Tensor:
         """Return the inputs of microbatch ``m``: float32 images (B, 3, H, W), or int64 tokens (B, T)."""
-        self._reads_inputs = True
         inputs, targets = self._read(m)
         if targets is not None:
-            self._keep(m, targets, RECENT)
+            self._keep(m, targets)
         return inputs
 
     def refetch(self, m: int) -> Tensor:
@@ -101,22 +83,15 @@ class _Source:
 
     def targets(self, m: int) -> Tensor:
         """Return the targets of microbatch ``m``: int64 (B,) for images, (B·T,) for tokens, (B, H, W) for pixels."""
-        if m in self._recent:
-            return self._recent[m]
-        if self._reader.split.samples is None:
-            return self._keep(m, self._read_targets(m), RECENT_DECODED)
-        # Reading out of order would restart the workers that prepare inputs.
-        targets = self._reader.both(m)[1] if self._reads_inputs else self._read(m)[1]
-        assert targets is not None
-        return targets
-
-    def _keep(self, m: int, targets: Tensor, most: int) -> Tensor:
-        """Keep a copy outside the workers' shared memory."""
-        self._recent[m] = targets.clone()
-        self._recent.move_to_end(m)
-        if len(self._recent) > most:
-            self._recent.popitem(last=False)
+        if m not in self._recent:
+            self._keep(m, self._read_targets(m))
         return self._recent[m]
+
+    def _keep(self, m: int, targets: Tensor) -> None:
+        self._recent[m] = targets.clone()  # not the workers' shared memory
+        self._recent.move_to_end(m)
+        if len(self._recent) > self._most:
+            self._recent.popitem(last=False)
 
 
 class TrainSource(_Source):

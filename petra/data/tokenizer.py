@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from itertools import accumulate, chain, islice
+from itertools import accumulate, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -228,24 +227,17 @@ def require_no_tokens(folder: Path) -> None:
     require(not any(folder.glob("*.bin")), "--out", "a folder without token files", folder)
 
 
-def write_tokens(
-    texts: Iterable[str],
-    tokenizer: Tokenizer,
-    folder: Path,
-    division: Division,
-    held_out: Mapping[str, Iterable[str]] = MappingProxyType({}),
-) -> dict[str, Any]:
+def write_tokens(pieces: Iterable[tuple[str, str]], parts: Collection[str], tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     """Encode documents, and write them to ``folder`` as ``train_*.bin``, ``val_*.bin`` and ``test_*.bin``.
 
     Every document begins with the delimiter. The vocabulary and facts of the corpus are written beside the tokens. After an error,
     no token files remain.
 
     Args:
-        texts: Documents.
+        pieces: The part and the text of each document.
+        parts: Parts of the corpus.
         tokenizer: Vocabulary, which must contain :data:`DELIMITER`.
         folder: Folder for the files, new or without token files.
-        division: Parts of ``texts`` that are held out, see :func:`divide`.
-        held_out: Documents of other parts.
 
     Returns:
         Facts of the corpus: ``classes``, ``delimiter``, ``vocabulary`` (its :func:`fingerprint`), and the documents, tokens and
@@ -261,21 +253,19 @@ def write_tokens(
     classes = tokenizer.get_vocab_size()
     dtype = np.dtype("<u2" if classes <= 2**16 else "<u4")
     require_no_tokens(folder)
-    pieces = (piece for text in texts for piece in division.pieces(text))
-    others = ((part, text) for part, found in held_out.items() for text in found)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=folder) as name:
             drafts = Path(name)
-            writers = {part: _Part(drafts, part, dtype) for part in PARTS if part in ("train", *division.bounds, *held_out)}
-            source = chain(pieces, others)
+            writers = {part: _Part(drafts, part, dtype) for part in PARTS if part in parts}
+            source = iter(pieces)
             while batch := list(islice(source, DOCUMENTS_AT_ONCE)):
                 encodings = tokenizer.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
                 for (part, text), encoding in zip(batch, encodings, strict=True):
                     writers[part].add([delimiter, *encoding.ids], text)
             for part, writer in writers.items():
-                expected, count = f"at least one document for {part}", writer.facts["documents"]
-                require(count > 0, OPTIONS.get(part, "text files"), expected, "none", DataError)
+                option = OPTIONS.get(part, "text files")
+                require(writer.facts["documents"] > 0, option, f"at least one document for {part}", "none", DataError)
                 writer.flush()
             vocabulary = {"classes": classes, "delimiter": delimiter, "vocabulary": fingerprint(tokenizer)}
             facts = vocabulary | {part: writer.facts for part, writer in writers.items()}

@@ -1,4 +1,7 @@
-"""Text as tokens: the bytes of a file, or files of tokens, larger than memory, from ``petra tokenize`` or llm.c."""
+"""Text as windows of tokens: the bytes of a file, or files of tokens, larger than memory, from ``petra tokenize`` or llm.c.
+
+Each window is a sample, and each of its tokens is predicted from those before it.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from petra.data.dataset import Dataset
+from petra.data.dataset import Dataset, Split
 from petra.data.files import folder_of, read
-from petra.data.windows import windows_of
 from petra.errors import DataError, alternatives, first_line, invalid, require
+from petra.reversible import derive_seed
+from petra.specs import IGNORED
 
 TEXT_HELP = "set data.root to a text file"
 HELP = "write token files with petra tokenize, and set data.root to their folder"
@@ -98,6 +104,62 @@ def open_tokens(path: Path, classes: int) -> TokenFile:
     return TokenFile(path, dtype, count, classes)
 
 
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """Reader of windows of one or several sequences. No window crosses the end of a sequence.
+
+    Attributes:
+        sequences: The sequences of tokens, in memory or in files: they have a length and are indexed by arrays of positions.
+        size: Tokens T of a window.
+        offset: 0 for inputs, 1 for targets, which are the next tokens.
+        whole: Whether to leave out the last tokens of a sequence if they don't fill a window (training). Otherwise, targets past
+            the end are -100 (testing).
+    """
+
+    sequences: Sequence[Any]
+    size: int
+    offset: int
+    whole: bool
+
+    @cached_property
+    def ends(self) -> NDArray[np.int64]:
+        """Number of windows up to the end of each sequence."""
+        predicted = np.array([max(len(tokens) - 1, 0) for tokens in self.sequences])
+        return np.cumsum(predicted // self.size if self.whole else -(-predicted // self.size))
+
+    def __call__(self, indices: Tensor, seed: int | None) -> Tensor:
+        """Return int64 inputs (B, T) or int64 targets (B·T,).
+
+        With a seed, each window starts up to T − 1 tokens later, by a number that depends on the seed and the window only.
+        """
+        windows = indices.numpy()
+        owners = np.searchsorted(self.ends, windows, side="right")
+        rows = []
+        for owner, window in zip(owners.tolist(), windows.tolist(), strict=True):
+            shift = 0 if seed is None else derive_seed(seed, window) % self.size
+            rows.append(self._row(owner, window, shift))
+        tokens = torch.from_numpy(np.stack(rows))
+        return tokens.flatten() if self.offset else tokens
+
+    def _row(self, owner: int, window: int, shift: int) -> NDArray[np.int64]:
+        tokens = self.sequences[owner]
+        last = len(tokens) - 1
+        start = (window - (int(self.ends[owner - 1]) if owner else 0)) * self.size
+        if shift:
+            start = min(start + shift, last - self.size)
+        positions = np.arange(start + self.offset, start + self.offset + self.size)
+        row: NDArray[np.int64] = tokens[positions.clip(max=last)].astype(np.int64)
+        if self.offset:
+            row[positions > last] = IGNORED
+        return row
+
+
+def _windows(sequences: Sequence[Any], size: int, whole: bool) -> Split:
+    """Return the windows of sequences. Arguments as for :class:`Windows`."""
+    inputs, targets = (Windows(sequences, size, offset, whole) for offset in (0, 1))
+    return Split(int(inputs.ends[-1]), inputs, targets, epoch_seed=True, in_memory=True)
+
+
 def text(root: str | Path | None = None, size: int = 256, validation: float = 0.1) -> Dataset:
     """Return a file in windows of ``size`` bytes. The first part of the file is for training and the last part for testing.
 
@@ -121,7 +183,7 @@ def text(root: str | Path | None = None, size: int = 256, validation: float = 0.
     if len(train) <= size or len(test) < 2:
         expected = f"at least {size + 1} bytes for training and 2 for testing"
         raise invalid(str(path), expected, f"{len(train)} and {len(test)}", DataError)
-    return windows_of("text", 256, size, [train], [test], bytes_per_target=1.0)
+    return Dataset("text", 256, size, _windows([train], size, True), _windows([test], size, False), bytes_per_target=1.0)
 
 
 def tokens(
@@ -146,17 +208,17 @@ def tokens(
     require(split in PARTS[1:], "data.split", alternatives(PARTS[1:]), split)
     folder = folder_of(root, "tokens", HELP)
     corpus = _corpus(folder)
-    files = {part: [open_tokens(path, classes) for path in _files_of(folder, part)] for part in ("train", split)}
+    files = {}
     for part, least in (("train", size + 1), (split, 2)):
-        longest = max(map(len, files[part]), default=0)
-        require(
-            longest >= least, str(folder / f"*{part}*.bin"), f"files with at least {least} tokens", longest or "none", DataError
-        )
-    ratios = dict[str, float]()
-    if corpus:
-        require(classes == corpus["classes"], "data.classes", f"{corpus['classes']}, the tokens of {folder / CORPUS}", classes)
-        ratios = {part: _bytes_per_token(folder, part, found, corpus) for part, found in files.items()}
-    return windows_of("tokens", classes, size, files["train"], files[split], ratios.get(split), corpus.get("vocabulary"))
+        files[part] = [open_tokens(path, classes) for path in _files_of(folder, part)]
+        longest, name = max(map(len, files[part]), default=0), str(folder / f"*{part}*.bin")
+        require(longest >= least, name, f"files with at least {least} tokens", longest or "none", DataError)
+    train, test = _windows(files["train"], size, True), _windows(files[split], size, False)
+    if not corpus:
+        return Dataset("tokens", classes, size, train, test)
+    require(classes == corpus["classes"], "data.classes", f"{corpus['classes']}, the tokens of {folder / CORPUS}", classes)
+    ratios = {part: _bytes_per_token(folder, part, found, corpus) for part, found in files.items()}
+    return Dataset("tokens", classes, size, train, test, ratios[split], corpus.get("vocabulary"))
 
 
 def _files_of(folder: Path, part: str) -> list[Path]:
@@ -182,11 +244,11 @@ def _corpus(folder: Path) -> dict[str, Any]:
 
 def _bytes_per_token(folder: Path, part: str, files: Sequence[TokenFile], corpus: Mapping[str, Any]) -> float:
     """Return the mean number of bytes of text per token of a part, whose files must have as many tokens as the corpus says."""
-    facts = corpus.get(part)
+    found = corpus.get(part)
+    facts = found if isinstance(found, dict) else {}
     for key in ("tokens", "bytes"):
-        value = facts.get(key) if isinstance(facts, dict) else None
+        value = facts.get(key)
         require(type(value) is int and 0 < value < 2**63, f"{folder / CORPUS}, {part}.{key}", "an integer > 0", value, DataError)
-    assert isinstance(facts, dict)
     count = sum(map(len, files))
     require(count == facts["tokens"], str(folder / f"*{part}*.bin"), f"{facts['tokens']} tokens, as in {CORPUS}", count, DataError)
     return float(facts["bytes"]) / int(facts["tokens"])

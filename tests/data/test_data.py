@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from petra.data import EvalSource, Split, TrainSource, from_dataset, load_dataset
 from petra.data.arrays import Images, normalise
-from petra.data.dataset import Labels
+from petra.data.dataset import labels_of
 from petra.errors import ConfigError
 from petra.reversible import derive_seed
 
@@ -18,7 +19,7 @@ from petra.reversible import derive_seed
 def numbered():
     """Return 23 training images with different labels, so that targets identify the images of a microbatch."""
     data = load_dataset("synthetic", images=23, classes=5)
-    return replace(data, train=replace(data.train, targets=Labels(torch.arange(23))))
+    return replace(data, train=replace(data.train, targets=partial(labels_of, torch.arange(23))))
 
 
 # --- training ---
@@ -84,7 +85,7 @@ class Noisy(list):
 
 
 def test_readers_that_draw_for_a_whole_microbatch_have_a_seed_of_their_own_for_each():
-    split = Split(8, lambda indices, seed: torch.full((len(indices), 1), seed % 1000), Labels(torch.zeros(8)))
+    split = Split(8, lambda indices, seed: torch.full((len(indices), 1), seed % 1000), partial(labels_of, torch.zeros(8)))
     source = TrainSource(split, 2, seed=0)
     assert len({source.inputs(m)[0].item() for m in range(4)}) == 4
 
@@ -147,6 +148,6 @@ def test_evaluation_covers_the_test_set_in_full_batches(numbered, batch_size, ba
     images = numbered.test.inputs
     expected = normalise(images.images, images.moments)
     assert torch.equal(inputs[:5], expected)
-    assert torch.equal(targets[:5], numbered.test.targets.labels)
+    assert torch.equal(targets[:5], numbered.test.targets(torch.arange(5), None))
     assert targets[5:].tolist() == [-100] * padded
     assert all(torch.equal(image, expected[-1]) for image in inputs[5:])

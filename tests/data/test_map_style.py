@@ -115,7 +115,6 @@ class Broken(Rows):
         return torch.zeros(i if i == 9 else 3), TARGETS[i]
 
 
-MAP_STYLE = "dataset: expected a map-style data set, with __getitem__ and __len__, got "
 PAIR = "collate: expected a function that returns the tensors (inputs, targets) for a list of samples, got "
 
 
@@ -126,10 +125,10 @@ def two_rows(samples: list[Any]) -> Any:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: from_dataset(Words()), f"{MAP_STYLE}Words without a length"),  # type: ignore[arg-type]
+        (lambda: from_dataset(Words()), "dataset: expected a map-style data set, with __getitem__ and __len__, got Words"),  # type: ignore[arg-type]
         (lambda: from_dataset(Subset(Rows(), [])), "dataset: expected at least one sample, got none"),
-        (lambda: from_dataset([{"text": "a", "label": 1}]), f"{PAIR}dict(text, label)"),
-        (lambda: from_dataset(TensorDataset(INPUTS)), f"{PAIR}list(Tensor)"),
+        (lambda: from_dataset([{"text": "a", "label": 1}]), f"{PAIR}<class 'dict'>"),
+        (lambda: from_dataset(TensorDataset(INPUTS)), f"{PAIR}['Tensor']"),
         (lambda: from_dataset(Rows(), two_rows), "collate: expected inputs with a row for each of 1 samples, got shape [2, 3]"),
         (lambda: from_dataset(Rows(), torch.stack), "collate: failed for samples 0 (TypeError: expected Tensor as element 0"),  # type: ignore[arg-type]
         (

@@ -92,9 +92,9 @@ def wrong(m: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("function", "kind", "message"),
     [
-        (dies, DataError, r"data\.workers: a worker process died \(DataLoader worker .*/dev/shm"),
-        (limited, DataError, r"data\.workers: no room in shared memory \(/dev/shm\) .*--shm-size"),
-        (sleeps, DataError, r"data\.workers: no worker process has prepared the microbatch within 3 s"),
+        (dies, DataError, r"data\.workers: 1 processes can't prepare data \(DataLoader worker .*/dev/shm"),
+        (limited, DataError, r"data\.workers: no room in shared memory .*--shm-size"),
+        (sleeps, DataError, r"data\.workers: 1 processes can't prepare data \(DataLoader timed out after 3 seconds"),
         (wrong, RuntimeError, "a programming error"),
     ],
 )
@@ -136,7 +136,7 @@ def started(function: Callable[..., None], *arguments: str) -> tuple[multiproces
 
 def test_too_many_open_files_are_reported(capfd: pytest.CaptureFixture[str]) -> None:
     process, message = started(_few_files)
-    assert re.fullmatch(r"data\.workers: 8 worker processes can't be started \(Too many open files\); .*", message)
+    assert re.fullmatch(r"data\.workers: 8 processes can't prepare data \(.*Too many open files\); .*", message)
     process.join(60)
     assert process.exitcode == 0
     assert not capfd.readouterr().err

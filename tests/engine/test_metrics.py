@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from petra import ModelError, Pipeline, TensorSpec
 from petra.data import EvalSource, Split
 from petra.engine.metrics import correct_predictions
-from petra.engine.options.metrics import MeanOutput, top5_correct
 from petra.engine.totals import Result
 from petra.inplace_abn import ConfusionMatrix
 from petra.model import BlockSpec, Model
@@ -126,13 +125,3 @@ def test_counts_are_the_same_in_several_processes(tmp_path: Path) -> None:
     expected = alone.evaluate(source, source.batches)
     for found in run_processes(4, counts_on_rank, tmp_path):
         assert found == (expected.counts["miou"], expected.counts["miou"], expected.metrics["miou"])
-
-
-def test_mean_outputs_equal_averaging_ten_forwards_by_hand() -> None:
-    """Three samples of ten rows each, of which one is padding."""
-    output, classes = torch.randn(30, 8, dtype=torch.float64), torch.tensor([2, 7, IGNORED])
-    targets = torch.full((30,), IGNORED)
-    targets[::10] = classes
-    means = torch.stack([sum(output[10 * i + part] for part in range(10)) / 10 for i in range(3)])
-    for function in (correct_predictions, top5_correct, torch.nn.functional.cross_entropy):
-        assert torch.allclose(MeanOutput(function, 10)(output, targets), function(means, classes))

@@ -162,7 +162,6 @@ def test_remedies_outside_the_package_are_named_by_target(remedy: str, method: s
             "data.void: expected null for cityscapes, .*, got 3",
         ),
         ("trainer.bootstrap=0.5", "trainer.bootstrap: expected null with data=digits, which has no pixels, got 0.5"),
-        ("data=imagenet data.crops=10 data.batch_size=8", "data.batch_size: expected a multiple of 10 with data.crops=10, got 8"),
     ],
 )
 def test_invalid_values(override: str, message: str) -> None:

@@ -23,7 +23,7 @@ from petra.training import Checkpoints, export, load, newest, restore
 from petra.training.checkpoint import FACTS, MANIFEST, checksum, write_synced
 from petra.training.state import state_of
 from petra.training.weight_files import State
-from tests.data.test_damaged_files import damaged
+from tests.data.test_imagenet import damaged
 from tests.support.nets import RandomSource, make_pipeline, mixed_net
 
 OLD, NEW = "000000003", "000000006"
