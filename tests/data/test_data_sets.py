@@ -72,48 +72,25 @@ def test_microbatches_have_the_predicted_shape_and_type(tmp_path):
     assert not from_dataset([(torch.zeros(1), 0)]).in_memory
 
 
-# --- text ---
-
-
-@pytest.fixture
-def letters(tmp_path):
-    """Write bytes 0 ... 199, so that each token equals its position. 180 are for training and 20 for testing."""
-    path = tmp_path / "letters.txt"
-    path.write_bytes(bytes(range(200)))
-    return path
-
-
-def test_text_predicts_the_next_byte_within_windows_of_the_training_part(letters):
-    """Windows are moved by 0 to 7 bytes, and the last one stays within the part."""
-    data, starts, shifts = load_dataset("text", root=letters, size=8), [], set()
-    assert (data.classes, data.size, data.train.count) == (256, 8, 22)
-    source = TrainSource(data, 11, seed=0, augment=False)
-    for m in range(2):
-        inputs, targets = source.inputs(m), source.targets(m)
-        assert (inputs.shape, targets.shape) == ((11, 8), (88,))
+def test_the_last_part_of_a_text_is_for_testing_and_each_byte_predicts_the_next(tmp_path):
+    """Bytes equal their positions; 180 of 200 are for training. Windows are moved by 0 to 7 bytes."""
+    (tmp_path / "t").write_bytes(bytes(range(200)))
+    data, rows, shifts = load_dataset("text", root=tmp_path / "t", size=8), torch.arange(22), set()
+    assert (data.classes, data.size, data.train.count, data.test.count) == (256, 8, 22, 3)
+    for seed in (None, *range(60)):
+        inputs, targets = data.train.inputs(rows, seed), data.train.targets(rows, seed).view(22, 8)
         assert inputs.dtype == targets.dtype == torch.int64
         assert torch.equal(inputs, inputs[:, :1] + torch.arange(8))
-        assert torch.equal(targets.view(11, 8), inputs + 1)
-        starts += inputs[:, 0].tolist()
-    assert sorted(starts) == list(range(0, 176, 8))
-    for seed in range(60):
-        starts = data.train.inputs(torch.arange(22), seed)[:, 0]
-        later = starts - 8 * torch.arange(22)
-        assert 0 <= later.amin() <= later.amax() <= 7
-        assert starts.amax() <= 180 - 9
+        assert torch.equal(targets, inputs + 1)
+        assert targets.amax() <= 179
+        later = inputs[:, 0] - 8 * rows
+        assert seed is not None or not later.any()
         shifts |= set(later.tolist())
-        assert torch.equal(data.train.targets(torch.arange(22), seed).view(22, 8)[:, 0], starts + 1)
     assert shifts == set(range(8))
-
-
-@pytest.mark.parametrize("batch_size", [1, 5])
-def test_evaluation_predicts_each_byte_of_the_last_part_once(letters, batch_size):
-    source = EvalSource(load_dataset("text", root=letters, size=8), batch_size)
-    targets = torch.cat([source.targets(m) for m in range(source.batches)])
-    assert targets.shape == (source.batches * batch_size * 8,)
-    assert targets[targets != -100].tolist() == list(range(181, 200))
-    inputs = torch.cat([source.inputs(m) for m in range(source.batches)]).flatten()
-    assert torch.equal(inputs[targets != -100], targets[targets != -100] - 1)
+    source = EvalSource(data, 2)
+    targets, inputs = (torch.cat([read(m).flatten() for m in range(2)]) for read in (source.targets, source.inputs))
+    assert targets.tolist() == [*range(181, 200), *[-100] * 13]
+    assert torch.equal(inputs[:19], targets[:19] - 1)
 
 
 def test_text_that_is_missing_or_too_short(tmp_path):

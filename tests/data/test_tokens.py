@@ -136,8 +136,7 @@ def test_damaged_files(name: str, content: bytes | None, message: str, folder: P
     ("parts", "message"),
     [
         ({"train": {"tokens": 10**9, "bytes": 130}}, r"\*train\*\.bin: expected 1000000000 tokens, as in corpus\.json, got 65"),
-        ({"val": {"tokens": 11, "bytes": 42}}, r"\*val\*\.bin: expected 11 tokens, as in corpus\.json, got 12"),
-        *(({"val": {"tokens": 12, "bytes": b}}, rf"val\.bytes: expected an integer > 0, got {b}") for b in (0, -5, np.nan, np.inf)),
+        *(({"val": {"tokens": 12, "bytes": b}}, rf"val\.bytes: expected an integer > 0, got {b}") for b in (0, np.nan, np.inf)),
         ({"val": {"tokens": 0, "bytes": 42}}, r"corpus\.json, val\.tokens: expected an integer > 0, got 0"),
         ({"train": None}, r"corpus\.json, train\.tokens: expected an integer > 0, got None"),
     ],
