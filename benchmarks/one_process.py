@@ -1,4 +1,4 @@
-"""Compare training in one process: PETRA with concurrent stages, one core each, and plain PyTorch on all cores.
+"""Compare training in one process: PETRA and plain PyTorch, both with torch's threads on all cores.
 
 python -m benchmarks.one_process --out runs/one_process.json
 """
@@ -18,7 +18,7 @@ from benchmarks.two_stages import Noise, sgd
 from petra import METHODS, Keep, Method, Pipeline, Recipe, TensorSpec, Weights
 from petra.models import MODELS
 from petra.process_memory import keep_freed_memory
-from petra.settings import Numerics, Runtime
+from petra.settings import Numerics
 
 METHODS_HERE = {
     "petra": METHODS["petra"],
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64, help="images per microbatch")
     parser.add_argument("--k", type=int, default=4, help="microbatches per update")
     parser.add_argument("--microbatches", type=int, default=21, help="microbatches of one round of one contestant")
-    parser.add_argument("--cores", type=int, default=2, help="cores, and stages that run at the same time")
+    parser.add_argument("--cores", type=int, default=2, help="threads of torch")
     parser.add_argument("--float32", action="store_true", help="compute in float32 instead of bf16")
     options = parser.parse_args()
     keep_freed_memory()  # as in training runs
@@ -79,9 +79,8 @@ def main() -> None:
             method=method,
             k=options.k,
             numerics=Numerics(autocast=None if options.float32 else torch.bfloat16, channels_last=True),
-            runtime=Runtime(concurrency=options.cores),
         )
-        contestants[name] = partial(pipelined, pipeline, data, options.microbatches)
+        contestants[name] = partial(pipelined, pipeline, data, options.microbatches, options.cores)
     network = model.build(0).to(memory_format=torch.channels_last)
     train = partial(plain, network, sgd(network), data, options.k, options.microbatches, not options.float32)
     contestants["plain PyTorch"] = partial(train, options.cores)

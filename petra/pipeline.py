@@ -116,11 +116,6 @@ class Pipeline:
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         position, process = plan.layout.locate(self.rank)
         self.replica = position if replicas is None else replicas.replica
-        alone, got = (
-            self.world == 1 and device.type == "cpu",
-            f"{runtime.concurrency} with {self.world} process(es) on {device.type}",
-        )
-        require(runtime.concurrency == 1 or alone, "concurrency", "1, or several stages in one process on the CPU", got)
         self.hooks, self.microbatches_done = Hooks(), 0
         self.measures: list[Callable[[], dict[str, float]]] = []
         loss_port, self.replicas = LossPort, replicas
@@ -145,7 +140,7 @@ class Pipeline:
             self.workers = build_workers(plan, recipe, self.stages, ports, self.device)
         if self.replicas is not None:
             self.replicas.attach([*self.workers.values()], self.hooks)
-        strategy = build_strategy(plan, recipe, runtime, self.workers, device, group)
+        strategy = build_strategy(plan, recipe, self.workers, device, group)
         self._executor = Executor(plan, self.workers, transport, self.hooks, strategy)
 
     def train(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 
@@ -53,7 +53,6 @@ class Runtime:
             bound to, or else the current device.
         transport: ``auto`` selects ``local`` in one process. In several, it selects ``lockstep`` on GPUs or if d = 2 at every
             boundary, and ``edge`` otherwise.
-        concurrency: Number of stages that run at the same time in one process on the CPU, each in a thread of its own.
         compile: Backend of ``torch.compile`` for the functions inside blocks, or a mode of inductor, or None.
         refetch: Whether the first block fetches its input from the data source again in its backward pass instead of storing it.
             Saves the memory of one input for each microbatch in flight. Training data need a method ``refetch``.
@@ -64,7 +63,6 @@ class Runtime:
 
     device: torch.device | str = "cpu"
     transport: TransportName = "auto"
-    concurrency: Annotated[int, ">= 1"] = 1
     compile: str | None = None
     refetch: bool = False
 

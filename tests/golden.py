@@ -132,7 +132,6 @@ RUNS = (
     _run("exact_streams", "trainer.exact_streams=true k=2"),
     _run("wire_bf16", "trainer.wire=bf16 k=2"),
     _run("channels_last", "trainer.channels_last=true model.width=0.25 k=2"),
-    _run("concurrency", "trainer.concurrency=2 k=2"),
     _run("muon_gpt", "optim=muon optim.lr=0.05 model.dropout=0.1 k=2", data=TEXT),
     _run("muon_feedback", "optim=muon optim.lr=0.05 remedy=feedback method=pipedream_2bw k=4 trainer.stages=4", data=TEXT),
     _run("nadam", "optim=nadam optim.lr=0.01 method=pipedream k=2", data=TEXT),

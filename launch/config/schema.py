@@ -160,8 +160,6 @@ class TrainerConfig:
         export: Format of the exported weights: none; pt: model.pt in the run folder; safetensors: model.safetensors (pip install -e
             '.[safetensors]'); with optim.average also ema.*.
         threads: Compute threads per process; results are equal bit for bit only for the same number of threads.
-        concurrency: Stages that run at the same time in one process on the CPU, each in its own thread with trainer.threads compute
-            threads.
         device: auto (CUDA if there is a GPU), cpu or cuda.
         timeout: Seconds that a process waits for another before the run ends with an error.
         memory_limit: Memory limit of a stage in GB (10^9 bytes), for trainer.stages=auto and method.keep=auto; null: no limit.
@@ -192,7 +190,6 @@ class TrainerConfig:
     limit_batches: Annotated[int | None, ">= 1"] = None
     export: Annotated[Literal["none", "pt", "safetensors"], "same results"] = "none"
     threads: Annotated[int, ">= 1 and <= 1000", "same results"] = 1
-    concurrency: Annotated[int, ">= 1 and <= 1000", "same results"] = 1
     device: Annotated[Literal["auto", "cpu", "cuda"], "same results"] = "auto"
     timeout: Annotated[float, "> 0 and <= 10000000", "same results"] = 600.0
     memory_limit: Annotated[float | None, "> 0", "same results"] = None

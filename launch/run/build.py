@@ -114,7 +114,7 @@ class Setup:
     def runtime(self) -> Runtime:
         """Device, transport, threads and compilation of this process."""
         trainer = self.config.trainer
-        return Runtime(self.device, trainer.transport, trainer.concurrency, trainer.compile)
+        return Runtime(self.device, trainer.transport, trainer.compile)
 
 
 def learning_rate(config: Config, microbatches_per_epoch: int) -> Schedule:

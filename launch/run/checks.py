@@ -33,8 +33,6 @@ def check(config: Config, process: Process) -> None:
         check_format(FORMATS[trainer.export])
     transports = ("auto", "local") if processes_per_replica(process.world, config.dp) == 1 else ("auto", "lockstep", "edge")
     require(trainer.transport in transports, "trainer.transport", alternatives(transports), trainer.transport)
-    cpu = alone and process.device(trainer.device).type == "cpu"
-    require(trainer.concurrency == 1 or cpu, "trainer.concurrency", "1, except for one process on the CPU", trainer.concurrency)
     got = f"{trainer.diagnose} in {process.world} processes"
     require(trainer.diagnose is None or alone, "trainer.diagnose", "null, or one process", got)
     memory = trainer.memory_limit

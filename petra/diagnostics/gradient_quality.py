@@ -75,14 +75,12 @@ class GradientQuality(Hook):
         rows: All rows so far.
 
     Raises:
-        ConfigError: If ``every`` < 1, if other processes own stages, or if stages run concurrently.
+        ConfigError: If ``every`` < 1 or other processes own stages.
     """
 
     def __init__(self, pipeline: Pipeline, every: int, path: Path | None = None) -> None:
         require(every >= 1, "trainer.diagnose", "null or an integer >= 1", every)
         require(pipeline.world == 1, "trainer.diagnose", "null in several processes", f"{every} in {pipeline.world} processes")
-        concurrency = pipeline.runtime.concurrency
-        require(concurrency == 1, "trainer.diagnose", "null if stages run concurrently", f"{every} with concurrency={concurrency}")
         self.pipeline, self.every, self.path = pipeline, every, path
         self.rows: list[dict[str, float]] = []
         self._cases: dict[int, _Case] = {}

@@ -196,7 +196,6 @@ def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.devi
 def build_strategy(
     plan: Plan,
     recipe: Recipe,
-    runtime: Runtime,
     workers: Mapping[int, Worker],
     device: torch.device,
     group: dist.ProcessGroup | None,
@@ -206,16 +205,11 @@ def build_strategy(
     Args:
         group: The ranks of this replica; None for all ranks.
     """
-    strategy: Strategy = in_turn
-    if runtime.concurrency != 1:
-        from petra.engine.options.threads import InThreads
-
-        strategy = InThreads(plan, runtime.concurrency)
     if recipe.rules.clip_globally:
         from petra.engine.options.global_clip import GlobalClip
 
-        strategy = GlobalClip(plan, workers.values(), device, group, strategy)
-    return strategy
+        return GlobalClip(plan, workers.values(), device, group)
+    return in_turn
 
 
 def load_blocks(model: Model, own: Mapping[str, nn.Module], state: Mapping[str, Tensor]) -> None:

@@ -153,21 +153,6 @@ def test_every_kind_of_network_gives_its_plain_gradient(network: str) -> None:
         torch.testing.assert_close(g, p.grad, rtol=1e-7, atol=1e-9, msg=lambda text, key=key: f"{key}: {text}")
 
 
-@pytest.mark.parametrize("method", ["petra", "backprop", "1f1b", "gpipe", "pipedream_2bw"])
-def test_stages_of_a_round_in_threads_give_the_same_bits(method: str) -> None:
-    states = []
-    for concurrency in (1, 3):
-        model, data = mixed_net(dropout=0.3), RandomSource()
-        pipeline = make_pipeline(
-            model, data.spec, method=method, k=5, optimizer=sgd, seed=4, runtime=Runtime(concurrency=concurrency)
-        )
-        results = [pipeline.train(data, 12), pipeline.evaluate(data, 3)]
-        states.append((pipeline.state_dict(), results))
-    (alone, expected), (together, found) = states
-    assert found == expected
-    assert all(torch.equal(alone[key], together[key]) for key in alone)
-
-
 def test_evaluation_uses_running_statistics_and_ignores_filling_targets() -> None:
     class Padded(RandomSource):
         def targets(self, m: int) -> torch.Tensor:

@@ -38,7 +38,7 @@ class Again(RandomSource):
 
 
 def pipeline(refetch: bool, method: str | Method = "petra", *, dropout: float = 0.1, **options: Any) -> Pipeline:
-    runtime = Runtime(refetch=refetch, **options.pop("runtime", {}))
+    runtime = Runtime(refetch=refetch)
     net = mixed_net(dropout=dropout)
     return make_pipeline(net, RandomSource().spec, method=method, runtime=runtime, optimizer=sgd, **{"k": 2, "seed": 4, **options})
 
@@ -48,7 +48,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "two versions": {"method": "pipedream_2bw", "k": 11},
     "several blocks in a stage": {"stages": [3, 3]},
     "flush": {"method": Method("flushed", 1, Keep.INPUT, flush=True)},
-    "threads": {"runtime": {"concurrency": 2}},
     "bf16, channels-last": {"numerics": Numerics(autocast=torch.bfloat16, channels_last=True)},
     "exact streams": {"numerics": Numerics(exact_streams=True)},
 }

@@ -77,7 +77,7 @@ def values_of_files() -> dict[str, list[str]]:
 
 KEYS = list(all_keys())
 KNOWN = values_of_files()
-SIZES = {"data.images", "data.workers", "data.classes", "data.size", "data.batch_size", "trainer.threads", "trainer.concurrency"}
+SIZES = {"data.images", "data.workers", "data.classes", "data.size", "data.batch_size", "trainer.threads"}
 SIZES |= {f"model.{key}" for key in ("depth", "dim", "width", "heads", "patch", "cardinality", "base_width")}
 NEVER = {"run_dir", "trainer.compile", "cluster.env", "logger.mode"}
 """Keys that would write to other folders, compile for minutes, or use the network."""

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from petra.engine.executor import ProcessRound, Strategy
+from petra.engine.executor import ProcessRound, in_turn
 from petra.engine.update import Clip, Pending, Update
 from petra.engine.worker import Worker
 from petra.plan import Plan
@@ -45,18 +45,15 @@ class GlobalClip:
         plan: Plan of the run.
         workers: Workers of this rank's stages, with a :class:`PostponedUpdate` each.
         group: The ranks of this replica; None for all ranks.
-        steps: Strategy that runs the steps.
     """
 
-    def __init__(
-        self, plan: Plan, workers: Iterable[Worker], device: torch.device, group: dist.ProcessGroup | None, steps: Strategy
-    ) -> None:
+    def __init__(self, plan: Plan, workers: Iterable[Worker], device: torch.device, group: dist.ProcessGroup | None) -> None:
         self._updates = [worker.update for worker in workers if isinstance(worker.update, PostponedUpdate)]
-        self._k, self._device, self._group, self._steps = plan.k, device, group, steps
+        self._k, self._device, self._group = plan.k, device, group
 
     def __call__(self, rounds: Iterable[ProcessRound]) -> Iterator[ProcessRound]:
         """Run the steps of rounds, yield each round after its steps, and update after its transfers."""
-        for round_ in self._steps(rounds):
+        for round_ in in_turn(rounds):
             yield round_
             if round_.completed is not None and (round_.completed + 1) % self._k == 0:
                 self._update()
