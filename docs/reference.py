@@ -18,7 +18,7 @@ from launch.config import CONF
 from launch.config.keys import Key, definition, descriptions
 from launch.config.presets import configurations, purposes, targets
 from launch.config.schema import GROUPS, keys
-from launch.run.saved import changes_results
+from launch.run.folder import changes_results
 
 HEAD = """# Configuration
 

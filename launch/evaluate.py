@@ -18,7 +18,7 @@ from yaml import YAMLError
 from petra.errors import invalid, require
 
 from .config.schema import GROUPS, Config
-from .run.saved import TRUST, read_config
+from .run.folder import TRUST, read_config
 from .runtime.agent import this_process
 from .runtime.rank import Process
 from .runtime.terminal import command, parser_for
@@ -82,7 +82,7 @@ def read_run(options: argparse.Namespace, changes: list[str], process: Process) 
     config = read_config(path, dotlist(changes), trusted=options.trust)
     from .run.weights import Weights
 
-    weights = Weights.newest(folder, "command line") if options.weights is None else Weights(options.weights)
+    weights = Weights.at(folder, "command line") if options.weights is None else Weights(options.weights)
     if process.first:
         weights.print_choice(folder if options.weights is None else None)
     return weights, config

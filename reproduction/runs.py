@@ -11,9 +11,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from launch.config.schema import AUTO
-from launch.run.folder import RunFolder, rows_of
+from launch.run.folder import RunFolder, as_data, changes_results, flat, rows_of
 from launch.run.jobs import Job, train_jobs
-from launch.run.saved import as_data, changes_results, flat
 from petra.errors import PetraError
 
 from .record import Record, read_records

@@ -30,7 +30,7 @@ from petra.training.weight_files import State
 from ..config.schema import Config
 from ..run import training
 from ..run.build import Setup, set_up
-from ..run.folder import exclusive_folder
+from ..run.records import exclusive_folder
 from ..run.resume import Start, find_start
 from ..run.training import TrainingRun, prepare_process
 from ..runtime.agent import StopRequest

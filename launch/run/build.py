@@ -28,14 +28,14 @@ from petra.plan import Plan, make_plan
 from petra.plan.layout import processes_per_replica
 from petra.settings import Numerics, Runtime
 from petra.specs import TensorSpec
-from petra.training import Schedule, peak_rate
+from petra.training import FORMATS, Schedule, peak_rate
+from petra.training.weight_files import check_format
 
 from ..config.keys import is_shipped
 from ..config.schema import AUTO, Config, DataConfig, TrainerConfig
 from ..runtime.rank import Process
-from .checks import check
 from .data import data_sources, describe_inputs
-from .targets import built, factory, takes
+from .targets import built, factory, imported, takes
 
 LARGEST_CIFAR_STEM = 64
 """Largest image size in pixels for which ``model.stem=auto`` chooses the stem that keeps the resolution."""
@@ -64,6 +64,12 @@ class Setup:
         """Unit in which targets are counted: ``images``, ``tokens`` or ``pixels``."""
         return _unit(self.config.data, self.plan.inputs)
 
+    @property
+    def runtime(self) -> Runtime:
+        """Device, transport, threads and compilation of this process."""
+        trainer = self.config.trainer
+        return Runtime(self.device, trainer.transport, trainer.compile)
+
     def with_choice(self, stages: list[int], method: Method) -> Setup:
         """Return the setup with the chosen values for all settings that were ``auto``."""
         plan = _plan(self.config, self.plan.model, method, stages, self.processes, self.device)
@@ -83,42 +89,35 @@ class Setup:
         test.unit = self.unit
         return train, test
 
-    def learning_rate(self, microbatches_per_epoch: int) -> Schedule:
-        """Return the learning rate schedule of all stages. With ``optim.scaling=goyal``, its peak depends on batch_size * k."""
-        return learning_rate(self.config, microbatches_per_epoch)
-
-    def recipe(self, learning_rate: Schedule) -> Recipe:
+    def recipe(self, microbatches_per_epoch: int = 1) -> Recipe:
         """Return the training settings of the pipeline.
 
         Raises:
             ConfigError: If a value is out of range.
         """
-        rules = UpdateRules(**self.config.optim.rules)
-        if self.config.trainer.precision == "fp16" and rules.loss_scale is None:
+        config, rules = self.config, UpdateRules(**self.config.optim.rules)
+        if config.trainer.precision == "fp16" and rules.loss_scale is None:
             rules = replace(rules, loss_scale="dynamic")
+        build = factory("remedy", config.remedy)
+        discount = {"discount": round(config.remedy.discount * microbatches_per_epoch)} if takes(build, "discount") else {}
+        remedies = build(**discount)
         return Recipe(
-            optimizer=factory("optim", self.config.optim),
-            learning_rate=learning_rate,
-            loss=_losses(self.config),
-            metrics=_metrics(self.config.data, self.unit),
-            seed=self.config.seed,
+            optimizer=factory("optim", config.optim),
+            learning_rate=learning_rate(config, microbatches_per_epoch),
+            loss=_losses(config),
+            metrics=_metrics(config.data, self.unit),
+            seed=config.seed,
             rules=rules,
-            remedies=_remedies(self.config, learning_rate.microbatches_per_epoch),
+            remedies=(remedies,) if isinstance(remedies, Remedy) else remedies,
         )
 
-    def pipeline(self, learning_rate: Schedule, replicas: Replicas | None = None) -> Pipeline:
+    def pipeline(self, microbatches_per_epoch: int = 1, replicas: Replicas | None = None) -> Pipeline:
         """Build this rank's part of the pipeline."""
-        return Pipeline.from_plan(self.plan, self.recipe(learning_rate), self.runtime, replicas)
-
-    @property
-    def runtime(self) -> Runtime:
-        """Device, transport, threads and compilation of this process."""
-        trainer = self.config.trainer
-        return Runtime(self.device, trainer.transport, trainer.compile)
+        return Pipeline.from_plan(self.plan, self.recipe(microbatches_per_epoch), self.runtime, replicas)
 
 
 def learning_rate(config: Config, microbatches_per_epoch: int) -> Schedule:
-    """Return the learning rate schedule of a configuration."""
+    """Return the learning rate schedule of all stages. With ``optim.scaling=goyal``, its peak depends on batch_size * k."""
     optim, lengths = config.optim, {"microbatches_per_epoch": microbatches_per_epoch, "epochs": config.trainer.epochs}
     peak = peak_rate(optim.lr, config.data.batch_size, config.k) if optim.scaling == "goyal" else optim.lr
     return built(Schedule, "schedule", config.schedule, peak=peak, **lengths)  # type: ignore[type-abstract]
@@ -143,23 +142,76 @@ def set_up(config: Config, process: Process) -> Setup:
     _check_data_fits(config)
     wanted = config.trainer.stages
     stages = processes_per_replica(process.world, config.dp) if wanted == "auto" else wanted
-    device, model, method = process.device(config.trainer.device), _model(config), _method(config)
-    if config.method.delay == AUTO:
+    device, data = process.device(config.trainer.device), config.data
+    automatic = config.model.options.get("stem") == AUTO
+    stem = {"stem": "imagenet" if data.size > LARGEST_CIFAR_STEM else "cifar"} if automatic else {}
+    model = built(Model, "model", config.model, classes=data.classes, size=data.size, **stem)
+    settings = {"stages": wanted, "delay": config.method.delay, "keep": config.method.keep}
+    auto = frozenset(name for name, value in settings.items() if value == AUTO)
+    delay, keep = 2 if "delay" in auto else config.method.delay, Keep.NOTHING if "keep" in auto else config.method.keep
+    method = built(Method, "method", config.method, name=config.method.name, delay=delay, keep=keep)
+    if "delay" in auto:
         count = len(model.blocks) if stages is None else stages if isinstance(stages, int) else len(stages)
         method = replace(method, delay=largest_delay(method, config.k, count, 2))
-    settings = {"stages": config.trainer.stages, "delay": config.method.delay, "keep": config.method.keep}
-    setup = Setup(
-        config=config,
-        plan=_plan(config, model, method, stages, process.world, device),
-        device=device,
-        processes=process.world,
-        auto=frozenset(name for name, value in settings.items() if value == AUTO),
-    )
-    checked = setup.recipe(setup.learning_rate(microbatches_per_epoch=1))
+    setup = Setup(config, _plan(config, model, method, stages, process.world, device), device, process.world, auto)
+    checked = setup.recipe()
     checked.check(setup.plan)
     for remedy in checked.remedies:
         remedy.prepare(checked.optimizer(torch.nn.Linear(1, 1)))  # raises if a remedy doesn't support the optimizer
     return setup
+
+
+def check(config: Config, process: Process) -> None:
+    """Check combinations of keys, and keys that depend on the number of processes.
+
+    Raises:
+        ConfigError: If a value is not accepted. The message names the key.
+    """
+    trainer, alone, automatic = config.trainer, process.world == 1, AUTO in (config.trainer.stages, config.method.keep)
+    located = config.resume != AUTO or config.run_dir is not None
+    require(located, "resume", "auto only with run_dir=<the run's folder>", AUTO)
+    require(config.resume_change is None or config.resume is not None, "resume_change", "null without resume", config.resume_change)
+    require(config.init_skip is None or config.init_from is not None, "init_skip", "null without init_from", config.init_skip)
+    single = config.init_from is None or config.resume in (None, AUTO)
+    require(single, "init_from", "null with resume=<folder>, which brings its own weights", config.init_from)
+    check_installed = getattr(imported("logger._target_", config.logger._target_), "require", None)
+    if check_installed is not None:
+        check_installed()
+    if trainer.export != "none":
+        check_format(FORMATS[trainer.export])
+    transports = ("auto", "local") if processes_per_replica(process.world, config.dp) == 1 else ("auto", "lockstep", "edge")
+    require(trainer.transport in transports, "trainer.transport", alternatives(transports), trainer.transport)
+    got = f"{trainer.diagnose} in {process.world} processes"
+    require(trainer.diagnose is None or alone, "trainer.diagnose", "null, or one process", got)
+    memory = trainer.memory_limit
+    fits = memory is None or (memory > 0 and automatic)
+    require(fits, "trainer.memory_limit", "null, or a number > 0 with trainer.stages=auto or method.keep=auto", memory)
+    fits = not (config.method.options.get("fill") and config.method.delay == AUTO)
+    require(fits, "method.delay", "an integer >= 0 with method.fill=true", AUTO)
+    if config.cluster.elastic:
+        _check_elastic(config, process)
+    selects = trainer.bootstrap is None or config.data.name in PIXEL_DATASETS
+    require(selects, "trainer.bootstrap", f"null with data={config.data.name}, which has no pixels", trainer.bootstrap)
+    optimizer, rules = config.optim.options, config.optim.rules
+    momentum = not optimizer.get("nesterov") or optimizer.get("momentum") != 0
+    require(momentum, "optim.nesterov", "false with optim.momentum=0", True)
+    scaled = rules["loss_scale"] is None or trainer.precision == "fp16"
+    require(scaled, "optim.loss_scale", f"null with trainer.precision={trainer.precision}", rules["loss_scale"])
+    exact = not trainer.exact_streams or trainer.wire == "float32"
+    require(exact, "trainer.exact_streams", f"false with trainer.wire={trainer.wire}", "true")
+
+
+def _check_elastic(config: Config, process: Process) -> None:
+    """Check that a run can lose replicas."""
+    require(config.dp > 1, "cluster.elastic", "false without replicas (dp > 1)", "true")
+    require(config.checkpoint.every is not None, "checkpoint.every", "an integer >= 1 with cluster.elastic=true", "null")
+    require(
+        config.run_dir is not None and config.resume == AUTO, "cluster.elastic", "false without run_dir and resume=auto", "true"
+    )
+    require(process.device(config.trainer.device).type == "cpu", "cluster.elastic", "false on GPUs", "true")
+    require(not config.trainer.exact_streams, "trainer.exact_streams", "false with cluster.elastic=true", "true")
+    automatic = AUTO in (config.trainer.stages, config.method.keep, config.method.delay)
+    require(not automatic, "cluster.elastic", "false with automatic settings", "true")
 
 
 def numerics(trainer: TrainerConfig) -> Numerics:
@@ -196,23 +248,14 @@ def _plan(
 
 
 def _check_data_fits(config: Config) -> None:
-    """Check that the model takes what the data set has: images, pixels or tokens. A model outside the package may take anything.
-
-    Raises:
-        ConfigError: If it does not. The message names both.
-    """
-    if not is_shipped(config.model._target_):
-        return
+    """Check that the model takes what the data set has: images, pixels or tokens. A model outside the package may take anything."""
     form, name = describe_inputs(config.data).spec, config.model.name
     unit = _unit(config.data, form)
-    accepted = {
-        "tokens": TOKEN_MODELS,
-        "pixels": PIXEL_MODELS,
-        "images": [own for own in MODELS if own not in (*TOKEN_MODELS, *PIXEL_MODELS)],
-    }
-    expected = "a model of images" if unit == "images" else alternatives(accepted[unit])
-    require(name in accepted[unit], "model", f"{expected} with data={config.data.name}", name)
-    if unit == "pixels":
+    images = [own for own in MODELS if own not in (*TOKEN_MODELS, *PIXEL_MODELS)]
+    accepted = {"tokens": TOKEN_MODELS, "pixels": PIXEL_MODELS, "images": images}[unit]
+    expected = "a model of images" if unit == "images" else alternatives(accepted)
+    require(name in accepted or not is_shipped(config.model._target_), "model", f"{expected} with data={config.data.name}", name)
+    if name in PIXEL_MODELS:
         for key, side in (("height", form.shape[2]), ("size", form.shape[3])):
             require(side % OUTPUT_STRIDE == 0, f"data.{key}", f"a multiple of {OUTPUT_STRIDE} with model={name}", side)
 
@@ -221,28 +264,6 @@ def _unit(data: DataConfig, inputs: TensorSpec) -> str:
     if not inputs.dtype.is_floating_point:
         return "tokens"
     return "pixels" if data.name in PIXEL_DATASETS else "images"
-
-
-def _model(config: Config) -> Model:
-    size = config.data.size
-    automatic = config.model.options.get("stem") == AUTO
-    stem = {"stem": "imagenet" if size > LARGEST_CIFAR_STEM else "cifar"} if automatic else {}
-    return built(Model, "model", config.model, classes=config.data.classes, size=size, **stem)
-
-
-def _method(config: Config) -> Method:
-    """Build the method, with provisional values for settings that are ``auto``."""
-    method = config.method
-    delay, keep = 2 if method.delay == AUTO else method.delay, Keep.NOTHING if method.keep == AUTO else method.keep
-    return built(Method, "method", method, name=method.name, delay=delay, keep=keep)
-
-
-def _remedies(config: Config, microbatches_per_epoch: int) -> tuple[Remedy, ...]:
-    """Return the remedies of a run. ``remedy.discount`` is in epochs."""
-    build = factory("remedy", config.remedy)
-    discount = {"discount": round(config.remedy.discount * microbatches_per_epoch)} if takes(build, "discount") else {}
-    made = build(**discount)
-    return (made,) if isinstance(made, Remedy) else made
 
 
 def _losses(config: Config) -> Losses:

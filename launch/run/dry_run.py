@@ -103,7 +103,7 @@ def _memory(setup: Setup, known: Known) -> list[PredictedMemory]:
     """Predict the memory of each process of a replica."""
     shape = setup.plan.layout.inputs.shape
     forms = {"images": shape[:1], "tokens": (math.prod(shape[:2]),), "pixels": (shape[0], *shape[2:])}
-    return predict_memory(setup.plan, setup.recipe(setup.learning_rate(1)), TensorSpec(forms[setup.unit], torch.int64), known)
+    return predict_memory(setup.plan, setup.recipe(), TensorSpec(forms[setup.unit], torch.int64), known)
 
 
 def show_progress(text: str) -> None:

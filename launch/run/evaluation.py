@@ -53,7 +53,7 @@ def evaluate(config: Config, weights: Weights, process: Process, folder: Path, i
 def evaluate_in_group(setup: Setup, weights: Weights) -> dict[str, Any]:
     """Implement :func:`evaluate` inside the process group. The pipeline ends with this function, before the group does."""
     train, test = setup.data()
-    pipeline = setup.pipeline(setup.learning_rate(1))
+    pipeline = setup.pipeline()
     with raise_on_all_ranks():
         weights.load_into(pipeline, train.vocabulary)
     result = pipeline.evaluate(test, limited(test.batches, setup.config.trainer.limit_batches))

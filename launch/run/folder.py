@@ -1,37 +1,118 @@
-"""The folder of a run: who may write to it, and what its files hold."""
+"""The folder of a run as data: its configuration, which its checkpoints have, too, and its records. Imports no torch."""
 
 from __future__ import annotations
 
 import json
-import re
-import secrets
-import socket
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from datetime import datetime
-from itertools import count
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from petra.distributed import all_gather_objects, raise_on_all_ranks
-from petra.errors import DataError, first_line, invalid, require
-from petra.training import locked, read_rows
-from petra.training.records import writing
+from omegaconf import DictConfig, OmegaConf
 
-from ..config.schema import Config
-from ..runtime.rank import Process
-from .saved import load_config
+from petra.errors import ConfigError, DataError, first_line, invalid, require
 
-CONFIG, METRICS, UPDATES, SUMMARY = "config.yaml", "metrics.jsonl", "updates.jsonl", "summary.json"
+from ..config.compose import hydra_errors
+from ..config.keys import definition, fields_of, is_shipped
+from ..config.read import all_keys, to_config
+from ..config.schema import SECTIONS, Config
+
+CONFIG, METRICS, UPDATES, SUMMARY, CHECKPOINTS = "config.yaml", "metrics.jsonl", "updates.jsonl", "summary.json", "checkpoints"
 RECORD = ".record.json"
 """How the name of a record ends: a finished run in one file, see reproduction/records/README.md."""
-PROBE = ".seen_by_all_"
-"""Start of the name of the file by which ranks check that they share the run's folder."""
-PROBE_TIMEOUT = 60.0
-"""Seconds to wait until a network file system shows a new file on other machines."""
+FORMAT = 2
+"""Layout of run folders and checkpoints."""
+LAST_READERS = {1: "dc4b0152"}
+"""The last commit that reads each older layout. Layout 1 had no number."""
+TRUST = "--trust"
+"""Flag of commands that read the folder of a run: import code outside of petra that its configuration names."""
+
+
+def as_data(config: Config) -> dict[str, Any]:
+    """Return a configuration as a file contains it."""
+    found = {"format": FORMAT, **asdict(config)}
+    for group in SECTIONS:
+        found[group] |= {**found[group].pop("rules"), **found[group].pop("options")}
+    return found
+
+
+def require_format(found: Mapping[Any, Any], source: Path) -> None:
+    """Check the layout of a file that contains a configuration.
+
+    Raises:
+        ConfigError: If it is another one.
+    """
+    number = found.get("format", 1)
+    reader = f"; commit {LAST_READERS[number]} is the last that reads it" if number in LAST_READERS else ""
+    require(number == FORMAT, str(source), f"a run of format {FORMAT}", f"one of format {number}{reader}")
+
+
+def load_config(path: Path) -> dict[str, Any]:
+    """Return the content of a config.yaml.
+
+    Raises:
+        PetraError: If the file can't be read, or is of another format.
+    """
+    try:
+        found: Any = OmegaConf.to_container(OmegaConf.load(path))
+    except Exception as error:  # a damaged file can raise many exceptions
+        raise DataError(f"{path}: can't be read ({first_line(error)})") from error
+    require(isinstance(found, dict), str(path), "the configuration of a run", "another file", DataError)
+    require_format(found, path)
+    return dict(found)
+
+
+def read_config(path: Path, overrides: DictConfig, *, trusted: bool) -> Config:
+    """Return the configuration of a run with overrides.
+
+    Args:
+        path: A config.yaml.
+        overrides: Keys to change.
+        trusted: Whether the file may name code outside of petra.
+
+    Raises:
+        PetraError: If the file is damaged or of another format, names code that is not trusted, or an override doesn't fit it.
+    """
+    found = load_config(path)
+    del found["format"]
+    for key, target in _targets(found):
+        if is_shipped(target):
+            definition(target)  # raises if petra has none
+        elif not trusted:
+            raise ConfigError(f"{key}: expected a function of petra, got {target}; {TRUST} imports it")
+    with hydra_errors():
+        composed = OmegaConf.merge(found, overrides)
+        assert isinstance(composed, DictConfig)
+        return to_config(composed)
+
+
+def _targets(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each ``_target_`` in mappings and lists with its key."""
+    for name, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        if name == "_target_":
+            yield f"{prefix}{name}", str(inner)
+        yield from _targets(inner, f"{prefix}{name}.")
+
+
+def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the keys in which two configurations differ, with the values of both."""
+    before, now = dict(flat(found)), dict(flat(wanted))
+    return {key: (a, b) for key in dict.fromkeys([*now, *before]) if (a := before.get(key)) != (b := now.get(key))}
+
+
+def changes_results(key: str) -> bool:
+    """Return whether a key changes what is computed: all do, except those that have a mark or are in a group with one."""
+    entries = (all_keys().get(key), fields_of(Config).get(key.partition(".")[0]))
+    return not any(entry is not None and entry.same_results for entry in entries)
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the full name (``trainer.epochs``) and the value of each key of a configuration."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 @dataclass(frozen=True)
@@ -80,6 +161,8 @@ class RunFolder:
     def _rows(self, name: str, *keys: str) -> list[dict[str, Any]]:
         """Return the rows of a file, all of which must have numbers under ``keys``."""
         path = self.path / name
+        from petra.training.records import read_rows
+
         rows = read_rows(path)
         for number, row in enumerate(rows, 1):
             for key in keys:
@@ -92,69 +175,3 @@ def rows_of(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Return the rows of a table in a record. A row lacks the columns in which it has no value."""
     found = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     return [{name: value for name, value in row.items() if value is not None} for row in found]
-
-
-@contextmanager
-def exclusive_folder(config: Config, process: Process) -> Iterator[None]:
-    """Hold the lock on ``run_dir`` for the duration of the context. Every rank must enter it; rank 0 holds the lock.
-
-    A run without ``run_dir`` has a folder of its own and needs no lock.
-
-    Raises:
-        PetraError: If another job uses the folder. Raised on every rank.
-    """
-    with ExitStack() as stack:
-        with raise_on_all_ranks():
-            if process.first and config.run_dir is not None and not stack.enter_context(locked(Path(config.run_dir))):
-                refused = "so a second job with this run_dir is not refused"
-                print(f"warning: the file system of {config.run_dir} has no locks, {refused}", file=sys.stderr, flush=True)
-        yield
-
-
-def default_folder(config: Config) -> Path:
-    """Create a folder under ``runs`` for a run without ``run_dir``. Runs that start in the same second get different folders.
-
-    Raises:
-        ConfigError: If it cannot be created.
-    """
-    names = (config.model.name, config.method.name, config.data.name)
-    name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_" + "_".join(re.sub(r"[^\w.-]", "-", part) for part in names)
-    for number in count(1):
-        path = Path("runs", name if number == 1 else f"{name}_{number}")
-        try:
-            path.mkdir(parents=True)
-            break
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise invalid("run_dir", "a folder, since the default one cannot be created", f"{path} ({error.strerror})") from error
-    return path
-
-
-def require_shared(folder: Path, config: Config, process: Process) -> None:
-    """Check that all ranks share the run's folder. Every rank must call this function.
-
-    Without a shared folder, each machine would have only a part of each checkpoint.
-
-    Raises:
-        ConfigError: If a rank does not see the folder. Raised on every rank.
-    """
-    probe = folder / all_gather_objects(f"{PROBE}{secrets.token_hex(8)}")[0]
-    with raise_on_all_ranks():
-        if process.first:
-            with writing(probe):
-                for stale in folder.glob(f"{PROBE}*"):  # left by a run that was killed
-                    stale.unlink()
-                probe.touch()
-    until = time.monotonic() + min(PROBE_TIMEOUT, config.trainer.timeout / 2)
-    with raise_on_all_ranks():
-        while not probe.exists():
-            if time.monotonic() > until:
-                raise invalid(
-                    "run_dir",
-                    "a folder on storage that all machines share, or checkpoint.keep=0",
-                    f"{folder}, which {socket.gethostname()} does not see",
-                )
-            time.sleep(0.1)
-    if process.first:
-        probe.unlink()

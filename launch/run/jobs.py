@@ -18,7 +18,7 @@ from ..config.compose import compose_overrides
 from ..config.schema import AUTO, Config
 from ..runtime.rank import Process
 from ..runtime.reporting import CANCELLED, STOPPED
-from .saved import as_data, differences
+from .folder import as_data, differences
 
 RESUME = f"resume={AUTO}"
 

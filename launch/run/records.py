@@ -1,8 +1,16 @@
-"""Records that a run writes: config.yaml, metrics.jsonl, updates.jsonl, changes.jsonl, summary.json, curves.png, report.html."""
+"""What a run writes into its folder: config.yaml, metrics, updates and changes as JSON Lines, summary.json, curves, report.html."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
+from itertools import count
 from pathlib import Path
 from statistics import harmonic_mean
 from typing import Any
@@ -11,37 +19,41 @@ import torch
 from omegaconf import OmegaConf
 
 from petra.analysis.plots import curves
-from petra.training import JsonLines, Logger, Row, new_run_folder, write_json
+from petra.distributed import all_gather_objects, raise_on_all_ranks
+from petra.errors import invalid
+from petra.training import JsonLines, Logger, Row, locked, new_run_folder, write_json
 from petra.training.checkpoint import checkpoints
 from petra.training.progress import means_text
-from petra.training.records import write_text_atomically, writing
+from petra.training.records import PART, write_text_atomically, writing
 
 from ..config.schema import AUTO, Config
+from ..runtime.rank import Process
 from .build import Setup
 from .dry_run import stage_facts
-from .folder import CONFIG, METRICS, SUMMARY, UPDATES, RunFolder, default_folder
+from .folder import CHECKPOINTS, CONFIG, METRICS, SUMMARY, UPDATES, RunFolder, as_data
 from .report import describe, write_report
-from .saved import as_data
+from .resume import Start
 from .targets import built
-from .weights import FOLDER
 
 CHANGES = "changes.jsonl"
 """File with the settings that were changed when the run was resumed."""
 RESULTS = ("miou", "perplexity", "accuracy")
 """Metrics on the test data; the last line of a run has the first one that it recorded."""
 PICTURES = ("curves.png", "timeline.png", "gradients.png")
+SHARED_WITHIN = 60.0
+"""Seconds to wait until a network file system shows a new file on other machines."""
 
 
 class Records:
-    """Records of a run. The constructor creates the folder with config.yaml and metrics.jsonl.
+    """Records of a run in its first process. The constructor creates the folder.
 
     Args:
-        config: Configuration of the run.
-        rows: Metrics of the epochs already done. If a run is resumed in its folder, they replace the content of metrics.jsonl.
-        before: Folder of the run that this one resumes, whose rows of updates.jsonl are copied, or None.
+        setup: Configuration and plan.
+        start: What the run starts from. If the run resumes, the rows of the epochs already done are written again.
         clock: Number of microbatches already trained on.
 
     Attributes:
+        folder: Folder of the run.
         loggers: Receivers of the numbers of epochs.
         update_loggers: Receivers of the numbers of updates.
 
@@ -50,13 +62,12 @@ class Records:
         DataError: If a file in it cannot be written.
     """
 
-    def __init__(
-        self, config: Config, rows: Sequence[Mapping[str, float]] = (), before: Path | None = None, clock: int = 0
-    ) -> None:
-        updates = [] if before is None else RunFolder(before).updates(clock)
+    def __init__(self, setup: Setup, start: Start, clock: int) -> None:
+        self.setup, config, rows = setup, setup.config, start.history
+        updates = [] if start.run is None else RunFolder(start.run).updates(clock)
         path = default_folder(config) if config.run_dir is None else Path(config.run_dir)
         # A folder that was deleted while its run wrote checkpoints has no config.yaml.
-        resumed = config.resume == AUTO and ((path / CONFIG).exists() or bool(checkpoints(path / FOLDER)))
+        resumed = config.resume == AUTO and ((path / CONFIG).exists() or bool(checkpoints(path / CHECKPOINTS)))
         self.folder = path if resumed else new_run_folder(path)
         (self.folder / SUMMARY).unlink(missing_ok=True)
         content = as_data(config)
@@ -68,19 +79,39 @@ class Records:
             shared.append(built(Logger, "logger", config.logger, **given))  # type: ignore[type-abstract]
         self.loggers: list[Logger] = [JsonLines(self.folder / METRICS, rows), *shared]
         self.update_loggers: list[Logger] = [JsonLines(self.folder / UPDATES, updates), *shared]
+        for key, (before, now) in start.changes.items():
+            JsonLines(self.folder / CHANGES).log({"microbatch": clock, "key": key, "before": before, "now": now})
 
-    def log_changes(self, microbatch: int, changes: Mapping[str, tuple[Any, Any]]) -> None:
-        """Append the settings that a resumed run changes to changes.jsonl, one line for each key.
+    def headline(self) -> str:
+        """Return one line that describes the run."""
+        layout, facts = self.setup.plan.layout, self._facts()
+        replicas = f"; {layout.dp} replicas with {layout.inputs.shape[0]} samples each" if layout.dp > 1 else ""
+        idle = layout.dp * sum(not stages for stages in layout.processes)
+        waiting = f"; {idle} process(es) without a stage are idle" if idle else ""
+        return f"{describe(facts)}{replicas}{waiting}; records in {self.folder}"
+
+    def finish(self, history: Sequence[Row], memory: Sequence[int], seconds: float) -> None:
+        """Draw curves.png, close the loggers, and write report.html and summary.json, whose existence marks a complete run.
+
+        Losses in summary.json are in nats, accuracies from 0 to 1. Speed is that of training alone.
 
         Args:
-            microbatch: Number of microbatches already trained.
-            changes: Keys with their values before and from now on.
+            history: Numbers of the epochs.
+            memory: Peak memory of each process in bytes.
+            seconds: Duration of the whole run.
         """
-        for key, (before, now) in changes.items():
-            JsonLines(self.folder / CHANGES).log({"microbatch": microbatch, "key": key, "before": before, "now": now})
-
-    def finish(self, summary: dict[str, Any], history: Sequence[Row]) -> None:
-        """Draw curves.png, close the loggers, and write report.html and summary.json, whose existence marks a complete run."""
+        last, speed = history[-1], f"{self.setup.unit}_per_second"
+        summary = self._facts() | {
+            "epochs": len(history),
+            "microbatches": last["microbatches"],
+            **{key: value for key, value in last.items() if key.startswith(("train_", "test_"))},
+            speed: harmonic_mean([row[speed] for row in history]),
+            "peak_memory_bytes": list(memory),
+            "wall_seconds": seconds,
+            "seed": self.setup.config.seed,
+            "torch": torch.__version__,
+            "layout": stage_facts(self.setup.plan),
+        }
         title = f"{summary['model']}, {summary['method']} (d = {summary['delay']}), {summary['stages']} stages"
         with writing(self.folder / "curves.png"):
             curves({"": history}, self.folder / "curves.png", title, {"": RunFolder(self.folder).updates()})
@@ -89,59 +120,84 @@ class Records:
         write_report(self.folder, summary)
         write_json(self.folder / SUMMARY, summary)
         metric = next(name for name in RESULTS if f"test_{name}" in summary)
-        result = means_text({metric: summary[f"test_{metric}"]})
-        print(f"test {result} after {summary['wall_seconds']:.0f} s; records in {self.folder}", flush=True)
+        print(f"test {means_text({metric: last[f'test_{metric}']})} after {seconds:.0f} s; records in {self.folder}", flush=True)
+
+    def _facts(self) -> dict[str, Any]:
+        plan, config = self.setup.plan, self.setup.config
+        return {
+            "method": plan.method.name,
+            "delay": plan.method.delay,
+            "remedy": config.remedy.name,
+            "model": plan.model.name,
+            "model_options": {name: value for name, value in config.model.options.items() if value is not None},
+            "data": config.data.name,
+            "parameters": plan.parameters,
+            "stages": len(plan.stages),
+            "processes": self.setup.processes,
+            "dp": plan.layout.dp,
+            "transport": plan.transport,
+            "device": self.setup.device.type,
+            "precision": config.trainer.precision,
+            "k": plan.k,
+            "batch_size": config.data.batch_size,
+        }
 
 
-def headline(setup: Setup) -> str:
-    """Return one line that describes the run."""
-    plan, facts = setup.plan, _facts(setup)
-    idle = plan.layout.dp * sum(not stages for stages in plan.layout.processes)
-    return (
-        describe(facts)
-        + (f"; {facts['dp']} replicas with {plan.layout.inputs.shape[0]} samples each" if facts["dp"] > 1 else "")
-        + (f"; {idle} process(es) without a stage are idle" if idle else "")
-    )
+@contextmanager
+def exclusive_folder(config: Config, process: Process) -> Iterator[None]:
+    """Hold the lock on ``run_dir`` for the duration of the context. Every rank must enter it; rank 0 holds the lock.
+
+    A run without ``run_dir`` has a folder of its own and needs no lock.
+
+    Raises:
+        PetraError: If another job uses the folder. Raised on every rank.
+    """
+    with ExitStack() as stack:
+        with raise_on_all_ranks():
+            if process.first and config.run_dir is not None and not stack.enter_context(locked(Path(config.run_dir))):
+                refused = "so a second job with this run_dir is not refused"
+                print(f"warning: the file system of {config.run_dir} has no locks, {refused}", file=sys.stderr, flush=True)
+        yield
 
 
-def summarise(setup: Setup, microbatches: int, history: Sequence[Row], memory: Sequence[int], seconds: float) -> dict[str, Any]:
-    """Return the content of summary.json. Losses are in nats, accuracies from 0 to 1. Speed is that of training alone.
+def default_folder(config: Config) -> Path:
+    """Create a folder under ``runs`` for a run without ``run_dir``. Runs that start in the same second get different folders.
+
+    Raises:
+        ConfigError: If it cannot be created.
+    """
+    names = (config.model.name, config.method.name, config.data.name)
+    name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_" + "_".join(re.sub(r"[^\w.-]", "-", part) for part in names)
+    for path in (Path("runs", name if number == 1 else f"{name}_{number}") for number in count(1)):
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise invalid("run_dir", "a folder, since the default one cannot be created", f"{path} ({error.strerror})") from error
+        return path
+    raise AssertionError
+
+
+def require_shared(folder: Path, timeout: float, process: Process) -> None:
+    """Check that all ranks see the run's folder, so that no machine has only a part of a checkpoint. Every rank must call this.
 
     Args:
-        microbatches: Number of microbatches trained.
-        memory: Peak memory of each process in bytes.
-        seconds: Duration of the whole run.
+        timeout: Seconds that ranks wait for each other.
+
+    Raises:
+        ConfigError: If a rank does not see the folder. Raised on every rank.
     """
-    speed = f"{setup.unit}_per_second"
-    return _facts(setup) | {
-        "epochs": len(history),
-        "microbatches": microbatches,
-        **{key: value for key, value in history[-1].items() if key.startswith(("train_", "test_"))},
-        speed: harmonic_mean([row[speed] for row in history]),
-        "peak_memory_bytes": list(memory),
-        "wall_seconds": seconds,
-        "seed": setup.config.seed,
-        "torch": torch.__version__,
-        "layout": stage_facts(setup.plan),
-    }
-
-
-def _facts(setup: Setup) -> dict[str, Any]:
-    plan = setup.plan
-    return {
-        "method": plan.method.name,
-        "delay": plan.method.delay,
-        "remedy": setup.config.remedy.name,
-        "model": plan.model.name,
-        "model_options": {name: value for name, value in setup.config.model.options.items() if value is not None},
-        "data": setup.config.data.name,
-        "parameters": plan.parameters,
-        "stages": len(plan.stages),
-        "processes": setup.processes,
-        "dp": plan.layout.dp,
-        "transport": plan.transport,
-        "device": setup.device.type,
-        "precision": setup.config.trainer.precision,
-        "k": plan.k,
-        "batch_size": setup.config.data.batch_size,
-    }
+    seen = folder / all_gather_objects(f"seen_by_all_{secrets.token_hex(8)}{PART}")[0]
+    with raise_on_all_ranks(), writing(seen):
+        if process.first:
+            seen.touch()
+    until = time.monotonic() + min(SHARED_WITHIN, timeout / 2)
+    with raise_on_all_ranks():
+        while not seen.exists():
+            if time.monotonic() > until:
+                expected = "a folder on storage that all machines share, or checkpoint.keep=0"
+                raise invalid("run_dir", expected, f"{folder}, which {socket.gethostname()} does not see")
+            time.sleep(0.1)
+    if process.first:
+        seen.unlink()

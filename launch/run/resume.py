@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from petra.distributed import all_gather_objects, raise_on_all_ranks
-from petra.errors import invalid, require
+from petra.errors import DataError, invalid, require
 from petra.method import Keep
 from petra.pipeline import Pipeline
-from petra.training import facts_of, newest, restore
+from petra.training import Row, facts_of, newest, restore
 from petra.training.checkpoint import FACTS, verify
 from petra.training.state import load_state
 from petra.training.weight_files import State
@@ -20,19 +20,18 @@ from petra.training.weight_files import State
 from ..config.schema import AUTO, Config
 from ..runtime.rank import Process
 from .build import Setup
-from .folder import CONFIG
-from .saved import as_data, changes_results, differences, flat, require_format
-from .weights import FOLDER, Weights
+from .folder import CHECKPOINTS, as_data, changes_results, differences, flat, require_format
+from .weights import Weights
 
 FIXED = ("optim._target_",)
 """Keys that no resumed run may change, because the state in the checkpoint has another form."""
-LENGTHS = ("data._target_", "data.size", "data.batch_size", "data.images", "data.validation", "trainer.limit_batches")
-"""Keys that can change the number of microbatches in an epoch, as other files in ``data.root`` can."""
+LENGTHS = ("k", "data._target_", "data.size", "data.batch_size", "data.images", "data.validation", "trainer.limit_batches")
+"""Keys that can change the length of an update or the number of microbatches in an epoch, as other files in ``data.root`` can."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """The checkpoint that a run starts from.
+    """What a run starts from: nothing, a checkpoint, or the last generation of replicas.
 
     Attributes:
         path: Folder of the checkpoint, or of the run with ``state``; None if the run starts without either.
@@ -41,15 +40,15 @@ class Start:
         state: State of this rank's stages, if another part of the run has kept it in memory: the last generation of replicas.
     """
 
-    path: Path | None
-    facts: Mapping[str, Any]
+    path: Path | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
     changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     state: State | None = None
 
     @property
-    def trainer(self) -> Mapping[str, Any] | None:
-        """The trainer's state in the checkpoint, or None without a checkpoint."""
-        return self.facts.get("trainer")
+    def history(self) -> Sequence[Row]:
+        """Numbers of the epochs already done."""
+        return self.facts["trainer"]["history"] if self.path else ()
 
     @property
     def run(self) -> Path | None:
@@ -64,15 +63,19 @@ def find_start(config: Config, process: Process) -> Start:
         PetraError: If ``resume`` names a folder without a complete checkpoint, or if its configuration differs in a key that
             changes what is computed. Raised on every rank.
     """
-    path, facts, changes = None, dict[str, Any](), dict[str, tuple[Any, Any]]()
+    start = Start()
     with raise_on_all_ranks():
-        if process.first and config.resume is not None:
-            path = _checkpoint(config)
-            facts = {} if path is None else facts_of(path)
-            if path is not None:
-                require_format(facts.get("config", {}), path)
-                changes = require_same(facts["config"], as_data(config), path, config.resume_change or ())
-    return Start(*all_gather_objects((path, facts, changes))[0])
+        if process.first and config.resume is not None and (path := _checkpoint(config)) is not None:
+            facts = facts_of(path)
+            saved, trainer = (facts[key] if isinstance(facts.get(key), dict) else {} for key in ("config", "trainer"))
+            require_format(saved, path)
+            rows, sums = trainer.get("history"), trainer.get("sums")
+            valid = isinstance(rows, list) and all(isinstance(row, dict) for row in rows) and isinstance(sums, list)
+            valid = valid and isinstance(trainer.get("epoch"), int)
+            require(valid, f"checkpoint {path}", "the state of a trainer in its facts", "none that is valid", DataError)
+            start = Start(path, facts, require_same(saved, as_data(config), path, config.resume_change or ()))
+    found: Start = all_gather_objects(start)[0]
+    return found
 
 
 def require_same(
@@ -106,27 +109,22 @@ def restore_choices(setup: Setup, start: Start) -> Setup:
     If the configuration asks for another partition than the checkpoint's, these values do not apply, and nothing changes.
     """
     chosen = start.facts.get("chosen")
-    if not setup.auto or chosen is None:
-        return setup
-    if "stages" not in setup.auto and [len(stage) for stage in setup.plan.layout.stages] != chosen["stages"]:
+    if not setup.auto or chosen is None or ("stages" not in setup.auto and _choices(setup)["stages"] != chosen["stages"]):
         return setup
     delay, keep = chosen["delay"], chosen["keep"]
-    method = replace(
-        setup.plan.method,
-        delay=tuple(delay) if isinstance(delay, list) else delay,
-        keep=tuple(map(Keep, keep)) if isinstance(keep, list) else Keep(keep),
-    )
-    return setup.with_choice(chosen["stages"], method)
+    delay = tuple(delay) if isinstance(delay, list) else delay
+    keep = tuple(map(Keep, keep)) if isinstance(keep, list) else Keep(keep)
+    return setup.with_choice(chosen["stages"], replace(setup.plan.method, delay=delay, keep=keep))
 
 
 def checkpoint_facts(setup: Setup) -> dict[str, Any]:
     """Return the facts that a checkpoint stores: the configuration, and the settings that auto-tuning chose."""
-    chosen = {
-        "stages": [len(stage) for stage in setup.plan.layout.stages],
-        "delay": setup.plan.method.delay,
-        "keep": setup.plan.method.keep,
-    }
-    return {"config": as_data(setup.config), "chosen": chosen}
+    return {"config": as_data(setup.config), "chosen": _choices(setup)}
+
+
+def _choices(setup: Setup) -> dict[str, Any]:
+    stages, method = [len(stage) for stage in setup.plan.layout.stages], setup.plan.method
+    return {"stages": stages, "delay": method.delay, "keep": method.keep}
 
 
 def load_start(pipeline: Pipeline, config: Config, start: Start, epoch: int, vocabulary: str | None = None) -> list[str]:
@@ -142,83 +140,68 @@ def load_start(pipeline: Pipeline, config: Config, start: Start, epoch: int, voc
     Raises:
         PetraError: If a file cannot be read or belongs to another network. Raised on every rank.
     """
-    notes: list[str] = []
     with raise_on_all_ranks():
-        if start.path is not None:
-            if start.state is None:
-                Weights(start.path).require_vocabulary("data.root", vocabulary)
-                restore(pipeline, start.path)
-            else:
-                load_state(pipeline, start.state, start.facts["clock"], "memory")
-            moved = move_clock(pipeline, config, start, epoch)
-            source = start.path if start.state is None else "the last generation of replicas"
-            require(
-                pipeline.microbatches_done <= config.trainer.epochs * epoch,
-                "trainer.epochs",
-                f"an integer >= {math.ceil(pipeline.microbatches_done / epoch)}, because the run resumes from {source}, after "
-                f"microbatch {pipeline.microbatches_done} with {epoch} microbatches in an epoch",
-                config.trainer.epochs,
-            )
-            notes.append(f"resuming from {source}, after microbatch {pipeline.microbatches_done}")
-            notes += moved
-            notes += [f"{key} is {now} from here on, was {before}" for key, (before, now) in start.changes.items()]
-        elif config.init_from is not None:
-            path, skip = Path(config.init_from), {*(config.init_skip or ())}
-            is_run = (path / CONFIG).exists() or (path / FOLDER).is_dir()
-            weights = Weights.newest(path, "init_from") if is_run else Weights(path)
-            weights.load_into(pipeline, vocabulary, skip)
-            random, blocks = f"; random: {', '.join(sorted(skip))}" if skip else "", len(pipeline.plan.model.blocks)
-            notes.append(f"initial weights of {blocks - len(skip)} of {blocks} blocks from {weights}{random}")
-    return notes
+        if start.path is None:
+            return [] if config.init_from is None else [_load_weights(pipeline, config, Path(config.init_from), vocabulary)]
+        if start.state is None:
+            Weights(start.path).require_vocabulary("data.root", vocabulary)
+            restore(pipeline, start.path)
+        else:
+            load_state(pipeline, start.state, start.facts["clock"], "memory")
+        moved, done = _move_clock(pipeline, config, start, start.path, epoch), pipeline.microbatches_done
+        source = start.path if start.state is None else "the last generation of replicas"
+        expected = (
+            f"an integer >= {math.ceil(done / epoch)}, because the run resumes from {source}, after microbatch {done} with {epoch} "
+            "microbatches in an epoch"
+        )
+        require(done <= config.trainer.epochs * epoch, "trainer.epochs", expected, config.trainer.epochs)
+        changes = (f"{key} is {now} from here on, was {before}" for key, (before, now) in start.changes.items())
+        return [f"resuming from {source}, after microbatch {done}", *moved, *changes]
 
 
-def move_clock(pipeline: Pipeline, config: Config, start: Start, epoch: int) -> list[str]:
+def _load_weights(pipeline: Pipeline, config: Config, path: Path, vocabulary: str | None) -> str:
+    """Load the weights that ``init_from`` names, and return a line that says which."""
+    skip, blocks = {*(config.init_skip or ())}, len(pipeline.plan.model.blocks)
+    weights = Weights.at(path, "init_from")
+    weights.load_into(pipeline, vocabulary, skip)
+    random = f"; random: {', '.join(sorted(skip))}" if skip else ""
+    return f"initial weights of {blocks - len(skip)} of {blocks} blocks from {weights}{random}"
+
+
+def _move_clock(pipeline: Pipeline, config: Config, start: Start, path: Path, epoch: int) -> list[str]:
     """Move the clock of a restored pipeline to the same epoch if epochs have another length now. Return lines that say so.
-
-    Args:
-        epoch: Number of microbatches in an epoch now.
 
     Raises:
         ConfigError: If k or the length of an epoch changes within an epoch or within an update; or if the clock moves back in the
             same folder, whose later checkpoints would count as newer.
     """
-    if start.trainer is None or start.path is None:
+    k, before = pipeline.plan.k, start.facts["trainer"]["epoch"]
+    k_before, clock = start.changes.get("k", (k, k))[0], len(start.history) * epoch
+    if (k_before, before) == (k, epoch):
         return []
-    k = start.changes.get("k", (pipeline.plan.k, pipeline.plan.k))[0]
-    history, before = start.trainer["history"], start.trainer["epoch"]
-    if k == pipeline.plan.k and before == epoch:
-        return []
-    ended = pipeline.microbatches_done % k == 0 and not start.trainer["sums"]
-    clock = len(history) * epoch
-    changed = next((key for key in ("k", *LENGTHS) if key in start.changes), "data.root")
+    ended = pipeline.microbatches_done % k_before == 0 and not start.facts["trainer"]["sums"] and clock % k == 0
+    changed = next((key for key in LENGTHS if key in start.changes), "data.root")
     value, now = start.changes.get(changed, (f"{before} microbatches in an epoch", epoch))
-    expected = f"{value} as in {start.path}; only a checkpoint at the end of an epoch and of an update allows another value"
-    require(ended and clock % pipeline.plan.k == 0, changed, expected, now)
     require(
-        clock >= pipeline.microbatches_done or not _in_run_dir(config, start.path),
-        "run_dir",
-        f"another folder than that of the checkpoint, for epochs of {epoch} microbatches instead of {before} (resume={start.path})",
-        config.run_dir,
+        ended, changed, f"{value} as in {path}; only a checkpoint at the end of an epoch and of an update allows another value", now
     )
+    own = config.resume == AUTO or (config.run_dir is not None and Path(config.run_dir).resolve() in path.resolve().parents)
+    other = f"another folder than that of the checkpoint, for epochs of {epoch} microbatches instead of {before} (resume={path})"
+    require(clock >= pipeline.microbatches_done or not own, "run_dir", other, config.run_dir)
     pipeline.microbatches_done = clock
     for worker in pipeline.workers.values():
         worker.microbatches_done = clock
-        worker.stage.resume(clock // pipeline.plan.k, worker.stage.previous())
+        worker.stage.resume(clock // k, worker.stage.previous())
     return [] if before == epoch else [f"an epoch has {epoch} microbatches from here on, had {before}"]
-
-
-def _in_run_dir(config: Config, path: Path) -> bool:
-    """Return whether a checkpoint belongs to the run's own folder."""
-    return config.resume == AUTO or (config.run_dir is not None and Path(config.run_dir).resolve() in path.resolve().parents)
 
 
 def _checkpoint(config: Config) -> Path | None:
     if config.resume == AUTO:
-        return newest(Path(str(config.run_dir)) / FOLDER)
+        return newest(Path(str(config.run_dir)) / CHECKPOINTS)
     path = Path(str(config.resume))
     if (path / FACTS).exists():
         verify(path)
         return path
-    if (found := newest(path / FOLDER)) is None:
+    if (found := newest(path / CHECKPOINTS)) is None:
         raise invalid("resume", "null, auto, or the folder of a run or a checkpoint", f"{path}, which has no checkpoint")
     return found

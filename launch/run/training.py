@@ -5,24 +5,22 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from petra.analysis.plots import gradient_quality
+from petra.analysis.timeline import write_timeline
+from petra.diagnostics.gradient_quality import GradientQuality
+from petra.diagnostics.reconstruction_error import ReconstructionMonitor
+from petra.diagnostics.recorder import Recorder, gathered_intervals
+from petra.diagnostics.stage_times import StageTimes
 from petra.diagnostics.weight_drift import WeightDrift, distance
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.engine.options.replicas import Replicas
+from petra.hooks import Hook
 from petra.process_memory import keep_freed_memory, release_memory
-from petra.training import (
-    FORMATS,
-    Checkpoints,
-    Lines,
-    Trainer,
-    UpdateMeans,
-    Watcher,
-    export,
-    limited,
-    peak_memory,
-)
+from petra.training import FORMATS, Checkpoints, Lines, Trainer, UpdateMeans, Watcher, export, limited, peak_memory
 
 from ..config.schema import MEMORY, Config
 from ..runtime.agent import StopRequest
@@ -30,12 +28,10 @@ from ..runtime.network import set_variables
 from ..runtime.rank import Process
 from .autotune import tune_setup
 from .build import Setup, set_numerics, set_up
-from .diagnostics import attach_diagnostics
 from .dry_run import memory_table, stage_map
-from .folder import exclusive_folder, require_shared
-from .records import Records, headline, summarise
+from .folder import CHECKPOINTS
+from .records import Records, exclusive_folder, require_shared
 from .resume import Start, checkpoint_facts, find_start, load_start, restore_choices
-from .weights import FOLDER
 
 UPDATES_BETWEEN_DRIFTS = 10
 """Updates between two measurements of the weights' drift in a run without ``trainer.log_every``."""
@@ -50,9 +46,8 @@ def run(config: Config, process: Process) -> None:
     setup = set_up(config, process)
     if config.dry_run:
         if process.first:
-            print(stage_map(setup), end="", flush=True)
-            if config.dry_run == MEMORY:
-                print(f"\n{memory_table(setup)}", end="", flush=True)
+            memory = f"\n{memory_table(setup)}" if config.dry_run == MEMORY else ""
+            print(f"{stage_map(setup)}{memory}", end="", flush=True)
         return
     notes = prepare_process(setup)
     with process.process_group(setup.device, config.trainer.timeout), exclusive_folder(config, process):
@@ -72,8 +67,7 @@ def train_in_group(setup: Setup, process: Process, notes: Sequence[str]) -> None
 
 def prepare_process(setup: Setup) -> list[str]:
     """Set torch's options, the allocator and the network's environment variables, and return notes to print."""
-    trainer = setup.config.trainer
-    set_numerics(trainer)
+    set_numerics(setup.config.trainer)
     release_memory(setup.device)  # of an earlier run of this process
     if setup.device.type == "cpu":
         keep_freed_memory()
@@ -121,20 +115,17 @@ class TrainingRun:
         self._data_facts = {"preparation": preparation, "vocabulary": train.vocabulary}
         limit = config.trainer.limit_batches
         batches = limited(train.batches_per_epoch, limit)
-        self.pipeline = setup.pipeline(setup.learning_rate(batches), replicas)
+        self.pipeline = setup.pipeline(batches, replicas)
         loaded = load_start(self.pipeline, config, start, batches, train.vocabulary)
         with raise_on_all_ranks():
-            rows = [] if start.trainer is None else start.trainer["history"]
-            self.records = Records(config, rows, start.run, self.pipeline.microbatches_done) if process.first else None
+            self.records = Records(setup, start, self.pipeline.microbatches_done) if process.first else None
         self.folder: Path = all_gather_objects(None if self.records is None else self.records.folder)[0]
         if self.records is not None:
-            opening = f"{headline(setup)}; records in {self.folder}"
-            print(*_warnings(config, batches), *notes, opening, *loaded, sep="\n", flush=True)
-            self.records.log_changes(self.pipeline.microbatches_done, start.changes)
+            print(*_warnings(config, batches), *notes, self.records.headline(), *loaded, sep="\n", flush=True)
         if config.checkpoint.keep:
-            require_shared(self.folder, config, process)
+            require_shared(self.folder, config.trainer.timeout, process)
         self.checkpoints = Checkpoints(
-            self.folder / FOLDER,
+            self.folder / CHECKPOINTS,
             config.checkpoint.keep,
             every=config.checkpoint.every,
             facts=checkpoint_facts(setup) | self._data_facts,
@@ -143,14 +134,13 @@ class TrainingRun:
         )
         watchers = self._watchers(batches)
         self.trainer = trainer(self.pipeline, train, test, limit=limit, checkpoints=self.checkpoints, watchers=watchers, stop=stop)
-        if start.trainer is not None:
-            self.trainer.resume(start.trainer)
+        if start.path is not None:
+            self.trainer.resume(start.facts["trainer"])
 
     def fit(self) -> None:
         """Train to the last epoch."""
-        config = self.setup.config.trainer
-        with attach_diagnostics(config, self.pipeline, None if self.records is None else self.folder), self._stop.handle_signals():
-            self.trainer.fit(config.epochs)
+        with self._diagnostics(), self._stop.handle_signals():
+            self.trainer.fit(self.setup.config.trainer.epochs)
 
     def finish(self) -> None:
         """Export the weights and write the summary."""
@@ -163,8 +153,7 @@ class TrainingRun:
                     export(self.pipeline, self.folder / f"ema{suffix}", facts)
         memory = all_gather_objects(peak_memory(self.setup.device))
         if self.records is not None:
-            seconds = time.perf_counter() - self._started
-            self.records.finish(summarise(self.setup, self.pipeline.microbatches_done, history, memory, seconds), history)
+            self.records.finish(history, memory, time.perf_counter() - self._started)
 
     def _watchers(self, batches: int) -> list[Watcher]:
         """Measure the drift of the weights, and return the observers of the trainer: none without records."""
@@ -179,6 +168,29 @@ class TrainingRun:
             measure, loggers = drift.of_first_stage, self.records.update_loggers
             found.append(UpdateMeans(config.trainer.log_every, config.k, pipeline.recipe, loggers, measure))
         return [*found, Lines(config.trainer.epochs, batches, pipeline.recipe, self.setup.unit, bar=sys.stdout.isatty())]
+
+    @contextmanager
+    def _diagnostics(self) -> Iterator[None]:
+        """Attach the diagnostics that the configuration enables in the body, then write their records."""
+        config, pipeline, plan = self.setup.config.trainer, self.pipeline, self.pipeline.plan
+        times = StageTimes(pipeline) if config.stage_metrics else None
+        recorder = None if config.trace is None else Recorder(pipeline, config.trace)
+        monitor = None if config.drift is None else ReconstructionMonitor(pipeline, config.drift)
+        every = config.diagnose
+        quality = None if every is None else GradientQuality(pipeline, every, self.folder / "gradients.jsonl")
+        if times is not None:
+            pipeline.measures.append(times.metrics)
+        hooks: tuple[Hook | None, ...] = (times, recorder, monitor, quality)
+        with ExitStack() as stack:
+            for hook in filter(None, hooks):
+                stack.enter_context(pipeline.hooks.attached(hook))
+            yield
+        intervals = [] if recorder is None else gathered_intervals([] if pipeline.replica else recorder.intervals)
+        if self.records is not None and intervals:  # a resumed run may have nothing left to train
+            title = f"{plan.model.name}, {plan.method.name}, the first {config.trace} microbatches"
+            write_timeline(intervals, self.folder, title, plan.layout.processes)
+        if quality is not None and quality.rows:
+            gradient_quality(quality.rows, self.folder / "gradients.png")
 
 
 def _warnings(config: Config, batches: int) -> Iterator[str]:

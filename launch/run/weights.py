@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -20,8 +20,8 @@ from petra.training.weight_files import State
 from ..config.schema import Config, LoggerConfig
 from ..runtime.rank import Process
 from .build import set_up
+from .folder import CHECKPOINTS, CONFIG
 
-FOLDER = "checkpoints"
 AVERAGE = "average"
 """Name under a checkpoint's folder that asks for its moving average instead of its weights. There is no such file."""
 SHOWN = 12
@@ -39,30 +39,31 @@ class Weights:
     path: Path
 
     @staticmethod
-    def newest(folder: Path, key: str) -> Weights:
-        """Return a run's newest weights: of its exports and its newest intact checkpoint, those with the largest clock.
+    def at(path: Path, key: str) -> Weights:
+        """Return the weights at a path, or a run's newest weights for the path of its folder.
 
-        At equal clocks an export is taken. An export without a clock, which an earlier version or another program has written,
-        counts as older than any checkpoint and any export with a clock. Moving averages and the best checkpoint are taken only by
-        their paths.
+        Of the run's exports and its newest intact checkpoint, the newest are those with the largest clock, an export at equal
+        clocks. An export without a clock, of an earlier version or another program, counts as older than any checkpoint and any
+        export with a clock. Moving averages and the best checkpoint are taken only by their paths.
 
         Args:
-            folder: Folder of a run.
-            key: Key that names the folder, for the message.
+            key: Key that names the path, for the message.
 
         Raises:
             ConfigError: If the run has neither exported weights nor a checkpoint.
         """
-        exports = [Weights(path) for suffix in FORMATS.values() if (path := folder / f"model{suffix}").exists()]
+        if not ((path / CONFIG).exists() or (path / CHECKPOINTS).is_dir()):
+            return Weights(path)
+        exports = [Weights(file) for suffix in FORMATS.values() if (file := path / f"model{suffix}").exists()]
         export = max(exports, key=lambda weights: (weights.clock, weights.path.stat().st_mtime), default=None)
-        saved = checkpoints(folder / FOLDER)
+        saved = checkpoints(path / CHECKPOINTS)
         if export is not None and not (saved and int(saved[0].name) > export.clock):
             return export
-        checkpoint = newest(folder / FOLDER)
-        if export is not None and checkpoint is not None and Weights(checkpoint).clock <= export.clock:  # newer ones are damaged
+        checkpoint = newest(path / CHECKPOINTS)
+        if export is not None and (checkpoint is None or Weights(checkpoint).clock <= export.clock):  # newer ones are damaged
             return export
         if checkpoint is None:
-            raise invalid(key, "a folder with exported weights or checkpoints", folder)
+            raise invalid(key, "a folder with exported weights or checkpoints", path)
         return Weights(checkpoint)
 
     @property
@@ -127,21 +128,31 @@ class Weights:
         Raises:
             ModelError: If the weights are those of another network.
         """
-        setup = set_up(for_inference(config, device="cpu"), Process(rank=0, world=1, local_rank=0, local_world=1))
-        built = setup.plan.model.build(config.seed)
+        config = for_inference(config)
+        config = replace(config, trainer=replace(config.trainer, device="cpu"))
+        model = set_up(config, Process(rank=0, world=1, local_rank=0, local_world=1)).plan.model
+        built = model.build(config.seed)
         try:
             built.load_state_dict(self.read())
         except RuntimeError as error:
-            raise ModelError(f"{self.path}: does not fit {setup.plan.model.name} ({' '.join(str(error).split())})") from error
+            raise ModelError(f"{self.path}: does not fit {model.name} ({' '.join(str(error).split())})") from error
         return built.eval()
 
     def print_choice(self, folder: Path | None = None) -> None:
         """Print to stderr which weights a command reads.
 
         Args:
-            folder: Folder of the run whose other weights are named, too; None to name none.
+            folder: Folder of the run whose moving average of the same age and best checkpoint are named, too; None to name none.
         """
-        print("; ".join([f"weights of {self}", *([] if folder is None else self._others(folder))]), file=sys.stderr, flush=True)
+        lines = [f"weights of {self}"]
+        if folder is not None:
+            beside = self.path / AVERAGE if self.checkpoint else self.path.with_name(f"ema{self.path.suffix}")
+            optim = self.facts.get("config", {}).get("optim", {})
+            if optim.get("average") is not None if self.checkpoint else beside.exists() and Weights(beside).clock == self.clock:
+                lines.append(f"--weights {beside} takes their moving average")
+            if (best := best_of(folder / CHECKPOINTS)) is not None and Weights(best).clock != self.clock:
+                lines.append(f"--weights {best} takes the best checkpoint")
+        print("; ".join(lines), file=sys.stderr, flush=True)
 
     def __str__(self) -> str:
         if "clock" not in self.facts:
@@ -149,33 +160,14 @@ class Weights:
         epochs = self.facts.get("epochs", len(self.facts.get("trainer", {}).get("history", ())))
         return f"{self.path}, after microbatch {self.facts['clock']} ({epochs} epochs done)"
 
-    def _others(self, folder: Path) -> list[str]:
-        """Return hints at a moving average of the same age, and at the best checkpoint if it is another one."""
-        if self.checkpoint is None:
-            average = Weights(self.path.with_name(f"ema{self.path.suffix}"))
-            has_average = average.path.exists() and average.clock == self.clock
-        else:
-            average = Weights(self.path / AVERAGE)
-            has_average = self.facts.get("config", {}).get("optim", {}).get("average") is not None
-        best = best_of(folder / FOLDER)
-        hints = [f"--weights {average.path} takes their moving average"] if has_average else []
-        older = best is not None and Weights(best).clock != self.clock
-        return [*hints, f"--weights {best} takes the best checkpoint"] if older else hints
 
-
-def for_inference(config: Config, device: Literal["cpu"] | None = None) -> Config:
-    """Return the configuration of a run without what only its training uses: replicas, moving average, diagnostics, logging.
-
-    Args:
-        device: Device; None for that of the run.
-    """
-    trainer = replace(config.trainer, transport="auto", trace=None, diagnose=None, stage_metrics=False)
-    trainer = replace(trainer, device=device or trainer.device)
+def for_inference(config: Config) -> Config:
+    """Return the configuration of a run without what only its training uses: replicas, moving average, diagnostics, logging."""
     return replace(
         config,
         dp=1,
         optim=replace(config.optim, rules={**config.optim.rules, "average": None}),
-        trainer=trainer,
+        trainer=replace(config.trainer, transport="auto", trace=None, diagnose=None, stage_metrics=False),
         cluster=replace(config.cluster, elastic=False),
         logger=LoggerConfig(),
     )

@@ -11,7 +11,7 @@ import pytest
 
 from launch.config.compose import compose_overrides
 from launch.elastic.processes import Replica
-from launch.run.checks import check
+from launch.run.build import check
 from launch.runtime.rank import Process
 from launch.runtime.reporting import STOPPED
 from petra.errors import ConfigError

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch.run import resume
+from launch.run import records
 from launch.runtime.rank import Process
 from launch.runtime.reporting import report_errors
 from petra.engine.stage import Stage
@@ -160,7 +160,7 @@ def test_a_signal_to_every_process_of_a_job_lets_it_save(tmp_path: Path) -> None
 def on_its_own_disk(rank: int) -> None:
     os.mkdir(f"disk{rank}")
     os.chdir(f"disk{rank}")
-    resume.PROBE_TIMEOUT = 0.5
+    records.SHARED_WITHIN = 0.5
 
 
 @pytest.mark.processes

@@ -20,7 +20,7 @@ from launch.config.read import to_config
 from launch.evaluate import main as evaluate
 from launch.run.build import set_up
 from launch.run.dry_run import stage_facts, stage_map
-from launch.run.saved import as_data
+from launch.run.folder import as_data
 from launch.run.training import run
 from petra import ConfigError, DataError, Keep, Method, Pipeline, Weights
 from petra.cost_model.memory import stored_activations
@@ -90,7 +90,7 @@ def test_label_smoothing_is_for_training_only() -> None:
 def test_metrics_follow_the_data() -> None:
     for classes, names in ((5, ["accuracy"]), (6, ["accuracy", "top5"])):
         setup = planned("data=synthetic", f"data.classes={classes}", "model.width=0.0625")
-        assert list(setup.pipeline(setup.learning_rate(1)).recipe.metrics) == names
+        assert list(setup.pipeline().recipe.metrics) == names
 
 
 def test_perplexity_is_for_tokens_only() -> None:
@@ -216,7 +216,7 @@ def test_every_preset_has_a_row() -> None:
 def test_the_stage_map_tells_what_the_pipeline_does() -> None:
     keep = "[input,graph,nothing,nothing,input,graph,input,nothing,graph,graph]"
     setup = planned("model.width=0.0625", "trainer.stages=4", f"method.keep={keep}")
-    stages, pipeline = stage_facts(setup.plan), setup.pipeline(setup.learning_rate(1))
+    stages, pipeline = stage_facts(setup.plan), setup.pipeline()
     assert sum(stage["parameters"] for stage in stages) == sum(p.numel() for p in setup.plan.model.build(0).parameters())
     assert [stage["delay"] for stage in stages] == list(pipeline.plan.delays)
     kept = [Counter(str(runner.keep) for runner in pipeline.stages[j].runners) for j in range(4)]

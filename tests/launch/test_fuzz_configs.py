@@ -166,7 +166,7 @@ def steps(config: Config) -> None:
     checked = tune_setup(restore_choices(checked, start), ALONE)
     train, test = checked.data()
     batches = limited(train.batches_per_epoch, config.trainer.limit_batches)
-    pipeline = checked.pipeline(checked.learning_rate(batches))
+    pipeline = checked.pipeline(batches)
     load_start(pipeline, config, start, batches)
     pipeline.train(train, min(config.k + 1, 10))
     pipeline.evaluate(test, 1)

@@ -23,7 +23,7 @@ from launch.config.compose import command_line_configs, compose_overrides, regis
 from launch.config.presets import configurations
 from launch.config.read import to_config
 from launch.config.schema import GROUPS, SECTIONS
-from launch.run.build import Setup, set_up
+from launch.run.build import Setup, learning_rate, set_up
 from launch.run.data import data_sources
 from launch.runtime.rank import Process
 from petra import ConfigError, PetraError, TensorSpec
@@ -54,7 +54,7 @@ def planned(*overrides: str, place: Process = ALONE) -> Setup:
 def test_defaults_are_the_papers_recipe() -> None:
     result = planned()
     assert (result.plan.method.delay, result.plan.k, len(result.plan.stages), result.plan.numerics.autocast) == (2, 4, 10, None)
-    rate = result.learning_rate(microbatches_per_epoch=100)
+    rate = learning_rate(result.config, 100)
     assert rate(500) == pytest.approx(0.1 * 64 * 4 / 256)
     assert [rate(t) / rate(500) for t in (1, 15_001, 22_501)] == pytest.approx([1 / 500, 0.1, 0.01])
 
@@ -87,13 +87,13 @@ def test_every_key_has_a_meaning() -> None:
 
 def test_remedies_are_built_in_microbatches() -> None:
     setup = planned("remedy=pipemare")
-    assert setup.recipe(setup.learning_rate(microbatches_per_epoch=100)).remedies == (Discount(500), Correction(0.135))
+    assert setup.recipe(100).remedies == (Discount(500), Correction(0.135))
 
 
 @pytest.mark.parametrize(("remedy", "method"), [("braking.Braking", "petra"), ("dc_asgd.DelayCompensation", "delayed")])
 def test_remedies_outside_the_package_are_named_by_target(remedy: str, method: str) -> None:
     setup = planned(f"method={method}", f"remedy._target_=examples.remedies.{remedy}")
-    (found,) = setup.recipe(setup.learning_rate(100)).remedies
+    (found,) = setup.recipe(100).remedies
     assert type(found).__name__ == remedy.partition(".")[2]
 
 

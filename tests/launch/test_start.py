@@ -15,12 +15,13 @@ from PIL import Image
 
 from launch import evaluate, generate, predict
 from launch.config.compose import compose_overrides
-from launch.run.folder import default_folder
+from launch.run.records import default_folder
 from launch.run.training import run
 from launch.runtime.agent import StopRequest
 from petra import PetraError
 from petra.errors import Interrupted
-from petra.training import Checkpoints, load
+from petra.training import Checkpoints, facts_of, load
+from petra.training.checkpoint import FACTS, MANIFEST, checksum, write_synced
 from tests.launch.test_launch import ALONE, TINY
 
 pytestmark = pytest.mark.usefixtures("shared_profiles")
@@ -163,6 +164,16 @@ def test_shorter_epochs_need_another_folder(trained: Path, monkeypatch: pytest.M
     train("run_dir=second", "resume=first", *larger)
     rows = [json.loads(line) for line in Path("second/metrics.jsonl").read_text().splitlines()]
     assert [(row["epoch"], row["microbatches"]) for row in rows] == [(1, 4), (2, 4)]
+
+
+def test_a_checkpoint_without_the_state_of_its_trainer_is_one_line(trained: Path) -> None:
+    folder = trained / "checkpoints" / "000000004"
+    facts = facts_of(folder)
+    del facts["trainer"]["sums"]
+    write_synced(folder / FACTS, facts)
+    write_synced(folder / MANIFEST, {"files": {path.name: checksum(path) for path in folder.iterdir() if path.name != MANIFEST}})
+    with pytest.raises(PetraError, match=r"^checkpoint .*000000004: expected the state of a trainer in its facts"):
+        train("run_dir=first", "resume=auto", "trainer.epochs=2", "data.batch_size=4", "resume_change=[data.batch_size]")
 
 
 def test_another_optimizer_cannot_resume(trained: Path) -> None:

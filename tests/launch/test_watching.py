@@ -47,7 +47,7 @@ def test_another_partition_than_the_checkpoints_is_tuned_again() -> None:
         "delay": list(before.plan.method.delay),
         "keep": before.plan.method.keep,
     }
-    start = Start(None, {"chosen": chosen})
+    start = Start(facts={"chosen": chosen})
     assert restore_choices(planned(*settings, "trainer.stages=3"), start).plan.method.delay == before.plan.method.delay
     other = tune_setup(restore_choices(planned(*settings, "trainer.stages=5"), start), ALONE)
     assert len(other.plan.stages) == 5
@@ -73,4 +73,4 @@ def test_two_processes_tune_and_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize("override", ["trainer.precision=bf16", "remedy=prediction", "remedy=pipemare"])
 def test_automatic_settings_with_precision_and_remedy(override: str) -> None:
     setup = tune_setup(planned(*TINY, "method.keep=auto", "trainer.stages=2", override), ALONE)
-    assert setup.pipeline(setup.learning_rate(1)).plan.method.keep is Keep.NOTHING
+    assert setup.pipeline().plan.method.keep is Keep.NOTHING

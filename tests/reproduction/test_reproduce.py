@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from launch.run.folder import as_data
 from launch.run.jobs import Job
-from launch.run.saved import as_data
 from launch.run.training import run
 from launch.runtime.rank import Process
 from petra.errors import ConfigError
