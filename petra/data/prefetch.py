@@ -65,7 +65,7 @@ class Prefetcher(Generic[Result]):
             reason = first_line(error)
             if isinstance(error, RuntimeError) and not reason.startswith(("DataLoader", "Too many open files")):
                 raise  # from the function
-            raise DataError(f"data.workers: {self._workers} processes can't prepare data ({reason}); {_LIMITS}") from error
+            raise DataError(f"data.workers={self._workers}: can't prepare data ({reason}); {_LIMITS}") from error
         self._next = m + 1
         if self._next == self._stop:
             self._results = iter(())

@@ -83,15 +83,15 @@ class _Source:
 
     def targets(self, m: int) -> Tensor:
         """Return the targets of microbatch ``m``: int64 (B,) for images, (B·T,) for tokens, (B, H, W) for pixels."""
-        if m not in self._recent:
-            self._keep(m, self._read_targets(m))
-        return self._recent[m]
+        found = self._recent.get(m)
+        return self._keep(m, self._read_targets(m)) if found is None else found
 
-    def _keep(self, m: int, targets: Tensor) -> None:
-        self._recent[m] = targets.clone()  # not the workers' shared memory
+    def _keep(self, m: int, targets: Tensor) -> Tensor:
+        self._recent[m] = kept = targets.clone()  # not the workers' shared memory
         self._recent.move_to_end(m)
         if len(self._recent) > self._most:
             self._recent.popitem(last=False)
+        return kept
 
 
 class TrainSource(_Source):

@@ -82,9 +82,9 @@ def limited() -> None:
 
 
 FAULTS = {
-    r"data\.workers: 1 processes can't prepare data \(DataLoader worker .*/dev/shm": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    r"data\.workers=1: can't prepare data \(DataLoader worker .*/dev/shm": lambda: os.kill(os.getpid(), signal.SIGKILL),
     r"data\.workers: no room in shared memory .*--shm-size": limited,
-    r"data\.workers: 1 processes can't prepare data \(DataLoader timed out after 3 seconds": lambda: time.sleep(60),
+    r"data\.workers=1: can't prepare data \(DataLoader timed out after 3 seconds": lambda: time.sleep(60),
     "division by zero": lambda: 1 // 0,
 }
 
@@ -129,7 +129,7 @@ def started(function: Callable[..., None], *arguments: str) -> tuple[multiproces
 
 def test_too_many_open_files_are_reported(capfd: pytest.CaptureFixture[str]) -> None:
     process, message = started(_few_files)
-    assert re.fullmatch(r"data\.workers: 8 processes can't prepare data \(.*Too many open files\); .*", message)
+    assert re.fullmatch(r"data\.workers=8: can't prepare data \(.*Too many open files\); .*", message)
     process.join(60)
     assert process.exitcode == 0
     assert not capfd.readouterr().err

@@ -136,16 +136,15 @@ def test_blocks_that_change_the_shape_return_both_streams_resized():
 
 @pytest.mark.parametrize("name", RUN)
 def test_initial_weights(name):
-    convolutions = []
-    for layer in MODELS[name](width=0.5).build(0).modules():
+    """He et al.'s for convolutions, none of which has a bias; 1 and 0 for normalisations."""
+    modules, scaled = [*MODELS[name](width=0.5).build(0).modules()], []
+    for layer in modules:
         if isinstance(layer, nn.Conv2d):
             assert layer.bias is None
-            fan_out = layer.out_channels * layer.kernel_size[0] ** 2
-            convolutions.append(layer.weight.detach().flatten() * (fan_out / 2) ** 0.5)
+            scaled.append(layer.weight.detach().flatten() * (layer.out_channels * layer.kernel_size[0] ** 2 / 2) ** 0.5)
         if isinstance(layer, nn.BatchNorm2d):
-            assert (layer.weight == 1).all()
-            assert (layer.bias == 0).all()
-    assert torch.cat(convolutions).std().item() == pytest.approx(1, rel=0.01)
+            assert ((layer.weight == 1) & (layer.bias == 0)).all()
+    assert torch.cat(scaled).std().item() == pytest.approx(1, rel=0.01)
 
 
 @pytest.mark.parametrize(
