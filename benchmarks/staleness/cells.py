@@ -7,7 +7,8 @@ from functools import partial
 from itertools import product
 
 from petra import METHODS, Keep, Method, Model
-from petra.engine.recipe import OptimizerFactory, Remedy
+from petra.engine.options.remedy import Remedy
+from petra.engine.recipe import OptimizerFactory
 from petra.models import gpt, revgpt
 from petra.staleness import Feedback, WeightPrediction
 from petra.training import OPTIMIZERS

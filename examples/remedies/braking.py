@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from petra.engine.recipe import Remedy
+from petra.engine.options.remedy import Remedy
 from petra.errors import require
 from petra.staleness.step import AroundStep
 

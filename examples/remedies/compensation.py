@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from petra.engine.recipe import Remedy
+from petra.engine.options.remedy import Remedy
 from petra.staleness.step import AroundStep, require_momentum
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from petra.engine.block import WrappedRunner
-from petra.engine.recipe import Remedy
+from petra.engine.options.remedy import Remedy
 from petra.errors import require
 from petra.method import Weights
 
@@ -23,9 +23,9 @@ class DelayCompensation(Remedy):
 
     strength: float = 0.04
 
-    def check(self, method, recipe):
+    def check(self, method, rules, rate):
         require(method.weights is not Weights.CURRENT, "method.weights", "stashed or double with DelayCompensation", "current")
-        require(recipe.rules.loss_scale is None, "trainer.precision", "float32 or bf16 with DelayCompensation", "a loss scale")
+        require(rules.loss_scale is None, "trainer.precision", "float32 or bf16 with DelayCompensation", "a loss scale")
 
     def wrap_runner(self, runner):
         return _Compensated(runner, self.strength)

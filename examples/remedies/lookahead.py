@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from petra.engine.recipe import Remedy
+from petra.engine.options.remedy import Remedy
 from petra.errors import require
 from petra.staleness.step import require_momentum
 
@@ -26,8 +26,8 @@ class Lookahead(Remedy):
             group.update(momentum=self.momentum, nesterov=True)
         require_momentum("Lookahead", optimizer)
 
-    def check(self, method, recipe):
-        require(recipe.learning_rate is not None, "learning_rate", "a function with Lookahead", None)
+    def check(self, method, rules, rate):
+        require(rate is not None, "learning_rate", "a function with Lookahead", None)
 
     def learning_rate(self, rate, staleness):
         return lambda t: rate(t) * (1 - self.momentum)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from petra.engine.recipe import Remedy
+from petra.engine.options.remedy import Remedy
 from petra.transport.port import WrappedPort
 
 

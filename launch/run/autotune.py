@@ -123,7 +123,7 @@ def _may_keep_graphs(setup: Setup) -> bool:
     method = replace(plan.method, keep=Keep.GRAPH)
     try:
         method.check(plan.delays, plan.k, autocast=plan.numerics.autocast is not None)
-        setup.recipe().check_remedies(method)
+        setup.recipe().check(method, plan.delays)
     except ConfigError:
         return False
     return True

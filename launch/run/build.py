@@ -14,8 +14,9 @@ from petra.data import EvalSource, TrainSource
 from petra.engine.endpoints import Losses
 from petra.engine.metrics import Metric, correct_predictions, size_of
 from petra.engine.options.metrics import top5_correct
+from petra.engine.options.remedy import Remedy
 from petra.engine.options.replicas import Replicas
-from petra.engine.recipe import Recipe, Remedy
+from petra.engine.recipe import Recipe
 from petra.engine.update_rules import UpdateRules
 from petra.errors import ConfigError, alternatives, require
 from petra.inplace_abn import PIXEL_DATASETS, PIXEL_MODELS, ConfusionMatrix, bootstrapped_cross_entropy
@@ -155,7 +156,7 @@ def set_up(config: Config, process: Process) -> Setup:
         method = replace(method, delay=largest_delay(method, config.k, count, 2))
     setup = Setup(config, _plan(config, model, method, stages, process.world, device), device, process.world, auto)
     checked = setup.recipe()
-    checked.check(setup.plan)
+    checked.check(setup.plan.method, setup.plan.delays)
     for remedy in checked.remedies:
         remedy.prepare(checked.optimizer(torch.nn.Linear(1, 1)))  # raises if a remedy doesn't support the optimizer
     return setup

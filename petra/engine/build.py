@@ -177,10 +177,10 @@ def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.devi
     clip, last = [] if rules.clip is None else [Clip(rules.clip)], j == len(plan.stages) - 1
     checked: list[Part] = [*clip, FiniteCheck(stage, j + 1, rules, device, last=last)]
     if rules.loss_scale is not None:
-        from petra.engine.options.loss_scale import LossScale, ScaledCheck, Unscale
+        from petra.engine.options.loss_scale import LossScale, ScaledCheck
 
         scale = LossScale(rules.loss_scale, device)
-        checked = [scale, *clip, Unscale(scale), ScaledCheck(scale, stage, j + 1, rules, device, last=last)]
+        checked = [scale, *clip, ScaledCheck(scale, stage, j + 1, rules, device, last=last)]
     if rules.average is not None:
         from petra.engine.options.averaging import WeightAverage
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from petra.errors import ModelError, invalid, require
+from petra.errors import ModelError, invalid
 from petra.specs import IGNORED, TensorSpec, are_integers
 
 Metric = Callable[[Tensor, Tensor], Tensor]
@@ -68,16 +68,3 @@ def require_classes(name: str, targets: Tensor) -> None:
 def size_of(metric: Metric) -> int:
     """Return the number of entries of a metric in a report."""
     return metric.size if isinstance(metric, VectorMetric) else 1
-
-
-def require_metrics(metrics: object) -> None:
-    """Check the metrics of a pipeline.
-
-    Raises:
-        ConfigError: If they are not functions by name.
-    """
-    named = isinstance(metrics, Mapping) and all(isinstance(name, str) for name in metrics)
-    require(named, "metrics", "functions by name", repr(metrics))
-    assert isinstance(metrics, Mapping)
-    for name, metric in metrics.items():
-        require(callable(metric), f"metrics[{name!r}]", "a function of output and targets", repr(metric))

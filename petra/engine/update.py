@@ -18,6 +18,8 @@ from petra.engine.stage import Stage
 from petra.torch_private import foreach_mul_, foreach_norm, skips_steps
 
 P = TypeVar("P", bound="Part")
+LearningRate = Callable[[int], float]
+"""Maps the number of microbatches that a stage has processed to a learning rate."""
 
 
 @dataclass
@@ -109,8 +111,8 @@ class Step(Part):
     Args:
         stage: The stage.
         optimizer: Optimizer of the stage's parameters; None if it has none.
-        learning_rate: Maps the number of microbatches that the stage has processed, including those of the update, to the
-            learning rate. None keeps the optimizer's own.
+        learning_rate: Called with the number of microbatches processed, including those of the update; None keeps the optimizer's
+            own.
 
     Attributes:
         reads_skip: Whether the host reads the flag of each update, so that nothing of a skipped step runs on a GPU either.
@@ -118,7 +120,7 @@ class Step(Part):
 
     reads_skip = False
 
-    def __init__(self, stage: Stage, optimizer: torch.optim.Optimizer | None, learning_rate: Callable[[int], float] | None) -> None:
+    def __init__(self, stage: Stage, optimizer: torch.optim.Optimizer | None, learning_rate: LearningRate | None) -> None:
         self.stage, self.optimizer, self.learning_rate = stage, optimizer, learning_rate
         self.events = ("update_begin", "update_end") if optimizer is not None else ("", "")
 

@@ -1,4 +1,4 @@
-"""Remedies for stale gradients (:class:`petra.engine.recipe.Remedy`), one module for each."""
+"""Remedies for stale gradients (:class:`petra.engine.options.remedy.Remedy`), one module for each."""
 
 from petra.staleness.combine import remedies
 from petra.staleness.correction import Correction

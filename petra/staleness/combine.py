@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from petra.engine.recipe import Remedy
-from petra.errors import require
+from petra.engine.options.remedy import Remedy
 from petra.staleness.correction import Correction
 from petra.staleness.discount import Discount
 from petra.staleness.feedback import Feedback
@@ -41,6 +40,6 @@ def remedies(
         found.append(Feedback(feedback))
     if correction:
         found.append(Correction(correction))
-    require(prediction in ("none", "velocity", "difference"), "remedy.prediction", "none, velocity or difference", prediction)
-    predicted = WeightPrediction("velocity" if prediction == "none" else prediction, horizon)  # checks the horizon in either case
-    return tuple(found if prediction == "none" else [*found, predicted])
+    if prediction != "none":
+        found.append(WeightPrediction(prediction, horizon))
+    return tuple(found)

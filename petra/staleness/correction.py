@@ -19,9 +19,10 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from petra.engine.recipe import Recipe, Remedy
+from petra.engine.options.remedy import Remedy
 from petra.engine.stage import Stage
-from petra.engine.update import Part
+from petra.engine.update import LearningRate, Part
+from petra.engine.update_rules import UpdateRules
 from petra.errors import check_types, require
 from petra.method import Method, Weights
 from petra.plan import Plan
@@ -45,7 +46,7 @@ class Correction(Remedy):
     def __post_init__(self) -> None:
         check_types(self, "remedy.")
 
-    def check(self, method: Method, recipe: Recipe) -> None:
+    def check(self, method: Method, rules: UpdateRules, rate: LearningRate | None) -> None:
         free = method.weights is Weights.CURRENT and not method.writes_through_graphs
         expected = "0 unless method.weights=current and method.keep is input or nothing"
         require(free, "remedy.correction", expected, self.correction)

@@ -16,7 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from petra.engine.recipe import LearningRate, Recipe, Remedy
+from petra.engine.options.remedy import Remedy
+from petra.engine.update import LearningRate
+from petra.engine.update_rules import UpdateRules
 from petra.errors import check_types, require
 from petra.method import Method
 
@@ -37,8 +39,8 @@ class Discount(Remedy):
     def __post_init__(self) -> None:
         check_types(self, "remedy.")
 
-    def check(self, method: Method, recipe: Recipe) -> None:
-        require(recipe.learning_rate is not None, "learning_rate", "a function with remedy.discount", None)
+    def check(self, method: Method, rules: UpdateRules, rate: LearningRate | None) -> None:
+        require(rate is not None, "learning_rate", "a function with remedy.discount", None)
 
     def learning_rate(self, rate: LearningRate | None, staleness: float) -> LearningRate | None:
         assert rate is not None, "checked"

@@ -18,7 +18,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from petra.engine.recipe import Remedy
+from petra.engine.options.remedy import Remedy
 from petra.engine.stage import Stage
 from petra.engine.update import Part
 from petra.errors import check_types

@@ -18,9 +18,10 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from petra.engine.recipe import Recipe, Remedy
+from petra.engine.options.remedy import Remedy
 from petra.engine.stage import Stage
-from petra.engine.update import Part
+from petra.engine.update import LearningRate, Part
+from petra.engine.update_rules import UpdateRules
 from petra.errors import check_types, require
 from petra.method import Method, Weights
 from petra.plan import Plan
@@ -46,7 +47,7 @@ class WeightPrediction(Remedy):
     def __post_init__(self) -> None:
         check_types(self, "remedy.")
 
-    def check(self, method: Method, recipe: Recipe) -> None:
+    def check(self, method: Method, rules: UpdateRules, rate: LearningRate | None) -> None:
         fits = method.weights is not Weights.DOUBLE and not method.writes_through_graphs
         expected = "none with method.weights=double, and with method.weights=current and method.keep=graph"
         require(fits, "remedy.prediction", expected, self.prediction)

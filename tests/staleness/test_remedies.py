@@ -34,7 +34,7 @@ def pipeline(**settings: object) -> Pipeline:
     [
         ({"discount": -1}, "discount: expected an integer >= 1, got -1"),
         ({"correction": 1.0}, "correction: expected a number >= 0 and < 1, got 1.0"),
-        ({"prediction": "nonsense"}, "prediction: expected none, velocity or difference, got nonsense"),
+        ({"prediction": "nonsense"}, "prediction: expected velocity or difference, got nonsense"),
         ({"correction": "0.5"}, "correction: expected a number >= 0 and < 1, got 0.5"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -50,17 +51,16 @@ class EarlyStop:
 
     def finish(self) -> int:
         """Wait for an all-reduce that is still running; its result is ignored. Return the number of microbatches not done."""
-        self._wait()
+        with suppress(RuntimeError):
+            self._wait()
         return self._dropped
 
     def _poll(self) -> bool:
         """Return the result of the last all-reduce, and start the next one if no process has been asked to stop."""
-        if self._wait():
-            return True
-        if self._process_lost:
-            return False
         requested = torch.tensor(int(self._stop_requested()))
         try:
+            if self._wait():
+                return True
             work = dist.all_reduce(requested, async_op=True)
         except RuntimeError:
             self._process_lost = True
@@ -74,9 +74,5 @@ class EarlyStop:
         if self._all_reduce is None:
             return False
         (work, requested), self._all_reduce = self._all_reduce, None
-        try:
-            work.wait()
-        except RuntimeError:
-            self._process_lost = True
-            return False
+        work.wait()
         return bool(requested)

@@ -69,19 +69,8 @@ class LossScale(Part):
         return {"loss_scale": self.scale.item()}
 
 
-class Unscale(Part):
-    """Divides the gradients by the loss scale, in one multiplication with clipping, which comes before."""
-
-    def __init__(self, loss_scale: LossScale) -> None:
-        self._loss_scale = loss_scale
-
-    def run(self, pending: Pending) -> None:
-        scale = self._loss_scale.scale
-        pending.factor = 1 / scale if pending.factor is None else pending.factor / scale
-
-
 class ScaledCheck(FiniteCheck):
-    """Finite check of a stage with a loss scale. Adapts a dynamic one, for the next update.
+    """Finite check of a stage with a loss scale. Adapts a dynamic one for the next update, after it has removed it from this one.
 
     A gradient that the stage sends can overflow although those of its weights are finite, and only its scale can prevent it.
 
@@ -110,8 +99,10 @@ class ScaledCheck(FiniteCheck):
         self.received = [received]
 
     def decide(self, pending: Pending) -> None:
+        scale = self._loss_scale.scale  # removed in one multiplication with clipping, which comes before
+        pending.factor = 1 / scale if pending.factor is None else pending.factor / scale
         norm, own, received = pending.clip_norm, pending.squared_norm, self.sum_received()
-        self.unread.append((pending.t, torch.stack([norm, own, received, self._sent, self._loss_scale.scale])))
+        self.unread.append((pending.t, torch.stack([norm, own, received, self._sent, scale])))
         others = self._sent + received if self.last else self._sent
         pending.skip = bad = not_finite(norm + others)
         if self._loss_scale.dynamic:

@@ -1,0 +1,55 @@
+"""What a remedy for stale gradients may attach to each stage of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from petra.engine.block import BlockRunner
+from petra.engine.stage import Stage
+from petra.engine.update import LearningRate, Part
+from petra.engine.update_rules import UpdateRules
+from petra.method import Method
+from petra.plan import Plan
+from petra.transport import Port
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Base class of remedies, frozen dataclasses of their settings. Every method leaves a run as it is by default.
+
+    The gradients of a stage are s = τ / k updates old on average (:attr:`petra.plan.StagePlan.staleness`). A run has a list of
+    remedies, which are attached in its order.
+    """
+
+    def check(self, method: Method, rules: UpdateRules, rate: LearningRate | None) -> None:
+        """Check that the method and the other settings of a run allow this remedy.
+
+        Raises:
+            ConfigError: If they don't.
+        """
+
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that the remedy is defined for an optimizer, and change the optimizer's settings if necessary.
+
+        Raises:
+            ConfigError: If it is not.
+        """
+
+    def learning_rate(self, rate: LearningRate | None, staleness: float) -> LearningRate | None:
+        """Return the learning rate of a stage, given that of the run (None: the optimizer's own)."""
+        return rate
+
+    def wrap_runner(self, runner: BlockRunner) -> BlockRunner:
+        """Return the runner of a block, or one that contains it (:class:`petra.engine.block.WrappedRunner`)."""
+        return runner
+
+    def wrap_port(self, upstream: Port, plan: Plan, j: int) -> Port:
+        """Return the upstream port of stage j (from 0), or one that contains it (:class:`petra.transport.port.WrappedPort`)."""
+        return upstream
+
+    def parts(self, stage: Stage, optimizer: torch.optim.Optimizer, plan: Plan, j: int) -> Sequence[Part]:
+        """Return the parts that this remedy adds to the updates of stage j (from 0), between the check and the step."""
+        return ()
