@@ -3,7 +3,7 @@
 from petra.process_memory import peak_memory
 from petra.training.checkpoint import Checkpoints, best_of, facts_of, newest, restore
 from petra.training.learning_rate import Cosine, MultiStep, Polynomial, Schedule, peak_rate
-from petra.training.loggers import JsonLines, TensorBoardLogger, WandbLogger
+from petra.training.loggers import JsonLines, WandbLogger
 from petra.training.optim import OPTIMIZERS, sgd
 from petra.training.progress import Lines
 from petra.training.records import locked, new_run_folder, read_rows, write_json
@@ -24,7 +24,6 @@ __all__ = [
     "Polynomial",
     "Row",
     "Schedule",
-    "TensorBoardLogger",
     "Trainer",
     "UpdateMeans",
     "WandbLogger",

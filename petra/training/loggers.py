@@ -1,4 +1,4 @@
-"""Receivers of a run's numbers: JSON Lines files, Weights & Biases and TensorBoard."""
+"""Receivers of a run's numbers: JSON Lines files, and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -110,50 +110,3 @@ class WandbLogger(Logger):
             self._run.log({f"pictures/{path.stem}": self._image(str(path)) for path in pictures})
         self._run.summary.update(dict(summary))
         self._run.finish()
-
-
-class TensorBoardLogger(Logger):
-    """Event files in a run's folder, for ``tensorboard --logdir``. Their steps are microbatches.
-
-    Args:
-        folder: Folder of the run.
-        microbatches: Number of microbatches already trained on. TensorBoard ignores later steps in existing files.
-        config: Configuration of the run, or None.
-
-    Raises:
-        ConfigError: If the package is not installed.
-    """
-
-    require = staticmethod(partial(require_installed, "tensorboard"))
-
-    def __init__(self, folder: Path, microbatches: int = 0, config: Mapping[str, Any] | None = None) -> None:
-        self.require()
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(folder), purge_step=microbatches + 1)  # type: ignore[no-untyped-call, unused-ignore]
-        self._step = microbatches
-        if config is not None:
-            self._text("configuration", json.dumps(config, indent=2))
-
-    def log(self, row: Mapping[str, float]) -> None:
-        self._step = int(row["microbatches"])
-        for key, value in row.items():
-            self._writer.add_scalar(key, value, self._step)
-        self._writer.flush()
-
-    def close(self, summary: Mapping[str, Any] = NO_SUMMARY, pictures: Sequence[Path] = ()) -> None:
-        if pictures:
-            import numpy as np
-            from PIL import Image
-
-            for path in pictures:
-                with Image.open(path) as image:
-                    pixels = np.asarray(image.convert("RGB"))
-                self._writer.add_image(path.stem, pixels, self._step, dataformats="HWC")
-        if summary:
-            self._text("summary", json.dumps(summary, indent=2))
-        self._writer.close()
-
-    def _text(self, tag: str, text: str) -> None:
-        """Write preformatted text; TensorBoard reads Markdown."""
-        self._writer.add_text(tag, "".join(f"    {line}\n" for line in text.splitlines()), self._step)

@@ -1,4 +1,4 @@
-"""Rows of updates, and what Weights & Biases and TensorBoard read from the files of a run."""
+"""Rows of updates, and what Weights & Biases reads from the files of a run."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
 from petra.engine.recipe import Recipe
 from petra.errors import ConfigError, DataError
-from petra.training import JsonLines, Logger, TensorBoardLogger, UpdateMeans, read_rows, sgd
+from petra.training import JsonLines, Logger, UpdateMeans, read_rows, sgd
 from tests.support.nets import RandomSource, make_pipeline, mixed_net
 
 
@@ -82,36 +81,3 @@ def test_rows_of_a_file(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DataError, match=r"rows.jsonl: can't be read"):
         read_rows(path)
-
-
-def row(step: int) -> dict[str, float]:
-    return {"microbatches": step, "train_loss": 1 / step, "stage/2/gradient_norm": step / 10}
-
-
-@pytest.fixture
-def picture(tmp_path: Path) -> Path:
-    path = tmp_path / "curves.png"
-    Image.new("RGB", (6, 4), (255, 0, 0)).save(path)
-    return path
-
-
-def test_tensorboard_has_one_run_with_the_whole_history(tmp_path: Path, picture: Path) -> None:
-    pytest.importorskip("tensorboard", reason="TensorBoard is an optional extra")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    killed = TensorBoardLogger(tmp_path / "run", config={"k": 4})
-    for step in (3, 5, 7):
-        killed.log(row(step))
-    logger = TensorBoardLogger(tmp_path / "run", 5, {"k": 4})
-    logger.log({**row(8), "update/loss": 0.5})
-    logger.close({"test_accuracy": 0.75}, [picture])
-    found = EventAccumulator(str(tmp_path / "run"), {"images": 0, "tensors": 0})
-    found.Reload()
-    norms = found.Scalars("stage/2/gradient_norm")
-    assert [event.step for event in norms] == [3, 5, 8]
-    assert [event.value for event in norms] == pytest.approx([0.3, 0.5, 0.8])
-    assert found.Scalars("update/loss")[0].value == 0.5
-    (image,) = found.Images("curves")
-    assert (image.width, image.height, image.step) == (6, 4, 8)
-    assert '"k": 4' in found.Tensors("configuration/text_summary")[-1].tensor_proto.string_val[0].decode()
-    assert '"test_accuracy": 0.75' in found.Tensors("summary/text_summary")[0].tensor_proto.string_val[0].decode()
