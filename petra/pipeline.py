@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from petra.distributed import all_gather_objects, bind_device, raise_on_all_ranks
-from petra.engine.build import build_stages, build_strategy, build_workers, check_drained, load_blocks
+from petra.engine.build import build_stages, build_workers, check_drained, load_blocks, when_completed
 from petra.engine.endpoints import DataPort, DataSource, LossPort, require_source
 from petra.engine.executor import Executor
 from petra.engine.metrics import size_of
@@ -140,8 +140,8 @@ class Pipeline:
             self.workers = build_workers(plan, recipe, self.stages, ports, self.device)
         if self.replicas is not None:
             self.replicas.attach([*self.workers.values()], self.hooks)
-        strategy = build_strategy(plan, recipe, self.workers, device, group)
-        self._executor = Executor(plan, self.workers, transport, self.hooks, strategy)
+        on_completed = when_completed(plan, recipe, self.workers, device, group)
+        self._executor = Executor(plan, self.workers, transport, self.hooks, on_completed)
 
     def train(
         self,

@@ -31,8 +31,8 @@ ROOMS = {
     ("petra/reversible",): Budget(660, 650),
     ("petra/plan",): Budget(940, 950),
     ("petra/transport",): Budget(700, 700),
-    ("petra/engine",): Budget(2_010, 1_900),
-    ("petra/engine/options",): Budget(1_400, 1_400),
+    ("petra/engine",): Budget(1_960, 1_900),
+    ("petra/engine/options",): Budget(1_390, 1_400),
     ("petra/staleness",): Budget(450, 450),
     ("petra/training",): Budget(1_800, 1_790),
     ("petra/data",): Budget(1_800, 1_800),
@@ -56,7 +56,7 @@ ROOMS = {
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
 BOTH = Budget(27_300, 23_000)
 """petra and launch together. The rooms add up to more: not every room fills its budget."""
-CORE = Budget(6_080, 6_050)
+CORE = Budget(6_050, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""
 CORE_ROOMS = ("petra/*.py", "petra/reversible", "petra/plan", "petra/transport")
 UNFORMATTED = Budget(4, 0)

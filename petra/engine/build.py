@@ -5,7 +5,7 @@ Options are imported where a run asks for them, so that other runs do not load t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
 
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from petra.engine.accumulation import Accumulation
 from petra.engine.block import Fetch, block_runner
 from petra.engine.block_function import Around, BlockFunction
-from petra.engine.executor import Strategy, in_turn
 from petra.engine.options.finite_check import CheckedPort, FiniteCheck
 from petra.engine.recipe import Recipe
 from petra.engine.stage import Stage
@@ -193,23 +192,15 @@ def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.devi
     return Update(parts, device)
 
 
-def build_strategy(
-    plan: Plan,
-    recipe: Recipe,
-    workers: Mapping[int, Worker],
-    device: torch.device,
-    group: dist.ProcessGroup | None,
-) -> Strategy:
-    """Build what runs the steps of a rank's rounds.
+def when_completed(
+    plan: Plan, recipe: Recipe, workers: Mapping[int, Worker], device: torch.device, group: dist.ProcessGroup | None
+) -> Callable[[int], None] | None:
+    """Return what a rank does after each microbatch that all stages of a replica, whose ranks are ``group``, have done."""
+    if not recipe.rules.clip_globally:
+        return None
+    from petra.engine.options.global_clip import GlobalClip
 
-    Args:
-        group: The ranks of this replica; None for all ranks.
-    """
-    if recipe.rules.clip_globally:
-        from petra.engine.options.global_clip import GlobalClip
-
-        return GlobalClip(plan, workers.values(), device, group)
-    return in_turn
+    return GlobalClip(plan, workers.values(), device, group)
 
 
 def load_blocks(model: Model, own: Mapping[str, nn.Module], state: Mapping[str, Tensor]) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from petra.engine.executor import ProcessRound, in_turn
 from petra.engine.update import Clip, Pending, Update
 from petra.engine.worker import Worker
 from petra.plan import Plan
@@ -39,7 +38,7 @@ class PostponedUpdate(Update):
 
 
 class GlobalClip:
-    """Strategy of the executor: finishes the updates of a rank together, once every stage has done their last microbatch.
+    """Finishes the updates of a rank together, once every stage has done their last microbatch.
 
     Args:
         plan: Plan of the run.
@@ -51,14 +50,10 @@ class GlobalClip:
         self._updates = [worker.update for worker in workers if isinstance(worker.update, PostponedUpdate)]
         self._k, self._device, self._group = plan.k, device, group
 
-    def __call__(self, rounds: Iterable[ProcessRound]) -> Iterator[ProcessRound]:
-        """Run the steps of rounds, yield each round after its steps, and update after its transfers."""
-        for round_ in in_turn(rounds):
-            yield round_
-            if round_.completed is not None and (round_.completed + 1) % self._k == 0:
-                self._update()
-
-    def _update(self) -> None:
+    def __call__(self, m: int) -> None:
+        """Update if microbatch ``m``, which every stage has done, is the last of an update."""
+        if (m + 1) % self._k:
+            return
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         for update in self._updates:
             squares += update.pending.squared_norm
