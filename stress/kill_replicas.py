@@ -210,7 +210,7 @@ def main() -> None:
         assert set(statuses) == {reporting.STOPPED}, run.output()
         drains, trained = run.assert_equal(), run.trained()
     print(f"{len(kills)} kills, {options.processes} processes, {trained} microbatches, {time.monotonic() - started:.0f} s")
-    print(f"{sum(row['lost']['samples'] for row in kills)} samples lost; replicas equal after {drains} drains")
+    print(f"at most {sum(row['missed']['samples'] for row in kills)} samples missed; replicas equal after {drains} drains")
 
 
 if __name__ == "__main__":

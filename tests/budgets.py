@@ -38,7 +38,7 @@ ROOMS = {
     ("petra/data",): Budget(1_800, 1_800),
     ("petra/models",): Budget(1_700, 1_700),
     ("petra/inplace_abn",): Budget(2_000, 2_000),
-    ("petra/elastic", "launch/elastic"): Budget(1_080, 1_000),
+    ("petra/elastic", "launch/elastic"): Budget(1_000, 1_000),
     ("petra/diagnostics",): Budget(930, 800),
     ("petra/cost_model",): Budget(1_970, 1_500),
     ("petra/analysis",): Budget(450, 400),

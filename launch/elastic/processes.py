@@ -28,13 +28,11 @@ from petra.elastic.membership import Membership
 from petra.errors import require
 
 from ..runtime.agent import LOOPBACK, stop_signals
-from ..runtime.rank import Process, agree_on_start
+from ..runtime.rank import Process, agree_on_start, integer
 from ..runtime.reporting import CANCELLED, FAILED, STOPPED
 
 REPLICA, STORE = "PETRA_REPLICA", "PETRA_STORE"
 """Environment variables: the index of a replica, and address and port of the store that all replicas share."""
-SHUTDOWN = 3.0
-"""Seconds that the other processes of a replica have to end after one of them has failed."""
 SOON, ATTEMPTS = 60.0, 5
 """A replica is given up if it fails by itself this many times in a row, each time within this many seconds."""
 
@@ -63,13 +61,12 @@ class Replica:
         Raises:
             ConfigError: If one is missing or invalid.
         """
-        index, store = os.environ.get(REPLICA, ""), os.environ.get(STORE, "")
-        expected = f"an integer from 0 to {replicas - 1} with cluster.elastic=true (petra train --nproc sets it)"
-        valid = index.isdecimal() and int(index) < replicas
-        require(valid, f"environment variable {REPLICA}", expected, index or "nothing")
+        note = " with cluster.elastic=true (petra train --nproc sets it)"
+        index = integer(f"environment variable {REPLICA}", os.environ.get(REPLICA), 0, replicas - 1, note)
+        store = os.environ.get(STORE, "")
         host, _, port = store.rpartition(":")
         require(bool(host) and port.isdecimal(), f"environment variable {STORE}", "<host>:<port>", store or "nothing")
-        return Replica(int(index), process, replicas, host, int(port))
+        return Replica(index, process, replicas, host, int(port))
 
     def in_run(self, replicas: Sequence[int]) -> Process:
         """Return the rank of this process among those of ``replicas``."""
@@ -105,7 +102,7 @@ StartProcess = Callable[[Mapping[str, str]], Any]
 
 
 class ReplicaProcesses:
-    """The processes of one replica. If one of them fails, all of them are ended and started again.
+    """The processes of one replica. If one of them fails, the others are killed, and all of them are started again.
 
     Args:
         start: Starts a process.
@@ -115,7 +112,7 @@ class ReplicaProcesses:
 
     Attributes:
         running: The processes, by rank.
-        status: Exit status of the replica, or None while it runs or is restarted.
+        status: Largest exit status of the processes (negative: number of a signal), or None while they run or are restarted.
         restarts: Number of restarts.
     """
 
@@ -134,14 +131,13 @@ class ReplicaProcesses:
         }
         self.status: int | None = None
         self.restarts = self._failures = 0
-        self._failed: float | None = None
         self.begin()
 
     def begin(self) -> None:
         """Start all processes."""
         ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(self._processes)]
         self.running = [self._start({**self._environment, **rank}) for rank in ranks]
-        self._started, self._failed = time.monotonic(), None
+        self._started = time.monotonic()
 
     def signal(self, number: int) -> None:
         """Send a signal to the processes that still run."""
@@ -157,24 +153,22 @@ class ReplicaProcesses:
             restart: Whether to restart a replica that has failed.
         """
         statuses = [process.poll() for process in self.running]
-        if self.status is not None or (all(status in (None, 0) for status in statuses) and None in statuses):
+        failures = [status for status in statuses if status]
+        ended = None not in statuses
+        if self.status is not None or not (failures or ended):
             return
-        if None in statuses:
-            if self._failed is None:
-                self._failed = time.monotonic()
-            elif time.monotonic() - self._failed > SHUTDOWN and not set(statuses) & {STOPPED, CANCELLED}:
+        stopped = bool({*failures} & {STOPPED, CANCELLED})
+        if not ended:
+            if not stopped:
                 self.signal(signal.SIGKILL)
             return
-        failures = [status for status in statuses if status]
-        now = time.monotonic()
-        by_itself = all(status > 0 for status in failures if status) and now - self._started < SOON
+        by_itself = max(failures, default=0) > 0 and time.monotonic() - self._started < SOON
         self._failures = self._failures + 1 if by_itself else 0
-        if not failures or not restart or set(failures) & {STOPPED, CANCELLED} or self._failures == ATTEMPTS:
-            first = failures[0] if failures else 0
-            self.status = first if first is not None and first >= 0 else 128 - (first or 0)
-        else:
+        if failures and restart and not stopped and self._failures < ATTEMPTS:
             self.restarts += 1
             self.begin()
+        else:
+            self.status = max(failures, default=0)
 
 
 def run_replicas(processes: int, replicas: int, module: str, arguments: Sequence[str]) -> None:
@@ -187,10 +181,9 @@ def run_replicas(processes: int, replicas: int, module: str, arguments: Sequence
         replicas: Number of replicas.
     """
     command = [sys.executable, "-m", module, *arguments]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
 
     def start(variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(command, env={**environment, **variables})
+        return subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", **os.environ, **variables})
 
     store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     started = [ReplicaProcesses(start, index, processes // replicas, store.port) for index in range(replicas)]
@@ -213,5 +206,4 @@ def run_replicas(processes: int, replicas: int, module: str, arguments: Sequence
         for replica in started:
             replica.signal(signal.SIGKILL)
     statuses = [replica.status or 0 for replica in started]
-    ended = next((status for status in (0, STOPPED, CANCELLED) if status in statuses), FAILED)
-    sys.exit(ended)
+    sys.exit(next((status for status in (0, STOPPED, CANCELLED) if status in statuses), FAILED))

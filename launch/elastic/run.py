@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -49,19 +49,15 @@ class Handover:
     Attributes:
         facts: Facts as in a checkpoint, with the clock.
         members: Replicas of the last generation.
-        lost: First microbatch without a replica, by stage and replica, for replicas lost in the last generation.
-        absent: First microbatch without a replica, for replicas that were lost earlier and have not returned.
-        stalls: Seconds that a loss has delayed a process of the last generation.
-        since: Time at which the generation ended, in seconds since the epoch.
+        start: Microbatches done when the last training of the generation began.
+        absent: Microbatches that a replica may have missed begin here, for replicas that were lost and have not returned.
         state: State of this process's stages.
     """
 
     facts: dict[str, Any]
     members: tuple[Member, ...]
-    lost: dict[tuple[int, int], int] = field(default_factory=dict)
+    start: int
     absent: dict[int, int] = field(default_factory=dict)
-    stalls: list[float] = field(default_factory=list)
-    since: float = 0.0
     state: State = field(default_factory=dict)
 
 
@@ -76,8 +72,7 @@ def run(config: Config, process: Process) -> None:
         return
     replica = Replica.from_environment(process, config.dp)
     setup = set_up(config, replica.in_run(range(config.dp)))
-    idle = not all(setup.plan.layout.processes)
-    require(not idle, "cluster.elastic", "false if processes have no stage", "true")
+    require(all(setup.plan.layout.processes), "cluster.elastic", "false if processes have no stage", "true")
     notes = prepare_process(setup)
     membership = replica.membership(str(config.run_dir), config.trainer.timeout)
     stop, handover = StopRequest(), None
@@ -106,7 +101,8 @@ def run_generation(
     try:
         with membership.concluding("started"):
             shared = share(handover, membership)
-            start = find_start(setup.config, process) if shared is None else start_from(shared, setup.config)
+            folder = Path(str(setup.config.run_dir))
+            start = Start(folder, shared.facts, state=shared.state) if shared else find_start(setup.config, process)
             replicas = ElasticReplicas(setup.plan.layout, setup.device, membership)
             current = TrainingRun(setup, process, start, stop, notes, replicas, ElasticTrainer)
             absent = report_changes(current, membership, shared)
@@ -131,10 +127,9 @@ def hand_over(run: TrainingRun, membership: Membership, absent: dict[int, int]) 
     replicas = run.pipeline.replicas
     assert isinstance(replicas, ElasticReplicas)
     state = {key: value.to("cpu", copy=True) for key, value in state_of(run.pipeline, every_replica=True).items()}
-    facts = {**run.checkpoints.facts, "trainer": run.trainer.state(), "clock": run.pipeline.microbatches_done}
-    return Handover(
-        facts, membership.generation.members, dict(replicas.lost), absent, replicas.tolerant_sums.stalls, time.time(), state
-    )
+    facts = {**run.checkpoints.facts, "trainer": run.trainer.state(), "clock": (clock := run.pipeline.microbatches_done)}
+    start = clock if replicas.start is None else replicas.start
+    return Handover(facts, membership.generation.members, start, absent, state)
 
 
 def share(handover: Handover | None, membership: Membership) -> Handover | None:
@@ -147,64 +142,37 @@ def share(handover: Handover | None, membership: Membership) -> Handover | None:
     first = gathered[0]
     if first is None:
         return None
-    first.lost = {key: m for other in gathered if other is not None for key, m in other.lost.items()}
-    first.stalls = [seconds for other in gathered if other is not None for seconds in other.stalls]
     message = [None if handover is None else handover.state]
     for receiver in range(processes, dist.get_world_size()):
         if rank == receiver % processes:
             dist.send_object_list(message, receiver, device=torch.device("cpu"))
         if rank == receiver:
             dist.recv_object_list(message, receiver % processes, device=torch.device("cpu"))
-    assert message[0] is not None
-    first.state = message[0]
+    first.state = message[0] or {}
     return first
 
 
-def start_from(handover: Handover, config: Config) -> Start:
-    """Return the start of a generation from the state of the one before."""
-    return Start(Path(str(config.run_dir)), handover.facts, state=handover.state)
-
-
 def report_changes(run: TrainingRun, membership: Membership, handover: Handover | None) -> dict[int, int]:
-    """Print and record which replicas were lost and which return. Return the first microbatch without each absent one.
-
-    The number of samples counts each sample of a lost replica that at least one stage was not trained on.
-    """
+    """Print and record which replicas were lost and which return. Return the new :attr:`Handover.absent`."""
     if handover is None:
         return {}
     clock, rows, members = int(handover.facts["clock"]), run.pipeline.plan.layout.inputs.shape[0], membership.generation.members
-    absent, events = dict(handover.absent), list[dict[str, Any]]()
+    absent = dict(handover.absent)
+
+    def record(text: str, **event: Any) -> None:
+        if run.records is not None:
+            print(text, flush=True)
+            JsonLines(run.folder / EVENTS).log(event | {"time": time.time()})
+
     for replica, _ in (member for member in handover.members if member not in members):
-        stages = {stage + 1: m + 1 for (stage, r), m in sorted(handover.lost.items()) if r == replica}
-        absent[replica] = min((m - 1 for m in stages.values()), default=clock)
-        events.append(
-            {
-                "event": "lost",
-                "replica": replica + 1,
-                "microbatch": absent[replica] + 1,
-                "stages": stages,
-                "stalls": handover.stalls,
-            }
-        )
+        absent[replica] = handover.start
+        text = f"replica {replica + 1} was lost after microbatch {handover.start}; the others continue without it"
+        record(text, event="lost", replica=replica + 1, microbatch=handover.start)
     for replica, _ in (member for member in members if member not in handover.members):
-        first = absent.pop(replica, clock)
+        first, low, high = absent.pop(replica, clock), replica * rows, (replica + 1) * rows - 1
         samples = (clock - first) * rows
-        facts = {"first": first + 1, "last": clock, "rows": [replica * rows, (replica + 1) * rows - 1], "samples": samples}
-        events.append({"event": "back", "replica": replica + 1, "microbatch": clock, "lost": facts})
-    if run.records is not None:
-        for event in events:
-            print(_describe(event), flush=True)
-            JsonLines(run.folder / EVENTS).log(event | {"time": time.time(), "pause": time.time() - handover.since})
+        which = f" samples {low} to {high} of microbatches {first + 1} to {clock}," if samples else ""
+        text = f"replica {replica + 1} returns after microbatch {clock}; it missed at most{which} {samples} samples"
+        missed = {"first": first + 1, "last": clock, "rows": [low, high], "samples": samples}
+        record(text, event="back", replica=replica + 1, microbatch=clock, missed=missed)
     return absent
-
-
-def _describe(event: Mapping[str, Any]) -> str:
-    if event["event"] == "lost":
-        return f"replica {event['replica']} was lost; the others continue without it from microbatch {event['microbatch']} on"
-    lost = event["lost"]
-    if not lost["samples"]:
-        return f"replica {event['replica']} returns after microbatch {event['microbatch']}; no samples were lost"
-    return (
-        f"replica {event['replica']} returns after microbatch {event['microbatch']}; lost: samples {lost['rows'][0]} to "
-        f"{lost['rows'][1]} of microbatches {lost['first']} to {lost['last']} ({lost['samples']} samples)"
-    )

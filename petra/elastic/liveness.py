@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from petra.distributed import run_collective
-from petra.errors import CommunicationError
 
 POLL, PROBE = 0.01, 0.2
 """Seconds between two looks at the store, and between two attempts to connect to a process that is missing."""
@@ -67,14 +66,9 @@ class Liveness:
             self.declare_lost(incarnation)
         return lost
 
-    def require(self, members: Iterable[Member]) -> None:
-        """Check that no replica is lost.
-
-        Raises:
-            CommunicationError: If one is.
-        """
-        if any(self.is_lost(incarnation) for _, incarnation in members):
-            raise CommunicationError("a replica was lost")
+    def any_lost(self, members: Iterable[Member]) -> bool:
+        """Return whether one of the members is lost."""
+        return any(self.is_lost(incarnation) for _, incarnation in members)
 
     def wait_for(
         self,

@@ -50,10 +50,6 @@ class Generation:
         number, members = json.loads(store.get("generation")) if store.check(["generation"]) else (0, ())
         return Generation(number, tuple((replica, incarnation) for replica, incarnation in members))
 
-    def to_json(self) -> str:
-        """Return the generation as a value for the store."""
-        return json.dumps([self.number, self.members])
-
 
 class Membership:
     """This process's view of the generations.
@@ -64,23 +60,17 @@ class Membership:
         liveness: Which processes have ended.
 
     Attributes:
+        store: The store that all processes share.
+        process: Index of this process in its replica.
         generation: The generation that this process takes part in.
     """
 
     def __init__(self, replica: int, replicas: int, liveness: Liveness) -> None:
         self.replica, self.replicas, self.liveness = replica, replicas, liveness
+        self.store: Store = liveness.store
+        self.process = liveness.process
         self.generation = Generation(0, ())
         self._agreed: str | None = None  # key of the last operation on which this process has agreed
-
-    @property
-    def store(self) -> Store:
-        """The store that all processes share."""
-        return self.liveness.store
-
-    @property
-    def process(self) -> int:
-        """Index of this process in its replica."""
-        return self.liveness.process
 
     @property
     def position(self) -> int:
@@ -153,14 +143,13 @@ class Membership:
         """
         ok = True
         try:
-            with watched(lambda: self.liveness.require(self.generation.members)):
+            with watched(self._require_all):
                 yield
         except Interrupted:
             raise
         except Exception as error:
             time.sleep(PROBE)  # a process that has just died may still accept a connection
-            members = self.generation.members
-            if not (is_communication_error(error) or any(self.liveness.is_lost(i) for _, i in members)):
+            if not (is_communication_error(error) or self.liveness.any_lost(self.generation.members)):
                 raise
             ok = False
         self.conclude(phase, ok=ok, admit=admit)
@@ -249,8 +238,12 @@ class Membership:
     def _publish(self, current: Generation, members: Sequence[Member]) -> None:
         """Replace the current generation, unless another process has done so."""
         newest = {replica: (replica, incarnation) for replica, incarnation in members}
-        following = Generation(current.number + 1, tuple(newest.values()))
-        self.store.compare_set("generation", current.to_json() if current.number else "", following.to_json())
+        replaced = json.dumps([current.number, current.members]) if current.number else ""
+        self.store.compare_set("generation", replaced, json.dumps([current.number + 1, [*newest.values()]]))
+
+    def _require_all(self) -> None:
+        if self.liveness.any_lost(self.generation.members):
+            raise CommunicationError("a replica was lost")
 
     def _require_not_lost(self) -> None:
         if self.liveness.declared_lost(self.liveness.incarnation):

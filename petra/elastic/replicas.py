@@ -9,7 +9,6 @@ new generation, in which the shares of targets are those of its members.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -40,7 +39,6 @@ class LossTolerantSums(AllReduces):
 
     Attributes:
         replicas: Indices of the replicas that still take part.
-        stalls: Seconds that each loss of a replica has delayed this process, from the failed all-reduce to the one without it.
     """
 
     def __init__(self, membership: Membership, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -51,7 +49,6 @@ class LossTolerantSums(AllReduces):
         self._started: list[tuple[Tensor, Tensor]] = []
         self._works: list[dist.Work] = []
         self._failed = False
-        self.stalls: list[float] = []
 
     def start(self, tensor: Tensor) -> None:
         copy = tensor.clone()
@@ -60,17 +57,13 @@ class LossTolerantSums(AllReduces):
 
     def finish(self) -> float:
         self._number += 1
-        failed = None
         while not self._succeeded():
-            failed = failed or time.perf_counter()
             self._remake_group()
             for tensor, copy in self._started:
                 self._reduce(copy.copy_(tensor))
         for tensor, copy in self._started:
             tensor.copy_(copy)
         self._started.clear()
-        if failed is not None:
-            self.stalls.append(time.perf_counter() - failed)
         return self._size / len(self.replicas)
 
     def _reduce(self, copy: Tensor) -> None:
@@ -122,15 +115,14 @@ class ElasticReplicas(Replicas, Hook):
 
     Attributes:
         tolerant_sums: The sums, also as ``sums``.
-        lost: For each stage and replica that were lost since the last :meth:`train_begin`: the first microbatch without it.
+        start: Microbatches done when the last training began; None before. A replica lost since then took part at least until here.
     """
 
     def __init__(self, layout: Layout, device: torch.device, membership: Membership) -> None:
         super().__init__(layout, membership.position, membership.generation.replicas, device)
         self.membership = membership
         self.sums = self.tolerant_sums = LossTolerantSums(membership, self._dp_group, device)
-        self.lost: dict[tuple[int, int], int] = {}
-        self._start = 0
+        self.start: int | None = None
 
     def attach(self, workers: Sequence[Worker], hooks: Hooks) -> None:
         """See :meth:`Replicas.attach`.
@@ -145,27 +137,14 @@ class ElasticReplicas(Replicas, Hook):
         hooks.attach(self)
 
     def train_begin(self, start: int, stop: int) -> None:
-        self._start = start
-        self.lost.clear()
+        self.start = start
         for replicas in self._stages.values():
             for bucket in replicas.buckets():
                 bucket /= self.size
 
-    def all_reduce_end(self, stage: int, m: int) -> None:
-        k = self._stages[stage].worker.stage.gradients.k
-        self._note_lost(stage, max(self._start, m + 1 - k))
-
-    def _note_lost(self, stage: int, first: int) -> None:
-        for replica in self.members:
-            if replica not in self.tolerant_sums.replicas:
-                self.lost.setdefault((stage, replica), first)
-
     def _carry_over(self, worker: Worker, buckets: Sequence[Tensor], factor: float) -> None:
         for bucket in buckets:
             bucket *= factor
-        self._note_lost(
-            worker.index, max(self._start, worker.microbatches_done - worker.microbatches_done % worker.stage.gradients.k)
-        )
 
     def restored(self, worker: Worker) -> None:
         """Keep the gradients: :meth:`train_begin` divides them between the replicas."""
