@@ -2,12 +2,12 @@
 
 Environment variables describe the node. In each row, the first variable that is set counts:
 
-    meaning                 set by hand     Kubernetes (Kubeflow)  Slurm                        default
-    number of nodes         NNODES          PET_NNODES             SLURM_NNODES                 1
-    rank of this node       NODE_RANK       PET_NODE_RANK          SLURM_NODEID                 0 for a single node
-    processes on this node  NPROC_PER_NODE  PET_NPROC_PER_NODE     SLURM_GPUS_ON_NODE           auto
-    address of node 0       MASTER_ADDR     PET_MASTER_ADDR        first of SLURM_JOB_NODELIST  127.0.0.1 for a single node
-    port on node 0          MASTER_PORT     PET_MASTER_PORT        –                            29500
+    meaning                 set by hand     Kubernetes (Kubeflow)  Slurm              default
+    number of nodes         NNODES          PET_NNODES             SLURM_NNODES       1
+    rank of this node       NODE_RANK       PET_NODE_RANK          SLURM_NODEID       0 for a single node
+    processes on this node  NPROC_PER_NODE  PET_NPROC_PER_NODE     SLURM_GPUS_ON_NODE auto
+    address of node 0       MASTER_ADDR     PET_MASTER_ADDR        –                  127.0.0.1 for a single node
+    port on node 0          MASTER_PORT     PET_MASTER_PORT        –                  29500
 
 The number of processes is an integer, ``auto`` (one for each GPU, or for each core without a GPU), or a list with a number for
 each node, such as 8,2. Ranks are assigned node by node, so neighbouring stages share a node wherever possible.
@@ -20,12 +20,11 @@ processes and RevNet-34 has 8 + 8 + 2. If the nodes together take fewer, all are
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from petra.errors import invalid, require
+from petra.errors import require
 
 from . import own_module
 from .runtime.agent import run_agent, stop_before_start
@@ -62,18 +61,19 @@ class Node:
         Raises:
             ConfigError: If a variable is missing or has an invalid value.
         """
-        name, value = _first(environment, "NNODES", "PET_NNODES", "SLURM_NNODES") or ("NNODES", "1")
+        name, value = _first(environment, "NNODES", "PET_NNODES", "SLURM_NNODES", default="1")
         least, _, most = value.partition(":")
         require(most in ("", least), name, "one number, since the number of stages is fixed", value)
         nodes = integer(name, least, 1)
-        name, value = _first(environment, "NODE_RANK", "PET_NODE_RANK", "SLURM_NODEID") or _single_node("NODE_RANK", "0", nodes)
-        rank = integer(name, value, 0, nodes - 1)
-        name, value = _first(environment, "MASTER_PORT", "PET_MASTER_PORT") or ("MASTER_PORT", "29500")
-        port = integer(name, value, 1, 65535)
-        found = _first(environment, "MASTER_ADDR", "PET_MASTER_ADDR")
-        if found is None and "SLURM_JOB_NODELIST" in environment:
-            found = ("SLURM_JOB_NODELIST", first_host(environment["SLURM_JOB_NODELIST"]))
-        _, address = found or _single_node("MASTER_ADDR", "127.0.0.1", nodes)
+
+        def of_node(*names: str, default: str) -> tuple[str, str]:
+            name, value = _first(environment, *names, default=default if nodes == 1 else "")
+            require(bool(value), name, f"a value on each of {nodes} nodes", "nothing")
+            return name, value
+
+        rank = integer(*of_node("NODE_RANK", "PET_NODE_RANK", "SLURM_NODEID", default="0"), 0, nodes - 1)
+        port = integer(*_first(environment, "MASTER_PORT", "PET_MASTER_PORT", default="29500"), 1, 65535)
+        _, address = of_node("MASTER_ADDR", "PET_MASTER_ADDR", default="127.0.0.1")
         return Node(nodes, rank, _processes(environment, nodes, rank), address, port)
 
     def flags(self) -> list[str]:
@@ -174,34 +174,17 @@ def _sum(numbers: Sequence[int]) -> str:
     return " + ".join(map(str, numbers))
 
 
-def first_host(nodes: str) -> str:
-    """Return the first host of a Slurm node list: ``gpu003`` for ``gpu[003-010,12],login``.
-
-    Raises:
-        ConfigError: If the list is malformed.
-    """
-    host = re.match(r"(?:[\w.-]+|\[\d[\d,-]*\])+(?=,|$)", nodes)
-    require(host is not None, "SLURM_JOB_NODELIST", "a list of hosts such as gpu[003-010,12],login", nodes)
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes[: host.end()] if host else "")
-
-
 def _processes(environment: Mapping[str, str], nodes: int, rank: int) -> str:
-    found = _first(environment, "NPROC_PER_NODE", "PET_NPROC_PER_NODE", "SLURM_GPUS_ON_NODE")
-    name, value = found or ("NPROC_PER_NODE", "auto")
+    name, value = _first(environment, "NPROC_PER_NODE", "PET_NPROC_PER_NODE", "SLURM_GPUS_ON_NODE", default="auto")
     values = value.split(",")
     require(len(values) in (1, nodes), name, f"one number, or one for each of {nodes} node(s)", value)
     mine = values[rank if len(values) > 1 else 0]
     return mine if mine in WORDS else str(integer(name, mine, 1))
 
 
-def _first(environment: Mapping[str, str], *names: str) -> tuple[str, str] | None:
-    return next(((name, environment[name]) for name in names if environment.get(name)), None)
-
-
-def _single_node(name: str, value: str, nodes: int) -> tuple[str, str]:
-    if nodes > 1:
-        raise invalid(name, f"a value on each of {nodes} nodes", "nothing")
-    return name, value
+def _first(environment: Mapping[str, str], *names: str, default: str) -> tuple[str, str]:
+    """Return the first variable that is set, with its value; the first name and the default if none is."""
+    return next(((name, environment[name]) for name in names if environment.get(name)), (names[0], default))
 
 
 if __name__ == "__main__":

@@ -144,7 +144,11 @@ def run_on_this_machine(processes: int, module: str, arguments: Sequence[str]) -
 
 def children() -> list[int]:
     """Return the ids of the running processes that any thread of this process has started."""
-    return [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+    found: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # the thread has ended
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def _forward(number: int, frame: FrameType | None) -> None:

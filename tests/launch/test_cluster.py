@@ -19,7 +19,7 @@ from launch.config import CONF
 from launch.config.compose import register
 from launch.config.read import to_config
 from launch.config.schema import ClusterConfig
-from launch.node import Node, first_host
+from launch.node import Node
 from launch.runtime import agent, network
 from launch.runtime.rank import agree_on_start, require_distinct_gpus
 from petra import ConfigError
@@ -40,8 +40,8 @@ from petra import ConfigError
         ),
         ({"PET_NNODES": "2:2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "b"}, Node(2, 1, "auto", "b", 29500)),
         (
-            {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_NODELIST": "gpu[007,010-012]"},
-            Node(2, 1, "2", "gpu007", 29500),
+            {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_GPUS_ON_NODE": "2", "MASTER_ADDR": "a"},
+            Node(2, 1, "2", "a", 29500),
         ),
         ({"NNODES": "1", "SLURM_NNODES": "2", "SLURM_NODEID": "0", "NPROC_PER_NODE": ""}, Node(1, 0, "auto", "127.0.0.1", 29500)),
     ],
@@ -144,9 +144,9 @@ def test_invalid_numbers_of_processes(
     assert message in capsys.readouterr().err
 
 
-def test_first_host_of_a_slurm_list() -> None:
-    found = [first_host(nodes) for nodes in ("login", "a,b", "gpu[003-010,12],login", "rack[2,4]n[07-09]x", "n7,n[1-2]")]
-    assert found == ["login", "a", "gpu003", "rack2n07x", "n7"]
+def test_a_thread_that_ends_while_its_children_are_read_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "iterdir", lambda path: [path / "0"])
+    assert agent.children() == []
 
 
 def test_an_error_before_the_processes_start_is_reported_once_and_starts_nothing(
