@@ -65,12 +65,6 @@ class Setup:
         """Unit in which targets are counted: ``images``, ``tokens`` or ``pixels``."""
         return _unit(self.config.data, self.plan.inputs)
 
-    @property
-    def runtime(self) -> Runtime:
-        """Device, transport, threads and compilation of this process."""
-        trainer = self.config.trainer
-        return Runtime(self.device, trainer.transport, trainer.compile)
-
     def with_choice(self, stages: list[int], method: Method) -> Setup:
         """Return the setup with the chosen values for all settings that were ``auto``."""
         plan = _plan(self.config, self.plan.model, method, stages, self.processes, self.device)
@@ -91,21 +85,24 @@ class Setup:
         return train, test
 
     def recipe(self, microbatches_per_epoch: int = 1) -> Recipe:
-        """Return the training settings of the pipeline.
+        """Return the training settings of the pipeline. Only the loss of training smooths labels and selects pixels.
 
         Raises:
             ConfigError: If a value is out of range.
         """
-        config, rules = self.config, UpdateRules(**self.config.optim.rules)
-        if config.trainer.precision == "fp16" and rules.loss_scale is None:
+        config, trainer, rules = self.config, self.config.trainer, UpdateRules(**self.config.optim.rules)
+        if trainer.precision == "fp16" and rules.loss_scale is None:
             rules = replace(rules, loss_scale="dynamic")
+        loss = partial(F.cross_entropy, label_smoothing=trainer.label_smoothing)
+        if trainer.bootstrap is not None:
+            loss = partial(bootstrapped_cross_entropy, fraction=trainer.bootstrap, label_smoothing=trainer.label_smoothing)
         build = factory("remedy", config.remedy)
         discount = {"discount": round(config.remedy.discount * microbatches_per_epoch)} if takes(build, "discount") else {}
         remedies = build(**discount)
         return Recipe(
             optimizer=factory("optim", config.optim),
             learning_rate=learning_rate(config, microbatches_per_epoch),
-            loss=_losses(config),
+            loss=Losses(loss, F.cross_entropy),
             metrics=_metrics(config.data, self.unit),
             seed=config.seed,
             rules=rules,
@@ -114,7 +111,8 @@ class Setup:
 
     def pipeline(self, microbatches_per_epoch: int = 1, replicas: Replicas | None = None) -> Pipeline:
         """Build this rank's part of the pipeline."""
-        return Pipeline.from_plan(self.plan, self.recipe(microbatches_per_epoch), self.runtime, replicas)
+        runtime = Runtime(self.device, self.config.trainer.transport, self.config.trainer.compile)
+        return Pipeline.from_plan(self.plan, self.recipe(microbatches_per_epoch), runtime, replicas)
 
 
 def learning_rate(config: Config, microbatches_per_epoch: int) -> Schedule:
@@ -184,9 +182,9 @@ def check(config: Config, process: Process) -> None:
     require(trainer.transport in transports, "trainer.transport", alternatives(transports), trainer.transport)
     got = f"{trainer.diagnose} in {process.world} processes"
     require(trainer.diagnose is None or alone, "trainer.diagnose", "null, or one process", got)
-    memory = trainer.memory_limit
-    fits = memory is None or (memory > 0 and automatic)
-    require(fits, "trainer.memory_limit", "null, or a number > 0 with trainer.stages=auto or method.keep=auto", memory)
+    fits = trainer.memory_limit is None or automatic
+    expected = "null, or a number > 0 with trainer.stages=auto or method.keep=auto"
+    require(fits, "trainer.memory_limit", expected, trainer.memory_limit)
     fits = not (config.method.options.get("fill") and config.method.delay == AUTO)
     require(fits, "method.delay", "an integer >= 0 with method.fill=true", AUTO)
     if config.cluster.elastic:
@@ -206,18 +204,12 @@ def _check_elastic(config: Config, process: Process) -> None:
     """Check that a run can lose replicas."""
     require(config.dp > 1, "cluster.elastic", "false without replicas (dp > 1)", "true")
     require(config.checkpoint.every is not None, "checkpoint.every", "an integer >= 1 with cluster.elastic=true", "null")
-    require(
-        config.run_dir is not None and config.resume == AUTO, "cluster.elastic", "false without run_dir and resume=auto", "true"
-    )
+    located = config.run_dir is not None and config.resume == AUTO
+    require(located, "cluster.elastic", "false without run_dir and resume=auto", "true")
     require(process.device(config.trainer.device).type == "cpu", "cluster.elastic", "false on GPUs", "true")
     require(not config.trainer.exact_streams, "trainer.exact_streams", "false with cluster.elastic=true", "true")
     automatic = AUTO in (config.trainer.stages, config.method.keep, config.method.delay)
     require(not automatic, "cluster.elastic", "false with automatic settings", "true")
-
-
-def numerics(trainer: TrainerConfig) -> Numerics:
-    """Return the number formats and memory layouts of a run."""
-    return Numerics(type_of(trainer.precision), trainer.channels_last, trainer.exact_streams, type_of(trainer.wire))
 
 
 def type_of(precision: str) -> torch.dtype | None:
@@ -238,7 +230,7 @@ def _plan(
             stages=stages,
             processes=processes,
             dp=config.dp,
-            numerics=numerics(trainer),
+            numerics=Numerics(type_of(trainer.precision), trainer.channels_last, trainer.exact_streams, type_of(trainer.wire)),
             transport=trainer.transport,
             device_type=device.type,
             metrics=sum(map(size_of, _metrics(config.data, _unit(config.data, inputs)).values())),
@@ -250,7 +242,7 @@ def _plan(
 
 def _check_data_fits(config: Config) -> None:
     """Check that the model takes what the data set has: images, pixels or tokens. A model outside the package may take anything."""
-    form, name = describe_inputs(config.data).spec, config.model.name
+    (form, _), name = describe_inputs(config.data), config.model.name
     unit = _unit(config.data, form)
     images = [own for own in MODELS if own not in (*TOKEN_MODELS, *PIXEL_MODELS)]
     accepted = {"tokens": TOKEN_MODELS, "pixels": PIXEL_MODELS, "images": images}[unit]
@@ -265,15 +257,6 @@ def _unit(data: DataConfig, inputs: TensorSpec) -> str:
     if not inputs.dtype.is_floating_point:
         return "tokens"
     return "pixels" if data.name in PIXEL_DATASETS else "images"
-
-
-def _losses(config: Config) -> Losses:
-    """Return the losses of training and of evaluation. Only training smooths labels and selects pixels."""
-    trainer = config.trainer
-    training = partial(F.cross_entropy, label_smoothing=trainer.label_smoothing)
-    if trainer.bootstrap is not None:
-        training = partial(bootstrapped_cross_entropy, fraction=trainer.bootstrap, label_smoothing=trainer.label_smoothing)
-    return Losses(training, F.cross_entropy)
 
 
 def _metrics(data: DataConfig, unit: str) -> dict[str, Metric]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,44 +22,26 @@ from ..config.keys import is_shipped
 from ..config.schema import AUTO, DataConfig
 from .targets import built
 
-REQUIRED = ("classes", "size")
-"""Keys that every data set has, because the model depends on them. Most data sets fix their values."""
 
+def describe_inputs(config: DataConfig) -> tuple[TensorSpec, bool]:
+    """Return the form of a microbatch of inputs, and whether inputs are fetched a second time instead of being stored.
 
-class Inputs(NamedTuple):
-    """Microbatches of inputs, as far as the plan of a run depends on them.
-
-    Attributes:
-        spec: Shape and dtype.
-        refetch: Whether they are fetched from the data source a second time instead of being stored.
-    """
-
-    spec: TensorSpec
-    refetch: bool
-
-
-def describe_inputs(config: DataConfig) -> Inputs:
-    """Describe a microbatch of inputs from the configuration alone. Only a data set outside the package is loaded."""
-    if is_shipped(config._target_):
-        height = config.options.get("height")
-        spec, cheap = microbatch_form(config.name, config.batch_size, config.size, height), config.name not in DECODED
-    else:
-        dataset = load(config)
-        spec, cheap = _form_of(dataset, config.batch_size), dataset.train.in_memory
-    return Inputs(spec, cheap if config.refetch == AUTO else config.refetch)
-
-
-def _form_of(dataset: Dataset, batch_size: int) -> TensorSpec:
-    """Return shape and dtype of a microbatch of inputs, from the first training sample.
+    Only a data set outside the package is loaded.
 
     Raises:
-        ConfigError: If the data set's inputs are not a tensor with a row for each sample.
+        ConfigError: If its inputs are not a tensor with a row for each sample.
     """
-    read = dataset.train.inputs
-    sample = None if read is None else read(torch.tensor([0]), None)
-    if not isinstance(sample, torch.Tensor) or sample.shape[:1] != (1,):
-        raise invalid("data.name", f"a data set whose inputs are tensors with a row for each sample ({dataset.name})", sample)
-    return TensorSpec((batch_size, *sample.shape[1:]), sample.dtype)
+    if is_shipped(config._target_):
+        spec = microbatch_form(config.name, config.batch_size, config.size, config.options.get("height"))
+        cheap = config.name not in DECODED
+    else:
+        dataset = load(config)
+        read, cheap = dataset.train.inputs, dataset.train.in_memory
+        sample = None if read is None else read(torch.tensor([0]), None)
+        if not isinstance(sample, torch.Tensor) or sample.shape[:1] != (1,):
+            raise invalid("data.name", f"a data set whose inputs are tensors with a row for each sample ({dataset.name})", sample)
+        spec = TensorSpec((config.batch_size, *sample.shape[1:]), sample.dtype)
+    return spec, cheap if config.refetch == AUTO else config.refetch
 
 
 def data_sources(
@@ -109,12 +90,12 @@ def check_root(config: DataConfig) -> None:
 
 
 def load(config: DataConfig) -> Dataset:
-    """Load the data set, and check the keys that the model depends on."""
-    wanted = {key: getattr(config, key) for key in REQUIRED}
+    """Load the data set, and check the keys that the model depends on, of which most data sets fix the values."""
+    wanted = {"classes": config.classes, "size": config.size}
     dataset = built(Dataset, "data", config, **wanted)
-    for key in REQUIRED:
+    for key, value in wanted.items():
         fixed = getattr(dataset, key)
-        require(fixed == wanted[key], f"data.{key}", f"{fixed} for {dataset.name}", wanted[key])
+        require(fixed == value, f"data.{key}", f"{fixed} for {dataset.name}", value)
     return dataset
 
 
@@ -122,28 +103,20 @@ def _distribute(loaded: Dataset | None, rank: int, first: int, last: int) -> Dat
     """Return this rank's part of the data set: inputs on rank ``first`` of the replica, targets on rank ``last``.
 
     Args:
-        loaded: The data set, on rank ``first`` of each replica, or on all ranks.
-        rank: Rank of this process.
-        first: Rank of the replica's first stage.
-        last: Rank of the replica's last stage.
+        loaded: The data set, on the ranks of the first stages, or on all ranks.
     """
     outlines: list[Dataset | None] = all_gather_objects(None if loaded is None else loaded.part())
     outline = outlines[0]
     assert outline is not None
-    for other, found in enumerate(outlines):
-        if found is not None and _counts(found) != _counts(outline):
-            raise invalid("data.root", f"{_counts(outline)} as on rank 0", f"{_counts(found)} on rank {other}", DataError)
+    counts = [found and f"{found.train.count} training samples and {found.test.count} test samples" for found in outlines]
+    for other, count in enumerate(counts):
+        require(count in (None, counts[0]), "data.root", f"{counts[0]} as on rank 0", f"{count} on rank {other}", DataError)
     if last == first or None not in outlines:
         return loaded or outline
     if loaded is not None:
         dist.send_object_list([loaded.part(targets=True)], dst=last)
         return loaded.part(inputs=True)
+    received = [outline]
     if rank == last:
-        received = [outline]
         dist.recv_object_list(received, src=first)
-        outline = received[0]
-    return outline
-
-
-def _counts(dataset: Dataset) -> str:
-    return f"{dataset.train.count} training samples and {dataset.test.count} test samples"
+    return received[0]

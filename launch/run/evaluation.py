@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from petra.distributed import raise_on_all_ranks
-from petra.engine.totals import Result
 from petra.errors import require
 from petra.inplace_abn import ConfusionMatrix
 from petra.inplace_abn.label_maps import TileSamples
@@ -39,30 +38,33 @@ def evaluate(config: Config, weights: Weights, process: Process, folder: Path, i
         PetraError: If the configuration, the data or the weights can't be used. Raised on every rank.
     """
     config = for_inference(config)
-    checked = set_up(config, process)
+    setup = set_up(config, process)
     set_numerics(config.trainer)
-    fits = not images or checked.unit == "pixels"
-    require(fits, "pictures", f"none with data={config.data.name}, which has no pixels", images)
-    with process.process_group(checked.device, config.trainer.timeout):
-        numbers = evaluate_in_group(checked, weights)
+    fits = not images or setup.unit == "pixels"
+    require(fits, "--pictures", f"none with data={config.data.name}, which has no pixels", images)
+    with process.process_group(setup.device, config.trainer.timeout):
+        numbers = _evaluate_in_group(setup, weights)
     if images and process.first:
         write_pictures(config, weights, numbers["iou"], folder / "pictures", images)
     return numbers
 
 
-def evaluate_in_group(setup: Setup, weights: Weights) -> dict[str, Any]:
-    """Implement :func:`evaluate` inside the process group. The pipeline ends with this function, before the group does."""
+def _evaluate_in_group(setup: Setup, weights: Weights) -> dict[str, Any]:
+    """Return loss and metrics. The pipeline ends with this function, before the process group does.
+
+    With pixels, also the intersection over union by class, None for classes that don't occur.
+    """
     train, test = setup.data()
-    pipeline = setup.pipeline()
+    pipeline, data = setup.pipeline(), setup.config.data
     with raise_on_all_ranks():
         weights.load_into(pipeline, train.vocabulary)
     result = pipeline.evaluate(test, limited(test.batches, setup.config.trainer.limit_batches))
-    return {
-        "weights": str(weights.path),
-        setup.unit: result.targets,
-        **means(result, setup.unit, test.bytes_per_target),
-        **_per_class(setup, result),
-    }
+    numbers = {"weights": str(weights.path), setup.unit: result.targets, **means(result, setup.unit, test.bytes_per_target)}
+    if "miou" in result.counts:
+        values = ConfusionMatrix(data.classes).per_class(result.counts["miou"])
+        names = CITYSCAPES_CLASSES if data.name == "cityscapes" else range(len(values))
+        numbers["iou"] = {str(name): None if isnan(iou) else iou for name, iou in zip(names, values, strict=True)}
+    return numbers
 
 
 def write_pictures(config: Config, weights: Weights, per_class: Mapping[str, float | None], folder: Path, count: int) -> None:
@@ -75,12 +77,3 @@ def write_pictures(config: Config, weights: Weights, per_class: Mapping[str, flo
         write_text_atomically(folder / "iou.md", table(("class", "IoU"), rows, aligned=True))
         for name, picture in pictures(weights.network(config), reader, [*per_class], count):
             picture.save(folder / f"{name}.png")
-
-
-def _per_class(setup: Setup, result: Result) -> dict[str, dict[str, float | None]]:
-    """Return the intersection over union by class, None for classes that don't occur. Nothing without a confusion matrix."""
-    if "miou" not in result.counts:
-        return {}
-    values = ConfusionMatrix(setup.config.data.classes).per_class(result.counts["miou"])
-    names = CITYSCAPES_CLASSES if setup.config.data.name == "cityscapes" else range(len(values))
-    return {"iou": {str(name): None if isnan(iou) else iou for name, iou in zip(names, values, strict=True)}}

@@ -168,15 +168,15 @@ def default_folder(config: Config) -> Path:
     """
     names = (config.model.name, config.method.name, config.data.name)
     name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_" + "_".join(re.sub(r"[^\w.-]", "-", part) for part in names)
-    for path in (Path("runs", name if number == 1 else f"{name}_{number}") for number in count(1)):
+    path, numbers = Path("runs", name), count(2)
+    while True:
         try:
             path.mkdir(parents=True)
+            return path
         except FileExistsError:
-            continue
+            path = Path("runs", f"{name}_{next(numbers)}")
         except OSError as error:
             raise invalid("run_dir", "a folder, since the default one cannot be created", f"{path} ({error.strerror})") from error
-        return path
-    raise AssertionError
 
 
 def require_shared(folder: Path, timeout: float, process: Process) -> None:

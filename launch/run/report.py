@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +17,7 @@ from .folder import CONFIG, RunFolder
 
 REPORT = "report.html"
 TEMPLATE = Path(__file__).parents[1] / "templates" / REPORT
-SPEED, STORED = "_per_second", "buffer_bytes"
+SPEED = "_per_second"
 MOST_POINTS = 400
 """Points of a line in a diagram. Of longer lines, every n-th point is drawn."""
 Row = Mapping[str, Any]
@@ -37,21 +37,17 @@ def write_report(folder: Path, summary: Row | None = None) -> Path:
     run, trace, config = RunFolder(folder), folder / "trace.json", folder / CONFIG
     rows, summary = run.rows(), run.summary() if summary is None else summary
     intervals, processes = read_trace(trace) if trace.exists() else ((), ())
-    by_stage = _stage_curves(rows)
     incomplete = "This run is not complete; the page shows what it has recorded so far."
     page = Template(TEMPLATE.read_text(encoding="utf-8"), autoescape=True, trim_blocks=True).render(
         name=folder.resolve().name,
         sentence=f"{describe(summary)}, on {summary['data']}, PyTorch {summary['torch']}." if summary else incomplete,
         numbers=[*_numbers(rows, summary)],
-        curves=_drawn([*curve_panels({"": rows}, {"": run.updates()}), *_other_curves(rows)]),
         layout=summary.get("layout", ()),
         text_columns=("blocks", "stores"),
         cell=_cell,
-        stages=_drawn((Panel("epoch", k.replace("_", " "), v) for k, v in by_stage.items() if k != STORED), shaded=True),
-        memory=_drawn(_memory(summary, by_stage.get(STORED, {}))),
         timeline=svg(timeline_figure(intervals, "", "seconds", processes)) if intervals else "",
-        gradients=_drawn(gradient_panels(compared) if (compared := run.gradients()) else (), shaded=True),
         config=config.read_text(encoding="utf-8", errors="replace") if config.exists() else "",
+        **{section: [_drawn(panel, section) for panel in panels] for section, panels in _panels(run, rows, summary).items()},
     )
     write_text_atomically(folder / REPORT, page.lstrip())
     return folder / REPORT
@@ -65,13 +61,37 @@ def describe(facts: Row) -> str:
     )
 
 
-def _drawn(panels: Iterable[Panel], *, shaded: bool = False) -> list[str]:
-    """Return each diagram as an SVG element."""
-    found = []
-    for panel in panels:
-        lines = {name: [*points[:: -(-len(points) // MOST_POINTS) or 1]] for name, points in panel.lines.items()}
-        found.append(panel_svg(replace(panel, lines=lines), shaded=shaded))
-    return found
+def _panels(run: RunFolder, rows: Sequence[Row], summary: Row) -> dict[str, list[Panel]]:
+    """Return the diagrams of each section of the page."""
+    stages: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in rows:
+        for key in (key for key in row if key.startswith("stage/")):
+            _, stage, kind = key.split("/")
+            stages.setdefault(kind, {}).setdefault(f"stage {stage}", []).append((row["epoch"], row[key]))
+    stored = [max(size for _, size in curve) for curve in stages.pop("buffer_bytes", {}).values()]
+    peaks, compared = summary.get("peak_memory_bytes", ()), run.gradients()
+    curves, memory = curve_panels({"": rows}, {"": run.updates()}), []
+    for key in (key for key in rows[-1] if key == "learning_rate" or key.endswith(SPEED)):
+        label = key.replace(SPEED, "/s").replace("_", " ")
+        curves.append(Panel("epoch", label, {label: [(row["epoch"], row[key]) for row in rows if key in row]}))
+    for place, label, first, sizes, shown in (
+        ("process", "peak memory of the process, MB", 0, peaks, len(peaks) > 1),
+        ("stage", "inputs stored between forward and backward, MB", 1, stored, any(stored)),
+    ):
+        if shown:
+            memory.append(Panel(place, label, {label: [(i, size / 1e6) for i, size in enumerate(sizes, first)]}, bars=True))
+    return {
+        "curves": curves,
+        "stages": [Panel("epoch", kind.replace("_", " "), lines) for kind, lines in stages.items()],
+        "memory": memory,
+        "gradients": gradient_panels(compared) if compared else [],
+    }
+
+
+def _drawn(panel: Panel, section: str) -> str:
+    """Return a diagram as an SVG element."""
+    lines = {name: [*points[:: -(-len(points) // MOST_POINTS) or 1]] for name, points in panel.lines.items()}
+    return panel_svg(replace(panel, lines=lines), shaded=section in ("stages", "gradients"))
 
 
 def _numbers(rows: Sequence[Row], summary: Row) -> Iterator[tuple[str, str]]:
@@ -88,34 +108,6 @@ def _numbers(rows: Sequence[Row], summary: Row) -> Iterator[tuple[str, str]]:
     if summary:
         yield "peak memory, largest process", f"{max(summary['peak_memory_bytes']) / 1e6:,.0f} MB"
         yield "duration", str(timedelta(seconds=round(summary["wall_seconds"])))
-
-
-def _other_curves(rows: Sequence[Row]) -> Iterator[Panel]:
-    """Yield the learning rate and the speed by epoch."""
-    for key in (key for key in rows[-1] if key == "learning_rate" or key.endswith(SPEED)):
-        label = key.replace(SPEED, "/s").replace("_", " ")
-        yield Panel("epoch", label, {label: [(row["epoch"], row[key]) for row in rows if key in row]})
-
-
-def _memory(summary: Row, stored: Mapping[str, Sequence[tuple[float, float]]]) -> Iterator[Panel]:
-    """Yield the peak memory of each process, if there are several, and the largest buffer of each stage."""
-    peaks, sizes = summary.get("peak_memory_bytes", ()), [max(size for _, size in curve) for curve in stored.values()]
-    for place, label, first, values, shown in (
-        ("process", "peak memory of the process, MB", 0, peaks, len(peaks) > 1),
-        ("stage", "inputs stored between forward and backward, MB", 1, sizes, any(sizes)),
-    ):
-        if shown:
-            yield Panel(place, label, {label: [(i, size / 1e6) for i, size in enumerate(values, first)]}, bars=True)
-
-
-def _stage_curves(rows: Sequence[Row]) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Return the metrics of stages by epoch: by the name of the metric, then of the stage."""
-    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for row in rows:
-        for key in (key for key in row if key.startswith("stage/")):
-            _, stage, kind = key.split("/")
-            found.setdefault(kind, {}).setdefault(f"stage {stage}", []).append((row["epoch"], row[key]))
-    return found
 
 
 def _cell(value: Any) -> str:

@@ -29,12 +29,8 @@ def factory(group: str, section: Section) -> Callable[..., Any]:
     function = imported(f"{group}._target_", section._target_)
     for name, value in section.options.items():
         if not takes(function, name):
-            raise no_parameter(
-                f"{group}.{name}",
-                value,
-                section._target_,
-                [each for each in signature(function).parameters if each not in section.GIVEN],
-            )
+            options = [each for each in signature(function).parameters if each not in section.GIVEN]
+            raise no_parameter(f"{group}.{name}", value, section._target_, options)
     made: Callable[..., Any] = instantiate({"_target_": section._target_, **section.options, "_partial_": True, "_convert_": "all"})
     return made
 
@@ -59,10 +55,10 @@ def built(kind: type[Built], group: str, section: Section, **given: Any) -> Buil
         expected = f"a function that can be called with {', '.join(given) or 'no arguments'}"
         raise invalid(f"{group}._target_", expected, f"{section._target_} ({first_line(error)})") from error
     made = function(**given)
-    expected, got = f"a function that returns a {kind.__module__}.{kind.__name__}", f"{section._target_}, which returns {made!r}"
-    require(isinstance(made, kind), f"{group}._target_", expected, got)
-    result: Built = made
-    return result
+    if not isinstance(made, kind):
+        expected = f"a function that returns a {kind.__module__}.{kind.__name__}"
+        raise invalid(f"{group}._target_", expected, f"{section._target_}, which returns {made!r}")
+    return made
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:

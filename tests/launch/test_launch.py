@@ -25,6 +25,7 @@ from launch.config.read import to_config
 from launch.config.schema import GROUPS, SECTIONS
 from launch.run.build import Setup, learning_rate, set_up
 from launch.run.data import data_sources
+from launch.run.folder import as_data
 from launch.runtime.rank import Process
 from petra import ConfigError, PetraError, TensorSpec
 from petra.data import Dataset, EvalSource, TrainSource, load_dataset
@@ -340,7 +341,7 @@ def test_two_processes_give_the_numbers_of_one_and_leave_all_records(tmp_path: P
     folder = tmp_path / "2"
     assert {p.name for p in folder.iterdir()} == RECORDS
     assert {p.name for p in tmp_path.iterdir()} == {"1", "2", "cwd"}
-    assert {p.name for p in (tmp_path / "cwd").iterdir()} == {"out0", "out1", "err0", "err1"}
+    assert {p.name for p in (tmp_path / "cwd").iterdir() if p.is_file()} == {"out0", "out1", "err0", "err1"}
     summary = json.loads((folder / "summary.json").read_text())
     found = {key: summary[key] for key in ("method", "delay", "model", "stages", "processes", "transport", "k", "epochs")}
     assert found == dict(method="petra", delay=2, model="revnet18", stages=10, processes=2, transport="lockstep", k=4, epochs=1)
@@ -381,7 +382,8 @@ def test_runs_are_compared_from_their_folders(tmp_path: Path, capsys: pytest.Cap
     row = {"epoch": 1, "microbatches": 8, "train_loss": 1.5, "train_accuracy": 0.4, "test_loss": 1.25, "test_accuracy": 0.5}
     for name, accuracy in (("a", 0.5), ("b", 0.75)):
         (tmp_path / name).mkdir()
-        OmegaConf.save(to_composed(f"method.delay={len(name)}"), tmp_path / name / "config.yaml")
+        config = as_data(compose_overrides([f"method.delay={len(name)}"]))
+        OmegaConf.save(OmegaConf.create(config), tmp_path / name / "config.yaml")
         (tmp_path / name / "metrics.jsonl").write_text(json.dumps(row | {"test_accuracy": accuracy}) + "\n")
     compare([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "plot" / "c.png")])
     assert "| b | petra | 1 | 4 | 1 of 300 | 1.5000 | 1.2500 | 75.00% | 75.00% |" in capsys.readouterr().out
