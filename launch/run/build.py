@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from petra.cost_model.delays import largest_delay
 from petra.data import EvalSource, TrainSource
 from petra.engine.endpoints import Losses
-from petra.engine.metrics import Metric, correct_predictions, size_of
-from petra.engine.options.metrics import top5_correct
+from petra.engine.metrics import Metric, correct_predictions, size_of, top5_correct
 from petra.engine.options.remedy import Remedy
 from petra.engine.options.replicas import Replicas
 from petra.engine.recipe import Recipe

@@ -46,11 +46,7 @@ def build_stages(
     seed = derive_seed(recipe.seed, -1, replica) if replica else recipe.seed
     stages = {}
     for j in plan.layout.processes[process]:
-        own, grid = plan.stages[j], None
-        if plan.numerics.exact_streams:
-            from petra.engine.options.exact_streams import new_grid
-
-            grid = new_grid(plan, device)
+        own = plan.stages[j]
         stage = stages[j] = make_stage(
             [_block(plan, recipe, runtime, device, b) for b in own.blocks],
             own.keeps,
@@ -59,7 +55,7 @@ def build_stages(
             k=plan.k,
             seed=seed,
             numerics=plan.numerics,
-            grid=grid,
+            grid=_grid(plan, device) if plan.numerics.exact_streams else None,
             overwritten=own.staleness > 0 and own.weights is Weights.CURRENT,
             returns_input=j > 0 and returns_activations(plan.stages[j - 1].keeps[-1]),
             fetch=fetch,
@@ -130,6 +126,12 @@ def _around(block: nn.Module, numerics: Numerics, grid: Grid | None, *, overwrit
     return around
 
 
+def _grid(plan: Plan, device: torch.device) -> Grid:
+    """Return a new grid for exact streams, in the type of the plan's streams."""
+    pairs = [profile.outputs for profile in plan.layout.profiles if profile.reversible]
+    return Grid(pairs[0][0].dtype if pairs else torch.float32, device)
+
+
 def check_drained(plan: Plan, workers: Mapping[int, Worker], device: torch.device) -> None:
     """Check the values of a drained pipeline: exact streams and non-finite numbers. Every rank must call this function.
 
@@ -140,7 +142,7 @@ def check_drained(plan: Plan, workers: Mapping[int, Worker], device: torch.devic
     if plan.numerics.exact_streams:
         from petra.engine.options.exact_streams import check_range
 
-        check_range(plan, device, [worker.stage for worker in workers.values()])
+        check_range(_grid(plan, device), [worker.stage for worker in workers.values()])
     for worker in reversed([*workers.values()]):  # check later stages first: gradients flow upstream
         worker.update[FiniteCheck].check_drained(worker.update.microbatches_done)
 

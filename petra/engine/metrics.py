@@ -54,6 +54,16 @@ def correct_predictions(output: Tensor, targets: Tensor) -> Tensor:
     return (output.argmax(1) == targets).sum()
 
 
+def top5_correct(output: Tensor, targets: Tensor) -> Tensor:
+    """Return the number of targets among the five highest scores. Classes are dimension 1 of the output, and more than five.
+
+    Raises:
+        ModelError: If the targets are not integers.
+    """
+    require_classes("top5", targets)
+    return (output.topk(5, 1).indices == targets.unsqueeze(1)).sum()
+
+
 def require_classes(name: str, targets: Tensor) -> None:
     """Check that targets are integers.
 

@@ -63,7 +63,7 @@ class Part:
         """Restore the numbers of a checkpoint. Weights have been loaded."""
 
     def tensors(self) -> dict[str, dict[Tensor, Tensor]]:
-        """Return further state that a checkpoint contains: tensors by kind, then by parameter."""
+        """Return further state that a checkpoint contains: tensors by kind (``method/`` and a name), then by parameter."""
         return {}
 
     def resume(self, tensors: Mapping[str, Mapping[Tensor, Tensor]]) -> None:

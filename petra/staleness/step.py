@@ -45,11 +45,11 @@ class AroundStep(Part):
         """Compute what follows from weights, optimizer and ``values``, which have been loaded or have changed."""
 
     def tensors(self) -> dict[str, dict[Tensor, Tensor]]:
-        return {self.kind: self.by_parameter(self.values)} if self.kind else {}
+        return {f"method/{self.kind}": self.by_parameter(self.values)} if self.kind else {}
 
     def resume(self, tensors: Mapping[str, Mapping[Tensor, Tensor]]) -> None:
         # After a change of partition, a parameter may come from a stage without staleness, which had no state. Its state is zero.
-        saved = tensors.get(self.kind, {})
+        saved = tensors.get(f"method/{self.kind}", {})
         self.values = [saved[p].to(p, copy=True) if p in saved else torch.zeros_like(p) for p in self.parameters if saved]
         self.refresh()
 

@@ -10,9 +10,6 @@ from torch import Tensor
 from petra.engine.update import Part, Pending, Update
 from petra.torch_private import foreach_lerp_
 
-AVERAGE = "average"
-"""Kind of the averages in the state of a pipeline."""
-
 
 @contextmanager
 def averaged(updates: Iterable[Update]) -> Iterator[None]:
@@ -43,13 +40,13 @@ class WeightAverage(Part):
         self.resume({})
 
     def tensors(self) -> dict[str, dict[Tensor, Tensor]]:
-        return {AVERAGE: dict(zip(self._parameters, self.values, strict=True))}
+        return {"average": dict(zip(self._parameters, self.values, strict=True))}
 
     def resume(self, tensors: Mapping[str, Mapping[Tensor, Tensor]]) -> None:
         self.values = [p.detach().clone() for p in self._parameters]
         for average, parameter in zip(self.values, self._parameters, strict=True):
-            if parameter in tensors.get(AVERAGE, {}):
-                average.copy_(tensors[AVERAGE][parameter])
+            if parameter in (saved := tensors.get("average", {})):
+                average.copy_(saved[parameter])
 
     def run(self, pending: Pending) -> None:
         """Include the current weights."""

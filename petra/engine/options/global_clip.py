@@ -24,17 +24,15 @@ class PostponedUpdate(Update):
 
     def __call__(self, t: int) -> None:
         self.pending = self.begin(t)
-        for part in self.parts[: self._clip()]:
+        self._clip = next(i for i, part in enumerate(self.parts) if isinstance(part, Clip))
+        for part in self.parts[: self._clip]:
             part.run(self.pending)
 
     def finish(self, squared_norm: Tensor) -> None:
         """Run the other parts, given the squared norm of the whole network's gradient."""
         self.pending.clip_norm = squared_norm
-        for part in self.parts[self._clip() :]:
+        for part in self.parts[self._clip :]:
             part.run(self.pending)
-
-    def _clip(self) -> int:
-        return next(i for i, part in enumerate(self.parts) if isinstance(part, Clip))
 
 
 class GlobalClip:

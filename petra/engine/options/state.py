@@ -8,7 +8,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from petra.engine.options.averaging import AVERAGE
 from petra.engine.options.loss_scale import LossScale
 from petra.engine.update import Step
 from petra.engine.worker import Worker
@@ -20,10 +19,10 @@ Kinds = dict[str, dict[Tensor, Tensor]]
 def kinds_of(worker: Worker) -> Kinds:
     """Return all tensors of a stage that belong to a parameter, apart from its weights."""
     kinds: Kinds = defaultdict(dict)
-    scale = _scale(worker)
+    scale = worker.update.part(LossScale)
     for p in worker.stage.gradients.parameters:
         assert p.grad is not None
-        kinds["gradient"][p] = p.grad if scale is None else (p.grad / scale).to(p.grad.dtype)
+        kinds["gradient"][p] = p.grad if scale is None else (p.grad / scale.scale).to(p.grad.dtype)
     if worker.update.optimizer is not None:
         for parameter, values in worker.update.optimizer.state.items():
             for kind, value in values.items():
@@ -32,7 +31,7 @@ def kinds_of(worker: Worker) -> Kinds:
     kinds["method/previous"] |= worker.stage.previous()
     for part in worker.update.parts:
         for kind, tensors in part.tensors().items():
-            kinds[kind if kind == AVERAGE else f"method/{kind}"] |= tensors
+            kinds[kind] |= tensors
     return kinds
 
 
@@ -52,7 +51,7 @@ def load_kinds(worker: Worker, kinds: Kinds, numbers: Mapping[str, float], clock
     update.done, update.microbatches_done = int(numbers["done"]), int(numbers["t"])
     for part in update.parts:
         part.load(numbers)
-    step, scale = update[Step], _scale(worker)
+    step, scale = update[Step], update.part(LossScale)
     if step.optimizer is not None:
         _load_optimizer(step.optimizer, kinds)
         if update.microbatches_done:
@@ -60,11 +59,11 @@ def load_kinds(worker: Worker, kinds: Kinds, numbers: Mapping[str, float], clock
     for p in worker.stage.gradients.parameters:
         assert p.grad is not None
         gradient = kinds["gradient"][p].to(p.grad)
-        p.grad.copy_(gradient if scale is None else gradient * scale)
+        p.grad.copy_(gradient if scale is None else gradient * scale.scale)
     worker.stage.gradients.restore_used()
     worker.stage.resume(clock // worker.stage.gradients.k, kinds["method/previous"])
     for part in update.parts:
-        part.resume({kind.removeprefix("method/"): tensors for kind, tensors in kinds.items()})
+        part.resume(kinds)
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, kinds: Kinds) -> None:
@@ -81,9 +80,3 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, kinds: Kinds) -> None:
     optimizer.load_state_dict(packed)
     for p, values in zip(order, saved, strict=True):
         optimizer.state[p].update({n: v.clone() for n, v in values.items() if n != "step" and v.dim() == 0 < p.dim()})
-
-
-def _scale(worker: Worker) -> Tensor | None:
-    """Return the loss scale of a stage's accumulated gradients, if there is one."""
-    part = worker.update.part(LossScale)
-    return None if part is None else part.scale
