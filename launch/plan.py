@@ -19,7 +19,7 @@ from functools import partial
 import torch
 
 from petra.cost_model.autotune import Tuned, search_within, tune
-from petra.cost_model.costs import TIMES, BlockCost, count_blocks, profile_blocks
+from petra.cost_model.costs import BlockCost, count_blocks, profile_blocks
 from petra.cost_model.machines import Link, Machines
 from petra.cost_model.memory import PredictedMemory
 from petra.cost_model.simulator import Prediction, predict
@@ -115,20 +115,18 @@ def predict_method(
     """
     count = min(len(machines.devices), len(blocks))
     links, devices = machines.connections[: count - 1], machines.devices[:count]
-    limits = [device.memory for device in devices]
+    memory: Sequence[PredictedMemory] = ()
 
-    def search(limits: Sequence[float]) -> tuple[Method, Tuned]:
-        limited = [replace(device, memory=limit) for device, limit in zip(devices, limits, strict=True)]
-        tuned = tune(blocks, method, k, count, tune_delay=tune_delay, devices=limited, link=links, transport=transport)
-        return replace(method, delay=tuned.delay), tuned
+    def search(limits: Sequence[float] | None = None) -> Tuned:
+        speeds = [device.speed for device in devices]
+        return tune(blocks, method, k, count, tune_delay=tune_delay, speeds=speeds, limits=limits, link=links, transport=transport)
 
-    memory: list[PredictedMemory] = []
     if memories is None:
-        method, tuned = search([float("inf")] * count)
+        tuned = search()
     else:
-        (method, tuned), memory = search_within(
-            limits, search, lambda found: found[1].memory, lambda found: memories(*found), "memory", "device"
-        )
+        available = [device.memory for device in devices]
+        tuned, memory = search_within(available, search, partial(memories, method), "memory", "device")
+    method = replace(method, delay=tuned.delay)
     boundary_delays = method.boundary_delays(count - 1)[: count - 1]
     found = predict(tuned.costs, method, k, link=links, transport=simulated_transport(transport, boundary_delays))
     forward = [(cost.forward_bytes, link.forward) for cost, link in zip(tuned.costs, links, strict=False)]
@@ -169,7 +167,7 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
         set_numerics(config.trainer)
         blocks = profile_blocks(model, inputs, optimizer=factory("optim", config.optim), device=setup.device, numerics=numerics)
     else:
-        blocks = tuple(_in_seconds(block, 1e12 * options.teraflops) for block in count_blocks(model, inputs, numerics))
+        blocks = tuple(block.scaled(1e-12 / options.teraflops) for block in count_blocks(model, inputs, numerics))
     transport: TransportName = "auto" if config.trainer.device == "cpu" else "lockstep"  # what auto selects on GPUs
     rows, refused, memories = [], [], partial(stage_memories, setup, {})
     petra = METHODS["petra"]
@@ -191,10 +189,9 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
         except ConfigError as error:
             refused.append(f"- {method.name}: {error}")
     samples, count = inputs.shape[0], min(len(machines.devices), len(blocks))
-    parameters = sum(block.parameter_bytes for block in blocks) / 4
     lines = [
-        f"{model.name}: {len(blocks)} blocks, {parameters / 1e9:.3g} billion parameters; microbatches of {inputs}, k = {config.k}, "
-        f"{count} of {len(machines.devices)} devices",
+        f"{model.name}: {len(blocks)} blocks, {setup.plan.parameters / 1e9:.3g} billion parameters; "
+        f"microbatches of {inputs}, k = {config.k}, {count} of {len(machines.devices)} devices",
         "",
     ]
     if rows:
@@ -224,10 +221,6 @@ def setting(row: Row) -> str:
     delay = row.method.delay if isinstance(row.method.delay, int) else f"[{','.join(map(str, row.method.delay))}]"
     chosen = [f"method={name}", f"trainer.stages=[{','.join(map(str, row.tuned.stages))}]"]
     return " ".join([*chosen, *([] if row.method.delay in ((), METHODS[name].delay) else [f"method.delay={delay}"])])
-
-
-def _in_seconds(block: BlockCost, flops: float) -> BlockCost:
-    return replace(block, **{name: getattr(block, name) / flops for name in TIMES})
 
 
 def _machines(options: argparse.Namespace) -> Machines:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from launch.run.markdown import table
-from petra.cost_model.costs import PARAMETER_COPIES, count_blocks, stage_cost
+from petra.cost_model.block_memory import Known, count_block
+from petra.method import Keep
 from petra.model import Model
 from petra.models import revnet18, revnet50
 from petra.models.layers import network
 from petra.models.revnet import revnet_body
-from petra.plan.plan import Plan, make_plan
+from petra.plan.plan import Plan, StagePlan, make_plan
 from petra.specs import TensorSpec
 
 from .paper import GPUS, TABLE3, TABLE5_BATCH, TABLE6
@@ -22,6 +23,7 @@ from .report import Report, Request, Scale
 from .runs import collect
 from .speed import iteration_jobs
 
+PARAMETER_COPIES = 3  # weights, gradients and momentum
 IMAGENET = TensorSpec((64, 3, 224, 224), torch.float32)
 CIFAR = TensorSpec((TABLE5_BATCH, 3, 32, 32), torch.float32)
 
@@ -114,22 +116,29 @@ def table6(request: Request) -> Report:
 
 def stage_parts(plan: Plan) -> list[StageParts]:
     """Return the memory of each stage of a plan, from the engine's accounting of its blocks."""
-    blocks = count_blocks(plan.model, plan.inputs)
     found = []
     for stage in plan.stages:
-        own = [blocks[b] for b in stage.blocks]
-        cost = stage_cost(own, stage.keeps, parameter_copies=0)
+        stored, graph = activations(plan.model, stage)
         last = stage is plan.stages[-1]
         boundaries = plan.boundaries[max(stage.index - 1, 0) : stage.index + 1]
         found.append(
             StageParts(
-                parameters=PARAMETER_COPIES * sum(block.parameter_bytes for block in own),
-                inputs=0 if last else stage.in_flight * cost.stored_bytes,
-                graph=cost.stored_bytes if last else cost.fixed_bytes,
+                parameters=PARAMETER_COPIES * 4 * stage.parameters,
+                inputs=0 if last else stage.in_flight * stored,
+                graph=stored if last else graph,
                 messages=sum(boundary.forward_bytes + boundary.backward_bytes for boundary in boundaries),
             )
         )
     return found
+
+
+def activations(model: Model, stage: StagePlan) -> tuple[int, int]:
+    """Return the bytes that a stage stores for one microbatch, and those of the largest graph that exists only in a backward."""
+    known, forms = Known(), [stage.inputs, *(profile.outputs for profile in stage.profiles)]
+    graphs = [count_block(model, b, form, Keep.GRAPH, known=known).stored for b, form in zip(stage.blocks, forms, strict=False)]
+    inputs = [sum(spec.bytes for spec in form) for form in forms]
+    sizes = [{Keep.GRAPH: graph, Keep.INPUT: x}.get(keep, 0) for keep, graph, x in zip(stage.keeps, graphs, inputs, strict=False)]
+    return sum(sizes), max((graph for graph, keep in zip(graphs, stage.keeps, strict=True) if keep is not Keep.GRAPH), default=0)
 
 
 def _peaks(request: Request, model: str) -> list[int]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
 from launch.run.markdown import table
 from petra.analysis.plots import Panel
-from petra.cost_model.costs import PARAMETER_COPIES, count_blocks, stage_cost
 from petra.method import Keep
 from petra.model import Model
 from petra.models import MODELS
 from petra.models.layers import PARTITIONS
+from petra.plan import make_plan
 from petra.specs import TensorSpec
 
+from .memory import PARAMETER_COPIES, activations
 from .paper import REVNET_TABLE2, REVNET_TABLE3, REVNET_TABLE4
 from .report import Report, Request, Scale, ran
 from .runs import Run, collect, job, missing, records
@@ -123,16 +125,14 @@ def partitions(request: Request) -> Report:
 def depth(request: Request) -> Report:
     """Predict the memory that very deep networks need with stored and with reconstructed activations (RevNet, appendix 7.2)."""
     inputs = TensorSpec((DEEP_IMAGES, 3, 224, 224), torch.float32)
-    lines, data = [], {}
+    lines, data = list[list[str]](), dict[str, dict[str, int]]()
     for name in ("resnet101_preact", "revnet104", "revnet602"):
         model = MODELS[name](classes=1000)
-        blocks = count_blocks(model, inputs)
-        parts = {}
+        (stage,), parts = make_plan(model, inputs, stages=1).stages, data.setdefault(name, {})
+        weights = PARAMETER_COPIES * 4 * stage.parameters
         for keep in (Keep.GRAPH, Keep.NOTHING) if name.startswith("rev") else (Keep.GRAPH,):
-            cost = stage_cost(blocks, [keep] * len(blocks))
-            parts[str(keep)] = cost.memory(1)
-        data[name] = parts
-        weights = PARAMETER_COPIES * sum(block.parameter_bytes for block in blocks)
+            keeps = tuple(keep if profile.reversible or keep is Keep.GRAPH else Keep.INPUT for profile in stage.profiles)
+            parts[str(keep)] = weights + sum(activations(model, replace(stage, keeps=keeps)))
         lines.append([name, f"{_parameters(model) / 1e6:.1f}", f"{weights / 1e9:.2f}"])
         lines[-1] += [f"{parts[str(keep)] / 1e9:.2f}" if str(keep) in parts else "–" for keep in (Keep.GRAPH, Keep.NOTHING)]
     header = ("network", "million parameters", "weights, gradients, momentum, GB", "activations stored, GB", "reconstructed, GB")

@@ -40,7 +40,7 @@ ROOMS = {
     ("petra/inplace_abn",): Budget(2_000, 2_000),
     ("petra/elastic", "launch/elastic"): Budget(1_000, 1_000),
     ("petra/diagnostics",): Budget(930, 800),
-    ("petra/cost_model",): Budget(1_970, 1_500),
+    ("petra/cost_model",): Budget(1_710, 1_500),
     ("petra/analysis",): Budget(450, 400),
     ("launch/*.py", "launch/templates"): Budget(1_460, 1_190),
     ("launch/config",): Budget(950, 400),

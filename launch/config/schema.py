@@ -86,13 +86,13 @@ class MethodConfig(Section):
         delay: Boundary delay d: difference in delay between a stage and the next, in microbatches; a list has one per boundary;
             auto: the smallest that cost no throughput.
         keep: What a block stores between forward and backward: graph; input (recompute); nothing (reconstruct; non-reversible
-            blocks store their input); a list has one per block; auto: the graph where trainer.memory_limit allows.
+            blocks store their input); a list has one per block.
     """
 
     _target_: str = METHOD
     name: str = ""
     delay: Annotated[int | list[int] | Literal["auto"], ">= 0"] = 2
-    keep: Literal["graph", "input", "nothing", "auto"] | list[Literal["graph", "input", "nothing"]] = "nothing"
+    keep: Literal["graph", "input", "nothing"] | list[Literal["graph", "input", "nothing"]] = "nothing"
 
 
 @dataclass(kw_only=True)
@@ -162,7 +162,7 @@ class TrainerConfig:
         threads: Compute threads per process; results are equal bit for bit only for the same number of threads.
         device: auto (CUDA if there is a GPU), cpu or cuda.
         timeout: Seconds that a process waits for another before the run ends with an error.
-        memory_limit: Memory limit of a stage in GB (10^9 bytes), for trainer.stages=auto and method.keep=auto; null: no limit.
+        memory_limit: Memory limit of a stage in GB (10^9 bytes), for trainer.stages=auto; null: no limit.
         log_every: Updates between two rows of updates.jsonl: means of training loss and metrics, also sent to the logger; null:
             only numbers per epoch.
         trace: Number of microbatches to record from the start, in trace.json (Perfetto, chrome://tracing), timeline.png and

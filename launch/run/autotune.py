@@ -12,8 +12,7 @@ from petra.cost_model.autotune import Tuned, search_within, tune
 from petra.cost_model.costs import profile_blocks
 from petra.cost_model.machines import INSTANT, Device, Machines, measure_link
 from petra.distributed import raise_on_all_ranks
-from petra.errors import ConfigError, require
-from petra.method import Keep, Method
+from petra.errors import require
 
 from ..config.machines import read_machines
 from ..runtime.rank import Process
@@ -44,12 +43,8 @@ def tune_setup(setup: Setup, process: Process) -> Setup:
     assert found is not None
     if process.first:
         times = ", ".join(f"{1e3 * (cost.forward + cost.backward):.3g}" for cost in found.costs)
-        print(
-            f"chosen: stages={list(found.stages)}, delay={found.delay}, keep={found.keep}; F + B of the stages: {times} ms, "
-            f"slowest over mean {found.imbalance:.2f}",
-            flush=True,
-        )
-    return setup.with_choice(list(found.stages), _chosen_method(setup, found))
+        print(f"chosen: stages={list(found.stages)}, delay={found.delay}; F + B of the stages: {times} ms", flush=True)
+    return setup.with_choice(list(found.stages), replace(setup.plan.method, delay=found.delay))
 
 
 def _measured(setup: Setup) -> Machines:
@@ -67,63 +62,34 @@ def _choose(setup: Setup, machines: Machines) -> Tuned:
         numerics=plan.numerics,
         seed=config.seed,
     )
-    processes = plan.layout.processes
-    used = [stages for stages in processes if stages]
+    processes, several = plan.layout.processes, len(plan.layout.processes) > 1
     require(len(processes) <= len(machines.devices), "cluster.machines", f"{len(processes)} devices", len(machines.devices))
-    limit = float("inf") if config.trainer.memory_limit is None else 1e9 * config.trainer.memory_limit
-    count = len(processes) if "stages" in setup.auto else len(plan.layout.stages)
-    several = len(processes) > 1
-    owners = [range(j, j + 1) for j in range(count)] if "stages" in setup.auto else used
-    devices = (
-        [device for device, owner in zip(machines.devices, owners, strict=False) for _ in owner] if several else (Device(),) * count
-    )
-    # Graphs are stored where there is memory, so each stage of a process gets an equal part of it.
-    divided = several and "keep" in setup.auto
-    sharing = [len(owner) for owner in owners for _ in owner] if divided else [1] * count
-    limits = [min(limit, device.memory / stages) for device, stages in zip(devices, sharing, strict=True)]
+    # In one process the choice of delays would not change the speed, so choose as for one process per stage.
+    stages: int | list[int] = len(processes) if "stages" in setup.auto else [len(stage) for stage in plan.layout.stages]
+    owners = [range(j, j + 1) for j in range(stages)] if isinstance(stages, int) else [owned for owned in processes if owned]
+    owned_by = machines.devices if several else (Device(),) * len(owners)
+    devices = [device for device, owned in zip(owned_by, owners, strict=False) for _ in owned]
+    links = machines.connections[: len(owners) - 1] if several else INSTANT
 
-    def search(limits: Sequence[float]) -> Tuned:
+    def search(limits: Sequence[float] | None = None) -> Tuned:
         return tune(
             blocks,
             plan.method,
             plan.k,
-            len(processes) if "stages" in setup.auto else [len(stage) for stage in plan.layout.stages],
+            stages,
             tune_delay="delay" in setup.auto,
-            tune_keep="keep" in setup.auto and _may_keep_graphs(setup),
-            devices=[replace(device, memory=limit) for device, limit in zip(devices, limits, strict=True)],
-            link=machines.connections[: len(owners) - 1] if several else INSTANT,
-            # In one process the choice of delays would not change the speed, so choose as for one process per stage.
+            speeds=[device.speed for device in devices],
+            limits=limits,
+            link=links,
             processes=owners if several else None,
             transport=config.trainer.transport,
             device_type=setup.device.type,
-            parameter_copies=_parameter_copies(setup),
         )
 
-    if min(limits) == float("inf"):
-        return search(limits)
-    memories, key = partial(stage_memories, setup, {}), "trainer.memory_limit"
-    found, _ = search_within(limits, search, lambda t: t.memory, lambda t: memories(_chosen_method(setup, t), t), key, "stage")
+    limit = float("inf") if config.trainer.memory_limit is None else 1e9 * config.trainer.memory_limit
+    available = [min(limit, device.memory) for device in devices]
+    if min(available) == float("inf"):
+        return search()
+    memories = partial(stage_memories, setup, {}, plan.method)
+    found, _ = search_within(available, search, memories, "trainer.memory_limit", "stage")
     return found
-
-
-def _chosen_method(setup: Setup, found: Tuned) -> Method:
-    return replace(setup.plan.method, delay=found.delay, keep=found.keep)
-
-
-def _parameter_copies(setup: Setup) -> int:
-    """Return how many tensors a stage has per parameter: weight, gradient, optimizer states and moving average."""
-    optim = setup.config.optim
-    states = {"adam": 2, "adamw": 2}.get(optim.name, 1)
-    return 2 + states + (optim.rules["average"] is not None)
-
-
-def _may_keep_graphs(setup: Setup) -> bool:
-    """Return whether method, precision and remedy allow ``method.keep=graph``. Otherwise auto-tuning uses ``nothing``."""
-    plan = setup.plan
-    method = replace(plan.method, keep=Keep.GRAPH)
-    try:
-        method.check(plan.delays, plan.k, autocast=plan.numerics.autocast is not None)
-        setup.recipe().check(method, plan.delays)
-    except ConfigError:
-        return False
-    return True

@@ -20,7 +20,7 @@ from petra.engine.update_rules import UpdateRules
 from petra.errors import ConfigError, alternatives, require
 from petra.inplace_abn import PIXEL_DATASETS, PIXEL_MODELS, ConfusionMatrix, bootstrapped_cross_entropy
 from petra.inplace_abn.deeplab import OUTPUT_STRIDE
-from petra.method import Keep, Method
+from petra.method import Method
 from petra.model import Model
 from petra.models import MODELS, TOKEN_MODELS
 from petra.pipeline import Pipeline
@@ -50,7 +50,7 @@ class Setup:
         plan: Plan of the run.
         device: Device of this process.
         processes: Number of processes, of all replicas together.
-        auto: Which of ``stages``, ``delay`` and ``keep`` auto-tuning must choose. The plan has provisional values for them.
+        auto: Which of ``stages`` and ``delay`` auto-tuning must choose. The plan has provisional values for them.
     """
 
     config: Config
@@ -144,10 +144,9 @@ def set_up(config: Config, process: Process) -> Setup:
     automatic = config.model.options.get("stem") == AUTO
     stem = {"stem": "imagenet" if data.size > LARGEST_CIFAR_STEM else "cifar"} if automatic else {}
     model = built(Model, "model", config.model, classes=data.classes, size=data.size, **stem)
-    settings = {"stages": wanted, "delay": config.method.delay, "keep": config.method.keep}
-    auto = frozenset(name for name, value in settings.items() if value == AUTO)
-    delay, keep = 2 if "delay" in auto else config.method.delay, Keep.NOTHING if "keep" in auto else config.method.keep
-    method = built(Method, "method", config.method, name=config.method.name, delay=delay, keep=keep)
+    auto = frozenset(name for name, value in {"stages": wanted, "delay": config.method.delay}.items() if value == AUTO)
+    delay = 2 if "delay" in auto else config.method.delay
+    method = built(Method, "method", config.method, name=config.method.name, delay=delay, keep=config.method.keep)
     if "delay" in auto:
         count = len(model.blocks) if stages is None else stages if isinstance(stages, int) else len(stages)
         method = replace(method, delay=largest_delay(method, config.k, count, 2))
@@ -165,7 +164,7 @@ def check(config: Config, process: Process) -> None:
     Raises:
         ConfigError: If a value is not accepted. The message names the key.
     """
-    trainer, alone, automatic = config.trainer, process.world == 1, AUTO in (config.trainer.stages, config.method.keep)
+    trainer, alone = config.trainer, process.world == 1
     located = config.resume != AUTO or config.run_dir is not None
     require(located, "resume", "auto only with run_dir=<the run's folder>", AUTO)
     require(config.resume_change is None or config.resume is not None, "resume_change", "null without resume", config.resume_change)
@@ -181,9 +180,8 @@ def check(config: Config, process: Process) -> None:
     require(trainer.transport in transports, "trainer.transport", alternatives(transports), trainer.transport)
     got = f"{trainer.diagnose} in {process.world} processes"
     require(trainer.diagnose is None or alone, "trainer.diagnose", "null, or one process", got)
-    fits = trainer.memory_limit is None or automatic
-    expected = "null, or a number > 0 with trainer.stages=auto or method.keep=auto"
-    require(fits, "trainer.memory_limit", expected, trainer.memory_limit)
+    fits = trainer.memory_limit is None or trainer.stages == AUTO
+    require(fits, "trainer.memory_limit", "null, or a number > 0 with trainer.stages=auto", trainer.memory_limit)
     fits = not (config.method.options.get("fill") and config.method.delay == AUTO)
     require(fits, "method.delay", "an integer >= 0 with method.fill=true", AUTO)
     if config.cluster.elastic:
@@ -207,7 +205,7 @@ def _check_elastic(config: Config, process: Process) -> None:
     require(located, "cluster.elastic", "false without run_dir and resume=auto", "true")
     require(process.device(config.trainer.device).type == "cpu", "cluster.elastic", "false on GPUs", "true")
     require(not config.trainer.exact_streams, "trainer.exact_streams", "false with cluster.elastic=true", "true")
-    automatic = AUTO in (config.trainer.stages, config.method.keep, config.method.delay)
+    automatic = AUTO in (config.trainer.stages, config.method.delay)
     require(not automatic, "cluster.elastic", "false with automatic settings", "true")
 
 

@@ -89,14 +89,14 @@ def memory_table(setup: Setup) -> str:
 
 
 def stage_memories(setup: Setup, known: Known, method: Method, tuned: Tuned) -> list[PredictedMemory]:
-    """Predict the memory of each chosen stage on a device of its own. Nothing is allocated.
+    """Predict the memory of each stage of a method with a chosen partition and delay, on a device of its own. Nothing is allocated.
 
     Args:
         known: As for :func:`petra.cost_model.memory.predict_memory`.
     """
     config = replace(setup.config, trainer=replace(setup.config.trainer, transport=AUTO))  # that of one process may be local
     several = replace(setup, config=config, processes=len(tuned.stages) * config.dp)
-    return _memory(several.with_choice(list(tuned.stages), method), known)
+    return _memory(several.with_choice(list(tuned.stages), replace(method, delay=tuned.delay)), known)
 
 
 def _memory(setup: Setup, known: Known) -> list[PredictedMemory]:

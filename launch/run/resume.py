@@ -10,7 +10,6 @@ from typing import Any
 
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.errors import DataError, invalid, require
-from petra.method import Keep
 from petra.pipeline import Pipeline
 from petra.training import Row, facts_of, newest, restore
 from petra.training.checkpoint import FACTS, verify
@@ -111,10 +110,8 @@ def restore_choices(setup: Setup, start: Start) -> Setup:
     chosen = start.facts.get("chosen")
     if not setup.auto or chosen is None or ("stages" not in setup.auto and _choices(setup)["stages"] != chosen["stages"]):
         return setup
-    delay, keep = chosen["delay"], chosen["keep"]
-    delay = tuple(delay) if isinstance(delay, list) else delay
-    keep = tuple(map(Keep, keep)) if isinstance(keep, list) else Keep(keep)
-    return setup.with_choice(chosen["stages"], replace(setup.plan.method, delay=delay, keep=keep))
+    delay = tuple(chosen["delay"]) if isinstance(chosen["delay"], list) else chosen["delay"]
+    return setup.with_choice(chosen["stages"], replace(setup.plan.method, delay=delay))
 
 
 def checkpoint_facts(setup: Setup) -> dict[str, Any]:
@@ -123,8 +120,7 @@ def checkpoint_facts(setup: Setup) -> dict[str, Any]:
 
 
 def _choices(setup: Setup) -> dict[str, Any]:
-    stages, method = [len(stage) for stage in setup.plan.layout.stages], setup.plan.method
-    return {"stages": stages, "delay": method.delay, "keep": method.keep}
+    return {"stages": [len(stage) for stage in setup.plan.layout.stages], "delay": setup.plan.method.delay}
 
 
 def load_start(pipeline: Pipeline, config: Config, start: Start, epoch: int, vocabulary: str | None = None) -> list[str]:

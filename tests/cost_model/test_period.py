@@ -40,7 +40,7 @@ def pipelines(draw: st.DrawFn) -> Case:
         for _ in range(stages)
     ]
     method = draw(st.sampled_from([*METHODS.values(), None]))
-    if method is None or method.name == "pipedream_2bw":  # whose delays k limits
+    if method is None or method.name in ("pipedream_2bw", "paci"):  # whose delays k limits
         delay = tuple(draw(st.lists(st.integers(0, 4), min_size=stages - 1, max_size=stages - 1)))
         method = Method("x", delay, Keep.NOTHING, flush=draw(st.booleans()))
     if method.flush and not method.fill and draw(st.booleans()):

@@ -11,7 +11,8 @@ from launch.run.autotune import tune_setup
 from launch.run.build import Setup
 from launch.run.dry_run import stage_memories
 from launch.run.resume import Start, restore_choices
-from petra import Keep, PetraError
+from launch.runtime.rank import Process
+from petra import PetraError
 from petra.cost_model.autotune import Tuned
 from tests.launch.test_launch import ALONE, TINY, planned
 from tests.support.forked import Forked
@@ -23,20 +24,18 @@ def counted(setup: Setup) -> list[int]:
     """Return the bytes of each stage by the account."""
     method = setup.plan.method
     stages = tuple(len(stage.blocks) for stage in setup.plan.stages)
-    return [memory.total for memory in stage_memories(setup, {}, method, Tuned(stages, method.delay, method.keep, (), ()))]
+    return [memory.total for memory in stage_memories(setup, {}, method, Tuned(stages, method.delay, (), ()))]
 
 
 def test_stages_fit_the_memory_limit_by_the_account() -> None:
-    """The estimate of the search is far below the account, so a first search finds that graphs fit."""
-    settings = (*TINY, "method.keep=auto", "trainer.stages=3")
-    free = counted(tune_setup(planned(*settings), ALONE))
+    settings, two = (*TINY, "trainer.stages=auto"), Process(rank=0, world=2, local_rank=0, local_world=2)
+    free = counted(tune_setup(planned(*settings, place=two), ALONE))
     limit = max(free) - 10_000
-    tight = tune_setup(planned(*settings, f"trainer.memory_limit={limit / 1e9}"), ALONE)
-    assert max(counted(tight)) <= limit
-    assert set(tight.plan.method.keep) != {"graph"}
-    low = 0.75 * max(free) / 1e9
+    tight = tune_setup(planned(*settings, f"trainer.memory_limit={limit / 1e9}", place=two), ALONE)
+    assert max(counted(tight)) <= limit < max(free)
+    low = 0.3 * max(free) / 1e9
     with pytest.raises(PetraError, match=rf"trainer\.memory_limit: expected at least .* GB for stage \d, got {low:.3g} GB"):
-        tune_setup(planned(*settings, f"trainer.memory_limit={low}"), ALONE)
+        tune_setup(planned(*settings, f"trainer.memory_limit={low}", place=two), ALONE)
 
 
 def test_another_partition_than_the_checkpoints_is_tuned_again() -> None:
@@ -45,7 +44,6 @@ def test_another_partition_than_the_checkpoints_is_tuned_again() -> None:
     chosen = {
         "stages": [len(s.blocks) for s in before.plan.stages],
         "delay": list(before.plan.method.delay),
-        "keep": before.plan.method.keep,
     }
     start = Start(facts={"chosen": chosen})
     assert restore_choices(planned(*settings, "trainer.stages=3"), start).plan.method.delay == before.plan.method.delay
@@ -68,9 +66,3 @@ def test_two_processes_tune_and_trace(tmp_path: Path) -> None:
     assert {f"{op}{m}" for op in "FB" for m in range(4)} <= {event["name"] for event in trace}
     (row,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert {"stage/1/forward_seconds", "stage/2/waiting_seconds", "stage/2/staleness", "stage/1/weight_drift"} <= row.keys()
-
-
-@pytest.mark.parametrize("override", ["trainer.precision=bf16", "remedy=prediction", "remedy=pipemare"])
-def test_automatic_settings_with_precision_and_remedy(override: str) -> None:
-    setup = tune_setup(planned(*TINY, "method.keep=auto", "trainer.stages=2", override), ALONE)
-    assert setup.pipeline().plan.method.keep is Keep.NOTHING
