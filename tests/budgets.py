@@ -44,7 +44,7 @@ ROOMS = {
     ("petra/analysis",): Budget(450, 400),
     ("launch/*.py", "launch/templates"): Budget(1_460, 1_190),
     ("launch/config",): Budget(950, 400),
-    ("launch/run",): Budget(2_000, 1_500),
+    ("launch/run",): Budget(1_990, 1_500),
     ("launch/runtime",): Budget(700, 700),
     ("launch/doctor", "launch/selftest"): Budget(700, 700),
     ("reproduction",): Budget(2_010, 2_000),

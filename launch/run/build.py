@@ -27,14 +27,13 @@ from petra.pipeline import Pipeline
 from petra.plan import Plan, make_plan
 from petra.plan.layout import processes_per_replica
 from petra.settings import Numerics, Runtime
-from petra.specs import TensorSpec
 from petra.training import FORMATS, Schedule, peak_rate
 from petra.training.weight_files import check_format
 
 from ..config.keys import is_shipped
 from ..config.schema import AUTO, Config, DataConfig, TrainerConfig
 from ..runtime.rank import Process
-from .data import data_sources, describe_inputs
+from .data import data_sources, describe_inputs, unit_of
 from .targets import built, factory, imported, takes
 
 LARGEST_CIFAR_STEM = 64
@@ -62,7 +61,7 @@ class Setup:
     @property
     def unit(self) -> str:
         """Unit in which targets are counted: ``images``, ``tokens`` or ``pixels``."""
-        return _unit(self.config.data, self.plan.inputs)
+        return unit_of(self.config.data, self.plan.inputs)
 
     def with_choice(self, stages: list[int], method: Method) -> Setup:
         """Return the setup with the chosen values for all settings that were ``auto``."""
@@ -70,18 +69,9 @@ class Setup:
         return replace(self, plan=plan, auto=frozenset())
 
     def data(self, replicas: Replicas | None = None) -> tuple[TrainSource, EvalSource]:
-        """Return this rank's part of the data. Every rank must call this method.
-
-        Args:
-            replicas: The replicas that take part; None for all.
-
-        Raises:
-            PetraError: If the data set cannot be used. Raised on every rank.
-        """
+        """Return this rank's part of the data, for the replicas that take part (None: all). See :func:`data_sources`."""
         members = None if replicas is None else replicas.members
-        train, test = data_sources(self.config.data, self.config.seed, self.plan.layout, self.config.trainer.timeout, members)
-        test.unit = self.unit
-        return train, test
+        return data_sources(self.config.data, self.config.seed, self.plan.layout, self.config.trainer.timeout, members)
 
     def recipe(self, microbatches_per_epoch: int = 1) -> Recipe:
         """Return the training settings of the pipeline. Only the loss of training smooths labels and selects pixels.
@@ -230,7 +220,7 @@ def _plan(
             numerics=Numerics(type_of(trainer.precision), trainer.channels_last, trainer.exact_streams, type_of(trainer.wire)),
             transport=trainer.transport,
             device_type=device.type,
-            metrics=sum(map(size_of, _metrics(config.data, _unit(config.data, inputs)).values())),
+            metrics=sum(map(size_of, _metrics(config.data, unit_of(config.data, inputs)).values())),
             refetch=refetch,
         )
     except ConfigError as error:  # names the argument
@@ -240,7 +230,7 @@ def _plan(
 def _check_data_fits(config: Config) -> None:
     """Check that the model takes what the data set has: images, pixels or tokens. A model outside the package may take anything."""
     (form, _), name = describe_inputs(config.data), config.model.name
-    unit = _unit(config.data, form)
+    unit = unit_of(config.data, form)
     images = [own for own in MODELS if own not in (*TOKEN_MODELS, *PIXEL_MODELS)]
     accepted = {"tokens": TOKEN_MODELS, "pixels": PIXEL_MODELS, "images": images}[unit]
     expected = "a model of images" if unit == "images" else alternatives(accepted)
@@ -248,12 +238,6 @@ def _check_data_fits(config: Config) -> None:
     if name in PIXEL_MODELS:
         for key, side in (("height", form.shape[2]), ("size", form.shape[3])):
             require(side % OUTPUT_STRIDE == 0, f"data.{key}", f"a multiple of {OUTPUT_STRIDE} with model={name}", side)
-
-
-def _unit(data: DataConfig, inputs: TensorSpec) -> str:
-    if not inputs.dtype.is_floating_point:
-        return "tokens"
-    return "pixels" if data.name in PIXEL_DATASETS else "images"
 
 
 def _metrics(data: DataConfig, unit: str) -> dict[str, Metric]:

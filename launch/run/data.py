@@ -15,6 +15,7 @@ from petra.data import DECODED, Dataset, EvalSource, TrainSource, microbatch_for
 from petra.data.prefetch import TIMEOUT
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.errors import DataError, invalid, require
+from petra.inplace_abn import PIXEL_DATASETS
 from petra.plan.layout import Layout
 from petra.specs import TensorSpec
 
@@ -44,6 +45,11 @@ def describe_inputs(config: DataConfig) -> tuple[TensorSpec, bool]:
     return spec, cheap if config.refetch == AUTO else config.refetch
 
 
+def unit_of(config: DataConfig, inputs: TensorSpec) -> str:
+    """Return the unit in which the targets of inputs of a form are counted: ``images``, ``tokens`` or ``pixels``."""
+    return "tokens" if not inputs.dtype.is_floating_point else "pixels" if config.name in PIXEL_DATASETS else "images"
+
+
 def data_sources(
     config: DataConfig, seed: int, layout: Layout, timeout: float = TIMEOUT, replicas: Sequence[int] | None = None
 ) -> tuple[TrainSource, EvalSource]:
@@ -70,10 +76,9 @@ def data_sources(
     rows = layout.inputs.shape[0]
     share = slice(replica * rows, (replica + 1) * rows)
     complete = replicas is None or len(replicas) == layout.dp
-    return (
-        TrainSource(dataset, config.batch_size, seed, config.augment, config.workers, share, timeout),
-        EvalSource(dataset, config.batch_size, config.workers, share if complete else slice(None), timeout),
-    )
+    test = EvalSource(dataset, config.batch_size, config.workers, share if complete else slice(None), timeout)
+    test.unit = unit_of(config, layout.inputs)
+    return TrainSource(dataset, config.batch_size, seed, config.augment, config.workers, share, timeout), test
 
 
 def check_root(config: DataConfig) -> None:

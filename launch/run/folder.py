@@ -22,8 +22,8 @@ RECORD = ".record.json"
 """How the name of a record ends: a finished run in one file, see reproduction/records/README.md."""
 FORMAT = 2
 """Layout of run folders and checkpoints."""
-LAST_READERS = {1: "dc4b0152"}
-"""The last commit that reads each older layout. Layout 1 had no number."""
+LAST_READER = "dc4b0152"
+"""The last commit that reads layout 1, which had no number."""
 TRUST = "--trust"
 """Flag of commands that read the folder of a run: import code outside of petra that its configuration names."""
 
@@ -43,7 +43,7 @@ def require_format(found: Mapping[Any, Any], source: Path) -> None:
         ConfigError: If it is another one.
     """
     number = found.get("format", 1)
-    reader = f"; commit {LAST_READERS[number]} is the last that reads it" if number in LAST_READERS else ""
+    reader = f"; commit {LAST_READER} is the last that reads it" if number == 1 else ""
     require(number == FORMAT, str(source), f"a run of format {FORMAT}", f"one of format {number}{reader}")
 
 

@@ -118,8 +118,7 @@ class Weights:
         names = [block.name for block in pipeline.plan.model.blocks]
         for name in skip:
             require(name in names, "init_skip", f"names of blocks ({', '.join(names)})", name)
-        if not skip:
-            self.require_vocabulary("data.root", vocabulary)
+        self.require_vocabulary("data.root", None if skip else vocabulary)
         load_into(pipeline, self.read(), str(self.path), skip)
 
     def network(self, config: Config) -> nn.Module:
