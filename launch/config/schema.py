@@ -191,7 +191,7 @@ class TrainerConfig:
     export: Annotated[Literal["none", "pt", "safetensors"], "same results"] = "none"
     threads: Annotated[int, ">= 1 and <= 1000", "same results"] = 1
     device: Annotated[Literal["auto", "cpu", "cuda"], "same results"] = "auto"
-    timeout: Annotated[float, "> 0 and <= 10000000", "same results"] = 600.0
+    timeout: Annotated[float, "> 0 and <= 2000000", "same results"] = 600.0
     memory_limit: Annotated[float | None, "> 0", "same results"] = None
     log_every: Annotated[int | None, ">= 1", "same results"] = 10
     trace: Annotated[int | None, ">= 1", "same results"] = None

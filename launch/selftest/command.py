@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 
 from petra import METHODS
-from petra.errors import first_line, invalid
+from petra.errors import first_line, require
 
 from ..run.markdown import table
-from ..runtime.terminal import parser_for
+from ..runtime.terminal import command, parser_for
 
 LARGEST_DIFFERENCE = 1e-3
 """Difference of weights from the CPU's, relative to the largest of each tensor, after three updates in float32."""
@@ -52,6 +52,7 @@ class Trial(NamedTuple):
     processes: int = 1
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run all parts and write the report. Exit with status 1 if a part failed."""
     parser = parser_for(__doc__)
@@ -60,8 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="small models and few microbatches, as on a machine without GPUs")
     parser.add_argument("--only", nargs="*", metavar="TEXT", help="only parts with this text in their names")
     given = parser.parse_args(arguments)
-    if not given.minutes > 0:
-        parser.error(str(invalid("--minutes", "a number > 0", given.minutes)))
+    require(given.minutes > 0, "--minutes", "a number > 0", given.minutes)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     tiny = given.tiny or not gpus
     end = time.monotonic() + 60 * given.minutes

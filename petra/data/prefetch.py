@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from threading import Thread
 from typing import Generic, TypeVar
@@ -24,9 +25,7 @@ FILES_PER_WORKER = 4 + PREFETCH_FACTOR
 """Open files of this process for each worker: the pipes of its queue and of its end, and one for each prepared microbatch."""
 _IGNORED = (signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 TIMEOUT = 600.0
-"""Seconds to wait for a microbatch by default."""
-LONGEST = 2e6
-"""Seconds that the loader can wait: the operating system takes an int of milliseconds."""
+"""Seconds to wait for a microbatch by default. The loader accepts 2^31 ms at most."""
 _LIMITS = "use fewer workers, or provide more memory, shared memory (/dev/shm, docker run --shm-size) or open files (ulimit -n)"
 
 
@@ -46,7 +45,7 @@ class Prefetcher(Generic[Result]):
     """
 
     def __init__(self, function: Callable[[int], Result], workers: int, stop: int | None = None, timeout: float = TIMEOUT) -> None:
-        self._function, self._workers, self._stop, self._patience = _Numbered(function), workers, stop, min(timeout, LONGEST)
+        self._function, self._workers, self._stop, self._patience = _Numbered(function), workers, stop, timeout
         self._next = -1
         self._results: Iterator[Result | str] = iter(())
 
@@ -86,7 +85,7 @@ class Prefetcher(Generic[Result]):
             prefetch_factor=PREFETCH_FACTOR,
             timeout=self._patience,
             multiprocessing_context="fork",
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=partial(_ignore_signals, os.getpid()),
             generator=torch.Generator(),  # so that the loader draws nothing from the global generator
         )
         # A worker inherits the blocked signals, so none arrives before it has decided what to do with them.
@@ -97,11 +96,13 @@ class Prefetcher(Generic[Result]):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _ignore_signals(worker: int) -> None:
-    """Ignore signals from anyone but the parent.
+def _ignore_signals(parent: int, worker: int) -> None:
+    """Ignore signals from anyone but the parent, and exit if it has ended already, which the loader would not notice.
 
     Clusters and terminals send signals to all processes of a job, but the run needs its workers until it has written a checkpoint.
     """
+    if os.getppid() != parent:
+        os._exit(1)
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGTERM})
