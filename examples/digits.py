@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from petra import METHODS, Method, Pipeline, Recipe, TensorSpec
-from petra.analysis.plots import curves
+from petra.analysis.plots import curve_panels, grid, save
 from petra.data import EvalSource, TrainSource, load_dataset
 from petra.models import revnet18
 from petra.training import MultiStep, sgd
@@ -55,7 +55,7 @@ def main(epochs: int = 4, microbatches: int | None = None, picture: Path = Path(
     for name, method in COMPARED.items():
         histories[name] = train(method, epochs, microbatches)
         print(f"{name:13} test accuracy {histories[name][-1]['test_accuracy']:.1%}")
-    curves(histories, picture, "RevNet-18 at a quarter of its width, on digits")
+    save(grid(curve_panels(histories), title="RevNet-18 at a quarter of its width, on digits"), picture)
     print(f"curves in {picture}")
     return histories
 

@@ -48,7 +48,7 @@ def compare(folders: Sequence[Path], out: Path | None) -> None:
     """
     if out is not None:
         require_picture(out)
-    from petra.analysis.plots import curves
+    from petra.analysis.plots import curve_panels, grid, save
     from petra.training.records import writing
 
     runs = dict(zip(_names(folders), map(_read, folders), strict=True))
@@ -56,7 +56,8 @@ def compare(folders: Sequence[Path], out: Path | None) -> None:
     if out is not None:
         with writing(out):
             out.parent.mkdir(parents=True, exist_ok=True)
-            curves({name: run.rows for name, run in runs.items()}, out, "", {name: run.updates for name, run in runs.items()})
+            histories, updates = ({name: getattr(run, kind) for name, run in runs.items()} for kind in ("rows", "updates"))
+            save(grid(curve_panels(histories, updates)), out)
 
 
 class _Curve(NamedTuple):

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from launch.runtime.terminal import command
-from petra.analysis.plots import panels
+from petra.analysis.plots import grid, save
 from petra.errors import PetraError, invalid, require
 from petra.training import write_json
 
@@ -121,7 +121,7 @@ def write(request: Request, name: str, title: str, report: Report) -> str:
     text = f"# {title}\n\n`scale={request.scale}`{''.join(f' `{word}`' for word in request.overrides)}\n\n{report.text}"
     request.out.mkdir(parents=True, exist_ok=True)
     if report.panels:
-        panels(report.panels, request.out / f"{name}.png", columns=report.columns, shaded=report.shaded)
+        save(grid(report.panels, columns=report.columns, shaded=report.shaded), request.out / f"{name}.png")
         text += f"\n![{title}]({name}.png)\n"
     (request.out / f"{name}.md").write_text(text, encoding="utf-8")
     content = {"target": name, "scale": request.scale, "overrides": list(request.overrides), "torch": torch.__version__}

@@ -66,7 +66,7 @@ class Report:
         data: The figures that the text shows, for JSON.
         panels: Diagrams to draw. If there are none, no picture is written.
         columns: Number of diagrams in a row.
-        shaded: See :func:`petra.analysis.plots.panels`.
+        shaded: See :func:`petra.analysis.plots.grid`.
     """
 
     text: str

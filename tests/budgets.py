@@ -41,7 +41,7 @@ ROOMS = {
     ("petra/elastic", "launch/elastic"): Budget(1_000, 1_000),
     ("petra/diagnostics",): Budget(930, 800),
     ("petra/cost_model",): Budget(1_710, 1_500),
-    ("petra/analysis",): Budget(450, 400),
+    ("petra/analysis",): Budget(400, 400),
     ("launch/*.py", "launch/templates"): Budget(1_460, 1_190),
     ("launch/config",): Budget(950, 400),
     ("launch/run",): Budget(1_990, 1_500),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from petra.analysis.plots import curves
+from petra.analysis.plots import curve_panels, grid, save
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.errors import invalid
 from petra.training import JsonLines, Logger, Row, locked, new_run_folder, write_json
@@ -114,7 +114,8 @@ class Records:
         }
         title = f"{summary['model']}, {summary['method']} (d = {summary['delay']}), {summary['stages']} stages"
         with writing(self.folder / "curves.png"):
-            curves({"": history}, self.folder / "curves.png", title, {"": RunFolder(self.folder).updates()})
+            panels = curve_panels({"": history}, {"": RunFolder(self.folder).updates()})
+            save(grid(panels, title=title), self.folder / "curves.png")
         for logger in self.loggers:
             logger.close(summary, [path for name in PICTURES if (path := self.folder / name).exists()])
         write_report(self.folder, summary)

@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from petra.analysis.plots import Panel, curve_panels, gradient_panels, panel_svg, svg, timeline_figure
+from petra.analysis.plots import Panel, curve_panels, gradient_panels, grid, svg, timeline
 from petra.analysis.timeline import read_trace
 from petra.training.progress import value_text
 from petra.training.records import write_text_atomically
@@ -45,7 +45,7 @@ def write_report(folder: Path, summary: Row | None = None) -> Path:
         layout=summary.get("layout", ()),
         text_columns=("blocks", "stores"),
         cell=_cell,
-        timeline=svg(timeline_figure(intervals, "", "seconds", processes)) if intervals else "",
+        timeline=svg(timeline(intervals, processes=processes)) if intervals else "",
         config=config.read_text(encoding="utf-8", errors="replace") if config.exists() else "",
         **{section: [_drawn(panel, section) for panel in panels] for section, panels in _panels(run, rows, summary).items()},
     )
@@ -91,7 +91,7 @@ def _panels(run: RunFolder, rows: Sequence[Row], summary: Row) -> dict[str, list
 def _drawn(panel: Panel, section: str) -> str:
     """Return a diagram as an SVG element."""
     lines = {name: [*points[:: -(-len(points) // MOST_POINTS) or 1]] for name, points in panel.lines.items()}
-    return panel_svg(replace(panel, lines=lines), shaded=section in ("stages", "gradients"))
+    return svg(grid([replace(panel, lines=lines)], columns=1, shaded=section in ("stages", "gradients")))
 
 
 def _numbers(rows: Sequence[Row], summary: Row) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from petra.analysis.plots import gradient_quality
+from petra.analysis.plots import gradient_panels, grid, save
 from petra.analysis.timeline import write_timeline
 from petra.diagnostics.gradient_quality import GradientQuality
 from petra.diagnostics.reconstruction_error import ReconstructionMonitor
@@ -190,7 +190,7 @@ class TrainingRun:
             title = f"{plan.model.name}, {plan.method.name}, the first {config.trace} microbatches"
             write_timeline(intervals, self.folder, title, plan.layout.processes)
         if quality is not None and quality.rows:
-            gradient_quality(quality.rows, self.folder / "gradients.png")
+            save(grid(gradient_panels(quality.rows), shaded=True), self.folder / "gradients.png")
 
 
 def _warnings(config: Config, batches: int) -> Iterator[str]:

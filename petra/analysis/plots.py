@@ -31,8 +31,8 @@ TRAIN = {"linestyle": "--", "marker": "o", "markersize": 4, "markerfacecolor": "
 """Style of training curves."""
 FEW_EPOCHS = 5
 """Runs with fewer epochs show their training curve by updates if several runs share a figure."""
-LEGEND_COLUMNS = 4
-"""Entries side by side in the legend of a diagram of its own."""
+LEGEND_ROWS = 14
+"""Entries of a legend, for each row of diagrams, before it gets another column."""
 MOST_MARKERS = 60
 """Longer lines have no marker at each point."""
 READABLE_BARS = 70
@@ -62,24 +62,20 @@ class Panel:
     dashed: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
 
 
-def curves(runs: Mapping[str, History], path: Path, title: str, updates: Mapping[str, History] | None = None) -> None:
-    """Plot loss and accuracy (%) of one or several runs against the epoch. Test curves are solid, training curves dashed.
+def curve_panels(runs: Mapping[str, History], updates: Mapping[str, History] | None = None) -> list[Panel]:
+    """Return the diagrams of loss and accuracy (%) against the epoch, without those that no run records.
+
+    Test curves are solid, training curves dashed.
 
     Args:
         runs: History of each run by name.
-        path: File to write, in the format of its suffix (PNG, SVG or PDF).
         updates: Rows of :class:`petra.training.UpdateMeans` of runs by name. They are drawn as thin lines.
     """
-    panels(curve_panels(runs, updates or {}), path, title=title)
-
-
-def curve_panels(runs: Mapping[str, History], updates: Mapping[str, History]) -> list[Panel]:
-    """Return the diagrams of :func:`curves`: loss, and accuracy unless no run records it."""
     found = []
     for quantity, label, unit in (("loss", "cross entropy (nats)", 1.0), ("accuracy", "accuracy (%)", 100.0)):
         lines: dict[str, list[tuple[float, float]]] = {}
         styles: dict[str, dict[str, Any]] = {}
-        for colour, (run, history) in zip(line_colours(len(runs)), runs.items(), strict=True):
+        for colour, (run, history) in zip(_line_colours(len(runs)), runs.items(), strict=True):
             train = colour if len(runs) > 1 else DISTINCT[1]
             for split, style in (("test", {"color": colour}), ("train", {"color": train, **TRAIN})):
                 name, key = f"{run} {split}".strip(), f"{split}_{quantity}"
@@ -88,7 +84,7 @@ def curve_panels(runs: Mapping[str, History], updates: Mapping[str, History]) ->
             if len(runs) == 1 or len(history) < FEW_EPOCHS:
                 name, key = f"{run} train, by updates".strip(), f"update/{quantity}"
                 per_epoch = history[-1]["microbatches"] / history[-1]["epoch"]
-                rows = [row for row in updates.get(run, ()) if key in row]
+                rows = [row for row in (updates or {}).get(run, ()) if key in row]
                 lines[name] = [(row["microbatches"] / per_epoch, unit * row[key]) for row in rows]
                 styles[name] = {"color": train, "linewidth": 0.8, "alpha": 0.7, "marker": ""}
         shown = {name: points for name, points in lines.items() if points}
@@ -97,32 +93,20 @@ def curve_panels(runs: Mapping[str, History], updates: Mapping[str, History]) ->
     return found
 
 
-def timeline(
-    intervals: Sequence[Interval],
-    paths: Sequence[Path],
-    title: str,
-    unit: str = "seconds",
-    processes: Sequence[Sequence[int]] = (),
-) -> None:
-    """Draw one row per stage with its intervals. Forwards and backwards are labelled with their microbatch.
+def timeline(intervals: Sequence[Interval], title: str = "", unit: str = "seconds", processes: Sequence[Sequence[int]] = ()) -> Any:
+    """Return a figure with one row per stage and its intervals. Forwards and backwards are labelled with their microbatch.
 
-    If the bars of all intervals would be too short to read, a second diagram shows a part from the middle. Files are reproducible:
-    the same intervals give the same bytes.
+    If the bars of all intervals would be too short to read, a second diagram shows a part from the middle.
 
     Args:
-        paths: Files to write, in the format of their suffix (PNG, SVG or PDF).
         unit: Label of the time axis.
         processes: Stages of each process. Lines separate the processes.
     """
-    figure = timeline_figure(intervals, title, unit, processes)
-    with _reproducible():
-        for path in paths:
-            figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
+    from matplotlib.patches import Patch
 
-
-def timeline_figure(intervals: Sequence[Interval], title: str, unit: str, processes: Sequence[Sequence[int]]) -> Any:
-    """Return the figure of :func:`timeline`."""
-    intervals, stages, duration = _from_zero(intervals)
+    origin, stages = min(i.start for i in intervals), 1 + max(i.stage for i in intervals)
+    intervals = [i._replace(start=i.start - origin, stop=i.stop - origin) for i in intervals]
+    duration = max(i.stop for i in intervals)
     windows = [(0.0, duration), *_detail(intervals, duration)]
     figure = _figure(14, 0.9 + (0.5 + 0.32 * stages) * len(windows))
     for axes, (start, end) in zip(figure.subplots(len(windows), 1, squeeze=False).flat, windows, strict=True):
@@ -132,22 +116,10 @@ def timeline_figure(intervals: Sequence[Interval], title: str, unit: str, proces
     if len(windows) > 1:
         figure.axes[1].set_title("A part of it", loc="left", fontsize=10)
     figure.axes[-1].set_xlabel(unit)
-    figure.legend(handles=_kinds(intervals), loc="outside right upper", fontsize=8, frameon=False)
+    kinds = {i.kind for i in intervals}
+    handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in kinds]
+    figure.legend(handles=handles, loc="outside right upper", fontsize=8, frameon=False)
     return figure
-
-
-def _from_zero(intervals: Sequence[Interval]) -> tuple[list[Interval], int, float]:
-    """Return intervals that begin at time 0, the number of stages, and the end of the last interval."""
-    origin = min(i.start for i in intervals)
-    moved = [i._replace(start=i.start - origin, stop=i.stop - origin) for i in intervals]
-    return moved, 1 + max(i.stage for i in moved), max(i.stop for i in moved)
-
-
-def _kinds(intervals: Sequence[Interval]) -> list[Any]:
-    """Return entries of a legend for the kinds of intervals that occur."""
-    from matplotlib.patches import Patch
-
-    return [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if any(i.kind is kind for i in intervals)]
 
 
 def _detail(intervals: Sequence[Interval], duration: float) -> list[tuple[float, float]]:
@@ -189,49 +161,45 @@ def _mark_processes(axes: Any, stages: int, processes: Sequence[Sequence[int]]) 
     axes.set_ylim(stages - 0.5, -0.5)
 
 
-def panels(diagrams: Sequence[Panel], path: Path, *, columns: int = 2, shaded: bool = False, title: str = "") -> None:
-    """Draw diagrams in a grid, with one legend outside of them for all lines. Lines with the same name have the same colour.
+def grid(diagrams: Sequence[Panel], *, columns: int = 2, shaded: bool = False, title: str = "") -> Any:
+    """Return a figure with diagrams in a grid, and one legend for all lines. Lines with the same name have the same colour.
 
     Args:
-        path: File to write, in the format of its suffix (PNG, SVG or PDF).
         columns: Number of diagrams in a row.
         shaded: Colour the lines like a rainbow, in their order.
         title: Title of the figure.
     """
-    rows = -(-len(diagrams) // columns)
-    longest = max((len(name) for panel in diagrams for name in panel.lines), default=0)
-    figure = _figure(4.6 * columns + 0.6 + 0.075 * longest, 3 * rows + 0.3 + 0.3 * bool(title))
-    colours = _colours_by_name(diagrams, shaded)
+    rows, names = -(-len(diagrams) // columns), list(dict.fromkeys(name for panel in diagrams for name in panel.lines))
+    stacks = -(-len(names) // (LEGEND_ROWS * rows)) if len(names) > 1 else 0
+    figure = _figure(4.6 * columns + (0.6 + 0.075 * max(map(len, names), default=0)) * stacks, 3 * rows + 0.3 + 0.3 * bool(title))
+    colours = dict(zip(names, _line_colours(len(names), shaded=shaded), strict=True))
     for axes, panel in zip(figure.subplots(rows, columns, squeeze=False).flat, diagrams, strict=False):
-        draw(axes, panel, colours)
+        _draw(axes, panel, colours)
     for axes in figure.axes[len(diagrams) :]:
         axes.set_axis_off()
     handles = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     if len(handles) > 1:
-        figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=8, frameon=False)
+        figure.legend(handles.values(), handles.keys(), loc="outside right upper", ncols=stacks, fontsize=8, frameon=False)
     if title:
         figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=120)
+    return figure
 
 
-def draw(axes: Any, panel: Panel, colours: Mapping[str, Any]) -> None:
+def _draw(axes: Any, panel: Panel, colours: Mapping[str, Any]) -> None:
     """Draw a diagram, with a colour for each line by name. Its title is the label of the y axis."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     for name, points in panel.lines.items():
         colour = colours[name]
         if panel.bars:
-            axes.bar([x for x, _ in points], [y for _, y in points], color=colour, label=name)
+            axes.bar(*zip(*points, strict=True), color=colour, label=name)
             continue
         marker = "." if len(points) <= MOST_MARKERS else ""
         style = {"marker": marker, "markersize": 5, "linewidth": 1.4, "color": colour, "label": name, **panel.styles.get(name, {})}
         axes.plot([x for x, _ in points], [y for _, y in points], **style)
         if dashed := panel.dashed.get(name):
             axes.plot([x for x, _ in dashed], [y for _, y in dashed], "--", color=colour)
-    if panel.scale == "symlog":
-        axes.set_yscale("symlog", linthresh=1e-6)
-    else:
-        axes.set_yscale(panel.scale)
+    axes.set_yscale(panel.scale, **({"linthresh": 1e-6} if panel.scale == "symlog" else {}))
     if panel.powers:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
@@ -242,12 +210,7 @@ def draw(axes: Any, panel: Panel, colours: Mapping[str, Any]) -> None:
     axes.grid(alpha=0.3)
 
 
-def _colours_by_name(diagrams: Sequence[Panel], shaded: bool) -> dict[str, Any]:
-    names = list(dict.fromkeys(name for panel in diagrams for name in panel.lines))
-    return dict(zip(names, line_colours(len(names), shaded=shaded), strict=True))
-
-
-def line_colours(count: int, *, shaded: bool = False) -> list[Any]:
+def _line_colours(count: int, *, shaded: bool = False) -> list[Any]:
     """Return a colour for each of ``count`` lines: distinct ones, or if ``shaded`` or for many lines a rainbow in their order."""
     if not shaded and count <= len(DISTINCT):
         return list(DISTINCT[:count])
@@ -268,13 +231,8 @@ def by_stage(rows: Sequence[Mapping[str, float]], key: str) -> dict[str, list[tu
     return {f"stage {j}": [(row["microbatch"], row[key]) for row in rows if row["stage"] == j and key in row] for j in stages}
 
 
-def gradient_quality(rows: Sequence[Mapping[str, float]], path: Path) -> None:
-    """Plot the rows of :class:`petra.diagnostics.gradient_quality.GradientQuality` with one line per stage into a PNG file."""
-    panels(gradient_panels(rows), path, shaded=True)
-
-
 def gradient_panels(rows: Sequence[Mapping[str, float]]) -> list[Panel]:
-    """Return the diagrams of :func:`gradient_quality`."""
+    """Return the diagrams of the rows of :class:`petra.diagnostics.gradient_quality.GradientQuality`, with a line per stage."""
     quantities = (
         ("cosine_end_to_end", "cosine to the end-to-end gradient"),
         ("norm_ratio_end_to_end", "norm relative to the end-to-end gradient"),
@@ -287,28 +245,25 @@ def gradient_panels(rows: Sequence[Mapping[str, float]]) -> list[Panel]:
     return [Panel("microbatch", label, by_stage(rows, key), "symlog" if key in errors else "linear") for key, label in quantities]
 
 
+def save(figure: Any, *paths: Path) -> None:
+    """Write a figure in the format of the suffix of each path (PNG, SVG or PDF). The same figure gives the same PNG and SVG."""
+    for path in paths:
+        _write(figure, path, path.suffix)
+
+
 def svg(figure: Any) -> str:
     """Return a figure as an SVG element without colours for text and axes, so that a page can choose them."""
     file = StringIO()
-    with _reproducible():
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    _write(figure, file, ".svg", transparent=True)
     text = file.getvalue()
     return text[text.index("<svg") :].replace("#000000", "currentColor")
 
 
-def panel_svg(panel: Panel, *, shaded: bool = False) -> str:
-    """Return a diagram as an SVG element, with a legend if it has several lines."""
-    figure = _figure(4.4, 2.7 + 0.17 * (-(-len(panel.lines) // LEGEND_COLUMNS)) * (len(panel.lines) > 1))
-    draw(figure.subplots(), panel, _colours_by_name([panel], shaded))
-    if len(panel.lines) > 1:
-        figure.legend(loc="outside lower center", ncols=min(len(panel.lines), LEGEND_COLUMNS), fontsize=7, frameon=False)
-    return svg(figure)
-
-
-def _reproducible() -> Any:
+def _write(figure: Any, file: Path | StringIO, suffix: str, **options: Any) -> None:
     from matplotlib import rc_context
 
-    return rc_context({"svg.fonttype": "none", "svg.hashsalt": "petra"})
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "petra"}):
+        figure.savefig(file, format=suffix[1:], dpi=120, metadata={"Date": None} if suffix == ".svg" else None, **options)
 
 
 def _figure(width: float, height: float) -> Any:

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from petra.analysis.plots import PASSES, timeline
+from petra.analysis.plots import PASSES, save, timeline
 from petra.cost_model.costs import StageCost
-from petra.cost_model.machines import Link
 from petra.cost_model.simulator import predict, simulate
 from petra.cost_model.zero_bubble import PREDICTED
 from petra.diagnostics.events import Interval, Kind
@@ -79,32 +78,27 @@ def read_trace(path: Path) -> tuple[list[Interval], list[list[int]]]:
 def write_timeline(intervals: Sequence[Interval], folder: Path, title: str, processes: Sequence[Sequence[int]] = ()) -> None:
     """Write ``trace.json``, ``timeline.png`` and ``timeline.svg``. ``processes`` are the stages of each process."""
     write_trace(intervals, folder / "trace.json", processes)
-    timeline(intervals, [folder / "timeline.png", folder / "timeline.svg"], title, processes=processes)
+    save(timeline(intervals, title, processes=processes), folder / "timeline.png", folder / "timeline.svg")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw the schedule of a method for stages of equal cost."""
+    """Draw the schedule of a method for stages of equal cost: a forward takes 1, a backward 2 if graphs are stored, else 3."""
     options = _parser().parse_args(arguments)
     method = PREDICTED[options.method]
-    backward = options.backward or options.forward * (2 if method.keep is Keep.GRAPH else 3)
-    costs = [StageCost(options.forward, backward, weights=min(options.forward, backward))] * options.stages
-    link = Link(latency=options.latency)
+    costs = [StageCost(1.0, 2.0 if method.keep is Keep.GRAPH else 3.0, weights=1.0)] * options.stages
     try:
         for name in ("stages", "k", "microbatches"):
             require(getattr(options, name) >= 1, f"--{name}", "an integer >= 1", getattr(options, name))
         if options.delay is not None:
             method = replace(method, delay=options.delay)
-        intervals = simulate(costs, method, options.k, options.microbatches, link=link, transport=options.transport)
-        steady = predict(costs, method, options.k, link=link, transport=options.transport)
+        intervals = simulate(costs, method, options.k, options.microbatches)
+        steady = predict(costs, method, options.k)
     except PetraError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     name = method.name if options.delay is None else f"{method.name} with d = {options.delay}"
     title = f"{name}, {options.stages} stages: period {steady.period:g}, idle {sum(steady.bubble) / options.stages:.0%}"
-    if options.out.suffix == ".json":
-        write_trace(intervals, options.out)
-    else:
-        timeline(intervals, [options.out], title, "units of time")
+    save(timeline(intervals, title, "units of time"), options.out)
     print(f"{title}; {options.out}")
 
 
@@ -115,11 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--stages", type=int, default=4, help="number of stages")
     parser.add_argument("--k", type=int, default=4, help="microbatches per update")
     parser.add_argument("--microbatches", type=int, default=12, help="number of microbatches")
-    parser.add_argument("--forward", type=float, default=1.0, help="time of a forward")
-    parser.add_argument("--backward", type=float, help="time of a backward (default: 2 forwards if graphs are stored, else 3)")
-    parser.add_argument("--latency", type=float, default=0.0, help="travel time of a message")
-    parser.add_argument("--transport", choices=("edge", "lockstep"), default="edge")
-    parser.add_argument("--out", type=Path, default=Path("timeline.svg"), help="PNG, SVG or PDF for a figure, .json for a trace")
+    parser.add_argument("--out", type=Path, default=Path("timeline.svg"), help="PNG, SVG or PDF file")
     return parser
 
 

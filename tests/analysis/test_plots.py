@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from petra.analysis.plots import Panel, panel_svg, svg, timeline_figure
+from petra.analysis.plots import Panel, grid, svg, timeline
 from petra.analysis.timeline import read_trace, write_trace
 from petra.diagnostics.events import Interval, Kind
 from petra.errors import DataError
@@ -38,8 +38,8 @@ def test_a_trace_is_read_back(tmp_path: Path) -> None:
 
 def test_pictures_of_a_page_take_its_colours_and_need_nothing_else() -> None:
     for text in (
-        panel_svg(Panel("epoch", "loss < 1 & more", {"test": [(1, 2.0), (2, 1.0)]})),
-        svg(timeline_figure(schedule(10, 24), "", "seconds", [])),
+        svg(grid([Panel("epoch", "loss < 1 & more", {"test": [(1, 2.0), (2, 1.0)]})])),
+        svg(timeline(schedule(10, 24))),
     ):
         ElementTree.fromstring(text)
         assert "#000000" not in text
