@@ -70,17 +70,6 @@ def test_differences_between_processes() -> None:
     ]
 
 
-def test_replicas_that_would_fit_on_a_node() -> None:
-    reports = [report(rank, "0 (a)" if rank < 3 else "1 (b)") for rank in range(6)]
-    assert find_differences(reports, replica_size=3) == find_differences(reports, replica_size=6) == []
-    assert find_differences(reports, replica_size=2) == [
-        "ranks 2 to 3: 1 boundaries are between nodes, 0 would do; run consecutive ranks on each node, and a "
-        "multiple of 2 if that many fit"
-    ]
-    uneven = [report(rank, node) for rank, node in enumerate(["0 (a)"] + 3 * ["1 (b)"] + ["2 (c)"])]
-    assert find_differences(uneven, replica_size=5) == []  # the two largest nodes have four ranks
-
-
 def test_problems_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"):

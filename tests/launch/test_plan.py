@@ -52,10 +52,6 @@ def test_a_file_of_machines(tmp_path: Path) -> None:
         ("devices: [{speed: .inf}]", "speed: expected a number >= 1e-12 and <= 1e12, got inf"),
         ("devices: [{memory: .nan}]", "memory: expected null or a number > 0, got nan"),
         (
-            f"{TWO}[{{forward: {{bandwidth: .inf}}, backward: {{bandwidth: 1}}}}]",
-            "bandwidth: expected a number >= 1e-12",
-        ),
-        (
             f"{TWO}[{{forward: {{bandwidth: 1, latency: .inf}}, backward: {{bandwidth: 1}}}}]",
             "latency: expected a number >= 0",
         ),
@@ -116,10 +112,7 @@ def test_options_that_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "error: --devices: expected a number > 0, got 0\n"
 
 
-BOUNDED = [(name, value) for name in ("latency", "teraflops", "bandwidth") for value in ("inf", "nan", "-1", "1e300")]
-
-
-@pytest.mark.parametrize(("name", "value"), [*BOUNDED, ("memory", "nan"), ("memory", "-1")])
+@pytest.mark.parametrize(("name", "value"), [("latency", "inf"), ("teraflops", "-1"), ("bandwidth", "1e300"), ("memory", "nan")])
 def test_numbers_without_a_prediction_are_refused(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with suppress(SystemExit):
         main(["--devices", "2", f"--{name}={value}", *SMALL])

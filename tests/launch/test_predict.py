@@ -21,12 +21,7 @@ from petra.training import facts_in, load, newest
 from tests.support.forked import Forked
 
 RUN = (
-    "data=digits",
-    "model=revnet18",
-    "model.width=0.125",
-    "k=2",
-    "data.batch_size=64",
-    "trainer.epochs=1",
+    *("data=digits", "model=revnet18", "model.width=0.125", "k=2", "data.batch_size=64", "trainer.epochs=1"),
     "trainer.limit_batches=4",
 )
 
@@ -41,9 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("source", ["export", "checkpoint"])
 def test_predictions_equal_those_of_the_network_on_the_data_set(
-    folder: Path, source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     test = load_dataset("digits").test
     assert test.inputs is not None
@@ -58,10 +52,9 @@ def test_predictions_equal_those_of_the_network_on_the_data_set(
         pixels = (image * std + mean).round().to(torch.uint8).permute(1, 2, 0).numpy()
         Image.fromarray(pixels).save(tmp_path / f"{i}.png")
         lines.append(f"{tmp_path}/{i}.png: class {expected.indices[i]}, {expected.values[i]:.1%}\n")
-    checkpoint = newest(folder / "checkpoints")
-    weights = folder / "model.pt" if source == "export" else checkpoint
-    predict.main([f"{folder}", f"--weights={weights}", *(f"{tmp_path}/{i}.png" for i in range(3))])
-    assert capsys.readouterr().out == "".join(lines)
+    for weights in (folder / "model.pt", newest(folder / "checkpoints")):
+        predict.main([f"{folder}", f"--weights={weights}", *(f"{tmp_path}/{i}.png" for i in range(3))])
+        assert capsys.readouterr().out == "".join(lines)
 
 
 @pytest.mark.processes

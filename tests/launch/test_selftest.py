@@ -27,13 +27,7 @@ def test_all_methods_and_both_transports_are_tested_in_any_machine() -> None:
         assert {run.options["transport"] for run in runs if run.part == "transport"} == {"lockstep", "edge"}
         assert {run.options["device"] for run in runs} == {"cuda" if gpus else "cpu"}
     speeds = [run for run in plan(4, False) if run.part == "speed"]
-    assert {run.options["batch"] for run in speeds} == {64, 256}
-    assert {run.options["model"] for run in speeds} == {"revnet18", "revnet50", "revgpt"}
-    methods = {run.options["method"] for run in speeds}
-    assert methods == {"petra", "reversible", "backprop", "1f1b"}
-    compiled = ["compile" in run.options for run in speeds]
-    assert (compiled.count(False), compiled.count(True)) == (3 * 2 * 4, 3 * 2 * 4)
-    assert len({run.name for run in speeds}) == len(speeds)
+    assert len({run.name for run in speeds}) == len(speeds) == 2 * 3 * 2 * 4  # compiled or not, models, batches, methods
     assert not [run for run in plan(1, False) if run.part == "transport"]  # NCCL refuses two processes on one GPU
 
 

@@ -112,11 +112,6 @@ def test_ctrl_c_ends_a_command_with_status_130_and_nothing_else(blocked: bool) -
     assert (process.returncode, told) == (130, "")
 
 
-def test_a_command_handles_ctrl_c_before_it_imports_anything_slow() -> None:
-    program = "import sys, launch.train; print('hydra' in sys.modules, 'torch' in sys.modules)"
-    assert python("-c", program).stdout == "False False\n"
-
-
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
