@@ -91,7 +91,8 @@ def _names(group: str, names: list[str], rows: dict[str, Row]) -> Iterator[str]:
                 if first and (key not in keys(group) or entry.default not in (..., rows[key].default))
             }
             values = {**own, **{key: value for key, value in node.items() if key in rows and key not in ("_target_", "name")}}
-            shown = [key if values[key] == rows[key].default else f"{key}={_value(values[key])}" for key in values]
+            shown = [f"as {base}" for base in node.get("defaults", ())]
+            shown += [key if values[key] == rows[key].default else f"{key}={_value(values[key])}" for key in values]
             lines.append(f"| `{group}={name}` | {_cell(about)} | {_cell(', '.join(shown))} |\n")
         yield "".join(lines)
 

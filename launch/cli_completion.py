@@ -15,7 +15,7 @@ from petra.errors import accepted, alternatives, require
 
 from .cli_commands import IN_SEVERAL_PROCESSES, commands, source
 from .config import CONF
-from .config.presets import presets
+from .config.presets import method_presets
 from .config.read import all_keys
 from .config.schema import GROUPS
 
@@ -116,4 +116,4 @@ def values(word: str, roots: list[Path]) -> Iterator[str]:
         yield from (head + name for name in accepted(known.hint) if re.fullmatch(r"[\w-]+", name))
     elif "." not in key:
         found = [str(path.relative_to(root / key).with_suffix("")) for root in roots for path in (root / key).rglob("*.yaml")]
-        yield from (head + name for name in [*found, *presets(key)])
+        yield from (head + name for name in [*found, *(method_presets() if key == "method" else ())])

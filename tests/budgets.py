@@ -43,7 +43,7 @@ ROOMS = {
     ("petra/cost_model",): Budget(1_710, 1_500),
     ("petra/analysis",): Budget(400, 400),
     ("launch/*.py", "launch/templates"): Budget(1_460, 1_190),
-    ("launch/config",): Budget(950, 400),
+    ("launch/config",): Budget(910, 400),
     ("launch/run",): Budget(1_990, 1_500),
     ("launch/runtime",): Budget(700, 700),
     ("launch/doctor", "launch/selftest"): Budget(700, 700),
@@ -61,7 +61,7 @@ CORE = Budget(6_050, 6_050)
 CORE_ROOMS = ("petra/*.py", "petra/reversible", "petra/plan", "petra/transport")
 UNFORMATTED = Budget(4, 0)
 """Statements that the formatter is told to leave alone."""
-CONFIGURATION = Budget(600, 600)
+CONFIGURATION = Budget(780, 900)
 """Lines of YAML in conf/."""
 KEYS = Budget(122, 110)
 """Keys of the configuration: fields of the schema that are no groups, and parameters of shipped targets, each name once a group."""

@@ -18,7 +18,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 from petra.errors import ConfigError, PetraError, alternatives, first_line, invalid, require
 
 from . import CONF
-from .presets import presets, purposes
+from .presets import method_presets, purposes
 from .read import near_first, to_config, unknown
 from .schema import GROUPS, SECTIONS, Config, LoggerConfig, keys
 
@@ -35,10 +35,8 @@ def register() -> None:
         OmegaConf.set_struct(node[group], False)
     node.logger._target_ = LoggerConfig._target_
     store.store("schema", node)
-    for group, package in (("model", "model"), ("method", "method"), ("experiment", "_global_")):
-        for name, preset in presets(group).items():
-            folder, _, leaf = f"{group}/{name}".rpartition("/")
-            store.store(leaf, preset, folder, package)
+    for name, preset in method_presets().items():
+        store.store(name, preset, "method", "method")
     for group in GROUPS.keys() - SECTIONS.keys():
         store.store("default", {}, group, group)
 

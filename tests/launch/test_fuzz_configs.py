@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 
 from launch.config import CONF
 from launch.config.compose import compose_overrides
-from launch.config.presets import TABLES, purposes
+from launch.config.presets import purposes
 from launch.config.read import all_keys
 from launch.config.schema import Config
 from launch.run.autotune import tune_setup
@@ -65,7 +65,7 @@ def written(value: Any) -> str:
 def values_of_files() -> dict[str, list[str]]:
     """Return all values of each key in the files under conf/."""
     found: dict[str, dict[str, None]] = {}
-    for path in (path for path in Path(CONF).rglob("*.yaml") if path.name != TABLES):
+    for path in Path(CONF).rglob("*.yaml"):
         section = path.parent.name
         for key, value in yaml.safe_load(path.read_text()).items():
             nested = value.items() if isinstance(value, dict) else [(None, value)]
