@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,20 @@ def read_all(folder: Path) -> Records:
     return {cell.name: found[cell.name] for cell in GRID if cell.name in found}
 
 
+def final_runs(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the final runs of a cell with the rate and the warm-up that its search chose. Others belong to an earlier search."""
+    runs = {
+        is_final: [record for record in records if ("test" in record["bits_per_byte"]) == is_final] for is_final in (True, False)
+    }
+    longest = max((run["updates"] for run in runs[False]), default=0)
+    tried = {(run["rate"], run["warmup"]): run["bits_per_byte"]["val"] for run in runs[False] if run["updates"] == longest}
+    chosen = min(tried, key=lambda setting: tried[setting], default=None)
+    return [run for run in runs[True] if chosen in (None, (run["rate"], run["warmup"]))]
+
+
 def final(records: Iterable[dict[str, Any]]) -> dict[int, float]:
     """Return the loss on the test part in bits per byte of each final run, by its seed."""
-    return {record["seed"]: record["bits_per_byte"]["test"] for record in records if "test" in record["bits_per_byte"]}
+    return {run["seed"]: run["bits_per_byte"]["test"] for run in final_runs([*records])}
 
 
 def difference(losses: Mapping[int, float], others: Mapping[int, float]) -> tuple[float, float] | None:
@@ -66,7 +77,7 @@ def results(records: Records) -> str:
         losses = final(found)
         if not losses:
             continue
-        runs = [record for record in found if "test" in record["bits_per_byte"]]
+        runs = final_runs(found)
         spread = f" ± {statistics.stdev(losses.values()):.3f}" if len(losses) > 1 else ""
         above = None if runs[0]["setting"]["method"] == "backprop" else difference(losses, base(cell, records))
         errors = [statistics.fmean(run["reconstruction_error"]["2"]) for run in runs if run["reconstruction_error"].get("2")]
