@@ -21,6 +21,7 @@ from petra.reversible import (
     normalisations,
     seeded,
 )
+from petra.reversible.replay import autocast_to
 from tests.support.nets import branch
 
 
@@ -245,3 +246,13 @@ def test_memory_that_others_read_is_not_written(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(block.parameters(), parameters, strict=True))
     for p, g in zip(block.parameters(), expected_gradients, strict=True):
         torch.testing.assert_close(gradients.get(p), g)
+
+
+def test_autocast_reads_weights_that_have_changed() -> None:
+    """torch would keep the cast of a weight that requires a gradient until the region ends."""
+    linear, x = nn.Linear(4, 4), torch.ones(1, 4)
+    with autocast_to("cpu", torch.bfloat16):
+        before = linear(x)
+        with torch.no_grad():
+            linear.weight.add_(1)
+        assert (linear(x) - before).mean() > 3
