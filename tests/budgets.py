@@ -34,7 +34,7 @@ ROOMS = {
     ("petra/engine",): Budget(1_880, 1_900),
     ("petra/engine/options",): Budget(1_400, 1_400),
     ("petra/staleness",): Budget(450, 450),
-    ("petra/training",): Budget(1_800, 1_790),
+    ("petra/training",): Budget(1_750, 1_790),
     ("petra/data",): Budget(1_810, 1_810),
     ("petra/models",): Budget(1_700, 1_700),
     ("petra/inplace_abn",): Budget(2_000, 2_000),
@@ -42,19 +42,19 @@ ROOMS = {
     ("petra/diagnostics",): Budget(930, 800),
     ("petra/cost_model",): Budget(1_710, 1_500),
     ("petra/analysis",): Budget(400, 400),
-    ("launch/*.py", "launch/templates"): Budget(1_460, 1_190),
+    ("launch/*.py", "launch/templates"): Budget(1_400, 1_190),
     ("launch/config",): Budget(910, 400),
-    ("launch/run",): Budget(1_990, 1_500),
+    ("launch/run",): Budget(1_950, 1_500),
     ("launch/runtime",): Budget(700, 700),
     ("launch/doctor", "launch/selftest"): Budget(700, 700),
     ("reproduction",): Budget(2_010, 2_000),
     ("benchmarks",): Budget(2_630, 2_700),
     ("examples",): Budget(600, 600),
-    ("tests", "stress"): Budget(19_420, 15_000),
+    ("tests", "stress"): Budget(18_640, 15_000),
     ("docs",): Budget(260, 260),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(27_300, 23_000)
+BOTH = Budget(24_550, 23_000)
 """petra and launch together. The rooms add up to more: not every room fills its budget."""
 CORE = Budget(6_050, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

@@ -139,7 +139,7 @@ def test_remedies_outside_the_package_are_named_by_target(remedy: str, method: s
         ("optim=muon remedy=prediction", r"optim: expected adam, .*, which remedy\.prediction requires, got muon"),
         ("method=dsp method.keep=graph trainer.precision=bf16", "method.keep: expected .* under autocast, got graph"),
         ("data.refetch=sometimes", "data.refetch: expected true, false or auto, got sometimes"),
-        ("method.keep=refetch", "method.keep: expected graph, input, nothing, .*, got refetch"),
+        ("method.keep=refetch", "method.keep: expected graph, input, nothing .*, got refetch"),
         ("method.keep=[graph,input]", "method.keep: expected one value, or 10, one per block, got 2 values"),
         ("method.delay=auto method.fill=true method.flush=true", "method.delay: expected an integer >= 0 with method.fill=true"),
         ("optim=adamw optim.nesterov=true", "optim.nesterov: expected null for adamw, which has the options betas, "),
