@@ -160,3 +160,11 @@ def test_tokens_outside_the_vocabulary_are_refused(arrays: list[np.ndarray], tmp
     data = load(make_folder(tmp_path, arrays), classes=299)
     with pytest.raises(PetraError, match=r"text_val_000000\.bin: expected tokens less than 299 \(data\.classes\), got 299"):
         data.test.inputs(torch.tensor([0]), None)
+
+
+def test_windows_of_an_epoch_have_different_shifts(tmp_path: Path) -> None:
+    """Tokens are their positions, so a window's first token tells its shift."""
+    folder = make_folder(tmp_path, [np.arange(201, dtype="<u2")] * 4)
+    data = load_dataset("tokens", root=folder, size=SIZE, classes=CLASSES)
+    starts = data.train.inputs(torch.arange(30), 3)[:, 0]
+    assert len({*(starts % SIZE).tolist()}) == SIZE
