@@ -40,7 +40,8 @@ def describe_inputs(config: DataConfig) -> tuple[TensorSpec, bool]:
         read, cheap = dataset.train.inputs, dataset.train.in_memory
         sample = None if read is None else read(torch.tensor([0]), None)
         if not isinstance(sample, torch.Tensor) or sample.shape[:1] != (1,):
-            raise invalid("data.name", f"a data set whose inputs are tensors with a row for each sample ({dataset.name})", sample)
+            expected = f"a data set whose inputs are tensors with a row for each sample ({dataset.name})"
+            raise invalid("data._target_", expected, sample)
         spec = TensorSpec((config.batch_size, *sample.shape[1:]), sample.dtype)
     return spec, cheap if config.refetch == AUTO else config.refetch
 

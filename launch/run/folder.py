@@ -22,7 +22,7 @@ RECORD = ".record.json"
 """How the name of a record ends: a finished run in one file, see reproduction/records/README.md."""
 FORMAT = 2
 """Layout of run folders and checkpoints."""
-LAST_READER = "dc4b0152"
+LAST_READER = "f6a0b0a2"
 """The last commit that reads layout 1, which had no number."""
 TRUST = "--trust"
 """Flag of commands that read the folder of a run: import code outside of petra that its configuration names."""

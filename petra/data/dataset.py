@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from torch import Generator, Tensor
 
@@ -12,6 +13,8 @@ from petra.data.preparation import Preparation
 Reader = Callable[[Tensor, int | None], Tensor]
 """Map from sample indices (B,) and a seed to a tensor of the samples. The seed determines the augmentation; None disables it. It is
 the seed of an epoch or of a microbatch, see :attr:`Split.epoch_seed`."""
+Part = Annotated[str, "same results"]
+"""Name of a part of a data set for evaluation. A resumed run may change it."""
 
 
 @dataclass(frozen=True, eq=False)

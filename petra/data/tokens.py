@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from petra.data.dataset import Dataset, Split
+from petra.data.dataset import Dataset, Part, Split
 from petra.data.files import folder_of, read
 from petra.errors import DataError, alternatives, first_line, invalid, require
 from petra.reversible import derive_seed
@@ -186,9 +186,7 @@ def text(root: str | Path | None = None, size: int = 256, validation: float = 0.
     return Dataset("text", 256, size, _windows([train], size, True), _windows([test], size, False), bytes_per_target=1.0)
 
 
-def tokens(
-    root: str | Path | None = None, size: int = 256, classes: int = 256, split: Annotated[str, "same results"] = "val"
-) -> Dataset:
+def tokens(root: str | Path | None = None, size: int = 256, classes: int = 256, split: Part = "val") -> Dataset:
     """Return files of tokens in windows of ``size`` tokens.
 
     Files named ``*train*.bin`` are for training, and those with ``split`` in their names for evaluation, in the order of their

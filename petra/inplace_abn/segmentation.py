@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from petra.data.dataset import Dataset, Split
+from petra.data.dataset import Dataset, Part, Split
 from petra.data.files import folder_of, listed
 from petra.errors import DataError, alternatives, invalid, require
 from petra.inplace_abn.class_uniform import ClassUniform, class_presence
@@ -48,7 +48,7 @@ def segmentation(
     height: int | None = None,
     void: int = 255,
     sampling: str = "shuffle",
-    split: str = "val",
+    split: Part = "val",
 ) -> Dataset:
     """Return the images in ``root``/images/SPLIT with the labels in ``root``/labels/SPLIT, for the splits train and ``split``.
 
@@ -83,7 +83,7 @@ def segmentation(
 
 
 def cityscapes(
-    root: str | Path | None = None, size: int = 512, height: int | None = None, sampling: str = "shuffle", split: str = "val"
+    root: str | Path | None = None, size: int = 512, height: int | None = None, sampling: str = "shuffle", split: Part = "val"
 ) -> Dataset:
     """Return Cityscapes with fine annotations: 2975 training and 500 validation images of 2048x1024 pixels, 19 classes.
 
