@@ -102,10 +102,13 @@ class Hooks:
         if event not in EVENTS:
             raise AttributeError(event)
         base = getattr(Hook, event)
-        return tuple(getattr(hook, event) for hook in self.attached_hooks if getattr(type(hook), event) is not base)
+        calls = tuple(getattr(hook, event) for hook in self.attached_hooks if getattr(type(hook), event) is not base)
+        vars(self)[event] = calls  # until a hook is attached or leaves
+        return calls
 
     def attach(self, hook: Hook) -> None:
         """Call ``hook`` at every event from now on, after the hooks attached earlier."""
+        self._forget()
         self.attached_hooks.append(hook)
 
     @contextmanager
@@ -115,4 +118,8 @@ class Hooks:
         try:
             yield hook
         finally:
+            self._forget()
             self.attached_hooks.remove(hook)
+
+    def _forget(self) -> None:
+        self.__dict__ = {"attached_hooks": self.attached_hooks}
