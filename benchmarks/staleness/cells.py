@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
-from petra import METHODS, Keep, Method, Model
+from petra import METHODS, Method, Model
 from petra.engine.options.remedy import Remedy
 from petra.engine.recipe import OptimizerFactory
 from petra.models import gpt, revgpt
@@ -27,7 +27,6 @@ OPTIONS = {
     "basis_rotation": {"betas": (0.9, 0.95), "weight_decay": 0.1},
 }
 """Options of the optimizers. NAdam's betas are those of its paper for asynchronous pipelines."""
-PACI = Method("paci", delay=1, keep=Keep.GRAPH, max_updates=1)
 CLIP = 1.0
 """Largest norm of an update's gradient, for each stage."""
 
@@ -37,7 +36,7 @@ class Cell:
     """One way to train.
 
     Attributes:
-        method: Name of a method in :data:`petra.METHODS`, or ``paci``.
+        method: Name of a method in :data:`petra.METHODS`.
         k: Microbatches per update. All cells have the same tokens per update.
         optimizer: Key of :data:`OPTIONS`.
         remedy: ``none``, ``feedback`` or ``prediction``.
@@ -63,7 +62,7 @@ class Cell:
 
     def make_method(self) -> Method:
         """Return the method."""
-        found = PACI if self.method == PACI.name else METHODS[self.method]
+        found = METHODS[self.method]
         return found if self.delay is None else replace(found, delay=self.delay)
 
     def make_model(self) -> Model:
