@@ -51,7 +51,7 @@ class Pipeline:
         stages: Number of stages; None for one per block; or the number of blocks in each stage.
         dp: Number of replicas. Each takes an equal share of every microbatch (docs/data_parallel.md).
         numerics: Number formats and memory layouts.
-        runtime: Device, transport, threads and compilation.
+        runtime: Device, transport and compilation.
 
     Attributes:
         plan: Layout, schedule and messages, as plain data.
@@ -61,7 +61,7 @@ class Pipeline:
         replicas: All-reduces over replicas; None if there is only one replica.
         stages, workers: Stages of this rank, and their workers, by index.
         loss_port: Port after the last stage, which computes the loss.
-        runtime: Device, transport, threads and compilation, as given.
+        runtime: Device, transport and compilation, as given.
         microbatches_done: Number of microbatches trained since the start.
         hooks: Hooks that observe training.
         measures: Functions whose results :meth:`stage_metrics` includes. Each returns metrics of this rank's stages since its

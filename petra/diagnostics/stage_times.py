@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from threading import Lock
 
 import torch
 
@@ -23,7 +22,7 @@ class StageTimes(StageTimer):
         super().__init__(pipeline)
         self._pending: list[Mark] = []
         self._seconds: defaultdict[tuple[int, Kind], float] = defaultdict(float)
-        self._data, self._lock = 0.0, Lock()
+        self._data = 0.0
         self._buffer_bytes: dict[int, int] = {}
 
     def metrics(self) -> dict[str, float]:
@@ -72,7 +71,6 @@ class StageTimes(StageTimer):
         del self._pending[:count]
 
     def _sum(self, mark: Mark, seconds: float) -> None:
-        with self._lock:  # two threads may run a stage
-            self._seconds[mark.stage, mark.kind] += seconds
-            if mark.stage == 0 and mark.kind is Kind.RECEIVE and mark.peer is None:
-                self._data += seconds
+        self._seconds[mark.stage, mark.kind] += seconds
+        if mark.stage == 0 and mark.kind is Kind.RECEIVE and mark.peer is None:
+            self._data += seconds

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +39,7 @@ class StageTimer(Hook):
         self.stop = float("inf") if first is None else pipeline.microbatches_done + first
         self._stages = len(pipeline.plan.layout.stages)
         self._latest = 0
-        self._starts: dict[tuple[int, int], Any] = {}  # Intervals of a stage in one thread don't overlap.
+        self._starts: dict[int, Any] = {}  # Intervals of a stage don't overlap.
 
     def add(self, mark: Mark) -> None:
         """Take a finished interval."""
@@ -106,9 +105,9 @@ class StageTimer(Hook):
 
     def _begin(self, stage: int, m: int) -> None:
         if m < self.stop:
-            self._starts[stage, get_ident()] = self.now()
+            self._starts[stage] = self.now()
 
     def _end(self, stage: int, kind: Kind, m: int, peer: int = -1) -> None:
         if m < self.stop:
-            start = self._starts[stage, get_ident()]
+            start = self._starts[stage]
             self.add(Mark(stage, kind, m, start, self.now(), peer if 0 <= peer < self._stages else None))

@@ -47,8 +47,8 @@ class BlockFunction:
         module, name: As given.
         around: What changes how the block is evaluated, from the inside out.
         parameters: Trained parameters by name.
-        draws: Whether the block draws random numbers, so that the generators are seeded for it. They are global: threads that run
-            such blocks take turns. None until the first forward pass of a run has found it.
+        draws: Whether the block draws random numbers, so that the generators are seeded for it. None until the first forward pass
+            of a run has found it.
     """
 
     def __init__(self, module: nn.Module, seed: int, name: str | None = None) -> None:

@@ -92,9 +92,8 @@ class Polynomial(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.final <= self.peak, "schedule.final", f"a number >= 0 and <= {self.peak:g}, the peak learning rate", self.final
-        )
+        expected = f"a number >= 0 and <= {self.peak:g}, the peak learning rate"
+        require(self.final <= self.peak, "schedule.final", expected, self.final)
 
     def factor(self, done: int) -> float:
         decay = (1 - self.progress(done)) ** self.power

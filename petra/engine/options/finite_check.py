@@ -47,9 +47,8 @@ class FiniteCheck(Part):
     def __init__(self, stage: Stage, number: int, rules: UpdateRules, device: torch.device, *, last: bool) -> None:
         self.stage, self.number, self.rules, self.device, self.last = stage, number, rules, device, last
         self.received: list[Tensor] = []  # the sum of each δ received since the last update
-        self.unread: list[
-            tuple[int, Tensor]
-        ] = []  # t of updates, and their numbers for :meth:`record`, which the host has not read
+        # t of updates, and their numbers for :meth:`record`, which the host has not read
+        self.unread: list[tuple[int, Tensor]] = []
         self._failed: tuple[int, bool] | None = None  # t of the first failure, and whether the received gradient was non-finite
         self.skipped = self.norms = self.measured = 0.0
         self._statistics = running_statistics(stage.module) if rules.may_skip else []
