@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
+from traceback import clear_frames
 from typing import TYPE_CHECKING
 
-from petra.errors import invalid, require
+from petra.errors import Interrupted, invalid, require
 
 if TYPE_CHECKING:
     import torch
@@ -92,12 +93,8 @@ class Process:
         gpus = torch.cuda.device_count()
         if gpus == 1:
             return torch.device("cuda", 0)
-        if gpus < self.local_world:
-            raise invalid(
-                "trainer.device",
-                "cpu, or a GPU for each process",
-                f"{name} with {self.local_world} process(es) and {gpus} GPU(s) on this machine",
-            )
+        got = f"{name} with {self.local_world} process(es) and {gpus} GPU(s) on this machine"
+        require(gpus >= self.local_world, "trainer.device", "cpu, or a GPU for each process", got)
         return torch.device("cuda", self.local_rank)
 
     @contextmanager
@@ -142,9 +139,16 @@ class Process:
             rank=self.rank,
             world_size=self.world,
         )
-        yield
+        stopped = None
+        try:
+            yield
+        except Interrupted as error:  # on every rank, after the last message
+            stopped = error
+            clear_frames(error.__traceback__)  # they refer to the pipeline
         gc.collect()  # of pipelines, whose groups of replicas must end before the default group
-        dist.destroy_process_group()
+        dist.destroy_process_group()  # at exit, gloo's threads could abort the process
+        if stopped is not None:
+            raise stopped
 
 
 def integer(name: str, value: str | None, least: int, most: int | None = None, note: str = "") -> int:

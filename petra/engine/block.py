@@ -176,12 +176,7 @@ class WrappedRunner(BlockRunner):
 
 
 def block_runner(
-    function: BlockFunction,
-    keep: Keep,
-    versions: WeightVersions,
-    *,
-    first: bool = False,
-    fetch: Fetch | None = None,
+    function: BlockFunction, keep: Keep, versions: WeightVersions, *, first: bool = False, fetch: Fetch | None = None
 ) -> BlockRunner:
     """Return the runner of a block.
 
