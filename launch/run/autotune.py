@@ -16,21 +16,31 @@ from petra.errors import require
 
 from ..config.machines import read_machines
 from ..runtime.rank import Process
-from .build import Setup
+from .build import Choices, Setup
 from .dry_run import stage_memories
 from .targets import factory
 
 
-def tune_setup(setup: Setup, process: Process) -> Setup:
+def tune_setup(setup: Setup, process: Process, earlier: Choices | None = None) -> Setup:
     """Return the setup with a value for each setting that is ``auto``. Every rank must call this in the process group.
 
     Rank 0 measures forward, backward and update of each block on its device. Ranks 0 and 1 measure the link between them.
+
+    Args:
+        setup: Configuration and plan.
+        process: This process.
+        earlier: Choices in the checkpoint that the run resumes from. They are taken unless the configuration has other stages.
 
     Raises:
         ConfigError: If no partition fits the memory limit. Raised on every rank.
     """
     if not setup.auto:
         return setup
+    if earlier is not None and ("stages" in setup.auto or setup.choices["stages"] == earlier["stages"]):
+        delay = earlier["delay"]
+        return setup.with_choice(
+            earlier["stages"], replace(setup.plan.method, delay=delay if isinstance(delay, int) else (*delay,))
+        )
     path = setup.config.cluster.machines
     machines = _measured(setup) if path is None else read_machines(path)
     chosen: list[Tuned | None] = [None]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -39,6 +41,9 @@ from .targets import built, factory, imported, takes
 LARGEST_CIFAR_STEM = 64
 """Largest image size in pixels for which ``model.stem=auto`` chooses the stem that keeps the resolution."""
 
+Choices = Mapping[str, Any]
+"""What ``auto`` stands for: the number of blocks in each of the ``stages``, and the boundary ``delay``."""
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -62,6 +67,11 @@ class Setup:
     def unit(self) -> str:
         """Unit in which targets are counted: ``images``, ``tokens`` or ``pixels``."""
         return unit_of(self.config.data, self.plan.inputs)
+
+    @property
+    def choices(self) -> Choices:
+        """Stages and delay of the plan, as a checkpoint stores them."""
+        return {"stages": [len(stage) for stage in self.plan.layout.stages], "delay": self.plan.method.delay}
 
     def with_choice(self, stages: list[int], method: Method) -> Setup:
         """Return the setup with the chosen values for all settings that were ``auto``."""

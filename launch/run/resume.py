@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,11 @@ from petra.training.weight_files import State
 
 from ..config.schema import AUTO, Config
 from ..runtime.rank import Process
-from .build import Setup
 from .folder import CHECKPOINTS, as_data, changes_results, differences, flat, require_format
 from .weights import Weights
 
-FIXED = ("optim._target_",)
-"""Keys that no resumed run may change, because the state in the checkpoint has another form."""
-LENGTHS = ("k", "data._target_", "data.size", "data.batch_size", "data.images", "data.validation", "trainer.limit_batches")
-"""Keys that can change the length of an update or the number of microbatches in an epoch, as other files in ``data.root`` can."""
+FIXED = ("optim._target_", "k")
+"""Keys that no resumed run may change: the state in the checkpoint has another form, or belongs to another number of updates."""
 
 
 @dataclass(frozen=True)
@@ -102,27 +99,6 @@ def require_same(
     return changes
 
 
-def restore_choices(setup: Setup, start: Start) -> Setup:
-    """Return the setup with the checkpoint's values for settings that are ``auto``, so that the run resumes exactly.
-
-    If the configuration asks for another partition than the checkpoint's, these values do not apply, and nothing changes.
-    """
-    chosen = start.facts.get("chosen")
-    if not setup.auto or chosen is None or ("stages" not in setup.auto and _choices(setup)["stages"] != chosen["stages"]):
-        return setup
-    delay = tuple(chosen["delay"]) if isinstance(chosen["delay"], list) else chosen["delay"]
-    return setup.with_choice(chosen["stages"], replace(setup.plan.method, delay=delay))
-
-
-def checkpoint_facts(setup: Setup) -> dict[str, Any]:
-    """Return the facts that a checkpoint stores: the configuration, and the settings that auto-tuning chose."""
-    return {"config": as_data(setup.config), "chosen": _choices(setup)}
-
-
-def _choices(setup: Setup) -> dict[str, Any]:
-    return {"stages": [len(stage) for stage in setup.plan.layout.stages], "delay": setup.plan.method.delay}
-
-
 def load_start(pipeline: Pipeline, config: Config, start: Start, epoch: int, vocabulary: str | None = None) -> list[str]:
     """Load the checkpoint or the weights that the run starts from into this rank's part of the pipeline.
 
@@ -144,15 +120,17 @@ def load_start(pipeline: Pipeline, config: Config, start: Start, epoch: int, voc
             restore(pipeline, start.path)
         else:
             load_state(pipeline, start.state, start.facts["clock"], "memory")
-        moved, done = _move_clock(pipeline, config, start, start.path, epoch), pipeline.microbatches_done
+        done, before = pipeline.microbatches_done, start.facts["trainer"]["epoch"]
         source = start.path if start.state is None else "the last generation of replicas"
+        expected = f"data with {before} microbatches in an epoch, as in the run so far (init_from starts from its weights)"
+        require(epoch == before, str(source), expected, epoch)
         expected = (
             f"an integer >= {math.ceil(done / epoch)}, because the run resumes from {source}, after microbatch {done} with {epoch} "
             "microbatches in an epoch"
         )
         require(done <= config.trainer.epochs * epoch, "trainer.epochs", expected, config.trainer.epochs)
         changes = (f"{key} is {now} from here on, was {before}" for key, (before, now) in start.changes.items())
-        return [f"resuming from {source}, after microbatch {done}", *moved, *changes]
+        return [f"resuming from {source}, after microbatch {done}", *changes]
 
 
 def _load_weights(pipeline: Pipeline, config: Config, path: Path, vocabulary: str | None) -> str:
@@ -162,33 +140,6 @@ def _load_weights(pipeline: Pipeline, config: Config, path: Path, vocabulary: st
     weights.load_into(pipeline, vocabulary, skip)
     random = f"; random: {', '.join(sorted(skip))}" if skip else ""
     return f"initial weights of {blocks - len(skip)} of {blocks} blocks from {weights}{random}"
-
-
-def _move_clock(pipeline: Pipeline, config: Config, start: Start, path: Path, epoch: int) -> list[str]:
-    """Move the clock of a restored pipeline to the same epoch if epochs have another length now. Return lines that say so.
-
-    Raises:
-        ConfigError: If k or the length of an epoch changes within an epoch or within an update; or if the clock moves back in the
-            same folder, whose later checkpoints would count as newer.
-    """
-    k, before = pipeline.plan.k, start.facts["trainer"]["epoch"]
-    k_before, clock = start.changes.get("k", (k, k))[0], len(start.history) * epoch
-    if (k_before, before) == (k, epoch):
-        return []
-    ended = pipeline.microbatches_done % k_before == 0 and not start.facts["trainer"]["sums"] and clock % k == 0
-    changed = next((key for key in LENGTHS if key in start.changes), "data.root")
-    value, now = start.changes.get(changed, (f"{before} microbatches in an epoch", epoch))
-    require(
-        ended, changed, f"{value} as in {path}; only a checkpoint at the end of an epoch and of an update allows another value", now
-    )
-    own = config.resume == AUTO or (config.run_dir is not None and Path(config.run_dir).resolve() in path.resolve().parents)
-    other = f"another folder than that of the checkpoint, for epochs of {epoch} microbatches instead of {before} (resume={path})"
-    require(clock >= pipeline.microbatches_done or not own, "run_dir", other, config.run_dir)
-    pipeline.microbatches_done = clock
-    for worker in pipeline.workers.values():
-        worker.microbatches_done = clock
-        worker.stage.resume(clock // k, worker.stage.previous())
-    return [] if before == epoch else [f"an epoch has {epoch} microbatches from here on, had {before}"]
 
 
 def _checkpoint(config: Config) -> Path | None:

@@ -29,9 +29,9 @@ from ..runtime.rank import Process
 from .autotune import tune_setup
 from .build import Setup, set_numerics, set_up
 from .dry_run import memory_table, stage_map
-from .folder import CHECKPOINTS
+from .folder import CHECKPOINTS, as_data
 from .records import Records, exclusive_folder, require_shared
-from .resume import Start, checkpoint_facts, find_start, load_start, restore_choices
+from .resume import Start, find_start, load_start
 
 UPDATES_BETWEEN_DRIFTS = 10
 """Updates between two measurements of the weights' drift in a run without ``trainer.log_every``."""
@@ -108,7 +108,7 @@ class TrainingRun:
         trainer: type[Trainer] = Trainer,
     ) -> None:
         self._started, self._stop = time.perf_counter(), stop
-        self.setup = setup = tune_setup(restore_choices(setup, start), process)
+        self.setup = setup = tune_setup(setup, process, start.facts.get("chosen"))
         config = setup.config
         train, test = setup.data(replicas)
         preparation = None if train.preparation is None else asdict(train.preparation)
@@ -128,7 +128,7 @@ class TrainingRun:
             self.folder / CHECKPOINTS,
             config.checkpoint.keep,
             every=config.checkpoint.every,
-            facts=checkpoint_facts(setup) | self._data_facts,
+            facts={"config": as_data(config), "chosen": setup.choices, **self._data_facts},
             background=config.checkpoint.background,
             timeout=config.trainer.timeout,
         )

@@ -35,7 +35,7 @@ from launch.config.schema import Config
 from launch.run.autotune import tune_setup
 from launch.run.build import set_up
 from launch.run.dry_run import stage_map
-from launch.run.resume import find_start, load_start, restore_choices
+from launch.run.resume import find_start, load_start
 from launch.run.training import run
 from launch.runtime.rank import Process
 from petra.errors import PetraError
@@ -163,7 +163,7 @@ def steps(config: Config) -> None:
         stage_map(checked)
         return
     start = find_start(config, ALONE)
-    checked = tune_setup(restore_choices(checked, start), ALONE)
+    checked = tune_setup(checked, ALONE, start.facts.get("chosen"))
     train, test = checked.data()
     batches = limited(train.batches_per_epoch, config.trainer.limit_batches)
     pipeline = checked.pipeline(batches)

@@ -137,33 +137,13 @@ def test_a_warm_up_that_does_not_end_is_one_warning(
     assert warnings == ([f"warning: schedule.warmup_epochs=4: {expected}"] if stated else [])
 
 
-def test_another_batch_size_begins_with_an_epoch(trained: Path) -> None:
-    """An epoch has 4 microbatches of 8 images, then 8 of 4 images: the clock of the resumed run begins at 8."""
-    train("run_dir=first", "resume=auto", "trainer.epochs=2", "data.batch_size=4", "resume_change=[data.batch_size]")
-    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["epoch"], row["microbatches"]) for row in rows] == [(1, 4), (2, 16)]
-
-
-def test_another_batch_size_within_an_epoch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    train("run_dir=first", "checkpoint.every=2", "checkpoint.keep=5")
-    changed = ("data.batch_size=4", "resume_change=[data.batch_size]", "trainer.epochs=2", "run_dir=second")
-    message = r"data\.batch_size: expected 8 as in .*000000002; only a checkpoint at the end of an epoch and of an update allows"
+def test_epochs_of_another_length_are_refused(trained: Path) -> None:
+    again = ("run_dir=first", "resume=auto", "trainer.epochs=2")
+    message = r"000000004: expected data with 4 microbatches in an epoch, as in the run so far \(init_from .*\), got 8"
     with pytest.raises(PetraError, match=message):
-        train("resume=first/checkpoints/000000002", *changed)
-
-
-def test_shorter_epochs_need_another_folder(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock moves back, and the folder's older checkpoints would count as newer."""
-    larger = ("trainer.epochs=2", "data.batch_size=16", "resume_change=[data.batch_size]")
-    message = r"run_dir: expected another folder than that of the checkpoint, for epochs of 2 microbatches instead of 4"
-    with pytest.raises(PetraError, match=message):
-        train("run_dir=first", "resume=auto", *larger)
-    with pytest.raises(PetraError, match=message):
-        train("run_dir=first", "resume=first", *larger)
-    train("run_dir=second", "resume=first", *larger)
-    rows = [json.loads(line) for line in Path("second/metrics.jsonl").read_text().splitlines()]
-    assert [(row["epoch"], row["microbatches"]) for row in rows] == [(1, 4), (2, 4)]
+        train(*again, "data.batch_size=4", "resume_change=[data.batch_size]")
+    with pytest.raises(PetraError, match=r"^k: expected 2 as in .*000000004, which the run resumes from \(init_from .*\), got 4"):
+        train(*again, "k=4", "resume_change=[k]")
 
 
 def test_a_checkpoint_without_the_state_of_its_trainer_is_one_line(trained: Path) -> None:
@@ -173,7 +153,7 @@ def test_a_checkpoint_without_the_state_of_its_trainer_is_one_line(trained: Path
     write_synced(folder / FACTS, facts)
     write_synced(folder / MANIFEST, {"files": {path.name: checksum(path) for path in folder.iterdir() if path.name != MANIFEST}})
     with pytest.raises(PetraError, match=r"^checkpoint .*000000004: expected the state of a trainer in its facts"):
-        train("run_dir=first", "resume=auto", "trainer.epochs=2", "data.batch_size=4", "resume_change=[data.batch_size]")
+        train("run_dir=first", "resume=auto", "trainer.epochs=2")
 
 
 def test_another_optimizer_cannot_resume(trained: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 from launch.run.autotune import tune_setup
 from launch.run.build import Setup
 from launch.run.dry_run import stage_memories
-from launch.run.resume import Start, restore_choices
 from launch.runtime.rank import Process
 from petra import PetraError
 from petra.cost_model.autotune import Tuned
@@ -41,13 +40,9 @@ def test_stages_fit_the_memory_limit_by_the_account() -> None:
 def test_another_partition_than_the_checkpoints_is_tuned_again() -> None:
     settings = (*TINY, "method=petra_fresh")
     before = tune_setup(planned(*settings, "trainer.stages=3"), ALONE)
-    chosen = {
-        "stages": [len(s.blocks) for s in before.plan.stages],
-        "delay": list(before.plan.method.delay),
-    }
-    start = Start(facts={"chosen": chosen})
-    assert restore_choices(planned(*settings, "trainer.stages=3"), start).plan.method.delay == before.plan.method.delay
-    other = tune_setup(restore_choices(planned(*settings, "trainer.stages=5"), start), ALONE)
+    chosen = json.loads(json.dumps(before.choices))
+    assert tune_setup(planned(*settings, "trainer.stages=3"), ALONE, chosen).plan.method.delay == before.plan.method.delay
+    other = tune_setup(planned(*settings, "trainer.stages=5"), ALONE, chosen)
     assert len(other.plan.stages) == 5
     assert isinstance(other.plan.method.delay, tuple)
     assert len(other.plan.method.delay) == 4
