@@ -1,8 +1,7 @@
 """Evaluate the trained network of a run on the test data, in one process or in several under torchrun.
 
 Prints one JSON object: loss in nats, accuracies between 0 and 1, for segmentation also the intersection over union of each class;
-and to stderr which weights it has read, and after how many microbatches they were written. For segmentation, ``--pictures`` writes
-overlays and a table of the classes to RUN/pictures.
+and to stderr which weights it has read, and after how many microbatches they were written.
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ WEIGHTS = """file of exported weights, or folder of a checkpoint; CHECKPOINT/ave
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Print the results of an evaluation."""
-    parser = run_parser(__doc__)
-    parser.add_argument("--pictures", type=int, default=0, metavar="N", help="write pictures of the first N test images")
-    options = parser.parse_intermixed_args(arguments)
-    require(options.pictures >= 0, "--pictures", "an integer >= 0", options.pictures)
+    options = run_parser(__doc__).parse_intermixed_args(arguments)
     with this_process() as process:
         weights, config = read_run(options, options.words, process)
         import torch
@@ -45,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
 
         if arguments is None:
             torch.set_num_interop_threads(1)
-        numbers = evaluate(config, weights, process, options.run, options.pictures)
+        numbers = evaluate(config, weights, process)
         if process.first:
             print(json.dumps(numbers), flush=True)
 

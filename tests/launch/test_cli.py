@@ -88,7 +88,7 @@ def test_several_processes_start_through_the_agent(monkeypatch: pytest.MonkeyPat
         ("petra sweep model=revnet18,revnet3", ["model=revnet18,revnet34"], []),
         ("petra sweep --", ["--out", "--processes"], ["--nproc"]),
         ("petra train --", ["--nproc", "--config-dir", "--multirun"], []),
-        ("petra evaluate --", ["--pictures"], ["--nproc-per-node"]),
+        ("petra evaluate --", ["--weights"], ["--nproc-per-node"]),
     ],
 )
 def test_words_are_completed(line: str, some: list[str], none: list[str]) -> None:
