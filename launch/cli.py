@@ -22,7 +22,7 @@ Usage: petra COMMAND ...        petra COMMAND --help describes a command
 {commands}
 
 petra --version                 print the version
-petra train --nproc N ...       train in N processes on this machine, or in one per GPU (--nproc auto); also evaluate and doctor
+petra train --nproc N ...       train in N processes on this machine, or in one per GPU (--nproc auto); resume, evaluate, doctor too
 petra completion bash           print a script that completes words with TAB in bash; zsh for that shell
 """
 
@@ -51,7 +51,7 @@ def run(words: list[str]) -> None:
         complete(rest)
     else:
         require_command(name)
-        processes, others = (None, rest) if name == "train" else take_processes(rest)
+        processes, others = (None, rest) if name in ("train", "resume") else take_processes(rest)
         if processes is None:
             start(name, others)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-IN_SEVERAL_PROCESSES = ("train", "evaluate", "doctor")
+IN_SEVERAL_PROCESSES = ("train", "resume", "evaluate", "doctor")
 """Commands that accept ``--nproc``."""
 
 

@@ -46,17 +46,19 @@ def main(arguments: list[str] | None = None) -> None:
             print(json.dumps(numbers), flush=True)
 
 
-def run_parser(text: str | None, words: str = "key=value") -> argparse.ArgumentParser:
-    """Return the parser of a command that reads the weights of a run.
+def run_parser(text: str | None, words: str = "key=value", *, weights: bool = True) -> argparse.ArgumentParser:
+    """Return the parser of a command that reads the folder of a run.
 
     Args:
         text: Docstring of the command.
         words: What follows the folder of the run.
+        weights: Whether the command has a flag for other weights than the newest.
     """
     parser = parser_for(text, "key=value is a key of the run's configuration, such as data.root or trainer.device.")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, which may still be training")
-    parser.add_argument("words", nargs="*", metavar=words)
-    parser.add_argument("--weights", type=Path, metavar="FILE", help=WEIGHTS)
+    parser.add_argument("words", nargs="*", metavar=words).required = False
+    if weights:
+        parser.add_argument("--weights", type=Path, metavar="FILE", help=WEIGHTS)
     parser.add_argument(TRUST, action="store_true", help="import code outside of petra that the run's configuration names")
     return parser
 
@@ -67,21 +69,30 @@ def read_run(options: argparse.Namespace, changes: list[str], process: Process) 
     Raises:
         PetraError: If there is no folder of a run, it has no weights, or an override doesn't fit the configuration.
     """
-    folder = options.run
-    require("=" not in str(folder) or folder.is_dir(), "command line", "the folder of a run first (petra evaluate RUN)", folder)
-    path = folder / "config.yaml"
-    require(path.is_file(), "command line", "the folder of a run", f"{folder} without a config.yaml")
-    for word in changes:
-        name, equals, value = word.partition("=")
-        require(bool(equals), "command line", "key=value", word)
-        require(name not in GROUPS, name, f"single keys of the run's configuration ({name}.KEY=VALUE)", value)
-    config = read_config(path, dotlist(changes), trusted=options.trust)
+    folder, config = options.run, run_config(options, changes)
     from .run.weights import Weights
 
     weights = Weights.at(folder, "command line") if options.weights is None else Weights(options.weights)
     if process.first:
         weights.print_choice(folder if options.weights is None else None)
     return weights, config
+
+
+def run_config(options: argparse.Namespace, changes: list[str]) -> Config:
+    """Return the configuration of the run with the overrides on the command line.
+
+    Raises:
+        PetraError: If there is no folder of a run, or an override doesn't fit its configuration.
+    """
+    folder = options.run
+    require("=" not in str(folder) or folder.is_dir(), "command line", "the folder of a run first (petra COMMAND RUN)", folder)
+    path = folder / "config.yaml"
+    require(path.is_file(), "command line", "the folder of a run", f"{folder} without a config.yaml")
+    for word in changes:
+        name, equals, value = word.partition("=")
+        require(bool(equals), "command line", "key=value", word)
+        require(name not in GROUPS, name, f"single keys of the run's configuration ({name}.KEY=VALUE)", value)
+    return read_config(path, dotlist(changes), trusted=options.trust)
 
 
 def dotlist(words: list[str]) -> DictConfig:

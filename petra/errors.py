@@ -58,12 +58,14 @@ class Interrupted(PetraError):
 
     Attributes:
         clock: Number of microbatches that the run has trained on.
+        saved: Whether a checkpoint has been written.
+        hint: How to continue, for whoever sees the message.
     """
 
     def __init__(self, clock: int, *, saved: bool) -> None:
-        rest = "checkpoint written, resume=auto continues from it" if saved else "no checkpoint written because checkpoint.keep=0"
+        rest = "checkpoint written" if saved else "no checkpoint written because checkpoint.keep=0"
         super().__init__(f"stopped on request after microbatch {clock}, {rest}")
-        self.clock = clock
+        self.clock, self.saved, self.hint = clock, saved, ""
 
 
 def invalid(name: str, expected: str, got: object, kind: type[PetraError] = ConfigError) -> PetraError:

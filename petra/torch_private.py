@@ -18,8 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # the documented way to see every operation
 from torch.utils._pytree import tree_leaves as tree_leaves  # tensors in nested arguments of an operator
 
-NormBase = _NormBase
-"""Base class of batch and instance normalisations."""
+NormBase = _NormBase  # of batch and instance normalisations
 Tensors = Sequence[Tensor]
 Hook = Callable[[Any], Any]
 DEVICE = torch.ops.prim.device.default

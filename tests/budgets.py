@@ -42,20 +42,20 @@ ROOMS = {
     ("petra/diagnostics",): Budget(930, 800),
     ("petra/cost_model",): Budget(1_710, 1_500),
     ("petra/analysis",): Budget(400, 400),
-    ("launch/*.py", "launch/templates"): Budget(1_400, 1_190),
+    ("launch/*.py", "launch/templates"): Budget(1_470, 1_270),
     ("launch/config",): Budget(910, 400),
-    ("launch/run",): Budget(1_950, 1_500),
+    ("launch/run",): Budget(1_970, 1_520),
     ("launch/runtime",): Budget(710, 710),
     ("launch/doctor", "launch/selftest"): Budget(700, 700),
     ("reproduction",): Budget(2_010, 2_000),
     ("benchmarks",): Budget(2_630, 2_700),
     ("examples",): Budget(600, 600),
-    ("tests", "stress"): Budget(18_640, 15_000),
+    ("tests", "stress"): Budget(18_710, 15_070),
     ("docs",): Budget(260, 260),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(24_550, 23_000)
-"""petra and launch together. The rooms add up to more: not every room fills its budget."""
+BOTH = Budget(24_650, 23_100)
+"""petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_050, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""
 CORE_ROOMS = ("petra/*.py", "petra/reversible", "petra/plan", "petra/transport")

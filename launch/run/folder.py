@@ -86,6 +86,11 @@ def read_config(path: Path, overrides: DictConfig, *, trusted: bool) -> Config:
         return to_config(composed)
 
 
+def names_foreign_code(config: Config) -> bool:
+    """Return whether a configuration names code outside of petra, which a command imports from a run's folder with ``--trust``."""
+    return not all(is_shipped(target) for _, target in _targets(as_data(config)))
+
+
 def _targets(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield each ``_target_`` in mappings and lists with its key."""
     for name, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():

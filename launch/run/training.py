@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from petra.diagnostics.stage_times import StageTimes
 from petra.diagnostics.weight_drift import WeightDrift, distance
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.engine.options.replicas import Replicas
+from petra.errors import Interrupted
 from petra.hooks import Hook
 from petra.process_memory import keep_freed_memory, release_memory
 from petra.training import FORMATS, Checkpoints, Lines, Trainer, UpdateMeans, Watcher, export, limited, peak_memory
@@ -29,7 +31,7 @@ from ..runtime.rank import Process
 from .autotune import tune_setup
 from .build import Setup, set_numerics, set_up
 from .dry_run import memory_table, stage_map
-from .folder import CHECKPOINTS, as_data
+from .folder import CHECKPOINTS, TRUST, as_data, names_foreign_code
 from .records import Records, exclusive_folder, require_shared
 from .resume import Start, find_start, load_start
 
@@ -107,7 +109,7 @@ class TrainingRun:
         replicas: Replicas | None = None,
         trainer: type[Trainer] = Trainer,
     ) -> None:
-        self._started, self._stop = time.perf_counter(), stop
+        self._started, self._stop, self._process = time.perf_counter(), stop, process
         self.setup = setup = tune_setup(setup, process, start.facts.get("chosen"))
         config = setup.config
         train, test = setup.data(replicas)
@@ -139,8 +141,13 @@ class TrainingRun:
 
     def fit(self) -> None:
         """Train to the last epoch."""
-        with self._diagnostics(), self._stop.handle_signals():
-            self.trainer.fit(self.setup.config.trainer.epochs)
+        config = self.setup.config
+        try:
+            with self._diagnostics(), self._stop.handle_signals():
+                self.trainer.fit(config.trainer.epochs)
+        except Interrupted as stopped:
+            stopped.hint = f"to continue: {self._resume_command()}" if stopped.saved else "it can't be resumed"
+            raise
 
     def finish(self) -> None:
         """Export the weights and write the summary."""
@@ -154,6 +161,14 @@ class TrainingRun:
         memory = all_gather_objects(peak_memory(self.setup.device))
         if self.records is not None:
             self.records.finish(history, memory, time.perf_counter() - self._started)
+
+    def _resume_command(self) -> str:
+        """Return the command that continues the run on this machine, or the words that make the same command continue it."""
+        config, processes = self.setup.config, self.setup.config.dp * len(self.pipeline.plan.layout.processes)
+        if processes > self._process.local_world and not config.cluster.elastic:
+            return f"the same command on each machine with run_dir={self.folder} resume=auto"
+        flags = [*(["--nproc", str(processes)] if processes > 1 else []), *([TRUST] if names_foreign_code(config) else [])]
+        return shlex.join(["petra", "resume", str(self.folder), *flags])
 
     def _watchers(self, batches: int) -> list[Watcher]:
         """Measure the drift of the weights, and return the observers of the trainer: none without records."""

@@ -42,7 +42,7 @@ def report_errors(process: Process) -> Iterator[None]:
         yield
     except Interrupted as stopped:
         if process.first:
-            print(stopped, file=sys.stderr, flush=True)
+            print(stopped, stopped.hint, sep="; ", file=sys.stderr, flush=True)
         sys.exit(STOPPED)
     except CommunicationError as error:
         _exit_after_lost_connection(str(error))

@@ -74,7 +74,7 @@ def test_several_processes_start_through_the_agent(monkeypatch: pytest.MonkeyPat
     flags = ["--standalone", "--nproc-per-node", "2"]
     assert started[0] == (flags, "launch.train", ["trainer.device=cpu", "model.width=0.0625"])
     assert started[1] == (flags, "launch.doctor", ["trainer.device=cpu"])
-    with pytest.raises(ConfigError, match="--nproc: expected one of the commands train, evaluate, doctor, got sweep"):
+    with pytest.raises(ConfigError, match="--nproc: expected one of the commands train, resume, evaluate, doctor, got sweep"):
         cli.run(["sweep", "--nproc", "2"])
 
 

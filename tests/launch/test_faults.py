@@ -144,7 +144,7 @@ def test_a_signal_to_every_process_of_a_job_lets_it_save(tmp_path: Path) -> None
             assert process.pid is not None
             os.killpg(process.pid, signal.SIGHUP)
         assert run.wait(END) == [75, 75], run.output()
-    assert re.fullmatch(r"stopped on request after microbatch \d+, checkpoint written, .*\n", run.output())
+    assert re.fullmatch(r"stopped on request after microbatch \d+, checkpoint written; .*\n", run.output())
 
 
 def on_its_own_disk(rank: int) -> None:

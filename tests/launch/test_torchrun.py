@@ -20,15 +20,15 @@ from tests.launch.test_faults import END, LONG, training
 from tests.structure import ROOT
 from tests.support.forked import Forked
 
-LOCAL = ("launch.train", "--nproc", "2")
-BARE = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "launch.train")
+LOCAL = ("launch.train", "--nproc", "2", *LONG, "resume=auto")
+BARE = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "launch.train", *LONG, "resume=auto")
 
 
 @contextmanager
 def started(folder: Path, launcher: Sequence[str], *overrides: str) -> Iterator[subprocess.Popen[str]]:
     """Start an agent with two processes and wait until they train. Kill whatever is left at the end."""
     agent = subprocess.Popen(
-        [sys.executable, "-m", *launcher, *LONG, "resume=auto", *overrides],
+        [sys.executable, "-m", *launcher, *overrides],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -56,8 +56,10 @@ def test_the_agent_forwards_signals_and_exits_with_the_status_of_the_run(tmp_pat
         agent.send_signal(signal.SIGUSR1)
         _, told = agent.communicate(timeout=END)
         assert agent.returncode == 75, told
-        assert len(re.findall(r"^stopped on request after microbatch \d+, checkpoint written", told, re.MULTILINE)) == 1
-    with started(tmp_path, LOCAL) as agent:
+        (command,) = re.findall(
+            r"^stopped on request after microbatch \d+, checkpoint written; to continue: petra (.*)$", told, re.M
+        )
+    with started(tmp_path, ["petra", *command.split()]) as agent:
         workers = children(agent.pid)
         for _ in range(2):
             agent.send_signal(signal.SIGINT)

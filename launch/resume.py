@@ -1,0 +1,48 @@
+"""Resume a run from its last checkpoint, with its own configuration: ``petra resume RUN``, also with ``--nproc N``.
+
+Keys on the command line change the run from here on, such as ``trainer.epochs=20``. The number of processes may be another one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from petra.errors import require
+
+from . import own_module
+from .evaluate import run_config, run_parser
+from .runtime.terminal import command
+from .train import train_or_start
+
+if TYPE_CHECKING:
+    from .config.schema import Config
+
+
+@command
+def main() -> None:
+    """Train in this process, one of those that torchrun has started, or start the processes that do."""
+    train_or_start(own_module("launch.resume"), read)
+
+
+def read() -> list[Config]:
+    """Return the configuration of the run on the command line.
+
+    The keys on the command line are those that may change what is computed (``resume_change``): nobody gives them by accident.
+
+    Raises:
+        PetraError: If there is no folder of a run with a checkpoint, or an override doesn't fit the configuration.
+    """
+    options = run_parser(__doc__, weights=False).parse_intermixed_args()
+    config = run_config(options, options.words)
+    from .config.compose import keys_of
+    from .run.folder import CHECKPOINTS, changes_results
+
+    saved = options.run / CHECKPOINTS
+    require(any(saved.glob("*/")), "command line", "the folder of a run with a checkpoint", f"{options.run} without one")
+    changed = sorted({*(config.resume_change or ()), *filter(changes_results, keys_of(options.words))})
+    return [replace(config, run_dir=str(options.run), resume="auto", resume_change=changed or None)]
+
+
+if __name__ == "__main__":
+    main()
