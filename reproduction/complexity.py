@@ -129,7 +129,7 @@ def measure(method: Method, reversible: bool, stages: int) -> Complexity:
     microbatches = 2 * (max(pipeline.plan.delays) + 1)
     first = pipeline.stages[1]
     with ExitStack() as stack:
-        memory = stack.enter_context(ActivationMemory(1, first, weights=False).attached(pipeline.hooks))
+        memory = stack.enter_context(ActivationMemory(pipeline, weights=False).attached())
         versions = stack.enter_context(pipeline.hooks.attached(_Versions(first)))
         messages = stack.enter_context(pipeline.hooks.attached(_Messages()))
         counter = stack.enter_context(FlopCounter())
@@ -140,8 +140,8 @@ def measure(method: Method, reversible: bool, stages: int) -> Complexity:
     activation, forward = BATCH * FEATURES * 4, 2 * BATCH * FEATURES**2
     backward = 2 if method.keep is Keep.GRAPH else 3
     return Complexity(
-        graphs=memory.peak / graph,
-        inputs=memory.peak / sum(spec.bytes for spec in specs),
+        graphs=memory.peaks[1] / graph,
+        inputs=memory.peaks[1] / sum(spec.bytes for spec in specs),
         weights=1 + versions.peak / parameters,
         forward=messages.bytes[1, 2] / microbatches / activation,
         backward=messages.bytes[2, 1] / microbatches / activation,

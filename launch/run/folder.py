@@ -18,6 +18,7 @@ from ..config.read import all_keys, to_config
 from ..config.schema import SECTIONS, Config
 
 CONFIG, METRICS, UPDATES, SUMMARY, CHECKPOINTS = "config.yaml", "metrics.jsonl", "updates.jsonl", "summary.json", "checkpoints"
+GRADIENTS = "gradients.jsonl"
 RECORD = ".record.json"
 """How the name of a record ends: a finished run in one file, see reproduction/records/README.md."""
 FORMAT = 2
@@ -145,9 +146,10 @@ class RunFolder:
         """Return the rows of updates.jsonl, up to ``clock`` microbatches, or none if there is no such file."""
         return [row for row in self._rows(UPDATES, "microbatches") if clock is None or row["microbatches"] <= clock]
 
-    def gradients(self) -> list[dict[str, Any]]:
-        """Return the rows of gradients.jsonl, or none if there is no such file."""
-        return self._rows("gradients.jsonl", "microbatch", "stage", "reconstruction_error")
+    def gradients(self, clock: int | None = None) -> list[dict[str, Any]]:
+        """Return the rows of gradients.jsonl, of the first ``clock`` microbatches, or none if there is no such file."""
+        rows = self._rows(GRADIENTS, "microbatch", "stage", "reconstruction_error")
+        return [row for row in rows if clock is None or row["microbatch"] < clock]
 
     def summary(self) -> dict[str, Any]:
         """Return the content of summary.json, or nothing if the run is not complete."""

@@ -14,15 +14,14 @@ from petra.analysis.plots import gradient_panels, grid, save
 from petra.analysis.timeline import write_timeline
 from petra.diagnostics.gradient_quality import GradientQuality
 from petra.diagnostics.reconstruction_error import ReconstructionMonitor
-from petra.diagnostics.recorder import Recorder, gathered_intervals
-from petra.diagnostics.stage_times import StageTimes
+from petra.diagnostics.recorder import Recorder, StageTimes, gathered_intervals
 from petra.diagnostics.weight_drift import WeightDrift, distance
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.engine.options.replicas import Replicas
 from petra.errors import Interrupted
 from petra.hooks import Hook
 from petra.process_memory import keep_freed_memory, release_memory
-from petra.training import FORMATS, Checkpoints, Lines, Trainer, UpdateMeans, Watcher, export, limited, peak_memory
+from petra.training import FORMATS, Checkpoints, JsonLines, Lines, Trainer, UpdateMeans, Watcher, export, limited, peak_memory
 
 from ..config.schema import MEMORY, Config
 from ..runtime.agent import StopRequest
@@ -31,7 +30,7 @@ from ..runtime.rank import Process
 from .autotune import tune_setup
 from .build import Setup, set_numerics, set_up
 from .dry_run import memory_table, stage_map
-from .folder import CHECKPOINTS, TRUST, as_data, names_foreign_code
+from .folder import CHECKPOINTS, GRADIENTS, TRUST, RunFolder, as_data, names_foreign_code
 from .records import Records, exclusive_folder, require_shared
 from .resume import Start, find_start, load_start
 
@@ -180,8 +179,7 @@ class TrainingRun:
             return []
         found: list[Watcher] = [*self.records.loggers]
         if config.trainer.log_every is not None:
-            measure, loggers = drift.of_first_stage, self.records.update_loggers
-            found.append(UpdateMeans(config.trainer.log_every, config.k, pipeline.recipe, loggers, measure))
+            found.append(UpdateMeans(config.trainer.log_every, config.k, pipeline.recipe, self.records.update_loggers))
         return [*found, Lines(config.trainer.epochs, batches, pipeline.recipe, self.setup.unit, bar=sys.stdout.isatty())]
 
     @contextmanager
@@ -191,8 +189,10 @@ class TrainingRun:
         times = StageTimes(pipeline) if config.stage_metrics else None
         recorder = None if config.trace is None else Recorder(pipeline, config.trace)
         monitor = None if config.drift is None else ReconstructionMonitor(pipeline, config.drift)
-        every = config.diagnose
-        quality = None if every is None else GradientQuality(pipeline, every, self.folder / "gradients.jsonl")
+        quality, folder = None, RunFolder(self.folder)
+        if config.diagnose is not None:
+            log = JsonLines(self.folder / GRADIENTS, folder.gradients(pipeline.microbatches_done)).log
+            quality = GradientQuality(pipeline, config.diagnose, log)
         if times is not None:
             pipeline.measures.append(times.metrics)
         hooks: tuple[Hook | None, ...] = (times, recorder, monitor, quality)
@@ -204,8 +204,8 @@ class TrainingRun:
         if self.records is not None and intervals:  # a resumed run may have nothing left to train
             title = f"{plan.model.name}, {plan.method.name}, the first {config.trace} microbatches"
             write_timeline(intervals, self.folder, title, plan.layout.processes)
-        if quality is not None and quality.rows:
-            save(grid(gradient_panels(quality.rows), shaded=True), self.folder / "gradients.png")
+        if quality is not None and (compared := folder.gradients()):
+            save(grid(gradient_panels(compared), shaded=True), self.folder / "gradients.png")
 
 
 def _warnings(config: Config, batches: int) -> Iterator[str]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from operator import itemgetter
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from petra.engine.endpoints import DataSource
 from petra.engine.stage import Stage
-from petra.hooks import Hook, Hooks
+from petra.hooks import Hook
 from petra.pipeline import Pipeline
 from petra.specs import Streams
 from petra.torch_private import storage_key
@@ -33,78 +34,67 @@ class GraphMeter:
     def __init__(self, excluded: Iterable[Tensor] = ()) -> None:
         self.peak = self._bytes = 0
         self._excluded = {storage_key(tensor) for tensor in excluded}
-        self._references: Counter[int] = Counter()
-        self._sizes: dict[int, int] = {}
+        self._storages: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
 
     @contextmanager
     def counting(self) -> Iterator[GraphMeter]:
         """Count what graphs built inside the ``with`` block refer to, for as long as the graphs live."""
-        with saved_tensors_hooks(lambda tensor: _Saved(tensor, self), _Saved.tensor):
+        with saved_tensors_hooks(self._save, itemgetter(0)):
             yield self
 
     def storages(self) -> dict[int, int]:
         """Return the bytes of each storage that graphs refer to now. A storage that several tensors share counts once."""
-        return {key: self._sizes[key] for key, references in self._references.items() if references}
+        return {key: storage.size for key, storage in self._storages.items()}
 
-    def add(self, key: int, size: int) -> None:
-        """Count one more reference to a storage of ``size`` bytes."""
-        self._sizes[key] = size
-        self._references[key] += 1
-        if self._references[key] == 1 and key not in self._excluded:
-            self._bytes += size
-            self.peak = max(self.peak, self._bytes)
+    def _save(self, tensor: Tensor) -> tuple[Tensor, _Storage]:
+        key, size = storage_key(tensor), tensor.untyped_storage().nbytes()
+        storage = self._storages.get(key)
+        if storage is None:
+            storage = self._storages[key] = _Storage(size)
+            if key not in self._excluded:
+                self._add(size)
+                weakref.finalize(storage, self._add, -size)
+        return tensor, storage
 
-    def remove(self, key: int) -> None:
-        """Count one reference less."""
-        self._references[key] -= 1
-        if not self._references[key] and key not in self._excluded:
-            self._bytes -= self._sizes[key]
+    def _add(self, size: int) -> None:
+        self._bytes += size
+        self.peak = max(self.peak, self._bytes)
 
 
-class _Saved:
-    """Stands for a tensor that a graph saved, and is destroyed with the graph."""
+class _Storage:
+    """A storage, for as long as graphs refer to it."""
 
-    def __init__(self, tensor: Tensor, meter: GraphMeter) -> None:
-        self._tensor, self._meter, self._key = tensor, meter, storage_key(tensor)
-        meter.add(self._key, tensor.untyped_storage().nbytes())
-
-    def tensor(self) -> Tensor:
-        return self._tensor
-
-    def __del__(self) -> None:
-        self._meter.remove(self._key)
+    def __init__(self, size: int) -> None:
+        self.size = size
 
 
 class ActivationMemory(Hook):
-    """Measure the bytes that one stage stores. Attach with :meth:`attached`.
+    """Measure the bytes that each stage of this process stores. Attach with :meth:`attached`.
 
     Args:
-        index: Number of the stage, from 0.
-        stage: The stage.
         weights: Whether copies of the weights count.
 
     Attributes:
-        peak: The largest number of bytes stored at the end of a forward.
+        peaks: The largest number of bytes stored at the end of a forward, by stage from 0.
     """
 
-    def __init__(self, index: int, stage: Stage, *, weights: bool = True) -> None:
-        self.index, self.stage, self.weights, self.peak = index, stage, weights, 0
-        self._graphs, self._forward = GraphMeter(), ExitStack()
+    def __init__(self, pipeline: Pipeline, *, weights: bool = True) -> None:
+        self.pipeline, self.weights, self.peaks = pipeline, weights, dict.fromkeys(pipeline.stages, 0)
+        self._graphs, self._forward = {j: GraphMeter() for j in pipeline.stages}, ExitStack()
 
     @contextmanager
-    def attached(self, hooks: Hooks) -> Iterator[ActivationMemory]:
+    def attached(self) -> Iterator[ActivationMemory]:
         """Measure inside the ``with`` block. Also ends the counting of a forward that an exception interrupts."""
-        with hooks.attached(self), self._forward:
+        with self.pipeline.hooks.attached(self), self._forward:
             yield self
 
     def forward_begin(self, stage: int, m: int, x: Streams) -> None:
-        if stage == self.index:
-            self._forward.enter_context(self._graphs.counting())
+        self._forward.enter_context(self._graphs[stage].counting())
 
     def forward_end(self, stage: int, m: int, y: Streams) -> None:
-        if stage == self.index:
-            self._forward.close()
-            self.peak = max(self.peak, stored_bytes(self.stage, self._graphs, weights=self.weights))
+        self._forward.close()
+        stored = stored_bytes(self.pipeline.stages[stage], self._graphs[stage], weights=self.weights)
+        self.peaks[stage] = max(self.peaks[stage], stored)
 
 
 def stored_bytes(stage: Stage, graphs: GraphMeter, *, weights: bool = True) -> int:
@@ -133,7 +123,6 @@ def rounded(size: int) -> int:
 
 def measured(pipeline: Pipeline, data: DataSource, microbatches: int) -> list[int]:
     """Train, and return for each stage of this process the largest number of bytes stored between forward and backward."""
-    with ExitStack() as stack:
-        meters = [stack.enter_context(ActivationMemory(j, stage).attached(pipeline.hooks)) for j, stage in pipeline.stages.items()]
+    with ActivationMemory(pipeline).attached() as memory:
         pipeline.train(data, microbatches)
-        return [meter.peak for meter in meters]
+    return [*memory.peaks.values()]

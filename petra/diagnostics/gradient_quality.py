@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +54,7 @@ class GradientQuality(Hook):
     * *stored*: the stage's backward with the δ that it received, but with the stored input of its forward instead of the
       reconstructed one (RevNet, Fig. 4; with d = 0 this is the whole network's true gradient).
 
-    Append one row for each stage and compared microbatch to a JSON Lines file:
+    Each stage and compared microbatch gives a row with the entries
 
     * ``microbatch``, ``stage`` (from 1);
     * ``cosine_end_to_end``; ``norm_ratio_end_to_end``, the norm of the method's gradient over the norm of the reference; the same
@@ -69,20 +67,16 @@ class GradientQuality(Hook):
     bit.
 
     Args:
-        path: JSON Lines file; None keeps the rows in memory only.
-
-    Attributes:
-        rows: All rows so far.
+        log: Receives the rows.
 
     Raises:
         ConfigError: If ``every`` < 1 or other processes own stages.
     """
 
-    def __init__(self, pipeline: Pipeline, every: int, path: Path | None = None) -> None:
+    def __init__(self, pipeline: Pipeline, every: int, log: Callable[[dict[str, float]], None]) -> None:
         require(every >= 1, "trainer.diagnose", "null or an integer >= 1", every)
         require(pipeline.world == 1, "trainer.diagnose", "null in several processes", f"{every} in {pipeline.world} processes")
-        self.pipeline, self.every, self.path = pipeline, every, path
-        self.rows: list[dict[str, float]] = []
+        self.pipeline, self.every, self.log = pipeline, every, log
         self._cases: dict[int, _Case] = {}
 
     def forward_begin(self, stage: int, m: int, x: Streams) -> None:
@@ -106,12 +100,8 @@ class GradientQuality(Hook):
     def backward_end(self, stage: int, m: int, x: Streams, dx: Streams) -> None:
         if m % self.every:
             return
-        row = self._row(m, stage)
+        self.log(self._row(m, stage))
         self._cases[m].found.clear()
-        self.rows.append(row)
-        if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
         if stage == 0:
             del self._cases[m]
 

@@ -1,22 +1,31 @@
-"""Records when each stage computes and communicates, and gathers the records of all processes on one clock."""
+"""Records when each stage computes and communicates: intervals of all processes on one clock, or sums for stage metrics."""
 
 from __future__ import annotations
 
 import platform
 import time
+from collections import defaultdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from petra.diagnostics.events import Interval, split_waits
-from petra.diagnostics.timing import Mark, StageTimer
+from petra.diagnostics.events import Interval, Kind, split_waits
 from petra.distributed import all_gather_objects
+from petra.hooks import Hook
 from petra.pipeline import Pipeline
+from petra.specs import Message, Streams
+
+MAX_PENDING = 1024
+"""Intervals between CUDA events that are collected before the timer checks which of them have completed."""
 
 
-class Recorder(StageTimer):
+class Recorder(Hook):
     """Record the intervals of this process's stages while it trains.
+
+    On a GPU, times are CUDA events, so the host waits only at the begin and the end of a run, and the duration of a receive is the
+    time for which the CUDA stream waits. Messages between stages of one process are not timed, because they are passed by
+    reference.
 
     Args:
         first: Number of microbatches to record, from the pipeline's clock on; None records all.
@@ -26,39 +35,149 @@ class Recorder(StageTimer):
     """
 
     def __init__(self, pipeline: Pipeline, first: int | None = None) -> None:
-        super().__init__(pipeline, first)
+        self.pipeline = pipeline
+        self.stop = float("inf") if first is None else pipeline.microbatches_done + first
+        self._stages = len(pipeline.plan.layout.stages)
         self.intervals: list[Interval] = []
-        self._marks: list[Mark] = []
-        self._origin: tuple[Any, float] | None = None
+        self._latest = 0
+        self._starts: dict[int, Any] = {}  # Intervals of a stage don't overlap.
+        self._pending: list[Interval] = []  # with CUDA events as times
+        self._origin: tuple[Any, float]  # a CUDA event and its time in seconds
 
-    def add(self, mark: Mark) -> None:
-        self._marks.append(mark)
+    def add(self, interval: Interval) -> None:
+        """Store a finished interval."""
+        self.intervals.append(interval)
+
+    def now(self) -> Any:
+        """Return the host's time, or a CUDA event recorded on the current CUDA stream."""
+        if self.pipeline.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def train_begin(self, start: int, stop: int) -> None:
-        super().train_begin(start, stop)
-        if start >= self.stop:
-            return
-        self._marks.clear()
-        event = self.now()
+        self._latest = start
+        self._pending.clear()
+        event = self.now() if start < self.stop else 0.0
         if not isinstance(event, float):
             event.synchronize()
-        self._origin = event, time.perf_counter()
+            self._origin = event, time.perf_counter()
 
     def train_end(self) -> None:
-        """Turn marks into intervals; on a GPU this waits for the device."""
-        if self._origin is None:
-            return
-        (event, host), self._origin = self._origin, None
-        if not isinstance(event, float):
+        if self._pending:
             torch.cuda.synchronize(self.pipeline.device)
+            self._add_pending(len(self._pending))
 
-        def seconds(mark: Any) -> float:
-            return mark if isinstance(mark, float) else host + event.elapsed_time(mark) / 1000
+    def forward_begin(self, stage: int, m: int, x: Streams) -> None:
+        self._latest = m
+        self._begin(stage, m)
 
-        self.intervals += [
-            Interval(stage, kind, m, seconds(start), seconds(stop), peer) for stage, kind, m, start, stop, peer in self._marks
-        ]
-        self._marks.clear()
+    def forward_end(self, stage: int, m: int, y: Streams) -> None:
+        self._end(stage, Kind.FORWARD, m)
+
+    def backward_begin(self, stage: int, m: int, y: Streams, dy: Streams) -> None:
+        self._begin(stage, m)
+
+    def backward_end(self, stage: int, m: int, x: Streams, dx: Streams) -> None:
+        self._end(stage, Kind.BACKWARD, m)
+
+    def update_begin(self, stage: int, m: int) -> None:
+        self._begin(stage, m)
+
+    all_reduce_begin = update_begin
+
+    def update_end(self, stage: int, m: int) -> None:
+        self._end(stage, Kind.UPDATE, m)
+
+    def all_reduce_end(self, stage: int, m: int) -> None:
+        self._end(stage, Kind.SEND, m)
+
+    def receive_begin(self, stage: int, peer: int, m: int) -> None:
+        self._begin(stage, m, peer)
+
+    def receive_end(self, stage: int, peer: int, m: int, message: Message) -> None:
+        self._end(stage, Kind.RECEIVE, m, peer)
+
+    def send_begin(self, stage: int, peer: int, m: int, message: Message) -> None:
+        self._begin(stage, m, peer)
+
+    def send_end(self, stage: int, peer: int, m: int, message: Message) -> None:
+        self._end(stage, Kind.LOSS if peer == self._stages else Kind.SEND, m, peer)
+
+    def exchange_begin(self, stage: int) -> None:
+        self._begin(stage, self._latest)
+
+    def exchange_end(self, stage: int) -> None:
+        # An exchange carries messages of several microbatches; it counts as part of the latest forward's.
+        self._end(stage, Kind.SEND, self._latest)
+
+    def _begin(self, stage: int, m: int, peer: int | None = None) -> None:
+        if m < self.stop and peer not in self.pipeline.workers:
+            self._starts[stage] = self.now()
+
+    def _end(self, stage: int, kind: Kind, m: int, peer: int | None = None) -> None:
+        if m >= self.stop or peer in self.pipeline.workers:
+            return
+        other = peer if peer is not None and 0 <= peer < self._stages else None
+        interval = Interval(stage, kind, m, self._starts[stage], self.now(), other)
+        if isinstance(interval.start, float):
+            self.add(interval)
+            return
+        self._pending.append(interval)
+        if len(self._pending) % MAX_PENDING == 0:
+            completed = (i for i, pending in enumerate(self._pending) if not pending.stop.query())
+            self._add_pending(next(completed, len(self._pending)))
+
+    def _add_pending(self, count: int) -> None:
+        for pending in self._pending[:count]:
+            event, seconds = self._origin
+            start, stop = (seconds + event.elapsed_time(mark) / 1000 for mark in (pending.start, pending.stop))
+            self.add(pending._replace(start=start, stop=stop))
+            self._origin = pending.stop, stop  # close to the next ones: elapsed times are float32
+        del self._pending[:count]
+
+
+class StageTimes(Recorder):
+    """Sum the intervals of each stage instead of storing them. Memory does not grow with the number of microbatches."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        super().__init__(pipeline)
+        self._seconds: defaultdict[tuple[int, Kind], float] = defaultdict(float)
+        self._data = 0.0
+        self._buffer_bytes: dict[int, int] = {}
+
+    def metrics(self) -> dict[str, float]:
+        """Return the sums of this process's stages since the last call as ``stage/<j>/<name>`` with j from 1, and reset them.
+
+        ``buffer_bytes`` is the largest size of the inputs that a stage stored between forward and backward.
+        """
+        seconds, rows = self._seconds, dict[str, float]()
+        for j in self.pipeline.stages:
+            planned, data = self.pipeline.plan.stages[j], self._data if j == 0 else 0.0
+            values = {
+                "forward_seconds": seconds[j, Kind.FORWARD] + seconds[j, Kind.LOSS],
+                "backward_seconds": seconds[j, Kind.BACKWARD],
+                "update_seconds": seconds[j, Kind.UPDATE],
+                "data_seconds": data,
+                "waiting_seconds": seconds[j, Kind.RECEIVE] + seconds[j, Kind.SEND] - data,
+                "in_flight": planned.in_flight,
+                "buffer_bytes": self._buffer_bytes.pop(j, 0),
+            }
+            rows |= {f"stage/{j + 1}/{name}": value for name, value in values.items()}
+        self._seconds.clear()
+        self._data = 0.0
+        return rows
+
+    def forward_end(self, stage: int, m: int, y: Streams) -> None:
+        super().forward_end(stage, m, y)
+        self._buffer_bytes[stage] = max(self._buffer_bytes.get(stage, 0), self.pipeline.stages[stage].stored_bytes())
+
+    def add(self, interval: Interval) -> None:
+        seconds = interval.stop - interval.start
+        self._seconds[interval.stage, interval.kind] += seconds
+        if interval.stage == 0 and interval.kind is Kind.RECEIVE and interval.peer is None:
+            self._data += seconds
 
 
 def gathered_intervals(intervals: list[Interval]) -> list[Interval]:

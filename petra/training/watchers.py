@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,19 +99,16 @@ class UpdateMeans(Watcher):
         k: Number of microbatches per update.
         recipe: Training settings of the pipeline.
         loggers: Receivers of the rows.
-        measure: Returns further entries of a row.
 
     Raises:
         ConfigError: If ``every`` < 1.
     """
 
-    def __init__(
-        self, every: int, k: int, recipe: Recipe, loggers: Sequence[Logger], measure: Callable[[], dict[str, float]] = dict
-    ) -> None:
+    def __init__(self, every: int, k: int, recipe: Recipe, loggers: Sequence[Logger]) -> None:
         require(every >= 1, "trainer.log_every", "null or an integer >= 1", every)
         assert recipe.learning_rate is not None
         self._microbatches, self._k, self._learning_rate = every * k, k, recipe.learning_rate
-        self._means, self._loggers, self._measure = Means(recipe), loggers, measure
+        self._means, self._loggers = Means(recipe), loggers
         self._clock = 0
 
     def microbatch(self, report: Tensor) -> None:
@@ -126,7 +123,6 @@ class UpdateMeans(Watcher):
             "updates": self._clock // self._k,
             **{f"update/{name}": value for name, value in means.items()},
             "update/learning_rate": self._learning_rate(self._clock),
-            **self._measure(),
         }
         for logger in self._loggers:
             logger.log(row)

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from launch.selftest import command as selftest_command
 from petra.diagnostics.events import Kind
 from petra.diagnostics.reconstruction_error import ReconstructionMonitor
-from petra.diagnostics.recorder import Recorder
-from petra.diagnostics.stage_times import StageTimes
+from petra.diagnostics.recorder import Recorder, StageTimes
 from petra.inplace_abn import InPlaceABN
 from petra.training import Checkpoints, restore
 from tests.emulated import device as emulated

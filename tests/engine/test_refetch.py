@@ -60,10 +60,10 @@ def test_weights_are_those_of_stored_inputs(name: str, tmp_path: Path) -> None:
     for refetch in (False, True):
         made, source = pipeline(refetch, **SETTINGS[name]), Again()
         assert made.plan.stages[0].keeps[0] is (Keep.REFETCH if refetch else Keep.INPUT)
-        with ActivationMemory(0, made.stages[0]).attached(made.hooks) as meter:
+        with ActivationMemory(made).attached() as memory:
             results = [made.train(source, 15), made.evaluate(Once(), 2)]
         if name == "petra":
-            assert meter.peak == 11 * source.spec.bytes * (not refetch), "2(J − 1) + 1 inputs, or none"
+            assert memory.peaks[0] == 11 * source.spec.bytes * (not refetch), "2(J − 1) + 1 inputs, or none"
         assert made.stages[0].stored_bytes() == 0
         if refetch:
             restore(made, tmp_path / f"{15:09}")
