@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
+import os
 import sys
+from contextlib import redirect_stderr
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from io import StringIO
+from pathlib import Path
 
 from petra.errors import invalid, require
 
 from . import own_module
-from .cli_commands import IN_SEVERAL_PROCESSES, commands, source
 from .runtime.rank import integer
 from .runtime.terminal import command
 
+IN_SEVERAL_PROCESSES = ("train", "resume", "evaluate", "doctor")
+"""Commands that accept ``--nproc``."""
+CONFIGURED = ("train", "resume", "node", "plan", "sweep", "doctor", "evaluate", "generate", "predict")
+"""Commands that accept keys of the configuration, which Hydra completes."""
 USAGE = """Train deep networks split over several processes with PETRA, and examine the runs.
 
 Usage: petra COMMAND ...        petra COMMAND --help describes a command
@@ -23,7 +31,7 @@ Usage: petra COMMAND ...        petra COMMAND --help describes a command
 
 petra --version                 print the version
 petra train --nproc N ...       train in N processes on this machine, or in one per GPU (--nproc auto); resume, evaluate, doctor too
-petra completion bash           print a script that completes words with TAB in bash; zsh for that shell
+petra -sc install=bash          print Hydra's script that completes commands, groups, files and keys with TAB in bash
 """
 
 
@@ -40,20 +48,19 @@ def run(words: list[str]) -> None:
         PetraError: If there is no such command, or the number of processes is invalid.
     """
     name, *rest = words or ["--help"]
-    require(name != "reproduce", "command", "python -m reproduction in a clone of the project", name)
     if name in ("-h", "--help"):
         print(usage())
     elif name == "--version":
         print(f"petra {installed_version()}")
-    elif name == "completion":
-        from .cli_completion import main as complete
-
+    elif name == "-sc":
         complete(rest)
+    elif name not in (known := commands()):
+        near = get_close_matches(name, known, 1, 0.6)
+        raise invalid("command", f"{near[0]} or another name from petra --help" if near else "a name from petra --help", name)
     else:
-        require_command(name)
         processes, others = (None, rest) if name in ("train", "resume") else take_processes(rest)
         if processes is None:
-            start(name, others)
+            start(name, f"petra {name}", others)
         else:
             require(name in IN_SEVERAL_PROCESSES, "--nproc", f"one of the commands {', '.join(IN_SEVERAL_PROCESSES)}", name)
             from .runtime.agent import run_on_this_machine
@@ -61,18 +68,44 @@ def run(words: list[str]) -> None:
             run_on_this_machine(processes, own_module(f"launch.{name}"), others)
 
 
-def start(name: str, rest: list[str]) -> None:
-    """Call ``main()`` of a command with ``rest`` as its command line."""
-    sys.argv = [f"petra {name}", *rest]
+def commands() -> dict[str, Path]:
+    """Return the files of all commands by name: the modules beside this one, and ``command.py`` of the packages that have it."""
+    modules = {path.stem: path for path in Path(__file__).parent.glob("*.py") if path.stem not in ("__init__", "cli")}
+    return dict(sorted([*modules.items(), *((path.parent.name, path) for path in Path(__file__).parent.glob("*/command.py"))]))
+
+
+def start(name: str, program: str, rest: list[str]) -> None:
+    """Call ``main()`` of a command with ``program`` and ``rest`` as its command line."""
+    sys.argv = [program, *rest]
     module = own_module(f"launch.{name}")
-    import_module(f"{module}.command" if source(name).stem == "command" else module).main()
+    import_module(f"{module}.command" if commands()[name].stem == "command" else module).main()
+
+
+def complete(words: list[str]) -> None:
+    """Do what Hydra's script for bash asks: ``install=bash`` prints it, ``query=bash`` completes the line in ``COMP_LINE``.
+
+    Hydra knows neither commands and their flags, so it gets the arguments ``key=value`` and the last word, nor keys with defaults in
+    signatures. Errors in the arguments are not printed: they would appear in the line.
+    """
+    *before, last = os.environ.get("COMP_LINE", "").split(" ")
+    if words != ["query=bash"]:
+        start("train", "petra", ["-sc", *words])
+    elif len(before) < 2:
+        print(*(name for name in commands() if name.startswith(last)))
+    elif before[1] in CONFIGURED and not last.startswith("-"):
+        from .config.read import all_keys
+
+        print(*(f"{key}=" for key in all_keys() if "." in last and key.startswith(last)))
+        os.environ["COMP_LINE"] = " ".join(["petra", *(word for word in before if "=" in word and word[0] != "-"), last])
+        with redirect_stderr(StringIO()):
+            start("train", "petra", ["-sc", *words])
 
 
 def usage() -> str:
     """Return the text of ``petra --help``, with the first sentence about each command."""
     lines = []
-    for name in commands():
-        text = ast.get_docstring(ast.parse(source(name).read_text(encoding="utf-8"))) or ""
+    for name, path in commands().items():
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         sentence = text.splitlines()[0].partition(": ")[0].partition(". ")[0].rstrip(".:")
         lines.append(f"  petra {name:<12} {sentence[:1].lower()}{sentence[1:]}")
     return USAGE.format(commands="\n".join(lines)).rstrip()
@@ -86,33 +119,20 @@ def installed_version() -> str:
         return "(not installed)"
 
 
-def require_command(name: str) -> None:
-    """Check that a command exists.
-
-    Raises:
-        ConfigError: If it doesn't.
-    """
-    if name not in (known := commands()):
-        near = get_close_matches(name, known, 1, 0.6)
-        raise invalid("command", f"{near[0]} or another name from petra --help" if near else "a name from petra --help", name)
-
-
 def take_processes(words: list[str]) -> tuple[int | None, list[str]]:
     """Return the value of ``--nproc``, if it is among the words, and the other words. ``auto`` is the number of GPUs, at least 1.
 
     Raises:
         ConfigError: If the value is something else than an integer >= 1.
     """
-    for i, word in enumerate(words):
-        if word == "--nproc" or word.startswith("--nproc="):
-            following = words[i + 1 : i + 2] if word == "--nproc" else [word.partition("=")[2]]
-            value = following[0] if following else "nothing"
-            if value == "auto":
-                import torch
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--nproc", nargs="?", const="nothing")
+    options, others = parser.parse_known_args(words)
+    if (value := options.nproc) == "auto":
+        import torch
 
-                value = str(torch.cuda.device_count() or 1)
-            return integer("--nproc", value, 1, note=", or auto"), words[:i] + words[i + 1 + (word == "--nproc") :]
-    return None, words
+        value = str(torch.cuda.device_count() or 1)
+    return None if value is None else integer("--nproc", value, 1, note=", or auto"), others
 
 
 if __name__ == "__main__":

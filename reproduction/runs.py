@@ -43,7 +43,7 @@ class Run:
 
 def job(request: Request, name: str, *overrides: str) -> Job:
     """Return a run with these overrides in the folder ``name``. The request's overrides take precedence."""
-    return Job({}, (*overrides, *request.overrides), request.out.resolve() / "runs" / name)
+    return Job((*overrides, *request.overrides), request.out.resolve() / "runs" / name)
 
 
 def collect(request: Request, wanted: Mapping[str, Job], processes: int | None = None) -> dict[str, Run]:

@@ -88,7 +88,7 @@ def split(command: str) -> list[str]:
     """Return the words of a command, with ``petra COMMAND`` as the module that it runs in a checkout."""
     words = shlex.split(command)
     start = next(i for i, word in enumerate(words) if not re.match(r"[A-Z_]+=", word))
-    if words[start] != "petra" or len(words) < start + 2 or words[start + 1].startswith("-") or words[start + 1] == "completion":
+    if words[start] != "petra" or len(words) < start + 2 or words[start + 1].startswith("-"):
         return words
     name, *rest = words[start + 1 :]
     processes, rest = take_processes(rest)

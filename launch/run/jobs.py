@@ -28,12 +28,10 @@ class Job:
     """One run of a sweep or of a reproduction.
 
     Attributes:
-        values: Swept keys and the values of this run.
         overrides: All overrides of this run.
         folder: Folder of this run.
     """
 
-    values: dict[str, str]
     overrides: tuple[str, ...]
     folder: Path
 

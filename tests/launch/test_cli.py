@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from launch import cli
-from launch.cli import require_command, take_processes, usage
-from launch.cli_commands import commands
-from launch.cli_completion import candidates
+from launch.cli import commands, take_processes, usage
 from launch.runtime import agent
 from petra.errors import ConfigError
 from tests.structure import ROOT
@@ -29,7 +28,7 @@ def run_python(code: str, *words: str, cwd: Path = ROOT) -> subprocess.Completed
 def test_the_command_line_itself_imports_neither_torch_nor_hydra() -> None:
     code = """
 import sys, petra.__main__ as p
-for words in (["--version"], ["--help"], ["no_command"], ["completion", "bash"], ["completion", "words", "petra train "]):
+for words in (["--version"], ["--help"], ["no_command"], ["-sc", "query=bash"]):
     sys.argv = ["petra", *words]
     try: p.main()
     except SystemExit: pass
@@ -53,7 +52,7 @@ def test_an_unknown_command_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys:
     assert stopped.value.code == 2
     assert capsys.readouterr().err == "error: command: expected train or another name from petra --help, got trian\n"
     with pytest.raises(ConfigError, match="expected a name from petra --help, got xyz"):
-        require_command("xyz")
+        cli.run(["xyz"])
 
 
 def test_processes_are_taken_from_the_arguments() -> None:
@@ -82,19 +81,27 @@ def test_several_processes_start_through_the_agent(monkeypatch: pytest.MonkeyPat
     ("line", "some", "none"),
     [
         ("petra tr", ["train"], ["sweep"]),
-        ("petra train ", ["k=", "model=", "model.", "experiment="], ["experiment.", "hydra=", "defaults="]),
+        ("petra train ", ["k=", "model=", "model.", "optim."], []),
         ("petra train model=rev", ["model=revnet18", "model=revgpt"], ["model=resnet18"]),
-        ("petra train k=4 optim.", ["optim.lr=", "optim.momentum="], ["optim.name=", "model.width="]),
-        ("petra sweep model=revnet18,revnet3", ["model=revnet18,revnet34"], []),
-        ("petra sweep --", ["--out", "--processes"], ["--nproc"]),
-        ("petra train --", ["--nproc", "--config-dir", "--multirun"], []),
-        ("petra evaluate --", ["--weights"], ["--nproc-per-node"]),
+        ("petra sweep --out runs/a k=4 optim.", ["optim.lr=", "optim.momentum="], ["model.width="]),
+        ("petra train --nproc=2 method=pet", ["method=petra"], ["method=dsp"]),
+        ("petra evaluate runs/a trainer.dev", ["trainer.device="], []),
+        ("petra train --np", [], ["--nproc"]),
+        ("petra train model=no_such_model optim.", ["optim.lr="], []),
+        ("petra compare ", [], ["k="]),
     ],
 )
-def test_words_are_completed(line: str, some: list[str], none: list[str]) -> None:
-    found = candidates(line)
-    assert {*some} <= {*found}
-    assert not {*none} & {*found}
+def test_hydra_completes_words(
+    line: str, some: list[str], none: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COMP_LINE", line)
+    monkeypatch.setattr(sys, "argv", ["petra"])
+    with suppress(SystemExit):
+        cli.run(["-sc", "query=bash"])
+    printed = capsys.readouterr()
+    assert {*some} <= {*printed.out.split()}
+    assert not {*none} & {*printed.out.split()}
+    assert printed.err == ""
 
 
 @pytest.mark.processes
