@@ -84,8 +84,8 @@ def start(name: str, program: str, rest: list[str]) -> None:
 def complete(words: list[str]) -> None:
     """Do what Hydra's script for bash asks: ``install=bash`` prints it, ``query=bash`` completes the line in ``COMP_LINE``.
 
-    Hydra knows neither commands and their flags, so it gets the arguments ``key=value`` and the last word, nor keys with defaults in
-    signatures. Errors in the arguments are not printed: they would appear in the line.
+    Hydra, which knows neither commands and flags nor keys with defaults in signatures, gets the arguments ``key=value`` and the
+    last word. Errors in the arguments are not printed: they would appear in the line.
     """
     *before, last = os.environ.get("COMP_LINE", "").split(" ")
     if words != ["query=bash"]:

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from yaml import YAMLError
 
 from petra.errors import invalid, require
@@ -88,27 +88,16 @@ def run_config(options: argparse.Namespace, changes: list[str]) -> Config:
     require("=" not in str(folder) or folder.is_dir(), "command line", "the folder of a run first (petra COMMAND RUN)", folder)
     path = folder / "config.yaml"
     require(path.is_file(), "command line", "the folder of a run", f"{folder} without a config.yaml")
+    overrides = OmegaConf.create()
     for word in changes:
         name, equals, value = word.partition("=")
         require(bool(equals), "command line", "key=value", word)
         require(name not in GROUPS, name, f"single keys of the run's configuration ({name}.KEY=VALUE)", value)
-    return read_config(path, dotlist(changes), trusted=options.trust)
-
-
-def dotlist(words: list[str]) -> DictConfig:
-    """Return overrides ``key=value``.
-
-    Raises:
-        ConfigError: If a value is not YAML.
-    """
-    overrides = OmegaConf.create()
-    for word in words:
         try:
             overrides.merge_with_dotlist([word])
         except YAMLError as error:
-            key, _, value = word.partition("=")
-            raise invalid(key, "a value in YAML; quote one that begins with a special character", value) from error
-    return overrides
+            raise invalid(name, "a value in YAML; quote one that begins with a special character", value) from error
+    return read_config(path, overrides, trusted=options.trust)
 
 
 if __name__ == "__main__":

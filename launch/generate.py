@@ -40,9 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
     require(0 <= options.seed < 2**63, "--seed", "an integer >= 0 and < 2^63", options.seed)
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     require(options.device in devices, "--device", alternatives(devices) + " on this machine", options.device)
-    decoded = not any(
-        "\ud800" <= character <= "\udfff" for character in options.prompt
-    )  # Python's form of bytes that are not UTF-8
+    decoded = options.prompt.encode(errors="ignore").decode() == options.prompt  # Python keeps other bytes as surrogates
     require(decoded, "--prompt", "text in UTF-8", ascii(options.prompt))
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     with this_process() as process:

@@ -16,14 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
-
 from petra.cost_model.autotune import Tuned, search_within, tune
 from petra.cost_model.costs import BlockCost, count_blocks, profile_blocks
 from petra.cost_model.machines import Link, Machines
 from petra.cost_model.memory import PredictedMemory
 from petra.cost_model.simulator import Prediction, predict
-from petra.cost_model.zero_bubble import PREDICTED, ZB_H1, ZeroBubble
+from petra.cost_model.zero_bubble import PREDICTED, ZB_H1
 from petra.errors import ConfigError, require, within
 from petra.method import METHODS, Method
 from petra.plan.transport import simulated_transport
@@ -37,12 +35,29 @@ from .run.dry_run import MEMORY_PARTS, show_progress, stage_memories
 from .run.markdown import table
 from .run.targets import factory
 from .runtime.rank import Process
-from .runtime.terminal import command
+from .runtime.terminal import command, parser_for
 
 HEADER = ("method", "d", "samples/s", "bubble", "staleness", "GB per device", "MB per microbatch", "link use")
 EXACT_ENOUGH = 0.95
 """A method with exact gradients is recommended if it reaches this fraction of the highest throughput."""
 NOT_TRAINED = f"{ZB_H1.name} is only predicted, without its memory: petra does not train with it"
+AUTO_DELAY = replace(METHODS["petra"], name="petra, d=auto")
+"""Stands for PETRA with the smallest delays that keep the throughput."""
+
+
+@command
+def main(arguments: list[str] | None = None) -> None:
+    """Print the table, the methods that do not fit, and the recommendation."""
+    parser = parser_for(__doc__, "All other arguments are those of petra train, such as model=revnet50 data=imagenet k=8.")
+    parser.add_argument("--devices", type=int, default=4, help="number of devices (default: 4)")
+    parser.add_argument("--teraflops", type=float, default=50.0, help="mean speed of a device in TFLOP/s (default: 50)")
+    parser.add_argument("--memory", type=float, default=float("inf"), help="memory of a device in GB (default: no limit)")
+    parser.add_argument("--bandwidth", type=float, default=10.0, help="bandwidth of a link in GB/s (default: 10)")
+    parser.add_argument("--latency", type=float, default=10.0, help="latency of a link in microseconds (default: 10)")
+    parser.add_argument("--machines", help="file of devices and links instead, as for cluster.machines")
+    parser.add_argument("--measure", action="store_true", help="measure the blocks on this machine instead of counting FLOPs")
+    options, overrides = parser.parse_known_args(arguments)
+    print(report(compose_overrides(overrides), options, overrides))
 
 
 @dataclass(frozen=True)
@@ -65,30 +80,33 @@ class Row:
     link_use: float
     memory: Sequence[PredictedMemory]
 
-    def throughput(self, samples: int) -> float:
-        """Return samples per second."""
-        return samples / self.prediction.period
-
     @property
     def staleness(self) -> float:
         """Largest mean number of updates between forward and backward of a microbatch."""
         return max(self.prediction.staleness)
 
     def cells(self, samples: int) -> tuple[str, ...]:
-        """Return the row of the table."""
-        delay = self.method.delay
-        delays = (delay,) if isinstance(delay, int) else delay
-        single = "–" if not delays else delays[0] if len({*delays}) == 1 else f"{min(delays)}–{max(delays)}"
+        """Return the row of the table, for ``samples`` in a microbatch."""
+        delay, bubble = self.method.delay, self.prediction.bubble
+        delays = [] if self.method.fill else [delay] if isinstance(delay, int) else delay
         return (
             self.method.name,
-            "–" if self.method.fill else str(single),
-            f"{self.throughput(samples):.4g}",
-            f"{sum(self.prediction.bubble) / len(self.prediction.bubble):.0%}",
+            "–".join(map(str, sorted({min(delays), max(delays)}))) if delays else "–",
+            f"{samples / self.prediction.period:.4g}",
+            f"{sum(bubble) / len(bubble):.0%}",
             f"{self.staleness:.3g}",
             f"{max(found.total for found in self.memory) / 1e9:.3g}" if self.memory else "–",
             f"{self.traffic / 1e6:.4g}",
             f"{self.link_use:.0%}",
         )
+
+    def setting(self) -> list[str]:
+        """Return the keys of a configuration that select the method, its partition and its delays."""
+        name, delay = self.method.name.partition(",")[0], self.method.delay
+        chosen: dict[str, object] = {"method": name, "trainer.stages": list(self.tuned.stages)}
+        if delay not in ((), METHODS[name].delay):
+            chosen["method.delay"] = delay if isinstance(delay, int) else list(delay)
+        return [f"{key}={value}".replace(" ", "") for key, value in chosen.items()]
 
 
 Memories = Callable[[Method, Tuned], list[PredictedMemory]]
@@ -115,44 +133,30 @@ def predict_method(
     """
     count = min(len(machines.devices), len(blocks))
     links, devices = machines.connections[: count - 1], machines.devices[:count]
-    memory: Sequence[PredictedMemory] = ()
+    speeds = [device.speed for device in devices]
 
-    def search(limits: Sequence[float] | None = None) -> Tuned:
-        speeds = [device.speed for device in devices]
+    def search(limits: Sequence[float]) -> Tuned:
         return tune(blocks, method, k, count, tune_delay=tune_delay, speeds=speeds, limits=limits, link=links, transport=transport)
 
+    memory: Sequence[PredictedMemory] = ()
     if memories is None:
-        tuned = search()
+        tuned = search(())
     else:
-        available = [device.memory for device in devices]
-        tuned, memory = search_within(available, search, partial(memories, method), "memory", "device")
+        tuned, memory = search_within([device.memory for device in devices], search, partial(memories, method), "memory", "device")
     method = replace(method, delay=tuned.delay)
-    boundary_delays = method.boundary_delays(count - 1)[: count - 1]
-    found = predict(tuned.costs, method, k, link=links, transport=simulated_transport(transport, boundary_delays))
-    forward = [(cost.forward_bytes, link.forward) for cost, link in zip(tuned.costs, links, strict=False)]
-    backward = [(cost.backward_bytes, link.backward) for cost, link in zip(tuned.costs[1:], links, strict=True)]
-    messages = [*forward, *backward]
+    rules = simulated_transport(transport, method.boundary_delays(count - 1)[: count - 1])
+    found = predict(tuned.costs, method, k, link=links, transport=rules)
+    messages = [(cost.forward_bytes, link.forward) for cost, link in zip(tuned.costs, links, strict=False)]
+    messages += [(cost.backward_bytes, link.backward) for cost, link in zip(tuned.costs[1:], links, strict=True)]
     busiest = max((size / link.bandwidth for size, link in messages), default=0.0)
     return Row(method, tuned, found, sum(size for size, _ in messages), busiest / found.period, memory)
 
 
 def recommend(rows: Sequence[Row]) -> Row:
-    """Return the fastest method with exact gradients if it is nearly the fastest of all; otherwise the fastest, least stale one.
-
-    Methods that petra does not train with are left out.
-    """
-    rows = [row for row in rows if not isinstance(row.method, ZeroBubble)]
+    """Return the fastest method with exact gradients if it is nearly the fastest of all; otherwise the fastest, least stale one."""
     fastest = min(row.prediction.period for row in rows)
-    exact = [row for row in rows if row.staleness == 0 and row.prediction.period * EXACT_ENOUGH <= fastest]
     close = [row for row in rows if row.prediction.period * EXACT_ENOUGH <= fastest]
-    return min(exact or close, key=lambda row: (row.staleness, row.prediction.period))
-
-
-@command
-def main(arguments: list[str] | None = None) -> None:
-    """Print the table, the methods that do not fit, and the recommendation."""
-    options, overrides = _parser().parse_known_args(arguments)
-    print(report(compose_overrides(overrides), options, overrides))
+    return min(close, key=lambda row: (row.staleness, row.prediction.period))
 
 
 def report(config: Config, options: argparse.Namespace, overrides: Sequence[str] = ()) -> str:
@@ -169,23 +173,12 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
     else:
         blocks = tuple(block.scaled(1e-12 / options.teraflops) for block in count_blocks(model, inputs, numerics))
     transport: TransportName = "auto" if config.trainer.device == "cpu" else "lockstep"  # what auto selects on GPUs
-    rows, refused, memories = [], [], partial(stage_memories, setup, {})
-    petra = METHODS["petra"]
-    candidates = [*((method, False) for method in PREDICTED.values()), (replace(petra, name="petra, d=auto"), True)]
-    for done, (method, tune_delay) in enumerate(candidates):
-        show_progress(f"{method.name}: method {done + 1} of {len(candidates)}")
+    rows, refused, predicted, candidates = list[Row](), [], partial(stage_memories, setup, {}), [*PREDICTED.values(), AUTO_DELAY]
+    for done, method in enumerate(candidates, 1):
+        show_progress(f"{method.name}: method {done} of {len(candidates)}")
+        memories, tune_delay = None if method is ZB_H1 else predicted, method is AUTO_DELAY
         try:
-            rows.append(
-                predict_method(
-                    blocks,
-                    method,
-                    config.k,
-                    machines,
-                    transport,
-                    memories=None if method is ZB_H1 else memories,
-                    tune_delay=tune_delay,
-                )
-            )
+            rows.append(predict_method(blocks, method, config.k, machines, transport, memories=memories, tune_delay=tune_delay))
         except ConfigError as error:
             refused.append(f"- {method.name}: {error}")
     samples, count = inputs.shape[0], min(len(machines.devices), len(blocks))
@@ -194,33 +187,21 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
         f"microbatches of {inputs}, k = {config.k}, {count} of {len(machines.devices)} devices",
         "",
     ]
+    rows.sort(key=lambda row: row.prediction.period)
+    trained = [row for row in rows if row.memory]
     if rows:
-        lines.append(
-            table(HEADER, [row.cells(samples) for row in sorted(rows, key=lambda row: row.prediction.period)], aligned=True)
-        )
-        lines += [NOT_TRAINED] if any(row.method.name == ZB_H1.name for row in rows) else []
-    if any(not isinstance(row.method, ZeroBubble) for row in rows):
-        best = recommend(rows)
-        lines.append(f"recommended: {setting(best)}")
-        several = f"--nproc {count} " if count > 1 else ""
-        lines.append(f"to train: petra train {several}{shlex.join([*overrides, *setting(best).split()])}")
-        lines.append(fullest_device(best))
+        lines.append(table(HEADER, [row.cells(samples) for row in rows], aligned=True))
+    if len(trained) < len(rows):
+        lines.append(NOT_TRAINED)
+    if trained:
+        best = recommend(trained)
+        several = ["--nproc", str(count)] if count > 1 else []
+        lines.append(f"recommended: {' '.join(best.setting())}")
+        lines.append(f"to train: {shlex.join(['petra', 'train', *several, *overrides, *best.setting()])}")
+        device = max(range(count), key=lambda j: best.memory[j].total)
+        parts = (f"{part} {getattr(best.memory[device], part) / 1e9:.3g}" for part in MEMORY_PARTS)
+        lines.append(f"memory of its fullest device, {device + 1}, in GB: {', '.join(parts)}")
     return "\n".join([*lines, *(["", "not possible:", *refused] if refused else [])])
-
-
-def fullest_device(row: Row) -> str:
-    """Return a line with the parts of the memory of a row's fullest device."""
-    fullest = max(range(len(row.memory)), key=lambda j: row.memory[j].total)
-    parts = (f"{part} {getattr(row.memory[fullest], part) / 1e9:.3g}" for part in MEMORY_PARTS)
-    return f"memory of its fullest device, {fullest + 1}, in GB: {', '.join(parts)}"
-
-
-def setting(row: Row) -> str:
-    """Return the keys of a configuration that select the method, its partition and its delays."""
-    name = row.method.name.partition(",")[0]
-    delay = row.method.delay if isinstance(row.method.delay, int) else f"[{','.join(map(str, row.method.delay))}]"
-    chosen = [f"method={name}", f"trainer.stages=[{','.join(map(str, row.tuned.stages))}]"]
-    return " ".join([*chosen, *([] if row.method.delay in ((), METHODS[name].delay) else [f"method.delay={delay}"])])
 
 
 def _machines(options: argparse.Namespace) -> Machines:
@@ -233,22 +214,5 @@ def _machines(options: argparse.Namespace) -> Machines:
     return Machines.equal(options.devices, Link(1e9 * options.bandwidth, 1e-6 * options.latency), 1e9 * options.memory)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="All other arguments are those of petra train, such as model=revnet50 data=imagenet k=8.",
-    )
-    parser.add_argument("--devices", type=int, default=4, help="number of devices (default: 4)")
-    parser.add_argument("--teraflops", type=float, default=50.0, help="mean speed of a device in TFLOP/s (default: 50)")
-    parser.add_argument("--memory", type=float, default=float("inf"), help="memory of a device in GB (default: no limit)")
-    parser.add_argument("--bandwidth", type=float, default=10.0, help="bandwidth of a link in GB/s (default: 10)")
-    parser.add_argument("--latency", type=float, default=10.0, help="latency of a link in microseconds (default: 10)")
-    parser.add_argument("--machines", help="file of devices and links instead, as for cluster.machines")
-    parser.add_argument("--measure", action="store_true", help="measure the blocks on this machine instead of counting FLOPs")
-    return parser
-
-
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     main()
