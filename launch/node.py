@@ -96,36 +96,36 @@ def main(arguments: list[str] | None = None) -> None:
     node = Node.from_environment(os.environ)
     if wanted := os.environ.get("NPROC"):
         found = shares(wanted, node, options.module, overrides)
-        if found is None:
+        if not found:
             return
         node = replace(node, processes=str(found[node.rank]))
     run_agent(node.flags(), own_module(options.module), overrides)
 
 
-def shares(wanted: str, node: Node, module: str, overrides: list[str]) -> list[int] | None:
+def shares(wanted: str, node: Node, module: str, overrides: list[str]) -> list[int]:
     """Return the number of processes on each node for a value of NPROC. The first nodes are filled; each node has at least one.
 
-    Returns:
-        None with ``--help``.
+    The list is empty if the overrides only print something (``--cfg job``).
 
     Raises:
         PetraError: If the value or the configuration is invalid, or if there are more processes than room, or fewer than nodes.
     """
     valid = wanted == STAGES or (wanted.isdecimal() and int(wanted) >= 1)
     require(valid, "NPROC", f"an integer >= 1, or {STAGES}", wanted)
-    model, stages, dp, gpus = "", 0, 1, 0
-    if wanted == STAGES:
-        sys.argv[1:] = overrides
-        if (counted := count_stages(arguments_required=module == TRAIN)) is None:
-            return None
-        model, stages, dp, gpus = counted
     limits = [_processes(os.environ, node.nodes, rank) for rank in range(node.nodes)]
     automatic = all(limit in WORDS for limit in limits)
     fits = automatic or not {*limits} & {*WORDS}
     require(fits, "NPROC_PER_NODE", "only numbers in a list with NPROC", ",".join(limits))
+    note, stages, dp, gpus = "", 0, 1, 0
+    if wanted == STAGES:
+        counted = count_stages(overrides, arguments_required=module == TRAIN)
+        if not counted:
+            return []
+        require(len(counted) == 1, "NPROC", "a number, since the runs have different stages", STAGES)
+        ((model, stages, dp, gpus),) = counted
+        note = f" for the {stages} stages of {model}" + (f" in each of {dp} replicas" if dp > 1 else "")
     room = [gpus] * node.nodes if automatic else [int(limit) for limit in limits]
-    most = sum(room) // dp if any(room) else stages
-    total = dp * max(1, min(stages, most)) if model else int(wanted)
+    total = dp * max(1, min(stages, sum(room) // dp if any(room) else stages)) if stages else int(wanted)
     if not any(room):  # neither a variable nor GPUs limit them
         room = [-(-total // node.nodes)] * node.nodes
     accepted = f"{node.nodes} to {sum(room)} on {node.nodes} node(s) with {_sum(room)}"
@@ -134,26 +134,24 @@ def shares(wanted: str, node: Node, module: str, overrides: list[str]) -> list[i
     for i, limit in enumerate(room):
         found.append(min(limit, total - sum(found) - (node.nodes - i - 1)))
     if node.rank == 0:
-        note = f" for the {stages} stages of {model}" + (f" in each of {dp} replicas" if dp > 1 else "") if model else ""
         print(f"{total} process(es){note}: {_sum(found)} on {node.nodes} node(s)", flush=True)
     return found
 
 
-def count_stages(*, arguments_required: bool) -> tuple[str, int, int, int] | None:
-    """Return the model of the configuration on the command line, its stages, replicas, and the GPUs of this node that it can use.
+def count_stages(overrides: list[str], *, arguments_required: bool) -> set[tuple[str, int, int, int]]:
+    """Return the model of each configuration, its stages, its replicas, and the GPUs of this node that it can use.
 
     Args:
+        overrides: Arguments of the command.
         arguments_required: Refuse an empty command line, as training does.
 
-    Returns:
-        None with ``--help``.
-
     Raises:
-        PetraError: If a configuration is invalid, or if several differ in their stages.
+        PetraError: If a configuration is invalid.
     """
     from .config.compose import command_line_configs
     from .config.schema import AUTO
 
+    sys.argv[1:] = overrides
     configs = command_line_configs(required=arguments_required)
     import torch
 
@@ -166,8 +164,7 @@ def count_stages(*, arguments_required: bool) -> tuple[str, int, int, int] | Non
         stages = setup.plan.model.blocks if config.trainer.stages == AUTO else setup.plan.stages
         gpus = torch.cuda.device_count() if setup.device.type == "cuda" else 0
         found.add((config.model.name, len(stages), config.dp, gpus))
-    require(len(found) <= 1, "NPROC", "a number, since the runs have different stages", STAGES)
-    return next(iter(found), None)
+    return found
 
 
 def _sum(numbers: Sequence[int]) -> str:
