@@ -7,25 +7,24 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+import sys
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
-from inspect import cleandoc
+from importlib import import_module
+from inspect import Parameter, cleandoc
+from inspect import signature as inspected
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import petra
-from petra.errors import ConfigError, accepted, accepts, alternatives, invalid
+from petra.errors import accepted, accepts, alternatives, invalid
 
 SAME_RESULTS = "same results"
 """Mark of a key or a group that a resumed run may change, because it changes no result except by rounding.
 
 A key without this mark changes results: ``Annotated[int, "same results"]``. Paths have it; the length of a run doesn't count.
 """
-
-NAMES = {"Annotated": Annotated, "Any": Any, "Literal": Literal, "Sequence": Sequence, "Path": Annotated[str, SAME_RESULTS]}
-"""Names that an annotation may contain. A parameter with others is not checked here, but by what it configures."""
 
 
 @dataclass
@@ -92,29 +91,59 @@ def signature(target: str) -> dict[str, Key]:
         ConfigError: If petra has no such function or class.
     """
     module, node = definition(target)
-    found = {}
+    names, found = Names(module), dict[str, Key]()
     for each in _with_bases(module, node):
         meanings = descriptions(ast.get_docstring(each) or "")
-        for name, annotation, default in _parameters(each):
-            value = ... if default is None else _literal(module, default)
-            found[name] = Key(_hint(module, annotation), value, meanings.get(name, ""))
+        exec(f"def parameters({_parameters(each)}): ...", {}, names)
+        for name, entry in inspected(names.pop("parameters")).parameters.items():
+            default = ... if entry.default is Parameter.empty else entry.default
+            default = str(default) if isinstance(default, str) else list(default) if isinstance(default, tuple) else default
+            found[name] = Key(names.hint(entry.annotation), default, meanings.get(name, ""))
+    found.pop("self", None)
     return found
 
 
 @cache
 def definition(target: str) -> tuple[str, Any]:
-    """Return the module of a function, class or constant in petra, and its statement.
+    """Return the module of a function or class in petra, and its statement.
 
     Raises:
         ConfigError: If petra has none of this name.
     """
-    room, _, name = target.rpartition(".")
-    for node in _statements(room):
-        if getattr(node, "name", None) == name or (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name):
-            return room, node
+    module, _, name = target.rpartition(".")
+    for node in _statements(module):
+        if getattr(node, "name", None) == name:
+            return module, node
         if isinstance(node, ast.ImportFrom) and name in (alias.name for alias in node.names):
             return definition(f"{node.module}.{name}")
     raise invalid("_target_", "a function or class of petra", target)
+
+
+class Names(dict[str, Any]):
+    """The constants, enumerations and standard types of a module of petra by name, evaluated when they are looked up."""
+
+    def __init__(self, module: str) -> None:
+        super().__init__(Path=Annotated[str, SAME_RESULTS])
+        self.module = module
+
+    def __missing__(self, name: str) -> Any:
+        for node in _statements(self.module):
+            if isinstance(node, ast.ImportFrom) and node.module and name in (alias.name for alias in node.names):
+                if node.module.partition(".")[0] in sys.stdlib_module_names:
+                    return getattr(import_module(node.module), name)
+                return Names(node.module)[name]
+            constant = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
+            if constant or (isinstance(node, ast.ClassDef) and node.name == name and "StrEnum" in map(ast.unparse, node.bases)):
+                exec(ast.unparse(node), {}, self)
+                return self[name]
+        raise KeyError(name)
+
+    def hint(self, annotation: Any) -> Any:
+        """Return the type that an annotation names; Any for other types, which are checked by what the key configures."""
+        try:
+            return Any if annotation is Parameter.empty else eval(annotation, {}, self)
+        except (NameError, TypeError):
+            return Any
 
 
 @cache
@@ -124,61 +153,20 @@ def _statements(module: str) -> list[ast.stmt]:
     return ast.parse(path.read_text(encoding="utf-8")).body if is_shipped(f"{module}.") and path.is_file() else []
 
 
-def _with_bases(module: str, node: Any) -> list[Any]:
-    """Return the base classes of a class in the same module, and the class or function itself."""
+def _with_bases(module: str, node: Any) -> Iterator[Any]:
+    """Yield the base classes of a class in the same module, and the class or function itself."""
     names = {*map(ast.unparse, getattr(node, "bases", ()))}
-    return [*(each for each in _statements(module) if getattr(each, "name", None) in names), node]
+    yield from (each for each in _statements(module) if getattr(each, "name", None) in names)
+    yield node
 
 
-def _parameters(node: Any) -> Iterator[tuple[str, ast.expr | None, ast.expr | None]]:
-    """Yield name, annotation and default of each parameter of a function or constructor, or of each field of a dataclass."""
-    own = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
-    if isinstance(node, ast.ClassDef) and not own:
-        yield from (
-            (ast.unparse(part.target), part.annotation, part.value) for part in node.body if isinstance(part, ast.AnnAssign)
-        )
-        return
-    arguments = (own or [node])[0].args
-    plain = [*arguments.posonlyargs, *arguments.args]
-    defaults = [*[None] * (len(plain) - len(arguments.defaults)), *arguments.defaults, *arguments.kw_defaults]
-    for argument, default in zip([*plain, *arguments.kwonlyargs], defaults, strict=True):
-        if argument.arg != "self":
-            yield argument.arg, argument.annotation, default
-
-
-def _hint(module: str, annotation: ast.expr | None) -> Any:
-    """Return the type that an annotation names. Names of constants and enumerations in petra are followed."""
-    if annotation is None:
-        return Any
-    known = dict(NAMES)
-    for name in {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)} - known.keys():
-        with suppress(ConfigError):
-            room, node = definition(f"{module}.{name}")
-            if isinstance(node, ast.Assign):
-                known[name] = _hint(room, node.value)
-            elif "StrEnum" in map(ast.unparse, getattr(node, "bases", ())):
-                known[name] = Literal[tuple(_members(node).values())]
-    try:
-        return eval(ast.unparse(annotation), known)
-    except (NameError, TypeError):
-        return Any
-
-
-def _literal(module: str, node: ast.expr) -> Any:
-    """Return the value of a default: a literal, or a constant of petra, or a member of an enumeration."""
-    if isinstance(node, ast.Attribute):
-        kind = definition(f"{module}.{ast.unparse(node.value)}")[1]
-        return _members(kind)[node.attr]
-    if isinstance(node, ast.Name):
-        room, assignment = definition(f"{module}.{node.id}")
-        return _literal(room, assignment.value)
-    value = ast.literal_eval(node)
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _members(enumeration: ast.ClassDef) -> dict[str, str]:
-    """Return the values of an enumeration by name."""
-    return {ast.unparse(node.targets[0]): ast.literal_eval(node.value) for node in enumeration.body if isinstance(node, ast.Assign)}
+def _parameters(node: Any) -> str:
+    """Return the parameters of a function or constructor, or the fields of a dataclass, as source."""
+    constructor = next((part for part in node.body if getattr(part, "name", None) == "__init__"), node)
+    if isinstance(constructor, ast.FunctionDef):
+        return ast.unparse(constructor.args)
+    values = [ast.unparse(part) for part in node.body if isinstance(part, ast.AnnAssign)]
+    return ", ".join(["*", *values] if values else [])
 
 
 def descriptions(docstring: str) -> dict[str, str]:
