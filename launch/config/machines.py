@@ -11,56 +11,36 @@ Example: three devices, of which the last is half as fast, and the same link bet
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import yaml
 
 from petra.cost_model.machines import Connection, Device, Link, Machines
 from petra.errors import ConfigError, alternatives, first_line, invalid, require
 
-from .keys import fields_of
+from .keys import Key
 
 KEY = "cluster.machines"
 SCALE = ">= 1e-12 and <= 1e12"
 """Bounds of speeds and bandwidths in the units of the file. Beyond them, times overflow or become 0."""
 LATENCY = ">= 0 and <= 1e12"
-Entry = TypeVar("Entry")
-
-
-@dataclass
-class DeviceEntry:
-    """``count`` equal devices: speed relative to the device of the first process, which measures the blocks, and memory in GB."""
-
-    count: Annotated[int, ">= 1"] = 1
-    speed: Annotated[float, SCALE] = 1.0
-    memory: Annotated[float | None, "> 0"] = None
-
-
-@dataclass
-class LinkEntry:
-    """One direction of a connection: bandwidth in GB/s and latency in microseconds."""
-
-    bandwidth: Annotated[float, SCALE]
-    latency: Annotated[float, LATENCY] = 0.0
-
-
-@dataclass
-class ConnectionEntry:
-    """``count`` equal connections, each from a process to the next one and back."""
-
-    forward: dict[str, float]
-    backward: dict[str, float]
-    count: Annotated[int, ">= 1"] = 1
-
-
-@dataclass
-class MachinesFile:
-    """Devices and connections in the order of the processes of a pipeline."""
-
-    devices: list[dict[str, Any]]
-    links: list[dict[str, Any]] | None = None
+COUNT = Key(Annotated[int, ">= 1"], 1, "Number of equal devices or connections.")
+FILE = {
+    "devices": Key(list[dict[str, Any]], ..., "Devices in the order of the processes of a pipeline."),
+    "links": Key(list[dict[str, Any]] | None, None, "Connections, each from a process to the next one and back."),
+}
+DEVICE = {
+    "count": COUNT,
+    "speed": Key(Annotated[float, SCALE], 1.0, "Speed relative to the device of the first process, which measures the blocks."),
+    "memory": Key(Annotated[float | None, "> 0"], None, "Memory in GB."),
+}
+CONNECTION = {"count": COUNT, "forward": Key(dict[str, Any], ..., "A link."), "backward": Key(dict[str, Any], ..., "A link.")}
+LINK = {
+    "bandwidth": Key(Annotated[float, SCALE], ..., "Bandwidth in GB/s."),
+    "latency": Key(Annotated[float, LATENCY], 0.0, "Latency in microseconds."),
+}
 
 
 def read_machines(path: str) -> Machines:
@@ -74,13 +54,13 @@ def read_machines(path: str) -> Machines:
     except (OSError, yaml.YAMLError, ValueError) as error:
         raise invalid(KEY, "a YAML or JSON file of devices and links", f"{path} ({first_line(error)})") from error
     try:
-        file = _entry(MachinesFile, found)
-        devices = [_entry(DeviceEntry, entry) for entry in file.devices]
-        links = [_entry(ConnectionEntry, entry) for entry in file.links or ()]
+        file = _entry(FILE, found)
+        devices = [_entry(DEVICE, entry) for entry in file["devices"]]
+        links = [_entry(CONNECTION, entry) for entry in file["links"] or ()]
         require(bool(devices), "devices", "one device or more", "none")
         return Machines(
-            tuple(Device(e.speed, float("inf") if e.memory is None else 1e9 * e.memory) for e in devices for _ in range(e.count)),
-            tuple(Connection(_link(e.forward), _link(e.backward)) for e in links for _ in range(e.count)),
+            tuple(Device(e["speed"], 1e9 * (e["memory"] or float("inf"))) for e in devices for _ in range(e["count"])),
+            tuple(Connection(_link(e["forward"]), _link(e["backward"])) for e in links for _ in range(e["count"])),
         )
     except ConfigError as error:
         raise ConfigError(f"{KEY}: {path}: {error}") from error
@@ -88,7 +68,7 @@ def read_machines(path: str) -> Machines:
 
 def write_machines(path: str, machines: Machines) -> None:
     """Write a file for :func:`read_machines`."""
-    devices = [asdict(DeviceEntry(1, device.speed, device.memory / 1e9)) for device in machines.devices]
+    devices = [{"speed": device.speed, "memory": device.memory / 1e9} for device in machines.devices]
     links = [
         {side: {"bandwidth": link.bandwidth / 1e9, "latency": 1e6 * link.latency} for side, link in vars(pair).items()}
         for pair in machines.connections
@@ -97,15 +77,14 @@ def write_machines(path: str, machines: Machines) -> None:
     Path(path).write_text(yaml.safe_dump({"devices": devices, "links": links}), encoding="utf-8")
 
 
-def _entry(kind: type[Entry], found: Any) -> Entry:
-    """Return an entry of the file with the values of a mapping."""
-    known = fields_of(kind)
+def _entry(known: Mapping[str, Key], found: Any) -> dict[str, Any]:
+    """Return the values of a mapping in the file, with defaults."""
     require(isinstance(found, dict), "file", f"a mapping of {alternatives(known)}", found)
     for name in found.keys() - known.keys():
         raise invalid(str(name), f"no such key, but {alternatives(known)}", found[name])
-    return kind(**{name: key.read(name, found.get(name, key.default)) for name, key in known.items()})
+    return {name: key.read(name, found.get(name, key.default)) for name, key in known.items()}
 
 
 def _link(found: dict[str, float]) -> Link:
-    entry = _entry(LinkEntry, found)
-    return Link(1e9 * entry.bandwidth, 1e-6 * entry.latency)
+    entry = _entry(LINK, found)
+    return Link(1e9 * entry["bandwidth"], 1e-6 * entry["latency"])
