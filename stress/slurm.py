@@ -197,7 +197,7 @@ def _daemon(words: Sequence[str], folder: Path, name: str) -> subprocess.Popen[b
 JOB = str(ROOT / "launch" / "templates" / "slurm.sbatch")
 SMALL = (
     *("data=synthetic", "data.batch_size=4", "data.size=16", "model.width=0.0625", "trainer.device=cpu", "trainer.threads=1"),
-    *("trainer.timeout=120", "cluster.interfaces=[eth0]"),
+    "trainer.timeout=120",
 )
 RUN = (*SMALL, "model=revnet18", "data.images=400", "trainer.epochs=3", "checkpoint.every=20", "trainer.export=pt", "resume=auto")
 """300 microbatches, with a checkpoint every 20."""
@@ -223,7 +223,7 @@ class Suite:
     def expected(self) -> dict[str, Any]:
         """Return the results of :data:`RUN` in three processes without Slurm."""
         if self._expected is None:
-            with Forked(self.folder / "uninterrupted", [*RUN, "run_dir=run", "cluster.interfaces=[lo]"], 3) as run:
+            with Forked(self.folder / "uninterrupted", [*RUN, "run_dir=run"], 3, environment={"GLOO_SOCKET_IFNAME": "lo"}) as run:
                 assert run.wait(PATIENCE) == [0, 0, 0], run.output()
             self._expected = results(self.folder / "uninterrupted" / "run")
         return self._expected
@@ -350,7 +350,7 @@ def resumed_at(log: str) -> str:
 def environment(**variables: str) -> dict[str, str]:
     """Return the environment of a job's submission."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": path, **variables}
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "PATH": path, **variables}
 
 
 SCENARIOS: dict[str, Callable[[Suite], str]] = {

@@ -55,8 +55,8 @@ def start(folder: Path, timeout: int, name: str = "") -> list[subprocess.Popen[s
     for rank, host in enumerate(HOSTS):
         variables = {"NNODES": "2", "NODE_RANK": str(rank), "NPROC_PER_NODE": "2", "MASTER_ADDR": ADDRESSES[HOSTS[0]]}
         words = ["ip", "netns", "exec", host, sys.executable, "-m", "launch.node", *RUN]
-        words += ["trainer.epochs=20", "cluster.interfaces=[eth0]", f"trainer.timeout={timeout}"]
-        environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        words += ["trainer.epochs=20", f"trainer.timeout={timeout}"]
+        environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
         if name:
             environment["MASTER_PORT"] = "29600"
         with (folder / f"{name}{host}.txt").open("w") as printed:

@@ -219,21 +219,16 @@ class CheckpointConfig:
 
 @dataclass
 class ClusterConfig:
-    """Settings of NCCL and gloo, see :func:`launch.runtime.network.variables`. Variables that are already set are kept.
+    """The machines of a run.
 
     Attributes:
         machines: File with speed, memory and links of the devices of a pipeline, for automatic settings; petra doctor writes it;
             null: equal devices, and the link between the first two processes.
-        interfaces: Network interfaces to use, such as [eth0]; null: chosen by NCCL and gloo (NCCL_SOCKET_IFNAME,
-            GLOO_SOCKET_IFNAME).
-        env: Further environment variables, such as {NCCL_DEBUG: INFO}.
         elastic: true: with dp > 1, continue when a replica is lost, and take it back at a later drain; needs checkpoint.every and
             gloo; petra train --nproc starts one torchrun agent for each replica.
     """
 
     machines: str | None = None
-    interfaces: list[str] | None = None
-    env: dict[str, str] = field(default_factory=dict)
     elastic: bool = False
 
 

@@ -1,14 +1,15 @@
 """Check the machines of a run: report versions, devices, the speed of links between processes, and problems.
 
-``petra doctor`` checks one process, ``petra doctor --nproc 4 cluster.interfaces=[eth0]`` four processes on this machine, and
+``petra doctor`` checks one process, ``petra doctor --nproc 4 trainer.device=cpu`` four processes on this machine, and
 ``petra node --module launch.doctor`` the processes of several nodes. With ``cluster.machines=FILE``, it also measures the speed of
 each device and writes the file that auto-tuning reads.
 
-Arguments are keys of the configuration, as of ``petra train``: above all dp, trainer.device, trainer.threads and those of cluster.
+Arguments are keys of the configuration, as of ``petra train``: above all dp, trainer.device, trainer.threads and cluster.machines.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -26,7 +27,7 @@ from ..runtime.rank import Process
 from ..runtime.reporting import only_first_prints
 from ..runtime.terminal import command, help_wanted, plain
 from .links import LARGE, Links, describe, measure_links, measure_speeds
-from .machine import Report, find_differences, inspect_machine
+from .machine import INTERFACES, Report, find_differences, inspect_machine
 
 
 @command
@@ -51,20 +52,19 @@ def examine(config: Config, process: Process) -> None:
     """
     device = process.device(config.trainer.device)
     replica_size = processes_per_replica(process.world, config.dp)
-    notes = set_variables(config.cluster)
+    set_variables()
     try:
         with process.process_group(device, config.trainer.timeout):
             trainer = config.trainer
-            found = inspect_machine(process, device, trainer.threads, config.cluster.interfaces, requested=trainer.device)
+            found = inspect_machine(process, device, trainer.threads, requested=trainer.device)
             reports = all_gather_objects(found)
             links = measure_links(device, config.dp) if process.world > 1 else {}
             speeds = [] if config.cluster.machines is None else measure_speeds(device)
     except RuntimeError as error:  # the base class of torch.distributed's errors
-        interfaces = "null" if config.cluster.interfaces is None else config.cluster.interfaces
         expected = "network interfaces over which the processes reach each other"
-        raise invalid("cluster.interfaces", expected, f"{interfaces} ({first_line(error)})") from error
+        raise invalid(INTERFACES, expected, f"{os.environ.get(INTERFACES, 'none')} ({first_line(error)})") from error
     if process.first:
-        print(report_text(reports, links, [*notes, *find_differences(reports, replica_size)]), flush=True)
+        print(report_text(reports, links, find_differences(reports, replica_size)), flush=True)
         if config.cluster.machines is not None:
             write_machines(config.cluster.machines, describe(reports, links, speeds, replica_size))
             print(f"speed, memory and links of the processes of a pipeline: {config.cluster.machines}", flush=True)

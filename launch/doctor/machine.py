@@ -22,6 +22,8 @@ from ..config.schema import AUTO
 from ..runtime.rank import Process
 
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_", "CUDA_VISIBLE", "OMP_NUM_THREADS", "TORCH_DISTRIBUTED_")
+INTERFACES = "GLOO_SOCKET_IFNAME"
+"""Variable with the network interfaces that gloo uses."""
 SHARED_MEMORY = 2**30
 """Bytes of /dev/shm below which NCCL is likely to fail. The default of containers is 64 MiB."""
 
@@ -51,23 +53,20 @@ class Report:
     problems: tuple[str, ...]
 
 
-def inspect_machine(
-    process: Process, device: torch.device, threads: int, interfaces: Sequence[str] | None, *, requested: str = AUTO
-) -> Report:
+def inspect_machine(process: Process, device: torch.device, threads: int, *, requested: str = AUTO) -> Report:
     """Return the findings of this process.
 
     Args:
         process: This process.
         device: Device that it would train on.
         threads: Threads for compute in each process.
-        interfaces: Network interfaces in the configuration.
         requested: ``trainer.device`` in the configuration.
     """
     on_gpu = device.type == "cuda"
     properties = torch.cuda.get_device_properties(device) if on_gpu else None
     memory = properties.total_memory if properties else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     node = os.environ.get("GROUP_RANK", "0")
-    problems = [*_gpu_problems(device, requested), *_container_problems(device), *_network_problems(process, interfaces)]
+    problems = [*_gpu_problems(device, requested), *_container_problems(device), *_network_problems(process)]
     if process.local_world * threads > _cores():
         problems.append(
             f"{_cores()} core(s) for {process.local_world} process(es) with {threads} thread(s) each: stages slow each other down"
@@ -136,9 +135,9 @@ def _container_problems(device: torch.device) -> Iterator[str]:
         yield str(invalid("locked memory", expected, f"{memlock / 2**20:.0f} MiB"))
 
 
-def _network_problems(process: Process, interfaces: Sequence[str] | None) -> Iterator[str]:
-    if process.world > process.local_world and not interfaces and (address := _address()).startswith(("127.", "no ")):
-        yield f"{socket.gethostname()} resolves to {address}, which other nodes can't reach: set cluster.interfaces"
+def _network_problems(process: Process) -> Iterator[str]:
+    if process.world > process.local_world and INTERFACES not in os.environ and (address := _address()).startswith(("127.", "no ")):
+        yield f"{socket.gethostname()} resolves to {address}, which other nodes can't reach: set {INTERFACES}"
     for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"):
         if os.environ.get(name) == "1":
             yield f"{name}=1: messages may take a slower path than necessary"

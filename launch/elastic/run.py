@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -73,14 +72,14 @@ def run(config: Config, process: Process) -> None:
     replica = Replica.from_environment(process, config.dp)
     setup = set_up(config, replica.in_run(range(config.dp)))
     require(all(setup.plan.layout.processes), "cluster.elastic", "false if processes have no stage", "true")
-    notes = prepare_process(setup)
+    prepare_process(setup)
     membership = replica.membership(str(config.run_dir), config.trainer.timeout)
     stop, handover = StopRequest(), None
     with stop.handle_signals():
         while (generation := membership.join(stop if handover is None else None)) is not None:
             own = replica.in_run(generation.replicas)
             with replica.process_group(membership, own, config.trainer.timeout), exclusive_folder(config, own):
-                finished, handover = run_generation(setup, notes, own, membership, stop, handover)
+                finished, handover = run_generation(setup, own, membership, stop, handover)
             if finished:
                 membership.finish()
     if stop():
@@ -88,12 +87,11 @@ def run(config: Config, process: Process) -> None:
 
 
 def run_generation(
-    setup: Setup, notes: Sequence[str], process: Process, membership: Membership, stop: StopRequest, handover: Handover | None
+    setup: Setup, process: Process, membership: Membership, stop: StopRequest, handover: Handover | None
 ) -> tuple[bool, Handover | None]:
     """Train until the end of the run or until the replicas change. Return whether the run has ended, and a handover.
 
     Args:
-        notes: Lines to print first.
         process: Rank in the generation.
         stop: Whether this process was asked to stop.
         handover: Of the generation before; None after the start of this process.
@@ -104,7 +102,7 @@ def run_generation(
             folder = Path(str(setup.config.run_dir))
             start = Start(folder, shared.facts, state=shared.state) if shared else find_start(setup.config, process)
             replicas = ElasticReplicas(setup.plan.layout, setup.device, membership)
-            current = TrainingRun(setup, process, start, stop, notes, replicas, ElasticTrainer)
+            current = TrainingRun(setup, process, start, stop, replicas, ElasticTrainer)
             absent = report_changes(current, membership, shared)
     except MembershipChanged:
         return False, handover

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -50,29 +50,29 @@ def run(config: Config, process: Process) -> None:
             memory = f"\n{memory_table(setup)}" if config.dry_run == MEMORY else ""
             print(f"{stage_map(setup)}{memory}", end="", flush=True)
         return
-    notes = prepare_process(setup)
+    prepare_process(setup)
     with process.process_group(setup.device, config.trainer.timeout), exclusive_folder(config, process):
-        train_in_group(setup, process, notes)
+        train_in_group(setup, process)
 
 
-def train_in_group(setup: Setup, process: Process, notes: Sequence[str]) -> None:
+def train_in_group(setup: Setup, process: Process) -> None:
     """Train inside the process group.
 
     The pipeline and all that refers to it end with this function, before the process group does: destroyed the other way round,
     groups of replicas sometimes abort the process.
     """
-    run = TrainingRun(setup, process, find_start(setup.config, process), StopRequest(), notes)
+    run = TrainingRun(setup, process, find_start(setup.config, process), StopRequest())
     run.fit()
     run.finish()
 
 
-def prepare_process(setup: Setup) -> list[str]:
-    """Set torch's options, the allocator and the network's environment variables, and return notes to print."""
+def prepare_process(setup: Setup) -> None:
+    """Set torch's options, the allocator and the network's environment variables."""
     set_numerics(setup.config.trainer)
     release_memory(setup.device)  # of an earlier run of this process
     if setup.device.type == "cpu":
         keep_freed_memory()
-    return set_variables(setup.config.cluster)
+    set_variables()
 
 
 class TrainingRun:
@@ -83,7 +83,6 @@ class TrainingRun:
         process: This process.
         start: What the run starts from.
         stop: Whether this process was asked to stop.
-        notes: Lines to print first.
         replicas: The replicas that take part, if some may be lost; None for all.
         trainer: Class of the trainer.
 
@@ -104,7 +103,6 @@ class TrainingRun:
         process: Process,
         start: Start,
         stop: StopRequest,
-        notes: Sequence[str] = (),
         replicas: Replicas | None = None,
         trainer: type[Trainer] = Trainer,
     ) -> None:
@@ -122,7 +120,7 @@ class TrainingRun:
             self.records = Records(setup, start, self.pipeline.microbatches_done) if process.first else None
         self.folder: Path = all_gather_objects(None if self.records is None else self.records.folder)[0]
         if self.records is not None:
-            print(*_warnings(config, batches), *notes, self.records.headline(), *loaded, sep="\n", flush=True)
+            print(*_warnings(config, batches), self.records.headline(), *loaded, sep="\n", flush=True)
         if config.checkpoint.keep:
             require_shared(self.folder, config.trainer.timeout, process)
         self.checkpoints = Checkpoints(

@@ -10,15 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from hydra import compose, initialize_config_dir
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from launch import node
 from launch import train as training
-from launch.config import CONF
-from launch.config.compose import register
-from launch.config.read import to_config
-from launch.config.schema import ClusterConfig
 from launch.node import Node
 from launch.runtime import agent, network
 from launch.runtime.rank import agree_on_start, require_distinct_gpus
@@ -174,30 +169,12 @@ def test_processes_on_one_gpu_are_named() -> None:
         require_distinct_gpus(["a", "b", "b"])
 
 
-def settings(*overrides: str) -> ClusterConfig:
-    register()
-    with initialize_config_dir(CONF, version_base="1.3"):
-        return to_config(compose("config", [f"cluster.{override}" for override in overrides])).cluster
-
-
 def test_variables_for_nccl_and_gloo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert network.variables(settings()) == {
-        "NCCL_DEBUG": "WARN",
-        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "480",
-        "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-    }
-    dumps = f"env.TORCH_FR_DUMP_TEMP_FILE={tmp_path}/a/b/rank"
-    chosen = settings("interfaces=[lo]", "env={NCCL_IB_DISABLE:1,TORCH_NCCL_DUMP_ON_TIMEOUT:0}", dumps)
-    found = network.variables(chosen)
-    assert (found["NCCL_SOCKET_IFNAME"], found["GLOO_SOCKET_IFNAME"]) == ("=lo", "lo")
-    assert (found["NCCL_IB_DISABLE"], found["TORCH_NCCL_DUMP_ON_TIMEOUT"]) == ("1", "0")
-    assert found["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/a/b/rank"
-
-    environment = {"NCCL_DEBUG": "INFO"}
+    given = {"NCCL_DEBUG": "INFO", network.DUMPS: f"{tmp_path}/a/b/rank"}
+    environment = dict(given)
     monkeypatch.setattr(os, "environ", environment)
-    assert network.set_variables(chosen) == ["NCCL_DEBUG=INFO from the environment is used; the configuration sets WARN"]
-    assert environment == found | {"NCCL_DEBUG": "INFO"}
+    network.set_variables()
+    assert environment == network.DEFAULTS | given
     assert (tmp_path / "a" / "b").is_dir()
 
 

@@ -79,7 +79,7 @@ KEYS = list(all_keys())
 KNOWN = values_of_files()
 SIZES = {"data.images", "data.workers", "data.classes", "data.size", "data.batch_size", "trainer.threads"}
 SIZES |= {f"model.{key}" for key in ("depth", "dim", "width", "heads", "patch", "cardinality", "base_width")}
-NEVER = {"run_dir", "trainer.compile", "cluster.env", "logger.mode"}
+NEVER = {"run_dir", "trainer.compile", "logger.mode"}
 """Keys that would write to other folders, compile for minutes, or use the network."""
 INTEGERS = ["-1", "0", "1", "2", "3", "4", "5", "8", "9"]
 HUGE = ["1000000000", str(2**63), str(10**30), "-1000000000000"]

@@ -152,7 +152,7 @@ def test_remedies_outside_the_package_are_named_by_target(remedy: str, method: s
         ("trainer.memory_limit=2", "trainer.memory_limit: expected null, or a number > 0 with .*, got 2"),
         ("init_skip=[head]", r"init_skip: expected null without init_from, got \['head'\]"),
         ("resume_change=[k]", r"resume_change: expected null without resume, got \['k'\]"),
-        ("cluster.interfaces=lo", "cluster.interfaces: expected null or a list of texts, got lo"),
+        ("init_skip=head", "init_skip: expected null or a list of texts, got head"),
         ("data=text model=revnet18", "model: expected gpt or revgpt with data=text, got revnet18"),
         ("data=digits model=revgpt", "model: expected a model of images with data=digits, got revgpt"),
         ("model=deeplabv3", "model: expected a model of images with data=digits, got deeplabv3"),

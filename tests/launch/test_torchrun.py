@@ -112,7 +112,7 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 @pytest.mark.processes
 def test_processes_listen_only_on_the_given_interface(tmp_path: Path) -> None:
     """Only the agent opens other ports, for torchrun's own needs."""
-    with Forked(tmp_path, [*LONG, "trainer.transport=edge", "cluster.interfaces=[lo]"], 2) as run:
+    with Forked(tmp_path, [*LONG, "trainer.transport=edge"], 2, environment={"GLOO_SOCKET_IFNAME": "lo"}) as run:
         training(run)
         for process in run.processes:
             assert process.pid is not None
