@@ -43,7 +43,7 @@ SEGMENTATION = (
 )
 COMMON = (
     *("trainer.device=cpu", "trainer.channels_last=false", "trainer.epochs=2", "trainer.limit_batches=13", "optim.lr=1.0"),
-    *("schedule.warmup_epochs=1", "schedule.milestones=null", "trainer.export=pt", "checkpoint.keep=0", "trainer.drift=null"),
+    *("schedule.warmup_epochs=1", "schedule.milestones=null", "trainer.export=pt", "checkpoint.keep=0"),
 )
 """Thirteen microbatches an epoch: no k divides them, so updates go on from one epoch to the next."""
 LINKS = {
@@ -56,7 +56,6 @@ TIMEOUT = 1800
 SPELLINGS: tuple[tuple[str, str | None], ...] = (
     ("method=zb_h1", None),
     ("method.split=", None),
-    ("trainer.drift=null", "trainer.watch=[]"),
     ("optim.ema=", "optim.average="),
     ("optim.clip_scope=global", "optim.clip_globally=true"),
     ("trainer.nonfinite=", "optim.nonfinite="),

@@ -169,8 +169,6 @@ class TrainerConfig:
             timeline.svg; null: none.
         stage_metrics: Log for each stage the time of forwards, backwards, updates and waiting, microbatches in flight, staleness
             and buffer bytes.
-        drift: Warn once per stage if a reconstructed input differs from the true one by more than this fraction of its norm; null:
-            don't check.
         diagnose: Compare gradients every this many microbatches (one process only), in gradients.jsonl and gradients.png; null:
             never.
     """
@@ -196,7 +194,6 @@ class TrainerConfig:
     log_every: Annotated[int | None, ">= 1", "same results"] = 10
     trace: Annotated[int | None, ">= 1", "same results"] = None
     stage_metrics: Annotated[bool, "same results"] = False
-    drift: Annotated[float | None, "> 0", "same results"] = 0.5
     diagnose: Annotated[int | None, ">= 1", "same results"] = None
 
 
@@ -204,17 +201,17 @@ class TrainerConfig:
 class CheckpointConfig:
     """When checkpoints are written, and how many are kept: in checkpoints/ in the run folder, which all processes must share.
 
+    They are written from a copy in memory while training continues. An error ends the run at its next drain.
+
     Attributes:
         every: Write a checkpoint every so many microbatches too, counted from the start of the run; each checkpoint drains the
             pipeline, and a signal to stop takes effect at the next one; null: after each epoch only.
         keep: Number of newest checkpoints to keep, in addition to the best by test accuracy (by test loss if there is no accuracy);
             0: write none.
-        background: Write from a copy in memory while training continues; an error ends the run at its next drain.
     """
 
     every: Annotated[int | None, ">= 1"] = None
     keep: Annotated[int, ">= 0"] = 2
-    background: bool = True
 
 
 @dataclass

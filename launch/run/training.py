@@ -128,7 +128,7 @@ class TrainingRun:
             config.checkpoint.keep,
             every=config.checkpoint.every,
             facts={"config": as_data(config), "chosen": setup.choices, **self._data_facts},
-            background=config.checkpoint.background,
+            background=True,
             timeout=config.trainer.timeout,
         )
         watchers = self._watchers(batches)
@@ -186,14 +186,13 @@ class TrainingRun:
         config, pipeline, plan = self.setup.config.trainer, self.pipeline, self.pipeline.plan
         times = StageTimes(pipeline) if config.stage_metrics else None
         recorder = None if config.trace is None else Recorder(pipeline, config.trace)
-        monitor = None if config.drift is None else ReconstructionMonitor(pipeline, config.drift)
         quality, folder = None, RunFolder(self.folder)
         if config.diagnose is not None:
             log = JsonLines(self.folder / GRADIENTS, folder.gradients(pipeline.microbatches_done)).log
             quality = GradientQuality(pipeline, config.diagnose, log)
         if times is not None:
             pipeline.measures.append(times.metrics)
-        hooks: tuple[Hook | None, ...] = (times, recorder, monitor, quality)
+        hooks: tuple[Hook | None, ...] = (times, recorder, ReconstructionMonitor(pipeline), quality)
         with ExitStack() as stack:
             for hook in filter(None, hooks):
                 stack.enter_context(pipeline.hooks.attached(hook))

@@ -43,8 +43,8 @@ class ReconstructionMonitor(Hook):
         ConfigError: If ``limit`` is not above 0.
     """
 
-    def __init__(self, pipeline: Pipeline, limit: float) -> None:
-        require(limit > 0, "trainer.drift", "null or a number > 0", limit)
+    def __init__(self, pipeline: Pipeline, limit: float = 0.5) -> None:
+        require(limit > 0, "limit", "a number > 0", limit)
         self.pipeline, self.limit = pipeline, limit
         self.errors: dict[int, float] = {}
         self.blocks = {b for j, stage in pipeline.stages.items() for b in _first_blocks(stage, pipeline.plan.layout.stages[j])}
@@ -73,7 +73,7 @@ class ReconstructionMonitor(Hook):
         remedies += ["method.keep=input"]
         return (
             f"stage {j + 1}, microbatch {m}: the relative error of the reconstructed input is {error:.2g}, above "
-            f"trainer.drift={self.limit:g}; to reduce it, try {', or '.join(remedies)}"
+            f"{self.limit:g}; to reduce it, try {', or '.join(remedies)}"
         )
 
 

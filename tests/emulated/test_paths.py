@@ -120,7 +120,7 @@ def launched(module: str, folder: Path, *arguments: str, world: int = 1, **setti
 
 
 def test_a_run_of_one_process_and_its_evaluation(tmp_path: Path) -> None:
-    diagnostics = ("trainer.stage_metrics=true", "trainer.trace=4", "trainer.drift=0.5", "trainer.diagnose=4")
+    diagnostics = ("trainer.stage_metrics=true", "trainer.trace=4", "trainer.diagnose=4")
     ended = start(command, "launch.train", str(tmp_path), *TINY, *diagnostics, "run_dir=run", torchrun=True, timeout=120)
     assert ended.statuses == [0], ended.outputs
     assert "on cuda, transport local" in ended.outputs[0]

@@ -119,7 +119,7 @@ def test_a_run_resumes_if_its_folder_was_deleted_while_it_wrote(trained: Path, m
 
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoints, "save", deleting)
-        train("run_dir=first", "resume=auto", "trainer.epochs=3", "checkpoint.background=false")
+        train("run_dir=first", "resume=auto", "trainer.epochs=3")
     assert not (trained / "config.yaml").exists()
     train("run_dir=first", "resume=auto", "trainer.epochs=3")
     assert [row["epoch"] for row in map(json.loads, (trained / "metrics.jsonl").read_text().splitlines())] == [1, 2, 3]
