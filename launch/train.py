@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from . import own_module
@@ -12,6 +12,7 @@ from .runtime.terminal import command
 
 if TYPE_CHECKING:
     from .config.schema import Config
+    from .runtime.rank import Process
 
 TRAIN = own_module("launch.train")
 
@@ -29,7 +30,7 @@ def _configs() -> list[Config]:
 
 
 def train_or_start(module: str, read: Callable[[], list[Config]]) -> None:
-    """Train in this process, or start the processes that do, if the command line has ``--nproc``.
+    """Train in this process, or check the configurations and start the processes that train if the command line has ``--nproc``.
 
     Modules are imported as late as possible: an invalid value is reported before torch is imported, and Ctrl-C works meanwhile.
 
@@ -38,54 +39,30 @@ def train_or_start(module: str, read: Callable[[], list[Config]]) -> None:
         read: Returns the configurations on the command line.
 
     Raises:
-        PetraError: If a configuration is invalid.
+        PetraError: If a configuration is invalid, or a model can't be divided among the processes.
     """
-    processes, sys.argv[1:] = take_processes(sys.argv[1:])
-    if processes is None:
-        train(read)
-    else:
-        start_processes(processes, module, read)
-
-
-def train(read: Callable[[], list[Config]]) -> None:
-    """Train in this process, one of those that torchrun has started or the only one."""
-    from .runtime.agent import this_process
+    from .runtime.agent import run_on_this_machine, stop_before_start, this_process
+    from .runtime.rank import Process
     from .runtime.reporting import only_first_prints
 
-    with this_process() as process:
-        with only_first_prints(process):
-            configs = read()
-        if not configs:
-            return
-        import torch
+    processes, sys.argv[1:] = take_processes(sys.argv[1:])
+    if processes is None:
+        with this_process() as process:
+            with only_first_prints(process):
+                configs = read()
+            if configs:
+                import torch
 
-        from .elastic.run import run
-
-        torch.set_num_interop_threads(1)
-        for config in configs:
-            run(config, process)
-
-
-def start_processes(processes: int, module: str, read: Callable[[], list[Config]]) -> None:
-    """Check the configuration and the assignment of stages to processes once, then run torchrun's agent."""
-    from .runtime.agent import run_on_this_machine, stop_before_start
-
+                torch.set_num_interop_threads(1)
+                train(configs, process)
+        return
     stop_before_start()
-    from .runtime.rank import Process
-
-    overrides = sys.argv[1:]
-    configs = read()
-    if not configs:
+    overrides, configs, first = sys.argv[1:], read(), Process(0, processes, 0, processes)
+    if all(config.dry_run for config in configs):  # which the first process does alone
+        train(configs, first)
         return
     from .run.build import set_up
 
-    first = Process(rank=0, world=processes, local_rank=0, local_world=processes)
-    if all(config.dry_run for config in configs):  # which the first process does alone
-        from .run.training import run
-
-        for config in configs:
-            run(config, first)
-        return
     for config in configs:
         set_up(config, first)
     if configs[0].cluster.elastic:
@@ -93,6 +70,14 @@ def start_processes(processes: int, module: str, read: Callable[[], list[Config]
 
         run_replicas(processes, configs[0].dp, module, overrides)
     run_on_this_machine(processes, module, overrides)
+
+
+def train(configs: Sequence[Config], process: Process) -> None:
+    """Train each configuration in this process of its run."""
+    from .elastic.run import run
+
+    for config in configs:
+        run(config, process)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ ROOMS = {
     ("petra/diagnostics",): Budget(790, 800),
     ("petra/cost_model",): Budget(1_640, 1_500),
     ("petra/analysis",): Budget(400, 400),
-    ("launch/*.py", "launch/templates"): Budget(1_250, 1_270),
+    ("launch/*.py", "launch/templates"): Budget(1_230, 1_270),
     ("launch/config",): Budget(910, 400),
     ("launch/run",): Budget(1_970, 1_520),
     ("launch/runtime",): Budget(710, 710),
