@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from math import isfinite
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -117,7 +117,7 @@ class Pipeline:
         position, process = plan.layout.locate(self.rank)
         self.replica = position if replicas is None else replicas.replica
         self.hooks, self.microbatches_done = Hooks(), 0
-        self.measures: list[Callable[[], dict[str, float]]] = []
+        self.measures: list[Callable[[], Mapping[str, Any]]] = []
         loss_port, self.replicas = LossPort, replicas
         if plan.layout.dp > 1:
             from petra.engine.options.replicas import Replicas, ShareLossPort
@@ -223,11 +223,11 @@ class Pipeline:
         """Return parameters and buffers of this rank's blocks, by the same keys as in :class:`petra.model.Chain`."""
         return {f"{name}.{key}": value for name, block in self.blocks() for key, value in block.state_dict().items()}
 
-    def stage_metrics(self) -> dict[str, float]:
+    def stage_metrics(self) -> dict[str, Any]:
         """All-gather the metrics of the first replica's stages since the last call, as ``stage/<j>/<name>`` with j from 1."""
         own = {f"stage/{j + 1}/{key}": v for j, worker in self.workers.items() for key, v in worker.update.metrics().items()}
-        own |= {key: value for measure in self.measures for key, value in measure().items()}
-        gathered = all_gather_objects(own)[: len(self.plan.layout.processes)]
+        measured = {key: value for measure in self.measures for key, value in measure().items()}
+        gathered = all_gather_objects({**own, **measured})[: len(self.plan.layout.processes)]
         return {key: value for part in gathered for key, value in part.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

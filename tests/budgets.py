@@ -54,7 +54,7 @@ ROOMS = {
     ("docs",): Budget(260, 260),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(24_650, 23_100)
+BOTH = Budget(24_650, 23_140)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_050, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""
@@ -63,7 +63,7 @@ UNFORMATTED = Budget(4, 0)
 """Statements that the formatter is told to leave alone."""
 CONFIGURATION = Budget(780, 900)
 """Lines of YAML in conf/."""
-KEYS = Budget(122, 110)
+KEYS = Budget(123, 111)
 """Keys of the configuration: fields of the schema that are no groups, and parameters of shipped targets, each name once a group."""
 PARAMETERS = {
     "petra.engine.stage:Stage": Budget(4, 4),

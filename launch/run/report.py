@@ -45,6 +45,7 @@ def write_report(folder: Path, summary: Row | None = None) -> Path:
         layout=summary.get("layout", ()),
         text_columns=("blocks", "stores"),
         cell=_cell,
+        samples=[(row["epoch"], row["sample"]) for row in reversed(rows) if "sample" in row],
         timeline=svg(timeline(intervals, processes=processes)) if intervals else "",
         config=config.read_text(encoding="utf-8", errors="replace") if config.exists() else "",
         **{section: [_drawn(panel, section) for panel in panels] for section, panels in _panels(run, rows, summary).items()},

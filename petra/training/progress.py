@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Mapping
@@ -74,6 +75,8 @@ class Lines(Watcher):
         )
         speed = f"{row[f'{self.unit}_per_second']:.0f} {self.unit}/s, learning rate {row['learning_rate']:.4g}"
         print(f"epoch {row['epoch']}/{self.epochs}: {train}; test {test}; {speed}, {row['seconds']:.1f} s", flush=True)
+        if "sample" in row:
+            print(f"  sample: {json.dumps(row['sample'], ensure_ascii=False)}", flush=True)
 
 
 def means_text(means: Mapping[str, float]) -> str:

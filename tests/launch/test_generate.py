@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from markupsafe import escape
 
 from launch import evaluate, generate, tokenize
 from launch.config.read import to_config
 from launch.run.folder import RunFolder
+from launch.run.text import vocabulary
 from launch.run.training import run
 from petra.errors import PetraError
 from petra.models import revgpt
@@ -68,6 +70,14 @@ def test_greedy_text_is_that_of_the_exported_network(trained: Path, capsys: pyte
     assert printed.rstrip("\n") == vocabulary.decode(text[1:]).rstrip("\N{REPLACEMENT CHARACTER}")
 
 
+def test_the_sample_after_an_epoch_is_the_text_that_generate_writes(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = RunFolder(trained / "run").rows()
+    generate.main([f"{trained}/run", "--tokens=60"])
+    assert row["sample"] + "\n" == capsys.readouterr().out
+    assert f"  sample: {json.dumps(row['sample'], ensure_ascii=False)}\n" in (trained / "output.txt").read_text()
+    assert f'<pre class="wrapped">{escape(row["sample"])}</pre>' in (trained / "run" / "report.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -100,7 +110,7 @@ def test_pieces_are_those_of_decoding_the_whole_text(trained: Path) -> None:
 
     tokenizer = tokenizers.Tokenizer.from_file(str(trained / "tokens" / "tokenizer.json"))
     config = to_config(to_composed("model=revgpt_1m", "data=tokens", f"data.root={trained}/tokens", "data.classes=280"))
-    encode, decode, _ = generate.vocabulary(config, None)
+    encode, decode, _ = vocabulary(config, None)
     tokens = encode("naïve café → 日本\n twice twice")[1:]
     shown, expected = "", []
     for end in range(1, len(tokens) + 1):
