@@ -42,10 +42,10 @@ ROOMS = {
     ("petra/diagnostics",): Budget(790, 800),
     ("petra/cost_model",): Budget(1_640, 1_500),
     ("petra/analysis",): Budget(400, 400),
-    ("launch/*.py", "launch/templates"): Budget(1_230, 1_270),
-    ("launch/config",): Budget(910, 400),
+    ("launch/*.py", "launch/templates"): Budget(1_200, 1_225),
+    ("launch/config",): Budget(880, 400),
     ("launch/run",): Budget(1_970, 1_520),
-    ("launch/runtime",): Budget(710, 710),
+    ("launch/runtime",): Budget(680, 710),
     ("launch/doctor", "launch/selftest"): Budget(700, 700),
     ("reproduction",): Budget(2_010, 2_000),
     ("benchmarks",): Budget(2_630, 2_700),
@@ -54,7 +54,7 @@ ROOMS = {
     ("docs",): Budget(260, 260),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(24_650, 23_140)
+BOTH = Budget(24_100, 23_140)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_050, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""
