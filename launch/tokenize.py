@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from petra.data.files import require_distinct
 from petra.data.tokenizer import (
     OPTIONS,
     Division,
@@ -58,6 +59,7 @@ def tokenize(options: argparse.Namespace) -> None:
         return tqdm(desc=text, total=size, unit="B", unit_scale=True)
 
     require_no_tokens(options.out)
+    require_distinct(path for path in sum(files.values(), options.files) if path.exists())
     division = Division({})
     if fractions:
         with progress("division", options.files) as bar:

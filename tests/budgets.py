@@ -35,7 +35,7 @@ ROOMS = {
     ("petra/engine/options",): Budget(1_400, 1_400),
     ("petra/staleness",): Budget(450, 450),
     ("petra/training",): Budget(1_750, 1_780),
-    ("petra/data",): Budget(1_810, 1_810),
+    ("petra/data",): Budget(1_900, 1_900),
     ("petra/models",): Budget(1_700, 1_700),
     ("petra/inplace_abn",): Budget(2_000, 2_000),
     ("petra/elastic", "launch/elastic"): Budget(1_000, 1_000),
@@ -50,11 +50,11 @@ ROOMS = {
     ("reproduction",): Budget(2_010, 2_000),
     ("benchmarks",): Budget(2_630, 2_700),
     ("examples",): Budget(600, 600),
-    ("tests", "stress"): Budget(18_710, 15_070),
+    ("tests", "stress"): Budget(18_920, 15_370),
     ("docs",): Budget(260, 260),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(24_100, 23_140)
+BOTH = Budget(24_170, 23_230)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_050, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

@@ -44,7 +44,7 @@ def load_dataset(name: str, **options: Any) -> Dataset:
         ConfigError: If the name is unknown, or a value is out of range.
         DataError: If a file is missing or damaged.
     """
-    require(name in DATASETS, "data.name", alternatives(DATASETS), name)
+    require(name in DATASETS, "name", alternatives(DATASETS), name)
     return DATASETS[name](**options)
 
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from petra.errors import DataError, invalid
+from petra.errors import DataError, PetraError, first_line, invalid, require
+
+BLOCKS, BLOCK = 16, 4096
+"""Number and bytes of the blocks that :func:`sampled_hash` reads."""
 
 
 def folder_of(root: str | Path | None, name: str, help: str) -> Path:
@@ -25,16 +31,34 @@ def folder_of(root: str | Path | None, name: str, help: str) -> Path:
     return Path(root).expanduser().absolute()
 
 
+@contextmanager
+def reading(path: Path, help: str = "", what: str = "") -> Iterator[None]:
+    """Name a file or folder in the errors of the ``with`` block that reads it. Decoders raise many undocumented types.
+
+    Args:
+        path, help, what: The file, instructions, and what it is read as, for the error message.
+
+    Raises:
+        DataError: If it can't be read, or is a pipe or a device, which may wait or never end.
+    """
+    require(path.is_file() or path.is_dir() or not path.exists(), str(path), "a file", "a pipe or a device", DataError)
+    try:
+        yield
+    except PetraError:
+        raise
+    except Exception as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+        raise DataError("; ".join(filter(None, [f"{path}: can't be read{what} ({reason})", help]))) from error
+
+
 def listed(folder: Path, help: str) -> list[str]:
-    """Return the names in a folder, sorted.
+    """Return the names in a folder, sorted. Hidden ones, which notebooks and archives of macOS leave, are left out.
 
     Raises:
         DataError: If it can't be read.
     """
-    try:
-        return sorted(os.listdir(folder))
-    except OSError as error:
-        raise DataError(f"{folder}: can't be read ({error.strerror}); {help}") from error
+    with reading(folder, help):
+        return sorted(name for name in os.listdir(folder) if not name.startswith((".", "__MACOSX")))
 
 
 def read(path: Path, help: str, md5: str | None = None) -> bytes:
@@ -48,10 +72,44 @@ def read(path: Path, help: str, md5: str | None = None) -> bytes:
     Raises:
         DataError: If the file can't be read, or has another md5.
     """
-    try:
+    with reading(path, help):
         content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: can't be read ({error.strerror}); {help}") from error
     if md5 is not None and (actual := hashlib.md5(content, usedforsecurity=False).hexdigest()) != md5:
         raise invalid(str(path), f"a file with md5 {md5}", f"one with md5 {actual}, which is damaged; {help}", DataError)
     return content
+
+
+def require_text(content: bytes, source: Path | str) -> None:
+    """Check that bytes are text, and not what a failed download left. A page of HTML is a warning.
+
+    Raises:
+        DataError: If they contain NUL, as UTF-16, compressed files and images do, or are a pointer of Git LFS.
+    """
+    require(b"\0" not in content, str(source), "text in UTF-8", "a NUL byte, as in a binary file or UTF-16", DataError)
+    pointer = content.startswith(b"version https://git-lfs")
+    require(not pointer, str(source), "text", "a pointer of Git LFS (git lfs pull gets the file)", DataError)
+    if content[:32].lstrip().lower().startswith((b"<!doctype html", b"<html")):
+        logging.getLogger(__name__).warning("%s: begins like a page of HTML; a failed download?", source)
+
+
+def sampled_hash(path: Path) -> str:
+    """Return the SHA-256 of a file's size and of 16 blocks of 4 KiB at equal distances: of all bytes up to 64 KiB.
+
+    It tells files apart at the cost of 16 reads, however large they are, but finds no change between the blocks.
+    """
+    with reading(path), path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        digest = hashlib.sha256(str(size).encode())
+        for i in range(BLOCKS):
+            file.seek(max(0, size - BLOCK) * i // (BLOCKS - 1))
+            digest.update(file.read(BLOCK))
+    return digest.hexdigest()
+
+
+def require_distinct(paths: Iterable[Path]) -> dict[str, Path]:
+    """Return files by their :func:`sampled_hash`. A DataError names two with the same, as in a test on the training data."""
+    known: dict[str, Path] = {}
+    for path in paths:
+        other = known.setdefault(sampled_hash(path), path)
+        require(other is path, str(path), "other contents than any other file of the data", f"those of {other}", DataError)
+    return known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import random
@@ -16,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from petra.data.dataset import Dataset, Split, labels_of
-from petra.data.files import folder_of, listed
+from petra.data.files import folder_of, listed, require_distinct
 from petra.data.preparation import Moments, Preparation, centre_crop, decoded, normalise
 from petra.errors import DataError, alternatives, invalid, require
 from petra.reversible import derive_seed
@@ -44,7 +45,7 @@ def imagenet(root: str | Path | None = None, size: int = 224) -> Dataset:
         size: Side of the resulting images in pixels.
 
     Raises:
-        DataError: If ``root`` is None, or if folders are missing, empty or differ between train and val.
+        DataError: If ``root`` is None, folders are missing, empty or differ between train and val, or have the same images.
     """
     folder = folder_of(root, "imagenet", HELP)
     classes, test_classes = _classes(folder / "train"), _classes(folder / "val")
@@ -52,6 +53,9 @@ def imagenet(root: str | Path | None = None, size: int = 224) -> Dataset:
         got = f"{different[0]} in one of them only; {HELP}"
         raise invalid(str(folder), "the same classes in train and val", got, DataError)
     train, test = (_split(folder / part, classes, size) for part in ("train", "val"))
+    for name in classes[:16]:
+        last = listed(folder / "val" / name, HELP)[-1]
+        require_distinct(path for part in ("train", "val") if (path := folder / part / name / last).is_file())
     return Dataset("imagenet", len(classes), size, train, test, preparation=Preparation(size, MOMENTS, CROP, classes))
 
 
@@ -64,11 +68,16 @@ def _classes(folder: Path) -> tuple[str, ...]:
 def _split(folder: Path, classes: tuple[str, ...], size: int) -> Split:
     names: list[bytes] = []
     labels: list[int] = []
+    others = {*listed(folder, HELP)} - {*classes}
     for number, name in enumerate(classes):
-        files = [file for file in listed(folder / name, HELP) if file.lower().endswith(EXTENSIONS)]
+        found = listed(folder / name, HELP)
+        files = [file for file in found if file.lower().endswith(EXTENSIONS)]
+        others |= {f"{name}/{file}" for file in {*found} - {*files}}
         require(len(files) > 0, str(folder / name), f"files that end in {alternatives(EXTENSIONS)}", f"none; {HELP}", DataError)
         names += sorted(os.fsencode(f"{name}/{file}") for file in files)
         labels += [number] * len(files)
+    if others:
+        logging.getLogger(__name__).warning("%s: left out %d, such as %s", folder, len(others), min(others))
     images = ImageFiles(folder, np.array(names), size)
     return Split(len(names), images, partial(labels_of, torch.tensor(labels, dtype=torch.int16)), epoch_seed=True)
 

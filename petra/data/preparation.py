@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
-from petra.errors import DataError, first_line, require
+from petra.data.files import reading
+from petra.errors import DataError, require
 
 Moments = tuple[Sequence[Any], Sequence[float]]
 """Mean and standard deviation of each channel, for pixel values scaled to 0 ... 1. The mean may be an image (3, H, W)."""
@@ -52,17 +53,15 @@ class Preparation:
 
 
 def decoded(path: Path, crop: Callable[[Image.Image], Image.Image]) -> NDArray[np.uint8]:
-    """Return a crop of the RGB image in a file, (H, W, 3).
+    """Return a crop of the RGB image in a file, (H, W, 3), turned as its EXIF orientation says, as viewers show it.
 
     Raises:
-        DataError: If the file can't be read as a JPEG or PNG image. Decoders raise exceptions of many undocumented types.
+        DataError: If the file can't be read as a JPEG or PNG image.
     """
-    try:
-        with Image.open(path, formats=("JPEG", "PNG")) as image:
-            return np.array(crop(as_rgb(image)))
-    except Exception as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
-        raise DataError(f"{path}: can't be read as a JPEG or PNG image ({reason}); replace or remove the file") from error
+    what = " as a JPEG or PNG image"
+    with reading(path, "replace or remove the file", what), Image.open(path, formats=("JPEG", "PNG")) as image:
+        ImageOps.exif_transpose(image, in_place=True)
+        return np.array(crop(as_rgb(image)))
 
 
 def as_rgb(image: Image.Image) -> Image.Image:

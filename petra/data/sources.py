@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
+from math import inf
 from numbers import Integral, Real
 from typing import TypeVar
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from petra.data.dataset import Dataset, Split
 from petra.data.prefetch import TIMEOUT, Prefetcher
 from petra.data.preparation import Preparation
-from petra.errors import invalid, require
+from petra.errors import DataError, invalid, is_integer, require
 from petra.reversible import derive_seed
 from petra.specs import IGNORED
 
@@ -46,6 +47,7 @@ class _Source:
         # These functions do not refer to the source, see Prefetcher.
         def inputs(m: int) -> tuple[Tensor, Tensor | None]:
             indices, seed = request(m)
+            require(len(indices[share]) > 0, "share", f"some of {len(indices)} rows", share, DataError)
             if split.samples is not None:
                 found, targets = split.samples(indices, seed)
                 return found[share], targets
@@ -63,12 +65,13 @@ class _Source:
 
         self._read, self._read_again = ahead(inputs), ahead(inputs)
         self._read_targets = ahead(targets, workers if split.decodes_targets else 0)
+        self._stop = inf if stop is None else stop
         self._recent: OrderedDict[int, Tensor] = OrderedDict()
         self._most = RECENT_DECODED if split.samples is None else RECENT
 
     def inputs(self, m: int) -> Tensor:
         """Return the inputs of microbatch ``m``: float32 images (B, 3, H, W), or int64 tokens (B, T)."""
-        inputs, targets = self._read(m)
+        inputs, targets = self._read(self._checked(m))
         if targets is not None:
             self._keep(m, targets)
         return inputs
@@ -83,8 +86,12 @@ class _Source:
 
     def targets(self, m: int) -> Tensor:
         """Return the targets of microbatch ``m``: int64 (B,) for images, (B·T,) for tokens, (B, H, W) for pixels."""
-        found = self._recent.get(m)
+        found = self._recent.get(self._checked(m))
         return self._keep(m, self._read_targets(m)) if found is None else found
+
+    def _checked(self, m: int) -> int:
+        require(is_integer(m) and 0 <= m < self._stop, "microbatch", f"an integer >= 0 and < {self._stop}", m)
+        return m
 
     def _keep(self, m: int, targets: Tensor) -> Tensor:
         self._recent[m] = kept = targets.clone()  # not the workers' shared memory
@@ -132,7 +139,7 @@ class TrainSource(_Source):
         name = f" of {dataset.name}" if isinstance(dataset, Dataset) else ""
         expected = f"an integer from 1 to {split.count}, the number of training samples{name}"
         require(isinstance(batch_size, Integral) and 1 <= batch_size <= split.count, "data.batch_size", expected, batch_size)
-        require(isinstance(seed, Integral), "seed", "an integer", seed)
+        require(is_integer(seed) and 0 <= seed < 2**63, "seed", "an integer >= 0 and < 2^63", seed)
         require(isinstance(augment, bool), "augment", "true or false", augment)
         batches = self.batches_per_epoch = split.count // batch_size
         self.preparation: Preparation | None = getattr(dataset, "preparation", None)

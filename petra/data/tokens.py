@@ -6,9 +6,12 @@ Each window is a sample, and each of its tokens is predicted from those before i
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from petra.data.dataset import Dataset, Part, Split
-from petra.data.files import folder_of, read
-from petra.errors import DataError, alternatives, first_line, invalid, require
+from petra.data.files import folder_of, read, reading, require_distinct, require_text
+from petra.errors import DataError, alternatives, invalid, require
 from petra.reversible import derive_seed
 from petra.specs import IGNORED
 
@@ -33,6 +36,8 @@ HEADER_BYTES = 1024
 """Size of the header of llm.c's files: 256 integers of 32 bits, which begin with a magic number, a version and a count."""
 FORMATS: dict[int, tuple[int, np.dtype[Any]]] = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
 """Version and type of the tokens by the magic number of llm.c's headers."""
+LONGEST_RUN = 1024
+"""Number of equal tokens at the end of a file from which on the file counts as incomplete: a download that was interrupted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,12 +75,8 @@ class TokenFile:
 
     @cached_property
     def _map(self) -> NDArray[Any]:
-        try:
+        with reading(self.path, "every machine that runs a first or a last stage needs it"):
             return np.memmap(self.path, self.dtype, "r", HEADER_BYTES, (self.count,))
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"{self.path}: can't be read ({first_line(error)}); every machine that runs a first or a last stage needs it"
-            ) from error
 
 
 def open_tokens(path: Path, classes: int) -> TokenFile:
@@ -86,21 +87,24 @@ def open_tokens(path: Path, classes: int) -> TokenFile:
         classes: Number of different tokens.
 
     Raises:
-        DataError: If the file can't be read, has another header, or its size does not agree with its header.
+        DataError: If the file can't be read, has another header or no tokens, its size does not agree with its header, or it ends
+            in :data:`LONGEST_RUN` equal tokens.
     """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            head = file.read(HEADER_BYTES)
-    except OSError as error:
-        raise DataError(f"{path}: can't be read ({error.strerror}); {HELP}") from error
+    with reading(path, HELP), path.open("rb") as file:
+        head, size = file.read(HEADER_BYTES), path.stat().st_size
+        file.seek(max(HEADER_BYTES, size - 4 * LONGEST_RUN))
+        end = file.read()
     magic, version, count = np.frombuffer(head[:12].ljust(12, b"\0"), "<i4").tolist()
     found = "another magic number" if magic not in FORMATS else f"{size} bytes"
     require(magic in FORMATS and size >= HEADER_BYTES, str(path), f"the header of llm.c, {HEADER_BYTES} bytes", found, DataError)
     expected, dtype = FORMATS[magic]
     require(version == expected, str(path), f"version {expected} of llm.c's format", version, DataError)
-    present = (size - HEADER_BYTES) // dtype.itemsize
-    require(present == count, str(path), f"{count} tokens, as its header says", present, DataError)
+    present = (size - HEADER_BYTES) / dtype.itemsize
+    require(present == count, str(path), f"{count} tokens, as its header says", f"{present:.15g}", DataError)
+    require(count > 0, str(path), "tokens", "none", DataError)
+    last = np.frombuffer(end, dtype)[-LONGEST_RUN:]
+    whole = len(last) < LONGEST_RUN or len({*last.tolist()}) > 1
+    require(whole, str(path), "different tokens at the end", f"{last[0]} {LONGEST_RUN} times (an interrupted download?)", DataError)
     return TokenFile(path, dtype, count, classes)
 
 
@@ -178,7 +182,8 @@ def text(root: str | Path | None = None, size: int = 256, validation: float = 0.
     require(size >= 1, "data.size", "an integer >= 1", size)
     require(0 < validation < 1, "data.validation", "a number > 0 and < 1", validation)
     path = folder_of(root, "text", TEXT_HELP)
-    content = np.frombuffer(read(path, TEXT_HELP), np.uint8)
+    require_text(raw := read(path, TEXT_HELP), path)
+    content = np.frombuffer(raw, np.uint8)
     train, test = np.split(content, [round(len(content) * (1 - validation))])
     if len(train) <= size or len(test) < 2:
         expected = f"at least {size + 1} bytes for training and 2 for testing"
@@ -189,8 +194,8 @@ def text(root: str | Path | None = None, size: int = 256, validation: float = 0.
 def tokens(root: str | Path | None = None, size: int = 256, classes: int = 256, split: Part = "val") -> Dataset:
     """Return files of tokens in windows of ``size`` tokens.
 
-    Files named ``*train*.bin`` are for training, and those with ``split`` in their names for evaluation, in the order of their
-    names. Windows are adjacent within a file. Augmentation and evaluation windows are those of :func:`text`.
+    Files with the word ``train`` in their names (``*.bin``) are for training, and those with ``split`` for evaluation, in the order
+    of their names. Windows are adjacent within a file. Augmentation and evaluation windows are those of :func:`text`.
 
     Args:
         root: Folder of the files.
@@ -200,7 +205,7 @@ def tokens(root: str | Path | None = None, size: int = 256, classes: int = 256, 
 
     Raises:
         ConfigError: If ``size`` or ``split`` is out of range, or the vocabulary has another number of tokens.
-        DataError: If files are missing, damaged or too short.
+        DataError: If files are missing, damaged, too short or equal, or not those of the corpus (:func:`sampled_hash`).
     """
     require(size >= 1, "data.size", "an integer >= 1", size)
     require(split in PARTS[1:], "data.split", alternatives(PARTS[1:]), split)
@@ -211,6 +216,12 @@ def tokens(root: str | Path | None = None, size: int = 256, classes: int = 256, 
         files[part] = [open_tokens(path, classes) for path in _files_of(folder, part)]
         longest, name = max(map(len, files[part]), default=0), str(folder / f"*{part}*.bin")
         require(longest >= least, name, f"files with at least {least} tokens", longest or "none", DataError)
+    every, hashes = [file for found in files.values() for file in found], corpus.get("files", {})
+    kinds = {str(file.dtype) for file in every}
+    require(len(kinds) == 1, str(folder), "files of tokens of one type", " and ".join(sorted(kinds)), DataError)
+    for found, path in require_distinct(file.path for file in every).items():
+        fits = not hashes or hashes.get(path.name) == found
+        require(fits, str(path), f"the contents whose hash is in {CORPUS}", "others, or a file that it does not name", DataError)
     train, test = _windows(files["train"], size, True), _windows(files[split], size, False)
     if not corpus:
         return Dataset("tokens", classes, size, train, test)
@@ -220,11 +231,15 @@ def tokens(root: str | Path | None = None, size: int = 256, classes: int = 256, 
 
 
 def _files_of(folder: Path, part: str) -> list[Path]:
-    """Return the token files of a part, by name. The name of no file may contain two parts."""
-    found = sorted(folder.glob(f"*{part}*.bin"))
+    """Return the token files of a part, by name. No name may contain two. Log a warning if numbers are missing."""
+    found = [path for path in sorted(folder.glob(f"*{part}*.bin")) if part in re.split("[^a-zA-Z]", path.name)]
     for path in found:
         other = next((other for other in PARTS if other in path.name and other != part), None)
         require(other is None, str(path), f'a name with "{part}" or "{other}", not with both', path.name, DataError)
+    numbers = sorted(int(match[1]) for path in found if (match := re.search(r"(\d+)\.bin$", path.name)))
+    for a, b in pairwise(numbers):
+        if b > a + 1:
+            logging.getLogger(__name__).warning("%s: no file of %s has a number from %d to %d", folder, part, a + 1, b - 1)
     return found
 
 
@@ -233,11 +248,11 @@ def _corpus(folder: Path) -> dict[str, Any]:
     path = folder / CORPUS
     if not path.exists():
         return {}
-    try:
+    with reading(path, HELP):
         facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return {**facts, "classes": int(facts["classes"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: can't be read ({first_line(error)}); {HELP}") from error
+        fits = type(facts["classes"]) is int and type(facts.get("vocabulary", "")) is str and type(facts.get("files", {})) is dict
+    require(fits, str(path), "an integer classes, a text vocabulary, and files with hashes", "others", DataError)
+    return facts
 
 
 def _bytes_per_token(folder: Path, part: str, files: Sequence[TokenFile], corpus: Mapping[str, Any]) -> float:
@@ -249,4 +264,6 @@ def _bytes_per_token(folder: Path, part: str, files: Sequence[TokenFile], corpus
         require(type(value) is int and 0 < value < 2**63, f"{folder / CORPUS}, {part}.{key}", "an integer > 0", value, DataError)
     count = sum(map(len, files))
     require(count == facts["tokens"], str(folder / f"*{part}*.bin"), f"{facts['tokens']} tokens, as in {CORPUS}", count, DataError)
+    least = int(facts["tokens"]) // 2  # a token is a byte or more, except for the delimiter of a document
+    require(facts["bytes"] >= least, f"{folder / CORPUS}, {part}.bytes", f"at least {least}", facts["bytes"], DataError)
     return float(facts["bytes"]) / int(facts["tokens"])

@@ -11,18 +11,20 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from torch import Tensor
 
+from petra.data.files import reading
 from petra.data.imagenet import MOMENTS
 from petra.data.preparation import as_rgb, normalise
-from petra.errors import DataError, first_line, invalid, require
+from petra.errors import DataError, invalid, require
 from petra.inplace_abn.crops import Classes, Pixels, Size, Tile, Window, cut_image, cut_labels, random_pixel, random_window
 from petra.reversible import derive_seed
 from petra.specs import IGNORED
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 """Image formats that can be read."""
+HELP = "replace or remove the file"
 OUT_OF_RANGE = IGNORED - 1
 """Class of values that may not occur."""
 Used = TypeVar("Used")
@@ -65,12 +67,9 @@ class LabelValues:
         Raises:
             DataError: If the file can't be decoded, has no palette and not one 8-bit channel, or has a value that may not occur.
         """
-        try:
-            with Image.open(path, formats=("PNG",)) as image:
-                mode, depth = image.mode, _bit_depth(path)
-                values = np.asarray(image)
-        except Exception as error:  # decoders raise many types
-            raise _unreadable(path, error, "labels in a PNG file") from error
+        with reading(path, HELP, " as labels in a PNG file"), Image.open(path, formats=("PNG",)) as image:
+            mode, depth = image.mode, _bit_depth(path)
+            values = np.asarray(image)
         if mode not in ("L", "P") or values.dtype != np.uint8:
             raise invalid(str(path), "labels in one channel of 8 bits (PNG mode L or P)", f"mode {mode}", DataError)
         if mode == "L" and depth != 8:  # Pillow multiplies the values so that white is 255
@@ -102,11 +101,10 @@ def size_of(path: Path) -> Size:
 
 
 def _opened(path: Path, use: Callable[[Image.Image], Used]) -> Used:
-    try:
-        with Image.open(path, formats=FORMATS) as image:
-            return use(image)
-    except Exception as error:  # decoders raise many types
-        raise _unreadable(path, error, "a JPEG, PNG or WebP image") from error
+    with reading(path, HELP, " as a JPEG, PNG or WebP image"), Image.open(path, formats=FORMATS) as image:
+        turned = image.getexif().get(ExifTags.Base.Orientation, 1)
+        require(turned == 1, str(path), "an image without an EXIF orientation, as its labels have none", turned, DataError)
+        return use(image)
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,8 +260,3 @@ def _as_images(windows: Sequence[Pixels]) -> Tensor:
 
 def _as_targets(windows: Sequence[Classes]) -> Tensor:
     return torch.from_numpy(np.stack(windows)).long()
-
-
-def _unreadable(path: Path, error: Exception, what: str) -> DataError:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error) or type(error).__name__
-    return DataError(f"{path}: can't be read as {what} ({reason}); replace or remove the file")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,6 +13,8 @@ from petra.errors import DataError, alternatives, invalid, require
 from petra.inplace_abn.class_uniform import ClassUniform, class_presence
 from petra.inplace_abn.crops import tiles_of
 from petra.inplace_abn.label_maps import Files, LabelValues, Pair, TileSamples, TrainingSamples, size_of
+
+log = logging.getLogger(__name__)
 
 SAMPLINGS = ("shuffle", "class_uniform")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
@@ -75,7 +79,11 @@ def segmentation(
 
     def pairs(split: str) -> list[Pair]:
         found = _files(folder / "images" / split, EXTENSIONS, HELP)
-        return [Pair(image, folder / "labels" / split / f"{image.stem}.png") for image in found]
+        known = [Pair(image, folder / "labels" / split / f"{image.stem}.png") for image in found]
+        others = {*(folder / "labels" / split).glob("*.png")} - {pair.labels for pair in known}
+        if others:
+            log.warning("%s: labels without an image, %d in all", min(others), len(others))
+        return known
 
     known = {value: value for value in range(classes)}
     values = LabelValues.of(known, [void], f"from 0 to {classes - 1}, or {void} for pixels to ignore")
@@ -168,6 +176,8 @@ def _dataset(
 ) -> Dataset:
     require(sampling in SAMPLINGS, "data.sampling", alternatives(SAMPLINGS), sampling)
     train, test = (Files(_complete(pairs(split), help), values, size, classes) for split in splits)
+    same = {pair.image.parent.resolve() for pair in train.pairs} & {pair.image.parent.resolve() for pair in test.pairs}
+    require(not same, str(min(same, default="")), f"other images in {splits[1]} than in {splits[0]}", "the same folder", DataError)
     order = ClassUniform(class_presence(train)) if sampling == "class_uniform" else None
     tiles = [tile for i, pair in enumerate(test.pairs) for tile in tiles_of(i, size_of(pair.image), size)]
     random, whole = TrainingSamples(train), TileSamples(test, tiles)
@@ -179,8 +189,10 @@ def _complete(pairs: Sequence[Pair], help: str) -> Sequence[Pair]:
     """Return the pairs, after a check that both files of each exist.
 
     Raises:
-        DataError: If one does not.
+        DataError: If one does not, or two images have the same labels.
     """
+    twice = next((labels for labels, count in Counter(pair.labels for pair in pairs).items() if count > 1), None)
+    require(twice is None, str(twice), "labels of one image", "those of two, with different endings", DataError)
     for pair in pairs:
         for path, other in ((pair.labels, pair.image), (pair.image, pair.labels)):
             if not path.is_file():

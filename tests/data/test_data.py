@@ -99,7 +99,7 @@ def test_readers_that_draw_for_a_whole_microbatch_have_a_seed_of_their_own_for_e
         *(({"timeout": value}, f"timeout: expected a number > 0, got {value}") for value in (0, float("nan"), "x")),
         ({"dataset": [1, 2]}, "dataset: expected a Dataset or Split (petra.data.from_dataset makes one), got list"),
         ({"batch_size": 24, "seed": 0}, "data.batch_size: expected an integer from 1 to 23, the number of training samples of "),
-        ({"seed": 1.5}, "seed: expected an integer, got 1.5"),
+        ({"seed": 1.5}, "seed: expected an integer >= 0 and < 2^63, got 1.5"),
         ({"augment": "no"}, "augment: expected true or false, got no"),
     ],
 )

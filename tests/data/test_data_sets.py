@@ -43,7 +43,7 @@ def test_synthetic_images_can_be_classified(size):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("mnist", {}, r"data\.name: expected digits, synthetic, cifar10, .* tokens.*, got mnist"),
+        ("mnist", {}, r"^name: expected digits, synthetic, cifar10, .* tokens.*, got mnist"),
         ("synthetic", {"images": 3}, r"data\.images: expected an integer >= 4, got 3"),
         ("text", {"validation": 1.0}, r"data\.validation: expected a number > 0 and < 1, got 1\.0"),
     ],
@@ -60,7 +60,7 @@ def test_data_sets_of_files_need_a_root(name):
 
 
 def test_microbatches_have_the_predicted_shape_and_type(tmp_path):
-    (tmp_path / "t").write_bytes(bytes(200))
+    (tmp_path / "t").write_text("text" * 50)
     for name, options in (("digits", {}), ("synthetic", {"size": 16}), ("text", {"root": tmp_path / "t", "size": 8})):
         data = load_dataset(name, **options)
         form = microbatch_form(name, 4, data.size)
@@ -73,17 +73,17 @@ def test_microbatches_have_the_predicted_shape_and_type(tmp_path):
 
 
 def test_the_last_part_of_a_text_is_for_testing_and_each_byte_predicts_the_next(tmp_path):
-    """Bytes equal their positions; 180 of 200 are for training."""
-    (tmp_path / "t").write_bytes(bytes(range(200)))
+    """Bytes equal their positions from 1; 180 of 200 are for training."""
+    (tmp_path / "t").write_bytes(bytes(range(1, 201)))
     data, rows = load_dataset("text", root=tmp_path / "t", size=8), torch.arange(22)
     assert (data.classes, data.size, data.train.count, data.test.count) == (256, 8, 22, 3)
     inputs, targets = data.train.inputs(rows, None), data.train.targets(rows, None)
     assert inputs.dtype == targets.dtype == torch.int64
-    assert torch.equal(inputs, torch.arange(176).view(22, 8))
-    assert torch.equal(targets, torch.arange(1, 177))
+    assert torch.equal(inputs, torch.arange(1, 177).view(22, 8))
+    assert torch.equal(targets, torch.arange(2, 178))
     source = EvalSource(data, 2)
     targets, inputs = (torch.cat([read(m).flatten() for m in range(2)]) for read in (source.targets, source.inputs))
-    assert targets.tolist() == [*range(181, 200), *[-100] * 13]
+    assert targets.tolist() == [*range(182, 201), *[-100] * 13]
     assert torch.equal(inputs[:19], targets[:19] - 1)
 
 

@@ -96,9 +96,9 @@ def test_the_corpus_has_facts_of_each_part(arrays: list[np.ndarray], folder: Pat
     refused(r"\*test\*\.bin: expected files with at least 2 tokens, got none", folder, split="test")
     before = load(folder)
     assert before.bytes_per_target is None
-    write_llmc(folder / "text_test_000000.bin", arrays[0])
-    write_corpus(folder, test={"tokens": 23, "bytes": 46})
-    for split, tokens, ratio in (("val", arrays[3], 3.5), ("test", arrays[0], 2.0)):
+    write_llmc(folder / "text_test_000000.bin", arrays[0][1:])
+    write_corpus(folder, test={"tokens": 22, "bytes": 44})
+    for split, tokens, ratio in (("val", arrays[3], 3.5), ("test", arrays[0][1:], 2.0)):
         data = load(folder, split=split)
         assert data.train.count == before.train.count
         assert data.test.inputs(torch.arange(data.test.count), None).flatten()[: len(tokens)].tolist() == tokens.tolist()
@@ -146,7 +146,7 @@ def test_counts_of_the_corpus_are_those_of_its_files(parts: dict[str, object], m
 
 
 def test_files_of_a_part_are_told_by_their_names(arrays: list[np.ndarray], folder: Path) -> None:
-    for name, parts in (("retrieval_train", '"train" or "val"'), ("interval_test", '"val" or "test"')):
+    for name, parts in (("val_train", '"train" or "val"'), ("val_test", '"val" or "test"')):
         write_llmc(folder / f"{name}.bin", arrays[0])
         refused(rf"{name}\.bin: expected a name with {parts}, not with both", folder)
         (folder / f"{name}.bin").unlink()
@@ -164,7 +164,7 @@ def test_tokens_outside_the_vocabulary_are_refused(arrays: list[np.ndarray], tmp
 
 def test_windows_of_an_epoch_have_different_shifts(tmp_path: Path) -> None:
     """Tokens are their positions, so a window's first token tells its shift."""
-    folder = make_folder(tmp_path, [np.arange(201, dtype="<u2")] * 4)
+    folder = make_folder(tmp_path, [np.arange(201 - i, dtype="<u2") for i in range(4)])
     data = load_dataset("tokens", root=folder, size=SIZE, classes=CLASSES)
     starts = data.train.inputs(torch.arange(30), 3)[:, 0]
     assert len({*(starts % SIZE).tolist()}) == SIZE

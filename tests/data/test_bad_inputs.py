@@ -1,0 +1,252 @@
+"""Files that can be read, but are not what was meant: refused in one line that names them, or named in a warning."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import petra.inplace_abn  # noqa: F401 (adds data sets)
+from launch import tokenize
+from petra.data import Dataset, EvalSource, TrainSource, load_dataset
+from petra.data.imagenet import cropped
+from petra.errors import DataError, PetraError
+from petra.inplace_abn.label_maps import read_image
+from tests.data.test_tokens import write_llmc
+from tests.support.fakes import smooth_image, write_image_folders
+
+Change = Callable[[Path], object]
+WORDS = np.random.default_rng(0).integers(0, 300, (4, 3000)).astype("<u2")
+TEXT = "Some text, and more of it. " * 60
+
+
+def write(name: str, content: bytes | str) -> Change:
+    return lambda folder: (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def copy(old: str, new: str) -> Change:
+    return lambda folder: (shutil.copytree if (folder / old).is_dir() else shutil.copy)(folder / old, folder / new)
+
+
+def move(old: str, new: str) -> Change:
+    return lambda folder: (folder / old).rename(folder / new)
+
+
+def link(new: str, old: str) -> Change:
+    """Replace a file or a folder by a link."""
+    return lambda folder: ((folder / new).rename(folder / f".{new}".replace("/", "-")), (folder / new).symlink_to(folder / old))
+
+
+def pipe(name: str) -> Change:
+    return lambda folder: ((folder / name).unlink(missing_ok=True), os.mkfifo(folder / name))
+
+
+def tokens(name: str, words: np.ndarray) -> Change:
+    return lambda folder: write_llmc(folder / name, words)
+
+
+def corpus(**facts: object) -> Change:
+    known = {"classes": 300, "train": {"tokens": 3000, "bytes": 9000}, "val": {"tokens": 3000, "bytes": 9000}}
+    return write("corpus.json", json.dumps({**known, **facts}))
+
+
+def both(*changes: Change) -> Change:
+    return lambda folder: [change(folder) for change in changes]
+
+
+def write_pixels(folder: Path) -> None:
+    for part, name in (("train", "a"), ("val", "b")):
+        for kind, image in (("images", smooth_image(16, 16)), ("labels", Image.new("L", (16, 16)))):
+            (folder / kind / part).mkdir(parents=True)
+            image.save(folder / kind / part / f"{name}.png")
+
+
+def write_tokens(folder: Path) -> None:
+    for name, words in zip(("train.bin", "val.bin"), WORDS, strict=False):
+        write_llmc(folder / name, words)
+
+
+def load(name: str, folder: Path) -> object:
+    """Write a data set that is accepted, and return what reads it."""
+    options = {"tokens": {"size": 4, "classes": 300}, "text": {"size": 16, "root": folder / "a.txt"}, "imagenet": {"size": 16}}
+    data = load_dataset(name, **{"root": folder, **options.get(name, {"size": 16})})
+    data.train.inputs(torch.arange(1), None)
+    return f"read {data.train.count}"
+
+
+def upright(name: str) -> Change:
+    """Mark an image as turned, as a phone does."""
+
+    def change(folder: Path) -> None:
+        image = Image.open(folder / name)
+        exif = image.getexif()
+        exif[0x0112] = 6
+        image.save(folder / name, exif=exif)
+
+    return change
+
+
+WRITE: dict[str, Change] = {
+    "tokens": write_tokens,
+    "text": write("a.txt", TEXT),
+    "imagenet": write_image_folders,
+    "segmentation": write_pixels,
+}
+SAME_PIXELS = both(*(link(f"{kind}/val", f"{kind}/train") for kind in ("images", "labels")))
+OTHER = "expected other contents than any other file of the data, got those of"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("tokens", copy("train.bin", "val.bin"), rf"val\.bin: {OTHER} train\.bin"),
+        ("tokens", link("val.bin", "train.bin"), rf"val\.bin: {OTHER} train\.bin"),
+        ("tokens", copy("train.bin", "train (1).bin"), rf"train\.bin: {OTHER}"),
+        (
+            "tokens",
+            tokens("train.bin", np.zeros(5000, "<u2")),
+            r"train\.bin: expected different tokens at the end, got 0 1024 ",
+        ),
+        ("tokens", tokens("train.bin", WORDS[0] * (np.arange(3000) < 1500)), "expected different tokens at the end"),
+        ("tokens", tokens("train_2.bin", WORDS[0][:0]), r"train_2\.bin: expected tokens, got none"),
+        ("tokens", tokens("val.bin", WORDS[1].astype("<u4")), "expected files of tokens of one type, got uint16 and uint32"),
+        (
+            "tokens",
+            write("val.bin", np.r_[[20240520, 1, 2], [0] * 253].astype("<i4").tobytes() + bytes(5)),
+            r"2 tokens, .* got 2\.5",
+        ),
+        ("tokens", pipe("train.bin"), r"train\.bin: expected a file, got a pipe or a device"),
+        ("tokens", corpus(classes=300.7), r"corpus\.json: expected an integer classes"),
+        ("tokens", corpus(vocabulary=5), r"corpus\.json: expected an integer classes, a text vocabulary"),
+        ("tokens", corpus(val={"tokens": 3000, "bytes": 900}), r"corpus\.json, val\.bytes: expected at least 1500, got 900"),
+        ("tokens", corpus(files={"train.bin": "0"}), r"train\.bin: expected the contents whose hash is in corpus\.json"),
+        ("tokens", tokens("constraints.bin", WORDS[2]), r"^read 749"),  # of no part
+        ("tokens", both(move("train.bin", "train_0.bin"), tokens("train_3.bin", WORDS[2])), "train has a number from 1 to 2"),
+        ("text", write("a.txt", TEXT.encode("utf-16")), r"a\.txt: expected text in UTF-8, got a NUL byte"),
+        ("text", write("a.txt", "version https://git-lfs.github.com/spec/v1\n" * 9), "got a pointer of Git LFS"),
+        ("text", write("a.txt", "\n<!DOCTYPE html><p>" + TEXT), "begins like a page of HTML"),
+        ("text", pipe("a.txt"), r"a\.txt: expected a file, got a pipe or a device"),
+        ("imagenet", both(copy("train/n00", "train/.ipynb_checkpoints"), copy("val/n00", "val/.ipynb_checkpoints")), "^read 12$"),
+        ("imagenet", both(copy("train/n00", "train/__MACOSX"), copy("val/n00", "val/__MACOSX")), "^read 12$"),
+        ("imagenet", move("train/n00/0.JPEG", "train/n00/0.webp"), r"train: left out 1, such as n00/0\.webp"),
+        ("imagenet", copy("val/n00", "train/n00/more"), "train: left out 1, such as n00/more"),
+        ("imagenet", move("train/n00/0.JPEG", "train/0.JPEG"), r"train: left out 1, such as 0\.JPEG"),
+        ("imagenet", pipe("train/n00/0.JPEG"), r"0\.JPEG: expected a file, got a pipe"),
+        ("imagenet", link("val", "train"), rf"val/n00/3\.JPEG: {OTHER} train/n00/3\.JPEG"),
+        ("imagenet", both(move("val", "gone"), copy("train", "val")), rf"val/n00/3\.JPEG: {OTHER} train/n00/3\.JPEG"),
+        (
+            "segmentation",
+            copy("labels/train/a.png", "labels/train/c.png"),
+            r"c\.png: labels without an image, 1 in all",
+        ),
+        ("segmentation", copy("images/train/a.png", "images/train/a.jpg"), r"a\.png: expected labels of one image"),
+        (
+            "segmentation",
+            SAME_PIXELS,
+            "expected other images in val than in train",
+        ),
+        ("segmentation", upright("images/train/a.png"), r"a\.png: expected an image without an EXIF orientation"),
+        ("segmentation", pipe("images/train/a.png"), r"a\.png: expected a file"),
+    ],
+)
+def test_data_sets(name: str, change: Change, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    WRITE[name](tmp_path)
+    load(name, tmp_path)
+    change(tmp_path)
+    try:
+        found: object = load(name, tmp_path)
+    except DataError as error:
+        found = error
+    shown = " ".join([str(found), *(record.getMessage() for record in caplog.records)]).replace(f"{tmp_path}/", "")
+    assert re.search(message, shown), shown
+
+
+def lowercase(folder: Path) -> None:
+    from tokenizers import normalizers
+
+    from petra.data.tokenizer import train_vocabulary
+
+    vocabulary = train_vocabulary([TEXT], 300)
+    vocabulary.normalizer = normalizers.Lowercase()
+    vocabulary.save(str(folder / "lower.json"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "message"),
+    [
+        (write("a.json", '["a", "b"]'), ["a.json"], r"a\.json: expected text, or JSON objects in lines"),
+        (write("a.txt", TEXT + "<|endoftext|>" + TEXT), ["a.txt"], r"a\.txt: expected text without <\|endoftext\|>"),
+        (write("a.txt", b"\0" * 99), ["a.txt"], r"a\.txt: expected text in UTF-8, got a NUL byte"),
+        (copy("a.txt", "b.txt"), ["a.txt", "--validation", "b.txt"], rf"b\.txt: {OTHER} a\.txt"),
+        (copy("a.txt", "b.txt"), ["a.txt", "a.txt"], rf"a\.txt: {OTHER} a\.txt"),
+        (copy("a.txt", "b.txt"), ["a.txt", "--separator", "<end>"], "--separator: expected a text that occurs in the files"),
+        (
+            lowercase,
+            ["a.txt", "--vocabulary", "lower.json"],
+            "expected a vocabulary that gives the text back, got 'some",
+        ),
+    ],
+)
+def test_tokenize(
+    change: Change,
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("tokenizers", reason="the extra 'text' is not installed")
+    monkeypatch.chdir(tmp_path)
+    write("a.txt", TEXT)(tmp_path)
+    change(tmp_path)
+    paths = [str(tmp_path / word) if "." in word else word for word in words]
+    with pytest.raises(SystemExit):
+        tokenize.main([*paths, "--out", str(tmp_path / "out"), *([] if "--vocabulary" in words else ["--vocabulary", "300"])])
+    assert re.search(message, capsys.readouterr().err.replace(f"{tmp_path}/", ""))
+    assert not [*(tmp_path / "out").glob("*.bin")]
+
+
+def test_hashes_of_a_corpus_are_those_of_its_files(tmp_path: Path) -> None:
+    """What petra tokenize writes is read, and not with another file of as many tokens."""
+    pytest.importorskip("tokenizers", reason="the extra 'text' is not installed")
+    write("a.txt", TEXT * 3)(tmp_path)
+    tokenize.main([str(tmp_path / "a.txt"), "--out", str(tmp_path), "--vocabulary", "300", "--validation", "0.3"])
+    facts = json.loads((tmp_path / "corpus.json").read_text())
+    options = {"root": tmp_path, "size": 4, "classes": facts["classes"]}
+    assert load_dataset("tokens", **options).train.count > 0
+    write_llmc(tmp_path / "train_000000.bin", np.arange(facts["train"]["tokens"], dtype="<u2") % 256)
+    with pytest.raises(DataError, match=r"train_000000\.bin: expected the contents whose hash is in corpus\.json"):
+        load_dataset("tokens", **options)
+
+
+def test_photographs_are_turned_as_viewers_show_them(tmp_path: Path) -> None:
+    smooth_image(20, 40).save(tmp_path / "a.png")
+    before = cropped(tmp_path / "a.png", 16, None)
+    smooth_image(20, 40).transpose(Image.Transpose.ROTATE_90).save(tmp_path / "a.png")
+    upright("a.png")(tmp_path)
+    assert np.array_equal(cropped(tmp_path / "a.png", 16, None), before)
+    with pytest.raises(DataError, match="EXIF"):
+        read_image(tmp_path / "a.png")
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda data: TrainSource(data, 4, seed=-1), r"seed: expected an integer >= 0 and < 2\^63, got -1"),
+        (lambda data: TrainSource(data, 4, 0).inputs(-1), "microbatch: expected an integer >= 0 and < inf, got -1"),
+        (lambda data: TrainSource(data, 4, 0).targets(2.5), "microbatch: expected an integer >= 0 and < inf, got 2.5"),
+        (lambda data: EvalSource(data, 4).inputs(4), "microbatch: expected an integer >= 0 and < 4, got 4"),
+        (lambda data: TrainSource(data, 4, 0, share=slice(5, 9)).inputs(0), "share: expected some of 4 rows, got slice"),
+    ],
+)
+def test_sources(use: Callable[[Dataset], object], message: str) -> None:
+    with pytest.raises(PetraError, match=message):
+        use(load_dataset("synthetic", images=64, size=8))
